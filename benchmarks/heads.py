@@ -31,7 +31,8 @@ from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.lab import HEADS, corpus, draft_path, head_path, target_path
+from specdec_mlx.lab import HEADS, draft_path, head_path, target_path
+from specdec_mlx.lab import pair as pair_module
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
@@ -205,7 +206,7 @@ def _drafters(args: argparse.Namespace, target: nn.Module) -> Iterator[tuple[str
 
 def openings() -> list[Prompt]:
     """The lab's held-out openings."""
-    return [Prompt(f"{name}/{i}", name, text) for name, i, text in corpus.held_out_openings()]
+    return [Prompt(f"{name}/{i}", name, text) for name, i, text in pair_module.held_out_openings()]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

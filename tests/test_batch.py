@@ -28,8 +28,7 @@ from counting import Counting
 from scripted import OracleDrafter, ScriptedSession
 from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.prompts import samples_of
-from specdec_mlx.batch.rows import Request, RowDrafting, RowToken
+from specdec_mlx.batch.rows import Request, RowDrafting, RowToken, samples_of
 from specdec_mlx.checks import chi_square
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, Features
 from specdec_mlx.target import row_caches

@@ -18,13 +18,14 @@ import tiny
 import tiny_text
 from selection import in_one_test
 from specdec_mlx.beams.guesses import (
+    Beam,
     BeamDrafting,
     GuessLength,
     guess_length_for,
+    next_beams,
     paths_of,
 )
 from specdec_mlx.beams.search import BeamRows, BeamSearch
-from specdec_mlx.beams.steps import Beam, next_beams
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, Features
 from specdec_mlx.lab.pair import load_pair
 from specdec_mlx.target.model_pass import vocab_size_of

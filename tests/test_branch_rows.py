@@ -29,11 +29,11 @@ from selection import FULL
 from specdec_mlx import Sampling, speculate
 from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.target import exactness
-from specdec_mlx.target.branch_rows import BranchRows, tree_logits
 from specdec_mlx.target.exactness import rows_pay
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.strategies import leaves
+from specdec_mlx.target.tree_passes import BranchRows, tree_logits
 
 UNMASKED = ("mamba2", "qwen3_next", "rwkv7", "falcon_h1", "gpt2", "llama4")
 """Recurrent states, alone and beside attention; learned positions; a mask of its own."""

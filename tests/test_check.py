@@ -40,14 +40,13 @@ from specdec_mlx.checks import command, joint, one_step
 from specdec_mlx.checks.chi_square import FALSE_ALARM, ChiSquare, limit, power
 from specdec_mlx.checks.declared import Draws, check_declared
 from specdec_mlx.checks.joint import Cells, check_joint, compared
-from specdec_mlx.checks.one_step import check_one_step
+from specdec_mlx.checks.one_step import VARIANTS, check_one_step, lossless
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.run import run_parts
 from specdec_mlx.checks.stand_ins import Remembered, with_remembered_models
 from specdec_mlx.checks.state import check_state, depends_on_text_alone
 from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.checks.texts import check_greedy, check_widths
-from specdec_mlx.checks.variants import VARIANTS, lossless
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import make_rule

@@ -22,7 +22,7 @@ from specdec_mlx.bench.timing import TURN_TOKENS, Sample
 from specdec_mlx.cli import blas, demo, demo_report
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.cli.demo import PAIR, Show, after_rehearsal
-from specdec_mlx.cli.plan import LEAST_TOKENS, Budget, Pace, Scene, fit
+from specdec_mlx.cli.demo_report import LEAST_TOKENS, Budget, Pace, Scene, fit
 from specdec_mlx.draft_length.store import Tuning, tuning_for
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from tiny_model_folder import write_model_folder

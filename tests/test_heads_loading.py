@@ -21,10 +21,9 @@ import tiny
 from selection import in_one_test
 from specdec_mlx.checks import command as check
 from specdec_mlx.cli import commands
-from specdec_mlx.drafters.candidates import report
+from specdec_mlx.drafters.candidates import heads_lines, known_repositories, report
 from specdec_mlx.drafters.draft_models import Lighter, NamedModel, choose_drafter, lighter_of
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3Config, output_layers
-from specdec_mlx.drafters.heads.known import heads_lines, known_repositories
 from specdec_mlx.drafters.heads.loading import FORMATS, is_head, kind_of
 from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, MTPHead, one_layer_model
 from specdec_mlx.drafters.heads.one_pass import DFlashConfig

@@ -40,9 +40,8 @@ from specdec_mlx.drafters.heads.mtp import FAMILIES
 from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
 from specdec_mlx.rules.block import Block
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.keys_values import keys_values_of
 from specdec_mlx.target.strategies import leaves
-from specdec_mlx.target.taps import Taps
+from specdec_mlx.target.taps import Taps, keys_values_of
 from specdec_mlx.token_ids import to_list
 
 KINDS = ("eagle3", "eagle1", "dflash", "medusa", "assistant")

@@ -21,7 +21,7 @@ from selection import FULL, in_one_test
 from specdec_mlx.contracts import DraftContext, FeatureRows, KeysValues
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.drafters.heads.one_pass import PardDrafter
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter

@@ -31,7 +31,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.parts import Model
 from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_while
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.drafters.heads.one_pass import PardDrafter
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.taps import Taps
 from specdec_mlx.testing.enumeration import Tokens, state_after

@@ -20,7 +20,7 @@ import scripted
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
-from specdec_mlx.mlx_lm_plugin.ending import terminated_as_interrupted
+from specdec_mlx.mlx_lm_plugin.commands import terminated_as_interrupted
 from specdec_mlx.target.rollback import check_usable
 from specdec_mlx.target.strategies import STRATEGIES, Trim, leaves
 

@@ -21,7 +21,7 @@ from specdec_mlx import ModelDrafter, Sampling, lab, speculate
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
 from specdec_mlx.lab import __main__ as command
-from specdec_mlx.lab import corpus
+from specdec_mlx.lab import pair as pair_module
 from specdec_mlx.lab.pair import WEIGHTS, unpack
 from specdec_mlx.loop import Token
 from specdec_mlx.training import fitting
@@ -165,10 +165,10 @@ def test_knows_its_language(pair: lab.Pair, prompt: list[int]) -> None:
 
 
 def test_held_out_topics_are_not_trained_on() -> None:
-    trained, held_out = corpus.split_topics()
+    trained, held_out = pair_module.split_topics()
     known = {paragraph for text in trained for paragraph in text.split("\n\n")}
     paragraphs = [p for text in held_out for p in text.split("\n\n")]
-    assert not [p for p in paragraphs if len(p) >= corpus.SHORTEST_QUOTE and p in known]
+    assert not [p for p in paragraphs if len(p) >= pair_module.SHORTEST_QUOTE and p in known]
     assert 0.03 < len(byte_tokens.to_stream(held_out)) / len(byte_tokens.to_stream(trained)) < 0.1
 
 
@@ -204,7 +204,7 @@ def test_the_script_runs_and_repeats_itself(
 ) -> None:
     """Two steps of everything, twice: folders that mlx-lm loads, with the same weights."""
     monkeypatch.setattr(train, "TARGET_SHAPE", train.DRAFT_SHAPE)
-    monkeypatch.setattr(corpus, "split_topics", lambda: (["ab" * 500], ["abc " * 40]))
+    monkeypatch.setattr(pair_module, "split_topics", lambda: (["ab" * 500], ["abc " * 40]))
     options = "--steps 2 --draft-steps 2 --batch 2 --window 16 --samples 2 --sample-length 70"
     for run in ("a", "b"):
         train.main([*options.split(), "--out", str(tmp_path / run)])
@@ -238,10 +238,12 @@ def test_the_command_prints_folders_and_prompts_that_the_benchmark_takes(
         assert (Path(printed(which).strip()) / "config.json").is_file()
     (tmp_path / "prompts.jsonl").write_text(printed("prompts"))
     prompts = read_prompts(tmp_path / "prompts.jsonl")
-    assert [p.category for p in prompts] == [name for name in corpus.HELD_OUT for _ in range(2)]
-    trained = "\n\n".join(corpus.split_topics()[0])
+    assert [p.category for p in prompts] == [
+        name for name in pair_module.HELD_OUT for _ in range(2)
+    ]
+    trained = "\n\n".join(pair_module.split_topics()[0])
     assert not any(p.text in trained for p in prompts)
-    assert min(len(p.text) for p in prompts) == corpus.OPENING_LENGTH
+    assert min(len(p.text) for p in prompts) == pair_module.OPENING_LENGTH
 
 
 @pytest.mark.parametrize("kind", lab.HEADS)

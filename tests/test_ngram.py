@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from selection import cases, in_one_test
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
-from specdec_mlx.drafters.evidence import places_class, share_class
+from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession, StochasticNGramSession
-from specdec_mlx.drafters.ngram_counts import DISCOUNT, NGramCounts
+from specdec_mlx.drafters.ngram_table import DISCOUNT, NGramCounts
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 

@@ -29,8 +29,12 @@ from specdec_mlx.drafters.retokenized import (
     Retokenized,
     continuation,
 )
-from specdec_mlx.drafters.shared_vocabulary import ORDINARY, SharedVocabulary, shared_between
-from specdec_mlx.drafters.spelling import Spelling
+from specdec_mlx.drafters.shared_vocabulary import (
+    ORDINARY,
+    SharedVocabulary,
+    Spelling,
+    shared_between,
+)
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.sampling.noise import Noise

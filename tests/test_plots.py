@@ -21,7 +21,7 @@ from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.summary import Result
 from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.notebook import plots
-from specdec_mlx.notebook.palette import VERMILLION
+from specdec_mlx.notebook.views import VERMILLION
 from specdec_mlx.stats import theory
 
 ROUNDS = [(0, 0)] * 3 + [(4, 2), (4, 4), (4, 4), (2, 0)]

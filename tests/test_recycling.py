@@ -12,7 +12,7 @@ import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from specdec_mlx.contracts import DraftContext, FeatureRows, all_drafters
-from specdec_mlx.drafters.evidence import share_class
+from specdec_mlx.contracts.drafting import share_class
 from specdec_mlx.drafters.recycling import BRANCHES, TOP, RecyclingDrafter, SuccessorTable
 
 PROMPT = [5, 17, 99, 3]

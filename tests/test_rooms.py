@@ -29,8 +29,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 32_476,
-    "files": 214,
+    "lines": 30_753,
+    "files": 190,
     "numeric constants": 168,
     "protocols": 20,
     "public names": 30,

@@ -15,7 +15,7 @@ from selection import in_one_test
 from specdec_mlx.bench.record import Record
 from specdec_mlx.bench.replay import Score, Scores
 from specdec_mlx.checks import CheckReport, Part
-from specdec_mlx.stats.rows import Row, Rows, columns
+from specdec_mlx.stats.account import Row, Rows, columns
 from test_plots import result
 from test_views import stats_of
 

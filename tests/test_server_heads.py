@@ -18,7 +18,7 @@ import tiny
 from serving import post, serving
 from specdec_mlx.contracts import DraftContext, Step, Stepwise
 from specdec_mlx.drafters.heads.loading import load_head
-from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.drafters.heads.one_pass import PardDrafter
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, continued, keeping_caches
 from tiny_model_folder import write_model_folder
 

@@ -23,8 +23,7 @@ import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from serving import chat, complete, said, serving
-from specdec_mlx.batch.prompts import PromptReading
-from specdec_mlx.batch.rows import RowToken
+from specdec_mlx.batch.rows import PromptReading, RowToken
 from specdec_mlx.drafters.grammar import GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupSession

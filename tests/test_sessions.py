@@ -14,8 +14,7 @@ import pytest
 import scripted
 from specdec_mlx.bench import replay
 from specdec_mlx.bench.cost import linear_cost
-from specdec_mlx.bench.record import Record, RecordedText, load_record, save_record
-from specdec_mlx.bench.sessions import read_sessions
+from specdec_mlx.bench.record import Record, RecordedText, load_record, read_sessions, save_record
 from specdec_mlx.contracts import Draft, DraftContext
 
 VOCAB = 256

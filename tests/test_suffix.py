@@ -12,11 +12,18 @@ from hypothesis import strategies as st
 
 import specdec_mlx as sd
 from specdec_mlx.contracts import DraftContext, Evidence
+from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.drafters.election import SURROUNDINGS, elect, weigh
-from specdec_mlx.drafters.evidence import places_class, share_class
 from specdec_mlx.drafters.suffix import SuffixSession
-from specdec_mlx.memory.index import KNOWN, MAX_MATCH, MOST_DEEP, SEPARATOR, Context, ContextIndex
-from specdec_mlx.memory.recent import GrowingIndex
+from specdec_mlx.memory.index import (
+    KNOWN,
+    MAX_MATCH,
+    MOST_DEEP,
+    SEPARATOR,
+    Context,
+    ContextIndex,
+    GrowingIndex,
+)
 from specdec_mlx.testing import check_drafter
 
 CONTEXT = DraftContext()

@@ -29,17 +29,17 @@ from specdec_mlx.drafters.heads.early_exit import ExitDrafter
 from specdec_mlx.errors import HeadError, TrainingError
 from specdec_mlx.models import load_model
 from specdec_mlx.training import fitting, texts
-from specdec_mlx.training.features import Batch, FeatureStore, live_batch
-from specdec_mlx.training.files import Clock
+from specdec_mlx.training.features import Batch, Clock, FeatureStore, live_batch
 from specdec_mlx.training.fitting import (
+    LOSSES,
     Acceptance,
     Schedule,
     batch_indices,
+    loss_and_gradients,
     measure,
     memory_of_updates,
     within_memory,
 )
-from specdec_mlx.training.losses import LOSSES, loss_and_gradients
 from specdec_mlx.training.online import Bounds, learning_on
 from specdec_mlx.training.recursive import mtp, stored_ids
 from specdec_mlx.training.run import KINDS, Data, Plan, train

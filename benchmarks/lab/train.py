@@ -4,7 +4,7 @@
 
 No network and no other data than Python's own; half an hour on one core with a fast BLAS
 (on Linux: OpenBLAS through LD_PRELOAD, OPENBLAS_NUM_THREADS=1). The same seed, Python and library
-versions give the same models up to the rounding of sums. `specdec_mlx.lab.corpus` is the text.
+versions give the same models up to the rounding of sums. `specdec_mlx.lab.pair` is the text.
 """
 
 from __future__ import annotations
@@ -30,9 +30,8 @@ from mlx_lm.models.cache import make_prompt_cache
 from tqdm import tqdm
 
 from benchmarks.lab import byte_tokens
-from specdec_mlx.lab import corpus
-from specdec_mlx.training.fitting import rates
-from specdec_mlx.training.losses import forward_kl, total_variation
+from specdec_mlx.lab import pair as pair_module
+from specdec_mlx.training.fitting import forward_kl, rates, total_variation
 
 TARGET_SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 DRAFT_SHAPE = {"hidden_size": 160, "intermediate_size": 480, "num_hidden_layers": 1}
@@ -91,7 +90,7 @@ class Agreement:
 
 def train_pair(out: Path, plan: Plan) -> Agreement:
     """Train both models, write their folders, and measure them on the held-out text."""
-    trained, held_out = map(byte_tokens.to_stream, corpus.split_topics())
+    trained, held_out = map(byte_tokens.to_stream, pair_module.split_topics())
     target = train_target(out / "target", trained, plan)
     draft = train_draft(out / "draft", target, trained, plan)
     return agreement(target, draft, held_out, 2 * plan.window)

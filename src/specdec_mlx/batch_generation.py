@@ -15,8 +15,7 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchResponse, BatchStats, generation_stream, wired_limit
 
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.prompts import samples_of
-from specdec_mlx.batch.rows import Request
+from specdec_mlx.batch.rows import Request, samples_of
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.drafters.draft_models import choose_drafter

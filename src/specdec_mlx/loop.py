@@ -36,10 +36,9 @@ from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.store import Tuning, tuning_for
 from specdec_mlx.rounds.clock import Round, RoundClock
 from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.ending import bring_caches_to, close_all
 from specdec_mlx.rounds.pipeline import Pipeline
 from specdec_mlx.rounds.ranks import SharedDrafting, ranks_of, shared_noise
-from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.rounds.sequence import SequenceState, bring_caches_to, close_all
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import Counterfactual

@@ -35,8 +35,7 @@ from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.ending import close_all
-from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.rounds.sequence import SequenceState, close_all
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.inputs import (

@@ -10,9 +10,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.beams.guesses import BeamDrafting, guess_length_for
+from specdec_mlx.beams.guesses import Beam, BeamDrafting, guess_length_for
 from specdec_mlx.beams.search import BeamRows, BeamSearch
-from specdec_mlx.beams.steps import Beam
 from specdec_mlx.contracts import DraftContext, Drafter, ReadsTarget, all_drafters
 from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.errors import UnreadableError

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.beams.steps import Beam, Tokens
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession, RoundRecord
 from specdec_mlx.contracts.trees import children_of, path_to
 from specdec_mlx.draft_length.auto import Auto
@@ -18,6 +17,50 @@ from specdec_mlx.options import whole
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.inputs import begin_session, check_draft
 from specdec_mlx.token_ids import to_list
+
+Tokens = tuple[int, ...]
+
+Continuations = Sequence[tuple[int, float]]
+"""Tokens that may follow a beam, with their log-probabilities; the likeliest of them."""
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A continuation: generated tokens, the sum of their log-probabilities, and if it has ended."""
+
+    tokens: Tokens = ()
+    logprob: float = 0.0
+    is_finished: bool = False
+
+
+def next_beams(
+    beams: Sequence[Beam],
+    continuations: Mapping[Tokens, Continuations],
+    num_beams: int,
+    stop_tokens: frozenset[int],
+) -> list[Beam] | None:
+    """One step of beam search: the likeliest of all beams with one token more.
+
+    Finished beams stay, and compete. A beam with unknown continuations, which are never likelier
+    than itself, is dropped if it is less likely than all that are chosen. `continuations` are the
+    `num_beams` likeliest of each open beam. None where those that are known do not decide it.
+    """
+    candidates = [beam for beam in beams if beam.is_finished]
+    unknown = []
+    for beam in beams:
+        if beam.is_finished:
+            continue
+        if beam.tokens not in continuations:
+            unknown.append(beam.logprob)
+            continue
+        candidates += [
+            Beam((*beam.tokens, token), beam.logprob + logprob, token in stop_tokens)
+            for token, logprob in continuations[beam.tokens]
+        ]
+    best = sorted(candidates, key=lambda beam: -beam.logprob)[:num_beams]
+    if unknown and (len(best) < num_beams or best[-1].logprob <= max(unknown)):
+        return None
+    return best
 
 
 @dataclass

@@ -18,9 +18,15 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.batch.prompts import PromptReading
-from specdec_mlx.beams.guesses import BeamDrafting, GuessLength
-from specdec_mlx.beams.steps import Beam, Continuations, Tokens, next_beams
+from specdec_mlx.batch.rows import PromptReading
+from specdec_mlx.beams.guesses import (
+    Beam,
+    BeamDrafting,
+    Continuations,
+    GuessLength,
+    Tokens,
+    next_beams,
+)
 from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.target.row_caches import RowCaches
 from specdec_mlx.target.row_exactness import can_hold_rows

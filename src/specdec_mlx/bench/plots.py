@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from specdec_mlx.bench.contenders import MLX_LM_SPECULATION
 from specdec_mlx.bench.summary import Result
 from specdec_mlx.drafters.registry import NO_DRAFTER
-from specdec_mlx.notebook.canvas import (
+from specdec_mlx.notebook.plots import (
     Axes,
     Figure,
     axes_or_new,
@@ -15,7 +15,7 @@ from specdec_mlx.notebook.canvas import (
     label_axes,
     legend_above,
 )
-from specdec_mlx.notebook.palette import COLOURS, GREY, MARKERS
+from specdec_mlx.notebook.views import COLOURS, GREY, MARKERS
 
 LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", NO_DRAFTER: "no drafter, our loop"}
 """Names in a legend that differ from the command line's."""

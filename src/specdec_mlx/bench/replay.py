@@ -16,10 +16,9 @@ from pathlib import Path
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
-from specdec_mlx.bench.record import Record, load_record
+from specdec_mlx.bench.record import Record, load_record, read_sessions
 from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.bench.report import markdown_table, or_dash
-from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
@@ -30,7 +29,7 @@ from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import explained
 from specdec_mlx.notebook.views import table_html
-from specdec_mlx.stats.rows import Row, Rows
+from specdec_mlx.stats.account import Row, Rows
 
 DEFAULT_DRAFT_LENGTHS = ("2", "4", "8", "auto")
 DEFAULT_SLOPE = "linear:0.24"

@@ -26,9 +26,8 @@ from specdec_mlx.bench.prompts import (
     encode_chat,
     read_prompts,
 )
-from specdec_mlx.bench.record import Record, RecordedText, save_record
+from specdec_mlx.bench.record import Record, RecordedText, read_sessions, save_record
 from specdec_mlx.bench.report import format_record
-from specdec_mlx.bench.sessions import read_sessions
 from specdec_mlx.bench.summary import summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length

@@ -15,10 +15,10 @@ from typing import Any
 import numpy as np
 
 from specdec_mlx.checks.chi_square import FALSE_ALARM, ChiSquare, Counts, power
+from specdec_mlx.checks.one_step import RARE, SHARPER, at_temperature, normalised
 from specdec_mlx.checks.report import Part, judge_power
 from specdec_mlx.checks.stand_ins import PassesOn
 from specdec_mlx.checks.subject import Probs, probabilities
-from specdec_mlx.checks.variants import RARE, SHARPER, at_temperature, normalised
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession
 from specdec_mlx.token_ids import to_list
 

@@ -25,10 +25,10 @@ from specdec_mlx.checks.chi_square import (
     together,
 )
 from specdec_mlx.checks.declared import Draws, Recording
+from specdec_mlx.checks.one_step import VARIANTS, Variant, lossless
 from specdec_mlx.checks.report import Part, judge_power
 from specdec_mlx.checks.stand_ins import Remembered, with_remembered_models
 from specdec_mlx.checks.subject import Probs, Step, Subject, Work, first_probs, probabilities
-from specdec_mlx.checks.variants import VARIANTS, Variant, lossless
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling.noise import Noise
 

@@ -10,7 +10,7 @@ from html import escape
 from typing import Any, Literal
 
 from specdec_mlx.notebook.views import table_html
-from specdec_mlx.stats.rows import Row, Rows
+from specdec_mlx.stats.account import Row, Rows
 
 Status = Literal["passed", "failed", "not run", "not applicable"]
 

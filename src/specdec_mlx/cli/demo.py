@@ -25,8 +25,16 @@ from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
 from specdec_mlx.bench.prompts import Task, encode_chat
 from specdec_mlx.bench.timing import TURN_TOKENS, Sample, take_turns
 from specdec_mlx.cli.blas import THREADS
-from specdec_mlx.cli.demo_report import DIFFERENT, compare, format_table, legend
-from specdec_mlx.cli.plan import Budget, Scene, fit, measure_pace
+from specdec_mlx.cli.demo_report import (
+    DIFFERENT,
+    Budget,
+    Scene,
+    compare,
+    fit,
+    format_table,
+    legend,
+    measure_pace,
+)
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import tuning_for
@@ -34,8 +42,7 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.generation import stream_generate
-from specdec_mlx.lab.corpus import held_out_openings
-from specdec_mlx.lab.pair import load_pair
+from specdec_mlx.lab.pair import held_out_openings, load_pair
 from specdec_mlx.models import load_model
 from specdec_mlx.responses import SpeculativeResponse
 

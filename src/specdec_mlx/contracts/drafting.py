@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from enum import Enum
@@ -19,6 +20,24 @@ if TYPE_CHECKING:
     from specdec_mlx.sampling.distribution import Sampling
     from specdec_mlx.sampling.noise import Noise
 
+
+SHARE_EDGES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.0)
+"""Lower ends of the classes of a share of the votes, or of the times that something was seen."""
+
+PLACES_EDGES = (2, 3, 6)
+"""Of the number of places that vote for a token, or of the times that it was seen."""
+
+
+def share_class(share: float) -> int:
+    """Class of a share, 1 to 8."""
+    return 1 + bisect_right(SHARE_EDGES, share)
+
+
+def places_class(num: int) -> int:
+    """Class of a number of places, at least 1; 1 to 4."""
+    return 1 + bisect_right(PLACES_EDGES, num)
+
+
 LogitsProcessor = Any  # mlx-lm's: (tokens [n], logits [1, V]) -> logits [1, V]
 
 
@@ -29,7 +48,7 @@ class Evidence(NamedTuple):
     """Evidence for one draft token; no rule reads it, it only helps to choose how many to draft.
 
     match: length of the match, or another strength >= 0 of the drafter's own; 0: nothing known.
-    share, places: share of the votes, and number of voters, as classes of `drafters.evidence`; 0:
+    share, places: share of the votes, and number of voters, as classes of this module; 0:
     nothing known. rank: place among the tokens proposed after the same ones. confidence: largest
     probability of the draft model here, known before the draw; None: nothing known. is_drawn: it is
     drawn, and not the likeliest. is_free: no step was run for it.

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.grammar import GrammarProcessor as GrammarProcessor
     from specdec_mlx.drafters.heads.drafter import HeadDrafter as HeadDrafter
     from specdec_mlx.drafters.heads.early_exit import early_exit as early_exit
-    from specdec_mlx.drafters.heads.pard import PardDrafter as PardDrafter
+    from specdec_mlx.drafters.heads.one_pass import PardDrafter as PardDrafter
     from specdec_mlx.drafters.ngram_table import NGramTable as NGramTable
     from specdec_mlx.drafters.registry import drafter_names as drafter_names
 
@@ -19,7 +19,7 @@ _PLACES = {
     "GrammarProcessor": "specdec_mlx.drafters.grammar",
     "HeadDrafter": "specdec_mlx.drafters.heads.drafter",
     "NGramTable": "specdec_mlx.drafters.ngram_table",
-    "PardDrafter": "specdec_mlx.drafters.heads.pard",
+    "PardDrafter": "specdec_mlx.drafters.heads.one_pass",
     "drafter_names": "specdec_mlx.drafters.registry",
     "early_exit": "specdec_mlx.drafters.heads.early_exit",
 }

@@ -7,9 +7,8 @@ from functools import lru_cache
 from math import ldexp
 
 from specdec_mlx.contracts import Draft, Evidence
-from specdec_mlx.drafters.evidence import places_class, share_class
-from specdec_mlx.memory.index import ContextIndex
-from specdec_mlx.memory.recent import GrowingIndex
+from specdec_mlx.contracts.drafting import places_class, share_class
+from specdec_mlx.memory.index import ContextIndex, GrowingIndex
 
 LENGTH_LOG2 = 5  # a match longer by one token weighs 2^5 as much
 SURROUNDINGS = 12  # tokens before a short match; each that stands there too doubles the weight

@@ -21,8 +21,7 @@ from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.drafters.writing import Writes
 from specdec_mlx.options import whole, wrong
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.drafts import check_draft_temp, sampling_of_drafts
+from specdec_mlx.sampling.distribution import Sampling, check_draft_temp, sampling_of_drafts
 from specdec_mlx.target.exactness import exact_until
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.tree_passes import GrowingRows, TreeRows

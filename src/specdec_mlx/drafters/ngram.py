@@ -14,9 +14,14 @@ import numpy as np
 from jaxtyping import Float
 
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
-from specdec_mlx.drafters.evidence import places_class, share_class
-from specdec_mlx.drafters.ngram_counts import Context, Continuation, NGramCounts
-from specdec_mlx.drafters.ngram_table import NGramTable, as_table
+from specdec_mlx.contracts.drafting import places_class, share_class
+from specdec_mlx.drafters.ngram_table import (
+    Context,
+    Continuation,
+    NGramCounts,
+    NGramTable,
+    as_table,
+)
 from specdec_mlx.options import require
 
 MAX_ORDER = 8

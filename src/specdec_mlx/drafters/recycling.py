@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import ClassVar
 
 from specdec_mlx.contracts import Draft, DraftContext, Evidence, FeatureRows, Features
-from specdec_mlx.drafters.evidence import share_class
+from specdec_mlx.contracts.drafting import share_class
 
 TOP = 8  # successors that are kept of each token, as in the paper
 BRANCHES = 4  # successors of the last token that a tree goes on from

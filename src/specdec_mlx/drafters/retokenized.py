@@ -20,8 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.drafters.drawing import Draws, draft_to
-from specdec_mlx.drafters.shared_vocabulary import ENOUGH, SharedVocabulary
-from specdec_mlx.drafters.spelling import Spelling
+from specdec_mlx.drafters.shared_vocabulary import ENOUGH, SharedVocabulary, Spelling
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.model_pass import vocab_size_of
 from specdec_mlx.target.rollback import Rollback

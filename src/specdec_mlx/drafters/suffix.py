@@ -14,8 +14,7 @@ from operator import itemgetter
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext
 from specdec_mlx.drafters.election import Source, Voters, elect
 from specdec_mlx.errors import TokenizerMismatchError
-from specdec_mlx.memory.index import Context
-from specdec_mlx.memory.recent import GrowingIndex
+from specdec_mlx.memory.index import Context, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
 from specdec_mlx.options import require
 

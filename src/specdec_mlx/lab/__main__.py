@@ -8,7 +8,7 @@ out, as `.jsonl` for `specdec-mlx train`.
 import argparse
 import json
 
-from specdec_mlx.lab import corpus
+from specdec_mlx.lab import pair
 from specdec_mlx.lab.pair import HEADS, draft_path, head_path, target_path
 
 FOLDERS = {"target": target_path, "draft": draft_path}
@@ -21,10 +21,10 @@ def main() -> None:
     parser.add_argument("which", choices=[*FOLDERS, *HEADS, *TEXTS, "prompts"])
     which = parser.parse_args().which
     if which == "prompts":
-        for topic, i, text in corpus.held_out_openings():
+        for topic, i, text in pair.held_out_openings():
             print(json.dumps({"id": f"{topic}/{i}", "category": topic, "prompt": text}))
     elif which in TEXTS:
-        for text in corpus.split_topics()[TEXTS.index(which)]:
+        for text in pair.split_topics()[TEXTS.index(which)]:
             print(json.dumps({"text": text}))
     else:
         print(head_path(which) if which in HEADS else FOLDERS[which]())

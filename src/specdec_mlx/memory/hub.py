@@ -11,8 +11,7 @@ from typing import Any, TypeVar
 from huggingface_hub import HfApi, hf_hub_download
 
 from specdec_mlx.errors import MemoryFileError
-from specdec_mlx.memory.kept import Kept
-from specdec_mlx.memory.tokenizer import fingerprint_of
+from specdec_mlx.memory.kept import Kept, fingerprint_of
 
 FILE_NAMES = {"texts": "memory.specdec", "n-grams": "ngrams.specdec"}
 """By kind; a repository holds one of them."""

@@ -22,8 +22,7 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.prompts import PromptReading
-from specdec_mlx.batch.rows import Request, RowToken
+from specdec_mlx.batch.rows import PromptReading, Request, RowToken
 from specdec_mlx.contracts import LogitsProcessor
 from specdec_mlx.drafters.grammar import GrammarProcessor
 from specdec_mlx.mlx_lm_plugin.channel import Channel, ServerEndingError

@@ -5,9 +5,11 @@ from __future__ import annotations
 import argparse
 import importlib
 import os
+import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import ExitStack, redirect_stdout
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +17,6 @@ import mlx.core as mx
 from specdec_mlx.contracts import all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.mlx_lm_plugin.compatible import check_version
-from specdec_mlx.mlx_lm_plugin.ending import terminated_as_interrupted
 from specdec_mlx.mlx_lm_plugin.flags import (
     Flags,
     add_grammar_arguments,
@@ -24,6 +25,35 @@ from specdec_mlx.mlx_lm_plugin.flags import (
 )
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, in_force
 from specdec_mlx.models import explained, load_on_ranks
+
+
+class _Terminated(KeyboardInterrupt):
+    """SIGTERM came."""
+
+
+@contextmanager
+def terminated_as_interrupted() -> Iterator[None]:
+    """Let SIGTERM raise KeyboardInterrupt in this block, and end the process if nobody caught it.
+
+    Only in the main thread, without another handler, and on one rank: one of several would not come
+    to it.
+    """
+    is_main = threading.current_thread() is threading.main_thread()
+    is_alone = mx.distributed.init().size() == 1
+    if not (is_main and is_alone and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
+        yield
+        return
+    signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        yield
+    except _Terminated:
+        raise SystemExit(128 + signal.SIGTERM) from None
+    finally:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+def _interrupt(number: int, frame: Any) -> None:
+    raise _Terminated
 
 
 def run_command(name: str, arguments: Sequence[str]) -> None:

@@ -8,17 +8,113 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
+from io import BytesIO
 from itertools import cycle
 from typing import Any
 
 from specdec_mlx.contracts.trees import ROOT, children_of, depths_of
-from specdec_mlx.notebook import canvas
-from specdec_mlx.notebook.canvas import Axes, Figure, MaxNLocator, Plot
-from specdec_mlx.notebook.palette import BLUE, COLOURS, GREEN, GREY, ORANGE, VERMILLION
-from specdec_mlx.notebook.views import binned
+from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.notebook.views import (
+    BLUE,
+    COLOURS,
+    GREEN,
+    GREY,
+    MARKERS,
+    ORANGE,
+    VERMILLION,
+    binned,
+)
 from specdec_mlx.stats import theory
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import wilson
+
+try:
+    from matplotlib.axes import Axes as Axes
+    from matplotlib.figure import Figure as Figure
+    from matplotlib.ticker import MaxNLocator as MaxNLocator
+except ImportError as error:
+    raise MissingPackageError(
+        'Plots need matplotlib, which is not installed. pip install "specdec-mlx[plot]"'
+    ) from error
+
+PANEL = (4.6, 3.2)  # inches
+PIXELS_PER_INCH = 90
+SHARPNESS = 2  # pixels drawn for each pixel shown
+
+
+class Plot(Figure):
+    """A figure that a notebook shows as the value of a cell."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{"facecolor": "none", "layout": "constrained"} | options)
+
+    def add_subplot(self, *args: Any, **options: Any) -> Axes:
+        """Axes without a background, lettered in grey."""
+        ax: Axes = super().add_subplot(*args, **options)
+        ax.set_facecolor("none")
+        ax.tick_params(colors=GREY)
+        ax.spines[:].set_color(GREY)
+        for text in (ax.title, ax.xaxis.label, ax.yaxis.label):
+            text.set_color(GREY)
+        return ax
+
+    def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
+        buffer = BytesIO()
+        self.savefig(buffer, format="png", dpi=SHARPNESS * PIXELS_PER_INCH)
+        width, height = self.get_size_inches() * PIXELS_PER_INCH
+        return buffer.getvalue(), {"width": int(width), "height": int(height)}
+
+
+def axes_or_new(ax: Axes | None, size: tuple[float, float] = PANEL) -> Axes:
+    """The axes given, or those of a new plot of this size in inches."""
+    return Plot(figsize=size).add_subplot() if ax is None else ax
+
+
+def figure_of(ax: Axes) -> Figure:
+    """The figure of axes: a `Plot`, unless the axes were the caller's."""
+    figure = ax.figure
+    assert isinstance(figure, Figure)
+    return figure
+
+
+def ink(ax: Axes) -> Any:
+    """Colour of the axes' lettering."""
+    return ax.xaxis.label.get_color()
+
+
+def line_style(number: int) -> dict[str, Any]:
+    """Colour and marker of the n-th line of a plot."""
+    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+
+
+def label_axes(ax: Axes, title: str, x: str, y: str) -> None:
+    """Write the title and the axes' names with their units, and drop the frame without scales."""
+    ax.set_title(title, fontsize=10)
+    ax.set_xlabel(x, fontsize=9)
+    ax.set_ylabel(y, fontsize=9)
+    ax.tick_params(labelsize=8)
+    ax.spines[["top", "right"]].set_visible(False)
+
+
+def legend(ax: Axes, **options: Any) -> Figure:
+    """Add the legend, with matplotlib's options; returns the figure, which is complete."""
+    drawn = ax.legend(**{"fontsize": 8, "frameon": False, "labelcolor": ink(ax)} | options)
+    drawn.get_title().set_color(ink(ax))
+    return figure_of(ax)
+
+
+def finish(ax: Axes, title: str, x: str, y: str, **options: Any) -> Figure:
+    """`label_axes`, then `legend`."""
+    label_axes(ax, title, x, y)
+    return legend(ax, **options)
+
+
+def legend_above(ax: Axes, title: str, num_columns: int = 4) -> Figure:
+    """Add the legend in rows between a title and the axes; returns the figure."""
+    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    titled = {"title": title, "title_fontsize": 10, "alignment": "left"}
+    return legend(ax, ncols=num_columns, **place, **titled)
+
 
 MOST_POSITIONS = 17  # widest pass of a drawn cost curve
 TREE_SIZE = (9.2, 4.4)  # inches
@@ -30,7 +126,7 @@ BELOW_095 = CHANCES[:-10]
 def plot_stats(stats: SpeculationStats) -> Plot:
     """Accept histogram, acceptance by position, and tokens per pass over time."""
     drawings = (accept_histogram, acceptance_by_position, tokens_over_time)
-    plot = Plot(figsize=(len(drawings) * canvas.PANEL[0], canvas.PANEL[1]))
+    plot = Plot(figsize=(len(drawings) * PANEL[0], PANEL[1]))
     for draw, ax in zip(drawings, plot.subplots(1, len(drawings)), strict=True):
         draw(stats, ax)
     return plot
@@ -38,22 +134,22 @@ def plot_stats(stats: SpeculationStats) -> Plot:
 
 def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Rounds that drafted, by the number of draft tokens that were accepted."""
-    ax = canvas.axes_or_new(ax)
+    ax = axes_or_new(ax)
     counts = Counter(accepted for drafted, accepted in stats.rounds if drafted)
     numbers = range(max(counts, default=0) + 1)
     bars = ax.bar(numbers, [counts[n] for n in numbers], color=BLUE)
-    ax.bar_label(bars, fontsize=8, color=canvas.ink(ax))
+    ax.bar_label(bars, fontsize=8, color=ink(ax))
     num_plain = stats.target_passes - counts.total()
     title = f"Rounds that drafted ({num_plain} plain ones beside them)"
-    canvas.label_axes(ax, title, "draft tokens accepted", "rounds")
+    label_axes(ax, title, "draft tokens accepted", "rounds")
     ax.set_xticks(numbers)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    return canvas.figure_of(ax)
+    return figure_of(ax)
 
 
 def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Share of the rounds that drafted a position in which it was accepted, 95% intervals."""
-    ax = canvas.axes_or_new(ax)
+    ax = axes_or_new(ax)
     positions = range(1, len(stats.drafted_at) + 1)
     estimates = [wilson(a, d) for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True)]
     shares = [estimate.mean for estimate in estimates]
@@ -61,15 +157,15 @@ def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> F
     above = [high - share for share, _, high in estimates]
     ax.errorbar(positions, shares, yerr=[below, above], fmt="o", color=BLUE, capsize=3)
     y = "share accepted, 95% interval"
-    canvas.label_axes(ax, "Acceptance by position", "position in the draft", y)
+    label_axes(ax, "Acceptance by position", "position in the draft", y)
     ax.set_ylim(0, 1.03)
     ax.set_xticks(positions)
-    return canvas.figure_of(ax)
+    return figure_of(ax)
 
 
 def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Tokens per pass along the generation, in runs of rounds, and how many of them drafted."""
-    ax = canvas.axes_or_new(ax)
+    ax = axes_or_new(ax)
     size = max(1, len(stats.rounds) // 40)
     num_bins = len(stats.rounds) // size
     tokens = binned([1 + accepted for _, accepted in stats.rounds], num_bins)
@@ -84,7 +180,7 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     mode.spines[["top", "right"]].set_visible(False)
     ax.set_ylim(0, max([2.0, *tokens]) * 1.25)
     words = ("Along the generation", "round", "tokens per pass")
-    return canvas.finish(ax, *words, loc="upper right")
+    return finish(ax, *words, loc="upper right")
 
 
 def cost_curve(
@@ -95,7 +191,7 @@ def cost_curve(
     cost: a `bench.cost.CostCurve`. acceptance: α; None draws the curve alone. draft_cost: of one
     draft token, in plain steps.
     """
-    ax = canvas.axes_or_new(ax)
+    ax = axes_or_new(ax)
     known = cost.positions if len(cost.positions) > 2 else range(1, MOST_POSITIONS + 1)
     positions = [m for m in known if m <= MOST_POSITIONS]
     drawn = [cost(m) / cost(1) for m in positions]
@@ -116,7 +212,7 @@ def cost_curve(
         ax.plot(positions, tokens, "--", color=GREEN, label=label)
         drawn += tokens
     ax.set_ylim(0, 1.15 * max(drawn))
-    return canvas.finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
+    return finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
 
 
 def draft_lengths(
@@ -127,7 +223,7 @@ def draft_lengths(
     Expected is equation 1, or theorem 3.8 on the cost curve, with the likeliest α of all rounds.
     `runs` has the account of a generation for each draft length K.
     """
-    ax = canvas.axes_or_new(ax)
+    ax = axes_or_new(ax)
     lengths = sorted(runs)
     alpha = pooled_acceptance(runs.values())
     if cost is None:
@@ -142,7 +238,7 @@ def draft_lengths(
     ax.plot(lengths, expected, "--", color=GREEN, label=f"expected, α = {alpha:.2f}")
     ax.plot(lengths, observed, "o", color=BLUE, label="observed")
     ax.set_xticks(lengths)
-    return canvas.finish(ax, "Expected and observed", "draft tokens a round, K", unit)
+    return finish(ax, "Expected and observed", "draft tokens a round, K", unit)
 
 
 def pooled_acceptance(runs: Iterable[SpeculationStats]) -> float:
@@ -158,7 +254,7 @@ def rule_picture(target_probs: Any, draft_probs: Any) -> Figure:
     Blue: drawn from q and kept, min(p, q). Orange: drawn after a rejection, max(0, p - q). The
     outline is q.
     """
-    ax = canvas.axes_or_new(None)
+    ax = axes_or_new(None)
     tokens = range(len(target_probs))
     kept = [min(p, q) for p, q in zip(target_probs, draft_probs, strict=True)]
     replaced = [p - k for p, k in zip(target_probs, kept, strict=True)]
@@ -166,85 +262,85 @@ def rule_picture(target_probs: Any, draft_probs: Any) -> Figure:
     ax.bar(tokens, replaced, bottom=kept, color=ORANGE, hatch="//", label="after a rejection")
     ax.bar(tokens, draft_probs, fill=False, edgecolor=GREY, linestyle="--", label="proposed, q")
     ax.set_xticks(tokens)
-    return canvas.finish(ax, "Kept and replaced add up to p", "token", "chance")
+    return finish(ax, "Kept and replaced add up to p", "token", "chance")
 
 
 def paper_figure_2(draft_lengths: Sequence[int] = (1, 3, 5, 7, 10)) -> Figure:
     """Expected tokens a round by acceptance (Leviathan et al. 2023, figure 2)."""
-    ax = canvas.axes_or_new(None)
+    ax = axes_or_new(None)
     for colour, K in zip(cycle(COLOURS), draft_lengths, strict=False):
         tokens = [theory.expected_tokens(x, K) for x in CHANCES]
         ax.plot(CHANCES, tokens, color=colour, label=f"K = {K}")
     unlimited = [1 / (1 - x) for x in BELOW_095]
     ax.plot(BELOW_095, unlimited, ":", color=GREY, label="K unlimited")
     ax.set_ylim(0, max(draft_lengths) + 2)
-    return canvas.finish(ax, "Figure 2: tokens a round", "acceptance rate, α", "expected tokens")
+    return finish(ax, "Figure 2: tokens a round", "acceptance rate, α", "expected tokens")
 
 
 def paper_figure_3(draft_costs: Sequence[float] = (0.01, 0.02, 0.05, 0.1)) -> Figure:
     """Best draft length by acceptance, for several costs of a draft token (figure 3)."""
-    ax = canvas.axes_or_new(None)
+    ax = axes_or_new(None)
     for colour, c in zip(cycle(COLOURS), draft_costs, strict=False):
         lengths = [theory.best_draft_length(x, c) for x in BELOW_095]
         ax.step(BELOW_095, lengths, where="mid", color=colour, label=f"c = {c:g}")
-    return canvas.finish(ax, "Figure 3: best draft length", "acceptance rate, α", "best K, tokens")
+    return finish(ax, "Figure 3: best draft length", "acceptance rate, α", "best K, tokens")
 
 
 def paper_figure_4(draft_lengths: Sequence[int] = (3, 5, 7, 10)) -> Figure:
     """Speedup and growth of operations by acceptance, at draft costs of 0 (figure 4)."""
-    ax = canvas.axes_or_new(None)
+    ax = axes_or_new(None)
     for colour, K in zip(cycle(COLOURS), draft_lengths, strict=False):
         speeds = [theory.expected_speedup(x, K) for x in CHANCES]
         operations = [theory.expected_operations(x, K) for x in CHANCES]
         ax.plot(CHANCES, speeds, color=colour, label=f"speed, K = {K}")
         ax.plot(CHANCES, operations, "--", color=colour, label=f"operations, K = {K}")
-    canvas.label_axes(ax, "", "acceptance rate, α", "factor over plain decoding")
-    return canvas.legend_above(ax, "Figure 4: speed and operations", num_columns=2)
+    label_axes(ax, "", "acceptance rate, α", "factor over plain decoding")
+    return legend_above(ax, "Figure 4: speed and operations", num_columns=2)
 
 
 def learning_curve(report: Mapping[str, Any], ax: Axes | None = None) -> Figure:
     """Acceptance on held-out text over the updates, by position, from a `training.json`."""
-    ax = canvas.axes_or_new(ax)
+    ax = axes_or_new(ax)
     steps = [point["step"] for point in report["curve"]]
     by_position = zip(*(point["greedy"] for point in report["curve"]), strict=True)
     for i, shares in enumerate(by_position):
-        ax.plot(steps, shares, label=f"position {i + 1}", markersize=4, **canvas.line_style(i))
-    return canvas.finish(ax, "Learning curve, held-out text", "updates", "kept, and all before it")
+        ax.plot(steps, shares, label=f"position {i + 1}", markersize=4, **line_style(i))
+    return finish(ax, "Learning curve, held-out text", "updates", "kept, and all before it")
 
 
 def acceptance_of_reports(reports: Mapping[str, Any], ax: Axes | None = None) -> Figure:
     """Share of the drafts that is kept, by position, for the `training.json` of each name."""
-    ax = canvas.axes_or_new(ax)
+    ax = axes_or_new(ax)
     for i, (name, report) in enumerate(reports.items()):
         shares = report["acceptance"]["greedy"]
-        ax.plot(range(1, len(shares) + 1), shares, label=name, **canvas.line_style(i))
+        ax.plot(range(1, len(shares) + 1), shares, label=name, **line_style(i))
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return canvas.finish(ax, "Acceptance, held-out text", "position", "kept, and all before it")
+    return finish(ax, "Acceptance, held-out text", "position", "kept, and all before it")
 
 
 def token_tree(
     parents: Sequence[int], labels: Sequence[str], kept: Collection[int] = (), ax: Any = None
 ) -> Figure:
     """A drafted tree [K], see `Draft.parents`, with its nodes' texts and the path that was kept."""
-    ax = canvas.axes_or_new(ax, TREE_SIZE)
+    ax = axes_or_new(ax, TREE_SIZE)
     heights = _heights(parents)
     depths = [0, *(depth + 1 for depth in depths_of(parents))]
     above: Any = {"xytext": (0, 7), "textcoords": "offset points"}
-    ink = canvas.ink(ax)
+    lettering = ink(ax)
     for node, parent in enumerate(parents):
         is_kept = node in kept
         colour = VERMILLION if is_kept else GREY
         ends = (parent + 1, node + 1)
         x, y = [depths[end] for end in ends], [heights[end] for end in ends]
         ax.plot(x, y, color=colour, linewidth=2.4 if is_kept else 0.8, zorder=1)
-        label, colour = repr(labels[node])[1:-1].replace(" ", "␣"), colour if is_kept else ink
+        label, colour = repr(labels[node])[1:-1].replace(" ", "␣"), colour if is_kept else lettering
         ax.annotate(label, (x[1], y[1]), color=colour, fontsize=8, ha="center", **above)
     ax.plot(depths, heights, "o", color=BLUE, markersize=4, zorder=2)
     title = f"A tree of {len(parents)} tokens, {len(kept)} of them kept"
-    canvas.label_axes(ax, title, "tokens after the text", "")
+    label_axes(ax, title, "tokens after the text", "")
     ax.set_yticks([])
     ax.spines[["left"]].set_visible(False)
-    return canvas.figure_of(ax)
+    return figure_of(ax)
 
 
 def _heights(parents: Sequence[int]) -> list[float]:
@@ -267,14 +363,14 @@ def _heights(parents: Sequence[int]) -> list[float]:
 
 def tree_gain(acceptance: theory.Ranks, ax: Axes | None = None) -> Figure:
     """Speed of the best tree and of the best chain against the cost of a further position."""
-    ax = canvas.axes_or_new(ax)
+    ax = axes_or_new(ax)
     slopes = [n / 100 for n in range(26)]  # m positions cost 1 + slope (m - 1) passes
     likeliest = [row[:1] for row in acceptance]
     for label, ranks, colour in (("tree", acceptance, VERMILLION), ("chain", likeliest, BLUE)):
         speeds = [_tree_speed(ranks, slope) for slope in slopes]
         ax.plot(slopes, speeds, color=colour, label=f"best {label}")
     words = ("What trees gain", "cost of a further position, in passes", "speed, plain = 1")
-    return canvas.finish(ax, *words)
+    return finish(ax, *words)
 
 
 def _tree_speed(acceptance: theory.Ranks, slope: float) -> float:

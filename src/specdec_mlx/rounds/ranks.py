@@ -16,6 +16,7 @@ from collections import deque
 from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from enum import IntEnum
 from typing import Any, TypeVar
 
 import mlx.core as mx
@@ -35,12 +36,54 @@ from specdec_mlx.draft_length.policy import DraftLength, Fixed
 from specdec_mlx.errors import DraftError, RankError
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.features import FeatureFeed
-from specdec_mlx.rounds.meeting import MOST_TOKENS, Said, State
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.inputs import check_draft, noise_of
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.rollback import refuse
 from specdec_mlx.token_ids import to_list
+
+MOST_TOKENS = 26  # tokens of a draft that go with the meeting; longer ones take a second collective
+
+
+class State(IntEnum):
+    """State of a rank when the ranks meet."""
+
+    GOES_ON = 0
+    LEAVES = 1
+    FAILED = 2
+
+
+@dataclass(frozen=True)
+class Said:
+    """One rank's message when the ranks meet.
+
+    end: prompt + tokens that its caller has. checksum: of its text. num_tokens, is_drawn, is_tree,
+    tokens: of rank 0's draft. part: which of the parts that draft on every rank has drawn it, from
+    1; 0 where its distribution is sent.
+    """
+
+    state: State
+    end: int
+    checksum: int
+    num_tokens: int = 0
+    is_drawn: bool = False
+    is_tree: bool = False
+    part: int = 0
+    tokens: Sequence[int] = ()
+
+    def numbers(self) -> list[int]:
+        """All of it, as many numbers each time."""
+        head = [self.state, self.end, self.checksum]
+        tokens = [*self.tokens[:MOST_TOKENS], *[0] * (MOST_TOKENS - len(self.tokens))]
+        return [*head, self.num_tokens, self.is_drawn, self.is_tree, self.part, *tokens]
+
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> Said:
+        """Read what `numbers` gave."""
+        state, end, checksum, num_tokens, is_drawn, is_tree, part, *tokens = numbers
+        flags = bool(is_drawn), bool(is_tree)
+        return cls(State(state), end, checksum, num_tokens, *flags, part, tokens[:num_tokens])
+
 
 WORD = 32  # bits of a number that is sent
 

@@ -8,7 +8,7 @@ log-probabilities at temperature 1, the temperature last.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Real
 from typing import Any
 
@@ -139,3 +139,18 @@ def _normalize(x: mx.array) -> mx.array:
 def _point_mass(logprobs: mx.array) -> mx.array:
     best = mx.argmax(logprobs, axis=-1, keepdims=True)
     return mx.where(mx.arange(logprobs.shape[-1]) == best, 0.0, -mx.inf).astype(mx.float32)
+
+
+def check_draft_temp(draft_temp: float | None) -> None:
+    """Raise ValueError for a temperature of drafts that is none."""
+    if draft_temp is not None and not draft_temp >= 0:
+        raise ValueError(f"draft_temp={draft_temp!r}: expected a number >= 0, or None.")
+
+
+def sampling_of_drafts(
+    target: Sampling | None, *, greedy: bool, draft_temp: float | None
+) -> Sampling:
+    """How to draw for a target, None for an opaque sampler: its filters, at `draft_temp`."""
+    if greedy or target is None or target.greedy:
+        return Sampling()
+    return target if draft_temp is None else replace(target, temp=draft_temp)

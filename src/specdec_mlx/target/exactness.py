@@ -21,12 +21,18 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts.trees import depths_of, path_to
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.branch_rows import tree_logits
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.strategies import leaves, window_of
-from specdec_mlx.target.tree_passes import TreeRows, chooses_blocks, is_rope, later, tree_pass
+from specdec_mlx.target.tree_passes import (
+    TreeRows,
+    chooses_blocks,
+    is_rope,
+    later,
+    tree_logits,
+    tree_pass,
+)
 
 WIDTHS = (2, 5, 9)
 QUICK_WIDTHS = (5,)

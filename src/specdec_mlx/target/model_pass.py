@@ -12,14 +12,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.branch_rows import tree_logits
 from specdec_mlx.target.exactness import exact_until, rows_pay
 from specdec_mlx.target.inputs import CacheOptions
-from specdec_mlx.target.keys_values import check_readable, keys_values_of
 from specdec_mlx.target.recurrent_states import recurrent_states_of
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.taps import Taps
-from specdec_mlx.target.tree_passes import TreeRows
+from specdec_mlx.target.taps import Taps, check_readable, keys_values_of
+from specdec_mlx.target.tree_passes import TreeRows, tree_logits
 
 
 def _vocab_size(model: nn.Module) -> int:

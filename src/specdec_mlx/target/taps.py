@@ -11,10 +11,11 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
-from specdec_mlx.contracts import FeatureRows, Features, ReadsCache
+from specdec_mlx.contracts import FeatureRows, Features, KeysValues, ReadsCache
 from specdec_mlx.errors import UnreadableError
+from specdec_mlx.target.strategies import leaves
 from specdec_mlx.target.watching import watching
 
 NUM_WATCHED = 7
@@ -137,3 +138,32 @@ def _axis_of_positions(states: Any) -> int | None:
         return None
     axes = [axis for axis, size in enumerate(states.shape[:-1]) if size == NUM_WATCHED]
     return axes[0] if len(axes) == 1 else None
+
+
+READABLE = (KVCache, RotatingKVCache, QuantizedKVCache)
+"""Caches of one key and one value for each head and position."""
+
+
+def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
+    """Contents of a cache as slices of its buffers; UnreadableError if it holds others."""
+    cache = check_readable(caches, index)
+    keys, values = cache.keys_and_values()
+    if isinstance(cache, QuantizedKVCache):
+        how = {"group_size": cache.group_size, "bits": cache.bits}
+        keys, values = mx.dequantize(*keys, **how), mx.dequantize(*values, **how)
+    if isinstance(cache, RotatingKVCache):  # after a pass of several positions it holds more
+        keys, values = (part[..., -cache.max_size :, :] for part in (keys, values))
+    return KeysValues(keys, values, cache.offset)
+
+
+def check_readable(caches: Sequence[Any], index: int) -> Any:
+    """A cache that has keys and values, by its index; UnreadableError for another."""
+    all_caches = list(leaves(caches))
+    kind = type(all_caches[index]).__name__ if index < len(all_caches) else "no cache"
+    if index >= len(all_caches) or not isinstance(all_caches[index], READABLE):
+        raise UnreadableError(
+            f"Cache {index} of this target, {kind}, has no keys and values that a drafter can "
+            f"read; expected one of {', '.join(known.__name__ for known in READABLE)}. Use "
+            "another drafter."
+        )
+    return all_caches[index]

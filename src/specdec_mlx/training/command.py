@@ -10,8 +10,7 @@ from typing import Any
 
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
-from specdec_mlx.training.fitting import Schedule
-from specdec_mlx.training.losses import LOSSES
+from specdec_mlx.training.fitting import LOSSES, Schedule
 from specdec_mlx.training.run import KINDS, Data, Plan, train
 from specdec_mlx.training.trainees import TYPES, Size
 

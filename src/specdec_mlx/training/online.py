@@ -32,10 +32,8 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import load_model
 from specdec_mlx.target.ranks import group_of
-from specdec_mlx.training.features import live_batch
-from specdec_mlx.training.files import load_arrays, load_json
-from specdec_mlx.training.fitting import update
-from specdec_mlx.training.losses import forward_kl
+from specdec_mlx.training.features import live_batch, load_arrays, load_json
+from specdec_mlx.training.fitting import forward_kl, update
 from specdec_mlx.training.run import KINDS, PLAN, begin_with
 from specdec_mlx.training.trainees import Recipe, Size, Trainee
 

@@ -15,7 +15,7 @@ from mlx.utils import tree_flatten
 
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import TrainingError
-from specdec_mlx.training import files, texts
+from specdec_mlx.training import features, texts
 from specdec_mlx.training.features import FeatureStore
 from specdec_mlx.training.fitting import CHECKPOINT, Acceptance, Schedule, fit, within_memory
 from specdec_mlx.training.recursive import eagle3, mtp
@@ -95,11 +95,11 @@ def train(
         UnreadableError: the target does not show what such a head reads.
     """
     work = out / "work" if work is None else work
-    files.begin_or_resume(out / PLAN, asdict(plan))
+    features.begin_or_resume(out / PLAN, asdict(plan))
     if (out / REPORT).exists():
-        return Acceptance(**files.load_json(out / REPORT)["acceptance"])
-    files.begin_or_resume(work / "data.json", {"model": plan.model, **asdict(plan.data)})
-    clock = files.Clock(out / "seconds.json")
+        return Acceptance(**features.load_json(out / REPORT)["acceptance"])
+    features.begin_or_resume(work / "data.json", {"model": plan.model, **asdict(plan.data)})
+    clock = features.Clock(out / "seconds.json")
     path = work / "tokens.safetensors"
     if not path.exists():
         if plan.data.prompts:
@@ -107,8 +107,8 @@ def train(
         else:
             rows = _of_texts(plan.data, tokenizer)
         named = zip(("trained", "held_out"), map(mx.array, rows), strict=True)
-        files.save_arrays(path, dict(named))
-    stored = files.load_arrays(path)
+        features.save_arrays(path, dict(named))
+    stored = features.load_arrays(path)
     trained, held_out = np.array(stored["trained"]), np.array(stored["held_out"])
     mx.random.seed(plan.schedule.seed)
     tokens = trained[..., 0][trained[..., 1] > 0]
@@ -124,7 +124,7 @@ def train(
     curve, acceptance, same = fit(trainee, learnable, measured, schedule, out, clock)
     trainee.save(out, plan.dtype)
     report = {"curve": curve, "acceptance": asdict(acceptance), "trained": asdict(same)}
-    files.save_json(out / REPORT, {"plan": asdict(plan), **report})
+    features.save_json(out / REPORT, {"plan": asdict(plan), **report})
     for path in (out / CHECKPOINT, clock.path):
         path.unlink(missing_ok=True)
     if not keep_work:
@@ -150,7 +150,7 @@ def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _of_prompts(
-    plan: Plan, target: nn.Module, tokenizer: Any, work: Path, clock: files.Clock
+    plan: Plan, target: nn.Module, tokenizer: Any, work: Path, clock: features.Clock
 ) -> tuple[np.ndarray, np.ndarray]:
     """The target's answers; those that are held out come first, and are greedy."""
     data, minutes = plan.data, plan.schedule.minutes

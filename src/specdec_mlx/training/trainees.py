@@ -20,8 +20,7 @@ from specdec_mlx.drafters.heads.one_pass import Medusa
 from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained
-from specdec_mlx.training.features import Batch
-from specdec_mlx.training.files import save_arrays, save_json
+from specdec_mlx.training.features import Batch, save_arrays, save_json
 
 NORM_EPS = 1e-5
 HEAD_DIM = 64  # default width of an attention head

@@ -19,7 +19,7 @@ from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.errors import HeadError
 from specdec_mlx.options import whole
-from specdec_mlx.sampling.drafts import check_draft_temp
+from specdec_mlx.sampling.distribution import check_draft_temp
 
 
 class Head(nn.Module):  # type: ignore[misc]

@@ -21,13 +21,12 @@ from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
 from specdec_mlx.drafters.heads.mtp import MTPHead, family_of, mtp_weights, other_formula
-from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
-from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa, PardDrafter
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
 from specdec_mlx.options import make_with, split_spec, whole
-from specdec_mlx.sampling.drafts import check_draft_temp
+from specdec_mlx.sampling.distribution import check_draft_temp
 
 Tensors = dict[str, mx.array]
 

@@ -23,7 +23,7 @@ from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, FeatureRows
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while
 from specdec_mlx.drafters.writing import Writes
-from specdec_mlx.sampling.drafts import sampling_of_drafts
+from specdec_mlx.sampling.distribution import sampling_of_drafts
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_depths, view_of
 from specdec_mlx.token_ids import to_ids
