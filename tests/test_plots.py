@@ -164,8 +164,7 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
         return imported(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", refuse)
-    for module in ("plots", "canvas"):
-        monkeypatch.delitem(sys.modules, f"specdec_mlx.notebook.{module}")
+    monkeypatch.delitem(sys.modules, "specdec_mlx.notebook.plots")
     with pytest.raises(sd.errors.MissingPackageError, match=r"pip install \"specdec-mlx\[plot\]\""):
         stats_of(ROUNDS).plot()
 

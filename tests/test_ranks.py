@@ -26,10 +26,8 @@ from specdec_mlx.draft_length.store import tuning_path
 from specdec_mlx.rounds.ranks import ranks_of
 from specdec_mlx.target.ranks import group_of
 
-JOBS = (
-    *("texts", "block", "heads", "every_rank", "every_rank_fails", "families", "pipelined"),
-    *("failures", "leaving", "recurrent", "arguments"),
-)
+JOBS = ("texts", "failures", "leaving", "recurrent", "arguments")
+FURTHER_JOBS = ("block", "heads", "every_rank", "every_rank_fails", "families", "pipelined")
 SENTENCES = (
     "The following statements are executed in the order in which they are written. An assignment "
     "statement evaluates the expression list and assigns the result. The following statements are "
@@ -62,6 +60,14 @@ def agree(results: list[Any], job: str) -> None:
 def test_ranks_do_alike_what_one_machine_does(found: list[Any], job: str) -> None:
     """Texts, ends, errors and caches of two ranks; see `rank_worker.py`."""
     agree(found, job)
+
+
+@FULL
+def test_further_jobs_are_done_alike(tmp_path: Path) -> None:
+    """Drawn drafts, heads, drafters on every rank, families and pipelined targets."""
+    results = jobs_on_ranks(FURTHER_JOBS, tmp_path)
+    for job in FURTHER_JOBS:
+        agree(results, job)
 
 
 @FULL

@@ -650,7 +650,7 @@ def test_the_command_trains_and_prints_the_acceptance(folder, tmp_path):
     assert done.returncode == 0, done.stderr
     assert "on held-out text 0." in done.stdout
     assert "On text that it is trained on: 0." in done.stdout
-    assert "windows takes about 0.0 GB of memory" in done.stdout
+    assert re.search(r"windows takes about 0\.\d GB of memory", done.stdout)
     report = json.loads((out / "training.json").read_text())
     assert len(report["acceptance"]["greedy"]) == 3
     assert (out / "model.safetensors").exists()
