@@ -73,7 +73,8 @@ def batch_stream_generate(
     """Stream the texts of several prompts, written together; each is what it would be alone.
 
     Args:
-        model, tokenizer: as `mlx_lm.load` gives them.
+        model: the target, as `mlx_lm.load` gives it.
+        tokenizer: the target's.
         prompts: each is text, token ids or chat messages. An iterator is asked for the next one
             when there is a place for it.
         max_tokens: most tokens of each text, -1 for no limit; one number, or one for each prompt.
@@ -154,13 +155,14 @@ def batch_generate(
     return_logprobs: bool = False,
     **options: Any,
 ) -> SpeculativeBatchResponse:
-    """Generate the same texts as `mlx_lm.batch_generate`, sooner.
+    """Generate the same texts as `mlx_lm.batch_generate`, sooner; as `batch_stream_generate`.
 
     Args:
-        model, tokenizer, prompts, prompt_caches, max_tokens: as in `batch_stream_generate`.
         verbose: print speeds, peak memory and the account.
-        return_prompt_caches, return_token_ids, return_logprobs: return these of each text.
-        options: `drafter`, `draft_model` and all that `batch_stream_generate` takes besides.
+        return_prompt_caches: return the caches of each text.
+        return_token_ids: return its tokens.
+        return_logprobs: return the log-probabilities of each token.
+        options: `drafter`, `draft_model` and all else that `batch_stream_generate` takes.
 
     Returns:
         mlx-lm's response, with the account of each text in `speculation`; the samples of a prompt

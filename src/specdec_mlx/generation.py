@@ -73,8 +73,9 @@ def stream_generate(
         prompt_cache: caches of earlier turns, which the prompt continues.
         max_kv_size: positions after which new caches rotate; None for no limit.
         prefill_step_size: most positions of the prompt in one pass.
-        kv_bits, kv_group_size, quantized_kv_start: bits of quantized caches, None for none, their
-            group size, and the position from which on they are quantized.
+        kv_bits: bits of quantized caches, None for none.
+        kv_group_size: their group size.
+        quantized_kv_start: the position from which on caches are quantized.
         prompt_progress_callback: called with (positions read, positions in all).
         input_embeddings: [n, D] to feed in place of the prompt's tokens.
         num_draft_tokens: mlx-lm's name for `draft_length`, which it overrides.
@@ -159,7 +160,8 @@ def generate(
     """Generate the same text as `mlx_lm.generate`, sooner; arguments as for `stream_generate`.
 
     Args:
-        model, tokenizer: as `mlx_lm.load` gives them.
+        model: the target, as `mlx_lm.load` gives it.
+        tokenizer: the target's.
         prompt: text; token ids; or chat messages, which go through the chat template.
         verbose: print the text as it comes, then speeds, peak memory and the account.
         max_tokens: tokens to generate, -1 for no limit.

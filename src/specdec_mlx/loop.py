@@ -116,7 +116,7 @@ def speculate(
 
     However the generation ends (length, close, an exception), the caches hold exactly the prompt
     and the tokens handed out. Where that cannot be had, a note on the exception says why, and later
-    calls refuse these caches.
+    calls refuse these caches. Arguments that are not named here are those of `stream_generate`.
 
     Args:
         model: any mlx-lm model.
@@ -137,8 +137,6 @@ def speculate(
         logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
         prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a draft
             model's; None makes new ones.
-        max_kv_size, prefill_step_size, kv_bits, kv_group_size, quantized_kv_start,
-            prompt_progress_callback, input_embeddings: as in `stream_generate`.
         tokenizer: the target's, for drafters that compare it.
         probe: measure once, for each loaded model, whether passes over several positions are exact,
             and do not draft where they are not.

@@ -71,10 +71,10 @@ def beam_search(
 
     The beams are those of a plain beam search (Leviathan et al. 2023, appendix A.4): a step keeps
     the `num_beams` likeliest of all beams with one token more; finished ones stay as they are.
+    Arguments that are not named here are those of `generate`.
 
     Args:
-        model, tokenizer, prompt, drafter, draft_model, stream, prefill_step_size: as in `generate`;
-            the drafter guesses how each beam goes on, None makes a pass for each step.
+        drafter: guesses how each beam goes on; None makes a pass for each step.
         num_beams: beams that are kept, and returned.
         max_tokens: most tokens of each.
         draft_length: most steps to guess, or "auto" for what pays.

@@ -203,9 +203,10 @@ def bench_texts(
     """A benchmark of your own texts from Python.
 
     Args:
-        model, tokenizer: the target; the tokenizer has a chat template.
+        model: the target.
+        tokenizer: the target's, with a chat template.
         texts: user messages by kind of text.
-        drafters, draft_lengths, rules: as on the command line.
+        drafters: as on the command line, as are lengths and rules.
         draft_model: of the drafter "model"; it has the target's tokenizer.
         temp: temperature; at 0 the texts are compared with plain decoding's.
         settings: 128 tokens and one repeat if None.

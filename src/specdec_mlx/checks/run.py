@@ -61,7 +61,8 @@ def check(
     Args:
         model: the target.
         tokenizer: the target's; may be None where prompts are token ids.
-        drafter, draft_model: as for `generate`.
+        drafter: as for `generate`.
+        draft_model: as for `generate`.
         sampler: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers; greedy
             if None.
         rule: as for `speculate`.
