@@ -19,6 +19,7 @@ from specdec_mlx.batch.rows import Request, samples_of
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.drafters.draft_models import choose_drafter
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
 from specdec_mlx.options import whole, wrong
 from specdec_mlx.responses import SpeculativeResponse
@@ -53,7 +54,7 @@ def batch_stream_generate(
     tokenizer: Any,
     prompts: Iterable[Prompt],
     max_tokens: int | Sequence[int] = 128,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | str | None = DEFAULT_DRAFTER,
     draft_model: nn.Module | Drafter | str | Path | None = None,
     rule: str | AcceptanceRule = "auto",
     draft_length: int | str | DraftLength = "auto",

@@ -15,6 +15,7 @@ from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor, mode
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.draft_models import choose_drafter
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import speculate
 from specdec_mlx.options import wrong
@@ -31,7 +32,7 @@ def stream_generate(
     tokenizer: Any,
     prompt: Prompt,
     max_tokens: int = 256,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | str | None = DEFAULT_DRAFTER,
     draft_model: nn.Module | Drafter | str | Path | None = None,
     rule: str | AcceptanceRule = "auto",
     draft_length: int | str | DraftLength = "auto",
@@ -135,7 +136,7 @@ def generate(
     prompt: Prompt,
     verbose: bool = False,
     max_tokens: int = 256,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | str | None = DEFAULT_DRAFTER,
     draft_model: nn.Module | Drafter | str | Path | None = None,
     rule: str | AcceptanceRule = "auto",
     draft_length: int | str | DraftLength = "auto",

@@ -14,6 +14,7 @@ from specdec_mlx.beams.guesses import Beam, BeamDrafting, guess_length_for
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.contracts import DraftContext, Drafter, ReadsTarget, all_drafters
 from specdec_mlx.drafters.draft_models import choose_drafter
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.generation import Prompt, encode, loaded
 from specdec_mlx.options import whole
@@ -60,7 +61,7 @@ def beam_search(
     prompt: Prompt,
     num_beams: int = 4,
     max_tokens: int = 128,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | str | None = DEFAULT_DRAFTER,
     draft_model: nn.Module | Drafter | str | Path | None = None,
     draft_length: int | str = "auto",
     length_penalty: float = 0.0,

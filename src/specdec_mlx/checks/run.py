@@ -27,6 +27,7 @@ from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_
 from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.model import logit_width
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.options import whole
 from specdec_mlx.rounds.ranks import ranks_of
@@ -46,7 +47,7 @@ def check(
     model: nn.Module,
     tokenizer: Any,
     *,
-    drafter: Drafter | str | None = None,
+    drafter: Drafter | str | None = DEFAULT_DRAFTER,
     draft_model: nn.Module | Drafter | str | None = None,
     sampler: Sampler | Sampling | None = None,
     rule: str | AcceptanceRule = "auto",

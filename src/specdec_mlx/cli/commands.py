@@ -51,7 +51,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser for all commands but those that are mlx-lm's own."""
     from specdec_mlx.bench import replay, run
     from specdec_mlx.checks import command as check
-    from specdec_mlx.cli import doctor, memory
+    from specdec_mlx.cli import doctor, memory, new_drafter
     from specdec_mlx.training import command as train
 
     parser = argparse.ArgumentParser(
@@ -76,6 +76,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("memory", memory, "what was written before, to draft from")
     add("train", train, "train a head or a draft model for a target")
     add("doctor", doctor, "what is installed here, and is it right?")
+    add("new-drafter", new_drafter, "a package for a drafter of your own")
     return parser
 
 

@@ -12,9 +12,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.contracts import Drafter
+from specdec_mlx.drafters.best_of import BestOf
 from specdec_mlx.drafters.heads.loading import is_head, load_head, named_head
 from specdec_mlx.drafters.lighter import first_layers, quantized
 from specdec_mlx.drafters.registry import (
+    DEFAULT_DRAFTER,
     MODEL_DRAFTER,
     WITH_MODEL,
     drafter_names,
@@ -106,8 +108,8 @@ def choose_drafter(
     """The drafter that the two arguments name; None for plain decoding.
 
     draft_model: a model, the folder or Hugging Face name of one or of a trained head, or what
-    `drafter` takes. With `drafter` as well, that one is asked first. target: the model to draft
-    for, which trained heads need.
+    `drafter` takes. With "auto" the better draft of the two is taken, any other drafter is asked
+    first. target: the model to draft for, which trained heads need.
 
     Raises:
         UnknownNameError: no drafter has this name.
@@ -115,7 +117,10 @@ def choose_drafter(
         HeadError: it is a trained head, which does not fit the target.
         ValueError: for what is neither.
     """
-    return first_of([_drafter(drafter), _model_drafter(draft_model, target)])
+    look_up, of_model = _drafter(drafter), _model_drafter(draft_model, target)
+    if drafter == DEFAULT_DRAFTER and look_up is not None and of_model is not None:
+        return BestOf(look_up, of_model)
+    return first_of([look_up, of_model])
 
 
 def _drafter(choice: Any) -> Drafter | None:
