@@ -4,6 +4,7 @@
     python docs/figures.py benchmark RECORD.json # first takes over what `bench --json` wrote
     python docs/figures.py greedy RECORD.json    # the same, of the trained pair that ships
     python docs/figures.py sampled RECORD.json   # and of the pair at temperature 1
+    python docs/figures.py expected auto=SCORES.json head=SCORES.json ...  # of `replay --json`
 
 Of a record only what is drawn is kept: results, machine, settings and costs, no texts.
 """
@@ -15,6 +16,7 @@ import json
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from math import log2
 from pathlib import Path
 from typing import Any
 
@@ -28,6 +30,7 @@ from specdec_mlx.notebook.views import BLUE, GREEN, GREY, ORANGE, VERMILLION
 
 DOCS = Path(__file__).parent
 DATA = {name: DOCS / "data" / f"{name}.json" for name in ("benchmark", "greedy", "sampled")}
+EXPECTED = DOCS / "data" / "expected.json"
 FIGURES = DOCS / "figures"
 KEPT = ("machine", "settings", "cost", "results")
 TITLES = (
@@ -50,6 +53,17 @@ def take_over(name: str, record: Path) -> None:
     DATA[name].write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
 
 
+def take_over_scores(given: Iterable[str]) -> None:
+    """Keep speedups by drafter, cost curve and kind of text of scores given as DRAFTER=FILE."""
+    speeds: dict[str, dict[str, dict[str, float]]] = {}
+    for drafter, _, path in (one.partition("=") for one in given):
+        for score in json.loads(Path(path).read_text(encoding="utf-8")):
+            if not score["session"]:
+                of_curve = speeds.setdefault(drafter, {}).setdefault(score["cost"], {})
+                of_curve[score["category"]] = round(score["speedup"], 3)
+    EXPECTED.write_text(json.dumps(speeds, indent=1) + "\n", encoding="utf-8")
+
+
 def read() -> dict[str, dict[str, Any]]:
     """The committed benchmarks."""
     return {name: json.loads(path.read_text(encoding="utf-8")) for name, path in DATA.items()}
@@ -63,6 +77,7 @@ def figures(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "speed_by_text": speed_by_text(data),
         "cost": plots.cost_curve(curve),
         "staircases": staircases(),
+        "expected": expected(),
     }
 
 
@@ -105,6 +120,58 @@ def staircases() -> Plot:
     return figure
 
 
+KINDS = (
+    ("chat", "auto", "mt_bench"),
+    ("mathematics", "auto", "math_reasoning"),
+    ("summaries", "auto", "summarization"),
+    ("retrieval", "auto", "rag"),
+    ("code", "auto", "code"),
+    ("short edits", "auto", "code_edit"),
+    ("agents", "auto", "agent"),
+    ("edits of files", "auto", "edit_session"),
+    ("chat, draft model", "draft model", "mt_bench"),
+    ("code, draft model", "draft model", "code"),
+    ("chat, head", "head", "mt_bench"),
+    ("code, head", "head", "code"),
+)
+MACHINES = {
+    "m1-m2": "M1, M2, 4-bit",
+    "fp-modes": "M1, M2, mxfp4",
+    "m3-max": "M3 Max, 4-bit",
+    "m4-pro": "M4 Pro, 4-bit",
+    "m4-max-27b": "M4 Max, 4-bit",
+    "m5-max-27b": "M5 Max, 4-bit",
+    "m5-max-27b-8bit": "M5 Max, 8-bit",
+    "bf16-m3-ultra": "M3 Ultra, bf16",
+    "m5-max-30b-a3b": "M5 Max, experts, 4-bit",
+}
+
+
+def expected() -> Plot:
+    """Modelled speeds over plain decoding by machine and kind of text."""
+    speeds = json.loads(EXPECTED.read_text(encoding="utf-8"))
+    table = [[speeds[drafter][m][kind] for _, drafter, kind in KINDS] for m in MACHINES]
+    figure = Plot(figsize=(9.2, 5.2))
+    ax = figure.add_subplot()
+    ax.imshow(
+        [[log2(x) for x in row] for row in table], cmap="Blues", vmin=0, vmax=3, aspect="auto"
+    )
+    for i, row in enumerate(table):
+        for j, speed in enumerate(row):
+            color = "white" if speed > 4 else "black"
+            ax.text(j, i, f"{speed:.2f}", ha="center", va="center", color=color, fontsize=9)
+    ax.axvline(7.5, color="white", linewidth=4)
+    ax.set_xticks(range(len(KINDS)), [name for name, *_ in KINDS], rotation=35, ha="right")
+    ax.set_yticks(range(len(MACHINES)), MACHINES.values())
+    ax.set_title("Expected speed, plain decoding = 1")
+    ax.tick_params(length=0)
+    for side in ax.spines.values():
+        side.set_visible(False)
+    said = "Modelled from costs that others measured; sources in chips.tsv"
+    figure.supxlabel(said, fontsize=7.5, color=GREY)
+    return figure
+
+
 def caption(records: Iterable[dict[str, Any]]) -> str:
     """Machine and dtype, which all records must share; models stand in the titles."""
     said = {CAPTION.format(**r["machine"], dtype=r["settings"]["dtype"]) for r in records}
@@ -119,12 +186,16 @@ def results(data: dict[str, dict[str, Any]], name: str) -> list[Result]:
 
 def digest() -> str:
     """Fingerprint of the data; a figure carries that of what it was drawn from."""
-    return hashlib.sha256(b"".join(path.read_bytes() for path in DATA.values())).hexdigest()
+    return hashlib.sha256(
+        b"".join(path.read_bytes() for path in (*DATA.values(), EXPECTED))
+    ).hexdigest()
 
 
 def main() -> None:
     """Take a record over if one is given, and draw."""
-    if len(sys.argv) > 1:
+    if sys.argv[1:2] == ["expected"]:
+        take_over_scores(sys.argv[2:])
+    elif len(sys.argv) > 1:
         take_over(sys.argv[1], Path(sys.argv[2]))
     FIGURES.mkdir(exist_ok=True)
     for name, plot in figures(read()).items():
