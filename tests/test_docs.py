@@ -27,6 +27,7 @@ import specdec_mlx
 from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.bench.summary import ALL
+from specdec_mlx.draft_length.policy import Fixed
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -73,6 +74,9 @@ AS_A_READER_HAS_THEM = {
 SHORT_PAGES = ("lossless.md", "mlx-lm.md", "tuning.md", "write-a-drafter.md")
 """Their code, and the README's, runs always; that of the others in the full run."""
 
+DRAFTED = ("README.md", "index.md")
+"""What they show has drafts that are accepted."""
+
 PAGES_WITH_CODE = [page for page in PAGES if blocks(page)]
 
 
@@ -80,6 +84,8 @@ PAGES_WITH_CODE = [page for page in PAGES if blocks(page)]
 def lab_pair_for_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """Names of models give the lab pair; the check takes five seconds instead of minutes."""
     pair = lab.load_pair()
+    messages = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    pair.tokenizer.chat_template, pair.tokenizer.has_chat_template = messages, True
 
     def load(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
         is_small = re.search(r"0\.\dB|135M-4bit|draft|small", name)
@@ -99,6 +105,8 @@ def lab_pair_for_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
 )
 def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The Python of a page runs from top to bottom, in one namespace, and prints what it says."""
+    if page.name in DRAFTED:  # whatever a pass costs on this machine
+        monkeypatch.setattr("specdec_mlx.loop.make_draft_length", lambda *given: Fixed(4))
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look themselves up there
     namespace = vars(module)
@@ -112,6 +120,8 @@ def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None
         code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
         with redirect_stdout(printed):
             exec(code, namespace)
+        if page.name in DRAFTED and "text" in namespace:
+            assert namespace["text"].stats.accepted > 0
         if block.output is not None:
             assert printed.getvalue() == block.output, f"{page.name}, line {block.line}"
     for name, test in list(namespace.items()):
