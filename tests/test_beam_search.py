@@ -213,7 +213,7 @@ def test_a_repeating_text_takes_fewer_passes() -> None:
     prompt = "".join(
         ("class TestCase(unittest.TestCase):\n", *tests, "    def test_three(self):\n")
     )
-    plain = sd.beam_search(target, tokenizer, prompt, 3, 30)
+    plain = sd.beam_search(target, tokenizer, prompt, 3, 30, drafter=None)
     assert plain.num_passes == plain.num_steps == 30
     for how in ({"drafter": "prompt-lookup"}, {"draft_model": draft}):
         sooner = sd.beam_search(target, tokenizer, prompt, 3, 30, draft_length=4, **how)

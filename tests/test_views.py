@@ -68,7 +68,9 @@ def text() -> sd.responses.Text:
 
 def test_a_generated_text_is_a_str_that_knows_its_tokens(text: sd.responses.Text):
     """Equal to the plain text, its pieces joined; JSON, slices and sums are those of a str."""
-    plain = sd.generate(tiny_text.model(), tiny_text.tokenizer(), [1, 2, 3], max_tokens=40)
+    plain = sd.generate(
+        tiny_text.model(), tiny_text.tokenizer(), [1, 2, 3], max_tokens=40, drafter=None
+    )
     assert isinstance(text, str)
     assert text == plain == "".join(piece.text for piece in text.pieces)
     assert text.tokens == plain.tokens
