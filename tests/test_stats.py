@@ -12,6 +12,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+import specdec_mlx as sd
+import tiny
+from selection import in_one_test
 from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.theory import expected_speedup_on_curve
@@ -94,3 +97,19 @@ def test_the_expected_speedup_is_the_observed_one_of_independent_tokens_alone():
     assert stats.acceptance_rate == pytest.approx(0.8)
     assert stats.observed_speedup == pytest.approx(3.0 / 1.4, rel=0.02)
     assert stats.expected_speedup == pytest.approx(3.3616 / 1.4, rel=0.02)
+
+
+@in_one_test(
+    ("name", "drafter", "options", "words"),
+    [
+        ("qwen2", None, {}, "drafter=None"),
+        ("qwen2", sd.NGramDrafter(), {"draft_length": 0}, "not worth it at these costs"),
+        ("qwen2", sd.PromptLookupDrafter(8, 8), {}, "the drafter found nothing to propose"),
+        ("phi3small", sd.NGramDrafter(), {}, "this model is not exact for several positions"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore:specdec_mlx. this model")
+def test_the_account_says_why_nothing_was_drafted(name, drafter, options, words):
+    *_, last = sd.speculate(tiny.build(name), [5, 6, 5, 6], drafter, max_tokens=8, **options)
+    assert last.stats.drafted == 0
+    assert str(last.stats).endswith(f"nothing drafted: {words}")

@@ -283,6 +283,7 @@ class Generation:
             self.drafting.record(record)
         self.pipeline.record(record.accepted)
         self.stats.record(record)
+        self.stats.why_none = self.drafting.why_none
         return outcome
 
     def roll_back(self, current: Round, outcome: Outcome) -> None:

@@ -38,6 +38,9 @@ class _Part(NamedTuple):
 
 
 _Proposal = tuple[str, Draft]  # a drafter's key, and its draft
+OFF, NO_MATCH = "drafter=None", "the drafter found nothing to propose"
+NOT_WORTH = "not worth it at these costs"
+NOT_EXACT = "this model is not exact for several positions"
 NOTHING: _Proposal = "", NO_DRAFT
 
 
@@ -63,6 +66,7 @@ class Drafting:
     features: FeatureFeed | None = None
     values: ValuesDrafts | None = None
     part: str = ""
+    why_none: str = OFF
     has_cheap_part: bool = False
     is_free: bool = True
     is_under_way: bool = False
@@ -72,6 +76,7 @@ class Drafting:
         """Begin the session, before the target reads the prompt."""
         if self.drafter is None:
             return
+        self.why_none = NO_MATCH
         self.session = begin_session(self.drafter, self.sequence.tokens, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
         values = self.values = self.length if isinstance(self.length, ValuesDrafts) else None
@@ -121,6 +126,7 @@ class Drafting:
                     certain.append((part.key, draft))
         if not certain:
             return NOTHING, drawn
+        self.why_none = NOT_WORTH
         if self.values is not None:
             return self.values.choose(certain), drawn
         key, draft = max(certain, key=lambda proposal: proposal[1].match)
@@ -178,10 +184,13 @@ class Drafting:
         )  # one comes with the verdict
         limit = self.length.limit(part.key, part.is_cheap)
         if limit == 0 or (wanted is not None and wanted <= 0):  # the caches need not be asked
+            self.why_none = self.why_none if limit else NOT_WORTH
             return 0
+        self.why_none = NO_MATCH
         position, room = self.target.rollback.position, self.target.widest_pass()
         if self.sequence.embeddings is not None and position < self.sequence.prompt_length:
             return 0
         if room is not None:
             limit = min(limit, room - max(1, len(self.sequence.tokens) - position))
+            self.why_none = self.why_none if limit > 0 else NOT_EXACT
         return max(0, limit if wanted is None else min(limit, wanted))

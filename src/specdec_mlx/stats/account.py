@@ -71,8 +71,8 @@ class SpeculationStats(Rows):
     by_drafter: key -> [drafted, accepted]. decode_seconds: of all rounds but the first.
     plain_seconds, num_plain: of rounds without a draft that took one pass. prefill_seconds,
     draft_seconds, verify_seconds, other_seconds: host time for the prompt, proposing, launching and
-    waiting (lazy draft steps too), and the rest, without the caller's. counterfactual: what each
-    rule would have accepted, if asked for.
+    waiting (lazy draft steps too), and the rest, without the caller's. why_none: a round had no
+    draft, the last time. counterfactual: what each rule would have accepted, if asked for.
     """
 
     target_passes: int = 0
@@ -91,6 +91,7 @@ class SpeculationStats(Rows):
     draft_seconds: float = 0.0
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
+    why_none: str = ""
     counterfactual: Counterfactual | None = None
 
     def record(self, round_: RoundRecord) -> None:
@@ -202,13 +203,15 @@ class SpeculationStats(Rows):
         }
 
     def __str__(self) -> str:
-        """Two readable lines, and a third for several drafters."""
+        """Two readable lines, and a third for several drafters or no draft."""
         share = f" ({self.accepted_share:.0%})" if self.drafted else ""
         shares = [
             f"{_kind(key)} {accepted} of {drafted}"
             for key, (drafted, accepted) in self.by_drafter.items()
         ]
         by_drafter = "\naccepted of drafted: " + ", ".join(shares) if len(shares) > 1 else ""
+        if self.why_none and not self.drafted:
+            by_drafter = f"\nnothing drafted: {self.why_none}"
         return (
             f"{self.emitted} tokens in {self.target_passes} target passes: "
             f"{self.tokens_per_pass:.2f} tokens per pass, "
