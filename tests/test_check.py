@@ -515,7 +515,7 @@ def test_a_report_passes_only_if_every_part_ran_and_passed() -> None:
     assert CheckReport([PARTS[0], replace(PARTS[1], status="not applicable")]).passed
     assert not CheckReport(PARTS[:2]).passed
     assert not CheckReport([PARTS[0], PARTS[2]]).passed
-    assert CheckReport([PARTS[0], PARTS[2]]).verdict.startswith("NOT PASSED: greedy text")
+    assert CheckReport([PARTS[0], PARTS[2]]).verdict.startswith("INCOMPLETE: greedy text")
     with pytest.raises(KeyError, match="the parts are widths, joint distribution, greedy text"):
         CheckReport(PARTS)["joint"]
 

@@ -82,7 +82,7 @@ class CheckReport(Rows):
         if failed:
             return f"FAILED: {', '.join(failed)}."
         if skipped:
-            return f"NOT PASSED: {', '.join(skipped)} had not enough to go on. See there."
+            return f"INCOMPLETE: {', '.join(skipped)} had not enough to go on. See there."
         return "PASSED: what is emitted is the target's own text."
 
     def as_dict(self) -> dict[str, Any]:
