@@ -25,6 +25,7 @@ import tiny_text
 from command_line import both_ways, run
 from selection import in_one_test
 from serving import serving
+from specdec_mlx.cli.commands import main
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.memory import file as memory_file
 from specdec_mlx.memory import store
@@ -605,3 +606,17 @@ def test_a_memory_is_made_in_a_folder_that_is_there(tmp_path: Path) -> None:
     nowhere.mkdir()
     saved.save(nowhere / "memory")
     assert (nowhere / "memory").is_file()
+
+
+def test_a_copy_to_share_has_the_texts_and_no_names_of_files(tmp_path: Path) -> None:
+    """`memory export`; an existing file is never overwritten."""
+    (tmp_path / "secret-name.txt").write_text("the cat and the dog and the cat")
+    memory, copy = sd.Memory(), tmp_path / "public.memory"
+    update(memory, [tmp_path / "secret-name.txt"], tiny_text.tokenizer())
+    memory.save(tmp_path / "project.memory")
+    arguments = ["memory", "export", str(tmp_path / "project.memory"), str(copy)]
+    assert main(arguments) == 0
+    assert b"secret-name" in (tmp_path / "project.memory").read_bytes()
+    assert b"secret-name" not in copy.read_bytes()
+    assert [[*t] for t in sd.Memory.load(copy).texts()] == [[*t] for t in memory.texts()]
+    assert main(arguments) == 2

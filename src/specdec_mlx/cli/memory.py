@@ -17,7 +17,6 @@ from specdec_mlx.models import explained
 from specdec_mlx.options import argument, positive_int
 
 MOST_TOKENS = 4_000_000  # bound of a memory that is built from files
-KINDS = (Memory, NGramTable)  # kinds of files; all actions but `build` see which one it is
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -56,19 +55,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     bound.add_argument("--max-entries", type=count, metavar="N", help="of each order of a table")
     prune.set_defaults(action=_prune)
 
-    push = actions.add_parser("push", help="put one on the Hugging Face Hub, with a card")
-    push.add_argument("file", type=Path, metavar="FILE")
-    push.add_argument("repo", metavar="OWNER/NAME")
-    push.add_argument("--source", required=True, metavar="TEXT", help="where its texts are from")
-    push.add_argument("--licence", required=True, metavar="NAME", help="mit, apache-2.0, other ...")
-    push.add_argument("--public", action="store_true", help="let everybody read the texts")
-    push.set_defaults(action=_push)
-
-    pull = actions.add_parser("pull", help="take one from the Hugging Face Hub")
-    pull.add_argument("repo", metavar="OWNER/NAME")
-    pull.add_argument("file", type=Path, metavar="FILE", help="new, or merged with what is there")
-    pull.add_argument("--tokenizer", required=True, metavar="MODEL", help="to be drafted for")
-    pull.set_defaults(action=_pull)
+    export = actions.add_parser("export", help="a copy to share, without the names of files")
+    export.add_argument("file", type=Path, metavar="FILE")
+    export.add_argument("copy", type=Path, metavar="COPY", help="a new file")
+    export.set_defaults(action=_export)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -159,21 +149,13 @@ def _prune(args: argparse.Namespace) -> int:
     return _info(args)
 
 
-def _push(args: argparse.Namespace) -> int:
-    from specdec_mlx.memory.hub import push
-
-    kept = _load(args.file)
-    where = push(kept, args.repo, source=args.source, licence=args.licence, private=not args.public)
-    facts = ", ".join(f"{value} {name}" for name, value in kept.facts().items())
-    print(f"{args.repo}: {facts}. {where}")
+def _export(args: argparse.Namespace) -> int:
+    """Write a copy; raises FileExistsError for one that is there."""
+    if args.copy.exists():
+        raise FileExistsError(f"{args.copy} is there already. Name a new file.")
+    size = _load(args.file).export(args.copy)
+    print(f"{args.copy}: {size:,} bytes")
     return 0
-
-
-def _pull(args: argparse.Namespace) -> int:
-    from specdec_mlx.memory.hub import pull
-
-    pull(args.repo, args.file, _tokenizer(args.tokenizer), KINDS)
-    return _info(args)
 
 
 def _tokenizer(model: str) -> Any:
