@@ -3,175 +3,47 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
+from time import perf_counter
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
+import specdec_mlx as sd
 import tiny
 from selection import FULL, in_one_test
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted
 from specdec_mlx.bench.prompts import Task
-from specdec_mlx.bench.timing import TURN_TOKENS, Sample
-from specdec_mlx.cli import blas, demo, demo_report
+from specdec_mlx.bench.timing import Sample
+from specdec_mlx.cli import blas, demo
 from specdec_mlx.cli import commands as cli
-from specdec_mlx.cli.demo import PAIR, Show, after_rehearsal
-from specdec_mlx.cli.demo_report import LEAST_TOKENS, Budget, Pace, Scene, fit
+from specdec_mlx.cli.demo import PAIR, Show
 from specdec_mlx.draft_length.store import Tuning, tuning_for
-from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from tiny_model_folder import write_model_folder
 
-END = 9
-A_SECOND_A_TOKEN = Pace(1.0, 0.0)
+TASK = Task("text", "text", [1, 2, 3, 1, 2, 3])
 
 
-class Clock:
-    """Time that passes only where the contenders work."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
-
-    def __call__(self) -> float:
-        return self.now
+def show(model: nn.Module) -> Show:
+    return Show(model, None, "ngram", sd.NGramDrafter(), [1], [TASK, replace(TASK, id="b")], 40)
 
 
-def contender(
-    clock: Clock,
-    drafter: str,
-    step: float = 0.0,
-    prompt_seconds: float = 0.0,
-    ends_after: int = 999,
-) -> Contender:
-    """One whose prompt and whose tokens take so long; its text is 0, 1, ..., 7, 0, 1, ..., END."""
-
-    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
-        clock.now += prompt_seconds
-        for i in range(max_tokens):
-            clock.now += step
-            yield Emitted(END if i == ends_after else i % 8)
-
-    return Contender(drafter, "auto", start)
-
-
-def scene(
-    clock: Clock,
-    name: str = "text",
-    pace: Pace = A_SECOND_A_TOKEN,
-    slower: float = 1.0,
-    num_prompt: int = 10,
-    max_tokens: int = 64,
-    ways: int = 3,
-    ends_after: int = 999,
-) -> Scene:
-    """One whose contenders take `slower` times what the plan takes them for."""
-    prompt_seconds = slower * num_prompt * pace.position
-    names = [PLAIN, *(f"drafter {i}" for i in range(1, ways))]
-    contenders = [
-        contender(clock, drafter, slower * pace.step, prompt_seconds, ends_after)
-        for drafter in names
-    ]
-    task = Task(name, name, [0] * num_prompt)
-    return Scene(task, contenders, pace, max_tokens, (END,))
-
-
-def show(*scenes: Scene) -> Show:
-    return Show(nn.Module(), None, {}, [0], 5, scenes)
-
-
-@in_one_test(
-    ("seconds", "expected"),
-    [
-        (9 * LEAST_TOKENS, [3, 3, 3]),
-        (9 * LEAST_TOKENS - 1, [2, 2, 2]),
-        (6 * LEAST_TOKENS - 1, [2, 2]),
-        (4 * LEAST_TOKENS - 1, [2]),
-        (0, [2]),
-    ],
-)
-def test_what_does_not_fit_is_left_out_from_the_end(seconds: float, expected: list[int]) -> None:
-    """First further contenders, then texts; one text by two contenders always stays."""
-    scenes = [scene(Clock(), name) for name in ("a", "b", "c")]
-    shown = fit(scenes, seconds)
-    assert [len(scene.contenders) for scene in shown] == expected
-    assert [s.task.id for s in shown] == ["a", "b", "c"][: len(expected)]
-
-
-@given(
-    step=st.floats(0.01, 2),
-    num_prompts=st.lists(st.integers(1, 200), min_size=1, max_size=4),
-    slower=st.floats(0.1, 1.0),
-    seconds=st.floats(1, 600),
-    repeats=st.integers(1, 4),
-)
-def test_no_more_time_is_spent_than_was_said(
-    step: float, num_prompts: list[int], slower: float, seconds: float, repeats: int
-) -> None:
-    """If nothing is slower than plain decoding; texts have two turns after their first token."""
-    clock = Clock()
-    scenes = [
-        scene(clock, str(i), Pace(step, step / 8), slower, n) for i, n in enumerate(num_prompts)
-    ]
-    shown = fit(scenes, seconds)
-    limit = max(seconds, sum(s.least_seconds for s in shown))
-    samples = demo.play(show(*shown), Budget(limit, clock), repeats)
-    assert clock.now <= limit * (1 + 1e-9)
-    assert {s.id for s in samples if s.repeat == 0} == {s.task.id for s in shown}
-    first = [s for s in samples if s.repeat == 0]
-    assert min(len(sample.tokens) for sample in first) > 2 * TURN_TOKENS
-
-
-def test_all_texts_stop_at_the_same_token(capsys: pytest.CaptureFixture[str]) -> None:
-    """So that none is judged by fewer of them; unless it had come to its end."""
-    clock = Clock()
-    scenes = [scene(clock, "a"), scene(clock, "b", ends_after=20), scene(clock, "c")]
-    samples = demo.play(show(*scenes), Budget(450, clock), 1)
-    a, b, c = ({len(s.tokens) for s in samples if s.id == name} for name in "abc")
-    assert (a, b) == (c, {21})
-    (length,) = a
-    assert 21 < length < 64
-    said = capsys.readouterr().err
-    assert f"a {length}, b 21, c {length} tokens; cut, since the time was over" in said
-
-
-def test_time_that_is_over_before_anything_is_an_error_with_the_next_step() -> None:
-    """A live text on a very slow machine may take all of it."""
-    clock = Clock()
-    budget = Budget(5, clock)
-    clock.now = 6
+def test_texts_are_cut_at_one_token_where_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that none is judged by fewer of them; no time at all is an error with the next step."""
+    turns = iter(range(100))
+    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: next(turns)))
+    samples = demo.play(show(tiny.build("llama")), "auto", 4, 3)
+    assert {len(sample.tokens) for sample in samples} == {17}
     with pytest.raises(ValueError, match=r"over before the first text. .* --seconds"):
-        demo.play(show(scene(clock)), budget, 1)
+        demo.play(show(tiny.build("llama")), "auto", -1, 1)
 
 
-def test_every_drafter_has_written_something_else_before_it_is_timed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """On its own model and tokenizer, the first one live; what it learns stays with the model."""
-    written: list[tuple[Any, ...]] = []
-
-    def stream(*arguments: Any, drafter: Any, draft_length: Any) -> Iterator[str]:
-        written.append((*arguments[1:], drafter, draft_length))
-        yield from "ab"
-
-    monkeypatch.setattr(demo, "stream_generate", stream)
-    monkeypatch.setattr(demo, "show_live", lambda name, it: written.append((name, list(it))))
-    main = Show(nn.Module(), "tokens", {"lookup": "A", "ngram": "B"}, [1], 40, [])  # type: ignore[dict-item]
-    pair = Show(nn.Module(), "letters", {"model": "C"}, [2], 192, [])  # type: ignore[dict-item]
-    demo.rehearse([main, pair], "auto", Budget(1, Clock()))
-    assert written == [
-        ("tokens", [1], 40, "A", "auto"),
-        ("lookup", ["a", "b"]),
-        ("tokens", [1], 40, "B", "auto"),
-        ("letters", [2], 192, "C", "auto"),
-    ]
-
-
-def test_each_text_begins_with_what_the_rehearsal_taught_and_no_more(
+def test_each_text_begins_with_what_the_live_one_taught_and_no_more(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """What is learned from one text is not known to the others, which are written meanwhile."""
@@ -183,14 +55,12 @@ def test_each_text_begins_with_what_the_rehearsal_taught_and_no_more(
 
     monkeypatch.setattr(demo, "ours", spied)
     taught = tuning_for(model)
-    taught.of("the rehearsal's")
-    way = after_rehearsal(model, None, PromptLookupDrafter(), "prompt-lookup", "auto")
-    for _ in range(2):
-        assert len(list(way.start([1, 2, 3, 1, 2, 3], 12, 0))) == 12
-    for tuning in taken:
-        assert set(tuning.drafters) > {"the rehearsal's"}
-    assert taken[0] is not taken[1]
-    assert set(taught.drafters) == {"the rehearsal's"}
+    taught.of("the live one's")
+    demo.play(show(model), "auto", perf_counter() + 900, 1)
+    for tuning in taken[::2]:
+        assert set(tuning.drafters) > {"the live one's"}
+    assert len({id(tuning) for tuning in taken}) == 4
+    assert set(taught.drafters) == {"the live one's"}
 
 
 def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range(11)) -> Sample:
@@ -209,8 +79,8 @@ def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range
     )
 
 
-def rows_of(samples: Sequence[Sample]) -> list[demo_report.Row]:
-    return demo_report.compare(nn.Module(), scene(Clock(), ways=2), samples)
+def rows_of(samples: Sequence[Sample]) -> list[demo.Row]:
+    return demo.compare(nn.Module(), TASK, samples)
 
 
 def test_the_speed_is_the_median_of_the_repeats_own_ratios() -> None:
@@ -223,17 +93,10 @@ def test_the_speed_is_the_median_of_the_repeats_own_ratios() -> None:
     ]
     (row,) = rows_of(samples)
     assert row.speed == 2.0
-    line = demo_report.format_table([row]).splitlines()[-1]
-    assert line.split()[3:] == [
-        "auto",
+    line = demo.format_table([row]).splitlines()[-1]
+    assert line.split()[4:] == [
         "11",
-        "2.00",
-        "times",
-        "plain",
-        "2.20",
-        "6",
-        "of",
-        "8",
+        *["2.00", "times", "plain", "2.20", "6", "of", "8"],
         row.verdict,
     ]
 
@@ -254,7 +117,7 @@ def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
     samples[2 + repeat] = sample("drafter 1", repeat, 1.0, tokens)
     (row,) = rows_of(samples)
     assert row.verdict == verdict
-    assert demo_report.format_table([row]).endswith(f"  {verdict}")
+    assert demo.format_table([row]).endswith(f"  {verdict}")
 
 
 @pytest.fixture(scope="module")
@@ -315,8 +178,8 @@ def test_a_demo_whose_texts_differ_says_so_and_fails(
     monkeypatch.setattr(demo, "ours", spoiled)
     assert cli.main(["demo", "--model", str(folder), "--max-tokens", "8", *WITHOUT_HASTE]) == 1
     out = capsys.readouterr().out
-    assert out.count(" DIFFERENT\n") == 7
-    assert "0 of 7 texts are plain mlx-lm's" in out
+    assert out.count(" DIFFERENT\n") == 6
+    assert "0 of 6 texts are plain mlx-lm's" in out
 
 
 @FULL

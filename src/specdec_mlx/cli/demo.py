@@ -8,9 +8,12 @@ from __future__ import annotations
 
 import copy
 import os
+import statistics
 import sys
+import textwrap
+import time
 from collections import deque
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,27 +23,18 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from specdec_mlx.bench.contenders import Contender, Emitted, ours, plain
-from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
+from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted, ours, plain
+from specdec_mlx.bench.identity import find_differences
+from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name, describe_dtype, describe_machine
 from specdec_mlx.bench.prompts import Task, encode_chat
-from specdec_mlx.bench.timing import TURN_TOKENS, Sample, take_turns
+from specdec_mlx.bench.timing import Run, Sample, Settings, take_turns
 from specdec_mlx.cli.blas import THREADS
-from specdec_mlx.cli.demo_report import (
-    DIFFERENT,
-    Budget,
-    Scene,
-    compare,
-    fit,
-    format_table,
-    legend,
-    measure_pace,
-)
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.ngram import NGramDrafter
-from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import stream_generate
 from specdec_mlx.lab.pair import held_out_openings, load_pair
 from specdec_mlx.models import load_model
@@ -81,30 +75,47 @@ PROMPTS = {
     "chat": "I have two days in Lisbon in spring. What should I see, and in which order?",
 }
 LIVE_PROMPT = f"Rename items to things in this code and show all of it:\n```python\n{LIST}```"
-
-REHEARSAL_TOKENS = 40
+LIVE_TOKENS = 40
 
 PAIR, PAIR_TOPIC, PAIR_TOKENS = "lab pair", "power", 192  # of one letter each
 
-CONTRAST = "4"  # A fixed draft length, as in most programs
+CONTRAST = "4"  # a fixed draft length, as in most programs
 
-REHEARSAL_SHARE, PAIR_SHARE = 0.12, 0.1
-"""Most of the time that may go into the rehearsals, and into the pair that ships."""
+LIVE_SHARE, PAIR_SHARE = 0.12, 0.1
+"""Most of the time that may go into the live texts, and into the pair that ships."""
+
+IDENTICAL, TIE, DIFFERENT = VERDICTS = ("identical", "parts at a tie", "DIFFERENT")
+"""Plain decoding's tokens; other ones from a place on where the target's two greatest logits are
+equal up to rounding, which on a GPU may fall either way; other ones."""
+
+WIDTH = 100  # columns of the lines beneath the table
 
 
 @dataclass(frozen=True)
 class Show:
-    """The texts that one model writes, by drafters, the most important first.
-
-    rehearsal: a further prompt of `rehearsal_tokens`, from which "auto" learns the costs of passes.
-    """
+    """Texts that one model writes with a drafter; from `live` "auto" learns what passes cost."""
 
     model: nn.Module
     tokenizer: Any
-    drafters: Mapping[str, Drafter]
-    rehearsal: list[int]
-    rehearsal_tokens: int
-    scenes: Sequence[Scene]
+    name: str
+    drafter: Drafter
+    live: list[int]
+    tasks: list[Task]
+    max_tokens: int
+    end_tokens: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Row:
+    """A line of the table: one text by one contender; its first sample stands for it.
+
+    speed: in times plain decoding's, median over the repeats, or None. verdict: the worst of
+    `VERDICTS`.
+    """
+
+    first: Sample
+    speed: float | None
+    verdict: str
 
 
 def run_demo(
@@ -119,95 +130,47 @@ def run_demo(
 ) -> bool:
     """Say what is going to happen, run it, and show it; True if all texts are plain decoding's.
 
-    model_path: folder or Hugging Face name. seconds: of all generation; what does not fit is cut or
-    left out. draft_length: the fixed one beside "auto". is_default: also show the pair that ships.
-    preloaded: the matrix library of this process.
+    model_path: folder or Hugging Face name. seconds: of all generation; texts are cut to fit.
+    draft_length: beside the fixed one. is_default: also show the pair that ships. preloaded: the
+    matrix library of this process.
     """
     name = Path(model_path).name
     say(f"Plain mlx-lm against speculation, the same texts side by side, with {name}.")
     model, tokenizer = load_model(model_path)
     say_what_multiplies(preloaded)
-    whole = three_prompts(model, tokenizer, draft_length, max_tokens)
-    pair = [pair_that_ships(draft_length)] if is_default else []
-    share = 1 - REHEARSAL_SHARE - PAIR_SHARE * len(pair)
-    main = cut(whole, share * seconds)
-    least = sum(scene.least_seconds for scene in main.scenes)
-    budget = Budget(max(seconds, least / share))
-    say(announcement(whole, main, budget.seconds, bool(pair)))
-    with wired_limit([show.model for show in (main, *pair)], [generation_stream]):
-        rehearse([main, *pair], draft_length, budget.part(REHEARSAL_SHARE * budget.seconds))
-        pairs = [play(show, budget.part(PAIR_SHARE * budget.seconds), repeats) for show in pair]
-        samples = play(main, budget, repeats)
-    rows = [
-        row
-        for show, written in ((main, samples), *zip(pair, pairs, strict=True))
-        for scene in show.scenes
-        for row in compare(show.model, scene, written)
-    ]
-    summary = legend(rows, main.model, main.scenes[0], samples)
-    print(f"{format_table(rows)}\n\n{summary}", flush=True)
+    shows = [prompts_of(model, tokenizer, max_tokens)] + [pair_that_ships()] * is_default
+    texts = ", ".join(task.id for show in shows for task in show.tasks)
+    say(f"Next, in about {seconds:.0f} s, or cut: a text live, then {texts}, by turns.")
+    began, rows = time.perf_counter(), list[Row]()
+    with wired_limit([show.model for show in shows], [generation_stream]):
+        for i, show in enumerate(shows):
+            responses = live_text(show, draft_length, began + LIVE_SHARE * seconds * (i + 1))
+            show_live(responses) if i == 0 else deque(responses, maxlen=0)
+        for show in shows[::-1]:  # the pair first, which takes little
+            share = 1.0 if show is shows[0] else LIVE_SHARE * len(shows) + PAIR_SHARE
+            samples = play(show, draft_length, began + share * seconds, repeats)
+            rows[:0] = [row for task in show.tasks for row in compare(show.model, task, samples)]
+            paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN]
+    print(f"{format_table(rows)}\n\n{legend(rows, model, paces)}", flush=True)
     return all(row.verdict != DIFFERENT for row in rows)
 
 
-def three_prompts(model: nn.Module, tokenizer: Any, draft_length: str, max_tokens: int) -> Show:
-    """An edit, a summary and a chat; where there is nothing to gain, also with a fixed length."""
-    lookup, ngram = PromptLookupDrafter(), NGramDrafter()
-    drafters: dict[str, Drafter] = {"prompt-lookup": lookup, "ngram": ngram}
-    ways = [
-        after_rehearsal(model, tokenizer, drafter, name, draft_length)
-        for name, drafter in drafters.items()
-    ]
-    contrast = [after_rehearsal(model, tokenizer, ngram, "ngram", CONTRAST)]
-    pace = measure_pace(model)
-    scenes = [
-        Scene(
-            Task(name, name, encode_chat(tokenizer, prompt)),
-            [plain(model), *ways, *(contrast if name == "chat" and draft_length == "auto" else ())],
-            pace,
-            max_tokens,
-            tokenizer.eos_token_ids,
-        )
-        for name, prompt in PROMPTS.items()
-    ]
-    rehearsal = encode_chat(tokenizer, LIVE_PROMPT)
-    return Show(model, tokenizer, drafters, rehearsal, REHEARSAL_TOKENS, scenes)
+def prompts_of(model: nn.Module, tokenizer: Any, max_tokens: int) -> Show:
+    """An edit, a summary and a chat, with look-up."""
+    tasks = [Task(name, name, encode_chat(tokenizer, text)) for name, text in PROMPTS.items()]
+    live, ends = encode_chat(tokenizer, LIVE_PROMPT), frozenset(tokenizer.eos_token_ids)
+    drafter = default_drafter()
+    return Show(model, tokenizer, DEFAULT_DRAFTER, drafter, live, tasks, max_tokens, ends)
 
 
-def pair_that_ships(draft_length: str) -> Show:
-    """The lab pair, on a text of a kind that it was not trained on; also with a fixed length."""
+def pair_that_ships() -> Show:
+    """The lab pair, on a text of a kind that it was not trained on."""
     target, draft, tokenizer = load_pair()
-    opening, later = (
+    opening, live = (
         list(tokenizer.encode(text)) for name, _, text in held_out_openings() if name == PAIR_TOPIC
     )
     drafter = ModelDrafter(draft, tokenizer=tokenizer)
-    ways = [
-        after_rehearsal(target, tokenizer, drafter, "model", length)
-        for length in dict.fromkeys((draft_length, CONTRAST))
-    ]
-    pace = measure_pace(target)
-    scene = Scene(Task(PAIR, PAIR, opening), [plain(target), *ways], pace, PAIR_TOKENS)
-    return Show(target, tokenizer, {"model": drafter}, later, PAIR_TOKENS, [scene])
-
-
-def after_rehearsal(
-    model: nn.Module, tokenizer: Any, drafter: Drafter, name: str, draft_length: str
-) -> Contender:
-    """Speculation that begins each text with a copy of what "auto" learned in the rehearsal."""
-
-    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
-        tuning = copy.deepcopy(tuning_for(model))
-        way = ours(model, drafter, name, draft_length, tokenizer=tokenizer, tuning=tuning)
-        return way.start(prompt, max_tokens, seed)
-
-    return Contender(name, draft_length, start, "auto")
-
-
-def cut(show: Show, seconds: float) -> Show:
-    """As much of a show as there is time for."""
-    scenes = fit(show.scenes, seconds)
-    names = {contender.drafter for scene in scenes for contender in scene.contenders}
-    drafters = {name: drafter for name, drafter in show.drafters.items() if name in names}
-    return replace(show, scenes=scenes, drafters=drafters)
+    return Show(target, tokenizer, "model", drafter, live, [Task(PAIR, PAIR, opening)], PAIR_TOKENS)
 
 
 def say(text: str) -> None:
@@ -231,87 +194,113 @@ def say_what_multiplies(preloaded: str | None) -> None:
     say(f"Matrices are multiplied by {blas_name()}{advice}.")
 
 
-def announcement(whole: Show, main: Show, limit: float, with_pair: bool) -> str:
-    """The texts to come, of all that there are, and the most seconds that they take."""
-    needed = sum(scene.seconds(scene.max_tokens) for scene in whole.scenes)
-    texts = ", ".join(scene.task.id for scene in main.scenes)
-    pair = " and the trained pair that ships" if with_pair else ""
-    step = 1e3 * main.scenes[0].pace.step
-    line = (
-        f"Next, in at most {limit:.0f} s: a text live, then {texts}{pair}; each by plain mlx-lm "
-        f"and by speculation, in turns of {TURN_TOKENS} tokens. A plain token takes {step:.0f} ms "
-        "here."
-    )
-    if needed <= limit:
-        return line
-    return f"{line} All would take up to {needed:.0f} s: the rest is cut or left out."
-
-
-def rehearse(shows: Sequence[Show], draft_length: str, budget: Budget) -> None:
-    """Let "auto" learn the costs of passes, on texts that are not compared; the first one live."""
-    parts = [(show, name) for show in shows for name in show.drafters]
-    for i, (show, name) in enumerate(parts):
-        responses = rehearsal(show, name, draft_length, budget)
-        if i == 0:
-            show_live(name, responses)
-        elif budget.left > 0:
-            deque(responses, maxlen=0)
-
-
-def rehearsal(
-    show: Show, name: str, draft_length: str, budget: Budget
-) -> Iterator[SpeculativeResponse]:
-    """One drafter's rehearsal, until it or its time is over."""
+def live_text(show: Show, draft_length: str, until: float) -> Iterator[SpeculativeResponse]:
+    """A text that is not compared, until it or its time is over."""
     responses = stream_generate(
-        *(show.model, show.tokenizer, show.rehearsal, show.rehearsal_tokens),
-        drafter=show.drafters[name],
+        *(show.model, show.tokenizer, show.live, min(LIVE_TOKENS, show.max_tokens)),
+        drafter=show.drafter,
         draft_length=parse_draft_length(draft_length),
     )
     with closing(responses):
         for response in responses:
             yield response
-            if budget.left <= 0:
+            if time.perf_counter() > until:
                 return
 
 
-def show_live(name: str, responses: Iterator[SpeculativeResponse]) -> None:
+def show_live(responses: Iterator[SpeculativeResponse]) -> None:
     """Stream a text; accepted draft tokens are underlined on a terminal."""
     on, off = ("\033[4m", "\033[0m") if sys.stdout.isatty() else ("", "")
-    print(f"Live, with {name}{' (accepted drafts underlined)' if on else ''}:\n")
+    print(f"Live{' (accepted drafts underlined)' if on else ''}:\n")
     for response in responses:
         text = response.text
         print(f"{on}{text}{off}" if response.from_draft else text, end="", flush=True)
     print(f"\n\n{response.stats}\n", flush=True)
 
 
-def play(show: Show, budget: Budget, repeats: int) -> list[Sample]:
+def play(show: Show, draft_length: str, until: float, repeats: int) -> list[Sample]:
     """All texts by all contenders in turns, cut at one token; ValueError for no time at all."""
+    lengths = dict.fromkeys((draft_length, CONTRAST))
+    contenders = [plain(show.model), *(after_live(show, length) for length in lengths)]
+    settings = Settings(show.max_tokens, end_tokens=show.end_tokens)
     samples: list[Sample] = []
-    began = budget.spent
-    turn_seconds = sum(scene.seconds(TURN_TOKENS) - scene.seconds(0) for scene in show.scenes)
     for repeat in range(repeats):
-        before = budget.spent
-        runs = [run for scene in show.scenes for run in scene.runs(repeat)]
-        take_turns(runs, repeat, budget.enough_for_turns(turn_seconds))
+        began = time.perf_counter()
+        runs = [Run(way, task, settings, repeat) for task in show.tasks for way in contenders]
+        take_turns(runs, repeat, lambda: time.perf_counter() < until)
         samples += [run.sample() for run in runs]
-        if budget.left < budget.spent - before:
+        if time.perf_counter() + (time.perf_counter() - began) > until:
             break
     if not samples[0].tokens:
         raise ValueError("The time was over before the first text. Give more with --seconds.")
-    say(what_was_written(show, samples, budget.spent - began))
     return samples
 
 
-def what_was_written(show: Show, samples: Sequence[Sample], seconds: float) -> str:
-    """The texts' lengths, and a word if they were cut."""
-    first = {sample.id: sample.tokens for sample in samples if sample.repeat == 0}
-    lengths = ", ".join(f"{name} {len(tokens)}" for name, tokens in first.items())
-    repeats = 1 + samples[-1].repeat
-    times = f", {repeats} times" if repeats > 1 else ""
-    is_cut = any(
-        len(tokens := first[scene.task.id]) < scene.max_tokens
-        and tokens[-1] not in scene.end_tokens
-        for scene in show.scenes
+def after_live(show: Show, draft_length: str) -> Contender:
+    """Speculation that begins each text with a copy of what "auto" learned from the live one."""
+
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+        tuning = copy.deepcopy(tuning_for(show.model))
+        options = {"tokenizer": show.tokenizer, "tuning": tuning}
+        way = ours(show.model, show.drafter, show.name, draft_length, **options)
+        return way.start(prompt, max_tokens, seed)
+
+    return Contender(show.name, draft_length, start, "auto")
+
+
+def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[Row]:
+    """A row for each contender but plain decoding, with which it is compared repeat by repeat."""
+    own = [sample for sample in samples if sample.id == task.id]
+    verdicts = dict.fromkeys((sample.key for sample in own if sample.drafter != PLAIN), IDENTICAL)
+    for repeat in {sample.repeat for sample in own}:
+        beside = [replace(sample, repeat=0) for sample in own if sample.repeat == repeat]
+        for difference in find_differences(model, [task], beside):
+            found = TIE if difference.excused else DIFFERENT
+            verdicts[difference.key] = max(found, verdicts[difference.key], key=VERDICTS.index)
+    paces = {s.repeat: s.seconds_per_token for s in own if s.drafter == PLAIN}
+    rows = []
+    for key, verdict in verdicts.items():
+        mine = [sample for sample in own if sample.key == key]
+        pairs = [(paces[sample.repeat], sample.seconds_per_token) for sample in mine]
+        ratios = [base / pace for base, pace in pairs if base and pace]
+        rows.append(Row(mine[0], statistics.median(ratios) if ratios else None, verdict))
+    return rows
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """The comparison as text, one line a row."""
+    head = (
+        f"{'text':<10}{'drafter':<15}{'K':<6}{'tokens':>6}  {'speed':<18}{'tokens a pass':>13}"
+        f"{'accepted':>13}  text"
     )
-    cut_short = "; cut, since the time was over" if is_cut else ""
-    return f"Written in {seconds:.0f} s: {lengths} tokens{times}{cut_short}."
+    lines = [head, "-" * len(head)]
+    for row in rows:
+        run, num_tokens = row.first, len(row.first.tokens)
+        speed = "too short to time" if row.speed is None else f"{row.speed:.2f} times plain"
+        lines.append(
+            f"{run.id:<10}{run.drafter:<15}{run.draft_length:<6}{num_tokens:>6}  "
+            f"{speed:<18}{num_tokens / run.passes:>13.2f}"
+            f"{f'{run.accepted} of {run.drafted}':>13}  {row.verdict}"
+        )
+    return "\n".join(lines)
+
+
+def legend(rows: Sequence[Row], model: nn.Module, paces: Sequence[float | None]) -> str:
+    """The outcome, how to read the table, and the machine. paces: of plain decoding, s a token."""
+    timed = [pace for pace in paces if pace]
+    step = f" ({1 / statistics.median(timed):.1f} a second)" if timed else ""
+    num_same = sum(row.verdict == IDENTICAL for row in rows)
+    machine = describe_machine()
+    blas = f"{machine['blas']}, " if mx.default_device() == mx.cpu else ""
+    lines = [
+        f"{num_same} of {len(rows)} texts are plain mlx-lm's, token by token.",
+        "speed: tokens a second from the first token to the last, over those of plain mlx-lm"
+        f"{step}, which took turns with it; the median of all repeats that there was time for.",
+        "K: draft length, most tokens drafted for a pass; auto, the default, drafts where it pays.",
+        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['device']}, "
+        f"{describe_dtype(model)}, {blas}mlx {machine['mlx']}, mlx-lm {machine['mlx-lm']}.",
+    ]
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores + 1:  # one is this program
+        lines.append(f"Others use this machine too (load {load:.0f}): speeds vary between runs.")
+    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)
