@@ -130,10 +130,6 @@ WRONG: dict[str, tuple[doctor.Installation, tuple[str, ...]]] = {
         ("mlx-cpu 0.32.3", "mlx's version, 0.32.4", "pip uninstall -y mlx mlx-cpu && "),
     ),
     "CUDA without a GPU": (replace(CUDA, runs_on="cpu"), ("finds no GPU", "nvidia-smi")),
-    "the wheel's BLAS, and a better one": (
-        replace(RIGHT, blas=REFERENCE_BLAS, openblas="/cache/libopenblas.so"),
-        ("reference BLAS", "export LD_PRELOAD=/cache/libopenblas.so"),
-    ),
     "the wheel's BLAS, and no other": (
         replace(RIGHT, blas=REFERENCE_BLAS),
         ("reference BLAS", 'pip install "specdec-mlx[cpu]"'),
@@ -154,6 +150,17 @@ def test_the_doctor_names_one_problem_and_the_command_that_mends_it(
     assert len(warnings) == 1
     positions = [warnings[0].index(fragment) for fragment in fragments]
     assert positions == sorted(positions)
+
+
+def test_the_doctor_recommends_a_better_blas_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is wrong: exit status 0, and a line to copy."""
+    found = replace(RIGHT, blas=REFERENCE_BLAS, openblas="/cache/libopenblas.so")
+    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "export LD_PRELOAD=/cache/libopenblas.so OPENBLAS_NUM_THREADS=1" in said
 
 
 @in_one_test("found", [RIGHT, CUDA, MAC])

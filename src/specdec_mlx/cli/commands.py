@@ -10,7 +10,7 @@ from types import ModuleType
 
 import specdec_mlx
 from specdec_mlx.draft_length.policy import parse_draft_length
-from specdec_mlx.drafters.registry import drafter_names
+from specdec_mlx.drafters.registry import describe_drafters
 from specdec_mlx.errors import LogitsError
 from specdec_mlx.options import argument, positive_int, refusal
 
@@ -30,7 +30,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         return _run(list(sys.argv[1:] if arguments is None else arguments))
     except (ValueError, RuntimeError, OSError, LogitsError) as error:
-        print(f"specdec-mlx: {error}", file=sys.stderr)
+        begin = (
+            "\n" if sys.argv[1:2] == ["generate"] and sys.stdout.isatty() else ""
+        )  # after a text
+        print(f"{begin}specdec-mlx: {error}", file=sys.stderr)
         return 2
 
 
@@ -172,5 +175,5 @@ def _drafters(args: argparse.Namespace) -> int:
     elif args.folder is not None:
         raise ValueError("--in needs --model, the model to draft for.")
     else:
-        print("\n".join(drafter_names()))
+        print("\n".join(f"{name:<15}{text}" for name, text in describe_drafters().items()))
     return 0

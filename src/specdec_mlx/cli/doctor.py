@@ -19,6 +19,11 @@ from specdec_mlx.cli.backends import installed, reinstall
 from specdec_mlx.cli.blas import find_openblas, needs_openblas
 from specdec_mlx.mlx_lm_plugin.compatible import MlxLmVersionError, check_version
 
+OPENBLAS = (
+    "MLX's wheel has the reference BLAS, with which a pass over m positions costs m times one and "
+    "no draft can pay; with OpenBLAS it can."
+)
+
 
 @dataclass(frozen=True)
 class Installation:
@@ -43,9 +48,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def main(args: argparse.Namespace) -> int:
-    """Print the installation and its problems; exit status 1 if there are any."""
+    """Print the installation, what is recommended, and its problems; exit status 1 for these."""
     found = inspect_installation()
     print("\n".join(f"{name:<12} {value}" for name, value in table(found)))
+    if found.openblas is not None:
+        print(f"\nrecommended: {OPENBLAS}")
+        print(f"export LD_PRELOAD={found.openblas} OPENBLAS_NUM_THREADS=1")
     problems = list(problems_of(found))
     for problem in problems:
         print(f"\nwarning: {problem}")
@@ -101,12 +109,7 @@ def problems_of(found: Installation) -> Iterator[str]:
             f"{next(iter(found.backends))} finds no GPU, so that all runs on the CPU. Look at what "
             "nvidia-smi says."
         )
-    if found.blas == REFERENCE_BLAS:
-        library = found.openblas
-        yield (
-            "MLX's wheel has the reference BLAS, with which a pass over m positions costs m times "
-            "one and no draft can pay; with OpenBLAS it can. "
-            + (f"export LD_PRELOAD={library}" if library else 'pip install "specdec-mlx[cpu]"')
-        )
+    if found.blas == REFERENCE_BLAS and found.openblas is None:
+        yield f'{OPENBLAS} pip install "specdec-mlx[cpu]"'
     if found.refusal is not None:
         yield found.refusal

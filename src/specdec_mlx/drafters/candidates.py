@@ -205,7 +205,7 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
 def report(model: str, where: Path | None = None) -> str:
     """All that can draft for a model, for people to read; by its name alone if it is not here."""
     lines = ["Without a second model:"]
-    lines += [f"  {name:<16}{text}" for name, text in describe_drafters().items()]
+    lines += [f"  {name:<16}{text}" for name, text in describe_drafters(with_model=False).items()]
     try:
         target = locate(model)
     except ModelFolderError as error:

@@ -38,11 +38,11 @@ def drafter_names() -> list[str]:
     return sorted({*_entries(), NO_DRAFTER})
 
 
-def describe_drafters() -> dict[str, str]:
-    """The first line of the docstring of each drafter that needs no model, by name."""
-    texts: dict[str, str] = {}
+def describe_drafters(with_model: bool = True) -> dict[str, str]:
+    """The first line of each drafter's docstring, by name; with those that need a draft model."""
+    texts = {NO_DRAFTER: "Plain decoding."} if with_model else {}
     for name, entry in sorted(_entries().items()):
-        if name in WITH_MODEL:
+        if name in WITH_MODEL and not with_model:
             continue
         try:
             texts[name] = ((entry.load().__doc__ or "").strip().splitlines() or [""])[0]
