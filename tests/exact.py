@@ -7,19 +7,35 @@ policy chooses; and named wrong rules, each of which the same tests have to reje
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from specdec_mlx.checks.subject import total_variation
-from specdec_mlx.contracts import Agreement, RoundRecord, Verdict
+from specdec_mlx.contracts import (
+    Agreement,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    RoundRecord,
+    Verdict,
+)
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
+from specdec_mlx.rules.arithmetic import (
+    acceptance_probability,
+    at,
+    leading_run,
+    namespace_of,
+    point_mass,
+    residual,
+)
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.coins import CoinRule, decide_by_coins
 from specdec_mlx.rules.lossy import Lenient
@@ -30,6 +46,7 @@ from specdec_mlx.testing.enumeration import Outcomes, Tokens
 from specdec_mlx.testing.enumeration import Source as Source
 from specdec_mlx.testing.enumeration import continued as continued
 from specdec_mlx.testing.enumeration import state_after as state_after
+from specdec_mlx.token_ids import to_ids
 
 COIN_RULES: dict[str, CoinRule] = {"rejection": Rejection(), "block": Block()}
 """The lossless rules that decide by coins."""
@@ -312,7 +329,7 @@ class SharpBonus(Rejection):
     ) -> Any:
         right = super().next_probs(target_probs, draft_tokens, draft_probs, num_accepted)
         bonus = sharpened(target_probs[-1], 0.5)
-        return _library(bonus).where(num_accepted == draft_tokens.shape[0], bonus, right)
+        return namespace_of(bonus).where(num_accepted == draft_tokens.shape[0], bonus, right)
 
 
 @dataclass(frozen=True)
@@ -325,7 +342,7 @@ class Swapped(Rejection):
     def next_probs(
         self, target_probs: Any, draft_tokens: Any, draft_probs: Any, num_accepted: Any
     ) -> Any:
-        xp = _library(target_probs)
+        xp = namespace_of(target_probs)
         padded = xp.concatenate([draft_probs, target_probs[-1:]])
         bonus = num_accepted == draft_tokens.shape[0]
         swapped = residual(padded[num_accepted], target_probs[num_accepted])
@@ -406,5 +423,36 @@ WRONG_RULES: dict[str, CoinRule] = {
 }
 
 
-def _library(array: Any) -> Any:
-    return mx if isinstance(array, mx.array) else np
+@dataclass(frozen=True, eq=False)
+class Altered:
+    """A drafter's drawn drafts, changed before they are handed over."""
+
+    drafter: Drafter
+    alter: Callable[[Draft], Draft]
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+        session: Any = self.drafter.begin(prompt, context)
+        propose = session.propose
+
+        def altered(limit: int) -> Draft:
+            draft = propose(limit)
+            return draft if draft.logprobs is None else self.alter(draft)
+
+        session.propose = altered
+        return session  # type: ignore[no-any-return]
+
+
+def declared_at_power(power: float) -> Callable[[Draft], Draft]:
+    """Wrong: the distribution handed over is another one than was drawn from."""
+
+    def altered(draft: Draft) -> Draft:
+        assert draft.logprobs is not None
+        return Draft(draft.tokens, nn.log_softmax(draft.logprobs * power))
+
+    return altered
+
+
+def dropped(draft: Draft) -> Draft:
+    """Wrong: a token drawn by less than a chance of 0.2 is taken back, and all after it."""
+    assert draft.logprobs is not None
+    return draft.head(int(leading_run(at(mx.exp(draft.logprobs), to_ids(draft.tokens)) >= 0.2)))
