@@ -14,6 +14,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
@@ -94,6 +95,18 @@ def text_of(pairs: Iterable[tuple[Any, mx.array]]) -> Text:
     """Collect (token, logprobs [V]) pairs."""
     tokens, rows = zip(*pairs, strict=True)
     return Text([int(token) for token in tokens], mx.stack(list(rows)))
+
+
+def noisy_copy(name: str, spread: float, **sizes: int) -> nn.Module:
+    """A tiny model whose weights are off by a share of their spread: it often agrees with it."""
+    model = tiny.build(name, **sizes)
+    keys = iter(mx.random.split(mx.random.key(1), 1000))
+
+    def noisy(w: mx.array) -> mx.array:
+        return w + spread * mx.std(w) * mx.random.normal(w.shape, key=next(keys))
+
+    model.update(tree_map(noisy, model.parameters()))
+    return model
 
 
 def plain_text(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> Text:

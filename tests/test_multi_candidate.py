@@ -12,7 +12,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import strategies
-from exact import COIN_RULES
 from selection import in_one_test
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.trees import MultiRound, remaining_laws
@@ -104,16 +103,6 @@ def test_fixed_candidates_are_kept_as_often_as_p_has_mass_on_them(p, data):
     assert kept == pytest.approx(p[candidates].sum(), abs=EXACT)
 
 
-@given(strategies.blocks())
-def test_one_candidate_is_rejection(block):
-    """C = 1: chance and residual of the rule for K = 1, bit for bit."""
-    p, tokens, rows = block[0][0], block[1][:1], block[2][:1]
-    single = np.stack([p, p]), tokens, rows
-    rule = COIN_RULES["rejection"]
-    assert np.array_equal(candidate_accept_probs(p, tokens, rows), rule.accept_probs(*single))
-    assert np.array_equal(remaining_laws(p, rows)[1], rule.next_probs(*single, 0))
-
-
 @in_one_test("array", [np.array, mx.array])
 def test_edges(array):
     """A vocabulary of 1; p = q; one-hots; candidates that p excludes; the same fixed one twice."""
@@ -127,17 +116,3 @@ def test_edges(array):
     excluded = candidate_accept_probs(p, array([2]), array([[0.0, 0.0, 1.0]]))
     assert excluded.tolist() == [0]
     assert remaining_laws(p, array([[0.0, 0.0, 1.0]])).tolist() == [[0.75, 0.25, 0]] * 2
-
-
-def test_forgetting_the_residual_is_found():
-    """Wrong: each candidate held against p itself. The test above would fail by more than 0.1."""
-    p, q = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.2, 0.6])
-    law = np.zeros(3)
-    chance = np.minimum(1, p / q)
-    for x, y in product(range(3), repeat=2):
-        weight = q[x] * q[y]
-        law[x] += weight * chance[x]
-        law[y] += weight * (1 - chance[x]) * chance[y]
-        law += weight * (1 - chance[x]) * (1 - chance[y]) * remaining_laws(p, np.stack([q, q]))[-1]
-    assert np.abs(law - p).max() > 0.05
-    np.testing.assert_allclose(over_all_draws(p, np.stack([q, q]))[0], p, atol=EXACT)
