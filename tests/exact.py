@@ -339,24 +339,6 @@ class Swapped(Rejection):
         return xp.where(n == len(draft_probs), target_probs[-1], swapped)
 
 
-@dataclass(frozen=True)
-class OnMLX:
-    """A rule computed by MLX in float32, for callers with NumPy arrays."""
-
-    rule: CoinRule
-    name: str = "on MLX"
-
-    def accept_probs(self, *block: np.ndarray) -> np.ndarray:
-        return np.array(self.rule.accept_probs(*map(to_mlx, block)), np.float64)
-
-    def num_accepted(self, coins: np.ndarray) -> int:
-        return int(self.rule.num_accepted(mx.array(coins)))
-
-    def next_probs(self, *given: Any) -> np.ndarray:
-        *block, n = given
-        return np.array(self.rule.next_probs(*map(to_mlx, block), mx.array(n)), np.float64)
-
-
 @dataclass(frozen=True, eq=False)
 class Given:
     """Randomness that is known beforehand: uniform [K], gumbel [V]."""
@@ -376,23 +358,6 @@ class Given:
 def decide(rule: CoinRule, *block: Any) -> Verdict:
     """Verdict of a rule on (target_probs, tokens, draft_probs), given uniform and gumbel."""
     return decide_by_coins(rule, *block[:3], Given(*block[3:]))
-
-
-def assert_possible(
-    rule: CoinRule,
-    target_probs: mx.array,
-    tokens: mx.array,
-    draft_probs: mx.array | None,
-    seed: int,
-) -> None:
-    """Nothing is emitted that the target excludes, whatever the randomness."""
-    coins, following = mx.random.split(mx.random.key(seed))
-    uniform = mx.random.uniform(shape=tokens.shape, key=coins)
-    gumbel = mx.random.gumbel(shape=target_probs.shape[-1:], key=following)
-    verdict = decide(rule, target_probs, tokens, draft_probs, uniform, gumbel)
-    kept = tokens.tolist()[: verdict.num_accepted.item()]  # type: ignore[index]
-    for row, token in enumerate([*kept, verdict.next_token.item()]):  # type: ignore[misc]
-        assert target_probs[row, token].item() > 0  # type: ignore[index]
 
 
 def to_mlx(array: np.ndarray) -> mx.array:

@@ -11,15 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 import strategies
 from exact import (
     COIN_RULES,
-    DRAFT,
     NUM_STATES,
-    TARGET,
-    WRONG_RULES,
     ByCoupling,
     ByMatch,
     ByRule,
@@ -27,13 +23,10 @@ from exact import (
     Deciding,
     Drafting,
     Drawn,
-    OnMLX,
     Rounds,
     RoundsOfLength,
     Source,
     TakingTurns,
-    assert_possible,
-    at_temperature,
     by_state,
     coupled_joint,
     decide,
@@ -100,20 +93,19 @@ def test_residual_makes_up_what_acceptance_leaves(pair):
 @given(block=strategies.blocks())
 def test_mlx_agrees_with_numpy(name, block):
     """One body of code: float32 on MLX is float64 on NumPy, but for rounding."""
-    rule, wrapped = COIN_RULES[name], OnMLX(COIN_RULES[name])
+    rule, block32 = COIN_RULES[name], tuple(map(to_mlx, block))
     target_probs, tokens, draft_probs = block
     chances = rule.accept_probs(*block)
     assert np.all((chances >= 0) & (chances <= 1))
     if name == "rejection":
-        np.testing.assert_allclose(wrapped.accept_probs(*block), chances, atol=FLOAT32)
+        np.testing.assert_allclose(rule.accept_probs(*block32), chances, atol=FLOAT32)
     for n in range(len(tokens) + 1):
-        law = rule.next_probs(target_probs, tokens, draft_probs, n)
-        law32 = wrapped.next_probs(target_probs, tokens, draft_probs, n)
+        law, law32 = rule.next_probs(*block, n), rule.next_probs(*block32, mx.array(n))
         assert law.sum() == pytest.approx(1, abs=EXACT)
-        assert law32.sum() == pytest.approx(1, abs=FLOAT32)
+        assert law32.sum().item() == pytest.approx(1, abs=FLOAT32)
         if name == "rejection" and n < len(tokens):
             mass = np.maximum(target_probs[n] - draft_probs[n], 0).sum()
-            np.testing.assert_allclose(law32 * mass, law * mass, atol=FLOAT32)
+            np.testing.assert_allclose(np.array(law32) * mass, law * mass, atol=FLOAT32)
 
 
 @every_rule
@@ -139,7 +131,13 @@ def test_decide_is_coins_then_a_token(name, block, data):
 @given(block=strategies.blocks(), seed=st.integers(0, 1000))
 def test_no_token_without_mass(name, block, seed):
     """What p excludes is never emitted: not kept from a draft, and not drawn after it."""
-    assert_possible(COIN_RULES[name], *map(to_mlx, block), seed)
+    target_probs, tokens, draft_probs = map(to_mlx, block)
+    coins, following = mx.random.split(mx.random.key(seed))
+    uniform = mx.random.uniform(shape=tokens.shape, key=coins)
+    gumbel = mx.random.gumbel(shape=target_probs.shape[-1:], key=following)
+    verdict = decide(COIN_RULES[name], target_probs, tokens, draft_probs, uniform, gumbel)
+    emitted = [*tokens.tolist()[: verdict.num_accepted.item()], verdict.next_token.item()]
+    assert all(target_probs[i, token].item() > 0 for i, token in enumerate(emitted))
 
 
 def test_rule_names_are_checked():
@@ -196,14 +194,6 @@ def test_drawn_drafts_leave_the_law_alone(name, rounds, shape, data):
     assert distance(target, drafting, ByRule(COIN_RULES[name]), rounds, num_draft) < EXACT
 
 
-@pytest.mark.parametrize("shape", [(4, 3), (5, 2)])
-@every_rule
-def test_drawn_drafts_leave_the_law_alone_at_larger_sizes(name, shape):
-    """The same for sizes too slow to try often; laws from a fixed seed."""
-    p, q = sources(shape[0], 0)
-    assert distance(p, Drawn(q, up_to(shape[1])), ByRule(COIN_RULES[name]), 2, shape[1]) < EXACT
-
-
 @pytest.mark.parametrize("deciding", [ByMatch(), ByCoupling()], ids=str)
 @given(shape=strategies.small_shapes, data=st.data())
 @settings(max_examples=25)
@@ -222,17 +212,6 @@ def test_shared_noise_draws_from_both_laws(pair):
     assert np.all(joint >= 0)
     np.testing.assert_allclose(joint.sum(axis=1), p, atol=EXACT)
     np.testing.assert_allclose(joint.sum(axis=0), q, atol=EXACT)
-
-
-def test_shared_noise_is_what_the_loop_has():
-    """20,000 pairs of draws from MLX's Gumbel noise follow the joint law; false alarms 1e-6."""
-    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
-    noise = np.array(mx.random.gumbel((20_000, 3), key=mx.random.key(0)))
-    pairs = 3 * np.argmax(np.log(p) + noise, axis=1) + np.argmax(np.log(q) + noise, axis=1)
-    expected = 20_000 * coupled_joint(p, q).ravel()
-    seen = np.bincount(pairs, minlength=9)
-    assert seen[expected == 0].sum() == 0
-    assert chisquare(seen[expected > 0], expected[expected > 0]).pvalue > 1e-6
 
 
 @every_way
@@ -299,45 +278,6 @@ def test_lengths_that_follow_the_verdicts_leave_the_law_alone(deciding, policy, 
     assert len(rounds.chosen) > 1
 
 
-@every_rule
-@given(shape=st.sampled_from([(2, 1), (2, 2), (3, 1)]), data=st.data())
-@settings(max_examples=20)
-def test_float32_on_mlx_leaves_the_law_alone(name, shape, data):
-    """The enumeration through MLX in float32, as in the loop: 2 rounds to 1e-5."""
-    vocab_size, num_draft = shape
-    target, draft = data.draw(strategies.source_pairs(vocab_size))
-    deciding = ByRule(OnMLX(COIN_RULES[name]))
-    assert distance(target, Drawn(draft, up_to(num_draft)), deciding, 2, num_draft) < 1e-5
-
-
-FLATTER = {"declared": at_temperature(DRAFT, 0.7)}
-DROPPED = {"dropped_below": 0.25}
-
-
-@in_one_test(
-    ("rule", "how", "one_round", "two_rounds"),
-    [
-        (WRONG_RULES["residual replaced by p"], {}, 0.120, 0.161),
-        (WRONG_RULES["bonus at temperature 0.5"], {}, 0.089, 0.105),
-        (WRONG_RULES["p and q swapped"], {}, 0.495, 0.650),
-        (WRONG_RULES["lenience 1.2"], {}, 0.080, 0.111),
-        (COIN_RULES["rejection"], FLATTER, 0.050, 0.073),
-        (COIN_RULES["rejection"], DROPPED, 0.120, 0.194),
-        (COIN_RULES["block"], FLATTER, 0.045, 0.071),
-        (COIN_RULES["block"], DROPPED, 0.122, 0.198),
-    ],
-)
-def test_what_is_wrong_is_told_apart(rule, how, one_round, two_rounds):
-    """On the stated example every wrong rule is rejected by more than 0.01, and wrong drafts:
-
-    a declared law other than the drawn one, and a drawn token dropped because its q is small.
-    """
-    drafting = Drawn(DRAFT, up_to(2), **how)
-    distances = [distance(TARGET, drafting, ByRule(rule), rounds, 2) for rounds in (1, 2)]
-    assert min(distances) > 0.01
-    assert distances == pytest.approx([one_round, two_rounds], abs=6e-4)
-
-
 # How much is accepted -----------------------------------------------------------------------------
 
 
@@ -360,13 +300,6 @@ def test_block_accepts_at_least_as_much_as_token_by_token(shape, data):
     assert np.all(by_block >= by_token - EXACT)
     if num_draft == 1:
         np.testing.assert_allclose(by_block, by_token, atol=EXACT)
-
-
-def test_block_accepts_more_on_the_stated_example():
-    """Kept of 3 drawn tokens: by match, coupled, token by token, and as a block."""
-    drafting = Drawn(DRAFT, up_to(3))
-    kept = [accepted(TARGET, drafting, way)[0] for way in EVERY_WAY]
-    assert kept == pytest.approx([0.515, 1.510, 1.533, 1.761], abs=5e-4)
 
 
 @given(shape=strategies.small_shapes, data=st.data())

@@ -39,7 +39,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import specdec_mlx as sd
 import tiny
 from exact import WRONG_RULES, Altered, declared_at_power, dropped
-from selection import cases, in_one_test
+from selection import cases
 from specdec_mlx.checks.chi_square import ChiSquare
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
@@ -301,25 +301,6 @@ def test_a_models_drafts_follow_the_law_it_declares(setting, draft_temp):
     np.testing.assert_allclose(first, own[0][0], atol=1e-6)
     np.testing.assert_allclose(second[first > 0], own[1][first > 0], atol=1e-6)
     assert p_value(seen, own[0][0][:, None] * own[1]) > FALSE_ALARM
-
-
-@in_one_test("num_accepted", [0, 1, 2, 3])
-def test_a_models_law_is_right_after_any_verdict(num_accepted):
-    """However much of a draft was kept, the next one continues what was really emitted."""
-    sampling = SETTINGS["top-p"]
-    context = sd.DraftContext(sampling=sampling, noise=Noise(0), vocab_size=V)
-    session = sd.ModelDrafter(tiny_llama(DRAFT)).begin(PROMPT, context)
-    text = list(PROMPT)
-    for _ in range(3):
-        kept = session.propose(3).tokens.tolist()[:num_accepted]
-        emitted = [*kept, (sum(text) + 2) % V]
-        session.observe(emitted)
-        text += emitted
-    draft = session.propose(2)
-    first = draft.tokens[0].item()
-    for row, seen in zip(draft.logprobs, (text, [*text, first]), strict=True):
-        own = law_of(next_logits(tiny_llama(DRAFT), mx.array([seen]))[0], sampling)
-        np.testing.assert_allclose(np.exp(np.array(row, np.float64)), own, atol=1e-6)
 
 
 def test_a_draft_temperature_of_0_is_greedy():
