@@ -7,7 +7,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from selection import in_one_test
 from specdec_mlx.stats import theory
 
 TABLE_1 = [
@@ -54,8 +53,7 @@ def test_expected_tokens_and_speedup_are_the_papers(permille, K, cost):
 
 def test_acceptance_is_recovered_from_counts():
     """The likeliest alpha after simulated rounds is the one that they were simulated with."""
-    coins = np.random.default_rng(1).random((50_000, 4)) < 0.7
-    accepted = np.cumprod(coins, axis=1).sum(axis=1)
+    accepted = np.cumprod(np.random.default_rng(1).random((50_000, 4)) < 0.7, axis=1).sum(axis=1)
     got = theory.acceptance_from_counts(int(accepted.sum()), int((accepted < 4).sum()))
     assert got == pytest.approx(0.7, abs=0.01)
     assert theory.acceptance_from_counts(0, 0) == 0
@@ -81,17 +79,9 @@ def test_best_draft_length_on_a_curve_with_steps():
     assert theory.best_draft_length_on_curve(0.99, float) == 0
 
 
-@in_one_test(
-    "call",
-    [
-        lambda: theory.expected_tokens(1.1, 2),
-        lambda: theory.expected_tokens(-0.1, 2),
-        lambda: theory.expected_tokens(0.5, -1),
-        lambda: theory.expected_speedup(0.5, 1, -0.1),
-        lambda: theory.expected_operations(0.5, 1, -0.1),
-        lambda: theory.acceptance_from_counts(-1, 0),
-    ],
-)
-def test_impossible_numbers_are_refused(call):
-    with pytest.raises(ValueError, match=r"expected|>= 0"):
-        call()
+def test_impossible_numbers_are_refused():
+    calls = [(theory.expected_tokens, wrong) for wrong in [(1.1, 2), (-0.1, 2), (0.5, -1)]]
+    calls += [(theory.expected_speedup, (0.5, 1, -0.1)), (theory.expected_operations, (0.5, 1, -1))]
+    for function, wrong in [*calls, (theory.acceptance_from_counts, (-1, 0))]:
+        with pytest.raises(ValueError, match=r"expected|>= 0"):
+            function(*wrong)

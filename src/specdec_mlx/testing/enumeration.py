@@ -128,8 +128,9 @@ def enumerated(rule: CoinRule) -> Iterator[Comparison]:
                     for (emitted, _), chance in of_draft.items():
                         begun[emitted] += weight * chance
             kind = "point masses" if q is None else "drawn"
-            joints = [continued(p, texts, num_draft + 1) for texts in (begun, {(): 1.0})]
-            yield Comparison(*joints, f"K = {num_draft} {kind}, V = {vocab_size}")
+            joint = continued(p, begun, num_draft + 1)
+            own = continued(p, {(): 1.0}, num_draft + 1)
+            yield Comparison(joint, own, f"K = {num_draft} {kind}, V = {vocab_size}")
 
 
 def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
