@@ -35,7 +35,7 @@ def test_our_lossless_rules_keep_the_contract(name: str) -> None:
     lines = check_rule(make_rule(name))
     coins = ["coins"] if name in COIN_RULES else []
     assert parts(lines) == ["protocol", "purity", "greedy", "samplers", *coins, "distribution"]
-    how = "36 enumerated, total variation at most" if coins else "20000 texts drawn, chi-square"
+    how = "36 enumerated, total variation at most" if coins else "20000 texts drawn, K = 2"
     assert how in lines[-1]
     assert ("drawn" in lines[-1]) != bool(coins)
 

@@ -316,6 +316,7 @@ BROKEN: dict[str, list[Any]] = {
         # a child that stands before its parent
         copying(propose=lambda self, k: Draft(self.tokens(k), parents=list(range(1, k + 1)))),
         copying(propose=lambda self, k: Draft(self.tokens(k), evidence=(1,) * (k + 1))),
+        drawing(lambda tokens, rows: Draft(tokens, rows[0]) if tokens else Draft()),
         Of(KeepsThePrompt),
         Of(ChangesTokens),
         Counts(),
@@ -333,7 +334,6 @@ BROKEN: dict[str, list[Any]] = {
     ],
     "distribution": [
         declaring(lambda tokens, rows: [row + 0.1 for row in rows]),
-        drawing(lambda tokens, rows: Draft(tokens, rows[0]) if tokens else Draft()),
         # draws at temperature 1, declares 0.8: total variation 0.1 over 32 tokens
         declaring(lambda tokens, rows: [row / 0.8 - mx.logsumexp(row / 0.8) for row in rows]),
         declaring(one_hot),

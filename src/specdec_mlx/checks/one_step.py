@@ -152,14 +152,14 @@ def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitted:
     too_often = float(np.maximum(0, kept + again - p).sum())
     too_seldom = float(np.maximum(0, p - kept - again).sum()) - left_out
     distances = max(too_often, too_seldom), total_variation(after, p)
-    fault = None
+    faults = []
     if max(distances) >= TOLERANCE:
         for name, variant in VARIANTS.items():
             pairs = zip((kept, again, after), variant(p, q), strict=True)
             if all(np.allclose(a, b, atol=TOLERANCE + left_out) for a, b in pairs):
-                fault = fault or name
+                faults.append(name)
     overlap = float(np.minimum(p, q).sum())
-    return Emitted(*distances, left_out, float(kept.sum()), overlap, fault)
+    return Emitted(*distances, left_out, float(kept.sum()), overlap, next(iter(faults), None))
 
 
 def _judge(steps: list[Step], seen: list[tuple[CoinRule, Emitted]]) -> Part:

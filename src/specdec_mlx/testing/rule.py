@@ -60,6 +60,9 @@ FLOAT32 = 1e-4
 """Largest error of a chance in float32, where no difference of nearly equal numbers is taken."""
 
 
+LAZY = "Use MLX's functions throughout: no item(), tolist(), mx.eval, `if` on an array"
+
+
 def check_rule(
     rule: AcceptanceRule, *, lossless: bool = True, num_texts: int = 20_000
 ) -> list[str]:
@@ -189,25 +192,18 @@ class RuleConformance(Conformance):
         self.require(is_same, "deciding changed the rule itself.")
         self.require(state == _global_state(), "deciding moved MLX's global random state.")
         for question in (self.asked[0], self.asked[-1]):
-            self._check_lazy(question)
+            try:
+                mx.compile(partial(self._arrays, question))(question.logprobs)
+            except ValueError as error:  # a trace has no numbers
+                self.require("[eval]" in str(error), f"decide() raised {error}.")
+                self.fail(
+                    "decide() waits for numbers; a round waits once, after the verdict.", LAZY
+                )
         return f"{len(self.asked)} answers are the same again, and none is waited for"
 
-    def _check_lazy(self, question: Question) -> None:
-        """Raise if the rule waits for numbers, which a trace does not have."""
-
-        def decided(logprobs: mx.array) -> list[mx.array]:
-            asked = replace(question, logprobs=logprobs)
-            return list(asked.ask(self.rule).arrays().values())
-
-        try:
-            mx.compile(decided)(question.logprobs)
-        except ValueError as error:
-            if "[eval]" not in str(error):
-                raise
-            self.fail(
-                "decide() waits for numbers to be computed; a round waits once, after the verdict.",
-                "Use MLX's functions throughout: no item(), tolist(), mx.eval, `if` on an array",
-            )
+    def _arrays(self, question: Question, logprobs: mx.array) -> list[mx.array]:
+        asked = replace(question, logprobs=logprobs)
+        return list(asked.ask(self.rule).arrays().values())
 
     def greedy(self) -> str:
         """At temperature 0 the target's own tokens are emitted."""
@@ -222,8 +218,7 @@ class RuleConformance(Conformance):
     def _emits_own_tokens(self, sampler: Callable[[mx.array], mx.array]) -> str:
         asked = list(questions(sampler))
         for question in asked:
-            emitted = self._outcome(question).tokens
-            own = to_list(question.rows().tokens)
+            emitted, own = self._outcome(question).tokens, to_list(question.rows().tokens)
             what = f"it emitted {emitted}; expected the target's own, {own}; {question}."
             self.require(not self.lossless or emitted == own[: len(emitted)], what)
         can = "the target's own" if self.lossless else "possible"
@@ -240,13 +235,11 @@ class RuleConformance(Conformance):
         for question in questions(AT_ONE):
             p, tokens, q = question.target_probs, np.array(question.tokens), question.draft_probs
             arrays = p, tokens, point_mass(tokens, p) if q is None else q
-            p32, q32 = (mx.array(x.astype(np.float32)) for x in arrays[::2])
-            on_mlx = p32, to_ids(question.tokens), q32
+            on_mlx = [mx.array(x.astype(np.uint32 if x is tokens else np.float32)) for x in arrays]
             chances = rule.accept_probs(*arrays)
             self._check_chances("accept_probs", chances, rule.accept_probs(*on_mlx), question)
-            for n in range(len(question.tokens) + 1):
-                after = rule.next_probs(*arrays, n)
-                after32 = rule.next_probs(*on_mlx, mx.array(n))
+            for n in range(len(tokens) + 1):
+                after, after32 = rule.next_probs(*arrays, n), rule.next_probs(*on_mlx, mx.array(n))
                 self._check_chances("next_probs", after, after32, question)
                 what = f"next_probs add up to {after.sum()} after {n} tokens; {question}."
                 self.require(abs(after.sum() - 1) < EXACT, what)
@@ -258,46 +251,41 @@ class RuleConformance(Conformance):
         kinds = f"{type(chances).__name__} of NumPy arrays and {type(on_mlx).__name__} of MLX's"
         are_own = isinstance(chances, np.ndarray) and isinstance(on_mlx, mx.array)
         self.require(are_own, f"{name} are {kinds}.")
-        what = f"{name} are {chances.tolist()}, which are no chances; {question}."
-        self.require(np.all((chances >= 0) & (chances <= 1 + EXACT)), what)
+        found = f"{name} are {chances.tolist()} on NumPy, {on_mlx.tolist()} on MLX; {question}."
+        are_chances = np.all((chances >= 0) & (chances <= 1 + EXACT))
+        self.require(are_chances, f"{found} These are no chances.")
         is_same = question.is_extreme or np.allclose(chances, np.array(on_mlx), atol=FLOAT32)
-        what = f"{name} are {chances.tolist()} on NumPy, {on_mlx.tolist()} on MLX; {question}."
-        self.require(is_same, what)
+        self.require(is_same, found)
 
     def distribution(self) -> str:
         """The tokens emitted have the target's own distribution, jointly."""
-        if not isinstance(self.rule, CoinRule):
-            return self._sampled()
-        if shares_noise(self.rule):
-            self.fail(
-                "it decides by coins, and shares the noise of the target's own draws. A draft that "
-                "was rejected has had its say, and would be drawn from the same noise again.",
-                "Share noise only to keep what equals target.tokens",
-            )
-        distances = []
-        for comparison in enumerated(self.rule):
-            distances.append(comparison.total_variation)
-            self.require(distances[-1] < EXACT, str(comparison))
-        line = f"{len(distances)} enumerated, total variation at most {max(distances):.0e}"
-        is_all = type(self.rule).decide is CoinRule.decide
-        return line if is_all else f"{line}; {self._sampled()}"
-
-    def _sampled(self) -> str:
-        found = []
-        for comparison, statistic, most in self.sampled():
-            found.append(f"chi-square {statistic:.0f}, limit {most:.0f}")
-            self.require(statistic <= most, f"{comparison} ({found[-1]})")
-        return f"{self.num_texts} texts drawn, {found[0]}; with point masses {found[1]}"
+        lines = []
+        if isinstance(self.rule, CoinRule):
+            what = "it decides by coins, and shares the noise of the target's own draws. A draft "
+            what += "that was rejected would be drawn from the same noise again."
+            next_step = "Share noise only to keep what equals target.tokens"
+            self.require(not shares_noise(self.rule), what, next_step)
+            distances = []
+            for comparison in enumerated(self.rule):
+                distances.append(comparison.total_variation)
+                self.require(distances[-1] < EXACT, str(comparison))
+            lines = [f"{len(distances)} enumerated, total variation at most {max(distances):.0e}"]
+        if type(self.rule).decide is not CoinRule.decide:
+            for comparison, statistic, most in self.sampled():
+                found = f"{comparison.how}, chi-square {statistic:.0f}, limit {most:.0f}"
+                self.require(statistic <= most, f"{comparison} ({found})")
+                lines.append(found)
+        return "; ".join(lines)
 
     def sampled(self) -> Iterator[tuple[Comparison, float, float]]:
         """Texts of drawn drafts, and of point masses: distributions, chi-square, limit."""
         target, draft = sources(VOCAB_SIZE, 1)
         own = continued(target, {(): 1.0}, LENGTH)
-        for source, kind in ((draft, "drawn"), (None, "point masses")):
+        for source, kind in ((draft, "at random"), (None, "point masses")):
             seen = np.zeros(own.shape)
             np.add.at(seen, tuple(np.array(self._texts(target, source)).T), 1)
             test = ChiSquare.of(seen.ravel(), self.num_texts * own.ravel())
-            how = f"{self.num_texts} texts, K = {NUM_DRAFT} {kind}, V = {VOCAB_SIZE}"
+            how = f"{self.num_texts} texts drawn, K = {NUM_DRAFT} {kind}, V = {VOCAB_SIZE}"
             comparison = Comparison(seen / self.num_texts, own, how)
             yield comparison, test.statistic, limit(test.freedom)
 
