@@ -203,14 +203,14 @@ def test_it_costs_no_synchronisation(monkeypatch):
     monkeypatch.setattr(verifier, "read_all", read_all)
     _, stats = run(True, sampler=sd.Sampling(temp=0.8, top_p=0.9))
     assert read_all.call_count == stats.target_passes
+    with pytest.raises(ValueError, match="counterfactual=True needs"):
+        run(True, sampler=lambda x: mx.argmax(x, axis=-1))
 
 
-@pytest.mark.parametrize(
-    ("rule", "drafter"), [("rejection", "sharper model"), ("coupled", "model")]
-)
-def test_what_was_observed_is_what_was_expected(drafter, rule):
+def test_what_was_observed_is_what_was_expected():
     """At the first position and by round: within 4 standard errors on 200 tokens, K = 2."""
-    _, stats = run(True, drafter, rule=rule, max_tokens=200, draft_length=2)
+    rule = "rejection"
+    _, stats = run(True, "sharper model", rule=rule, max_tokens=200, draft_length=2)
     account = stats.counterfactual
     first = account.positions[0]
     error = np.sqrt(first.observed.mean * (1 - first.observed.mean) / first.reached)
@@ -219,9 +219,3 @@ def test_what_was_observed_is_what_was_expected(drafter, rule):
     width = sum(e.high - e.mean for e in (account.observed, expected[rule]))
     assert abs(account.observed.mean - expected[rule].mean) < 2 * width
     assert expected["rejection"] > expected["coupled"] > expected["match"]
-
-
-def test_a_sampler_without_a_law_has_no_account():
-    """ValueError before the first token."""
-    with pytest.raises(ValueError, match="counterfactual=True needs"):
-        run(True, sampler=lambda x: mx.argmax(x, axis=-1))

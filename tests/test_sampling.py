@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from dataclasses import replace
 
 import mlx.core as mx
 import mlx_lm.sample_utils
@@ -119,29 +120,23 @@ def test_half_precision_is_computed_in_float32(dtype):
     )
 
 
-@given(logits=strategies.logit_rows())
-def test_greedy_is_the_first_argmax(logits):
-    """temp = 0: all mass on the first of the largest, and every way to draw gives that token."""
-    best = int(np.argmax(np.array(logits[0])))
-    one_hot = np.where(np.arange(logits.shape[-1]) == best, 0.0, -np.inf)
-    sampling = Sampling(temp=0.0, top_p=0.9, min_p=0.1, top_k=1)
-    assert sampling.greedy
-    assert np.array_equal(sampling.log_distribution(logits)[0], one_hot)
-    assert sampling.draw(logits, None).item() == best
-    assert sampling(logits).item() == best
-    assert sampling(logits[0]).item() == best
-    assert make_sampler(temp=0.0)(logits).item() == best
-
-
 @given(logits=strategies.logit_rows(), data=st.data())
 def test_draw_is_the_argmax_of_law_and_noise(logits, data):
-    """The Gumbel-max trick; a token without mass is never drawn."""
+    """The Gumbel-max trick; a token without mass is never drawn.
+
+    temp = 0: all mass on the first of the largest, and every way to draw gives that token.
+    """
     sampling = Sampling(**data.draw(strategies.sampling_arguments(logits.shape[-1])))
     gumbel = Noise(data.draw(st.integers(0, 100))).gumbel("target", 0, logits.shape[-1])[None]
     law = np.array(sampling.log_distribution(logits))[0]
     token = sampling.draw(logits, gumbel).item()
     assert token == np.argmax(law + np.array(gumbel)[0])
     assert law[token] > -np.inf
+    greedy, best = replace(sampling, temp=0.0), int(np.argmax(np.array(logits[0])))
+    law = np.where(np.arange(logits.shape[-1]) == best, 0.0, -np.inf)
+    assert np.array_equal(greedy.log_distribution(logits)[0], law)
+    drawn = greedy.draw(logits, None), greedy(logits), greedy(logits[0])
+    assert {token.item() for token in (*drawn, make_sampler(temp=0.0)(logits))} == {best}
 
 
 @pytest.mark.usefixtures("compiled")

@@ -47,20 +47,11 @@ REQUESTS = st.fixed_dictionaries(
 
 def text(request: dict[str, Any], drafter: Any, length: Any, rule: str) -> tuple[list[int], Any]:
     """Tokens of a generation, and its stats."""
-    options = dict(request)
+    options = dict(request) | {"max_tokens": NUM_TOKENS, "tuning": sd.Tuning()}
     penalty = options.pop("penalty", None)
-    items = list(
-        sd.speculate(
-            target(),
-            drafter=drafter,
-            draft_length=length,
-            rule=rule,
-            max_tokens=NUM_TOKENS,
-            tuning=sd.Tuning(),
-            logits_processors=penalty and make_logits_processors(None, penalty),
-            **options,
-        )
-    )
+    options["logits_processors"] = penalty and make_logits_processors(None, penalty)
+    options |= {"drafter": drafter, "draft_length": length, "rule": rule}
+    items = list(sd.speculate(target(), **options))
     return [item.token for item in items], items[-1].stats
 
 

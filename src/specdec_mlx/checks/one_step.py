@@ -16,6 +16,7 @@ import numpy as np
 
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.subject import Probs, Step, Subject, Work, total_variation, walk
+from specdec_mlx.rules.arithmetic import capped_ratio
 from specdec_mlx.rules.coins import CoinRule
 
 Masses = tuple[Probs, Probs, Probs]
@@ -37,14 +38,13 @@ def lossless(p: Probs, q: Probs) -> Masses:
 
 def swapped(p: Probs, q: Probs) -> Masses:
     """P and q in each other's place."""
-    kept = q * np.divide(q, p, out=np.ones_like(q), where=p > q)
+    kept = q * capped_ratio(q, p)
     return kept, (1 - kept.sum()) * normalised(np.maximum(0, q - p), q), p
 
 
 def misdeclared(p: Probs, q: Probs) -> Masses:
     """The distribution handed over is that of temperature 0.7, relative to the one drawn from."""
-    chance = np.divide(p, q, out=np.ones_like(q), where=q > p)
-    return rejecting(p, q, at_temperature(q, 1 / SHARPER) * chance)
+    return rejecting(p, q, at_temperature(q, 1 / SHARPER) * capped_ratio(p, q))
 
 
 def dropped(p: Probs, q: Probs) -> Masses:
