@@ -7,19 +7,35 @@ policy chooses; and named wrong rules, each of which the same tests have to reje
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import Any, Protocol
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 
 from specdec_mlx.checks.subject import total_variation
-from specdec_mlx.contracts import Agreement, RoundRecord, Verdict
+from specdec_mlx.contracts import (
+    Agreement,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    RoundRecord,
+    Verdict,
+)
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
+from specdec_mlx.rules.arithmetic import (
+    acceptance_probability,
+    at,
+    leading_run,
+    namespace_of,
+    point_mass,
+    residual,
+)
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.coins import CoinRule, decide_by_coins
 from specdec_mlx.rules.lossy import Lenient
@@ -30,6 +46,7 @@ from specdec_mlx.testing.enumeration import Outcomes, Tokens
 from specdec_mlx.testing.enumeration import Source as Source
 from specdec_mlx.testing.enumeration import continued as continued
 from specdec_mlx.testing.enumeration import state_after as state_after
+from specdec_mlx.token_ids import to_ids
 
 COIN_RULES: dict[str, CoinRule] = {"rejection": Rejection(), "block": Block()}
 """The lossless rules that decide by coins."""
@@ -47,10 +64,10 @@ def at_temperature(source: Source, temp: float) -> Source:
 
 
 class Drafting(Protocol):
-    """All drafts that may be made in a state: chance, tokens [k], declared probs [k, V]."""
+    """All drafts that may be made in a state, each once."""
 
     def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        """Each draft once; the chances add up to 1."""
+        """Chance, tokens [k], declared probs [k, V]."""
         ...
 
 
@@ -65,24 +82,23 @@ class Drawn:
 
     def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
         """Every path that has a chance."""
-        yield from self._continuations(state, (), 1.0, [])
+        yield from self._longer(state, (), 1.0, np.zeros((0, self.source.vocab_size)))
 
-    def _continuations(
-        self, state: int, tokens: Tokens, weight: float, rows: list[np.ndarray]
+    def _longer(
+        self, state: int, tokens: Tokens, weight: float, rows: np.ndarray
     ) -> Iterator[tuple[float, Tokens, np.ndarray]]:
         at = state_after(state, tokens)
         if not self.go_on(at, len(tokens)):
-            yield weight, tokens, np.reshape(rows, (-1, self.source.vocab_size))
+            yield weight, tokens, rows
             return
         probs = self.source.probs[at]
-        row = probs if self.declared is None else self.declared.probs[at]
-        for token in np.flatnonzero(probs):
+        declared = np.stack([*rows, (self.declared or self.source).probs[at]])
+        for token in np.flatnonzero(probs).tolist():
             chance = weight * probs[token]
             if probs[token] < self.dropped_below:
-                yield chance, tokens, np.reshape(rows, (-1, self.source.vocab_size))
+                yield chance, tokens, rows
             else:
-                longer = (*tokens, int(token))
-                yield from self._continuations(state, longer, chance, [*rows, row])
+                yield from self._longer(state, (*tokens, token), chance, declared)
 
 
 @dataclass(frozen=True, eq=False)
@@ -107,7 +123,7 @@ class Deciding(Protocol):
     """What one draft comes to."""
 
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
-        """Chances of all outcomes of a draft [k] with declared probs [k, V]; target [k+1, V]."""
+        """Of a draft [k] with declared probs [k, V]; target [k+1, V]."""
         ...
 
 
@@ -119,11 +135,6 @@ class Rounds:
     drafting: Drafting
     deciding: Deciding
     _known: dict[int, Outcomes] = field(init=False, default_factory=dict)
-
-    @property
-    def outcomes(self) -> list[Outcomes]:
-        """Outcomes of one round, for each state that it may begin in."""
-        return [self.outcomes_from(state) for state in range(NUM_STATES)]
 
     def outcomes_from(self, state: int) -> Outcomes:
         """Outcomes of one round that begins in a state."""
@@ -211,9 +222,10 @@ def matched(own_laws: np.ndarray, tokens: Tokens) -> Outcomes:
     """What `match` makes of a draft over all that the target may draw; own_laws [K+1, V]."""
     result: Outcomes = defaultdict(float)
     for own in product(range(own_laws.shape[-1]), repeat=len(tokens) + 1):
-        weight = np.prod(own_laws[range(len(own)), own])
-        n, next_token = match(own, tokens)
-        result[(*tokens[:n], next_token), n] += weight
+        outcome = Agreement.outcome({"target_tokens": list(own)}, tokens)
+        result[tuple(outcome.tokens), outcome.num_accepted] += np.prod(
+            own_laws[range(len(own)), own]
+        )
     return result
 
 
@@ -255,7 +267,7 @@ class RoundsOfLength(Rounds):
     chosen: set[int]
 
     def joint(self, num_rounds: int, length: int) -> np.ndarray:
-        outcomes = [Rounds(self.target, way, self.deciding).outcomes for way in self.lengths]
+        rounds = [Rounds(self.target, way, self.deciding) for way in self.lengths]
         branches: list[tuple[Tokens, float, DraftLength]] = [((), 1.0, self.policy)]
         for i in range(num_rounds):
             longer = []
@@ -263,10 +275,12 @@ class RoundsOfLength(Rounds):
                 num_draft = min(policy.limit("it", cheap=False), len(self.lengths) - 1)
                 if i:
                     self.chosen.add(num_draft)
-                for (tokens, n), chance in outcomes[num_draft][state_after(0, text)].items():
+                outcomes = rounds[num_draft].outcomes_from(state_after(0, text))
+                for (tokens, n), chance in outcomes.items():
                     learned = deepcopy(policy) if i + 1 < num_rounds else policy
                     if i + 1 < num_rounds:
-                        learned.record(self.round_record(num_draft, tokens, n))
+                        seconds = self.seconds(num_draft)
+                        learned.record(round_record(num_draft, tokens, n, seconds))
                     longer.append(((text + tokens)[:length], weight * chance, learned))
             branches = longer
         texts: dict[Tokens, float] = defaultdict(float)
@@ -274,17 +288,20 @@ class RoundsOfLength(Rounds):
             texts[text] += weight
         return continued(self.target, texts, length)
 
-    def round_record(self, num_draft: int, tokens: Tokens, num_accepted: int) -> RoundRecord:
-        """What the loop would tell the policy."""
-        return RoundRecord(
-            drafted=num_draft,
-            accepted=num_accepted,
-            emitted=len(tokens),
-            fed=num_draft + 1,
-            tokens=tokens,
-            seconds=self.seconds(num_draft),
-            part="it" if num_draft else "",
-        )
+
+def round_record(
+    num_draft: int, tokens: Sequence[int], num_accepted: int, seconds: float
+) -> RoundRecord:
+    """What the loop would tell a policy."""
+    return RoundRecord(
+        drafted=num_draft,
+        accepted=num_accepted,
+        emitted=len(tokens),
+        fed=num_draft + 1,
+        tokens=tokens,
+        seconds=seconds,
+        part="it" if num_draft else "",
+    )
 
 
 def longest_joint(vocab_size: int, num_rounds: int, num_draft: int) -> int:
@@ -293,76 +310,33 @@ def longest_joint(vocab_size: int, num_rounds: int, num_draft: int) -> int:
     return min(most, num_rounds * (num_draft + 1))
 
 
-@dataclass(frozen=True)
 class ResidualIsTarget(Rejection):
     """Wrong: after a rejection a token of p, where one of the residual is due."""
 
-    def next_probs(
-        self, target_probs: Any, draft_tokens: Any, draft_probs: Any, num_accepted: Any
-    ) -> Any:
-        return target_probs[num_accepted]
+    def next_probs(self, target_probs: Any, *others: Any) -> Any:
+        return target_probs[others[-1]]
 
 
-@dataclass(frozen=True)
 class SharpBonus(Rejection):
     """Wrong: the token after a draft accepted whole is drawn at temperature 0.5."""
 
-    def next_probs(
-        self, target_probs: Any, draft_tokens: Any, draft_probs: Any, num_accepted: Any
-    ) -> Any:
-        right = super().next_probs(target_probs, draft_tokens, draft_probs, num_accepted)
-        bonus = sharpened(target_probs[-1], 0.5)
-        return _library(bonus).where(num_accepted == draft_tokens.shape[0], bonus, right)
+    def next_probs(self, target_probs: Any, *others: Any) -> Any:
+        right = super().next_probs(target_probs, *others)
+        bonus, is_whole = sharpened(target_probs[-1], 0.5), others[-1] == len(target_probs) - 1
+        return namespace_of(bonus).where(is_whole, bonus, right)
 
 
-@dataclass(frozen=True)
 class Swapped(Rejection):
     """Wrong: p and q have changed places."""
 
     def accept_probs(self, target_probs: Any, draft_tokens: Any, draft_probs: Any) -> Any:
         return acceptance_probability(draft_probs, target_probs[:-1], draft_tokens)
 
-    def next_probs(
-        self, target_probs: Any, draft_tokens: Any, draft_probs: Any, num_accepted: Any
-    ) -> Any:
-        xp = _library(target_probs)
+    def next_probs(self, target_probs: Any, *others: Any) -> Any:
+        (_, draft_probs, n), xp = others, namespace_of(target_probs)
         padded = xp.concatenate([draft_probs, target_probs[-1:]])
-        bonus = num_accepted == draft_tokens.shape[0]
-        swapped = residual(padded[num_accepted], target_probs[num_accepted])
-        return xp.where(bonus, target_probs[-1], swapped)
-
-
-@dataclass(frozen=True)
-class OnMLX:
-    """A rule computed by MLX in float32, for callers with NumPy arrays."""
-
-    rule: CoinRule
-    name: str = "on MLX"
-
-    def accept_probs(
-        self, target_probs: np.ndarray, draft_tokens: np.ndarray, draft_probs: np.ndarray
-    ) -> np.ndarray:
-        arrays = (to_mlx(x) for x in (target_probs, draft_tokens, draft_probs))
-        return np.array(self.rule.accept_probs(*arrays), np.float64)
-
-    def num_accepted(self, coins: np.ndarray) -> int:
-        return int(self.rule.num_accepted(mx.array(coins)))
-
-    def next_probs(
-        self,
-        target_probs: np.ndarray,
-        draft_tokens: np.ndarray,
-        draft_probs: np.ndarray,
-        num_accepted: int,
-    ) -> np.ndarray:
-        p, tokens, q = (to_mlx(x) for x in (target_probs, draft_tokens, draft_probs))
-        return np.array(self.rule.next_probs(p, tokens, q, mx.array(num_accepted)), np.float64)
-
-
-def match(own: Any, tokens: Any) -> tuple[int, int]:
-    """What is kept of a draft by comparison with the target's own tokens, and what follows."""
-    outcome = Agreement.outcome({"target_tokens": list(own)}, list(tokens))
-    return outcome.num_accepted, outcome.tokens[-1]
+        swapped = residual(padded[n], target_probs[n])
+        return xp.where(n == len(draft_probs), target_probs[-1], swapped)
 
 
 @dataclass(frozen=True, eq=False)
@@ -381,16 +355,9 @@ class Given:
         return self.gumbels
 
 
-def decide(
-    rule: CoinRule,
-    target_probs: mx.array,
-    tokens: mx.array,
-    draft_probs: mx.array | None,
-    uniform: mx.array,
-    gumbel: mx.array,
-) -> Verdict:
-    """Verdict of a rule, given its randomness."""
-    return decide_by_coins(rule, target_probs, tokens, draft_probs, Given(uniform, gumbel))
+def decide(rule: CoinRule, *block: Any) -> Verdict:
+    """Verdict of a rule on (target_probs, tokens, draft_probs), given uniform and gumbel."""
+    return decide_by_coins(rule, *block[:3], Given(*block[3:]))
 
 
 def to_mlx(array: np.ndarray) -> mx.array:
@@ -406,5 +373,36 @@ WRONG_RULES: dict[str, CoinRule] = {
 }
 
 
-def _library(array: Any) -> Any:
-    return mx if isinstance(array, mx.array) else np
+@dataclass(frozen=True, eq=False)
+class Altered:
+    """A drafter's drawn drafts, changed before they are handed over."""
+
+    drafter: Drafter
+    alter: Callable[[Draft], Draft]
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+        session: Any = self.drafter.begin(prompt, context)
+        propose = session.propose
+
+        def altered(limit: int) -> Draft:
+            draft = propose(limit)
+            return draft if draft.logprobs is None else self.alter(draft)
+
+        session.propose = altered
+        return session  # type: ignore[no-any-return]
+
+
+def declared_at_power(power: float) -> Callable[[Draft], Draft]:
+    """Wrong: the distribution handed over is another one than was drawn from."""
+
+    def altered(draft: Draft) -> Draft:
+        assert draft.logprobs is not None
+        return Draft(draft.tokens, nn.log_softmax(draft.logprobs * power))
+
+    return altered
+
+
+def dropped(draft: Draft) -> Draft:
+    """Wrong: a token drawn by less than a chance of 0.2 is taken back, and all after it."""
+    assert draft.logprobs is not None
+    return draft.head(int(leading_run(at(mx.exp(draft.logprobs), to_ids(draft.tokens)) >= 0.2)))

@@ -30,31 +30,14 @@ Shape = tuple[int, ...]
 @functools.cache
 def shapes(num_nodes: int) -> list[Shape]:
     """Parents of all ordered trees with so many tokens below the root, in pre-order."""
-    return [tuple(_parents_of(forest)) for forest in _forests(num_nodes)]
-
-
-def _forests(size: int) -> list[Any]:
-    """All ordered forests of `size` nodes; a tree is the forest below its root."""
-    if size == 0:
-        return [()]
-    return [
-        (below, *rest)
-        for first in range(1, size + 1)
-        for below in _forests(first - 1)
-        for rest in _forests(size - first)
-    ]
-
-
-def _parents_of(forest: Any) -> list[int]:
-    parents: list[int] = []
-
-    def add(trees: Any, parent: int) -> None:
-        for below in trees:
-            parents.append(parent)
-            add(below, len(parents) - 1)
-
-    add(forest, ROOT)
-    return parents
+    found: list[Shape] = [()]
+    for node in range(num_nodes):  # it hangs from the one before it, or from what that hangs from
+        found = [
+            (*parents, parent)
+            for parents in found
+            for parent in (*path_to(node - 1, parents)[::-1], ROOT)
+        ]
+    return found
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,10 +61,9 @@ class TreeDrawn:
         if node == len(self.parents):
             yield weight, tokens, np.stack(rows)
             return
-        before = tuple(tokens[i] for i in path_to(self.parents[node], self.parents))
-        law = self.source.after(state, before)
-        seen = [tokens[i] for i in range(node) if self.parents[i] == self.parents[node]]
-        probs = law
+        parent = self.parents[node]
+        probs = law = self.source.after(state, _on_path(tokens, parent, self.parents))
+        seen = [tokens[i] for i in range(node) if self.parents[i] == parent]
         if self.fixed:
             likeliest = np.argsort(-law, kind="stable")[[len(seen) % len(law)]]
             probs = point_mass(likeliest, law[None])[0]
@@ -93,13 +75,14 @@ class TreeDrawn:
             yield from self._longer(state, longer, weight * probs[token], [*rows, row])
 
 
+def _on_path(tokens: Tokens, node: int, parents: Shape) -> Tokens:
+    return tuple(tokens[i] for i in path_to(node, parents))
+
+
 def _without(law: np.ndarray, seen: list[int]) -> np.ndarray:
     """A law without some tokens; uniform over the others where it has no mass on them."""
-    left = law.copy()
-    left[seen] = 0
-    if left.sum() == 0:
-        left = np.ones_like(law)
-        left[seen] = 0
+    others = np.isin(np.arange(len(law)), seen, invert=True).astype(float)
+    left = law * others if (law * others).sum() > 0 else others
     return left / left.sum() if left.sum() > 0 else law
 
 
@@ -141,17 +124,15 @@ class ByOwnTokens:
         result: Outcomes = defaultdict(float)
         children = children_of(self.parents)
 
-        def go_on(path: list[int], weight: float) -> None:
-            row = path[-1] + 1 if path else 0
-            emitted = tuple(tokens[i] for i in path)
+        def go_on(row: int, emitted: Tokens, weight: float) -> None:
             for own, chance in enumerate(target_probs[row]):
                 carrying = [child for child in children[row] if tokens[child] == own]
                 if carrying:
-                    go_on([*path, carrying[0]], weight * chance)
+                    go_on(carrying[0] + 1, (*emitted, own), weight * chance)
                 else:
-                    result[(*emitted, own), len(path)] += weight * chance
+                    result[(*emitted, own), len(emitted)] += weight * chance
 
-        go_on([], 1.0)
+        go_on(0, (), 1.0)
         return result
 
 
@@ -161,13 +142,9 @@ class TreeRounds(Rounds):
 
     parents: Shape
 
-    @functools.cached_property
-    def _paths(self) -> list[list[int]]:
-        return [path_to(row - 1, self.parents) for row in range(len(self.parents) + 1)]
-
     def rows(self, state: int, tokens: Tokens) -> np.ndarray:
-        texts = [tuple(tokens[i] for i in path) for path in self._paths]
-        return np.stack([self.target.after(state, text) for text in texts])
+        paths = [_on_path(tokens, row - 1, self.parents) for row in range(len(self.parents) + 1)]
+        return np.stack([self.target.after(state, path) for path in paths])
 
 
 def rounds(target: Source, drawn: Any, rule: TreeCoinRule | None) -> TreeRounds:

@@ -6,14 +6,16 @@ The tests assert on a `Case`, and the page about architectures is written from i
 from __future__ import annotations
 
 import copy
+import itertools
 import math
 from collections.abc import Generator, Iterable, Sequence
-from dataclasses import astuple, dataclass
+from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx.utils import tree_map
 from mlx_lm.generate import generate_step, speculative_generate_step
 from mlx_lm.models.cache import CacheList, make_prompt_cache
 
@@ -96,6 +98,18 @@ def text_of(pairs: Iterable[tuple[Any, mx.array]]) -> Text:
     return Text([int(token) for token in tokens], mx.stack(list(rows)))
 
 
+def noisy_copy(name: str, spread: float, **sizes: int) -> nn.Module:
+    """A tiny model whose weights are off by a share of their spread: it often agrees with it."""
+    model = tiny.build(name, **sizes)
+    keys = iter(mx.random.split(mx.random.key(1), 1000))
+
+    def noisy(w: mx.array) -> mx.array:
+        return w + spread * mx.std(w) * mx.random.normal(w.shape, key=next(keys))
+
+    model.update(tree_map(noisy, model.parameters()))
+    return model
+
+
 def plain_text(model: nn.Module, prompt: Sequence[int], num_tokens: int) -> Text:
     """What mlx-lm's plain loop writes, on fresh caches."""
     caches = make_prompt_cache(model)
@@ -109,8 +123,7 @@ def spoken(items: Iterable[Token]) -> Text:
     return text_of((item.token, item.logprobs) for item in items)
 
 
-@dataclass(frozen=True)
-class Row:
+class Row(NamedTuple):
     """A line of the page. All fields are text."""
 
     architecture: str
@@ -124,7 +137,7 @@ class Row:
     branches: str
 
     def __str__(self) -> str:
-        return "| " + " | ".join(astuple(self)) + " |"
+        return "| " + " | ".join(self) + " |"
 
 
 class Case:
@@ -155,14 +168,6 @@ class Case:
         """A drafter that knows the text, and errs in 30% of the positions."""
         return OracleDrafter(text or self.plain.tokens, self.vocab_size, wrong=0.3)
 
-    def drafters(self) -> dict[str, Drafter]:
-        """The three that every architecture is tried with."""
-        return {
-            "oracle": self.oracle(),
-            "always wrong": always_wrong(self.plain.tokens, self.vocab_size),
-            "prompt lookup": PromptLookupDrafter(min_ngram=1),
-        }
-
     def speculate(self, drafter: Drafter, length: int, **options: Any) -> Generator[Token]:
         options = {"prompt_tokens": PROMPT, "max_tokens": self.num_tokens, **options}
         return speculate(self.model, drafter=drafter, draft_length=length, **options)
@@ -172,11 +177,13 @@ class Case:
         """Every drafter with every draft length, and one draft wider than the window."""
         if self.briefly:
             return {("oracle", 4): list(self.speculate(self.oracle(), 4))}
-        pairs = [
-            (name, drafter, k) for name, drafter in self.drafters().items() for k in DRAFT_LENGTHS
-        ]
-        pairs.append(("oracle", self.oracle(), WIDER_THAN_WINDOW))
-        return {(name, k): list(self.speculate(drafter, k)) for name, drafter, k in pairs}
+        drafters = {
+            "oracle": self.oracle(),
+            "always wrong": always_wrong(self.plain.tokens, self.vocab_size),
+            "prompt lookup": PromptLookupDrafter(min_ngram=1),
+        }
+        pairs = [*itertools.product(drafters, DRAFT_LENGTHS), ("oracle", WIDER_THAN_WINDOW)]
+        return {(name, k): list(self.speculate(drafters[name], k)) for name, k in pairs}
 
     @cached_property
     def deviations(self) -> dict[tuple[str, int], float]:
@@ -190,14 +197,8 @@ class Case:
         """How far a second turn, after so many tokens, is from one that reads all afresh."""
         said = PROMPT + self.plain.tokens[:length] + SECOND_PROMPT
         afresh = plain_text(self.model, said, NUM_SECOND)
-        reused = self.speculate(
-            self.oracle(afresh.tokens),
-            4,
-            prompt_tokens=SECOND_PROMPT,
-            max_tokens=NUM_SECOND,
-            prompt_cache=caches,
-        )
-        return spoken(reused).deviation(afresh)
+        how = {"prompt_tokens": SECOND_PROMPT, "max_tokens": NUM_SECOND, "prompt_cache": caches}
+        return spoken(self.speculate(self.oracle(afresh.tokens), 4, **how)).deviation(afresh)
 
     def inside_a_block(self) -> int:
         """A length that ends with the first of several accepted tokens, late in the text."""
@@ -222,20 +223,15 @@ class Case:
     @cached_property
     def stock(self) -> str:
         """What mlx-lm's own speculation makes of the same drafts."""
-        draft_model = scripted_model(PROMPT, self.oracle())
+        draft_model, prompt = scripted_model(PROMPT, self.oracle()), mx.array(PROMPT)
+        options = {"num_draft_tokens": 4, "max_tokens": self.num_tokens}
         try:
-            pairs = speculative_generate_step(
-                mx.array(PROMPT),
-                self.model,
-                draft_model,
-                num_draft_tokens=4,
-                max_tokens=self.num_tokens,
-            )
-            text = text_of((token, logprobs) for token, logprobs, _ in pairs)
+            items = list(speculative_generate_step(prompt, self.model, draft_model, **options))
         except ValueError as error:
             if "trimmable" not in str(error):
                 raise
             return "refuses"
+        text = text_of((token, logprobs) for token, logprobs, _ in items)
         return "**wrong, in silence**" if self.has_failed(text.deviation(self.plain)) else "right"
 
     @property

@@ -38,8 +38,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import specdec_mlx as sd
 import tiny
-from exact import WRONG_RULES
-from selection import FULL, cases, in_one_test
+from exact import WRONG_RULES, Altered, declared_at_power, dropped
+from selection import cases
 from specdec_mlx.checks.chi_square import ChiSquare
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
@@ -49,9 +49,10 @@ LENGTH = 3
 NUM_DRAFT = 2  # so that the bonus token is among the three
 PROMPT = [1, 4, 1]  # look-ups find 4, 1, 4
 LOOK_UP = "prompt-lookup:min_ngram=1"
+AT_ONE = sd.Sampling(temp=1.0)
 
 SETTINGS = {
-    "temperature 1": sd.Sampling(temp=1.0),
+    "temperature 1": AT_ONE,
     "top-p": sd.Sampling(temp=0.8, top_p=0.8),
     "top-k": sd.Sampling(temp=1.2, top_k=3),
     "min-p": sd.Sampling(temp=0.8, min_p=0.2),
@@ -89,7 +90,6 @@ RUNS_OF_TABLE = 370
 MORE_RUNS_OF_TABLE = 2100  # where q matters most: drafts of a model at temperature 1
 LARGER_CASES = ("model", "model, token by token")
 
-
 # The models ---------------------------------------------------------------------------------------
 
 
@@ -116,8 +116,7 @@ def tiny_llama(seed: int) -> nn.Module:
 
 def all_texts(length: int) -> mx.array:
     """The prompt and every continuation by `length` tokens; [V ** length, n]."""
-    grid = np.stack(np.meshgrid(*[range(V)] * length, indexing="ij"), -1) if length else np.zeros(0)
-    continuations = grid.reshape(V**length, length).astype(int)
+    continuations = np.array(list(np.ndindex((V,) * length)), int).reshape(V**length, length)
     return mx.array(np.hstack([np.tile(PROMPT, (V**length, 1)), continuations]))
 
 
@@ -138,13 +137,11 @@ class Table(nn.Module):
         rows = np.zeros(((V + 1) ** LENGTH, V), np.float32)
         for length in range(LENGTH + 1):
             texts = np.array(all_texts(length))[:, len(PROMPT) :]
-            rows[((texts + 1) * (V + 1) ** np.arange(length)).sum(-1)] = next_logits(
-                model, all_texts(length)
-            )
+            places = ((texts + 1) * (V + 1) ** np.arange(length)).sum(-1)
+            rows[places] = next_logits(model, all_texts(length))
         self._rows = mx.array(rows)
-        self._places = mx.array(
-            [0] * len(PROMPT) + [(V + 1) ** i for i in range(LENGTH)] + [0] * 1000
-        )
+        powers = [(V + 1) ** i for i in range(LENGTH)]
+        self._places = mx.array([0] * len(PROMPT) + powers + [0] * 1000)
 
     def make_cache(self) -> list[KVCache]:
         return [KVCache()]
@@ -219,25 +216,13 @@ def the_prompts_last(tokens: mx.array, logits: mx.array) -> mx.array:
 the_prompts_last.pure = True  # type: ignore[attr-defined]
 
 
-def generate(
-    model: nn.Module, drafter: Any, sampling: sd.Sampling, runs: int, rule: Any = "auto"
-) -> Count:
+def generate(drafter: Any, sampling: sd.Sampling, runs: int, rule: Any = "auto") -> Count:
     """Three tokens from each of the seeds 0 ... runs - 1, behind one that is certain."""
     count = Count(np.zeros((V,) * LENGTH))
+    options: dict[str, Any] = {"sampler": sampling, "rule": rule, "draft_length": NUM_DRAFT}
+    options |= {"max_tokens": 1 + LENGTH, "logits_processors": [the_prompts_last]}
     for seed in range(runs):
-        items = list(
-            sd.speculate(
-                model,
-                PROMPT[:-1],
-                drafter,
-                max_tokens=1 + LENGTH,
-                sampler=sampling,
-                seed=seed,
-                rule=rule,
-                draft_length=NUM_DRAFT,
-                logits_processors=[the_prompts_last],
-            )
-        )
+        items = list(sd.speculate(table(TARGET), PROMPT[:-1], drafter, seed=seed, **options))
         assert items[0].token == PROMPT[-1]
         count.texts[tuple(item.token for item in items[1:])] += 1
         count.accepted += items[-1].stats.accepted
@@ -250,96 +235,54 @@ def p_value(seen: np.ndarray, law: np.ndarray) -> float:
     return ChiSquare.of(seen.ravel(), law.ravel() * seen.sum()).p_value
 
 
-# The tests ----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("case", cases(CASES, "cascade", "prompt lookup"))
+@pytest.mark.parametrize("case", cases(CASES, "n-gram, drawn", "prompt lookup"))
 def test_text_follows_the_targets_law(case):
     """Chi-square of the joint of 3 tokens, in each setting; nothing filtered comes."""
     make_drafter, rule = CASES[case]
     accepted = rejected = 0
     for name, sampling in SETTINGS.items():
-        is_larger = name == "temperature 1" and case in LARGER_CASES
+        is_larger = sampling == AT_ONE and case in LARGER_CASES
         runs = MORE_RUNS_OF_TABLE if is_larger else RUNS_OF_TABLE
-        count = generate(table(TARGET), make_drafter(table(DRAFT)), sampling, runs, rule)
+        count = generate(make_drafter(table(DRAFT)), sampling, runs, rule)
         assert p_value(count.texts, joint_law(sampling)) > FALSE_ALARM, name
         accepted += count.accepted
         rejected += count.rejected
     assert min(accepted, rejected) > 50
 
 
-def rejects(drafter: Any, runs: int, rule: Any = "rejection") -> bool:
-    """Whether the test above would fail at temperature 1, on so many runs of the table."""
-    sampling = SETTINGS["temperature 1"]
-    count = generate(table(TARGET), drafter, sampling, runs, rule)
-    return p_value(count.texts, joint_law(sampling)) < FALSE_ALARM
+WRONG = {  # what is wrong -> how the drafts are altered, the rule, and runs that show it
+    "residual replaced by p": (None, WRONG_RULES["residual replaced by p"], 500),
+    "bonus at temperature 0.5": (None, WRONG_RULES["bonus at temperature 0.5"], 2000),
+    "p and q swapped": (None, WRONG_RULES["p and q swapped"], 200),
+    "lenience 1.2": (None, WRONG_RULES["lenience 1.2"], 3000),
+    "a declared q at temperature 0.7": (declared_at_power(1 / 0.7), "rejection", 2400),
+    "a drawn token dropped": (dropped, "rejection", 1000),
+}
 
 
-@pytest.mark.parametrize(
-    ("name", "runs"),
-    [
-        ("residual replaced by p", 500),
-        pytest.param("bonus at temperature 0.5", 2000, marks=FULL),
-        pytest.param("p and q swapped", 200, marks=FULL),
-        pytest.param("lenience 1.2", 3000, marks=FULL),
-    ],
-)
-def test_wrong_rules_are_found(name, runs):
-    """The same test rejects them."""
-    assert rejects(sd.ModelDrafter(table(DRAFT)), runs, WRONG_RULES[name])
+@pytest.mark.parametrize("case", cases(WRONG, "p and q swapped"))
+def test_what_is_wrong_is_found(case):
+    """The same test rejects wrong rules and wrong drafts at temperature 1."""
+    alter, rule, runs = WRONG[case]
+    drafter = sd.ModelDrafter(table(DRAFT))
+    count = generate(Altered(drafter, alter) if alter else drafter, AT_ONE, runs, rule)
+    assert p_value(count.texts, joint_law(AT_ONE)) < FALSE_ALARM
 
 
 def test_auto_takes_block_for_drawn_drafts():
     """Seed by seed the same texts, and the same drafts kept, as when asked for by name."""
-    sampling, drafter = SETTINGS["temperature 1"], sd.ModelDrafter(table(DRAFT))
-    counts = [
-        generate(table(TARGET), drafter, sampling, 60, rule)
-        for rule in ("auto", "block", "rejection")
-    ]
-    same = [
-        counts[0].accepted == other.accepted and np.array_equal(counts[0].texts, other.texts)
-        for other in counts[1:]
-    ]
+    drafter = sd.ModelDrafter(table(DRAFT))
+    auto, *others = [generate(drafter, AT_ONE, 60, rule) for rule in ("auto", "block", "rejection")]
+    same = [auto.accepted == c.accepted and np.array_equal(auto.texts, c.texts) for c in others]
     assert same == [True, False]
-
-
-@dataclass(frozen=True, eq=False)
-class Altered:
-    """A model's drafts, changed before they are handed over."""
-
-    alter: Any
-
-    def begin(self, prompt: list[int], context: sd.DraftContext) -> sd.DraftSession:
-        session = sd.ModelDrafter(table(DRAFT)).begin(prompt, context)
-        propose = session.propose
-        session.propose = lambda limit: self.alter(propose(limit))
-        return session
-
-
-def misdeclared(draft: sd.Draft) -> sd.Draft:
-    """Wrong: the law handed over is one at temperature 0.7, and was not drawn from."""
-    logprobs = draft.logprobs / 0.7
-    return sd.Draft(draft.tokens, logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True))
-
-
-def dropped(draft: sd.Draft) -> sd.Draft:
-    """Wrong: a token drawn by less than a chance of 0.2 is taken back, and all after it."""
-    own = mx.take_along_axis(draft.logprobs, draft.tokens[:, None].astype(mx.int32), axis=-1)
-    sure = (mx.exp(own[:, 0]) >= 0.2).astype(mx.int32)
-    return draft.head(int(mx.cumprod(sure).sum().item()))
-
-
-@FULL
-@pytest.mark.parametrize(("alter", "runs"), [(misdeclared, 2400), (dropped, 1000)])
-def test_wrong_drafts_are_found(alter, runs):
-    """The same test rejects them."""
-    assert rejects(Altered(alter), runs)
 
 
 # Model drafters -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("setting", "draft_temp"), [("temperature 1", None), ("top-k", 0.6)])
+@pytest.mark.parametrize(
+    ("setting", "draft_temp"), cases([("temperature 1", None), ("top-k", 0.6)], ("top-k", 0.6))
+)
 def test_a_models_drafts_follow_the_law_it_declares(setting, draft_temp):
     """1,000 drafts of 2 tokens: chi-square of their joint."""
     sampling = SETTINGS[setting]
@@ -360,32 +303,13 @@ def test_a_models_drafts_follow_the_law_it_declares(setting, draft_temp):
     assert p_value(seen, own[0][0][:, None] * own[1]) > FALSE_ALARM
 
 
-@in_one_test("num_accepted", [0, 1, 2, 3])
-def test_a_models_law_is_right_after_any_verdict(num_accepted):
-    """However much of a draft was kept, the next one continues what was really emitted."""
-    sampling = SETTINGS["top-p"]
-    context = sd.DraftContext(sampling=sampling, noise=Noise(0), vocab_size=V)
-    session = sd.ModelDrafter(tiny_llama(DRAFT)).begin(PROMPT, context)
-    text = list(PROMPT)
-    for _ in range(3):
-        kept = session.propose(3).tokens.tolist()[:num_accepted]
-        emitted = [*kept, (sum(text) + 2) % V]
-        session.observe(emitted)
-        text += emitted
-    draft = session.propose(2)
-    first = draft.tokens[0].item()
-    for row, seen in zip(draft.logprobs, (text, [*text, first]), strict=True):
-        own = law_of(next_logits(tiny_llama(DRAFT), mx.array([seen]))[0], sampling)
-        np.testing.assert_allclose(np.exp(np.array(row, np.float64)), own, atol=1e-6)
-
-
 def test_a_draft_temperature_of_0_is_greedy():
     """A point mass; and with a greedy target any draft temperature is."""
     for sampling, draft_temp in [(SETTINGS["top-p"], 0.0), (sd.Sampling(), 1.5)]:
         context = sd.DraftContext(sampling=sampling, noise=Noise(0), vocab_size=V)
-        drafter = sd.ModelDrafter(table(DRAFT), draft_temp=draft_temp)
-        draft = drafter.begin(PROMPT, context).propose(2)
-        greedy = sd.ModelDrafter(table(DRAFT), greedy=True).begin(PROMPT, context).propose(2)
+        options = ({"draft_temp": draft_temp}, {"greedy": True})
+        drafters = [sd.ModelDrafter(table(DRAFT), **how) for how in options]
+        draft, greedy = (drafter.begin(PROMPT, context).propose(2) for drafter in drafters)
         assert draft.logprobs is None
         assert draft.tokens.tolist() == greedy.tokens.tolist()
     for wrong in (-0.5, float("nan")):
@@ -393,22 +317,11 @@ def test_a_draft_temperature_of_0_is_greedy():
             sd.ModelDrafter(table(DRAFT), draft_temp=wrong)
 
 
-NUM_TOKENS = 200
-
-
-@pytest.mark.parametrize("rule", ["rejection", "block"])
+@pytest.mark.parametrize("rule", cases(["rejection", "block"], "block"))
 def test_a_model_that_drafts_for_itself_is_always_right(rule):
     """p = q: all drafts are kept over 200 tokens at temperature 1."""
     model = tiny.build("llama")
-    *_, last = sd.speculate(
-        model,
-        [3, 1, 2],
-        sd.ModelDrafter(model),
-        max_tokens=NUM_TOKENS,
-        sampler=sd.Sampling(temp=1.0),
-        seed=0,
-        rule=rule,
-        draft_length=4,
-    )
-    assert last.stats.emitted == NUM_TOKENS
+    options: dict[str, Any] = {"sampler": AT_ONE, "seed": 0, "rule": rule, "draft_length": 4}
+    *_, last = sd.speculate(model, [3, 1, 2], sd.ModelDrafter(model), max_tokens=200, **options)
+    assert last.stats.emitted == 200
     assert last.stats.acceptance_rate == 1.0

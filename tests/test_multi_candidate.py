@@ -12,9 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import strategies
-from exact import COIN_RULES
 from selection import in_one_test
-from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.trees import MultiRound, remaining_laws
 
 EXACT = 1e-12
@@ -26,32 +24,17 @@ def candidate_accept_probs(target_probs: Any, candidates: Any, draft_probs: Any)
     return MultiRound().at_node(target_probs, candidates, draft_probs)[0]
 
 
-def without_replacement(law: np.ndarray, candidates: np.ndarray) -> np.ndarray:
-    """Law [C, V] of each candidate given that it differs from those before it."""
-    rows = [law]
-    for token in candidates[:-1]:
-        left = np.where(np.arange(len(law)) == token, 0, rows[-1])
-        rows.append(left / left.sum())
-    return np.stack(rows)
-
-
-def outcome(p: np.ndarray, candidates: np.ndarray, laws: np.ndarray) -> tuple[np.ndarray, float]:
-    """Law [V] of the token, given the candidates, and the chance that one of them is kept."""
-    law, left = np.zeros_like(p), 1.0
-    for token, chance in zip(candidates, candidate_accept_probs(p, candidates, laws), strict=True):
-        law[token] += left * chance
-        left *= 1 - chance
-    return law + left * remaining_laws(p, laws)[-1], 1 - left
-
-
 def over_all_draws(p: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, float]:
-    """The same over independent draws of each candidate from its row [C, V]."""
+    """Law [V] of the token, and the chance that one of the candidates, each of its row, is kept."""
     law, kept = np.zeros_like(p), 0.0
     for candidates in product(*[np.flatnonzero(row).tolist() for row in rows]):
-        weight = np.prod(rows[range(len(rows)), candidates])
-        given_these, kept_of_these = outcome(p, np.array(candidates), rows)
-        law += weight * given_these
-        kept += weight * kept_of_these
+        left = np.prod(rows[range(len(rows)), candidates])
+        chances = candidate_accept_probs(p, np.array(candidates), rows)
+        for token, chance in zip(candidates, chances, strict=True):
+            law[token] += left * chance
+            kept += left * chance
+            left *= 1 - chance
+        law += left * remaining_laws(p, rows)[-1]
     return law, kept
 
 
@@ -77,43 +60,6 @@ def test_independent_candidates_leave_the_law_alone(laws):
     assert kept[0] == pytest.approx(np.minimum(p, rows[0]).sum(), abs=EXACT)
 
 
-@given(st.integers(2, 5).flatmap(strategies.law_pairs), st.integers(1, 3))
-def test_draws_without_replacement_leave_the_law_alone(pair, count):
-    """Each candidate has the law that is left by those before it."""
-    p, q = pair
-    count = min(count, np.count_nonzero(q))
-    law, total = np.zeros_like(p), 0.0
-    for candidates in product(np.flatnonzero(q), repeat=count):
-        if len(set(candidates)) < count:
-            continue
-        rows = without_replacement(q, np.array(candidates))
-        weight = np.prod(rows[range(count), candidates])
-        law += weight * outcome(p, np.array(candidates), rows)[0]
-        total += weight
-    assert total == pytest.approx(1, abs=EXACT)
-    np.testing.assert_allclose(law, p, atol=EXACT)
-
-
-@given(st.integers(1, 5).flatmap(strategies.laws), st.data())
-def test_fixed_candidates_are_kept_as_often_as_p_has_mass_on_them(p, data):
-    """Point masses, all different: p is left alone, and their mass under p is kept."""
-    token = st.integers(0, len(p) - 1)
-    candidates = np.array(data.draw(st.lists(token, min_size=1, unique=True)))
-    law, kept = outcome(p, candidates, point_mass(candidates, p[None]))
-    np.testing.assert_allclose(law, p, atol=EXACT)
-    assert kept == pytest.approx(p[candidates].sum(), abs=EXACT)
-
-
-@given(strategies.blocks())
-def test_one_candidate_is_rejection(block):
-    """C = 1: chance and residual of the rule for K = 1, bit for bit."""
-    p, tokens, rows = block[0][0], block[1][:1], block[2][:1]
-    single = np.stack([p, p]), tokens, rows
-    rule = COIN_RULES["rejection"]
-    assert np.array_equal(candidate_accept_probs(p, tokens, rows), rule.accept_probs(*single))
-    assert np.array_equal(remaining_laws(p, rows)[1], rule.next_probs(*single, 0))
-
-
 @in_one_test("array", [np.array, mx.array])
 def test_edges(array):
     """A vocabulary of 1; p = q; one-hots; candidates that p excludes; the same fixed one twice."""
@@ -127,17 +73,3 @@ def test_edges(array):
     excluded = candidate_accept_probs(p, array([2]), array([[0.0, 0.0, 1.0]]))
     assert excluded.tolist() == [0]
     assert remaining_laws(p, array([[0.0, 0.0, 1.0]])).tolist() == [[0.75, 0.25, 0]] * 2
-
-
-def test_forgetting_the_residual_is_found():
-    """Wrong: each candidate held against p itself. The test above would fail by more than 0.1."""
-    p, q = np.array([0.6, 0.3, 0.1]), np.array([0.2, 0.2, 0.6])
-    law = np.zeros(3)
-    chance = np.minimum(1, p / q)
-    for x, y in product(range(3), repeat=2):
-        weight = q[x] * q[y]
-        law[x] += weight * chance[x]
-        law[y] += weight * (1 - chance[x]) * chance[y]
-        law += weight * (1 - chance[x]) * (1 - chance[y]) * remaining_laws(p, np.stack([q, q]))[-1]
-    assert np.abs(law - p).max() > 0.05
-    np.testing.assert_allclose(over_all_draws(p, np.stack([q, q]))[0], p, atol=EXACT)

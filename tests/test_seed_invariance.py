@@ -5,18 +5,16 @@ Bit for bit in float32 on the CPU, over prompts and settings that Hypothesis dra
 
 from __future__ import annotations
 
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
-import mlx.core as mx
-import mlx.nn as nn
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from mlx.utils import tree_map
 from mlx_lm.sample_utils import make_logits_processors
 
 import specdec_mlx as sd
 import tiny
+from lossless import noisy_copy
 from scripted import OracleDrafter, always_wrong
 from selection import FULL
 
@@ -25,22 +23,8 @@ LENGTHS = (1, 2, 3, 6, "auto", "heuristic")
 VOCAB_SIZE = tiny.CONFIGS["llama"]["vocab_size"]
 
 
-@cache
-def target() -> nn.Module:
-    return tiny.build("llama")
-
-
-@cache
-def noisy_copy() -> nn.Module:
-    """A draft model that often agrees with the target."""
-    model, key = tiny.build("llama"), mx.random.key(1)
-    model.update(
-        tree_map(
-            lambda w: w + 0.2 * mx.std(w) * mx.random.normal(w.shape, key=key), model.parameters()
-        )
-    )
-    return model
-
+target = cache(partial(tiny.build, "llama"))
+draft = cache(partial(noisy_copy, "llama", 0.2))
 
 REQUESTS = st.fixed_dictionaries(
     {
@@ -63,20 +47,11 @@ REQUESTS = st.fixed_dictionaries(
 
 def text(request: dict[str, Any], drafter: Any, length: Any, rule: str) -> tuple[list[int], Any]:
     """Tokens of a generation, and its stats."""
-    options = dict(request)
+    options = dict(request) | {"max_tokens": NUM_TOKENS, "tuning": sd.Tuning()}
     penalty = options.pop("penalty", None)
-    items = list(
-        sd.speculate(
-            target(),
-            drafter=drafter,
-            draft_length=length,
-            rule=rule,
-            max_tokens=NUM_TOKENS,
-            tuning=sd.Tuning(),
-            logits_processors=penalty and make_logits_processors(None, penalty),
-            **options,
-        )
-    )
+    options["logits_processors"] = penalty and make_logits_processors(None, penalty)
+    options |= {"drafter": drafter, "draft_length": length, "rule": rule}
+    items = list(sd.speculate(target(), **options))
     return [item.token for item in items], items[-1].stats
 
 
@@ -87,9 +62,9 @@ def drafters(coming: list[int]) -> dict[str, Any]:
         "n-gram": sd.NGramDrafter(min_order=1),
         "n-gram, drawn": sd.NGramDrafter(min_order=1, stochastic=True),
         "prompt lookup": sd.PromptLookupDrafter(min_ngram=1),
-        "model": sd.ModelDrafter(noisy_copy()),
-        "model, flatter": sd.ModelDrafter(noisy_copy(), draft_temp=2.0),
-        "model, greedy": sd.ModelDrafter(noisy_copy(), greedy=True),
+        "model": sd.ModelDrafter(draft()),
+        "model, flatter": sd.ModelDrafter(draft(), draft_temp=2.0),
+        "model, greedy": sd.ModelDrafter(draft(), greedy=True),
         "always wrong": always_wrong(coming, VOCAB_SIZE),
         "oracle": OracleDrafter(coming, VOCAB_SIZE),
     }

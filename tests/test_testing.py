@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -51,7 +52,7 @@ DRAWN = ("n-gram, drawn", "model", *AS_MODEL_DRAWS)
     cases(OURS, "prompt lookup", "prompt lookup, earliest"),
 )
 def test_our_drafters_keep_the_contract(name: str) -> None:
-    """Every check runs and passes; those that draw at random are held to what they declare."""
+    """Every check passes; those that draw at random are held to what they declare."""
     num_draws = 200 if name in AS_MODEL_DRAWS else 1500
     lines = check_drafter(OURS[name](), vocab_size=V, num_draws=num_draws)
     assert [line.partition(":")[0] for line in lines] == CHECKS
@@ -80,12 +81,14 @@ class Copying:
         self.text += tokens
 
 
+LOGPROBS = nn.log_softmax(-0.3 * mx.arange(V))
+
+
 class Drawing(Copying):
     """Draws from a distribution that favours the tokens after the last one."""
 
     def after(self, last: int) -> mx.array:
-        logits = -0.3 * mx.array([(token - last) % V for token in range(V)], mx.float32)
-        return logits - mx.logsumexp(logits)
+        return mx.roll(LOGPROBS, last)
 
     def propose(self, limit: int) -> Draft:
         tokens: list[int] = []
@@ -97,7 +100,7 @@ class Drawing(Copying):
         return self.hand_over(tokens, logprobs)
 
     def hand_over(self, tokens: list[int], logprobs: list[mx.array]) -> Draft:
-        return Draft(tokens, mx.stack(logprobs)) if tokens else Draft()
+        return stacked(tokens, logprobs)
 
 
 class Forking(Drawing):
@@ -114,7 +117,7 @@ class Forking(Drawing):
         for node, parent in enumerate(parents):
             logprobs.append(self.after(self.text[-1] if parent < 0 else tokens[parent]))
             start, index = self.place(len(self.text) - self.num_prompt, node)
-            noise = self.context.draft_gumbels(start, 1, index)[0]
+            noise = self.context.draft_gumbel(start, index)
             tokens.append(int(mx.argmax(logprobs[-1] + noise).item()))
         return Draft(tokens, mx.stack(logprobs), parents=parents) if tokens else Draft()
 
@@ -123,7 +126,7 @@ class Forking(Drawing):
 class Of:
     """The drafter of a session class, or of one with other members."""
 
-    session: type
+    session: Callable[[Sequence[int], DraftContext], Any]
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         return self.session(prompt, context)
@@ -139,10 +142,6 @@ def drawing(hand_over: Callable[[list[int], list[mx.array]], Draft]) -> Of:
     return Of(type("Broken", (Drawing,), member))
 
 
-def forking(place: Callable[[int, int], tuple[int, int]]) -> Of:
-    return Of(type("Broken", (Forking,), {"place": lambda self, *at: place(*at)}))
-
-
 def declaring(rows: Callable[[list[int], list[mx.array]], list[mx.array]]) -> Of:
     """Declares other log-probabilities than were drawn from."""
     return drawing(lambda tokens, logprobs: stacked(tokens, rows(tokens, logprobs)))
@@ -152,11 +151,15 @@ def stacked(tokens: list[int], logprobs: list[mx.array]) -> Draft:
     return Draft(tokens, mx.stack(logprobs)) if tokens else Draft()
 
 
+def forking(place: Callable[[int, int], tuple[int, int]]) -> Of:
+    return Of(type("Broken", (Forking,), {"place": lambda self, *at: place(*at)}))
+
+
 def test_the_sound_sessions_pass() -> None:
     """The ones that are broken below, as they are."""
     check_drafter(Of(Copying))
-    assert "chi-square" in check_drafter(Of(Drawing))[4]
-    assert "chi-square" in check_drafter(Of(Forking))[4]
+    assert "chi-square" in check_drafter(Of(Drawing), num_draws=500)[4]
+    assert "chi-square" in check_drafter(Of(Forking), num_draws=500)[4]
 
 
 class KeepsThePrompt(Copying):
@@ -167,20 +170,14 @@ class KeepsThePrompt(Copying):
         self.text = prompt  # type: ignore[assignment]
 
 
-class ChangesThePrompt(Copying):
-    def __init__(self, prompt: Any, context: DraftContext) -> None:
-        super().__init__(prompt, context)
-        prompt.append(3)
-
-
 class ChangesTokens(Copying):
     def observe(self, tokens: Any) -> None:
         super().observe(tokens)
         tokens.clear()
 
 
-class KeepsItsDraft(Copying):
-    """To be broken: knows its last proposal."""
+class NeedsADraft(Copying):
+    """Takes what is observed for a verdict on something proposed."""
 
     last: Draft | None = None
 
@@ -188,22 +185,11 @@ class KeepsItsDraft(Copying):
         self.last = super().propose(limit)
         return self.last
 
-
-class NeedsADraft(KeepsItsDraft):
-    """Takes what is observed for a verdict on something proposed."""
-
     def observe(self, tokens: Sequence[int]) -> None:
         if self.last is None:
             raise AssertionError("empty drafts: observed without a proposal")
         super().observe(tokens)
         self.last = None
-
-
-class ForgetsTheCorrection(KeepsItsDraft):
-    """Takes only the accepted part for what was emitted, if there was a draft."""
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        super().observe(tokens[:-1] if self.last and len(tokens) > 1 else tokens)
 
 
 class NeverRewinds(Copying):
@@ -234,9 +220,7 @@ def one_hot(tokens: list[int], logprobs: list[mx.array]) -> list[mx.array]:
 
 
 def impossible(tokens: list[int], logprobs: list[mx.array]) -> list[mx.array]:
-    pairs = zip(tokens, logprobs, strict=True)
-    rest = [mx.where(mx.arange(V) == token, -mx.inf, row) for token, row in pairs]
-    return [row - mx.logsumexp(row) for row in rest]
+    return [mx.where(mx.arange(V) == token, -mx.inf, -np.log(V - 1)) for token in tokens]
 
 
 def drop_unlikely(tokens: list[int], logprobs: list[mx.array]) -> Draft:
@@ -267,13 +251,6 @@ class FailsToClose(Copying):
     def close(self, length: int) -> None:
         if length != len(self.text):
             raise AssertionError(f"memory: closed at {length} of {len(self.text)}")
-
-
-class NoObserve:
-    def __init__(self, prompt: Sequence[int], context: DraftContext) -> None: ...
-
-    def propose(self, limit: int) -> Draft:
-        return Draft()
 
 
 @dataclass
@@ -326,34 +303,21 @@ class SharesAScratchpad:
         return session
 
 
-@dataclass
-class Remembers:
-    """Proposes what earlier generations saw."""
-
-    seen: list[int] = field(default_factory=lambda: [5])
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Copying:
-        session = Copying(prompt, context)
-        memory = list(self.seen)
-        session.propose = lambda limit: Draft(memory[-1:] * limit)  # type: ignore[method-assign]
-        self.seen.append(session.text[-1] + len(self.seen) % 2)
-        return session
-
-
 BROKEN: dict[str, list[Any]] = {
     "protocol": [
         object(),
         Copying,
-        Of(NoObserve),
+        Of(lambda prompt, context: object()),
         copying(propose=lambda self, limit: Draft(self.tokens(limit + 1))),
+        copying(propose=lambda self, limit: Draft(self.tokens(max(1, limit)))),  # for nothing
         copying(propose=lambda self, limit: Draft([V] * limit)),
         copying(propose=lambda self, limit: self.text[-limit:]),
         copying(propose=lambda self, limit: Draft(np.array(self.tokens(limit)))),
         # a child that stands before its parent
         copying(propose=lambda self, k: Draft(self.tokens(k), parents=list(range(1, k + 1)))),
         copying(propose=lambda self, k: Draft(self.tokens(k), evidence=(1,) * (k + 1))),
+        drawing(lambda tokens, rows: Draft(tokens, rows[0]) if tokens else Draft()),
         Of(KeepsThePrompt),
-        Of(ChangesThePrompt),
         Of(ChangesTokens),
         Counts(),
     ],
@@ -363,14 +327,13 @@ BROKEN: dict[str, list[Any]] = {
         forking(lambda start, node: (start, node // 2)),  # siblings share it
     ],
     "empty drafts": [Of(NeedsADraft)],
-    "rewinds": [Of(NeverRewinds), Of(ForgetsTheCorrection), Of(ForgetsItsDistribution)],
+    "rewinds": [Of(NeverRewinds), Of(ForgetsItsDistribution)],
     "sessions": [
         SharesItsTable(),
         copying(propose=lambda self, k: Draft([random.randrange(V) for _ in range(k)])),
     ],
     "distribution": [
         declaring(lambda tokens, rows: [row + 0.1 for row in rows]),
-        drawing(lambda tokens, rows: Draft(tokens, rows[0]) if tokens else Draft()),
         # draws at temperature 1, declares 0.8: total variation 0.1 over 32 tokens
         declaring(lambda tokens, rows: [row / 0.8 - mx.logsumexp(row / 0.8) for row in rows]),
         declaring(one_hot),
@@ -394,16 +357,7 @@ def test_a_broken_drafter_fails_by_name(check: str) -> None:
     each(BROKEN[check], fails)
 
 
-def test_tokens_for_nothing_fail() -> None:
-    """propose(0) must be empty; more than asked for is what it is called."""
-    always = copying(propose=lambda self, limit: Draft(self.tokens(max(1, limit))))
-    with pytest.raises(AssertionError, match=r"propose\(0\)"):
-        check_drafter(always, vocab_size=V)
-
-
 def test_memory_across_generations_has_to_be_meant() -> None:
     """It shows, and `remembers` and `learns` allow it."""
-    with pytest.raises(AssertionError, match=r"rewinds|sessions"):
-        check_drafter(Remembers())
-    lines = check_drafter(Remembers(), remembers=True, learns=True, vocab_size=V)
+    lines = check_drafter(SharesItsTable(), remembers=True, learns=True, vocab_size=V)
     assert [line.partition(":")[0] for line in lines] == ["protocol", "empty drafts", *CHECKS[4:]]

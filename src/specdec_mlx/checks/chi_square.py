@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,8 +18,7 @@ RARE_ALARM = 1e-6  # false alarms of conformance tests; with fixed seeds one fai
 LEAST_EXPECTED = 8.0  # expected count below which cells are joined
 
 
-@dataclass(frozen=True)
-class ChiSquare:
+class ChiSquare(NamedTuple):
     """Pearson's statistic, and its degrees of freedom."""
 
     statistic: float
@@ -32,8 +31,7 @@ class ChiSquare:
         if seen[~possible].any():
             return cls(np.inf, max(1, int(possible.sum()) - 1))
         pools = _pools(expected[possible])
-        due = np.bincount(pools, expected[possible])
-        got = np.bincount(pools, seen[possible])
+        due, got = (np.bincount(pools, counts[possible]) for counts in (expected, seen))
         return cls(float(((got - due) ** 2 / due).sum()), len(due) - 1)
 
     @property
@@ -43,12 +41,8 @@ class ChiSquare:
 
     def numbers(self) -> dict[str, float]:
         """The test's numbers for a report."""
-        return {
-            "chi_square": self.statistic,
-            "degrees_of_freedom": self.freedom,
-            "p_value": self.p_value,
-            "false_alarm": FALSE_ALARM,
-        }
+        named = {"chi_square": self.statistic, "degrees_of_freedom": self.freedom}
+        return named | {"p_value": self.p_value, "false_alarm": FALSE_ALARM}
 
 
 def chances_above(statistic: float, freedom: int, n: int = 1) -> Counts:
@@ -68,10 +62,8 @@ def chances_above(statistic: float, freedom: int, n: int = 1) -> Counts:
 def limit(freedom: int, false_alarm: float = RARE_ALARM) -> float:
     """Statistic that chi-square exceeds with chance `false_alarm`."""
     freedom = max(1, freedom)
-    low, high = 0.0, freedom + 10.0
-    while chances_above(high, freedom)[0] > false_alarm:
-        low, high = high, 2 * high
-    for _ in range(50):
+    low, high = 0.0, 2.0 * freedom + 200  # whose chance is below any that is asked for
+    for _ in range(60):
         middle = (low + high) / 2
         is_below = chances_above(middle, freedom)[0] > false_alarm
         low, high = (middle, high) if is_below else (low, middle)
@@ -80,7 +72,7 @@ def limit(freedom: int, false_alarm: float = RARE_ALARM) -> float:
 
 def together(tests: Iterable[ChiSquare]) -> ChiSquare:
     """Independent tests as one: both numbers add up."""
-    statistics, freedoms = zip(*((t.statistic, t.freedom) for t in tests), strict=True)
+    statistics, freedoms = zip(*tests, strict=True)
     return ChiSquare(sum(statistics), sum(freedoms))
 
 

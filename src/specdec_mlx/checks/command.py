@@ -31,13 +31,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rule", default="auto", metavar="NAME[:KEY=VALUE,...]", help="(%(default)s)")
     add("--draft-length", type=int, default=4, metavar="N", help="tokens a draft (%(default)s)")
     add("--prompts", metavar="FILE", help="JSON lines with prompt or turns (default: ours)")
-    add(
-        "--budget",
-        type=float,
-        default=BUDGET,
-        metavar="SECONDS",
-        help="parts take as many samples as fit (%(default)g)",
-    )
+    how = "parts take as many samples as fit (%(default)g)"
+    add("--budget", type=float, default=BUDGET, metavar="SECONDS", help=how)
     add("--seed", type=int, default=0, help="of all draws (%(default)s)")
     add("--json", metavar="FILE", help="write the report there too")
 

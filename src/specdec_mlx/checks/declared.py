@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 
@@ -19,7 +18,7 @@ from specdec_mlx.checks.one_step import RARE, SHARPER, at_temperature, normalise
 from specdec_mlx.checks.report import Part, judge_power
 from specdec_mlx.checks.stand_ins import PassesOn
 from specdec_mlx.checks.subject import Probs, probabilities
-from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession
+from specdec_mlx.contracts import Draft, DraftContext, Drafter
 from specdec_mlx.token_ids import to_list
 
 NAME = "declared distribution"
@@ -64,27 +63,14 @@ class Draws:
 
 @dataclass(frozen=True, eq=False)
 class Recording:
-    """A drafter whose draws are noted."""
+    """A drafter whose draws are noted, all those of one place as one."""
 
     drafter: Drafter
     draws: Draws
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> _RecordingSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> PassesOn:
         """Start a generation."""
-        return _RecordingSession(self.drafter.begin(prompt, context), self.draws)
-
-
-class _RecordingSession(PassesOn):
-    """A session whose proposals are noted, all those of one place as one."""
-
-    def __init__(self, session: DraftSession, draws: Draws) -> None:
-        super().__init__(session)
-        self._draws = draws
-
-    def propose(self, limit: int) -> Draft:
-        draft = super().propose(limit)
-        self._draws.add(draft, limit)
-        return draft
+        return PassesOn(self.drafter.begin(prompt, context), self.draws.add)
 
 
 def check_declared(draws: Draws) -> Part:
@@ -98,14 +84,18 @@ def check_declared(draws: Draws) -> Part:
         verdict = f"Only {num_draws} tokens were drafted in the time there was; {FEWEST_DRAWS} are "
         verdict += "needed. Give more time (--budget)."
         return Part(NAME, "not run", verdict, {"draws": num_draws})
-    seen = draws.seen()
-    test = ChiSquare.of(seen, np.full(NUM_BINS, num_draws / NUM_BINS))
-    numbers: dict[str, Any] = {
+    seen, even = draws.seen(), np.full(NUM_BINS, num_draws / NUM_BINS)
+    test = ChiSquare.of(seen, even)
+    powers = {}
+    for name, fault in FAULTS.items():
+        shares = np.mean([_bin_shares(q, fault(q)) for q in draws.distributions], axis=0)
+        powers[name] = power([num_draws * shares], [even])
+    numbers = {
         "draws": num_draws,
         **test.numbers(),
         "share_in_each_tenth": [round(float(share), 4) for share in seen / num_draws],
         "proposals_cut_short": draws.cut,
-        "power": {name: _power(draws, fault, num_draws) for name, fault in FAULTS.items()},
+        "power": powers,
     }
     if test.p_value < FALSE_ALARM:
         return Part(NAME, "failed", _diagnosis(draws, test.p_value), numbers)
@@ -124,10 +114,9 @@ def _diagnosis(draws: Draws, p_value: float) -> str:
             f"and {draws.cut} of {draws.proposals} drafts are shorter than asked for: tokens are "
             "dropped after they were drawn. Decide whether to draft a token before drawing it."
         )
-    shape = "sharper" if is_sharper else "flatter"
     return (
-        f"{verdict}: they come from another one, which is {shape}. "
-        "Hand over, as Draft.logprobs, the distribution that each token is really drawn from, "
+        f"{verdict}: they come from another one, which is {'sharper' if is_sharper else 'flatter'}."
+        " Hand over, as Draft.logprobs, the distribution that each token is really drawn from, "
         "after temperature and filters."
     )
 
@@ -137,12 +126,6 @@ FAULTS: dict[str, Callable[[Probs], Probs]] = {
     "a drawn token dropped": lambda q: normalised(np.where(q >= RARE, q, 0), q),
 }
 """Declared distribution -> the distribution that the tokens at hand would really follow."""
-
-
-def _power(draws: Draws, fault: Callable[[Probs], Probs], num_draws: int) -> float:
-    """Chance to find a fault with so many draws from distributions such as these."""
-    shares = np.mean([_bin_shares(q, fault(q)) for q in draws.distributions], axis=0)
-    return power([num_draws * shares], [np.full(NUM_BINS, num_draws / NUM_BINS)])
 
 
 def _bin_shares(declared: Probs, drawn: Probs) -> Probs:

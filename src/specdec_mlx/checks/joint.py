@@ -7,10 +7,10 @@ probabilities; those of a named fault give the chance to find it.
 
 from __future__ import annotations
 
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -69,21 +69,20 @@ class Texts:
 
     def draw(self, seed: int) -> None:
         """One more text, by the loop."""
-        items = list(
-            speculate(
-                self.target,
-                self.context[:-1],
-                Recording(self.drafter, self.draws),
-                max_tokens=1 + NUM_TOKENS,
-                sampler=self.subject.sampling,
-                seed=seed,
-                rule=self.subject.rule,
-                draft_length=NUM_DRAFT,
-                tokenizer=self.subject.tokenizer,
-                prefill_step_size=CHUNK,
-                probe=False,
-            )
+        stream = speculate(
+            self.target,
+            self.context[:-1],
+            Recording(self.drafter, self.draws),
+            max_tokens=1 + NUM_TOKENS,
+            sampler=self.subject.sampling,
+            seed=seed,
+            rule=self.subject.rule,
+            draft_length=NUM_DRAFT,
+            tokenizer=self.subject.tokenizer,
+            prefill_step_size=CHUNK,
+            probe=False,
         )
+        items = list(stream)
         self.tokens.append(tuple(item.token for item in items[1:]))
         self.drafted += items[-1].stats.drafted
         self.accepted += items[-1].stats.accepted
@@ -101,27 +100,23 @@ class Texts:
         return first_probs(session.propose(1), self.subject.vocab_size)
 
 
-class Place(NamedTuple):
-    """Both distributions [V] after a beginning of a text, and the tokens expected often enough."""
-
-    p: Probs
-    q: Probs | None
-    likely: list[int]
-
-
 class Cells:
-    """The cells that the texts after one context are sorted into, by what they hold in common."""
+    """The cells that the texts after one context are sorted into, by what they hold in common.
+
+    places: beginning of a text -> both distributions [V] after it, and the tokens that are expected
+    often enough there.
+    """
 
     def __init__(self, texts: Texts) -> None:
         self.texts = texts
-        self.places: dict[Tokens, Place] = {}
+        self.places: dict[Tokens, tuple[Probs, Probs | None, list[int]]] = {}
         self.cells: list[Tokens] = []
         self._add_place((), float(len(texts.tokens)))
 
     def _add_place(self, prefix: Tokens, expected: float) -> None:
         p = self.texts.target_probs(prefix)
         likely = np.flatnonzero(expected * p >= LEAST_EXPECTED).tolist()
-        self.places[prefix] = Place(p, self.texts.draft_probs(prefix), likely)
+        self.places[prefix] = p, self.texts.draft_probs(prefix), likely
         self.cells.append((*prefix, OTHER))
         for token in likely:
             if len(prefix) + 1 == NUM_TOKENS:
@@ -132,20 +127,14 @@ class Cells:
     def cell_of(self, tokens: Tokens) -> Tokens:
         """The cell of a text."""
         for size, token in enumerate(tokens):
-            if token not in self.places[tokens[:size]].likely:
+            if token not in self.places[tokens[:size]][2]:
                 return (*tokens[:size], OTHER)
         return tokens
 
     def seen(self) -> Counts:
         """Texts in each cell."""
-        counts = dict.fromkeys(self.cells, 0.0)
-        for tokens in self.texts.tokens:
-            counts[self.cell_of(tokens)] += 1
-        return np.array(list(counts.values()))
-
-    def excluded(self) -> list[int]:
-        """First tokens of texts that the target's distribution excludes."""
-        return [t[0] for t in self.texts.tokens if self.places[()].p[t[0]] == 0]
+        counts = Counter(map(self.cell_of, self.texts.tokens))
+        return np.array([float(counts[cell]) for cell in self.cells])
 
     def expected(self, variant: Variant = lossless) -> Counts:
         """Texts expected in each cell, emitted by rounds of up to `NUM_DRAFT` draft tokens.
@@ -212,17 +201,16 @@ def _tells(step: Step) -> float:
     """Least distance of the named faults' distributions from the target's, for two tokens."""
     p, q = step.target_probs, step.draft_probs
     assert q is not None
-    return min(
-        _discrimination(kept + again, p)
-        + float(kept.sum()) ** NUM_DRAFT * _discrimination(bonus, p)
-        for kept, again, bonus in (variant(p, q) for variant in VARIANTS.values())
-    )
+    distances = []
+    for kept, again, bonus in (variant(p, q) for variant in VARIANTS.values()):
+        second = float(kept.sum()) ** NUM_DRAFT * _discrimination(bonus, p)
+        distances.append(_discrimination(kept + again, p) + second)
+    return min(distances)
 
 
 def _discrimination(a: Probs, b: Probs) -> float:
     """The sum of (a - b)^2 / (a + b): chi-square that rare tokens cannot dominate."""
-    total = a + b
-    return float(np.divide((a - b) ** 2, total, out=np.zeros_like(a), where=total > 0).sum())
+    return float(np.divide((a - b) ** 2, a + b, out=np.zeros_like(a), where=a + b > 0).sum())
 
 
 def _judge(groups: Sequence[Cells]) -> Part:
@@ -248,14 +236,14 @@ def _judge(groups: Sequence[Cells]) -> Part:
 
 def compared(groups: Sequence[Cells], expected: Sequence[Counts]) -> ChiSquare:
     """One test of all groups."""
-    pairs = zip(groups, expected, strict=True)
-    return together(ChiSquare.of(group.seen(), due) for group, due in pairs)
+    return together(ChiSquare.of(g.seen(), due) for g, due in zip(groups, expected, strict=True))
 
 
 def _diagnosis(groups: Sequence[Cells], p_value: float, wrong: dict[str, list[Counts]]) -> str:
     """How the texts are wrong, by the named faults."""
     count = sum(len(group.texts.tokens) for group in groups)
-    excluded = sorted({token for group in groups for token in group.excluded()})
+    firsts = [(group.places[()][0], text[0]) for group in groups for text in group.texts.tokens]
+    excluded = sorted({token for p, token in firsts if p[token] == 0})
     shape = f"tokens {excluded[:5]} came that the distribution excludes; " if excluded else ""
     chances = {name: compared(groups, expected).p_value for name, expected in wrong.items()}
     likest = max(chances, key=lambda name: chances[name])

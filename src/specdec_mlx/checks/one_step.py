@@ -8,9 +8,7 @@ r are asked of the rule, in float64.
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Callable, Iterator
-from functools import cache
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -18,6 +16,7 @@ import numpy as np
 
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.subject import Probs, Step, Subject, Work, total_variation, walk
+from specdec_mlx.rules.arithmetic import capped_ratio
 from specdec_mlx.rules.coins import CoinRule
 
 Masses = tuple[Probs, Probs, Probs]
@@ -39,14 +38,13 @@ def lossless(p: Probs, q: Probs) -> Masses:
 
 def swapped(p: Probs, q: Probs) -> Masses:
     """P and q in each other's place."""
-    kept = q * np.divide(q, p, out=np.ones_like(q), where=p > q)
+    kept = q * capped_ratio(q, p)
     return kept, (1 - kept.sum()) * normalised(np.maximum(0, q - p), q), p
 
 
 def misdeclared(p: Probs, q: Probs) -> Masses:
     """The distribution handed over is that of temperature 0.7, relative to the one drawn from."""
-    chance = np.divide(p, q, out=np.ones_like(q), where=q > p)
-    return rejecting(p, q, at_temperature(q, 1 / SHARPER) * chance)
+    return rejecting(p, q, at_temperature(q, 1 / SHARPER) * capped_ratio(p, q))
 
 
 def dropped(p: Probs, q: Probs) -> Masses:
@@ -87,25 +85,17 @@ MOST_TOKENS = 1500
 """Draft tokens gone through in one place, the likeliest first; the mass of the others is stated."""
 
 
-class Coins:
-    """Every outcome of a rule's coins; the numbers that they keep are asked for once."""
-
-    def __init__(self, rule: CoinRule) -> None:
-        self.rule = rule
-        self._num_accepted = cache(lambda coins: int(rule.num_accepted(np.array(coins, bool))))
-
-    def outcomes(
-        self, target_probs: np.ndarray, tokens: tuple[int, ...], probs: np.ndarray
-    ) -> Iterator[tuple[int, float, np.ndarray]]:
-        """Number kept of a draft, its chance, and the distribution [V] of the token after."""
-        given = target_probs, np.array(tokens, int), probs
-        heads = self.rule.accept_probs(*given)
-        kept: dict[int, float] = defaultdict(float)
-        for coins in product([False, True], repeat=len(tokens)):  # they are independent
-            kept[self._num_accepted(coins)] += float(np.prod(np.where(coins, heads, 1 - heads)))
-        for n, chance in kept.items():
-            if chance > 0:
-                yield n, chance, self.rule.next_probs(*given, n)
+def ends(
+    rule: CoinRule, target_probs: np.ndarray, tokens: tuple[int, ...], probs: np.ndarray
+) -> Iterator[tuple[int, float, np.ndarray]]:
+    """Number kept of a draft [K], its chance, and the distribution [V] of the token after."""
+    given = target_probs, np.array(tokens, int), probs
+    coins = np.array(list(product([False, True], repeat=len(tokens))), bool)
+    heads = rule.accept_probs(*given)
+    chances = np.where(coins, heads, 1 - heads).prod(axis=1)  # coins are independent
+    for n, chance in enumerate(np.bincount([int(rule.num_accepted(c)) for c in coins], chances)):
+        if chance > 0:
+            yield n, float(chance), rule.next_probs(*given, n)
 
 
 class Emitted(NamedTuple):
@@ -149,10 +139,10 @@ def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitted:
     """Go through the draft tokens, the likeliest first; p and q are [V] float64."""
     support = np.flatnonzero((target_probs > 0) | (draft_probs > 0))
     p, q = target_probs[support], draft_probs[support]
-    coins, kept, again, after = Coins(rule), np.zeros(len(p)), np.zeros(len(p)), p
+    kept, again, after = np.zeros(len(p)), np.zeros(len(p)), p
     order = np.argsort(-q, kind="stable")[:MOST_TOKENS]
     for x in order[q[order] > 0]:
-        for n, chance, probs in coins.outcomes(np.stack([p, p]), (int(x),), q[None]):
+        for n, chance, probs in ends(rule, np.stack([p, p]), (int(x),), q[None]):
             if n == 0:
                 again += q[x] * chance * normalised(probs, p)
             else:
@@ -162,14 +152,14 @@ def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitted:
     too_often = float(np.maximum(0, kept + again - p).sum())
     too_seldom = float(np.maximum(0, p - kept - again).sum()) - left_out
     distances = max(too_often, too_seldom), total_variation(after, p)
-    fault = None
+    faults = []
     if max(distances) >= TOLERANCE:
         for name, variant in VARIANTS.items():
             pairs = zip((kept, again, after), variant(p, q), strict=True)
             if all(np.allclose(a, b, atol=TOLERANCE + left_out) for a, b in pairs):
-                fault = fault or name
+                faults.append(name)
     overlap = float(np.minimum(p, q).sum())
-    return Emitted(*distances, left_out, float(kept.sum()), overlap, fault)
+    return Emitted(*distances, left_out, float(kept.sum()), overlap, next(iter(faults), None))
 
 
 def _judge(steps: list[Step], seen: list[tuple[CoinRule, Emitted]]) -> Part:

@@ -14,9 +14,7 @@ from specdec_mlx.stats.account import Row, Rows
 
 Status = Literal["passed", "failed", "not run", "not applicable"]
 
-WIDTH = 100
-MARGIN = " " * 15
-
+WIDTH, MARGIN = 100, 15  # columns of a text, and those left of its lines
 SURE = 0.9  # power from which a fault counts as one that would have been found
 
 
@@ -69,10 +67,10 @@ class CheckReport(Rows):
 
     def __getitem__(self, name: str) -> Part:
         """The part of a name; KeyError lists those there are."""
-        for part in self.parts:
-            if part.name == name:
-                return part
-        raise KeyError(f"{name!r}; the parts are {', '.join(part.name for part in self.parts)}")
+        parts = {part.name: part for part in self.parts}
+        if name not in parts:
+            raise KeyError(f"{name!r}; the parts are {', '.join(parts)}")
+        return parts[name]
 
     @property
     def verdict(self) -> str:
@@ -87,13 +85,9 @@ class CheckReport(Rows):
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
-        return {
-            "passed": self.passed,
-            "verdict": self.verdict,
-            "seconds": self.seconds,
-            "settings": self.settings,
-            "parts": [asdict(part) | {"passed": part.passed} for part in self.parts],
-        }
+        parts = [asdict(part) | {"passed": part.passed} for part in self.parts]
+        whole = {"passed": self.passed, "verdict": self.verdict, "seconds": self.seconds}
+        return whole | {"settings": self.settings, "parts": parts}
 
     def rows(self) -> list[Row]:
         """A row for each part; each of its single numbers is a column, lists and tables are not."""
@@ -111,11 +105,11 @@ class CheckReport(Rows):
 
     def __str__(self) -> str:
         """The settings, a line or two a part with its numbers below, and the verdict."""
-        lines = _wrapped(_listed(self.settings), "") if self.settings else []
+        lines = textwrap.wrap(_listed(self.settings), WIDTH)
         for part in self.parts:
             lines += ["", f"{part.status:<15}{part.name}  ({part.seconds:.1f} s)"]
-            lines += _wrapped(part.verdict, MARGIN)
-            lines += [f"{MARGIN}{line}" for line in _number_lines(part.numbers)]
+            shown = [*textwrap.wrap(part.verdict, WIDTH - MARGIN), *_number_lines(part.numbers)]
+            lines += [" " * MARGIN + line for line in shown]
         return "\n".join([*lines, "", f"{self.verdict}  ({self.seconds:.0f} s)"])
 
     def _repr_html_(self) -> str:
@@ -132,24 +126,20 @@ def _listed(values: dict[str, Any]) -> str:
     return ", ".join(f"{k.replace('_', ' ')} {_number(v)}" for k, v in values.items())
 
 
-def _wrapped(text: str, indent: str) -> list[str]:
-    return textwrap.wrap(text, WIDTH, initial_indent=indent, subsequent_indent=indent)
-
-
 def _number_lines(numbers: dict[str, Any]) -> list[str]:
     """A line a number; tables of named numbers, and lists of them, one line an entry."""
     lines = []
     for name, value in numbers.items():
-        label, below = f"{name.replace('_', ' ')}:", []
+        shown, below = "", []
         if isinstance(value, dict):
             below = [f"  {key:<33} {_number(entry)}" for key, entry in value.items()]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             below = [f"  {_listed(entry)}" for entry in value]
         elif isinstance(value, list):
-            label += f" {', '.join(map(_number, value)) or 'none'}"
+            shown = f" {', '.join(map(_number, value)) or 'none'}"
         else:
-            label += f" {_number(value)}"
-        lines += [label, *below]
+            shown = f" {_number(value)}"
+        lines += [f"{name.replace('_', ' ')}:{shown}", *below]
     return lines
 
 

@@ -148,23 +148,18 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
     draws = Draws()
     probed: list[ProbeReport] = []
     alone = replace(subject, drafter=standing_alone(subject.drafter, subject.model))
-
-    def widths(work: Work) -> Part:
-        part, report = check_widths(subject.model, work)
-        probed.append(report)
-        return part
-
     # part -> share of the time that is left when it begins, and what runs
     parts: dict[str, tuple[float, Check]] = {
-        texts.WIDTHS_NAME: (0.5, widths),
+        texts.WIDTHS_NAME: (0.5, lambda work: check_widths(subject.model, work, probed)),
         one_step.NAME: (0.2, lambda work: check_one_step(alone, work, steps)),
         joint.NAME: (0.5, lambda work: check_joint(alone, work, steps, draws)),
         declared.NAME: (1.0, lambda work: check_declared(draws)),
         state.NAME: (0.4, lambda work: check_state(alone, work)),
     }
     if subject.sampling.greedy:
-        drawn = (one_step.NAME, joint.NAME, declared.NAME)
-        parts |= {name: (1.0, _no_draws(name)) for name in drawn}
+        verdict = "Nothing is drawn at temperature 0, where the greedy text says it all."
+        for name in (one_step.NAME, joint.NAME, declared.NAME):
+            parts[name] = 1.0, partial(_not_applicable, name, verdict)
     for part in all_drafters(subject.drafter):
         if isinstance(part, HeadDrafter):
             check_head = partial(check_variations, subject, part)
@@ -177,9 +172,8 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
         return [_timed(name, *part, work, bar) for name, part in parts.items()]
 
 
-def _no_draws(name: str) -> Check:
-    verdict = "Nothing is drawn at temperature 0, where the greedy text says it all."
-    return lambda work: Part(name, "not applicable", verdict)
+def _not_applicable(name: str, verdict: str, work: Work) -> Part:
+    return Part(name, "not applicable", verdict)
 
 
 def _timed(name: str, share: float, part: Check, work: Work, bar: Any) -> Part:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -46,7 +47,11 @@ class Remembered(nn.Module):  # type: ignore[misc]
     def __init__(self, model: nn.Module, context: list[int], *, gives_last: bool = False) -> None:
         """context: [n > 0] common tokens; gives_last: the others lead to its last for sure."""
         super().__init__()
-        self._rows = _Rows(model, tuple(context), gives_last)
+        certain = mx.where(mx.arange(logit_width(model)) == context[-1], 0.0, IMPOSSIBLE)
+        sure = {tuple(context[:-1]): certain} if gives_last else {}
+        # not as attributes of the module itself, which MLX would take for weights and layers
+        self._held: Any = SimpleNamespace(model=model, context=context, sure=sure, caches=None)
+        self._held.known = dict(sure)
 
     def make_cache(self) -> list[_TextCache]:
         """One cache, of tokens."""
@@ -56,14 +61,40 @@ class Remembered(nn.Module):  # type: ignore[misc]
         """Logits [1, S, V] after each of ids [1, S]; NaN within the common context."""
         before = len(cache[0].tokens)
         cache[0].tokens += to_list(ids[0])
-        fed = tuple(cache[0].tokens)
-        self._rows.after(fed)  # one pass for all that are not known
-        rows = [self._rows.after(fed[:end]) for end in range(before + 1, len(fed) + 1)]
-        return mx.stack(rows)[None]
+        fed = cache[0].tokens
+        self.after(fed)  # one pass for all that are not known
+        return mx.stack([self.after(fed[:end]) for end in range(before + 1, len(fed) + 1)])[None]
 
-    def after(self, tokens: list[int]) -> mx.array:
-        """Logits [V] after tokens that begin with the common context."""
-        return self._rows.after(tuple(tokens))
+    def after(self, tokens: Sequence[int]) -> mx.array:
+        """Logits [V]; not a number for a text that ends within the common context."""
+        held, text = self._held, tuple(tokens)
+        size = len(held.context)
+        if text not in held.known and len(text) < size and list(text) == held.context[: len(text)]:
+            return mx.full((logit_width(held.model),), mx.nan)
+        if text not in held.known:
+            if len(held.known) >= MOST_ROWS:
+                held.known = dict(held.sure)
+            start, caches = 0, make_prompt_cache(held.model)
+            if list(text[:size]) == held.context:
+                start, caches = size - 1, copy.deepcopy(self._prefilled())
+            logits = held.model(to_ids(text[start:])[None], cache=caches)[0]
+            mx.eval(logits)
+            for i, row in enumerate(logits):
+                held.known.setdefault(text[: start + i + 1], row)
+        known: mx.array = held.known[text]
+        return known
+
+    def _prefilled(self) -> list[Any]:
+        """Caches that hold the common context but for its last token."""
+        held = self._held
+        if held.caches is None:
+            held.caches = make_prompt_cache(held.model)
+            for start in range(0, len(held.context) - 1, CHUNK):
+                chunk = held.context[start : min(start + CHUNK, len(held.context) - 1)]
+                held.model(to_ids(chunk)[None], cache=held.caches)
+                mx.eval([cache.state for cache in held.caches])
+        caches: list[Any] = held.caches
+        return caches
 
 
 class _TextCache:
@@ -87,47 +118,6 @@ class _TextCache:
         return n
 
 
-class _Rows:
-    """Logits by text. Kept apart from the module, whose containers MLX would take for weights."""
-
-    def __init__(self, model: nn.Module, context: tuple[int, ...], gives_last: bool) -> None:
-        self.model, self.context, self.gives_last = model, context, gives_last
-        self.known: dict[tuple[int, ...], mx.array] = {}
-        width = logit_width(model)
-        self.unknown = mx.full((width,), mx.nan)
-        self.last = mx.where(mx.arange(width) == context[-1], 0.0, IMPOSSIBLE)
-        self.caches: list[Any] | None = None
-
-    def after(self, tokens: tuple[int, ...]) -> mx.array:
-        """Logits [V]; not a number for a text that ends within the common context."""
-        if tokens in self.known:
-            return self.known[tokens]
-        if self.gives_last and tokens == self.context[:-1]:
-            return self.last
-        if len(tokens) < len(self.context) and tokens == self.context[: len(tokens)]:
-            return self.unknown
-        if len(self.known) >= MOST_ROWS:
-            self.known.clear()
-        start, caches = 0, make_prompt_cache(self.model)
-        if tokens[: len(self.context)] == self.context:
-            start, caches = len(self.context) - 1, copy.deepcopy(self._prefilled())
-        logits = self.model(to_ids(tokens[start:])[None], cache=caches)[0]
-        mx.eval(logits)
-        for i in range(logits.shape[0]):
-            self.known.setdefault(tokens[: start + i + 1], logits[i])
-        return self.known[tokens]
-
-    def _prefilled(self) -> list[Any]:
-        """Caches that hold the common context but for its last token."""
-        if self.caches is None:
-            self.caches = make_prompt_cache(self.model)
-            for start in range(0, len(self.context) - 1, CHUNK):
-                chunk = self.context[start : min(start + CHUNK, len(self.context) - 1)]
-                self.model(to_ids(chunk)[None], cache=self.caches)
-                mx.eval([cache.state for cache in self.caches])
-        return self.caches
-
-
 def with_remembered_models(drafter: Drafter, context: list[int]) -> Drafter:
     """The drafter, with each model in its fields, or in those of drafters there, remembered."""
     if not dataclasses.is_dataclass(drafter) or isinstance(drafter, type | ReadsTarget):
@@ -148,14 +138,18 @@ def _remembered(value: Any, context: list[int]) -> Any:
 
 
 class PassesOn:
-    """A session that passes everything on to another one."""
+    """A session that passes everything on to another one, and hands its drafts to `see`."""
 
-    def __init__(self, session: DraftSession) -> None:
-        self._session, self.cheap = session, is_cheap(session)
+    def __init__(
+        self, session: DraftSession, see: Callable[[Draft, int], object] = lambda draft, limit: None
+    ) -> None:
+        self._session, self._see, self.cheap = session, see, is_cheap(session)
 
     def propose(self, limit: int) -> Draft:
         """The session's draft."""
-        return self._session.propose(limit)
+        draft = self._session.propose(limit)
+        self._see(draft, limit)
+        return draft
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell the session what was emitted."""

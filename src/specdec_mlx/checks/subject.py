@@ -67,17 +67,9 @@ class Subject:
 
     def greedy_text(self, prompt: Sequence[int], num_tokens: int) -> list[Token]:
         """So many tokens at temperature 0."""
-        tokens = speculate(
-            self.model,
-            prompt,
-            self.drafter,
-            max_tokens=num_tokens,
-            seed=self.seed,
-            rule=self.rule,
-            draft_length=self.draft_length,
-            tokenizer=self.tokenizer,
-        )
-        return list(tokens)
+        options: dict[str, Any] = {"rule": self.rule, "draft_length": self.draft_length}
+        options |= {"seed": self.seed, "tokenizer": self.tokenizer, "max_tokens": num_tokens}
+        return list(speculate(self.model, prompt, self.drafter, **options))
 
 
 @dataclass

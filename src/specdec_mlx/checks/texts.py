@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import time
-from contextlib import AbstractContextManager, closing, nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -34,20 +34,24 @@ STANDARD_ERRORS = 3.0
 """Gain of another reading, in standard errors, that is worth a word: several are tried."""
 
 
-def check_widths(model: nn.Module, work: Work) -> tuple[Part, ProbeReport]:
-    """The probe; past the window only if its prefill fits into the time."""
+def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Part:
+    """The probe, which `probed` takes; past the window only if its prefill fits into the time."""
     started = time.perf_counter()
     report = probe(model, past_window=False)
-    seconds = time.perf_counter() - started
-    prefill = seconds / POSITIONS_OF_PROBE * (report.window or 0)
+    prefill = (time.perf_counter() - started) / POSITIONS_OF_PROBE * (report.window or 0)
     looks_past = report.window is not None and work.has_time(prefill)
     report = probe(model) if looks_past else report
-    names = ("after", "positions", "largest_difference", "spread", "argmax_flips")
-    rows = [
-        (row.context, row.width, row.max_difference, row.spread, row.argmax_flips)
+    probed.append(report)
+    passes = [
+        {
+            "after": row.context,
+            "positions": row.width,
+            "largest_difference": row.max_difference,
+            "spread": row.spread,
+            "argmax_flips": row.argmax_flips,
+        }
         for row in report.rows
     ]
-    passes = [dict(zip(names, row, strict=True)) for row in rows]
     status: Status = "passed" if report.exact else "failed"
     how = "bit for bit" if all(row.bitwise for row in report.rows) else "up to rounding"
     verdict = f"A pass over several positions gives the logits of single ones, {how}."
@@ -59,8 +63,7 @@ def check_widths(model: nn.Module, work: Work) -> tuple[Part, ProbeReport]:
         status = "not run" if report.exact else "failed"
         verdict += f" Past the window of {report.window} tokens was not looked: it takes about "
         verdict += f"{prefill:.0f} s. Give more time (--budget), or run specdec-mlx probe."
-    numbers = {"caches": list(report.caches), "passes": passes}
-    return Part(WIDTHS_NAME, status, verdict, numbers), report
+    return Part(WIDTHS_NAME, status, verdict, {"caches": list(report.caches), "passes": passes})
 
 
 def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None) -> Part:
@@ -130,16 +133,18 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part
     The text is the target's own in any case, so the part passes; the verdict says what does better.
     """
     subject = replace(subject, drafter=replace(drafter, greedy=True))
-    as_read, texts = _Accepted(), 0
     variations = drafter.head.variations()
-    others = [_Accepted() for _ in variations]
+    readings: list[Any] = [nullcontext, *(variation.applied for variation in variations)]
+    accepted = [_Accepted()] * len(readings)
+    texts = 0
     for prompt in work.each(subject.prompts):
-        as_read = as_read.after(subject, prompt, nullcontext())
-        others = [
-            accepted.after(subject, prompt, variation.applied())
-            for variation, accepted in zip(variations, others, strict=True)
-        ]
+        for i, reading in enumerate(readings):
+            with reading():
+                stats = subject.greedy_text(prompt, VARIED_TOKENS)[-1].stats
+            drafted, kept = accepted[i]
+            accepted[i] = _Accepted(drafted + stats.drafted, kept + stats.accepted)
         texts += 1
+    as_read, *others = accepted
     pairs = list(zip(variations, others, strict=True))
     numbers: dict[str, Any] = {
         "texts": texts,
@@ -163,14 +168,6 @@ class _Accepted(NamedTuple):
 
     drafted: int = 0
     accepted: int = 0
-
-    def after(
-        self, subject: Subject, prompt: list[int], reading: AbstractContextManager[Any]
-    ) -> _Accepted:
-        """These and those of another text, decoded in this reading of the files."""
-        with reading:
-            stats = subject.greedy_text(prompt, VARIED_TOKENS)[-1].stats
-        return _Accepted(self.drafted + stats.drafted, self.accepted + stats.accepted)
 
     @property
     def share(self) -> float:

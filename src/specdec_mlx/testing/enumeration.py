@@ -8,13 +8,13 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property, reduce
+from functools import reduce
 from itertools import product
 from typing import Any
 
 import numpy as np
 
-from specdec_mlx.checks.one_step import Coins
+from specdec_mlx.checks.one_step import ends
 from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.coins import CoinRule
@@ -67,14 +67,10 @@ class ByRule:
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
         """Chances of all outcomes of a draft [K] with declared probs [K, V]; target [K+1, V]."""
         return {
-            ((*tokens[:n], t), n): weight * after[t]
-            for n, weight, after in self._coins.outcomes(target_probs, tokens, probs)
-            for t in range(len(after))
+            ((*tokens[:n], token), n): weight * chance
+            for n, weight, after in ends(self.rule, target_probs, tokens, probs)
+            for token, chance in enumerate(after.tolist())
         }
-
-    @cached_property
-    def _coins(self) -> Coins:
-        return Coins(self.rule)
 
 
 def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.ndarray:
@@ -99,7 +95,7 @@ class Comparison:
     own: np.ndarray
     how: str
 
-    @cached_property
+    @property
     def total_variation(self) -> float:
         """Distance of the two."""
         return total_variation(self.got, self.own)
@@ -116,7 +112,6 @@ class Comparison:
 
 def enumerated(rule: CoinRule) -> Iterator[Comparison]:
     """Every outcome of a round on small vocabularies; distributions change with the text."""
-    deciding = ByRule(rule)
     for vocab_size, num_draft in SHAPES:
         target, draft = sources(vocab_size, vocab_size + num_draft)
         some, others = _without(target, 0), _without(draft, 1)
@@ -125,21 +120,17 @@ def enumerated(rule: CoinRule) -> Iterator[Comparison]:
         for p, q in [*drawn, (target, None), (some, None)]:
             begun = defaultdict[Tokens, float](float)
             for tokens in [copied] if q is None else product(range(vocab_size), repeat=num_draft):
-                if q is None:
-                    weight, probs = 1.0, point_mass(np.array(tokens), np.zeros((1, vocab_size)))
-                else:
-                    probs = q.along(0, tokens)[:-1]
-                    weight = float(np.prod(probs[range(num_draft), tokens]))
+                likes = np.zeros((1, vocab_size))
+                probs = point_mass(np.array(tokens), likes) if q is None else q.along(0, tokens)
+                weight = float(np.prod(probs[range(num_draft), tokens]))
                 if weight:
-                    outcomes = deciding.outcomes(p.along(0, tokens), tokens, probs)
-                    for (emitted, _), chance in outcomes.items():
+                    of_draft = ByRule(rule).outcomes(p.along(0, tokens), tokens, probs[:num_draft])
+                    for (emitted, _), chance in of_draft.items():
                         begun[emitted] += weight * chance
             kind = "point masses" if q is None else "drawn"
-            yield Comparison(
-                continued(p, begun, num_draft + 1),
-                continued(p, {(): 1.0}, num_draft + 1),
-                f"K = {num_draft} {kind}, V = {vocab_size}",
-            )
+            joint = continued(p, begun, num_draft + 1)
+            own = continued(p, {(): 1.0}, num_draft + 1)
+            yield Comparison(joint, own, f"K = {num_draft} {kind}, V = {vocab_size}")
 
 
 def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
