@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
 
@@ -18,11 +18,7 @@ import specdec_mlx as sd
 import tiny
 from counting import Counting
 from exact import (
-    COIN_RULES,
     TARGET,
-    ByCoupling,
-    ByRule,
-    Deciding,
     Drawn,
     Rounds,
     by_state,
@@ -30,7 +26,7 @@ from exact import (
 )
 from lossless import PROMPT, plain_text
 from scripted import ScriptedDrafter, ScriptedSession
-from selection import in_one_test
+from selection import cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.bench.cost import parse_cost
 from specdec_mlx.bench.recorded import ModelledLength
@@ -56,6 +52,7 @@ from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
+from test_stepwise import WAYS
 
 EXACT = 1e-6  # declared distributions come out of the session in float32
 
@@ -63,34 +60,19 @@ EXACT = 1e-6  # declared distributions come out of the session in float32
 # The joint distribution, exactly ------------------------------------------------------------------
 
 
-class Given:
-    """A first session that proposes what it was given."""
+class Found:
+    """A first session and a look-up: drafts what it was given, finds what that leads to."""
 
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
+    def __init__(self, draft: Draft, state: int, found: list[Tokens]) -> None:
+        self.draft, self.state, self.found = draft, state, found
 
     def propose(self, limit: int) -> Draft:
         return self.draft
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        pass
-
-
-class Found:
-    """A look-up that finds, behind a draft, what depends on where that led."""
-
-    def __init__(self, state: int, found: list[Tokens]) -> None:
-        self.state = state
-        self.found = found
-
-    def propose(self, limit: int) -> Draft:
-        return Draft()
-
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
         return Draft(self.found[state_after(self.state, tuple(tokens))][:limit])
 
-    def observe(self, tokens: Sequence[int]) -> None:
-        pass
+    def observe(self, tokens: Sequence[int]) -> None: ...
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,10 +87,8 @@ class Cascaded:
     def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
         for weight, drawn, probs in self.first.drafts(state):
             logprobs = mx.log(mx.array(probs)) if drawn else None
-            session = CascadeSession(
-                Given(Draft(drawn, logprobs)), Found(state, self.found), num_first=4
-            )
-            draft = session.propose(self.limit)
+            both = Found(Draft(drawn, logprobs), state, self.found)
+            draft = CascadeSession(both, both, num_first=4).propose(self.limit)
             tokens = tuple(to_list(draft.tokens))
             whole = probs if draft.probs is None else np.array(draft.probs, np.float64)
             if self.alter is not None:
@@ -125,15 +105,10 @@ FIRST = {
     "two": lambda state, drafted: drafted < 2,
     "0 to 2, by the state": by_state([1, 2, 0, 2, 1, 2, 1]),
 }
-WAYS: dict[str, Deciding] = {
-    "rejection": ByRule(COIN_RULES["rejection"]),
-    "block": ByRule(COIN_RULES["block"]),
-    "coupled": ByCoupling(),
-}
 
 
-@pytest.mark.parametrize("num_first", FIRST)
-@pytest.mark.parametrize("name", WAYS)
+@in_one_test("num_first", FIRST)
+@in_one_test("name", WAYS)
 def test_the_joint_distribution_is_the_targets(name: str, num_first: str) -> None:
     """Two rounds, with drafts of up to 4 tokens: how many were drawn, whether something was found
     behind them and how much depends on what was drawn.
@@ -169,33 +144,26 @@ def test_wrong_cascades_are_caught(name: str, alter: Any) -> None:
 
 
 @cache
-def target(name: str) -> nn.Module:
-    return tiny.build(name)
+def target(name: str, seed: int = 0) -> nn.Module:
+    return tiny.build(name, seed=seed)
 
 
-@cache
-def small(name: str) -> nn.Module:
-    return tiny.build(name, seed=1)
-
-
-@pytest.mark.parametrize("name", ["llama", "mamba2", "qwen3_next"])
-@in_one_test("length", [3, 6, "auto"])
+@pytest.mark.parametrize("name", cases(["llama", "mamba2", "qwen3_next"], "llama", "mamba2"))
+@in_one_test("length", [6, "auto"])
 def test_greedy_text_is_the_targets_own(name: str, length: int | str) -> None:
     """Whatever the model writes and look-up finds, right or wrong, for every kind of cache; with
     the target's own weights as the draft model both parts are right now and then.
     """
     expected = plain_text(target(name), PROMPT, 60).tokens
-    for model in (small(name), target(name)):
+    for model in (target(name, 1), target(name)):
         drafter = sd.Cascade(sd.ModelDrafter(model), "prompt-lookup:min_ngram=1", num_first=2)
-        tokens = list(
-            sd.speculate(target(name), PROMPT, drafter, max_tokens=60, draft_length=length)
-        )
+        drafted = sd.speculate(target(name), PROMPT, drafter, max_tokens=60, draft_length=length)
+        tokens = list(drafted)
         assert [token.token for token in tokens] == expected
-        if length != "auto":
-            assert tokens[-1].stats.drafted > 40
+        assert tokens[-1].stats.drafted > 40 or length == "auto"
 
 
-@pytest.mark.parametrize("length", [6, "auto"])
+@in_one_test("length", [6, "auto"])
 @pytest.mark.parametrize("kind", ["mtp", "medusa"])
 def test_a_trained_head_may_write_the_first_tokens(kind: str, length: int | str) -> None:
     """One that drafts token by token, and one that drafts all at once: each reads the target as it
@@ -203,54 +171,45 @@ def test_a_trained_head_may_write_the_first_tokens(kind: str, length: int | str)
     """
     pair = lab.load_pair()
     prompt = pair.tokenizer.encode("for i in range(10):\n    print(i)\nfor i in range(20):\n")
-    head = lab.head(kind, pair.target)
-    texts = []
-    for drafter in (None, sd.Cascade(head, "prompt-lookup:min_ngram=1", num_first=2)):
-        drafted = sd.speculate(pair.target, prompt, drafter, max_tokens=48, draft_length=length)
-        tokens = list(drafted)
-        texts.append([token.token for token in tokens])
-    assert texts[0] == texts[1]
-    if length != "auto":
-        assert tokens[-1].stats.drafted > 2 * tokens[-1].stats.target_passes
+    head = sd.Cascade(lab.head(kind, pair.target), "prompt-lookup:min_ngram=1", num_first=2)
+    expected, tokens = (
+        list(sd.speculate(pair.target, prompt, one, max_tokens=48, draft_length=length))
+        for one in (None, head)
+    )
+    assert [token.token for token in tokens] == [token.token for token in expected]
+    assert length == "auto" or tokens[-1].stats.drafted > 2 * tokens[-1].stats.target_passes
 
 
 # What is drafted ----------------------------------------------------------------------------------
 
 
-def session(temp: float, then: sd.Drafter | str = "suffix", num_first: int = 2) -> CascadeSession:
-    model = small("llama")
-    context = DraftContext(
-        sampling=sd.Sampling(temp), noise=Noise(5), vocab_size=tiny.CONFIGS["llama"]["vocab_size"]
-    )
-    return sd.Cascade(sd.ModelDrafter(model), then, num_first).begin(PROMPT, context)
-
-
 @in_one_test("temp", [0.0, 0.8])
 def test_the_first_tokens_are_the_models_the_later_ones_what_look_up_finds(temp: float) -> None:
     """With the distributions that each was drawn from: the model's, and point masses."""
-    begun = session(temp)
-    own = sd.ModelDrafter(small("llama"))
-    alone = own.begin(PROMPT, begun.first.context).propose(2)  # type: ignore[attr-defined]
-    first = to_list(alone.tokens)
+    own, context = sd.ModelDrafter(target("llama", 1)), context_of(temp)
+    begun = sd.Cascade(own, "suffix", 2).begin(PROMPT, context)
+    first = to_list(own.begin(PROMPT, context).propose(2).tokens)
     text = [*PROMPT, *first, 90, 91, 92, *first]
     begun.observe(text[len(PROMPT) : -2])
     draft = begun.propose(6)
     tokens = to_list(draft.tokens)
     found = sd.SuffixDrafter().begin(text[:-2], DraftContext())
     assert tokens[2:] == to_list(found.propose_after(tokens[:2], 4).tokens)
-    if temp:
-        assert draft.probs is not None
+    assert (draft.probs is None) == (temp == 0)
+    if draft.probs is not None:
         rows = np.array(draft.probs)
         assert np.allclose(rows.sum(axis=-1), 1, atol=1e-5)
         assert np.all(rows[2:, tokens[2:]].diagonal() == 1)
         assert np.all(rows[:2].max(axis=-1) < 1)
-    else:
-        assert draft.logprobs is None
+
+
+def context_of(temp: float) -> DraftContext:
+    vocab_size = tiny.CONFIGS["llama"]["vocab_size"]
+    return DraftContext(sampling=sd.Sampling(temp), noise=Noise(5), vocab_size=vocab_size)
 
 
 def test_where_nothing_is_found_the_models_tokens_are_the_draft() -> None:
     """And look-up is not asked where the draft is full."""
-    nothing = ScriptedDrafter(lambda start, limit: [])
     asked: list[int] = []
 
     class Asked(Found):
@@ -258,15 +217,9 @@ def test_where_nothing_is_found_the_models_tokens_are_the_draft() -> None:
             asked.append(limit)
             return Draft()
 
-    begun = session(0.0)
-    begun.then = Asked(0, [])
-    assert len(begun.propose(2)) == 2
-    assert asked == []
-    begun.observe([4])
-    assert len(begun.propose(5)) == 2
-    assert asked == [3]
-    with pytest.raises(ValueError, match="propose_after"):
-        sd.Cascade(sd.ModelDrafter(small("llama")), nothing).begin(PROMPT, DraftContext())
+    begun = CascadeSession(Found(Draft([7, 8]), 0, []), Asked(Draft(), 0, []), 2)
+    assert (len(begun.propose(2)), asked) == (2, [])
+    assert (len(begun.propose(5)), asked) == (2, [3])
 
 
 def test_the_model_runs_for_the_first_tokens_alone() -> None:
@@ -310,17 +263,15 @@ def test_later_tokens_cost_their_positions_and_no_steps() -> None:
     assert costs[1] == pytest.approx(costs[0] + 2 * 0.1)
 
 
-class TwoAndOneFree(ScriptedSession):
-    """Two tokens of steps, and one that was found behind them."""
-
-    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        for said in ([SURE], [SURE, SURE], [SURE, SURE, FREE]):
-            goes_on(said)
-        return Draft([1, 2, 3])
-
-
 def test_a_replay_charges_no_steps_for_later_tokens() -> None:
     """Its seconds are those of the model's steps and of the pass."""
+
+    class TwoAndOneFree(ScriptedSession):
+        def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+            for said in ([SURE], [SURE, SURE], [SURE, SURE, FREE]):
+                goes_on(said)
+            return Draft([1, 2, 3])
+
     cost = parse_cost("linear:0.5", None)
     modelled = ModelledLength(Auto(), cost, draft_seconds=0.01)
     ask = modelled.begin("part", TwoAndOneFree(lambda start, limit: []), lambda: False)
@@ -331,29 +282,6 @@ def test_a_replay_charges_no_steps_for_later_tokens() -> None:
     assert modelled.seconds == pytest.approx(cost(4) + 2 * 0.01)
 
 
-@in_one_test(
-    ("slope", "evidence", "expected"),
-    [
-        (0.05, FREE, Step.GO_ON),
-        (1.0, FREE, Step.STOP_BEFORE),
-        (0.3, Evidence(match=1, share=1, is_free=True), Step.STOP_BEFORE),
-    ],
-)
-def test_a_later_token_is_taken_where_it_is_worth_its_position(
-    slope: float, evidence: Evidence, expected: Step
-) -> None:
-    """By the chance that its like is accepted; a step that costs more than a round is no reason to
-    stop, since none is run.
-    """
-    part = begun(step=3.0, slope=slope)
-    part.goes_on([SURE])
-    if slope == 0.3:
-        for _ in range(60):
-            part.learned.chances.learn([evidence], [False], first=1)
-    assert part.goes_on([SURE, evidence]) is expected
-    assert part.goes_on([SURE, Evidence(confidence=0.3)]) is not Step.GO_ON
-
-
 # How it is made -----------------------------------------------------------------------------------
 
 
@@ -361,12 +289,11 @@ def test_it_has_a_name_where_there_is_a_draft_model() -> None:
     """On the command line as `--draft-model MODEL --drafter cascade:num_first=3`, which is all
     that drafts then.
     """
-    model = small("llama")
+    model = target("llama")
     drafter = sd.make_drafter("cascade:then=prompt-lookup,num_first=3", draft_model=model)
-    expected = sd.Cascade(sd.ModelDrafter(model), "prompt-lookup", 3)
     assert drafter is not None
-    assert key_of(drafter) == key_of(expected)
-    assert len({key_of(sd.Cascade(sd.ModelDrafter(model), num_first=n)) for n in (1, 2)}) == 2
+    assert key_of(drafter) == key_of(sd.Cascade(sd.ModelDrafter(model), "prompt-lookup", 3))
+    assert key_of(drafter) != key_of(sd.Cascade(sd.ModelDrafter(model), "prompt-lookup", 2))
     assert model in [getattr(part, "model", None) for part in all_drafters(drafter)]
     assert Flags(drafters=["cascade"], draft_model="M").names == ["cascade"]
     with pytest.raises(ValueError, match="draft-model"):
@@ -375,22 +302,22 @@ def test_it_has_a_name_where_there_is_a_draft_model() -> None:
 
 def test_a_server_keeps_the_draft_models_caches_for_the_next_turn() -> None:
     """The draft model of a cascade reads what is new alone, and what is drafted is the same."""
-    model, store = Counting(small("llama")), LRUPromptCache()
+    model = Counting(target("llama", 1))
     drafter = sd.Cascade(sd.ModelDrafter(model), "suffix", num_first=2)
-    kept = keeping_caches(drafter, store)
+    kept = keeping_caches(drafter, LRUPromptCache())
     assert key_of(kept) == key_of(drafter)
-    context = DraftContext(vocab_size=tiny.CONFIGS["llama"]["vocab_size"], prefill_step_size=4)
+    context = replace(context_of(0.0), prefill_step_size=4)
     said = [*PROMPT, 9, 31, 17]
     proposed, passes = [], []
     for drafting, prompt in ((kept, PROMPT), (kept, said), (drafter, said)):
         model.num_passes = 0
-        begun = drafting.begin(prompt, context)
+        begun: Any = drafting.begin(prompt, context)
         assert isinstance(begun, Stepwise)
         draft = begun.propose_while(6, lambda evidence: Step.GO_ON)
         proposed.append(to_list(draft.tokens))
         passes.append(model.num_passes)
-        begun.observe([9])  # type: ignore[attr-defined]
-        begun.close(len(prompt) + 1)  # type: ignore[attr-defined]
+        begun.observe([9])
+        begun.close(len(prompt) + 1)
     assert proposed[1] == proposed[2]
     assert passes[1] < passes[2]
 
@@ -401,6 +328,7 @@ def test_a_server_keeps_the_draft_models_caches_for_the_next_turn() -> None:
         ({"num_first": 0}, "num_first=0"),
         ({"then": "none"}, "finds nothing"),
         ({"then": sd.ModelDrafter(nn.Linear(1, 1))}, "expected a look-up"),
+        ({"then": ScriptedDrafter(lambda start, limit: [])}, "propose_after"),
         ({"first": sd.FirstOf(sd.SuffixDrafter(), sd.NGramDrafter())}, "made of several"),
         ({"first": sd.ModelDrafter(nn.Linear(1, 1), branches=2)}, "trees"),
         ({"first": sd.ModelDrafter(nn.Linear(1, 1), on_every_rank=True)}, "every rank"),
@@ -408,6 +336,6 @@ def test_a_server_keeps_the_draft_models_caches_for_the_next_turn() -> None:
 )
 def test_what_cannot_be_put_together_is_refused(options: dict[str, Any], message: str) -> None:
     """In words that say what to do."""
-    given = {"first": sd.ModelDrafter(nn.Linear(1, 1))} | options
+    given = {"first": sd.NGramDrafter()} | options
     with pytest.raises(ValueError, match=message):
-        sd.Cascade(**given)
+        sd.Cascade(**given).begin(PROMPT, context_of(0.0))

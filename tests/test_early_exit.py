@@ -16,7 +16,7 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import heads
 import specdec_mlx as sd
 import tiny
-from selection import in_one_test
+from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration, Request
 from specdec_mlx.contracts import DraftContext, KeysValues
 from specdec_mlx.drafters.heads.early_exit import (
@@ -39,16 +39,12 @@ READS = {"llama": 2, "gemma3_text": 2, "mamba2": 1}
 PROMPT = [5, 17, 40, 3, 64, 17, 40, 42] * 5
 
 
-def exit_of(model: nn.Module, layers: int) -> ExitDrafter:
-    drafter = sd.drafters.early_exit(model, layers)
-    assert isinstance(drafter, ExitDrafter)
-    return drafter
-
-
-def trained_exit_of(model: nn.Module, layers: int, window: int | None) -> ExitDrafter:
-    """One with random weights; for no window the target's own norm."""
+def exit_of(model: nn.Module, layers: int = 1, window: int | None = None) -> ExitDrafter:
+    """An exit with the target's own norm; for a window one with random weights."""
     if window is None:
-        return exit_of(model, layers)
+        drafter = sd.drafters.early_exit(model, layers)
+        assert isinstance(drafter, ExitDrafter)
+        return drafter
     width = model.args.hidden_size
     mx.random.seed(0)
     sizes = {"hidden_size": width, "intermediate_size": width, "rms_norm_eps": 1e-5}
@@ -102,16 +98,17 @@ def test_an_exit_that_is_none_is_refused() -> None:
         sd.drafters.early_exit(tiny.build("afm7"), 1)
 
 
-@pytest.mark.parametrize(
-    ("name", "window"), [*((name, None) for name in COPIES), *(("qwen2", w) for w in (1, 8, 64))]
-)
-@pytest.mark.parametrize("temp", [0.0, 1.0])
+TABLE = [*((name, None) for name in COPIES), *(("qwen2", w) for w in (1, 8, 64))]
+
+
+@pytest.mark.parametrize(("name", "window"), cases(TABLE, ("qwen2", None), ("qwen2", 8)))
+@in_one_test("temp", [0.0, 1.0])
 def test_drafts_are_those_of_an_exit_that_reads_for_itself(
     name: str, window: int | None, temp: float
 ) -> None:
     """And the same text; only what a trained exit attends to is run through the layers."""
     model = tiny.build(name)
-    drafter = trained_exit_of(model, 1, window)
+    drafter = exit_of(model, 1, window)
     assert drafter.copies
     options = {"sampler": sd.Sampling(temp=temp), "seed": 1}
     text, rounds, rows = written(model, drafter, **options)
@@ -124,27 +121,11 @@ def test_drafts_are_those_of_an_exit_that_reads_for_itself(
         assert max(rows) <= 2
 
 
-@in_one_test("window", [None, 8])
-def test_an_earlier_turn_is_copied(window: int | None) -> None:
-    """Into the caches of the target's layers; its own layer reads what it attends to."""
-    model = tiny.build("qwen2")
-    drafter, caches = trained_exit_of(model, 1, window), make_prompt_cache(model)
-    written(model, None, prompt_cache=caches)
-    session, held = session_beside(model, drafter, PROMPT)
-    held.caches, held.position, before = caches, 0, caches[0].offset
-    held.feed(PROMPT[:-1])
-    session.propose(2)
-    of_layers, *own = session.rollback.caches
-    assert session.rollback.position == len(PROMPT) + 1  # one of two drafted was fed
-    assert of_layers.offset == before + len(PROMPT) + 1
-    assert [cache.offset for cache in own] == ([] if window is None else [7 + 1 + 1])
-
-
 @in_one_test("temp", [0.0, 1.0])
 def test_a_trained_exit_drafts_trees(temp: float) -> None:
     """Each path in them as a chain would have been."""
     model = tiny.build("qwen2")
-    drafter = replace(trained_exit_of(model, 1, 8), branches=2)
+    drafter = replace(exit_of(model, 1, 8), branches=2)
     options = {"sampler": sd.Sampling(temp=temp), "seed": 1, "draft_length": 6}
     assert drafter.model(mx.array([PROMPT]))[0].shape == (len(PROMPT), 128)
     assert exact_until(drafter.model, 0, on_trees=True) is None
@@ -152,7 +133,7 @@ def test_a_trained_exit_drafts_trees(temp: float) -> None:
     assert text == written(model, None, **options)[0] or temp
 
 
-@pytest.mark.parametrize("name", READS)
+@in_one_test("name", READS)
 def test_caches_that_forget_are_not_copied(name: str) -> None:
     """Windows and recurrent states; the text is the target's all the same."""
     model = tiny.build(name)
@@ -161,62 +142,30 @@ def test_caches_that_forget_are_not_copied(name: str) -> None:
     assert written(model, drafter)[0] == written(model, None)[0]
 
 
-def test_a_window_that_the_caller_wants_is_noticed() -> None:
-    """Once the target has forgotten something, the exit reads for itself; its text is the same."""
-    model = tiny.build("qwen2")
-    drafter = exit_of(model, 1)
-    session, held = session_beside(model, drafter, PROMPT)
-    held.caches, held.position = make_prompt_cache(model, max_kv_size=16), 0
-    held.feed(PROMPT[:-1])
-    with fed_to_exits() as rows:
-        session.propose(1)
-    assert rows == [len(PROMPT) - 1, 1]
-    text = written(model, drafter, max_kv_size=48)[0]
-    assert text == written(model, None, max_kv_size=48)[0]
-
-
-def test_quantized_caches_are_unpacked() -> None:
-    """The exit's own are not quantized."""
+def test_caches_that_the_caller_wants_otherwise() -> None:
+    """With a window the exit reads for itself; quantized ones are unpacked. Its text is the same,
+    and where only the target knows an earlier turn its caches hold this call's text alone.
+    """
     model = tiny.build("qwen2", num_attention_heads=2, num_key_value_heads=1)
-    options = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
-    text, rounds, rows = written(model, exit_of(model, 1), **options)
-    assert text == written(model, None, **options)[0]
-    assert rounds
-    assert max(rows) <= 2
-
-
-def test_caches_of_the_callers_hold_this_calls_text_alone() -> None:
-    """As many positions as it was promised, where only the target knows the earlier turn."""
-    model = tiny.build("qwen2")
-    drafter, caches = exit_of(model, 1), make_prompt_cache(model)
+    drafter, quantized = exit_of(model), {"kv_bits": 8, "kv_group_size": 32}
+    for options in ({"max_kv_size": 48}, quantized | {"quantized_kv_start": 0}):
+        text, rounds, rows = written(model, drafter, **options)
+        assert text == written(model, None, **options)[0]
+        assert rounds
+        assert (max(rows) <= 2) == ("kv_bits" in options)
+    caches, of_exit = make_prompt_cache(model), make_prompt_cache(drafter.model)
     text = written(model, None, prompt_cache=caches)[0]
-    of_exit = make_prompt_cache(drafter.model)
-    later = written(model, drafter, [7, 8, 9], prompt_cache=[*caches, *of_exit], max_tokens=4)[0]
+    both = [*caches, *of_exit]
+    later = written(model, drafter, [7, 8, 9], prompt_cache=both, max_tokens=4)[0]
     assert of_exit[0].offset == 3 + len(later)
     assert caches[0].offset == len(PROMPT) + len(text) + 3 + len(later)
-
-
-def test_what_was_missed_in_a_pause_is_copied() -> None:
-    """Rows that are fed: the last token, and one that was drafted and not fed."""
-    model = tiny.build("qwen2")
-    drafter = exit_of(model, 1)
-
-    session, held = session_beside(model, drafter, PROMPT)
-    session.propose(2)
-    session.observe([9, 8, 7, 6, 5, 4])
-    held.feed([PROMPT[-1], 9, 8, 7, 6, 5])
-    with fed_to_exits() as rows:
-        mx.eval(session.propose(2).tokens)
-    assert rows == [1, 1]
-    assert session.rollback.caches[0].offset == len(PROMPT) + 6 + 1  # one of two drafted was fed
 
 
 class Held:
     """A target's caches, and how far they are."""
 
-    def __init__(self, model: nn.Module, tokens: list[int]) -> None:
-        self.model, self.caches, self.position = model, make_prompt_cache(model), 0
-        self.feed(tokens)
+    def __init__(self, model: nn.Module, caches: list[Any]) -> None:
+        self.model, self.caches, self.position = model, caches, 0
 
     def feed(self, tokens: list[int]) -> None:
         self.model(mx.array([tokens]), cache=self.caches)
@@ -226,21 +175,46 @@ class Held:
         return keys_values_of(self.caches, index)
 
 
-def session_beside(
-    model: nn.Module, drafter: ExitDrafter, prompt: list[int]
-) -> tuple[ExitSession, Held]:
+def session_beside(drafter: ExitDrafter, caches: list[Any]) -> tuple[ExitSession, Held]:
     """A session, and the target that has read all of the prompt but its last token."""
-    held = Held(model, prompt[:-1])
-    session = drafter.begin(prompt, DraftContext(vocab_size=128, target_caches=held))
+    held = Held(tiny.build("qwen2"), caches)
+    held.feed(PROMPT[:-1])
+    session = drafter.begin(PROMPT, DraftContext(vocab_size=128, target_caches=held))
     assert isinstance(session, ExitSession)
     return session, held
 
 
-def test_a_fork_reads_for_itself() -> None:
-    """What the target's caches hold is the text of the session that was forked."""
-    session, _ = session_beside(tiny.build("qwen2"), exit_of(tiny.build("qwen2"), 1), PROMPT)
-    assert session.fork().context.target_caches is None
-    assert session.context.target_caches is not None
+@in_one_test("window", [None, 8])
+def test_an_earlier_turn_is_copied(window: int | None) -> None:
+    """Into the caches of the target's layers; its own layer reads what it attends to."""
+    model = tiny.build("qwen2")
+    caches = make_prompt_cache(model)
+    written(model, None, prompt_cache=caches)
+    before = caches[0].offset
+    session, _ = session_beside(exit_of(model, 1, window), caches)
+    session.propose(2)
+    of_layers, *own = session.rollback.caches
+    assert session.rollback.position == len(PROMPT) + 1  # one of two drafted was fed
+    assert of_layers.offset == before + len(PROMPT) + 1
+    assert [cache.offset for cache in own] == ([] if window is None else [7 + 1 + 1])
+    assert session.fork().context.target_caches is None  # they hold the text of this session
+
+
+def test_what_was_missed_in_a_pause_is_copied_unless_the_target_forgot() -> None:
+    """Rows that are fed: the last token, and one that was drafted and not fed."""
+    model = tiny.build("qwen2")
+    session, held = session_beside(exit_of(model), make_prompt_cache(model))
+    session.propose(2)
+    session.observe([9, 8, 7, 6, 5, 4])
+    held.feed([PROMPT[-1], 9, 8, 7, 6, 5])
+    with fed_to_exits() as rows:
+        mx.eval(session.propose(2).tokens)
+    assert rows == [1, 1]
+    assert session.rollback.caches[0].offset == len(PROMPT) + 6 + 1  # one of two drafted was fed
+    session, _ = session_beside(exit_of(model), make_prompt_cache(model, max_kv_size=16))
+    with fed_to_exits() as rows:
+        session.propose(1)
+    assert rows == [len(PROMPT) - 1, 1]
 
 
 def test_caches_that_hold_something_else_are_told() -> None:
@@ -267,7 +241,7 @@ def test_caches_that_hold_something_else_are_told() -> None:
 def test_several_texts_at_once_draft_with_an_exit(window: int | None) -> None:
     """Their caches are rows, so that it reads for itself; so it is with what was trained."""
     model = tiny.build("qwen2")
-    drafter = trained_exit_of(model, 1, window)
+    drafter = exit_of(model, 1, window)
     options = {"max_tokens": 8, "draft_length": 2}
     alone = [written(model, drafter, PROMPT[i:], **options)[:2] for i in (0, 3)]
     assert alone[0][0] == written(model, None, max_tokens=8)[0]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import Any
 
@@ -15,11 +15,10 @@ import specdec_mlx as sd
 import tiny
 from lossless import PROMPT, plain_text
 from selection import in_one_test
-from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, RoundRecord, key_of
-from specdec_mlx.contracts.trees import path_to
+from specdec_mlx.contracts import DraftContext, FeatureRows, RoundRecord, key_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.lookahead import LookaheadSession, Pool, Window, _Proposal
+from specdec_mlx.drafters.lookahead import LookaheadSession, Window
 from specdec_mlx.token_ids import to_list
 
 
@@ -31,33 +30,28 @@ def target(name: str) -> nn.Module:
 # The text is the target's own ---------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("length", [3, 24, "auto"])
+@in_one_test("length", [3, 24, "auto"])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_greedy_text_is_the_targets_own_over_100_tokens(name: str, length: int | str) -> None:
-    """Where a tree is verified in one pass, and where only its first chain is."""
-    drafter = sd.LookaheadDrafter(window=4)
-    tokens = list(sd.speculate(target(name), PROMPT, drafter, max_tokens=100, draft_length=length))
-    assert [token.token for token in tokens] == plain_text(target(name), PROMPT, 100).tokens
-    if length != "auto":
-        assert tokens[-1].stats.drafted > 100
+def test_greedy_text_is_the_targets_own(name: str, length: int | str) -> None:
+    """Where a tree is verified in one pass, and where only its first chain is; with others too."""
+    options: Any = {"max_tokens": 60, "draft_length": length}
+    alone = sd.LookaheadDrafter(window=4)
+    for drafter in (alone, sd.TreeOf(sd.PromptLookupDrafter(min_ngram=1), alone)):
+        tokens = list(sd.speculate(target(name), PROMPT, drafter, **options))
+        assert [token.token for token in tokens] == plain_text(target(name), PROMPT, 60).tokens
+        stats = tokens[-1].stats
+        if drafter is alone:
+            assert stats.drafted > 60 or length == "auto"
+            assert stats.drafted <= 3 * stats.target_passes or name == "llama"
 
 
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_a_seed_has_one_text_under_the_coupled_rule(name: str) -> None:
     """With rows, with fewer of them, and without drafts."""
-    options: dict[str, Any] = {"max_tokens": 40, "sampler": sd.Sampling(0.8), "seed": 11}
+    options: Any = {"max_tokens": 40, "sampler": sd.Sampling(0.8), "seed": 11, "rule": "coupled"}
     texts = [
-        [
-            token.token
-            for token in sd.speculate(
-                target(name), PROMPT, drafter, rule="coupled", draft_length=length, **options
-            )
-        ]
-        for drafter, length in (
-            (None, 0),
-            (sd.LookaheadDrafter(), 5),
-            (sd.LookaheadDrafter(), 20),
-        )
+        [t.token for t in sd.speculate(target(name), PROMPT, one, draft_length=length, **options)]
+        for one, length in ((None, 0), (sd.LookaheadDrafter(), 5), (sd.LookaheadDrafter(), 20))
     ]
     assert texts[0] == texts[1] == texts[2]
 
@@ -76,7 +70,7 @@ def test_n_grams_end_with_what_the_target_says_after_them() -> None:
 
     class Watched(LookaheadSession):
         def n_grams(self) -> set[tuple[int, ...]]:
-            return {(first, *rest) for first, some in self._pool.known.items() for rest in some}
+            return {(first, *rest) for first, some in self._pool.items() for rest in some}
 
         def observe(self, tokens: Sequence[int]) -> None:
             text, before = list(self._tokens), self.n_grams()
@@ -100,22 +94,11 @@ def test_n_grams_end_with_what_the_target_says_after_them() -> None:
     assert len(checked) > 10
 
 
-def test_a_column_hangs_from_the_trunk_in_front_of_its_first_token() -> None:
-    """With the text's last token before the first column."""
+def test_the_window_moves_with_the_text() -> None:
+    """The first level goes, and columns whose places were written; nothing said, levels stay."""
     window = Window(3, 3, [9])
     window.levels = [[9, 1, 2], [3, 4, 5], [6, 7, 8]]
     assert window.columns() == [(3, 6), (1, 4, 7), (1, 2, 5, 8)]
-    proposal = _Proposal()
-    ends = [proposal.add(path) for path in window.columns()]
-    draft = proposal.draft()
-    assert draft.parents is not None
-    paths = [path_to(end, draft.parents) for end in ends if end is not None]
-    assert [tuple(draft.tokens[i] for i in path) for path in paths] == window.columns()
-    assert len(draft) == 2 + 3 * 2
-
-
-def test_the_window_moves_with_the_text() -> None:
-    """The first level goes, and columns whose places were written; nothing said, levels stay."""
     window = Window(3, 2, [9])
     window.levels = [[9, 1, 2], [3, 4, 5]]
     window.advance([6, 7, None], [9, 30], 1)
@@ -128,17 +111,6 @@ def test_the_window_moves_with_the_text() -> None:
     assert all(len(level) == 3 for level in window.levels)
 
 
-def test_the_pool_keeps_the_latest() -> None:
-    """Of each first token so many, the latest first; one that came again is as new as any."""
-    pool = Pool()
-    for last in range(20):
-        pool.add(1, (2, last))
-    pool.add(1, (2, 5))
-    assert pool.after([7, 1])[:2] == [((2, 5), 2), ((2, 19), 1)]
-    assert len(pool.after([1])) == 16
-    assert pool.after([7]) == pool.after([]) == []
-
-
 # What is proposed ---------------------------------------------------------------------------------
 
 
@@ -146,77 +118,57 @@ def session(**options: Any) -> LookaheadSession:
     return sd.LookaheadDrafter(**options).begin([5, 6, 7], DraftContext())
 
 
-def reject(begun: LookaheadSession, said: Callable[[int], int], next_token: int) -> Draft:
-    """A round in which nothing is kept; said: node -> what the target says after it."""
-    draft = begun.propose(20)
-    tops = mx.array([[said(node)] for node in range(len(draft))])
-    begun.see_rejected(to_list(draft.tokens), FeatureRows({}, top_tokens=tops))
-    begun.observe([next_token])
-    return draft
-
-
 def test_n_grams_of_the_pool_come_first_and_then_the_rows() -> None:
     """As many as there is room for; a limit cuts whole columns, never an n-gram's beginning."""
     begun = session(window=2, ngram=3)
-    begun._pool.add(7, (40, 41))
-    begun._pool.add(7, (40, 42))
+    for rest in ((40, 41), (40, 42)):
+        begun._note(7, rest)
     draft = begun.propose(9)
-    assert to_list(draft.tokens)[:3] == [40, 42, 41]
     assert draft.parents is not None
-    assert list(draft.parents)[:3] == [-1, 0, 0]
+    assert (to_list(draft.tokens)[:3], list(draft.parents)[:3]) == ([40, 42, 41], [-1, 0, 0])
     assert len(draft) == 3 + 3
     assert len(begun.propose(4)) == 4
     assert to_list(begun.propose(2).tokens) == [40, 42]
     assert len(begun.propose(0)) == 0
 
 
-def test_what_is_said_after_rejected_rows_becomes_a_draft() -> None:
-    """The n-gram whose first token comes up is proposed then."""
-    begun = session(window=2, ngram=3)
-    assert begun._window is None
-    begun.propose(20)
-    assert begun._window is not None
-    begun._window.levels = [[7, 50], [51, 52]]
-    draft = reject(begun, lambda node: 60 + node, next_token=50)
-    paths = [tuple(draft.tokens[i] for i in path_to(n, draft.parents or [])) for n in range(3)]
-    assert paths == [(51,), (50,), (50, 52)]
-    assert begun._pool.after([50]) == [((52, 62), 1)]
-    assert to_list(begun.propose(20).tokens)[:2] == [52, 62]
-
-
-def test_of_a_target_without_trees_the_first_chain_is_noted() -> None:
-    begun = session(window=2, ngram=3)
-    begun.propose(20)
-    assert begun._window is not None
-    begun._window.levels = [[7, 50], [51, 52]]
-    verified = to_list(begun.propose(20).first_chain().tokens)
-    begun.see_rejected(verified, FeatureRows({}, top_tokens=mx.array([[61]])))
-    begun.observe([50])
-    assert (verified, begun._pool.known) == ([51], {7: {(51, 61): 1}})
-
-
-def test_the_rows_of_another_draft_are_bigrams() -> None:
-    """What was verified may be another drafter's: of that only pairs are known."""
-    begun = session(window=2, ngram=3)
-    begun.see_rejected([8, 9], FeatureRows({}, top_tokens=mx.array([[18], [19]])))
-    begun.observe([3])
-    assert begun._pool.known == {8: {(18,): 1}, 9: {(19,): 1}}
-
-
-def test_its_chains_go_into_trees_of_several() -> None:
-    """The n-grams that go on from the last token, the latest first, within the limit."""
-    begun = session(ngram=4)
-    begun._pool.add(7, (50, 51, 52))
-    begun._pool.add(7, (40, 41, 42))
-    begun._pool.add(41, (43,))
-    assert [draft.tokens for draft in begun.candidates(2)] == [(40, 41), (50, 51)]
+def test_the_pools_n_grams_are_chains_the_latest_first() -> None:
+    """Within the limit; of each first token so many; one that came again is as new as any."""
+    begun = session()
+    for last in (*range(20), 5):
+        begun._note(7, (50, last))
+    drafts = begun.candidates(2)
+    assert [draft.tokens for draft in drafts[:2]] == [(50, 5), (50, 19)]
+    assert [draft.match for draft in drafts[:2]] == [2, 1]
+    assert len(drafts) == 16
+    assert drafts[1].head(1) == begun.candidates(1)[1]
     assert begun.candidates(0) == []
-    together = sd.TreeOf(sd.PromptLookupDrafter(min_ngram=1), sd.LookaheadDrafter())
-    for length in (12, "auto"):
-        drafted = sd.speculate(
-            target("llama"), PROMPT, together, max_tokens=50, draft_length=length
-        )
-        assert [t.token for t in drafted] == plain_text(target("llama"), PROMPT, 50).tokens
+
+
+@in_one_test(
+    ("verified", "said", "noted"),
+    [
+        ([51, 50, 52], [60, 61, 62], {7: {(51, 60): 1}, 50: {(52, 62): 1}}),
+        ([51], [61], {7: {(51, 61): 1}}),  # the first chain, of a target without trees
+        ([8, 9], [18, 19], {8: {(18,): 1}, 9: {(19,): 1}}),  # another's draft, none of its own
+    ],
+)
+def test_what_is_said_after_rejected_rows_is_noted(
+    verified: list[int], said: list[int], noted: dict[int, Any]
+) -> None:
+    """As n-grams, which are drafts where their first token comes up."""
+    begun = session(window=2, ngram=3)
+    if verified[0] == 51:
+        begun.propose(20)
+        assert begun._window is not None
+        begun._window.levels = [[7, 50], [51, 52]]
+        draft = begun.propose(20)
+        assert verified in (to_list(draft.tokens), to_list(draft.first_chain().tokens))
+    begun.see_rejected(verified, FeatureRows({}, top_tokens=mx.array(said)[:, None]))
+    begun.observe([50])
+    assert begun._pool == noted
+    if 50 in noted:
+        assert to_list(begun.propose(20).tokens)[:2] == [52, 62]
 
 
 # Their price --------------------------------------------------------------------------------------
@@ -225,41 +177,21 @@ def test_its_chains_go_into_trees_of_several() -> None:
 KEY = key_of(sd.LookaheadDrafter())
 
 
-def tuned(slope: float) -> Auto:
-    """A draft length that has measured rounds of every size, in a text of plain pace."""
-    auto = Auto(Tuning())
-    for _ in range(8):
-        for size in (0, 4, 8, 14, 16, 24):
-            auto.limit(KEY, True)
-            seconds = 1.0 + slope * size
-            auto.record(RoundRecord(size, 0, 1, 1 + size, [1], seconds, part=KEY if size else ""))
-    return auto
-
-
-def asked(auto: Auto, may_fork: bool) -> Draft:
-    """A draft of a session that begins."""
-    return auto.begin(KEY, session(), lambda: may_fork)(64)
-
-
-@in_one_test(("slope", "are_rows"), [(0.0, True), (0.005, True), (0.1, False)])
+@in_one_test(("slope", "are_rows"), [(0.0, True), (0.005, True), (0.1, False), (None, False)])
 def test_rows_ride_where_positions_cost_less_than_they_are_worth(
-    slope: float, are_rows: bool
+    slope: float | None, are_rows: bool
 ) -> None:
-    """With the automatic length; a price is that of the whole pass at the going rate."""
-    auto = tuned(slope)
-    assert auto.extra_price(4, 16) == pytest.approx(12 * slope, abs=0.01)
-    assert (len(asked(auto, True)) > 0) == are_rows
-    assert len(asked(auto, False)) == 0
-
-
-def test_a_price_that_is_not_known_is_too_much() -> None:
-    """Before plain rounds were measured nothing is tried."""
-    auto = Auto()
-    assert auto.extra_price(0, 8) == math.inf
-    assert len(asked(auto, True)) == 0
-
-
-# How it is made -----------------------------------------------------------------------------------
+    """A price is that of the whole pass at the going rate; too much where nothing was measured."""
+    auto = Auto(Tuning())
+    for size in (0, 4, 8, 14, 16, 24) * 8 if slope is not None else ():
+        auto.limit(KEY, True)
+        seconds = 1.0 + (slope or 0.0) * size
+        auto.record(RoundRecord(size, 0, 1, 1 + size, [1], seconds, part=KEY if size else ""))
+    price = math.inf if slope is None else pytest.approx(12 * slope, abs=0.01)
+    assert auto.extra_price(4, 16) == price
+    for may_fork in (True, False):
+        draft = auto.begin(KEY, session(), lambda: may_fork)(64)  # noqa: B023
+        assert (len(draft) > 0) == (are_rows and may_fork)
 
 
 def test_it_has_a_name_and_refuses_what_means_nothing() -> None:
@@ -268,11 +200,3 @@ def test_it_has_a_name_and_refuses_what_means_nothing() -> None:
     for wrong in ({"window": 0}, {"ngram": 1}, {"num_candidates": 0}, {"worth": -1.0}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             sd.LookaheadDrafter(**wrong)  # type: ignore[arg-type]
-
-
-def test_a_target_without_trees_verifies_its_first_chain() -> None:
-    """The drafts are chains there, and some of what is said after them is drafted."""
-    drafter = sd.LookaheadDrafter(window=3, ngram=3)
-    tokens = list(sd.speculate(target("mamba2"), PROMPT, drafter, max_tokens=60, draft_length=6))
-    stats = tokens[-1].stats
-    assert 0 < stats.drafted <= 2 * stats.target_passes

@@ -13,9 +13,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from selection import cases, in_one_test
-from specdec_mlx.contracts import Draft, DraftContext, Evidence
+from specdec_mlx.contracts import DraftContext, Evidence
 from specdec_mlx.contracts.drafting import places_class, share_class
-from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession, StochasticNGramSession
+from specdec_mlx.drafters.ngram import NGramDrafter, StochasticNGramSession
 from specdec_mlx.drafters.ngram_table import DISCOUNT, NGramCounts
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
@@ -69,54 +69,24 @@ def smoothed(text: list[int], context: list[int], min_order: int) -> list[float]
     ]
 
 
-def begin(text: list[int], **options: Any) -> NGramSession:
-    return NGramDrafter(**options).begin(text, CONTEXT)
-
-
 def sampled(seed: int = 0, temp: float = 1.0, vocab_size: int | None = VOCAB) -> DraftContext:
     return DraftContext(sampling=Sampling(temp=temp), noise=Noise(seed), vocab_size=vocab_size)
 
 
-def tokens(draft: Draft) -> list[int]:
-    return list(draft.tokens)
-
-
-# --- deterministic drafts -----------------------------------------------------------------------
-
-
-@given(texts, orders, st.integers(0, 8))
-def test_tables_equal_a_count_over_the_text(text: list[int], orders: list[int], limit: int) -> None:
-    """For every text and orders 1 to 8: draft and evidence are those of the scan, a point mass."""
-    draft = begin(text, min_order=orders[0], max_order=orders[1], num_draft=8).propose(limit)
-    expected = scan(text, orders[0], orders[1], limit)
-    assert tokens(draft) == [token for token, _ in expected]
-    assert list(draft.evidence or []) == [evidence for _, evidence in expected]
-    assert draft.logprobs is None
-
-
-@given(texts, orders, st.data())
-def test_incremental_equals_all_at_once(
-    text: list[int], orders: list[int], data: st.DataObject
+@given(st.lists(texts, min_size=1, max_size=4), orders, st.integers(1, 8), st.integers(0, 8))
+def test_drafts_equal_a_count_over_the_text(
+    parts: list[list[int]], orders: list[int], num_draft: int, limit: int
 ) -> None:
-    """A text observed in any chunks gives the draft of the same text as a prompt, at each cut."""
-    drafter = NGramDrafter(min_order=orders[0], max_order=orders[1])
-    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), min_size=1, max_size=5)))
-    session = drafter.begin(text[: cuts[0]], CONTEXT)
-    for start, end in zip(cuts, [*cuts[1:], len(text)], strict=True):
-        session.propose(3)
-        session.observe(text[start:end])
-        assert tokens(session.propose(4)) == tokens(drafter.begin(text[:end], CONTEXT).propose(4))
-
-
-def test_defaults_are_akunu_s() -> None:
-    assert NGramDrafter() == NGramDrafter(4, 2, 4, stochastic=False)
-
-
-@in_one_test("stochastic", [False, True])
-def test_the_smaller_of_limit_and_num_draft_holds(stochastic: bool) -> None:
-    """`num_draft` caps what the loop allows, and the loop's limit caps `num_draft`."""
-    session = NGramDrafter(num_draft=3, stochastic=stochastic).begin([6] * 10, sampled())
-    assert [len(session.propose(limit)) for limit in (8, 3, 2, 0)] == [3, 3, 2, 0]
+    """In whatever parts the text comes, after each: tokens and evidence, a point mass."""
+    drafter = NGramDrafter(orders[1], orders[0], num_draft)
+    session, text = drafter.begin(parts[0], CONTEXT), list(parts[0])
+    for part in [[], *parts[1:]]:
+        session.observe(part)
+        text += part
+        draft = session.propose(limit)
+        expected = scan(text, orders[0], orders[1], min(limit, num_draft))
+        assert list(zip(draft.tokens, draft.evidence or [], strict=True)) == expected
+        assert draft.logprobs is None
 
 
 # --- bounded memory -----------------------------------------------------------------------------
@@ -127,7 +97,8 @@ def test_tables_hold_no_more_pairs_than_allowed(
     text: list[int], max_entries: int, order: int
 ) -> None:
     """The cap holds at every moment, and the number held is the number counted."""
-    session = begin([], min_order=1, max_order=order, max_entries=max_entries)
+    drafter = NGramDrafter(order, 1, max_entries=max_entries)
+    session = drafter.begin([], CONTEXT)
     for token in text:
         session.observe([token])
         for width, table in session._counts._tables.items():
@@ -137,20 +108,29 @@ def test_tables_hold_no_more_pairs_than_allowed(
 
 
 def test_the_contexts_not_seen_for_longest_are_forgotten() -> None:
-    """With room for three contexts, the one seen again stays and the oldest other one goes."""
+    """One seen again stays; the unigram cannot be forgotten in favour of itself."""
     counts = NGramCounts(2, 2, 3)
     for token in (1, 2, 3, 1, 4):
         counts.add((token,), 7)
     assert [counts.counts((i,)) for i in range(1, 5)] == [{7: 2}, {}, {7: 1}, {7: 1}]
-
-
-def test_a_context_that_fills_its_table_keeps_counting_what_it_holds() -> None:
-    """The unigram cannot be forgotten in favour of itself; new tokens find no room."""
-    counts = NGramCounts(1, 1, 2)
+    unigrams = NGramCounts(1, 1, 2)
     for token in [5, 6, 7, 6, 7]:
-        counts.add((), token)
-    assert counts.counts(()) == {5: 1, 6: 2}
-    assert counts.continuation(()) == (6, 0, 2, 3)
+        unigrams.add((), token)
+    assert unigrams.counts(()) == {5: 1, 6: 2}
+    assert unigrams.continuation(()) == (6, 0, 2, 3)
+
+
+def test_a_context_forgotten_at_one_order_is_still_known_at_another() -> None:
+    """Tables forget on their own; what is left still gives a law and a best continuation."""
+    counts = NGramCounts(min_order=2, max_order=3, max_entries=2)
+    counts.learn((0, 1), 2)
+    counts.learn((5,), 6)  # too short a context for order 3, which therefore keeps (0, 1)
+    counts.learn((5,), 4)
+    law = counts.distribution((0, 1), VOCAB)
+    assert law is not None
+    assert law.tolist() == [0, 0, 1, 0, 0, 0, 0]
+    assert counts.continuation((0, 1)) == (2, 2, 1, 1)
+    assert counts.distribution((1,), VOCAB) is None
 
 
 @pytest.mark.parametrize("max_order", cases([1, 4, 8], 4))
@@ -174,14 +154,22 @@ def test_memory_stays_below_the_stated_bound(max_order: int, repeats: int) -> No
 # --- stochastic drafts --------------------------------------------------------------------------
 
 
-@given(texts, orders, st.integers(0, 99))
-def test_draws_are_of_the_smoothed_counts(text: list[int], orders: list[int], seed: int) -> None:
-    """Each row is the formula's law after the tokens so far, and its token is drawn from it."""
+@given(texts, orders, st.integers(1, 4), st.integers(0, 99), st.lists(st.integers(0, 3)))
+def test_draws_are_of_the_smoothed_counts(
+    text: list[int], orders: list[int], num_draft: int, seed: int, emitted: list[int]
+) -> None:
+    """Each row is the formula's law after the tokens so far, and its token is drawn from it with
+    the noise of the tokens emitted and its index; asked again, the draft is the same.
+    """
     min_order, max_order = orders
     context = sampled(seed)
-    draft = NGramDrafter(max_order, min_order, stochastic=True).begin(text, context).propose(4)
-    drawn, logprobs = tokens(draft), draft.logprobs
-    for i in range(4):
+    drafter = NGramDrafter(max_order, min_order, num_draft, stochastic=True)
+    session, text = drafter.begin(text, context), [*text, *emitted]
+    session.observe(emitted)
+    draft = session.propose(3)
+    drawn, logprobs = list(draft.tokens), draft.logprobs
+    assert list(session.propose(3).tokens) == drawn
+    for i in range(min(3, num_draft)):
         grown = text + drawn[:i]
         law = smoothed(text, grown[max(0, len(grown) - max_order + 1) :], min_order)
         if i == len(drawn):
@@ -189,33 +177,10 @@ def test_draws_are_of_the_smoothed_counts(text: list[int], orders: list[int], se
             break
         assert logprobs is not None
         assert np.allclose(np.exp(np.array(logprobs[i], np.float64)), law, rtol=1e-6, atol=1e-9)
-        assert drawn[i] == mx.argmax(logprobs[i] + context.draft_gumbel(0, i)).item()
+        assert drawn[i] == mx.argmax(logprobs[i] + context.draft_gumbel(len(emitted), i)).item()
     if drawn:
         assert logprobs is not None
         assert (logprobs.shape, logprobs.dtype) == ((len(drawn), VOCAB), mx.float32)
-
-
-TEXT = [0, 1, 2, 0, 1, 3, 0, 1, 2, 4, 1, 5, 0, 2, 1, 0, 1]
-
-
-def test_draws_are_keyed_by_the_start_of_the_draft_and_the_index_in_it(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """No two drafts share a draw; positions count from the prompt's end; asked again, the same."""
-    asked: list[tuple[str, int]] = []
-    draw = Noise.gumbel
-
-    def gumbel(self: Noise, purpose: str, position: int, n: int) -> mx.array:
-        asked.append((purpose, position))
-        return draw(self, purpose, position, n)
-
-    monkeypatch.setattr(Noise, "gumbel", gumbel)
-    session = NGramDrafter(stochastic=True).begin([1, 2, 1, 2, 1], sampled())
-    assert tokens(session.propose(2)) == tokens(session.propose(2))
-    assert asked == [("draft 0", 0), ("draft 1", 0)] * 2
-    session.observe([2, 1, 2])
-    session.propose(3)
-    assert asked[4:] == [("draft 0", 3), ("draft 1", 3), ("draft 2", 3)]
 
 
 @in_one_test(
@@ -225,28 +190,9 @@ def test_draws_are_keyed_by_the_start_of_the_draft_and_the_index_in_it(
 def test_without_temperature_or_noise_stochastic_drafts_are_deterministic(
     context: DraftContext,
 ) -> None:
-    session = NGramDrafter(stochastic=True).begin(TEXT, context)
-    draft = session.propose(4)
-    assert tokens(draft) == [token for token, _ in scan(TEXT, 2, 4, 4)]
-    assert draft.logprobs is None
+    session = NGramDrafter(stochastic=True).begin([0, 1, 2, 0, 1, 3, 0, 1], context)
+    assert session.propose(4).logprobs is None
     assert not isinstance(session, StochasticNGramSession)
-
-
-def test_a_context_forgotten_at_one_order_is_still_known_at_another() -> None:
-    """Tables forget on their own; what is left still gives a law and a best continuation."""
-    counts = NGramCounts(min_order=2, max_order=3, max_entries=2)
-    counts.learn((0, 1), 2)
-    counts.learn((5,), 6)  # too short a context for order 3, which therefore keeps (0, 1)
-    counts.learn((5,), 4)
-    assert counts.counts((1,)) == {}
-    law = counts.distribution((0, 1), VOCAB)
-    assert law is not None
-    assert law.tolist() == [0, 0, 1, 0, 0, 0, 0]
-    assert counts.continuation((0, 1)) == (2, 2, 1, 1)
-    assert counts.distribution((1,), VOCAB) is None
-
-
-# --- contracts ----------------------------------------------------------------------------------
 
 
 @in_one_test(

@@ -11,7 +11,7 @@ import pytest
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
-from specdec_mlx.contracts import DraftContext, FeatureRows, all_drafters
+from specdec_mlx.contracts import Evidence, all_drafters
 from specdec_mlx.contracts.drafting import share_class
 from specdec_mlx.drafters.recycling import BRANCHES, TOP, RecyclingDrafter, SuccessorTable
 
@@ -50,89 +50,60 @@ def test_the_text_is_the_targets_own(options: dict[str, Any], context: int, mode
 
 @in_one_test("context", [1, 2])
 def test_the_table_is_the_targets_own_opinion(context: int, model: Any) -> None:
-    """With nothing rejected: under each token, or pair, what was likeliest after it at last."""
+    """With nothing rejected: under each token, or pair, what was likeliest after it at last; the
+    rows before the prompt's last token are left out.
+    """
     table = SuccessorTable()
     items = text_of(model, RecyclingDrafter(table=table, context=context), draft_length=0)
     text = PROMPT + [item.token for item in items]
     expected = tops(model, text)
     ends = range(len(PROMPT) - 1, len(text) - 1)
-    places = {i: text[i] if context == 1 else tuple(text[i - 1 : i + 1]) for i in ends}
-    latest = {place: expected[i] for i, place in places.items()}
+    latest = {tuple(text[i + 1 - context : i + 1]): expected[i] for i in ends}
     assert {place: known.tokens for place, known in table.successors.items()} == latest
     end = len(text) - 2
     chains = table.drafts([9, *text[: end + 1]], 1, context)
     assert [draft.tokens[0] for draft in chains] == expected[end][:BRANCHES]
-    assert table.drafts(text[end : end + 1], 1, 2) == []
 
 
-def test_of_rejected_tokens_pairs_are_not_known(model: Any) -> None:
-    """What stood before a rejected token is not told, so that nothing is noted of it."""
-    table = SuccessorTable()
+@in_one_test("context", [1, 2])
+def test_what_was_rejected_is_noted_where_its_context_is_known(context: int, model: Any) -> None:
+    """A token that was tried in vain has successors, and a pair that did not stand there none."""
+    table, wrong = SuccessorTable(), 7
     plain = [item.token for item in text_of(model, None)]
-    table.note((PROMPT[-1], plain[0]), [7] * TOP)
-    table.note((plain[0], 7), [8] * TOP)
-    items = text_of(model, RecyclingDrafter(table=table, context=2))
-    assert items[-1].stats.drafted > items[-1].stats.accepted
     text = PROMPT + plain
-    assert set(table.successors) <= {*pairwise(text), (plain[0], 7)}
+    assert wrong not in text
+    for place in ((PROMPT[-1],), (plain[0],), (PROMPT[-1], plain[0]), (plain[0], wrong)):
+        table.note(place, [wrong] * TOP)
+    items = text_of(model, RecyclingDrafter(table=table, context=context))
+    assert items[-1].stats.drafted > items[-1].stats.accepted
+    assert ((wrong,) in table.successors) == (context == 1)
+    pairs = {place for place in table.successors if len(place) == 2}
+    assert pairs <= {*pairwise(text), (plain[0], wrong)}
 
 
 def test_the_contexts_noted_longest_ago_make_way() -> None:
     """Of more than there may be; one that is noted again is the latest."""
     table = SuccessorTable(most=2)
-    for context in (1, 2, 1, 3):
-        table.note(context, [5])
-    assert list(table.successors) == [1, 3]
-    assert table.successors[1].seen == 1
-
-
-def test_positions_that_were_rejected_are_noted_too(model: Any) -> None:
-    """A token that never came into the text, but was tried, has successors."""
-    table = SuccessorTable()
-    wrong = 7
-    plain = [item.token for item in text_of(model, None)]
-    assert wrong not in plain
-    table.note(PROMPT[-1], [wrong] * TOP)
-    table.note(plain[0], [wrong] * TOP)
-    text_of(model, RecyclingDrafter(table=table))
-    assert wrong in table.successors
-    assert wrong not in PROMPT
-
-
-def test_the_prompts_rows_are_dropped_uncomputed() -> None:
-    """Only rows from the prompt's last token on are noted."""
-    table = SuccessorTable()
-    session = RecyclingDrafter(table=table).begin([1, 2, 3], DraftContext())
-    rows = mx.arange(2 * TOP).reshape(2, TOP)
-    session.see(FeatureRows({}, top_tokens=rows))
-    session.see(FeatureRows({}, top_tokens=rows[:1] + 50))
-    session.observe([4])
-    assert list(table.successors) == [3]
-    assert table.successors[3].tokens == list(range(50, 50 + TOP))
-    assert not session.propose(4)
+    for token in (1, 2, 1, 3):
+        table.note((token,), [5])
+    assert list(table.successors) == [(1,), (3,)]
+    assert table.successors[1,].seen == 1
 
 
 def test_a_chain_follows_the_likeliest_and_says_how_steady_it_was() -> None:
     """1 -> 2 -> 3, and evidence grows with each time that the target says so again."""
     table = SuccessorTable()
-    for _ in range(3):
-        table.note(1, [2, 9])
-    table.note(2, [9, 3])
-    table.note(2, [3, 9])
+    for context, likeliest in ((1, [2, 9]), (1, [2, 9]), (1, [2, 9]), (2, [9, 3]), (2, [3, 9])):
+        table.note((context,), likeliest)
     (draft,) = table.drafts([7, 1], 5, branches=1)
     assert list(draft.tokens) == [2, 3]
-    assert draft.evidence is not None
-    first, second = draft.evidence
-    assert (first.match, second.match) == (3, 1)
-    assert (first.share, second.share) == (share_class(1.0), share_class(0.0))
-    assert first.share > second.share
+    assert draft.evidence == [Evidence(3, share_class(1.0)), Evidence(1, share_class(0.0))]
 
 
 def test_numbers_without_meaning_are_refused() -> None:
-    with pytest.raises(ValueError, match="expected >= 1"):
-        RecyclingDrafter(num_draft=0)
-    with pytest.raises(ValueError, match="expected 1 or 2"):
-        RecyclingDrafter(context=3)
+    for wrong in ({"num_draft": 0}, {"context": 3}):
+        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*: expected"):
+            RecyclingDrafter(**wrong)
 
 
 @in_one_test("trees", [False, True])
@@ -141,14 +112,16 @@ def test_the_default_combination_keeps_what_the_target_thought_of_if_asked(
 ) -> None:
     """From one generation to the next; the text is the target's own."""
     plain = [item.token for item in text_of(model, None)]
-    kept = sd.make_drafter(f"auto:recycling=true,trees={str(trees).lower()}")
+    kept, default = (
+        sd.make_drafter(f"auto:recycling={on},trees={trees}".lower()) for on in (True, False)
+    )
+    tables, none = (
+        [part.table for part in all_drafters(one) if isinstance(part, RecyclingDrafter)]
+        for one in (kept, default)
+    )
     assert isinstance(kept, sd.TreeOf if trees else sd.BestOf)
-    tables = [part.table for part in all_drafters(kept) if isinstance(part, RecyclingDrafter)]
     assert len(tables) == 2
+    assert none == [None] * trees
     for _ in range(2):
         assert [item.token for item in text_of(model, kept, draft_length="auto")] == plain
     assert all(table is not None and table.successors for table in tables)
-    default = sd.make_drafter(f"auto:trees={str(trees).lower()}")
-    assert all(
-        part.table is None for part in all_drafters(default) if isinstance(part, RecyclingDrafter)
-    )

@@ -11,7 +11,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 import specdec_mlx as sd
-from specdec_mlx.contracts import DraftContext, Evidence
+from selection import in_one_test
+from specdec_mlx.contracts import DraftContext, Evidence, key_of
 from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.drafters.election import SURROUNDINGS, elect, weigh
 from specdec_mlx.drafters.suffix import SuffixSession
@@ -111,75 +112,71 @@ def begin(prompt: Sequence[int], **options: Any) -> SuffixSession:
     return sd.SuffixDrafter(**options).begin(prompt, CONTEXT)
 
 
-@given(texts, st.integers(0, 12))
-def test_a_draft_begins_with_what_followed_a_match(text: list[int], limit: int) -> None:
-    """It is as long as the limit, and its first token followed one of the longest matches."""
-    draft = begin(text).propose(limit)
-    true = matches(text, text[::-1])
-    longest = max(true.values(), default=0)
-    assert len(draft) == (limit if longest else 0)
-    if draft:
-        followers = {text[end] for end, match in true.items() if match >= max(1, longest - 1)}
-        assert next(iter(draft.tokens)) in followers
-
-
-@given(texts.filter(bool), st.lists(st.integers(0, 3), unique=True), st.integers(1, 8))
-def test_proposing_ahead_is_proposing_afterwards(
+@given(texts.filter(bool), st.lists(st.integers(0, 3), unique=True), st.integers(0, 12))
+def test_a_draft_is_what_followed_the_longest_matches(
     text: list[int], more: list[int], limit: int
 ) -> None:
-    """Where the longest match lies in the text as it was; and nothing of the question is noted."""
+    """As long as the limit; of what may come ahead as afterwards, where all matches stand in the
+    text as it was; and nothing of the question is noted.
+    """
     session = begin(text)
     ahead = session.propose_after(more, limit)
-    assert session.propose(limit) == begin(text).propose(limit)
+    draft = session.propose(limit)
+    true = matches(text, text[::-1])
+    longest = max(true.values())
+    assert len(draft) == (limit if longest else 0)
+    followers = {text[end] for end, match in true.items() if match >= max(1, longest - 1)}
+    assert followers.issuperset(draft.tokens[:1])
+    session.observe(more)
     true = matches([*text, *more], [*text, *more][::-1])
     longest = max(true.values())
-    session.observe(more)
     if all(end < len(text) for end, match in true.items() if match >= longest - 1):
         assert list(session.propose(limit).tokens) == list(ahead.tokens)
 
 
-def test_what_may_come_is_part_of_the_match_and_of_the_copy() -> None:
-    """2, 3 after the text: its beginning goes on with 4, 5, then with the text's end and 2, 3."""
-    session = begin([1, 2, 3, 4, 5, 1])
-    assert session.propose_after([2, 3], 5).tokens == [4, 5, 1, 2, 3]
-
-
-def test_a_memory_is_drafted_from_and_written_to() -> None:
-    """What a generation wrote, up to what its caller has, helps the next; no prompts."""
+def test_where_a_copy_ends() -> None:
+    """A remembered text ends; one that is written goes on with itself, and with what may come."""
     memory = sd.Memory()
-    session = begin([1, 2, 3], memory=memory)
+    memory.add([1, 2, 3])
+    assert begin([1], memory=memory).propose(8).tokens == [2, 3]
+    assert begin([1, 2, 1, 2]).propose(5).tokens == [1, 2, 1, 2, 1]
+    assert begin([1, 2, 3, 4, 5, 1]).propose_after([2, 3], 5).tokens == [4, 5, 1, 2, 3]
+
+
+@in_one_test("prompts", [False, True])
+def test_a_memory_is_drafted_from_and_written_to(prompts: bool) -> None:
+    """What a generation wrote, up to what its caller has, helps the next; prompts if asked; a
+    session keeps the memory that it began with, and a key says that there is one, not what.
+    """
+    memory = sd.Memory(remember_prompts=prompts)
+    session, early = begin([1, 2, 3], memory=memory), begin([4, 5], memory=memory)
+    key = key_of(sd.SuffixDrafter(memory))
     session.observe([4, 5, 6, 7, 8])
-    assert not begin([4, 5], memory=memory).propose(4)
     session.close(3 + 4)
     session.close(3 + 5)  # only once
-    assert [text.tolist() for text in memory.texts()] == [[4, 5, 6, 7]]
+    written = [1, 2, 3, 4, 5, 6, 7] if prompts else [4, 5, 6, 7]
+    assert [text.tolist() for text in memory.texts()] == [written]
     assert begin([9, 4, 5], memory=memory).propose(4).tokens == [6, 7]
-    assert not begin([2], memory=memory).propose(4)
-    remembering = sd.Memory(remember_prompts=True)
-    session = begin([1, 2, 3], memory=remembering)
-    session.observe([4])
-    session.close(4)
-    assert begin([1], memory=remembering).propose(4).tokens == [2, 3, 4]
+    assert bool(begin([2], memory=memory).propose(4)) == prompts
+    assert not early.propose(4)
+    assert key == key_of(sd.SuffixDrafter(memory)) != key_of(sd.SuffixDrafter())
 
 
-def test_a_session_keeps_the_memory_it_began_with() -> None:
-    """What others write meanwhile does not change its drafts."""
+def test_the_contract_is_kept_with_a_memory() -> None:
+    """One that holds what is asked for and much else."""
     memory = sd.Memory()
-    memory.add([1, 2, 3, 4])
-    session = begin([1, 2], memory=memory)
-    for _ in range(100):
-        memory.add([1, 2, 7, 7])
-    assert session.propose(2).tokens == [3, 4]
-    assert begin([1, 2], memory=memory).propose(2).tokens == [7, 7]
+    memory.add(list(range(32)) * 3)
+    check_drafter(sd.SuffixDrafter(memory), remembers=True, learns=True)
 
 
-def test_the_place_whose_surroundings_agree_wins() -> None:
-    """Of equal matches: a name of another length stands between, the sentence is the same."""
-    one = [10, 11, 12, 13, 14, 50, 51, 1, 2, 100]
-    other = [20, 21, 22, 23, 24, 60, 61, 1, 2, 200]
-    for said, follows in ((one, 100), (other, 200)):
-        prompt = [*one, 0, *other, 0, *said[:5], 70, 71, 72, 1, 2]
-        assert begin(prompt).propose(1).tokens == [follows]
+def test_options_bound_the_draft() -> None:
+    """Its own cap, and the shortest match; numbers without meaning are refused by name."""
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
+    assert begin(text, num_draft=2).propose(4).tokens == [3, 4]
+    assert not begin(text, min_match=3).propose(4)
+    for name, wrong in (("num_draft", 0), ("min_match", 0), ("min_match", 65)):
+        with pytest.raises(ValueError, match=name):
+            sd.SuffixDrafter(**{name: wrong})  # type: ignore[arg-type]
 
 
 def test_weight_is_match_and_surroundings() -> None:
@@ -234,37 +231,3 @@ def test_a_draft_is_what_wins_every_vote(
         assert isinstance(told, Evidence)
         assert told.share == share_class(share)
         assert told.places == places_class(places)
-
-
-def test_a_draft_ends_with_the_text_it_is_copied_from() -> None:
-    """A remembered text ends; one that is written goes on with itself, as periodic texts do."""
-    memory = sd.Memory()
-    memory.add([1, 2, 3])
-    assert begin([1], memory=memory).propose(8).tokens == [2, 3]
-    assert begin([1, 2, 1, 2]).propose(5).tokens == [1, 2, 1, 2, 1]
-
-
-def test_options_bound_the_draft() -> None:
-    """Its own cap, and the shortest match; numbers without meaning are refused by name."""
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
-    assert begin(text).propose(4).tokens == [3, 4, 5, 6]
-    assert begin(text, num_draft=2).propose(4).tokens == [3, 4]
-    assert not begin(text, min_match=3).propose(4)
-    for name, wrong in (("num_draft", 0), ("min_match", 0), ("min_match", 65)):
-        with pytest.raises(ValueError, match=name):
-            sd.SuffixDrafter(**{name: wrong})  # type: ignore[arg-type]
-
-
-def test_it_has_a_name_and_a_key() -> None:
-    """The key says whether it remembers, and not what."""
-    assert isinstance(sd.make_drafter("suffix:min_match=2"), sd.SuffixDrafter)
-    without, first, second = (sd.SuffixDrafter(m) for m in (None, sd.Memory(), sd.Memory()))
-    second.memory.add([1, 2, 3])  # type: ignore[union-attr]
-    assert first.key == second.key != without.key
-
-
-def test_it_keeps_the_contract_with_a_memory() -> None:
-    """One that holds what is asked for and much else."""
-    memory = sd.Memory()
-    memory.add(list(range(32)) * 3)
-    check_drafter(sd.SuffixDrafter(memory), remembers=True, learns=True)

@@ -21,7 +21,8 @@ noted: that is close to Token Recycling.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from itertools import takewhile
 from typing import ClassVar
 
 from specdec_mlx.contracts import (
@@ -33,71 +34,15 @@ from specdec_mlx.contracts import (
     ValuesDrafts,
     key_of,
 )
-from specdec_mlx.contracts.trees import ROOT, chain, first_path, path_to
+from specdec_mlx.contracts.trees import chain, first_path
+from specdec_mlx.drafters.tree_of import Text, draft_of, texts_of
+from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_list
 
 MOST_OF_A_TOKEN = 16  # N-grams that the pool keeps of each first token
 
 NEXT_PLACE = 7919
 """Step between the places of the text that columns begin with: a prime, so that they spread."""
-
-Path = tuple[int, ...]  # tokens that follow the text, or an n-gram's first token
-
-
-class Pool:
-    """N-grams: first token -> what follows it [1 to N - 1] -> how often guessed, latest last."""
-
-    def __init__(self) -> None:
-        self.known: dict[int, dict[Path, int]] = {}
-
-    def add(self, first: int, rest: Path) -> None:
-        """Note an n-gram; of each first token the oldest ones go."""
-        some = self.known.setdefault(first, {})
-        some[rest] = some.pop(rest, 0) + 1
-        if len(some) > MOST_OF_A_TOKEN:
-            del some[next(iter(some))]
-
-    def after(self, tokens: Sequence[int]) -> list[tuple[Path, int]]:
-        """The n-grams that begin with the last token, the latest first, and how often guessed."""
-        return list(reversed(self.known.get(tokens[-1], {}).items())) if tokens else []
-
-
-class Window:
-    """The rows: W columns of N - 1 levels of guesses at the text's next tokens.
-
-    levels: [N - 1][W]; level k of column j stands k + j tokens after the text's last one.
-    """
-
-    def __init__(self, width: int, num_levels: int, text: Sequence[int]) -> None:
-        self.width = width
-        self.levels: list[list[int]] = [[] for _ in range(num_levels)]
-        self._num_begun = 0
-        self._fill(text)
-
-    def columns(self) -> list[Path]:
-        """Of each column the trunk up to its first token, and the guesses that hang from it."""
-        trunk = self.levels[0]
-        return [
-            (*trunk[1 : j + 1], *(level[j] for level in self.levels[1:])) for j in range(self.width)
-        ]
-
-    def advance(self, said: Sequence[int | None], text: Sequence[int], num_emitted: int) -> None:
-        """Drop the first level; the target's tokens [W], None if not computed, are the last."""
-        if any(token is not None for token in said):
-            last = self.levels[-1]
-            new = [last[j] if token is None else token for j, token in enumerate(said)]
-            self.levels, num_emitted = [*self.levels[1:], new], num_emitted - 1
-        self.levels = [level[num_emitted:] for level in self.levels]
-        self._fill(text)
-
-    def _fill(self, text: Sequence[int]) -> None:
-        """Begin new columns with tokens of the text, and the first one with its last token."""
-        while len(self.levels[0]) < self.width:
-            self._num_begun += 1
-            place = NEXT_PLACE * self._num_begun
-            for k, level in enumerate(self.levels):
-                level.append(text[(place + k) % len(text)])
-        self.levels[0][0] = text[-1]
 
 
 @dataclass(frozen=True)
@@ -120,107 +65,103 @@ class LookaheadDrafter:
 
     def __post_init__(self) -> None:
         for name, least in (("window", 1), ("ngram", 2), ("num_candidates", 1), ("worth", 0.0)):
-            got = getattr(self, name)
-            if got < least:
-                raise ValueError(f"LookaheadDrafter: {name} is {got}, expected >= {least}.")
+            require(self, getattr(self, name) >= least, name, f"at least {least}")
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookaheadSession:
         """Begin after `prompt` [n]."""
         return LookaheadSession(self, prompt)
 
 
-@dataclass
-class _Proposal:
-    """A tree in the making: paths to its nodes, and the last node of each of its columns."""
+class Window:
+    """The rows: W columns of N - 1 levels of guesses at the text's next tokens.
 
-    nodes: dict[Path, int] = field(default_factory=dict)
-    columns: list[int] = field(default_factory=list)
+    levels: [N - 1][W]; level k of column j stands k + j tokens after the text's last one.
+    """
 
-    def add(self, path: Path, limit: int | None = None) -> int | None:
-        """The node of a path, added with all before it; None beyond `limit` nodes."""
-        new = [path[:n] for n in range(1, len(path) + 1) if path[:n] not in self.nodes]
-        if limit is not None and len(self.nodes) + len(new) > limit:
-            return None
-        for part in new:
-            self.nodes[part] = len(self.nodes)
-        return self.nodes[path] if path else ROOT
+    def __init__(self, width: int, num_levels: int, text: Sequence[int]) -> None:
+        self.width = width
+        self.levels: list[list[int]] = [[] for _ in range(num_levels)]
+        self._num_begun = 0
+        self._fill(text)
 
-    def draft(self, evidence: Sequence[Evidence] | None = None) -> Draft:
-        parents = [ROOT if len(path) == 1 else self.nodes[path[:-1]] for path in self.nodes]
-        forks = parents != chain(len(parents))
-        return Draft([path[-1] for path in self.nodes], None, evidence, parents if forks else None)
+    def columns(self) -> list[Text]:
+        """Of each column the trunk up to its first token, and the guesses that hang from it."""
+        trunk, *others = self.levels
+        return [(*trunk[1 : j + 1], *(level[j] for level in others)) for j in range(self.width)]
+
+    def advance(self, said: Sequence[int | None], text: Sequence[int], num_emitted: int) -> None:
+        """Drop the first level; the target's tokens [W], None if not computed, are the last."""
+        if any(token is not None for token in said):
+            last = self.levels[-1]
+            new = [last[j] if token is None else token for j, token in enumerate(said)]
+            self.levels, num_emitted = [*self.levels[1:], new], num_emitted - 1
+        self.levels = [level[num_emitted:] for level in self.levels]
+        self._fill(text)
+
+    def _fill(self, text: Sequence[int]) -> None:
+        """Begin new columns with tokens of the text, and the first one with its last token."""
+        while len(self.levels[0]) < self.width:
+            self._num_begun += 1
+            place = NEXT_PLACE * self._num_begun
+            for k, level in enumerate(self.levels):
+                level.append(text[(place + k) % len(text)])
+        self.levels[0][0] = text[-1]
 
 
 class LookaheadSession:
-    """One generation: the text, the pool, the window, and the latest proposal."""
+    """One generation: the text, the pool, the window, and the latest proposal.
+
+    pool: first token -> what follows it [1 to N - 1] -> how often guessed, latest last. tree: texts
+    of the proposal's nodes. columns: texts of the last nodes of the window's columns in it.
+    """
 
     cheap = True
 
     def __init__(self, drafter: LookaheadDrafter, prompt: Sequence[int]) -> None:
         self._config = drafter
         self._tokens = list(prompt)
-        self._pool = Pool()
+        self._pool: dict[int, dict[Text, int]] = {}
         self._window: Window | None = None
-        self._proposal = _Proposal()
+        self._tree: dict[Text, None] = {}
+        self._columns: list[Text] = []
         self._rejected: tuple[list[int], list[int]] = ([], [])
         self._key = key_of(drafter)
         self._chain_key = f"{self._key} as a chain"
 
     def propose(self, limit: int) -> Draft:
         """A tree of at most `limit` tokens: n-grams of the pool, then rows."""
-        self._proposal, times = _Proposal(), list[int]()
-        for path, count in self._pool.after(self._tokens)[: self._config.num_candidates]:
-            while self._proposal.add(path, limit) is None:
-                path = path[:-1]
-            times += [count] * (len(self._proposal.nodes) - len(times))
-        self._add_rows(self._proposal, limit)
-        times += [0] * (len(self._proposal.nodes) - len(times))
-        return self._proposal.draft([Evidence(count) for count in times])
+        self._tree, evidence = {}, list[Evidence]()
+        for text, times in self._known()[: self._config.num_candidates]:
+            while not _add(self._tree, text, limit):
+                text = text[:-1]
+            evidence += [Evidence(times)] * (len(self._tree) - len(evidence))
+        self._columns = self._add_rows(self._tree, limit, self._config.window)
+        evidence += [Evidence(0)] * (len(self._tree) - len(evidence))
+        return draft_of(self._tree, evidence)
 
     def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
         """The part of the pool that is worth verifying, and rows where they cost little."""
         longest = min(limit, values.limit(self._chain_key, True))
         known = [(self._chain_key, draft) for draft in self.candidates(longest)]
         draft = values.grow(self._key, known, may_fork)
-        tokens, parents = to_list(draft.tokens), draft.parents or chain(len(draft))
-        self._proposal = _Proposal()
-        for node in range(len(draft)):
-            self._proposal.add(tuple(tokens[i] for i in path_to(node, parents)))
-        rows = self._rows_worth(values, limit)
-        if len(rows.nodes) > len(draft) and may_fork():
-            self._proposal, draft = rows, rows.draft()
+        self._tree, self._columns = dict.fromkeys(texts_of(draft)), []
+        for num_columns in range(self._config.window, 0, -1):
+            tree = dict(self._tree)
+            columns = self._add_rows(tree, limit, num_columns)
+            more = len(tree) - len(draft)
+            price = values.extra_price(len(draft), len(tree)) if more else 0.0
+            if price <= more * self._config.worth:
+                if more and may_fork():
+                    self._tree, self._columns, draft = tree, columns, draft_of(tree)
+                break
         return draft
 
     def candidates(self, limit: int) -> list[Draft]:
         """The n-grams of the pool that go on from the last token, the latest first."""
         return [
-            Draft(path[:limit], evidence=[Evidence(times, rank=rank)] * min(limit, len(path)))
-            for rank, (path, times) in enumerate(self._pool.after(self._tokens) if limit else ())
+            Draft(text[:limit], evidence=[Evidence(times, rank=rank)] * min(limit, len(text)))
+            for rank, (text, times) in enumerate(self._known() if limit else ())
         ]
-
-    def _rows_worth(self, values: ValuesDrafts, limit: int) -> _Proposal:
-        """The proposal with as many columns of the window as are worth their positions."""
-        before = len(self._proposal.nodes)
-        for num_columns in range(self._config.window, 0, -1):
-            rows = _Proposal(dict(self._proposal.nodes))
-            self._add_rows(rows, limit, num_columns)
-            more = len(rows.nodes) - before
-            price = values.extra_price(before, before + more) if more else 0.0
-            if price <= more * self._config.worth:
-                return rows
-        return self._proposal
-
-    def _add_rows(self, proposal: _Proposal, limit: int, num_columns: int | None = None) -> None:
-        """Add columns of the window, as many as there is room for; None: of all of them."""
-        if not self._tokens:
-            return
-        if self._window is None:
-            self._window = Window(self._config.window, self._config.ngram - 1, self._tokens)
-        for path in self._window.columns()[:num_columns]:
-            node = proposal.add(path, limit)
-            if node is None:
-                break
-            proposal.columns.append(node)
 
     def see(self, features: FeatureRows) -> None:
         """Drop the rows of further positions: the text says the same."""
@@ -234,31 +175,60 @@ class LookaheadSession:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens emitted; fill the pool, and move the window on."""
-        columns, after = self._proposal.columns, self._said(tokens)
+        columns, after = self._columns, self._said(tokens)
         self._tokens += tokens
         if self._window is not None:
-            for j, node in enumerate(columns):
-                if node in after:
-                    first, *rest = [level[j] for level in self._window.levels]
-                    self._pool.add(first, (*rest, after[node]))
-            missing: list[int | None] = [None] * (self._config.window - len(columns))
-            came = [*map(after.get, columns), *missing]
-            self._window.advance(came, self._tokens, len(tokens))
+            said = [after.get(column) for column in columns]
+            for token, (first, *rest) in zip(
+                said, zip(*self._window.levels, strict=True), strict=False
+            ):
+                if token is not None:
+                    self._note(first, (*rest, token))
+            said += [None] * (self._config.window - len(said))
+            self._window.advance(said, self._tokens, len(tokens))
         if not columns:
             for token, next_token in zip(*self._rejected, strict=True):
-                self._pool.add(token, (next_token,))
-        self._proposal, self._rejected = _Proposal(), ([], [])
+                self._note(token, (next_token,))
+        self._tree, self._columns, self._rejected = {}, [], ([], [])
 
-    def _said(self, tokens: Sequence[int]) -> dict[int, int]:
+    def _known(self) -> list[tuple[Text, int]]:
+        """The pool's n-grams from the last token on, the latest first, and how often guessed."""
+        return list(reversed(self._pool.get(self._tokens[-1], {}).items())) if self._tokens else []
+
+    def _note(self, first: int, rest: Text) -> None:
+        """Note an n-gram; of each first token the oldest ones go."""
+        some = self._pool.setdefault(first, {})
+        some[rest] = some.pop(rest, 0) + 1
+        if len(some) > MOST_OF_A_TOKEN:
+            del some[next(iter(some))]
+
+    def _add_rows(self, tree: dict[Text, None], limit: int, num_columns: int) -> list[Text]:
+        """Add columns of the window, as many as there is room for; returns those added."""
+        if not self._tokens:
+            return []
+        if self._window is None:
+            self._window = Window(self._config.window, self._config.ngram - 1, self._tokens)
+        columns = self._window.columns()[:num_columns]
+        return list(takewhile(lambda column: _add(tree, column, limit), columns))
+
+    def _said(self, tokens: Sequence[int]) -> dict[Text, int]:
         """The target's token after each node: of the whole proposal, or of its first chain."""
-        nodes = self._proposal.nodes
-        paths = [tuple(tokens[:n]) for n in range(1, len(tokens))]
-        after = {nodes[path]: tokens[len(path)] for path in paths if path in nodes}
+        texts = list(self._tree)
+        after = {tuple(tokens[:n]): token for n, token in enumerate(tokens) if n}
+        after = {text: token for text, token in after.items() if text in self._tree}
         rejected, said = self._rejected
-        draft = self._proposal.draft()
-        parents = draft.parents or chain(len(draft))
-        for verified in (range(len(draft)), first_path(parents)):
-            left = [node for node in verified if node not in after]
-            if left and [draft.tokens[node] for node in left] == rejected:
+        parents = draft_of(texts).parents or chain(len(texts))
+        for verified in (texts, [texts[node] for node in first_path(parents)]):
+            left = [text for text in verified if text not in after]
+            if left and [text[-1] for text in left] == rejected:
                 return after | dict(zip(left, said, strict=True))
         return after
+
+
+def _add(tree: dict[Text, None], text: Text, limit: int) -> bool:
+    """Add a text's node, and all before it, if there is room; True if it is there."""
+    new = [part for n in range(1, len(text) + 1) if (part := text[:n]) not in tree]
+    has_room = len(tree) + len(new) <= limit
+    if has_room:
+        tree |= dict.fromkeys(new)
+    return has_room

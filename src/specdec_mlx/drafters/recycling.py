@@ -12,11 +12,12 @@ from typing import ClassVar
 
 from specdec_mlx.contracts import Draft, DraftContext, Evidence, FeatureRows, Features
 from specdec_mlx.contracts.drafting import share_class
+from specdec_mlx.options import require
 
 TOP = 8  # successors that are kept of each token, as in the paper
 BRANCHES = 4  # successors of the last token that a tree goes on from
 MOST_STEADY = 16  # A successor that was the likeliest so many times in a row is as sure as it gets
-Context = int | tuple[int, ...]  # A token, or one and the token before it
+Context = tuple[int, ...]  # A token, or one and the token before it
 
 
 @dataclass(slots=True)
@@ -55,16 +56,16 @@ class SuccessorTable:
         """Note the target's likeliest tokens after a context [TOP], the likeliest first."""
         known = self.successors.pop(context, None)
         if known is None:
-            self.successors[context] = Successors(likeliest)
-            if len(self.successors) > self.most:
-                del self.successors[next(iter(self.successors))]
-            return
+            known = Successors(likeliest)
+        else:
+            same = known.tokens[0] == likeliest[0]
+            known.seen += 1
+            known.right += same
+            known.steady = min(known.steady + 1, MOST_STEADY) if same else 1
+            known.tokens = likeliest
         self.successors[context] = known  # the latest stand last
-        same = known.tokens[0] == likeliest[0]
-        known.seen += 1
-        known.right += same
-        known.steady = min(known.steady + 1, MOST_STEADY) if same else 1
-        known.tokens = likeliest
+        if len(self.successors) > self.most:
+            del self.successors[next(iter(self.successors))]
 
     def drafts(
         self, tokens: Sequence[int], length: int, width: int = 1, branches: int = BRANCHES
@@ -73,7 +74,7 @@ class SuccessorTable:
         found = []
         for rank in range(branches if length > 0 else 0):
             text, evidence = list(tokens[-width:]), list[Evidence]()
-            while len(evidence) < length and (known := self._after(text, width)) is not None:
+            while len(evidence) < length and (known := self.successors.get(tuple(text[-width:]))):
                 place = 0 if evidence else rank
                 if place >= len(known.tokens):
                     break
@@ -82,11 +83,6 @@ class SuccessorTable:
             if evidence:
                 found.append(Draft(text[-len(evidence) :], evidence=evidence))
         return found
-
-    def _after(self, text: Sequence[int], width: int) -> Successors | None:
-        if len(text) < width:
-            return None
-        return self.successors.get(text[-1] if width == 1 else tuple(text[-width:]))
 
 
 @dataclass(frozen=True)
@@ -104,10 +100,8 @@ class RecyclingDrafter:
     features: ClassVar[Features] = Features(top=TOP)
 
     def __post_init__(self) -> None:
-        if self.num_draft < 1:
-            raise ValueError(f"RecyclingDrafter: num_draft is {self.num_draft}, expected >= 1.")
-        if self.context not in (1, 2):
-            raise ValueError(f"RecyclingDrafter: context is {self.context}, expected 1 or 2.")
+        require(self, self.num_draft >= 1, "num_draft", "an int >= 1")
+        require(self, self.context in (1, 2), "context", "1 or 2")
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> RecyclingSession:
         """Begin after `prompt` [n]."""
@@ -159,10 +153,7 @@ class RecyclingSession:
         """Note rows of the positions of a text [n] from `start` on."""
         assert features.top_tokens is not None
         rows: list[list[int]] = features.top_tokens.tolist()  # type: ignore[assignment]
-        for end, likeliest in enumerate(rows[: max(0, len(tokens) - start)], start):
-            if likeliest[0] < 0:  # a replay knows the rows of its text alone
-                continue
-            if self._width == 1:
-                self._table.note(tokens[end], likeliest)
-            elif end > 0:
-                self._table.note((tokens[end - 1], tokens[end]), likeliest)
+        for end, likeliest in enumerate(rows[: max(0, len(tokens) - start)], start + 1):
+            # a replay knows the rows of its text alone
+            if likeliest[0] >= 0 and end >= self._width:
+                self._table.note(tuple(tokens[end - self._width : end]), likeliest)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from specdec_mlx.contracts import (
     Draft,
     DraftSession,
+    Evidence,
     OffersSeveral,
     ValuesDrafts,
     is_cheap,
@@ -63,21 +64,27 @@ class TreeOfSession(FirstOfSession):
         return values.grow(self._key, known, may_fork)
 
 
+Text = tuple[int, ...]  # the tokens that lead to a node of a tree, its own last
+
+
 def merged(drafts: Sequence[Draft]) -> Draft:
     """Drafts of point masses, at least one, as one tree, in which each text stands once."""
-    texts = dict.fromkeys(text for draft in drafts for text in _texts(draft))
-    ordered = sorted(texts, key=len)  # stable: at a length the order of the drafts
-    place = {text: node for node, text in enumerate(ordered)}
-    parents = [place[text[:-1]] if len(text) > 1 else ROOT for text in ordered]
-    tokens = [text[-1] for text in ordered]
-    return Draft(tokens, parents=None if parents == chain(len(tokens)) else parents)
+    texts = dict.fromkeys(text for draft in drafts for text in texts_of(draft))
+    return draft_of(sorted(texts, key=len))  # stable: at a length the order of the drafts
 
 
-def _texts(draft: Draft) -> list[tuple[int, ...]]:
-    """The tokens that lead to each node, its own last."""
-    tokens = to_list(draft.tokens)
+def texts_of(draft: Draft) -> list[Text]:
+    """The text of each node."""
+    tokens, texts = to_list(draft.tokens), list[Text]()
     parents = chain(len(tokens)) if draft.parents is None else draft.parents
-    texts: list[tuple[int, ...]] = []
     for token, parent in zip(tokens, parents, strict=True):
         texts.append((*(() if parent == ROOT else texts[parent]), token))
     return texts
+
+
+def draft_of(texts: Iterable[Text], evidence: Sequence[Evidence] | None = None) -> Draft:
+    """The draft whose nodes have these texts, in order; a chain where they do not fork."""
+    nodes = {text: node for node, text in enumerate(texts)}
+    parents = [nodes.get(text[:-1], ROOT) for text in nodes]
+    forks = parents != chain(len(parents))
+    return Draft([text[-1] for text in nodes], None, evidence, parents if forks else None)
