@@ -22,7 +22,7 @@ from mlx_lm.models.cache import (
 import scripted
 import specdec_mlx as sd
 import tiny
-from selection import FULL, in_one_test
+from selection import FULL, cases, in_one_test
 
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42, 5, 17]
 NUM_TOKENS = 60  # enough to fill the windows of 16 tokens and go on
@@ -53,20 +53,6 @@ def ours(
     return [t.token for t in sd.speculate(target, prompt, drafter, **options)]
 
 
-def test_row_5_a_draft_length_of_0_keeps_the_processors_history() -> None:
-    """Each processor sees the prompt and all that was emitted, also when nothing is drafted."""
-    target, prompt = model(), PROMPT[:1]
-    seen: list[int] = []
-
-    def spy(tokens: mx.array, logits: mx.array) -> mx.array:
-        seen.append(tokens.size)
-        return logits
-
-    text = ours(target, oracle(target), prompt, draft_length=0, logits_processors=[spy])
-    assert text == plain(target, prompt)
-    assert seen[:20] == list(range(1, 21))
-
-
 def test_row_6_a_prompt_cache_may_be_the_targets_alone(tmp_path: Path) -> None:
     """Such as one from a prompt-cache file."""
     target, file = model(), str(tmp_path / "prompt.safetensors")
@@ -78,7 +64,7 @@ def test_row_6_a_prompt_cache_may_be_the_targets_alone(tmp_path: Path) -> None:
         assert text == plain(target)
 
 
-@in_one_test("name", ["gemma3n", "gemma4_text", "afm7", "nanbeige"])
+@pytest.mark.parametrize("name", cases(["gemma3n", "gemma4_text", "afm7", "nanbeige"], "afm7"))
 def test_row_7_a_model_may_make_more_or_fewer_caches_than_it_has_layers(name: str) -> None:
     """Target's and draft model's caches in one list are told apart by how many there are."""
     target = model(name)
@@ -88,25 +74,18 @@ def test_row_7_a_model_may_make_more_or_fewer_caches_than_it_has_layers(name: st
     assert text == plain(target, num_tokens=24)
 
 
-def test_row_8_the_callers_caches_are_the_quantized_ones() -> None:
-    """With kv_bits the caller's list ends with what was generated with."""
-    target = tiny.build("qwen2", hidden_size=128)  # heads of 32
-    options: dict[str, Any] = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4}
-    caches = make_prompt_cache(target) + make_prompt_cache(target)
-    text = ours(target, sd.ModelDrafter(target), prompt_cache=caches, max_tokens=20, **options)
-    assert text == plain(target, num_tokens=20, **options)
-    mine = caches[: len(make_prompt_cache(target))]
-    assert all(isinstance(c, QuantizedKVCache) for c in mine)
-    assert {c.offset for c in mine} == {len(PROMPT) + 20}
-
-
 @in_one_test("num_tokens", range(1, 9))
-def test_rows_9_and_10_both_caches_end_at_prompt_and_emitted(num_tokens: int) -> None:
-    """Whatever the last token was, so a second turn needs nothing but its own tokens."""
-    target, draft = model(), model(seed=7)
-    caches = make_prompt_cache(target) + make_prompt_cache(draft)
-    text = ours(target, sd.ModelDrafter(draft), prompt_cache=caches, max_tokens=num_tokens)
-    assert {c.offset for c in caches} == {len(PROMPT) + len(text)}
+def test_rows_8_to_10_the_callers_caches_end_at_prompt_and_emitted(num_tokens: int) -> None:
+    """Whatever the last token was; with kv_bits they are the quantized ones."""
+    target, draft = tiny.build("qwen2", hidden_size=128), model(seed=7)  # heads of 32
+    for options in ({}, {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4}):
+        caches = make_prompt_cache(target) + make_prompt_cache(draft)
+        drafter = sd.ModelDrafter(draft)
+        text = ours(target, drafter, prompt_cache=caches, max_tokens=num_tokens, **options)
+        assert text == plain(target, num_tokens=num_tokens, **options)
+        assert {c.offset for c in caches} == {len(PROMPT) + len(text)}
+        mine = caches[: len(make_prompt_cache(target))]
+        assert all(isinstance(c, QuantizedKVCache) == bool(options) for c in mine)
 
 
 class Interrupted(nn.Module):
