@@ -382,25 +382,6 @@ def test_a_processor_has_seen_all_of_the_text(speculation: Any, pair: Pair) -> N
     assert seen == [prompt + got[:n] for n in range(10)]
 
 
-@in_one_test("arguments", [{"temp": 1.0, "top_p": 0.9}, {"temp": 0.8, "top_k": 12, "min_p": 0.02}])
-def test_samplers_draw_only_what_they_allow(
-    arguments: dict[str, Any], speculation: Any, pair: Pair
-) -> None:
-    """Repeatably after `mx.random.seed`."""
-    drawn = []
-    for seed in (3, 3, 4):
-        mx.random.seed(seed)
-        sampler = make_sampler(**arguments)
-        got = list(mlx_lm.stream_generate(*pair, PROMPT, max_tokens=25, sampler=sampler))
-        for response in got:
-            chosen = response.logprobs[response.token]
-            rank = mx.sum(response.logprobs > chosen).item()
-            assert chosen > -mx.inf
-            assert rank < arguments.get("top_k", mx.inf)
-        drawn.append([response.token for response in got])
-    assert drawn[0] == drawn[1] != drawn[2]
-
-
 @in_one_test("step", [2048, 5])
 def test_input_embeddings_stand_for_the_prompt(step: int, pair: Pair) -> None:
     """Whole, and in chunks with progress for each; without a prompt there is nothing to draft."""
@@ -438,16 +419,6 @@ def test_a_prompt_cache_is_reused(make: Any, pair: Pair, tmp_path: Path) -> None
     for again in (load_prompt_cache(file), caches):
         assert with_plugin(pair, second, prompt_cache=again) == stock(pair, first + second)
         assert {c.offset for c in again} == {len(first + second) + 40}
-
-
-def test_a_cache_of_the_models_own_making_is_used(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A model may say what caches it needs; a window of 4 makes another text."""
-    wide = stock(pair)
-    make = lambda self: rotating(self, 4)  # noqa: E731
-    monkeypatch.setattr(type(pair[0]), "make_cache", make, raising=False)
-    assert with_plugin(pair) == stock(pair) != wide
 
 
 @in_one_test("start", [None, 0, 20, 60])

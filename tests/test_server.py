@@ -5,7 +5,6 @@ from __future__ import annotations
 import logging
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -16,15 +15,15 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import mlx.core as mx
 import mlx_lm
 import openai
 import pytest
-from mlx_lm.generate import generate_step, make_stop_sequences
+from mlx_lm.generate import make_stop_sequences
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import GenerationContext, Response
 
 import specdec_mlx as sd
+from on_ranks import free_ports
 from selection import cases, in_one_test
 from serving import (
     MESSAGES,
@@ -64,18 +63,10 @@ def client(folder: Path) -> Iterator[openai.OpenAI]:
 
 
 def plain(pair: tuple[Any, Any], prompt: str | list[Any], max_tokens: int, **options: Any) -> str:
-    """mlx-lm's own text after a prompt or messages, without its end token."""
-    model, tokenizer = pair
-    if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
-    else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
-    tokens = []
-    for token, _ in generate_step(mx.array(ids), model, max_tokens=max_tokens, **options):
-        if token in tokenizer.eos_token_ids:
-            break
-        tokens.append(token)
-    return str(tokenizer.decode(tokens))
+    """mlx-lm's own text after a prompt or messages."""
+    if not isinstance(prompt, str):
+        prompt = pair[1].apply_chat_template(prompt, add_generation_prompt=True)
+    return str(mlx_lm.generate(*pair, prompt, max_tokens=max_tokens, **options))
 
 
 def test_a_completion_is_mlx_lms_text_in_fewer_passes(
@@ -96,15 +87,13 @@ def test_a_completion_is_mlx_lms_text_in_fewer_passes(
         assert text_of(complete(client, longer, max_tokens=20)) == plain(pair, longer, 20)
 
 
-@in_one_test("usage", [True, False])
-def test_a_stream_says_it_in_its_last_chunk(
-    usage: bool, client: openai.OpenAI, pair: tuple[Any, Any]
-) -> None:
-    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if usage else {}
-    chunks = list(chat(client, stream=True, **options))
-    assert said(chunks)[0] == plain(pair, MESSAGES, 60)
-    account = chunks[-1].usage.speculation if usage else chunks[-1].speculation
-    assert account["emitted"] == 60
+def test_a_stream_says_it_in_its_last_chunk(client: openai.OpenAI, pair: tuple[Any, Any]) -> None:
+    """In its usage, if that is asked for."""
+    chunks = list(chat(client, stream=True))
+    with_usage = list(chat(client, stream=True, stream_options={"include_usage": True}))
+    assert said(chunks)[0] == said(with_usage)[0] == plain(pair, MESSAGES, 60)
+    assert chunks[-1].speculation["emitted"] == 60
+    assert with_usage[-1].usage.speculation["emitted"] == 60
 
 
 def test_every_turn_is_that_of_a_fresh_run_of_the_conversation(
@@ -162,12 +151,11 @@ def test_requests_may_choose_drafter_length_and_rule(folder: Path) -> None:
         alone = account(drafter="model")
         assert alone["accepted"] == alone["drafted"] == 45
 
-        def drawn(rule: str) -> dict[str, Any]:
-            body = {"drafter": "model", "rule": rule}
-            reply = complete(client, temperature=1.0, seed=5, extra_body=body)
-            return dict(reply.usage.speculation)
-
-        whole, part = drawn("rejection"), drawn("match")
+        drawn = [
+            complete(client, temperature=1, seed=5, extra_body={"drafter": "model", "rule": rule})
+            for rule in ("rejection", "match")
+        ]
+        whole, part = (reply.usage.speculation for reply in drawn)
         assert whole["accepted"] == whole["drafted"] > 0
         assert part["accepted"] < part["drafted"]
 
@@ -204,9 +192,7 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(
 @contextmanager
 def process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], Any, Path]]:
     """A server as a process, a client of it, and its log."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    (port,) = free_ports(1)
     url, log = f"http://127.0.0.1:{port}", folder.parent / f"{port}.log"
     command = [sys.executable, "-m", "specdec_mlx", "server", "--model", str(folder)]
     with log.open("wb") as output:
@@ -269,12 +255,9 @@ def context(prompt: list[int]) -> GenerationContext:
 
 def test_a_channel_hides_the_seam(pair: tuple[Any, Any]) -> None:
     """Text, stop sequences and the client's stop reach across it; its end is not the end."""
-    tokenizer = pair[1]
+    tokenizer, queue = pair[1], Queue[Any]()
     tokens = tokenizer.encode("één the cat")  # each é is two tokens
-    queue: Queue[Any] = Queue()
-    channel = Channel(queue)
-    channel.put(context([1]))
-    channel.put((1, 2))
+    channel, later = Channel(queue), context([1, *tokens[:3]])
 
     def speak(part: list[int]) -> None:
         detokenizer = tokenizer.detokenizer
@@ -282,15 +265,15 @@ def test_a_channel_hides_the_seam(pair: tuple[Any, Any]) -> None:
             detokenizer.add_token(token)
             channel.put(Response(detokenizer.last_segment, token, 0.0, None, ()))
 
+    for item in (context([1]), (1, 2)):
+        channel.put(item)
     speak(tokens[:3])
     channel.pausing = True
     channel.put(None)
     assert channel.alive
-    stops = make_stop_sequences(tokenizer, ["én the"])
-    channel.resume(tokenizer.detokenizer, stops.matcher())
-    later = context([1, *tokens[:3]])
-    channel.put(later)
-    channel.put((3, 4))
+    channel.resume(tokenizer.detokenizer, make_stop_sequences(tokenizer, ["én the"]).matcher())
+    for item in (later, (3, 4)):
+        channel.put(item)
     speak(tokens[3:])
     first, progress, *responses, end = [queue.get_nowait() for _ in range(queue.qsize())]
     assert (first.prompt, progress, end) == ([1], (1, 2), None)

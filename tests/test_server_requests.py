@@ -6,7 +6,6 @@ import importlib
 import json
 import threading
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -17,7 +16,6 @@ import mlx_lm
 import openai
 import pytest
 from huggingface_hub.errors import CacheNotFound
-from mlx.utils import tree_flatten
 
 from selection import FULL, in_one_test
 from serving import MESSAGES, MODEL, PROMPT, chat, complete, post, said, serving, text_of
@@ -76,22 +74,17 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (completion(drafter=["ngram"] * 1000), "at most 8"),
     (completion(drafter="ngram", draft_model="some/model"), "not both"),
     (completion(draft_length=-1), "draft_length must be"),
-    (completion(draft_length=True), "draft_length must be"),
     (completion(drafter="x" * 100_000), "Unknown drafter 'xxx"),
     (completion(rule="nothing"), "Unknown rule 'nothing'. Known: auto"),
-    (completion(rule=[]), "rule=[]: expected a name"),
     (completion(rule="lenient:lenience=" + "(" * 300_000), "lenience must be a number, true or fa"),
     (completion(rule="lenient:leniency=1"), "leniency"),
-    (completion(temperature=-1), "temperature must be at least 0"),
     (completion(temperature=float("nan")), "a finite number"),
     (completion(prompt=""), "The prompt is empty."),
     (completion(prompt=["a", 3]), "prompt must be a text"),
-    (completion(prompt=["a"] * 129), "a list of 1 to 128 of either"),
     (completion(prompt=[5, 10**6]), "holds token 1000000"),
     (completion(prompt="ab" * 1000), "The prompt has 2000 tokens; there are 512 positions"),
     (completion(prompt="abc", max_tokens=10**30), "after the 3 tokens of the prompt there is room"),
     (chatting(max_completion_tokens=5000), "there is room for "),
-    (completion(draft_model=["a"]), "draft_model must be a text"),
     (completion(logprobs="3"), "logprobs must be a boolean"),
     (chatting(chat_template_kwargs={"chat_template": "{{ a }}"}), "chat_template cannot be set by"),
     (chatting(chat_template_kwargs={"padding": 1, "max_length": 10**8}), "max_length, padding can"),
@@ -105,10 +98,8 @@ REFUSED: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (completion(logit_bias={"5": None}), "expected a number for token 5"),
     (completion(logit_bias={"500000": 1.0}), "there is no token 500000; the model has 0 to "),
     (completion(seed=2**64), "seed must be an int from 0"),
-    (completion(seed=True), "seed must be an int from 0"),
     (chatting(n=33), "n must be an int from 1 to 32, not 33"),
     (completion(stop=5), "stop must be a text"),
-    (completion(stream_options=3), "stream_options must be"),
     (chatting(prediction={"type": "content", "content": [{"type": "image_url"}]}), "prediction: "),
 ]
 
@@ -150,20 +141,17 @@ def test_a_server_whose_thread_died_says_that_it_is_not_available(
     """503, the status that load balancers know."""
     monkeypatch.setattr(SpeculatingGenerator, "generation_available", lambda self: False)
     status, answer = post(client, *chatting())
-    assert status == 503
-    assert "generation thread died" in json.loads(answer)["error"]["message"]
+    assert (status, "generation thread died" in answer) == (503, True)
 
 
 def test_a_drafter_that_raises_is_an_error_in_words(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """HTTP 500, or the last event of a stream before [DONE]; and the server serves on."""
-    propose = SuffixSession.propose
-    asked: Counter[SuffixSession] = Counter()
+    propose, asked = SuffixSession.propose, iter(range(10**9))
 
     def raising(self: SuffixSession, limit: int) -> Any:
-        asked[self] += 1
-        if asked[self] > 20:
+        if next(asked) % 20 == 19:
             raise RuntimeError("no idea")
         return propose(self, limit)
 
@@ -197,14 +185,6 @@ def test_a_long_draft_is_cut_to_what_a_request_may_have(client: openai.OpenAI) -
         reply = chat(client, extra_body={name: 100_000})
         assert text_of(reply) == expected
         assert 4 < len(reply.usage.speculation["acceptance_by_position"]) <= 64
-
-
-def test_requests_do_not_look_through_the_installed_packages(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
-    reply = chat(client, extra_body={"drafter": ["ngram", "none", "prompt-lookup"]})
-    assert reply.usage.speculation["drafter"] == "ngram+prompt-lookup"
 
 
 NULLABLE = (
@@ -259,16 +239,18 @@ def test_without_max_tokens_a_text_ends_with_the_models_positions(client: openai
     assert reply.usage.completion_tokens == 512 - reply.usage.prompt_tokens + 1
 
 
-def test_models_are_listed_where_there_is_no_folder_of_hugging_face(
+def test_models_are_listed_without_a_folder_of_hugging_face_and_templates_may_be_allowed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scan() -> Any:
         raise CacheNotFound("no folder", cache_dir=folder)
 
     monkeypatch.setattr("mlx_lm.server.scan_cache_dir", scan)
-    with serving("--model", str(folder)) as client:
+    with serving("--model", str(folder), "--allow-chat-templates") as client:
         (listed,) = client.models.list().data
-        assert complete(client, model=listed.id, max_tokens=1).choices
+        template = {"chat_template_kwargs": {"chat_template": "{{ messages[0]['content'] }}"}}
+        reply = chat(client, model=listed.id, extra_body=template)
+        assert reply.usage.prompt_tokens == complete(client, PROMPT).usage.prompt_tokens
 
 
 @in_one_test("models", ["given", "targets"])
@@ -296,13 +278,6 @@ def test_others_may_not_name_draft_models_by_default(host: str) -> None:
     assert access.allows("draft_model", "another") is (host in LOOPBACK)
     assert access.allows("draft_model", "given")
     assert access.allows("model", "another")
-
-
-def test_a_template_may_be_allowed_at_the_start(folder: Path) -> None:
-    with serving("--model", str(folder), "--allow-chat-templates") as client:
-        template = {"chat_template_kwargs": {"chat_template": "{{ messages[0]['content'] }}"}}
-        reply = chat(client, extra_body=template)
-        assert reply.usage.prompt_tokens == len(mlx_lm.load(str(folder))[1].encode(PROMPT))
 
 
 SCHEMA = {
@@ -419,20 +394,17 @@ def test_the_old_models_weights_are_freed_before_the_new_ones_load(
         for seed, name in enumerate("ab")
     ]
     module: Any = importlib.import_module("mlx_lm.server")
-    load = module.load
-    in_use: list[int] = []
-    sizes: list[int] = []
+    load, in_use = module.load, []
 
     def measured(*args: Any, **kwargs: Any) -> Any:
         mx.clear_cache()
         in_use.append(mx.get_active_memory())
-        loaded = load(*args, **kwargs)
-        sizes.append(sum(value.nbytes for _, value in tree_flatten(loaded[0].parameters())))
-        return loaded
+        return load(*args, **kwargs)
 
     monkeypatch.setattr(module, "load", measured)
     with serving("--model", str(folders[0])) as client:
         for name in (*folders[1::-1], *folders[::-1]):
             complete(client, model=str(name), max_tokens=20)
     assert len(in_use) >= 4
-    assert max(in_use) - in_use[0] < 0.3 * min(sizes)
+    size = (folders[0] / "model.safetensors").stat().st_size
+    assert max(in_use) - in_use[0] < 0.3 * size

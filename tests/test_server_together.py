@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
@@ -11,7 +10,6 @@ from queue import Queue
 from typing import Any
 
 import mlx.core as mx
-import numpy as np
 import openai
 import pytest
 from mlx_lm.generate import StopSequences
@@ -19,18 +17,16 @@ from mlx_lm.models import qwen2
 
 import specdec_mlx as sd
 import tiny
-from selection import cases, in_one_test
+from selection import cases
 from serving import chat, complete, said, serving
-from specdec_mlx.batch.rows import PromptReading, RowToken
+from specdec_mlx.batch.rows import PromptReading
 from specdec_mlx.drafters.grammar import GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupSession
-from specdec_mlx.loop import Token
 from specdec_mlx.mlx_lm_plugin import batch
-from specdec_mlx.mlx_lm_plugin.batch import Incoming, SpeculatingBatch, on_the_host
+from specdec_mlx.mlx_lm_plugin.batch import Incoming, SpeculatingBatch
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from specdec_mlx.mlx_lm_plugin.requests import Requested
-from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.row_caches import RowCaches, RowsCache
 from specdec_mlx.target.row_pass import RowPasses
 from test_server_requests import JSON_SCHEMA, assert_fits, schema_of
@@ -146,9 +142,6 @@ def test_clients_that_hang_up_leave_the_others_alone(client: openai.OpenAI) -> N
 VICTIM = "! this one fails in the middle of what the others write"  # behind a digit
 NUM_READ = len(make_tokenizer().encode(f"0{VICTIM}").ids)
 
-Place = tuple[type, str, Callable[..., bool]]
-"""A method that raises where a condition on its arguments holds."""
-
 
 def always(*args: Any) -> bool:
     return True
@@ -160,7 +153,7 @@ def after(number: int, holds: Callable[..., bool] = always) -> Callable[..., boo
     return lambda *args: holds(*args) and next(calls) >= number
 
 
-FAULTS: dict[str, Place] = {
+FAULTS: dict[str, tuple[type, str, Callable[..., bool]]] = {
     "admitted: its drafter is checked": (NGramDrafter, "check", always),
     "admitted: its drafter begins": (NGramDrafter, "begin", always),
     "admitted: its prompt is read": (
@@ -188,6 +181,8 @@ FAULTS: dict[str, Place] = {
         lambda batch, served, row: row.finish_reason and len(served.text.prompt) == NUM_READ,
     ),
 }
+"""A method that raises where a condition on its arguments holds."""
+
 PLAINLY: dict[str, Any] = {"extra_body": {"drafter": "none"}, "max_tokens": 300}
 
 
@@ -360,17 +355,6 @@ def test_a_model_without_rows_is_batched_by_mlx_lm(
     assert sum("cannot be rows of one batch" in message for message in caplog.messages) == 1
 
 
-@in_one_test("dtype", [mx.float32, mx.float16, mx.bfloat16])
-def test_log_probabilities_come_without_waiting(dtype: mx.Dtype) -> None:
-    """In any type; as numbers of the host."""
-    rows = mx.log(mx.array([[0.5, 0.25, 0.25], [0.125, 0.5, 0.375]])).astype(dtype)
-    mx.eval(rows)
-    row = RowToken(0, Token(2, "plain", SpeculationStats(), rows, 1), None)
-    values = on_the_host(row, mx.new_stream(mx.cpu))
-    assert isinstance(values, np.ndarray)
-    assert values[2].item() == pytest.approx(math.log(0.375), rel=2e-2)
-
-
 def put_in(
     batch: SpeculatingBatch, prompt: list[int], max_tokens: int, ends: Sequence[int] = ()
 ) -> int:
@@ -399,8 +383,7 @@ def test_prompts_are_read_between_the_rounds_of_the_others() -> None:
     waiting: list[int] = []
     parts: list[tuple[int, int]] = []
     held: list[list[int]] = []
-    while (news := rows.next()) != ([], []):
-        progress, new = news
+    for progress, new in iter(rows.next, ([], [])):
         for token in new:
             tokens.setdefault(token.uid, []).append(token.token)
         if not waiting and len(tokens.get(first, ())) == 3:
@@ -427,9 +410,7 @@ def test_a_request_taken_out_while_its_prompt_is_read_leaves_the_other_reader() 
     uids = [put_in(rows, prompt, 5) for _ in range(2)]
     rows.next()
     rows.remove(uids[:1])
-    tokens = []
-    while (news := rows.next()) != ([], []):
-        tokens += news[1]
+    tokens = [token for _, new in iter(rows.next, ([], [])) for token in new]
     assert [token.uid for token in tokens] == uids[1:] * 5
     assert tokens[-1].all_tokens[: len(prompt)] == prompt
     rows.close()

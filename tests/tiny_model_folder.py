@@ -52,17 +52,9 @@ def write_model_folder(
         metadata={"format": "mlx"},
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": "<s>",
-                "eos_token": "</s>",
-                "chat_template": CHAT_TEMPLATE,
-                "clean_up_tokenization_spaces": False,
-            }
-        )
-    )
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "clean_up_tokenization_spaces": False}
+    how = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, **roles}
+    (folder / "tokenizer_config.json").write_text(json.dumps(how))
     return folder
 
 

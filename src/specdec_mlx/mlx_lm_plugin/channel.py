@@ -57,11 +57,6 @@ class Channel:
         hung_up = self.context is not None and self.context._should_stop
         return not self.finished and not hung_up
 
-    @property
-    def num_said(self) -> int:
-        """Tokens said in the current service."""
-        return len(self.tokens) - self.num_before
-
     def stop(self) -> None:
         """End the current service, as a client that hangs up does."""
         served = self._later or self.context
@@ -80,11 +75,10 @@ class Channel:
 
     def put(self, item: Any) -> None:
         """Take what the server has for the client."""
-        if self.finished:
+        if self.finished or (item is None and self.pausing):
             return
         if item is None or isinstance(item, Exception):
-            if item is not None or not self.pausing:
-                self._finish(item)
+            self._finish(item)
         elif isinstance(item, GenerationContext):
             self._take_context(item)
         elif not isinstance(item, tuple):

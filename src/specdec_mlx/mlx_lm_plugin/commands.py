@@ -17,12 +17,7 @@ import mlx.core as mx
 from specdec_mlx.contracts import all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.mlx_lm_plugin.compatible import check_version
-from specdec_mlx.mlx_lm_plugin.flags import (
-    Flags,
-    add_grammar_arguments,
-    replaced_names,
-    run_main,
-)
+from specdec_mlx.mlx_lm_plugin.flags import Flags, add_grammar_arguments, replaced_names, run_main
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, in_force
 from specdec_mlx.models import explained, load_on_ranks
 
@@ -67,9 +62,11 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
 
 
 class Command:
-    """A command of mlx-lm with one drafter; takes_grammar: it has flags for structure."""
+    """A command of mlx-lm with one drafter, and with flags for structure unless it is a benchmark.
 
-    takes_grammar = False
+    Each kind of it may replace further names of the module, refuse arguments, and say more at the
+    end.
+    """
 
     def __init__(self, name: str) -> None:
         self.module = importlib.import_module(f"mlx_lm.{name}")
@@ -80,9 +77,8 @@ class Command:
 
     def run(self, arguments: Sequence[str]) -> None:
         """Let mlx-lm's `main` run with our parser, and its calls speculate."""
-        with self.stack as stack:
-            stack.enter_context(replaced_names(self.module, self.names()))
-            more = [add_grammar_arguments] * self.takes_grammar
+        more = [] if isinstance(self, Benchmark) else [add_grammar_arguments]
+        with self.stack, replaced_names(self.module, self.names()):
             run_main(self.module, arguments, self._take, *more)
         self.close()
 
@@ -99,7 +95,7 @@ class Command:
     def names(self) -> dict[str, Any]:
         """Replacements for names of the module: of what loads, to learn the tokenizer."""
         loaders = [name for name in ("load", "sharded_load") if hasattr(self.module, name)]
-        return {name: self._noting_tokenizer(getattr(self.module, name)) for name in loaders}
+        return {name: self.noting_tokenizer(getattr(self.module, name)) for name in loaders}
 
     def check(self) -> None:
         """Raise ValueError for arguments that do not go together."""
@@ -107,7 +103,7 @@ class Command:
     def close(self) -> None:
         """Print the account, if one is wanted at the end."""
 
-    def _noting_tokenizer(self, load: Callable[..., Any]) -> Callable[..., Any]:
+    def noting_tokenizer(self, load: Callable[..., Any]) -> Callable[..., Any]:
         """`load`, which also notes the tokenizer, and takes up the model's tuning."""
 
         def loading(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -127,23 +123,18 @@ class Command:
         return loading
 
 
-QUIT = "q"  # leaves `chat`
-
-
 class Generate(Command):
-    """`generate`: mlx-lm's closing lines, and ours below them."""
-
-    takes_grammar = True
+    """`generate`: mlx-lm's closing lines, and a line of ours below; with --stats the account."""
 
     def names(self) -> dict[str, Any]:
         """On several ranks, `load` spreads the model over them, as in mlx-lm's other commands."""
         names = super().names()
         if mx.distributed.init().size() > 1:
-            names["load"] = self._noting_tokenizer(load_on_ranks)
+            names["load"] = self.noting_tokenizer(load_on_ranks)
         return names
 
     def close(self) -> None:
-        """Print a line about the speculation; the whole account with --stats."""
+        """Print what is wanted, the account to stderr if mlx-lm prints nothing but the text."""
         verbose = self.arguments.verbose
         if verbose:
             print(closing_line(self.speculation))
@@ -153,8 +144,6 @@ class Generate(Command):
 
 class Chat(Command):
     """`chat`: with --stats a line after each turn; a grammar is that of each answer."""
-
-    takes_grammar = True
 
     def names(self) -> dict[str, Any]:
         """Also the user interface, for the end of a turn and of the input."""
@@ -166,7 +155,7 @@ class Chat(Command):
                 try:
                     return str(super().prompt())
                 except EOFError:
-                    return QUIT
+                    return "q"  # which leaves `chat`
 
             def end_turn(self, response: Any) -> None:
                 super().end_turn(response)
@@ -177,7 +166,7 @@ class Chat(Command):
 
 
 class Benchmark(Command):
-    """`benchmark`: mlx-lm's speeds, with speculation."""
+    """`benchmark`: mlx-lm's speeds, with speculation; with --stats of the last trial."""
 
     def check(self) -> None:
         """Refuse batches, in which mlx-lm does not speculate, and to learn from random tokens."""
@@ -193,7 +182,7 @@ class Benchmark(Command):
             )
 
     def close(self) -> None:
-        """The account of the last trial with --stats."""
+        """Print the account of the last trial."""
         if self.flags.stats:
             print(f"Last trial. {closing_line(self.speculation)}")
             print_account(self.speculation, sys.stdout)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -23,7 +23,7 @@ from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.loop import Token, speculate
-from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
+from specdec_mlx.mlx_lm_plugin.compatible import check_steps, generate_module
 from specdec_mlx.mlx_lm_plugin.conversation import continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
@@ -57,7 +57,6 @@ class Speculation:
         drafter: Drafter | None,
         *,
         draft_length: int | str | DraftLength | None = None,
-        sampler: Any = None,
         prompt_cache: list[Any] | None = None,
         **options: Any,
     ) -> Generator[Token, None, None]:
@@ -70,7 +69,6 @@ class Speculation:
             model,
             prompt,
             continued(drafter, earlier),
-            sampler=sampler,
             draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
             tokenizer=self.tokenizer,
@@ -106,9 +104,7 @@ class _InForce:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.stack: list[Speculation] = []
-        self.originals: dict[str, Any] = {}
-        self.replacements: dict[str, Any] = {}
-        self.by_install: Speculation | None = None
+        self.steps: dict[str, tuple[Any, Any]] = {}  # mlx-lm's own and ours, by name
 
     def add(self, speculation: Speculation) -> None:
         with self.lock:
@@ -120,34 +116,25 @@ class _InForce:
         """Take out, wherever it stands; the last one restores names that are still ours."""
         with self.lock:
             self.stack = [s for s in self.stack if s is not speculation]
-            for name, ours in self.replacements.items() if not self.stack else ():
+            for name, (original, ours) in self.steps.items() if not self.stack else ():
                 if getattr(generate_module(), name) is ours:
-                    setattr(generate_module(), name, self.originals[name])
+                    setattr(generate_module(), name, original)
 
     def latest(self) -> Speculation | None:
         with self.lock:
             return self.stack[-1] if self.stack else None
 
-    def exchange(self, speculation: Speculation | None) -> None:
-        """Put the latest of `install` in force, or none, in the place of the one before."""
-        with self.lock:
-            if speculation is not None:
-                self.add(speculation)
-            before, self.by_install = self.by_install, speculation
-            if before is not None:
-                self.remove(before)
-
     def _replace(self) -> None:
         check_steps()
-        module = generate_module()
-        self.originals = {name: getattr(module, name) for name in STEPS}
         makers = {"generate_step": _step, "speculative_generate_step": _speculative_step}
-        self.replacements = {name: makers[name](step) for name, step in self.originals.items()}
-        for name, step in self.replacements.items():
-            setattr(module, name, step)
+        for name, make in makers.items():
+            original = getattr(generate_module(), name)
+            self.steps[name] = original, make(original)
+            setattr(generate_module(), name, self.steps[name][1])
 
 
 _in_force = _InForce()
+_installed = ExitStack()  # what `uninstall` undoes
 
 
 def _step(original: Any) -> Any:
@@ -156,10 +143,10 @@ def _step(original: Any) -> Any:
     @functools.wraps(original)
     def generate_step(
         prompt: mx.array, model: nn.Module, stream: Any = generation_stream, **options: Any
-    ) -> Iterator[tuple[int, mx.array]]:
+    ) -> Any:
         speculation = _in_force.latest()
         if speculation is None or not _can_draft(prompt, model, options):
-            return original(prompt, model, stream, **options)  # type: ignore[no-any-return]
+            return original(prompt, model, stream, **options)
         tokens = speculation.tokens(prompt, model, speculation.drafter, stream=stream, **options)
         return _each(tokens, lambda token: (token.token, token.logprobs))
 
@@ -178,13 +165,12 @@ def _speculative_step(original: Any) -> Any:
         *,
         num_draft_tokens: int | None = None,
         **options: Any,
-    ) -> Iterator[tuple[int, mx.array, bool]]:
+    ) -> Any:
         speculation = _in_force.latest()
         if speculation is None:
-            given = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
-            return original(  # type: ignore[no-any-return]
-                prompt, model, draft_model, stream, **given, **options
-            )
+            if num_draft_tokens is not None:
+                options["num_draft_tokens"] = num_draft_tokens
+            return original(prompt, model, draft_model, stream, **options)
         drafter = choose_drafter(None, draft_model)
         tokens = speculation.tokens(
             prompt, model, drafter, draft_length=num_draft_tokens, stream=stream, **options
@@ -224,20 +210,6 @@ def _each(tokens: Generator[Token, None, None], shape: Callable[[Token], T]) -> 
         yield from map(shape, tokens)
 
 
-def make_speculation(
-    drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER,
-    *,
-    draft_length: int | str | DraftLength = "auto",
-    rule: str | AcceptanceRule = "auto",
-    tokenizer: Any = None,
-) -> Speculation:
-    """Speculation for the arguments of `install`, checked now rather than at the first token."""
-    make_draft_length(draft_length)
-    make_rule(rule)
-    given = (None, drafter) if isinstance(drafter, nn.Module) else (drafter, None)
-    return Speculation(choose_drafter(*given), draft_length, rule, tokenizer)
-
-
 def install(
     drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER, **options: Any
 ) -> Speculation:
@@ -259,26 +231,35 @@ def install(
         UnknownNameError: no drafter, draft length or rule has this name.
         ValueError: options that they do not take.
     """
-    speculation = make_speculation(drafter, **options)
-    _in_force.exchange(speculation)
+    block = installed(drafter, **options)
+    speculation = block.__enter__()
+    uninstall()
+    _installed.push(block)
     return speculation
 
 
 def uninstall() -> None:
     """Undo `install`; without one, do nothing. mlx-lm is then exactly as it was."""
-    _in_force.exchange(None)
+    _installed.close()
 
 
 @contextmanager
 def installed(
-    drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER, **options: Any
+    drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER,
+    *,
+    draft_length: int | str | DraftLength = "auto",
+    rule: str | AcceptanceRule = "auto",
+    tokenizer: Any = None,
 ) -> Iterator[Speculation]:
     """Let mlx-lm's own calls speculate inside the `with` block; arguments as for `install`.
 
     Blocks may be nested, and overlap in threads: the one entered last counts for new generations.
     """
-    with in_force(make_speculation(drafter, **options)) as speculation:
-        yield speculation
+    make_draft_length(draft_length)  # to raise now rather than at the first token
+    make_rule(rule)
+    given = (None, drafter) if isinstance(drafter, nn.Module) else (drafter, None)
+    with in_force(Speculation(choose_drafter(*given), draft_length, rule, tokenizer)) as made:
+        yield made
 
 
 @contextmanager

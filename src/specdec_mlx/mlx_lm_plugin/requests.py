@@ -31,7 +31,12 @@ from specdec_mlx.memory import Memory
 from specdec_mlx.mlx_lm_plugin.channel import Channel
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags, name_in
 from specdec_mlx.mlx_lm_plugin.heads import HeadToLoad
-from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, grammar_in, prediction_in
+from specdec_mlx.mlx_lm_plugin.openai_fields import (
+    RequestError,
+    grammar_in,
+    prediction_in,
+    texts_in,
+)
 from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
@@ -42,9 +47,6 @@ DEFAULT_MODEL = "default_model"
 """mlx-lm's name for the model given at the start, also where a request names none."""
 
 LONGEST_DRAFT = 64  # longest draft of a request: each token of it is a position in a pass
-
-MOST_DRAFTERS = 8
-"""Most drafters that a request may have tried in order: all of them read the prompt."""
 
 MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
 
@@ -195,12 +197,13 @@ class Menu:
 
     def requested(self, body: dict[str, Any], api_key: str = "") -> Requested:
         """How a request is to be served; raises ValueError and MissingPackageError."""
-        names = _names(body.get("drafter"))
         self.access.check(body)
         own_model = body.get("draft_model", DEFAULT_MODEL) != DEFAULT_MODEL
-        if names is not None and own_model:
+        if "drafter" in body and own_model:
             raise RequestError("Give drafter or draft_model, not both.")
-        chosen = list(self._specs) if names is None else [n for n in names if n != NO_DRAFTER]
+        chosen = [
+            name for name in texts_in(body.get("drafter", [*self._specs])) if name != NO_DRAFTER
+        ]
         memory = self._memory_of(str(body.get("user") or ""), api_key)
         drafter = None if own_model else first_of([self._make(name, memory) for name in chosen])
         length = body.get("draft_length", body.get("num_draft_tokens"))
@@ -220,33 +223,21 @@ class Menu:
         return self._memory(who) if who else None
 
     def _make(self, name: str, memory: Memory | None = None) -> Drafter | None:
+        flags, spec = self.flags, self._specs.get(name, name)
         if name not in self._specs and name not in drafter_names():
             known = ", ".join(drafter_names())
             raise UnknownNameError(f"Unknown drafter {name!r}. Known: {known}.")
         if memory is not None and name in REMEMBERING:
-            return self.flags.make(self._specs.get(name, name), memory=memory)
-        if name not in self._made:
-            self._made[name] = self._new(self._specs.get(name, name))
+            return flags.make(spec, memory=memory)
+        if name in self._made:
+            return self._made[name]
+        if flags.waits_for_target and name in WITH_MODEL:
+            folder = str(flags.draft_model)
+            tokenizer = None if flags.has_head else load_tokenizer(Path(folder).expanduser())
+            self._made[name] = HeadToLoad(folder, partial(flags.make, spec), tokenizer)
+        else:
+            self._made[name] = flags.make(spec)
         return self._made[name]
-
-    def _new(self, spec: str) -> Drafter | None:
-        flags = self.flags
-        if not (flags.waits_for_target and name_in(spec) in WITH_MODEL):
-            return flags.make(spec)
-        folder = Path(str(flags.draft_model)).expanduser()
-        tokenizer = None if flags.has_head else load_tokenizer(folder)
-        return HeadToLoad(str(flags.draft_model), partial(flags.make, spec), tokenizer)
-
-
-def _names(given: Any) -> Sequence[str] | None:
-    names = [given] if isinstance(given, str) else given
-    if names is None:
-        return None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise RequestError(f"drafter must be a name or a list of names, not {given!r}")
-    if len(names) > MOST_DRAFTERS:
-        raise RequestError(f"drafter lists {len(names)} names; at most {MOST_DRAFTERS} are tried.")
-    return names
 
 
 def _length(given: Any) -> int | str:

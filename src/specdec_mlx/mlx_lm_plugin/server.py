@@ -373,7 +373,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         stop_sequences, _ = self._make_state_machine(
             self.model_provider.model_key, tokenizer, args.stop_words
         )
-        rest = replace(args, max_tokens=args.max_tokens - channel.num_said)
+        rest = replace(args, max_tokens=args.max_tokens - len(channel.tokens) + channel.num_before)
         rest.speculation = args.speculation
         rest.speculation.batched = True
         channel.resume(tokenizer.detokenizer, stop_sequences.matcher())
