@@ -37,7 +37,7 @@ from serving import (
     text_of,
     until,
 )
-from specdec_mlx.mlx_lm_plugin.channel import Channel
+from specdec_mlx.mlx_lm_plugin.requests import Channel
 from tiny_model_folder import write_model_folder
 
 ENDLESS = 800_000  # tokens that nobody waits for
@@ -221,8 +221,8 @@ MANY = {"max_tokens": 100_000, "stream": True}
 STATES: dict[str, tuple[signal.Signals, list[dict[str, Any]]]] = {
     "idle": (signal.SIGTERM, []),
     "lone": (signal.SIGTERM, [MANY]),
-    "batched": (signal.SIGINT, [MANY, MANY | {"prompt": "another"}]),
-    "batched and terminated": (signal.SIGTERM, [MANY, MANY | {"prompt": "another"}]),
+    "batched": (signal.SIGTERM, [MANY, MANY | {"prompt": "another"}]),
+    "batched and interrupted": (signal.SIGINT, [MANY, MANY | {"prompt": "another"}]),
     "the prompt of one is read": (signal.SIGTERM, [{"prompt": "a" * 100_000}]),
     "prompts are read": (signal.SIGTERM, [{"prompt": "a" * 100_000}, {"prompt": "b" * 99_000}]),
 }

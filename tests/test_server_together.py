@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 from queue import Queue
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -24,9 +25,8 @@ from specdec_mlx.drafters.grammar import GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupSession
 from specdec_mlx.mlx_lm_plugin import batch
-from specdec_mlx.mlx_lm_plugin.batch import Incoming, SpeculatingBatch
-from specdec_mlx.mlx_lm_plugin.channel import Channel
-from specdec_mlx.mlx_lm_plugin.requests import Requested
+from specdec_mlx.mlx_lm_plugin.batch import SpeculatingBatch
+from specdec_mlx.mlx_lm_plugin.requests import Channel, Requested
 from specdec_mlx.target.row_caches import RowCaches, RowsCache
 from specdec_mlx.target.row_pass import RowPasses
 from test_server_requests import JSON_SCHEMA, assert_fits, schema_of
@@ -366,12 +366,15 @@ def put_in(
 
 
 def plain_batch(step_size: int) -> SpeculatingBatch:
-    def incoming() -> Incoming:
-        return Incoming(Channel(Queue()), Requested(None, "none"), 0, None, lambda text: text)
+    def incoming() -> Any:
+        channel = Channel(Queue())
+        requested = Requested(None, "none", channel=channel)
+        return SimpleNamespace(speculation=requested, top_logprobs=0, seed=None)
 
     stream = mx.default_stream(mx.default_device())
+    finish = lambda requested, text: text  # noqa: E731
     target = tiny.build("qwen2")
-    return SpeculatingBatch(target, incoming, None, stream, prefill_step_size=step_size)
+    return SpeculatingBatch(target, incoming, finish, None, stream, prefill_step_size=step_size)
 
 
 def test_prompts_are_read_between_the_rounds_of_the_others() -> None:

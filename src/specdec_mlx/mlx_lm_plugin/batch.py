@@ -25,21 +25,9 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import PromptReading, Request, RowToken
 from specdec_mlx.contracts import LogitsProcessor
 from specdec_mlx.drafters.grammar import GrammarProcessor
-from specdec_mlx.mlx_lm_plugin.channel import Channel, ServerEndingError
-from specdec_mlx.mlx_lm_plugin.requests import Requested
+from specdec_mlx.mlx_lm_plugin.requests import Requested, ServerEndingError
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.row_exactness import can_hold_rows
-
-
-@dataclass
-class Incoming:
-    """A request to the server. finish: adds a drafter and a grammar to the text; may raise."""
-
-    channel: Channel
-    requested: Requested
-    num_top: int
-    seed: int | None
-    finish: Callable[[Request], Request]
 
 
 @dataclass(eq=False)
@@ -51,7 +39,8 @@ class _Served:
     """
 
     uid: int
-    incoming: Incoming
+    requested: Requested
+    num_top: int
     text: Request
     reading: PromptReading
     ends: list[int]
@@ -61,8 +50,8 @@ class _Served:
 
     def fail(self, error: Exception) -> None:
         own = [getattr(processor, "error", None) for processor in self.text.logits_processors]
-        self.incoming.channel.put(next(filter(None, own), error))
-        self.incoming.channel.stop()
+        self.requested.channel.put(next(filter(None, own), error))
+        self.requested.channel.stop()
 
     @property
     def is_read(self) -> bool:
@@ -92,10 +81,15 @@ class GuardedGrammar(GrammarProcessor):
 
 @dataclass(eq=False)
 class SpeculatingBatch:
-    """mlx-lm's `BatchGenerator` with drafts. incoming: tells the request that is put in next."""
+    """mlx-lm's `BatchGenerator` with drafts.
+
+    incoming: tells mlx-lm's arguments of the request that is put in next. finish: adds a drafter
+    and a grammar to its text; may raise.
+    """
 
     model: nn.Module
-    incoming: Callable[[], Incoming]
+    incoming: Callable[[], Any]
+    finish: Callable[[Requested, Request], Request]
     tokenizer: Any
     stream: Any
     completion_batch_size: int = 32
@@ -136,10 +130,11 @@ class SpeculatingBatch:
         stop_sequences: Sequence[Any],
     ) -> list[int]:
         """Put a request in, and return its uid; as in mlx-lm, with one entry in each argument."""
-        incoming, uid = self.incoming(), self._num_inserted
+        args, uid = self.incoming(), self._num_inserted
+        requested: Requested = args.speculation
         self._num_inserted += 1
         prompt = [*all_tokens[0], *(token for part in segments[0] for token in part)]
-        num_said = incoming.channel.num_before
+        num_said = requested.channel.num_before
         matcher = stop_sequences[0].matcher()
         for token in prompt[len(prompt) - num_said :]:
             matcher.advance(token)
@@ -147,20 +142,22 @@ class SpeculatingBatch:
             prompt,
             max_tokens[0] + num_said,
             samplers[0],
-            incoming.seed,
+            args.seed,
             list(logits_processors[0]),
             num_said=num_said,
             matcher=matcher,
-            stats=incoming.requested.stats,
+            stats=requested.stats,
         )
         _, *ends = accumulate(map(len, segments[0]), initial=len(all_tokens[0]))
         ends[-1] -= 1  # the last token is fed with the first round
         unread = PromptReading(self.model, prompt, [], self.stream, len(all_tokens[0]))
-        served = _Served(uid, incoming, text, unread, ends, unread.num_read, list(prompt))
+        served = _Served(
+            uid, requested, args.top_logprobs, text, unread, ends, unread.num_read, list(prompt)
+        )
         if text.stats is not None:
             served.seconds_before = text.stats.prefill_seconds
         with self._alone(served):
-            served.text = incoming.finish(text)
+            served.text = self.finish(requested, text)
             served.reading = self._reading_of(unread, caches[0])
             served.begun = served.reading.num_read
             self._reading.append(served)
@@ -213,7 +210,7 @@ class SpeculatingBatch:
         return []
 
     def _said(self, served: _Served, row: RowToken) -> Any:
-        stats = served.incoming.requested.stats = row.token.stats
+        stats = served.requested.stats = row.token.stats
         if len(served.tokens) == len(served.text.prompt):
             stats.prefill_seconds = served.seconds_before + served.reading.seconds
         served.tokens.append(row.token.token)
@@ -223,7 +220,7 @@ class SpeculatingBatch:
             if row.prompt_cache is not None:
                 mx.async_eval([cache.state for cache in row.prompt_cache])
             del self._rows[row.uid]
-        if served.incoming.num_top > 0:
+        if served.num_top > 0:
             logprobs: Any = row.token.logprobs
         else:
             with mx.stream(self._beside):  # which need not wait for the pass under way

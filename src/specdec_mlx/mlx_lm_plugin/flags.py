@@ -22,24 +22,11 @@ import mlx.nn as nn
 
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
-from specdec_mlx.drafters.draft_models import (
-    Lighter,
-    NamedModel,
-    add_lighter_arguments,
-    lighter_of,
-)
+from specdec_mlx.drafters import registry
+from specdec_mlx.drafters.draft_models import Lighter, NamedModel, add_lighter_arguments, lighter_of
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.registry import (
-    DEFAULT_DRAFTER,
-    MODEL_DRAFTER,
-    NO_DRAFTER,
-    REMEMBERING,
-    WITH_MODEL,
-    drafter_names,
-    first_of,
-    make_drafter,
-)
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.options import argument, checked, refusal
 from specdec_mlx.rules.registry import make_rule, rule_names
@@ -49,7 +36,7 @@ EVERYBODY, USER, KEY = "all", "user", "key"  # whom a server's memory is for
 
 @dataclass(frozen=True)
 class Flags:
-    """Values of our flags; asked: True if any was given. memory: a file, or "process"."""
+    """Values of our flags. memory: a file, or "process"."""
 
     drafters: Sequence[str] = ()
     draft_model: str | None = None
@@ -57,7 +44,6 @@ class Flags:
     draft_length: int | str = "auto"
     rule: str = "auto"
     stats: bool = False
-    asked: bool = False
     grammar: Grammar | None = None
     keeps_tuning: bool = True
     memory: str | None = None
@@ -94,7 +80,7 @@ class Flags:
         drafters = [self.make(spec, target) for spec in self.names]
         if drafters and self.grammar is not None:
             drafters.insert(0, GrammarDrafter())
-        return first_of(drafters)
+        return registry.first_of(drafters)
 
     def make(
         self, spec: str, target: nn.Module | None = None, memory: Memory | None = None
@@ -109,7 +95,7 @@ class Flags:
             if self.online:
                 return self._learning(spec, target)
         memory = memory if memory is not None else self.remembered
-        remembers = memory is not None and name_in(spec) in REMEMBERING
+        remembers = memory is not None and name_in(spec) in registry.REMEMBERING
         options = {"memory": memory} if remembers else {}
         return self.named_model.make(spec, target, **options)
 
@@ -117,7 +103,8 @@ class Flags:
         if self.has_head and spec != MODEL_DRAFTER == name_in(spec):
             raise ValueError(f"Drafter {spec!r}: with --online a trained head takes no options.")
         if name_in(spec) != MODEL_DRAFTER:
-            return make_drafter(spec, draft_model=self._learner.drafter(target, MODEL_DRAFTER))
+            model = self._learner.drafter(target, MODEL_DRAFTER)
+            return registry.make_drafter(spec, draft_model=model)
         learning: Drafter = self._learner.drafter(target, spec)
         return learning
 
@@ -161,7 +148,7 @@ class Learner:
         if not isinstance(latest, OnlineDraftModel):
             return latest
         tokenizer = latest.drafter.tokenizer
-        chosen = make_drafter(spec, draft_model=latest.model, draft_tokenizer=tokenizer)
+        chosen = registry.make_drafter(spec, draft_model=latest.model, draft_tokenizer=tokenizer)
         assert isinstance(chosen, ModelDrafter)
         return latest.drafting_as(chosen)
 
@@ -203,8 +190,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[:KEY=VALUE,...]",
-        help=f"Drafter: {', '.join(drafter_names())}; given several times, the first that has a "
-        f"draft is taken (default: {DEFAULT_DRAFTER}, or the draft model if --draft-model is "
+        help=f"Drafter: {', '.join(registry.drafter_names())}; given several times, the first that "
+        f"has a draft is taken (default: {DEFAULT_DRAFTER}, or the draft model if --draft-model is "
         f"given; {MODEL_DRAFTER}:branches=4 has a draft model or a trained head propose trees)",
     )
     if "--draft-model" not in taken:
@@ -213,14 +200,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft-length",
         type=argument(parse_draft_length),
-        default=None,
         metavar="K",
         help=f"Most tokens to draft in a round, or {' or '.join(NAMES)} (default: auto)",
     )
     add(
         "--rule",
         type=checked(make_rule),
-        default=None,
         metavar="NAME[:KEY=VALUE,...]",
         help=f"Acceptance rule: {', '.join(rule_names())}; lenient and typical change the text's "
         "distribution (default: auto)",
@@ -279,17 +264,15 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
             f"argument --memory-for: {namespace.memory_for} needs --memory {PROCESS}, got "
             f"{namespace.memory}. A file is for everybody who may write to it."
         )
-    same = "draft_model", "stats", "memory", "memory_for", "online"
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
-    asked = "drafter", "draft_model", "rule", "stats", "memory", "no_tuning"
+    same = "draft_model", "stats", "memory", "memory_for", "online"
     flags = Flags(
         drafters=namespace.drafter,
         lighter=lighter_of(namespace),
         draft_length="auto" if length is None else length,
         rule=namespace.rule or "auto",
-        asked=length is not None or any(getattr(namespace, name) for name in asked),
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
         **{name: getattr(namespace, name) for name in same},

@@ -73,14 +73,15 @@ def grammar_in(response_format: Any) -> Grammar | None:
 def check_schema(schema: dict[str, Any]) -> None:
     """Raise RequestError for a schema that is too large to be compiled while others wait."""
     size, depth, patterns = len(json.dumps(schema)), 0, 0
-    level: list[Any] = [schema]
-    while level:
-        objects = [node for node in level if isinstance(node, dict)]
-        names = [node.get("patternProperties") for node in objects]
-        patterns += sum(len(found) for found in names if isinstance(found, dict))
-        lists = [node for node in level if isinstance(node, list)]
-        level = [child for node in (*(o.values() for o in objects), *lists) for child in node]
-        depth += 1
+    nodes: list[tuple[Any, int]] = [(schema, 1)]
+    while nodes:
+        node, level = nodes.pop()
+        depth = max(depth, level)
+        if isinstance(node, dict):
+            names = node.get("patternProperties")
+            patterns += len(names) if isinstance(names, dict) else 0
+            node = list(node.values())
+        nodes += [(child, level + 1) for child in node] if isinstance(node, list) else []
     if size > LONGEST_SCHEMA or depth > DEEPEST_SCHEMA or patterns > MOST_PATTERNS:
         raise RequestError(
             f"The schema has {size} characters, {depth} levels and {patterns} patternProperties; "
@@ -134,8 +135,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
     for name, (fits, expected) in FIELDS.items():
         if name in body and not fits(body[name]):
             raise RequestError(f"{name} must be {expected}, not {body[name]!r}")
-    bias = body.get("logit_bias")
-    for token, value in bias.items() if isinstance(bias, dict) else ():
+    for token, value in body.get("logit_bias", {}).items():
         if not _is(float)(value):
             raise RequestError(f"logit_bias: expected a number for token {token}, not {value!r}")
     num_logprobs = body.get("logprobs")
@@ -169,6 +169,7 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "stop": (lambda value: all(map(_is(str), texts_in(value))), "a text or a list of texts"),
     "stream_options": (_is(dict), "an object"),
     "chat_template_kwargs": (_is(dict), "an object"),
+    "logit_bias": (_is(dict), "an object"),
     "draft_model": (_is(str), "a text"),
     "logprobs": (lambda v: _is(bool)(v) or _is(int, 0, 11)(v), "a boolean or an int up to 11"),
     "temperature": (_is(float), "a finite number"),
