@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import socket
 import threading
 import time
 import urllib.error
@@ -65,6 +66,25 @@ def post(client: openai.OpenAI, path: str, body: str | dict[str, Any]) -> tuple[
             return reply.status, reply.read().decode()
     except urllib.error.HTTPError as error:
         return error.code, error.read().decode()
+
+
+def posted(client: openai.OpenAI, **body: Any) -> socket.socket:
+    """A connection on which a completion was asked for."""
+    text = json.dumps({"prompt": PROMPT, **body})
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
+    connection = socket.create_connection((client.base_url.host, client.base_url.port or 80))
+    connection.sendall((head + text).encode())
+    return connection
+
+
+def read_events(connection: socket.socket, count: int) -> str:
+    """What a stream has sent when so many events have come."""
+    received = b""
+    while received.count(b"data: ") < count:
+        part = connection.recv(4096)
+        assert part
+        received += part
+    return received.decode()
 
 
 def chat(client: openai.OpenAI, messages: list[Any] = MESSAGES, **more: Any) -> Any:

@@ -27,9 +27,8 @@ from specdec_mlx.contracts import key_of
 from specdec_mlx.drafters.draft_models import Lighter
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
-from specdec_mlx.mlx_lm_plugin.flags import Flags
+from specdec_mlx.mlx_lm_plugin.flags import Flags, Learner, check_learns
 from specdec_mlx.mlx_lm_plugin.heads import with_heads
-from specdec_mlx.mlx_lm_plugin.learning import Learner, check_learns
 from specdec_mlx.mlx_lm_plugin.requests import Menu
 from specdec_mlx.models import load_model
 from specdec_mlx.training import online
@@ -361,7 +360,7 @@ def test_a_server_learns_from_one_conversation_to_the_next(folder, draft, monkey
         learners.append(Learner(folder))
         return learners[-1]
 
-    monkeypatch.setattr("specdec_mlx.mlx_lm_plugin.learning.Learner", watched)
+    monkeypatch.setattr("specdec_mlx.mlx_lm_plugin.flags.Learner", watched)
     before = weights_of(load_model(draft)[0])
     messages: list[Any] = [{"role": "user", "content": TEXT}]
     drafts: list[int] = []

@@ -22,7 +22,7 @@ from packaging.utils import canonicalize_name
 import specdec_mlx
 from specdec_mlx.cli.backends import EXTRAS
 from specdec_mlx.cli.commands import make_parser
-from specdec_mlx.mlx_lm_plugin.compatible import SERIES
+from specdec_mlx.mlx_lm_plugin.installation import SERIES
 
 ROOT = Path(__file__).parent.parent
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]

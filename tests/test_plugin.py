@@ -1,4 +1,8 @@
-"""mlx-lm's own calls speculate once we are installed, and not before or after."""
+"""mlx-lm's own calls speculate once we are installed, and not before or after.
+
+The second half is what mlx-lm's own tests check of its calls, with the plugin in force: on a tiny
+model that is its own draft model, against the same call without it.
+"""
 
 from __future__ import annotations
 
@@ -14,12 +18,18 @@ from typing import Any
 import mlx.core as mx
 import mlx_lm
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import (
+    RotatingKVCache,
+    load_prompt_cache,
+    make_prompt_cache,
+    save_prompt_cache,
+    trim_prompt_cache,
+)
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import specdec_mlx as sd
 import tiny
-from selection import in_one_test
+from selection import FULL, in_one_test
 from specdec_mlx.cli.commands import main
 from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, installed, uninstall
 from specdec_mlx.mlx_lm_plugin.conversation import remember, tokens_on
@@ -29,13 +39,14 @@ from tiny_model_folder import write_model_folder
 steps: Any = importlib.import_module("mlx_lm.generate")
 NAMES = ("generate_step", "speculative_generate_step")
 PROMPT = "the cat in the hat and the other cat in the hat"
-NUM_TOKENS = 80
+MESSAGES = [{"role": "user", "content": PROMPT}]
+WIDE_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # 32, a group of kv_bits
 Pair = tuple[Any, Any]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("model"))
+    return write_model_folder(tmp_path_factory.mktemp("model"), **WIDE_HEADS)
 
 
 @pytest.fixture(scope="module")
@@ -53,9 +64,9 @@ def left_as_found() -> Iterator[None]:
     assert [getattr(steps, name) for name in NAMES] == before
 
 
-def text_of(pair: Pair, **options: Any) -> str:
-    """The text of the stock call."""
-    return str(mlx_lm.generate(*pair, PROMPT, max_tokens=NUM_TOKENS, **options))
+def stock(pair: Pair, prompt: Any = PROMPT, **options: Any) -> str:
+    """The text of mlx-lm's own call."""
+    return str(mlx_lm.generate(*pair, prompt, **{"max_tokens": 40} | options))
 
 
 def test_a_stock_call_writes_the_same_text_in_fewer_passes(
@@ -71,18 +82,18 @@ def test_a_stock_call_writes_the_same_text_in_fewer_passes(
         return call(self, ids, *args, **kwargs)
 
     monkeypatch.setattr(kind, "__call__", counted)
-    expected = text_of(pair)
+    expected = stock(pair, max_tokens=80)
     passes = len(widths)
     with installed(draft_length=4) as speculation:
-        assert text_of(pair) == expected  # probes and finds the size of the vocabulary, once
+        assert stock(pair, max_tokens=80) == expected  # probes and finds the vocabulary's size
         widths.clear()
-        streamed = mlx_lm.stream_generate(*pair, PROMPT, max_tokens=NUM_TOKENS)
+        streamed = mlx_lm.stream_generate(*pair, PROMPT, max_tokens=80)
         assert "".join(response.text for response in streamed) == expected
     assert len(widths) < 0.8 * passes
     assert speculation.stats is not None
     assert speculation.stats.accepted > 0
     widths.clear()
-    assert text_of(pair) == expected
+    assert stock(pair, max_tokens=80) == expected
     assert len(widths) == passes
 
 
@@ -112,21 +123,21 @@ def test_blocks_nest_and_the_inner_one_counts(pair: Pair) -> None:
     """Each block's account is of its own generations; install() counts where no block does."""
     outermost = install(None)
     with installed("ngram", draft_length=2) as outer, installed(draft_length=4) as inner:
-        text_of(pair)
+        stock(pair)
         assert inner.stats is not None
         assert outer.stats is outermost.stats is None
-    text_of(pair)
+    stock(pair)
     assert outermost.stats is not None
     assert outermost.stats.drafted == 0
     again = install(draft_length=3)
-    text_of(pair)
+    stock(pair)
     assert again.stats is not None
     assert again.stats.drafted > 0
 
 
 def test_blocks_may_overlap_in_threads(pair: Pair) -> None:
     """Entered and left in any order, from several threads, the names come back."""
-    expected = text_of(pair)
+    expected = stock(pair)
     gate = threading.Barrier(4)
 
     def work(index: int) -> None:
@@ -139,7 +150,7 @@ def test_blocks_may_overlap_in_threads(pair: Pair) -> None:
     for thread in threads:
         thread.start()
     with installed(draft_length=4):
-        assert text_of(pair) == expected
+        assert stock(pair) == expected
     for thread in threads:
         thread.join()
     assert not any(hasattr(getattr(steps, name), "__wrapped__") for name in NAMES)
@@ -155,19 +166,16 @@ def test_what_others_put_over_ours_stays(pair: Pair) -> None:
         return ours(*args, **kwargs)
 
     steps.generate_step = theirs
-    try:
-        uninstall()
-        assert steps.generate_step is theirs
-        assert theirs(mx.array([1]), pair[0]).gi_code is original(mx.array([1]), pair[0]).gi_code
-    finally:
-        steps.generate_step = original
+    uninstall()
+    assert steps.generate_step is theirs
+    steps.generate_step = original
+    assert theirs(mx.array([1]), pair[0]).gi_code is original(mx.array([1]), pair[0]).gi_code
 
 
 def test_another_series_of_mlx_lm_is_refused_in_words(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In calls and commands, before these begin; our own calls do not depend on the series."""
-    expected = text_of(pair)
+    """In calls and commands, before these begin."""
     for version in ("0.31.3", "1.0", "0.33.0"):
         monkeypatch.setattr(mlx_lm, "__version__", version)
         with pytest.raises(MlxLmVersionError, match=rf"{version}.*pip install 'mlx-lm>=0.32"):
@@ -178,7 +186,6 @@ def test_another_series_of_mlx_lm_is_refused_in_words(
         assert said.out == ""
         assert said.err.startswith("specdec-mlx: mlx-lm 0.33.0 is not of the 0.32 series")
         assert said.err.count("\n") == 1
-    assert sd.generate(*pair, PROMPT, drafter="ngram", max_tokens=NUM_TOKENS) == expected
 
 
 A_LATER_SERIES = f"""
@@ -192,16 +199,17 @@ from specdec_mlx.mlx_lm_plugin import MlxLmVersionError
 try:
     sd.install()
 except MlxLmVersionError:
-    print(sd.generate(*mlx_lm.load(sys.argv[1]), {PROMPT!r}, max_tokens={NUM_TOKENS}), end="")
+    print(sd.generate(*mlx_lm.load(sys.argv[1]), {PROMPT!r}, max_tokens=40), end="")
 """
 
 
+@FULL
 def test_names_that_only_the_extension_needs_may_go(folder: Path, pair: Pair) -> None:
     """In a fresh process: a mlx-lm without what we replace is imported, used, and not extended."""
     done = subprocess.run(
         [sys.executable, "-c", A_LATER_SERIES, folder], capture_output=True, text=True, check=True
     )
-    assert done.stdout == text_of(pair)
+    assert done.stdout == stock(pair)
 
 
 def test_a_step_with_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,27 +227,27 @@ def test_a_step_with_another_signature_is_refused(monkeypatch: pytest.MonkeyPatc
             install()
 
 
-def test_wrong_names_are_refused_at_once() -> None:
+@in_one_test(
+    ("name", "words"),
+    [
+        ("drafter", r"'nothing'. Known: .*prompt-lookup"),
+        ("rule", "rule"),
+        ("draft_length", "draft_l"),
+    ],
+)
+def test_wrong_names_are_refused_at_once(name: str, words: str) -> None:
     """When it is installed, not at the first token."""
-    with pytest.raises(sd.errors.UnknownNameError, match=r"'nothing'. Known: .*prompt-lookup"):
-        install("nothing")
-    for name in ("rule", "draft_length"):
-        with pytest.raises(sd.errors.UnknownNameError, match=name):
-            install(**{name: "nothing"})
+    with pytest.raises(sd.errors.UnknownNameError, match=words):
+        install(**{name: "nothing"})
 
 
-@in_one_test("given", ["a model", "a drafter", "a name", "the model itself"])
-def test_draft_model_takes_a_drafter_a_name_or_a_model(given: str, pair: Pair) -> None:
+@in_one_test("given", [sd.NGramDrafter(), "prompt-lookup:min_ngram=2", None])
+def test_draft_model_takes_a_drafter_a_name_or_a_model(given: Any, pair: Pair) -> None:
     """In stock calls, with num_draft_tokens as the draft length."""
-    drafters: dict[str, Any] = {
-        "a model": tiny.build("qwen2", seed=7, vocab_size=pair[0].args.vocab_size),
-        "a drafter": sd.NGramDrafter(),
-        "a name": "prompt-lookup:min_ngram=2",
-        "the model itself": pair[0],
-    }
-    expected = text_of(pair)
+    drafter = given or tiny.build("qwen2", seed=7, vocab_size=pair[0].args.vocab_size)
+    expected = stock(pair)
     with installed(None) as speculation:
-        assert text_of(pair, draft_model=drafters[given], num_draft_tokens=3) == expected
+        assert stock(pair, draft_model=drafter, num_draft_tokens=3) == expected
     assert speculation.stats is not None
     assert speculation.stats.drafted > 0
     assert len(speculation.stats.drafted_at) == 3
@@ -253,28 +261,15 @@ def test_from_draft_tells_accepted_tokens_from_the_targets_own(pair: Pair) -> No
     assert [response.from_draft for response in responses] == [False, *[True, True, False] * 3]
 
 
-def test_samplers_and_processors_work_as_before(pair: Pair) -> None:
-    """Greedy text with penalties is the same; a seed governs what is drawn at random."""
-    options: dict[str, Any] = {"logits_processors": make_logits_processors({70: 2.0}, 1.3)}
-    expected = text_of(pair, **options)
-    with installed(draft_length=4):
-        assert text_of(pair, **options) == expected
-    texts = []
-    with installed(draft_length=4, rule="rejection"):
-        for seed in (1, 1, 2):
-            mx.random.seed(seed)
-            texts.append(text_of(pair, sampler=make_sampler(0.8, top_p=0.9), **options))
-    assert texts[0] == texts[1] != texts[2]
-
-
-@pytest.mark.parametrize("drafter", ["prompt-lookup", "the model itself"])
-def test_turns_on_one_cache_equal_a_fresh_run_of_the_conversation(drafter: Any, pair: Pair) -> None:
+@in_one_test("is_model", [False, True])
+def test_turns_on_one_cache_equal_a_fresh_run_of_the_conversation(
+    is_model: bool, pair: Pair
+) -> None:
     """The drafter sees the earlier turns too: it copies from them."""
     model, tokenizer = pair
-    is_model = drafter != "prompt-lookup"
     caches = make_prompt_cache(model)
     said: list[int] = []
-    drafting = sd.ModelDrafter(model) if is_model else drafter
+    drafting: Any = sd.ModelDrafter(model) if is_model else "prompt-lookup"
     with installed(drafting, draft_length=4) as speculation:
         for turn in (tokenizer.encode(text) for text in (PROMPT, "again", "and again")):
             fresh = steps.generate_step.__wrapped__(mx.array(said + turn), model, max_tokens=30)
@@ -304,21 +299,6 @@ def test_earlier_turns_are_forgotten_when_the_cache_was_changed_by_others(pair: 
     assert tokens_on(caches) == []
 
 
-def test_input_embeddings_go_the_way_they_went_before(pair: Pair) -> None:
-    """With a prompt they are drafted for; without one plain decoding; refused as before."""
-    model, tokenizer = pair
-    ids = mx.array(tokenizer.encode(PROMPT))
-    options = {"max_tokens": 20, "input_embeddings": model.model.embed_tokens(ids)}
-    for prompt in (ids, mx.array([], mx.uint32)):
-        expected = [token for token, _ in steps.generate_step(prompt, model, **options)]
-        with installed(draft_length=4):
-            got = [token for token, _ in steps.generate_step(prompt, model, **options)]
-        assert got == expected
-    with installed(), pytest.raises(ValueError, match="does not support input embeddings"):
-        nothing = mx.zeros((2, 64))
-        next(steps.generate_step(mx.array([1]), tiny.build("mamba"), input_embeddings=nothing))
-
-
 SAMPLERS: list[dict[str, Any]] = [
     {"temp": 0.0},
     {"temp": 0.7},
@@ -333,10 +313,7 @@ SAMPLERS: list[dict[str, Any]] = [
 def test_the_law_of_mlx_lms_samplers_is_read_back(arguments: dict[str, Any]) -> None:
     """From the closure alone, whatever it was made with."""
     law = read_sampler(make_sampler(**arguments))
-    assert law is not None
-    logprobs = mx.random.normal((1, 64), key=mx.random.key(3)) * 2
-    expected = sd.Sampling(**arguments).log_distribution(logprobs)
-    assert mx.allclose(mx.exp(law.log_distribution(logprobs)), mx.exp(expected)).item()
+    assert law == sd.Sampling(**arguments)
     assert read_sampler(law) is law
 
 
@@ -362,3 +339,106 @@ def test_other_samplers_have_no_known_law() -> None:
     methods = changed.__closure__[changed.__code__.co_freevars.index("sampling_methods")]
     methods.cell_contents.append(lambda x: x)
     assert read_sampler(changed) is None
+
+
+# What mlx-lm's own tests check
+
+
+@pytest.fixture
+def speculation(pair: Pair) -> Iterator[Any]:
+    """The plugin in force, with the target as its own draft model."""
+    with installed(pair[0], draft_length=3) as in_force:
+        yield in_force
+
+
+def with_plugin(pair: Pair, prompt: Any = PROMPT, **options: Any) -> str:
+    """The text with it, which was drafted but for windows that keep their first tokens."""
+    with installed(pair[0], draft_length=3) as speculation:
+        text = stock(pair, prompt, **options)
+        assert speculation.stats.accepted > 0 or "max_kv_size" in options
+    return text
+
+
+def test_penalties_and_biases_count_as_before(pair: Pair) -> None:
+    processors = make_logits_processors({70: 2.0}, 1.3)
+    text = with_plugin(pair, logits_processors=processors)
+    assert text == stock(pair, logits_processors=processors) != stock(pair)
+
+
+@in_one_test("num_tokens", [1, 2, 4, 5])
+def test_max_tokens_is_exact(num_tokens: int, speculation: Any, pair: Pair) -> None:
+    """Also in the middle of a draft; and the last response says why it ended."""
+    prompt = pair[1].apply_chat_template(MESSAGES, add_generation_prompt=True)
+    for options in ({}, {"draft_model": pair[0], "num_draft_tokens": 3}):
+        got = list(mlx_lm.stream_generate(*pair, prompt, max_tokens=num_tokens, **options))
+        assert [r.finish_reason for r in got] == [None] * (num_tokens - 1) + ["length"]
+        assert [r.generation_tokens for r in got] == list(range(1, num_tokens + 1))
+
+
+def test_a_processor_has_seen_all_of_the_text(speculation: Any, pair: Pair) -> None:
+    """The prompt at first; one more token a call; the last one in the end."""
+    seen: list[list[int]] = []
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())
+        return logits
+
+    prompt = pair[1].encode(PROMPT)
+    options: dict[str, Any] = {"max_tokens": 9, "logits_processors": [processor]}
+    got = [r.token for r in mlx_lm.stream_generate(*pair, prompt, **options)]
+    assert seen == [prompt + got[:n] for n in range(10)]
+
+
+@in_one_test("step", [2048, 5])
+def test_input_embeddings_stand_for_the_prompt(step: int, pair: Pair) -> None:
+    """Whole, and in chunks with progress for each; without a prompt there is nothing to draft."""
+    ids = mx.array(pair[1].encode(PROMPT))
+    progress: list[tuple[int, int]] = []
+    options: dict[str, Any] = {
+        "input_embeddings": pair[0].model.embed_tokens(ids),
+        "prefill_step_size": step,
+        "prompt_progress_callback": lambda done, total: progress.append((done, total)),
+    }
+    assert with_plugin(pair, ids, **options) == stock(pair)
+    assert progress[-1] == (len(ids), len(ids))
+    assert len(progress) >= len(ids) / step
+    with installed(pair[0]):
+        assert stock(pair, mx.array([], mx.uint32), **options) == stock(pair)
+        with pytest.raises(ValueError, match="does not support input embeddings"):
+            nothing = mx.zeros((2, 64))
+            next(steps.generate_step(mx.array([1]), tiny.build("mamba"), input_embeddings=nothing))
+
+
+def rotating(model: Any, size: int = 500) -> list[RotatingKVCache]:
+    return [RotatingKVCache(max_size=size) for _ in model.layers]
+
+
+@in_one_test("make", [make_prompt_cache, rotating])
+def test_a_prompt_cache_is_reused(make: Any, pair: Pair, tmp_path: Path) -> None:
+    """Turn by turn, and trimmed back to try another answer, and through a file."""
+    first, second = pair[1].encode(PROMPT), pair[1].encode(" and again the hat")
+    caches, file = make(pair[0]), str(tmp_path / "cache.safetensors")
+    with installed(pair[0], draft_length=3):
+        mlx_lm.generate(*pair, first, max_tokens=1, prompt_cache=caches)
+    assert {c.offset for c in caches} == {len(first) + 1}
+    assert trim_prompt_cache(caches, 1) == 1
+    save_prompt_cache(file, caches)
+    for again in (load_prompt_cache(file), caches):
+        assert with_plugin(pair, second, prompt_cache=again) == stock(pair, first + second)
+        assert {c.offset for c in again} == {len(first + second) + 40}
+
+
+@in_one_test("start", [None, 0, 20, 60])
+def test_bounded_and_quantized_caches(start: int | None, pair: Pair) -> None:
+    """From the beginning, from the middle of the text on, and later."""
+    options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
+    if start is None:
+        options = {"max_kv_size": 16}
+    assert with_plugin(pair, **options) == stock(pair, **options)
+
+
+def test_batches_are_left_alone(speculation: Any, pair: Pair) -> None:
+    """`batch_generate` has a loop of its own, in which nothing is drafted."""
+    prompts = [pair[1].encode(f"{i} {PROMPT}") for i in range(3)]
+    batched = mlx_lm.batch_generate(*pair, prompts, max_tokens=12)
+    assert batched.texts == [mlx_lm.generate(*pair, prompt, max_tokens=12) for prompt in prompts]

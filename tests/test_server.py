@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import json
 import logging
 import re
 import signal
-import socket
 import subprocess
 import sys
 import urllib.request
@@ -17,18 +15,29 @@ from pathlib import Path
 from queue import Queue
 from typing import Any
 
-import mlx.core as mx
 import mlx_lm
 import openai
 import pytest
-from mlx_lm.generate import generate_step, make_stop_sequences
+from mlx_lm.generate import make_stop_sequences
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import GenerationContext, Response
 
 import specdec_mlx as sd
-from selection import FULL, in_one_test
-from serving import MESSAGES, PROMPT, chat, complete, said, serving, text_of, until
-from specdec_mlx.mlx_lm_plugin.channel import Channel
+from on_ranks import free_ports
+from selection import cases, in_one_test
+from serving import (
+    MESSAGES,
+    PROMPT,
+    chat,
+    complete,
+    posted,
+    read_events,
+    said,
+    serving,
+    text_of,
+    until,
+)
+from specdec_mlx.mlx_lm_plugin.requests import Channel
 from tiny_model_folder import write_model_folder
 
 ENDLESS = 800_000  # tokens that nobody waits for
@@ -48,29 +57,22 @@ def pair(folder: Path) -> tuple[Any, Any]:
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[openai.OpenAI]:
-    with serving("--model", str(folder), "--draft-length", "4", "--stats") as running:
+    flags = ("--draft-length", "4", "--stats", "--prefill-step-size", "256")
+    with serving("--model", str(folder), *flags) as running:
         yield running
 
 
 def plain(pair: tuple[Any, Any], prompt: str | list[Any], max_tokens: int, **options: Any) -> str:
-    """mlx-lm's own text after a prompt or messages, without its end token."""
-    model, tokenizer = pair
-    if isinstance(prompt, str):
-        ids = tokenizer.encode(prompt)
-    else:
-        ids = tokenizer.apply_chat_template(prompt, add_generation_prompt=True)
-    tokens = []
-    for token, _ in generate_step(mx.array(ids), model, max_tokens=max_tokens, **options):
-        if token in tokenizer.eos_token_ids:
-            break
-        tokens.append(token)
-    return str(tokenizer.decode(tokens))
+    """mlx-lm's own text after a prompt or messages."""
+    if not isinstance(prompt, str):
+        prompt = pair[1].apply_chat_template(prompt, add_generation_prompt=True)
+    return str(mlx_lm.generate(*pair, prompt, max_tokens=max_tokens, **options))
 
 
 def test_a_completion_is_mlx_lms_text_in_fewer_passes(
     client: openai.OpenAI, pair: tuple[Any, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
-    """The account is in `usage`, and with --stats in the log."""
+    """The account is in `usage`, and with --stats in the log; a cache's end is no end."""
     caplog.set_level(logging.INFO)
     reply = complete(client)
     assert text_of(reply) == plain(pair, PROMPT, 60)
@@ -80,44 +82,35 @@ def test_a_completion_is_mlx_lms_text_in_fewer_passes(
     assert account["target_passes"] + account["accepted"] == 60 + account["cut"]
     assert account["accepted"] > 0
     until(lambda: "Speculation: 60 tokens in" in caplog.text)
+    longer = PROMPT + text_of(reply)
+    for _ in range(2):  # at least one token is left to feed
+        assert text_of(complete(client, longer, max_tokens=20)) == plain(pair, longer, 20)
 
 
-@in_one_test("usage", [True, False])
-def test_a_stream_says_it_in_its_last_chunk(
-    usage: bool, client: openai.OpenAI, pair: tuple[Any, Any]
-) -> None:
-    options: dict[str, Any] = {"stream_options": {"include_usage": True}} if usage else {}
-    chunks = list(chat(client, stream=True, **options))
-    assert said(chunks)[0] == plain(pair, MESSAGES, 60)
-    account = chunks[-1].usage.speculation if usage else chunks[-1].speculation
-    assert account["emitted"] == 60
+def test_a_stream_says_it_in_its_last_chunk(client: openai.OpenAI, pair: tuple[Any, Any]) -> None:
+    """In its usage, if that is asked for."""
+    chunks = list(chat(client, stream=True))
+    with_usage = list(chat(client, stream=True, stream_options={"include_usage": True}))
+    assert said(chunks)[0] == said(with_usage)[0] == plain(pair, MESSAGES, 60)
+    assert chunks[-1].speculation["emitted"] == 60
+    assert with_usage[-1].usage.speculation["emitted"] == 60
 
 
-@pytest.mark.parametrize("penalty", [0.0, 1.5])
 def test_every_turn_is_that_of_a_fresh_run_of_the_conversation(
-    penalty: float, client: openai.OpenAI, pair: tuple[Any, Any]
+    client: openai.OpenAI, pair: tuple[Any, Any]
 ) -> None:
-    """Several conversations by turns; later turns read earlier ones from the cache."""
-    processors = make_logits_processors(repetition_penalty=penalty or None)
-    conversations: list[list[dict[str, str]]] = [[] for _ in range(4)]
+    """Conversations by turns, with a penalty and without; later turns read from the cache."""
+    conversations: dict[float, list[Any]] = {0.0: [], 1.5: []}
     for turn in ("the cat in the hat", "another hat", "the end in the hat"):
-        for who, messages in enumerate(conversations):
-            messages.append({"role": "user", "content": f"{turn} {who}"})
+        for penalty, messages in conversations.items():
+            messages.append({"role": "user", "content": f"{turn} {penalty}"})
             reply = chat(client, messages, extra_body={"repetition_penalty": penalty})
+            processors = make_logits_processors(repetition_penalty=penalty or None)
             assert text_of(reply) == plain(pair, messages, 60, logits_processors=processors)
             assert reply.usage.speculation["batched"] is False
             if len(messages) > 1:
                 assert reply.usage.prompt_tokens_details.cached_tokens > 40
             messages.append({"role": "assistant", "content": text_of(reply)})
-
-
-def test_a_prompt_that_ends_where_a_cache_ends_is_answered_again(
-    client: openai.OpenAI, pair: tuple[Any, Any]
-) -> None:
-    """At least one token is left to feed."""
-    longer = PROMPT + text_of(complete(client, max_tokens=20))
-    for _ in range(2):
-        assert text_of(complete(client, longer, max_tokens=20)) == plain(pair, longer, 20)
 
 
 def test_a_stream_goes_on_without_a_seam_when_others_come(
@@ -157,38 +150,20 @@ def test_requests_may_choose_drafter_length_and_rule(folder: Path) -> None:
         assert account(drafter="ngram", num_draft_tokens=1)["drafted"] > 0
         alone = account(drafter="model")
         assert alone["accepted"] == alone["drafted"] == 45
-        drawn = {"temperature": 1.0, "seed": 5}
-        rules = [
-            complete(client, **drawn, extra_body={"drafter": "model", "rule": rule}).usage
+
+        drawn = [
+            complete(client, temperature=1, seed=5, extra_body={"drafter": "model", "rule": rule})
             for rule in ("rejection", "match")
         ]
-        whole, part = (usage.speculation for usage in rules)
+        whole, part = (reply.usage.speculation for reply in drawn)
         assert whole["accepted"] == whole["drafted"] > 0
         assert part["accepted"] < part["drafted"]
-
-
-def posted(url: Any, **body: Any) -> socket.socket:
-    """A connection on which a completion was asked for."""
-    text = json.dumps({"prompt": PROMPT, **body})
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(text)}\r\n\r\n"
-    client = socket.create_connection((url.host, url.port))
-    client.sendall((head + text).encode())
-    return client
-
-
-def read_events(connection: socket.socket, count: int) -> None:
-    """Read a stream until so many events have come."""
-    received = b""
-    while received.count(b"data: ") < count:
-        part = connection.recv(4096)
-        assert part
-        received += part
 
 
 HANGING_UP: dict[str, dict[str, Any]] = {
     "a stream": {"stream": True},
     "a reply": {},
-    "choices whose prompt is read": {"n": 3, "prompt": PROMPT * 400},
+    "choices whose prompt is read": {"n": 3, "prompt": PROMPT * 100},
 }
 
 
@@ -202,7 +177,7 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(
     """Its generation ends, so that the next request is alone; and no traceback."""
     caplog.set_level(logging.INFO)
     caplog.clear()
-    with posted(client.base_url, max_tokens=ENDLESS, **HANGING_UP[case]) as connection:
+    with posted(client, max_tokens=ENDLESS, **HANGING_UP[case]) as connection:
         if case == "a stream":
             read_events(connection, 3)
         else:
@@ -216,15 +191,13 @@ def test_a_client_that_hangs_up_leaves_nothing_behind(
 
 @contextmanager
 def process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes], Any, Path]]:
-    """A server as a process, the address of its API, and its log."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        url = f"http://127.0.0.1:{free.getsockname()[1]}"
-    log = folder.parent / f"{url[-5:]}.log"
+    """A server as a process, a client of it, and its log."""
+    (port,) = free_ports(1)
+    url, log = f"http://127.0.0.1:{port}", folder.parent / f"{port}.log"
     command = [sys.executable, "-m", "specdec_mlx", "server", "--model", str(folder)]
     with log.open("wb") as output:
         server = subprocess.Popen(
-            [*command, "--port", url.rpartition(":")[2], *flags], stdout=output, stderr=output
+            [*command, "--port", str(port), *flags], stdout=output, stderr=output
         )
 
     def is_ready() -> bool:
@@ -237,7 +210,7 @@ def process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes]
 
     try:
         until(is_ready)
-        yield server, openai.OpenAI(base_url=url, api_key="none").base_url, log
+        yield server, openai.OpenAI(base_url=url, api_key="none"), log
     finally:
         server.kill()
         server.wait()
@@ -245,32 +218,24 @@ def process(folder: Path, *flags: str) -> Iterator[tuple[subprocess.Popen[bytes]
 
 MANY = {"max_tokens": 100_000, "stream": True}
 
-STATES: dict[str, list[dict[str, Any]]] = {
-    "idle": [],
-    "lone": [MANY],
-    "batched": [MANY, MANY | {"prompt": "another"}],
-    "the prompt of one is read": [{"prompt": "a" * 100_000}],
-    "prompts are read": [{"prompt": "a" * 100_000}, {"prompt": "b" * 99_000}],
+STATES: dict[str, tuple[signal.Signals, list[dict[str, Any]]]] = {
+    "idle": (signal.SIGTERM, []),
+    "lone": (signal.SIGTERM, [MANY]),
+    "batched": (signal.SIGTERM, [MANY, MANY | {"prompt": "another"}]),
+    "batched and interrupted": (signal.SIGINT, [MANY, MANY | {"prompt": "another"}]),
+    "the prompt of one is read": (signal.SIGTERM, [{"prompt": "a" * 100_000}]),
+    "prompts are read": (signal.SIGTERM, [{"prompt": "a" * 100_000}, {"prompt": "b" * 99_000}]),
 }
 
 
-@pytest.mark.parametrize(
-    ("state", "number"),
-    [
-        ("lone", signal.SIGTERM),
-        ("batched", signal.SIGINT),
-        *(pytest.param(state, signal.SIGTERM, marks=FULL) for state in STATES if state != "lone"),
-    ],
-)
-def test_a_signal_ends_the_server_whatever_it_does(
-    state: str, number: signal.Signals, folder: Path
-) -> None:
+@pytest.mark.parametrize("state", cases(STATES, "batched"))
+def test_a_signal_ends_the_server_whatever_it_does(state: str, folder: Path) -> None:
     """With exit code 0; the memory has what was written by then."""
-    file = folder.parent / f"{state} {number}.memory"
+    number, requests = STATES[state]
+    file = folder.parent / f"{state}.memory"
     flags = ("--memory", str(file), "--prefill-step-size", "64", "--request-models", "given")
-    requests = STATES[state]
-    with process(folder, *flags) as (server, url, log):
-        connections = [posted(url, **body) for body in requests]
+    with process(folder, *flags) as (server, client, log):
+        connections = [posted(client, **body) for body in requests]
         until(lambda: not requests or re.search(r"progress: \d+/\d+", log.read_text()))
         for connection, body in zip(connections, requests, strict=True):
             if "stream" in body:
@@ -290,12 +255,9 @@ def context(prompt: list[int]) -> GenerationContext:
 
 def test_a_channel_hides_the_seam(pair: tuple[Any, Any]) -> None:
     """Text, stop sequences and the client's stop reach across it; its end is not the end."""
-    tokenizer = pair[1]
+    tokenizer, queue = pair[1], Queue[Any]()
     tokens = tokenizer.encode("één the cat")  # each é is two tokens
-    queue: Queue[Any] = Queue()
-    channel = Channel(queue)
-    channel.put(context([1]))
-    channel.put((1, 2))
+    channel, later = Channel(queue), context([1, *tokens[:3]])
 
     def speak(part: list[int]) -> None:
         detokenizer = tokenizer.detokenizer
@@ -303,15 +265,15 @@ def test_a_channel_hides_the_seam(pair: tuple[Any, Any]) -> None:
             detokenizer.add_token(token)
             channel.put(Response(detokenizer.last_segment, token, 0.0, None, ()))
 
+    for item in (context([1]), (1, 2)):
+        channel.put(item)
     speak(tokens[:3])
     channel.pausing = True
     channel.put(None)
     assert channel.alive
-    stops = make_stop_sequences(tokenizer, ["én the"])
-    channel.resume(tokenizer.detokenizer, stops.matcher())
-    later = context([1, *tokens[:3]])
-    channel.put(later)
-    channel.put((3, 4))
+    channel.resume(tokenizer.detokenizer, make_stop_sequences(tokenizer, ["én the"]).matcher())
+    for item in (later, (3, 4)):
+        channel.put(item)
     speak(tokens[3:])
     first, progress, *responses, end = [queue.get_nowait() for _ in range(queue.qsize())]
     assert (first.prompt, progress, end) == ([1], (1, 2), None)

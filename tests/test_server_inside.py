@@ -1,66 +1,159 @@
-"""The server in this process, so that its models can be counted and its memory measured."""
+"""Draft models and trained heads of the server, its memory, and what it keeps between requests."""
 
 from __future__ import annotations
 
-import json
-import socket
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import openai
 import psutil
 import pytest
 from mlx_lm.models import llama
+from mlx_lm.models.cache import LRUPromptCache
+from mlx_lm.utils import load
 
+import heads
 import specdec_mlx as sd
 import tiny
 from selection import FULL
-from serving import PROMPT, chat, complete, serving, text_of
-from specdec_mlx.mlx_lm_plugin.conversation import Kept, continued, keeping_caches
+from serving import MESSAGES, PROMPT, chat, complete, post, posted, read_events, serving, text_of
+from specdec_mlx.contracts import DraftContext, Step, Stepwise
+from specdec_mlx.drafters.heads.loading import load_head
+from specdec_mlx.drafters.heads.one_pass import PardDrafter
+from specdec_mlx.mlx_lm_plugin.conversation import Continued, Kept, continued, keeping_caches
 from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
 from tiny_model_folder import write_model_folder
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A target, and a draft model of another architecture."""
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """A target, a draft model of another architecture, a head, and a head for another width."""
     root = tmp_path_factory.mktemp("models")
-    write_model_folder(root / "draft", "llama", seed=3)
-    return write_model_folder(root / "target", max_position_embeddings=8192)
+    target = write_model_folder(root / "target", max_position_embeddings=8192)
+    made = {
+        "target": target,
+        "draft": write_model_folder(root / "draft", "llama", seed=3),
+        "head": heads.write_eagle3(root / "head", load(str(target))[0]),
+        "wide": heads.write_eagle3(root / "wide", heads.target(width=128, vocab=300, layers=4)),
+    }
+    return {name: str(folder) for name, folder in made.items()}
 
 
-@pytest.fixture
-def fed(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Grows by the number of positions with each pass of a llama, the draft model here."""
-    positions: list[int] = []
+@pytest.fixture(scope="module")
+def with_head(folders: dict[str, str]) -> Iterator[openai.OpenAI]:
+    flags = ("--model", folders["target"], "--draft-model", folders["head"], "--draft-length", "3")
+    with serving(*flags) as running:
+        yield running
+
+
+def briefly(client: openai.OpenAI, messages: list[Any] = MESSAGES, **body: Any) -> Any:
+    return chat(client, messages, max_tokens=24, extra_body=body)
+
+
+def refused(client: openai.OpenAI, **more: Any) -> str:
+    """The answer to a request that is the client's error."""
+    body = {"messages": MESSAGES, "max_tokens": 2, **more}
+    status, answer = post(client, "chat/completions", body)
+    assert 400 <= status < 500
+    return answer
+
+
+def test_a_head_drafts_and_the_text_is_plain_decodings(with_head: openai.OpenAI) -> None:
+    """And so it is at a temperature, under the rule that has one text for a seed."""
+    reply, plain = briefly(with_head), briefly(with_head, drafter="none")
+    assert text_of(reply) == text_of(plain)
+    assert reply.usage.speculation["drafter"] == "model"
+    assert reply.usage.speculation["drafted"] > 0
+    drawn = {"rule": "coupled", "temperature": 1.0, "seed": 5}
+    drafted, undrafted = briefly(with_head, **drawn), briefly(with_head, drafter="none", **drawn)
+    assert text_of(drafted) == text_of(undrafted) != text_of(plain)
+
+
+def test_a_head_drafts_for_a_later_turn_too(with_head: openai.OpenAI) -> None:
+    """On the caches that were kept of the earlier one, of which the head has seen nothing."""
+    first = {"role": "assistant", "content": text_of(briefly(with_head))}
+    turns = [*MESSAGES, first, {"role": "user", "content": "and then the hat"}]
+    plain, again = briefly(with_head, turns, drafter="none"), briefly(with_head, turns)
+    both = briefly(with_head, turns, drafter=["ngram", "model"])
+    assert text_of(again) == text_of(plain) == text_of(both)
+    assert again.usage.speculation["drafted"] > 0
+    assert both.usage.speculation["drafter"] == "ngram+model"
+
+
+def test_a_request_may_name_a_head_as_its_draft_model(
+    folders: dict[str, str], tmp_path: Path
+) -> None:
+    """Of a server that has none; one that does not fit is refused, and so are torch's files."""
+    with serving("--model", folders["target"], "--draft-length", "3") as client:
+        plain, reply = briefly(client, drafter="none"), briefly(client, draft_model=folders["head"])
+        assert text_of(reply) == text_of(plain)
+        assert reply.usage.speculation["drafted"] > 0
+        assert "was trained for a target" in refused(client, draft_model=folders["wide"])
+        assert text_of(briefly(client)) == text_of(plain)
+        # torch's files are not read on request, least of all one that points far out of its bytes
+        (tmp_path / "config.json").write_bytes(Path(folders["head"], "config.json").read_bytes())
+        heads.torch_file(tmp_path / "pytorch_model.bin", shape=4, offset=10**12)
+        answer = refused(client, draft_model=str(tmp_path))
+        assert "torch.save wrote is not read here. Start the server with it" in answer
+        assert briefly(client).choices
+
+
+def test_a_head_of_another_target_is_refused_when_it_is_asked(folders: dict[str, str]) -> None:
+    """By its flag; without it the server goes on."""
+    with serving("--model", folders["target"], "--draft-model", folders["wide"]) as client:
+        assert "was trained for a target" in refused(client)
+        assert briefly(client, drafter="ngram").choices
+
+
+def test_a_draft_model_whose_caches_are_kept_still_stops_in_the_middle() -> None:
+    """By the draft length's decision."""
+    model = tiny.build("qwen2")
+    context = DraftContext(vocab_size=128)
+    for drafter in (sd.ModelDrafter(model), PardDrafter(model, mask_token=127)):
+        session = keeping_caches(drafter, LRUPromptCache()).begin([5, 17, 99, 3], context)
+        assert isinstance(session, Stepwise)
+        assert len(session.propose_while(4, lambda evidence: Step.STOP_AFTER)) == 1
+
+
+def test_combinations_stay_what_they_are_in_later_turns(folders: dict[str, str]) -> None:
+    """And a head, whose rows begin with the prompt, is not shown the turns before."""
+    head = load_head(folders["head"], load(folders["target"])[0])
+    look_up = sd.NGramDrafter()
+    for kind in (sd.FirstOf, sd.BestOf):
+        both = continued(kind(look_up, head), [1, 2])
+        assert type(both) is kind
+        assert list(both.drafters) == [Continued(look_up, [1, 2]), head]
+        assert type(keeping_caches(both, ConversationCache())) is kind
+
+
+def test_the_draft_model_reads_a_conversation_once(
+    folders: dict[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Later turns feed it what is new, and little more after a rejection, as its window is full."""
+    fed: list[int] = []
     call = llama.Model.__call__
 
     def counted(self: Any, ids: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        positions.append(ids.shape[1])
+        fed.append(ids.shape[1])
         return call(self, ids, *args, **kwargs)
 
     monkeypatch.setattr(llama.Model, "__call__", counted)
-    return positions
-
-
-@pytest.mark.parametrize("drafters", [[], ["--drafter", "prompt-lookup:min_ngram=8,max_ngram=8"]])
-def test_the_draft_model_reads_a_conversation_once(
-    drafters: list[str], folder: Path, fed: list[int]
-) -> None:
-    """Later turns feed it what is new, and little more after a rejection, as its window is full."""
-    flags = ["--model", str(folder), "--draft-model", str(folder.parent / "draft"), *drafters]
-    named = [*(["prompt-lookup"] if drafters else []), "model"]
-    with serving(*flags, "--draft-length", "2", "--prefill-step-size", "64") as client:
+    flags = ("--drafter", "prompt-lookup:min_ngram=8,max_ngram=8", "--draft-length", "2")
+    models = ("--model", folders["target"], "--draft-model", folders["draft"])
+    with serving(*models, *flags, "--prefill-step-size", "64") as client:
         messages: list[dict[str, str]] = []
-        lengths: list[int] = []
+        lengths = [0]
         for turn in range(4):
             messages.append({"role": "user", "content": f"{turn} {PROMPT} " * 3})
             plain = chat(client, messages, max_tokens=16, extra_body={"drafter": "none"})
             fed.clear()
-            reply = chat(client, messages, max_tokens=16, extra_body={"drafter": named})
+            reply = chat(client, messages, max_tokens=16)
+            assert reply.usage.speculation["drafter"] == "prompt-lookup+model"
             assert text_of(reply) == text_of(plain)
             assert reply.usage.speculation["drafted"] > 0
-            new = reply.usage.total_tokens - (lengths[-1] if lengths else 0)
+            new = reply.usage.total_tokens - lengths[-1]
             lengths.append(reply.usage.total_tokens)
             assert sum(fed) < new + 4 * 16, (turn, sum(fed), new)
             messages.append({"role": "assistant", "content": text_of(plain)})
@@ -105,10 +198,10 @@ def test_a_draft_model_without_a_way_back_is_not_stored_wrongly() -> None:
 
 
 @FULL
-def test_memory_is_steady_over_200_requests(folder: Path) -> None:
+def test_memory_is_steady_over_200_requests(folders: dict[str, str]) -> None:
     """With a draft model, streams, turns and clients that come back: nothing is kept for ever."""
     process = psutil.Process()
-    flags = ["--model", str(folder), "--draft-model", str(folder.parent / "draft")]
+    flags = ("--model", folders["target"], "--draft-model", folders["draft"])
     with serving(*flags, "--drafter", "prompt-lookup") as client:
 
         def ask(i: int) -> None:
@@ -130,31 +223,17 @@ def test_memory_is_steady_over_200_requests(folder: Path) -> None:
         assert process.memory_info().rss - resident < 25e6
 
 
-def test_progress_keeps_the_connection_alive(folder: Path) -> None:
+def test_progress_keeps_the_connection_alive(folders: dict[str, str]) -> None:
     """A comment for each part of a long prompt, up to the whole of it, before the first token."""
-    with serving("--model", str(folder), "--prefill-step-size", "16") as client:
-        port = int(client.base_url.port or 0)
-        body = json.dumps({"prompt": PROMPT * 8, "max_tokens": 3, "stream": True})
-        head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(body)}\r\n\r\n"
-        with socket.create_connection(("127.0.0.1", port)) as connection:
-            connection.sendall((head + body).encode())
-            received = b""
-            while b"[DONE]" not in received:
-                received += connection.recv(4096)
-    lines = received.decode().splitlines()
-    progress = [line.split()[-1].split("/") for line in lines if line.startswith(": keepalive")]
-    done = [int(part) for part, _ in progress]
-    total = int(progress[0][1])
+    with (
+        serving("--model", folders["target"], "--prefill-step-size", "16") as client,
+        posted(client, prompt=PROMPT * 8, max_tokens=3, stream=True) as connection,
+    ):
+        before, *events = read_events(connection, 1).split("data: ")
+    assert events
+    lines = [line for line in before.splitlines() if line.startswith(": keepalive")]
+    progress = [line.split()[-1].split("/") for line in lines]
+    done, total = [int(part) for part, _ in progress], int(progress[0][1])
     assert done == sorted(done)
     assert done[-1] == total > 100
     assert len(done) > total / 16
-    first_data = next(i for i, line in enumerate(lines) if line.startswith("data: "))
-    assert all(line.startswith("data: ") or not line for line in lines[first_data:])
-
-
-def test_the_default_drafter_is_still_the_best_of_several_in_later_turns() -> None:
-    """Whatever changes the drafters in a combination leaves the combination what it is."""
-    best = sd.BestOf(sd.SuffixDrafter(), sd.NGramDrafter())
-    for changed in (continued(best, [1, 2]), keeping_caches(best, ConversationCache())):
-        assert type(changed) is sd.BestOf
-        assert len(changed.drafters) == 2

@@ -6,21 +6,18 @@ import importlib
 import json
 import threading
 from argparse import Namespace
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Literal
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
 import openai
 import pytest
 from huggingface_hub.errors import CacheNotFound
-from mlx.utils import tree_flatten
-from pydantic import BaseModel, ConfigDict, Field
 
-from selection import in_one_test
+from selection import FULL, in_one_test
 from serving import MESSAGES, MODEL, PROMPT, chat, complete, post, said, serving, text_of
 from specdec_mlx.drafters import grammar
 from specdec_mlx.drafters.grammar import Grammar
@@ -61,7 +58,7 @@ def chatting(**fields: Any) -> tuple[str, dict[str, Any]]:
 
 
 def schema_of(schema: Any) -> dict[str, Any]:
-    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+    return {"type": "json_schema", "json_schema": {"name": "x", "strict": True, "schema": schema}}
 
 
 def nested(levels: int) -> dict[str, Any]:
@@ -72,86 +69,59 @@ MANY_PATTERNS = {"patternProperties": {f"^{i}.*$": {} for i in range(5000)}}
 
 REFUSED: list[tuple[tuple[str, dict[str, Any]], str]] = [
     (completion(drafter="nothing"), "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, "),
-    (completion(drafter="model"), "needs --draft-model"),
     (completion(drafter="ngram:max_order=9"), "Unknown drafter"),
     (completion(drafter=3), "drafter must be a name"),
     (completion(drafter=["ngram"] * 1000), "at most 8"),
     (completion(drafter="ngram", draft_model="some/model"), "not both"),
     (completion(draft_length=-1), "draft_length must be"),
-    (completion(draft_length=True), "draft_length must be"),
-    (completion(draft_length="often"), "auto or heuristic"),
     (completion(drafter="x" * 100_000), "Unknown drafter 'xxx"),
     (completion(rule="nothing"), "Unknown rule 'nothing'. Known: auto"),
-    (completion(rule=[]), "rule=[]: expected a name"),
     (completion(rule="lenient:lenience=" + "(" * 300_000), "lenience must be a number, true or fa"),
-    (completion(rule="lenient:lenience=" + "-" * 300_000 + "1"), "must be a number, true or false"),
-    (completion(rule="lenient:lenience=x"), "must be a number, true or false"),
     (completion(rule="lenient:leniency=1"), "leniency"),
-    (completion(temperature=-1), "temperature must be at least 0"),
     (completion(temperature=float("nan")), "a finite number"),
     (completion(prompt=""), "The prompt is empty."),
     (completion(prompt=["a", 3]), "prompt must be a text"),
-    (completion(prompt=[]), "prompt must be a text, token ids, or a list of 1 to"),
-    (completion(prompt=["a"] * 129), "a list of 1 to 128 of either"),
     (completion(prompt=[5, 10**6]), "holds token 1000000"),
-    (completion(prompt=[5, -1]), "holds token -1"),
     (completion(prompt="ab" * 1000), "The prompt has 2000 tokens; there are 512 positions"),
     (completion(prompt="abc", max_tokens=10**30), "after the 3 tokens of the prompt there is room"),
     (chatting(max_completion_tokens=5000), "there is room for "),
-    (completion(draft_model=["a"]), "draft_model must be a text"),
     (completion(logprobs="3"), "logprobs must be a boolean"),
     (chatting(chat_template_kwargs={"chat_template": "{{ a }}"}), "chat_template cannot be set by"),
-    (
-        chatting(chat_template_kwargs={"padding": "max_length", "max_length": 10**8}),
-        "max_length, padding cannot be set",
-    ),
+    (chatting(chat_template_kwargs={"padding": 1, "max_length": 10**8}), "max_length, padding can"),
     (chatting(response_format=schema_of(MANY_PATTERNS)), "5000 patternProperties; at most "),
     (chatting(response_format=schema_of({"const": "x" * 2**17})), "characters"),
     (chatting(response_format=schema_of(nested(150))), "levels"),
     (chatting(response_format=schema_of({"type": 3})), "This is no json_schema that can be foll"),
-    (chatting(response_format="json"), "text, json_object or json_schema"),
     (chatting(response_format={"type": "json_schema"}), 'expected {"json_schema": {"schema": {.'),
-    (("completions", {}), "prompt must be a text"),
     (chatting(messages=[]), "at least one message"),
-    (chatting(messages=["hello"]), "objects with a role"),
     (chatting(messages=[{"content": "hello"}]), "objects with a role"),
     (completion(logit_bias={"5": None}), "expected a number for token 5"),
-    (completion(logit_bias={"x": 1.0}), "logit_bias"),
     (completion(logit_bias={"500000": 1.0}), "there is no token 500000; the model has 0 to "),
-    (chatting(logit_bias={"-1": 1.0}), "there is no token -1"),
-    (completion(seed=-1), "seed must be an int from 0"),
     (completion(seed=2**64), "seed must be an int from 0"),
-    (completion(seed=True), "seed must be an int from 0"),
-    (completion(n=0), "n must be an int from 1 to 32, not 0"),
     (chatting(n=33), "n must be an int from 1 to 32, not 33"),
-    (chatting(n=True), "n must be an int from 1 to 32, not True"),
     (completion(stop=5), "stop must be a text"),
-    (completion(stream_options=3), "stream_options must be"),
-    (chatting(prediction="text"), "prediction: expected"),
-    (
-        chatting(prediction={"type": "content", "content": [{"type": "image_url"}]}),
-        "prediction: expected",
-    ),
+    (chatting(prediction={"type": "content", "content": [{"type": "image_url"}]}), "prediction: "),
 ]
 
 
-@pytest.mark.parametrize("stream", [False, True])
 @in_one_test(("request_", "words"), REFUSED)
-def test_a_bad_request_gets_400_in_words_and_the_next_one_is_served(
-    request_: tuple[str, dict[str, Any]], words: str, stream: bool, client: openai.OpenAI
+def test_a_bad_request_gets_400_in_words(
+    request_: tuple[str, dict[str, Any]], words: str, client: openai.OpenAI
 ) -> None:
     """Before a stream begins, its answer is the same."""
     path, body = request_
-    status, answer = post(client, path, {**body, "stream": stream})
-    assert (status, words in json.loads(answer)["error"]["message"]) == (400, True), answer
-    assert len(answer) < 1200
-    assert complete(client, max_tokens=2).usage.completion_tokens == 2
+    for stream in (False, True):
+        status, answer = post(client, path, {**body, "stream": stream})
+        assert (status, words in json.loads(answer)["error"]["message"]) == (400, True), answer
+        assert len(answer) < 1200
 
 
-def test_json_that_is_nested_without_end_is_refused(client: openai.OpenAI) -> None:
+def test_json_that_is_nested_without_end_is_refused_and_the_next_request_served(
+    client: openai.OpenAI,
+) -> None:
     status, answer = post(client, "completions", '{"prompt": ' + "[" * 100_000)
-    assert status == 400
-    assert "error" in json.loads(answer)
+    assert (status, "is no JSON" in answer) == (400, True)
+    assert complete(client, max_tokens=2).usage.completion_tokens == 2
 
 
 def test_a_model_that_cannot_be_loaded_is_404_in_words_and_an_adapter_400(
@@ -171,28 +141,21 @@ def test_a_server_whose_thread_died_says_that_it_is_not_available(
     """503, the status that load balancers know."""
     monkeypatch.setattr(SpeculatingGenerator, "generation_available", lambda self: False)
     status, answer = post(client, *chatting())
-    assert status == 503
-    assert "generation thread died" in json.loads(answer)["error"]["message"]
+    assert (status, "generation thread died" in answer) == (503, True)
 
 
-@pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A drafter that raises in the middle of a generation."""
-    propose = SuffixSession.propose
-    asked: Counter[SuffixSession] = Counter()
+def test_a_drafter_that_raises_is_an_error_in_words(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """HTTP 500, or the last event of a stream before [DONE]; and the server serves on."""
+    propose, asked = SuffixSession.propose, iter(range(10**9))
 
     def raising(self: SuffixSession, limit: int) -> Any:
-        asked[self] += 1
-        if asked[self] > 20:
+        if next(asked) % 20 == 19:
             raise RuntimeError("no idea")
         return propose(self, limit)
 
     monkeypatch.setattr(SuffixSession, "propose", raising)
-
-
-@pytest.mark.usefixtures("broken")
-def test_a_drafter_that_raises_is_an_error_in_words(client: openai.OpenAI) -> None:
-    """HTTP 500, or the last event of a stream before [DONE]; and the server serves on."""
     with pytest.raises(openai.InternalServerError, match="RuntimeError: no idea"):
         chat(client)
     _, answer = post(client, *chatting(stream=True, max_tokens=60))
@@ -206,7 +169,7 @@ def test_a_drafter_that_raises_is_an_error_in_words(client: openai.OpenAI) -> No
 # Served
 
 
-@pytest.mark.parametrize("drafter", ["none", "prompt-lookup"])
+@in_one_test("drafter", ["none", "prompt-lookup"])
 def test_more_of_the_likeliest_tokens_than_there_are_are_all_of_them(
     drafter: str, client: openai.OpenAI
 ) -> None:
@@ -224,14 +187,6 @@ def test_a_long_draft_is_cut_to_what_a_request_may_have(client: openai.OpenAI) -
         assert 4 < len(reply.usage.speculation["acceptance_by_position"]) <= 64
 
 
-def test_requests_do_not_look_through_the_installed_packages(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
-    reply = chat(client, extra_body={"drafter": ["ngram", "none", "prompt-lookup"]})
-    assert reply.usage.speculation["drafter"] == "ngram+prompt-lookup"
-
-
 NULLABLE = (
     "temperature top_p max_tokens max_completion_tokens stream stream_options n seed stop logprobs "
     "top_logprobs logit_bias presence_penalty frequency_penalty response_format draft_model "
@@ -239,10 +194,11 @@ NULLABLE = (
 )
 
 
-@pytest.mark.parametrize("path", ["completions", "chat/completions"])
-def test_null_is_the_default(path: str, client: openai.OpenAI) -> None:
+@in_one_test("request_", [completion(), chatting()])
+def test_null_is_the_default(request_: tuple[str, dict[str, Any]], client: openai.OpenAI) -> None:
     """As OpenAI's clients send it, for every field."""
-    body: dict[str, Any] = {"prompt": PROMPT} if path == "completions" else {"messages": MESSAGES}
+    path, body = request_
+    body = {name: value for name, value in body.items() if name != "max_tokens"}
     nulls = dict.fromkeys(NULLABLE.split())
     replies = [post(client, path, body), post(client, path, body | nulls)]
     assert [status for status, _ in replies] == [200, 200], replies
@@ -259,30 +215,22 @@ def test_completions_take_a_number_of_logprobs(number: int, client: openai.OpenA
     assert all(token["logprob"] <= 0 for token in tokens)
 
 
-@pytest.mark.parametrize("num_choices", [1, 2])
-@pytest.mark.parametrize("stream", [False, True])
-def test_several_prompts_are_answered_as_each_alone(
-    stream: bool, num_choices: int, client: openai.OpenAI, folder: Path
-) -> None:
+@in_one_test("prompts", [[PROMPT, "the end"], [[5, 17, 99], [42, 7]]])
+def test_several_prompts_are_answered_as_each_alone(prompts: Any, client: openai.OpenAI) -> None:
     """Texts or token ids; the choices of the first prompt come first, and tokens are added up."""
-    ids = mlx_lm.load(str(folder))[1].encode("another hat")
-    options: dict[str, Any] = {"max_tokens": 12, "n": num_choices}
+    options: dict[str, Any] = {"max_tokens": 12, "n": 2}
     options |= {"temperature": 1.0, "seed": 4, "extra_body": {"rule": "match"}}
-    for prompts in ([PROMPT, "the end"], [ids, ids[:2]]):
-        alone = [complete(client, prompt, **options) for prompt in prompts]
-        expected = [choice.text for reply in alone for choice in reply.choices]
-        if stream:
-            wanted = {"include_usage": True}
-            chunks = list(complete(client, prompts, stream=True, stream_options=wanted, **options))
-            got = [said(chunks, i)[0] for i in range(len(expected))]
-            usage = chunks[-1].usage
-        else:
-            reply = complete(client, prompts, **options)
-            assert [choice.index for choice in reply.choices] == list(range(len(expected)))
-            got, usage = [choice.text for choice in reply.choices], reply.usage
-        assert got == expected
-        for count in ("prompt_tokens", "completion_tokens"):
-            assert getattr(usage, count) == sum(getattr(one.usage, count) for one in alone)
+    alone = [complete(client, prompt, **options) for prompt in prompts]
+    expected = [choice.text for reply in alone for choice in reply.choices]
+    reply = complete(client, prompts, **options)
+    assert [choice.index for choice in reply.choices] == list(range(4))
+    assert [choice.text for choice in reply.choices] == expected
+    wanted = {"include_usage": True}
+    chunks = list(complete(client, prompts, stream=True, stream_options=wanted, **options))
+    assert [said(chunks, i)[0] for i in range(4)] == expected
+    for count in ("prompt_tokens", "completion_tokens"):
+        total = sum(getattr(one.usage, count) for one in alone)
+        assert getattr(reply.usage, count) == getattr(chunks[-1].usage, count) == total
 
 
 def test_without_max_tokens_a_text_ends_with_the_models_positions(client: openai.OpenAI) -> None:
@@ -291,19 +239,21 @@ def test_without_max_tokens_a_text_ends_with_the_models_positions(client: openai
     assert reply.usage.completion_tokens == 512 - reply.usage.prompt_tokens + 1
 
 
-def test_models_are_listed_where_there_is_no_folder_of_hugging_face(
+def test_models_are_listed_without_a_folder_of_hugging_face_and_templates_may_be_allowed(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def scan() -> Any:
         raise CacheNotFound("no folder", cache_dir=folder)
 
     monkeypatch.setattr("mlx_lm.server.scan_cache_dir", scan)
-    with serving("--model", str(folder)) as client:
+    with serving("--model", str(folder), "--allow-chat-templates") as client:
         (listed,) = client.models.list().data
-        assert complete(client, model=listed.id, max_tokens=1).choices
+        template = {"chat_template_kwargs": {"chat_template": "{{ messages[0]['content'] }}"}}
+        reply = chat(client, model=listed.id, extra_body=template)
+        assert reply.usage.prompt_tokens == complete(client, PROMPT).usage.prompt_tokens
 
 
-@pytest.mark.parametrize("models", ["given", "targets"])
+@in_one_test("models", ["given", "targets"])
 def test_a_server_may_be_kept_to_the_models_that_it_was_started_with(
     models: str, folder: Path
 ) -> None:
@@ -328,13 +278,6 @@ def test_others_may_not_name_draft_models_by_default(host: str) -> None:
     assert access.allows("draft_model", "another") is (host in LOOPBACK)
     assert access.allows("draft_model", "given")
     assert access.allows("model", "another")
-
-
-def test_a_template_may_be_allowed_at_the_start(folder: Path) -> None:
-    with serving("--model", str(folder), "--allow-chat-templates") as client:
-        template = {"chat_template_kwargs": {"chat_template": "{{ messages[0]['content'] }}"}}
-        reply = chat(client, extra_body=template)
-        assert reply.usage.prompt_tokens == len(mlx_lm.load(str(folder))[1].encode(PROMPT))
 
 
 SCHEMA = {
@@ -402,22 +345,6 @@ def test_a_json_schema_is_kept_to_and_its_structure_is_drafted(client: openai.Op
         assert_fits(text_of(chat(client, messages, response_format=JSON_SCHEMA, **drawn)))
 
 
-def test_the_clients_own_reader_of_answers_gets_an_object(client: openai.OpenAI) -> None:
-    """`parse` of the openai client sends the schema of a class, and reads the answer into one."""
-
-    class Person(BaseModel):
-        model_config = ConfigDict(extra="forbid")
-        name: Literal["Anna", "Bert"]
-        age: int = Field(ge=10, le=99)
-
-    reply = client.chat.completions.parse(
-        model=MODEL, messages=MESSAGES, response_format=Person, max_tokens=60
-    )
-    person = reply.choices[0].message.parsed
-    assert person is not None
-    assert person.name in ("Anna", "Bert")
-
-
 def test_a_json_object_is_one(client: openai.OpenAI, folder: Path) -> None:
     """Whatever the model would rather write; a bias for the closing bracket keeps it short."""
     bias = {str(mlx_lm.load(str(folder))[1].encode("}")[0]): 100}
@@ -457,6 +384,7 @@ def test_a_prediction_is_copied_and_the_text_is_unchanged(client: openai.OpenAI)
     assert predicted(expected, extra_body={"drafter": "none"})[0].get("drafted", 0) == 0
 
 
+@FULL
 def test_the_old_models_weights_are_freed_before_the_new_ones_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -466,20 +394,17 @@ def test_the_old_models_weights_are_freed_before_the_new_ones_load(
         for seed, name in enumerate("ab")
     ]
     module: Any = importlib.import_module("mlx_lm.server")
-    load = module.load
-    in_use: list[int] = []
-    sizes: list[int] = []
+    load, in_use = module.load, []
 
     def measured(*args: Any, **kwargs: Any) -> Any:
         mx.clear_cache()
         in_use.append(mx.get_active_memory())
-        loaded = load(*args, **kwargs)
-        sizes.append(sum(value.nbytes for _, value in tree_flatten(loaded[0].parameters())))
-        return loaded
+        return load(*args, **kwargs)
 
     monkeypatch.setattr(module, "load", measured)
     with serving("--model", str(folders[0])) as client:
         for name in (*folders[1::-1], *folders[::-1]):
             complete(client, model=str(name), max_tokens=20)
     assert len(in_use) >= 4
-    assert max(in_use) - in_use[0] < 0.3 * min(sizes)
+    size = (folders[0] / "model.safetensors").stat().st_size
+    assert max(in_use) - in_use[0] < 0.3 * size

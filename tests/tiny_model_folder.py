@@ -12,12 +12,13 @@ from typing import Any
 
 import mlx.core as mx
 from mlx.utils import tree_flatten
-from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors
+from tokenizers import Tokenizer
 
 import tiny
+from tiny_text import BYTES, bpe
 
 SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
-MERGES = [("t", "h"), ("th", "e"), ("i", "n"), ("a", "n"), ("e", "r"), ("o", "n"), ("Ġ", "t")]
+MERGES = ["t h", "th e", "i n", "a n", "e r", "o n", "Ġ t"]
 
 CONTEXT = 0.03
 """Weight of the layers against the last token: little enough that the text comes to repeat itself,
@@ -51,34 +52,19 @@ def write_model_folder(
         metadata={"format": "mlx"},
     )
     tokenizer.save(str(folder / "tokenizer.json"))
-    (folder / "tokenizer_config.json").write_text(
-        json.dumps(
-            {
-                "tokenizer_class": "PreTrainedTokenizerFast",
-                "bos_token": "<s>",
-                "eos_token": "</s>",
-                "chat_template": CHAT_TEMPLATE,
-                "clean_up_tokenization_spaces": False,
-            }
-        )
-    )
+    roles = {"bos_token": "<s>", "eos_token": "</s>", "clean_up_tokenization_spaces": False}
+    how = {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": CHAT_TEMPLATE, **roles}
+    (folder / "tokenizer_config.json").write_text(json.dumps(how))
     return folder
 
 
 def make_tokenizer(swapped: bool = False) -> Tokenizer:
-    """Every byte is a token, and so are a few frequent pairs."""
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    words = [*SPECIAL, *alphabet, *("".join(pair) for pair in MERGES)]
+    """Every byte is a token, and so are a few frequent pairs. swapped: x has the id of y."""
+    single = [*SPECIAL, *BYTES]
     if swapped:
-        i, j = words.index("x"), words.index("y")
-        words[i], words[j] = words[j], words[i]
-    vocab = {word: i for i, word in enumerate(words)}
-    tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=MERGES))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    tokenizer.decoder = decoders.ByteLevel()
-    tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
-    tokenizer.add_special_tokens(SPECIAL)
-    return tokenizer
+        i, j = single.index("x"), single.index("y")
+        single[i], single[j] = single[j], single[i]
+    return bpe(MERGES, SPECIAL, single)
 
 
 def printable(vocab: dict[str, int]) -> mx.array:

@@ -17,7 +17,7 @@ import specdec_mlx
 from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
 from specdec_mlx.cli.backends import installed, reinstall
 from specdec_mlx.cli.blas import find_openblas, needs_openblas
-from specdec_mlx.mlx_lm_plugin.compatible import MlxLmVersionError, check_version
+from specdec_mlx.mlx_lm_plugin.installation import MlxLmVersionError, check_version
 
 OPENBLAS = (
     "MLX's wheel has the reference BLAS, with which a pass over m positions costs m times one and "

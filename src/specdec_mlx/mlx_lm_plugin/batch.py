@@ -25,21 +25,9 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import PromptReading, Request, RowToken
 from specdec_mlx.contracts import LogitsProcessor
 from specdec_mlx.drafters.grammar import GrammarProcessor
-from specdec_mlx.mlx_lm_plugin.channel import Channel, ServerEndingError
-from specdec_mlx.mlx_lm_plugin.requests import Requested
+from specdec_mlx.mlx_lm_plugin.requests import Requested, ServerEndingError
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.row_exactness import can_hold_rows
-
-
-@dataclass
-class Incoming:
-    """A request to the server. finish: adds a drafter and a grammar to the text; may raise."""
-
-    channel: Channel
-    requested: Requested
-    num_top: int
-    seed: int | None
-    finish: Callable[[Request], Request]
 
 
 @dataclass(eq=False)
@@ -51,7 +39,8 @@ class _Served:
     """
 
     uid: int
-    incoming: Incoming
+    requested: Requested
+    num_top: int
     text: Request
     reading: PromptReading
     ends: list[int]
@@ -60,16 +49,20 @@ class _Served:
     seconds_before: float = 0.0
 
     def fail(self, error: Exception) -> None:
-        guarded = [f for f in self.text.logits_processors if isinstance(f, GuardedGrammar)]
-        known = [grammar.error for grammar in guarded if grammar.error is not None]
-        self.incoming.channel.put(known[0] if known else error)
-        self.incoming.channel.stop()
+        own = [getattr(processor, "error", None) for processor in self.text.logits_processors]
+        self.requested.channel.put(next(filter(None, own), error))
+        self.requested.channel.stop()
 
-    def progress(self, *, end_of_segment: bool, is_read: bool = False) -> Any:
+    @property
+    def is_read(self) -> bool:
+        """True if all of the prompt is read but for its last token."""
+        return not self.reading.num_left
+
+    def progress(self, *, end_of_segment: bool, is_let_in: bool = False) -> Any:
         """mlx-lm's news of how far the prompt is read, in tokens."""
         total = len(self.text.prompt) - self.begun
-        done = total if is_read else self.reading.num_read - self.begun
-        return PromptProcessingBatch.Response(self.uid, (done, total), end_of_segment, is_read)
+        done = total if is_let_in else self.reading.num_read - self.begun
+        return PromptProcessingBatch.Response(self.uid, (done, total), end_of_segment, is_let_in)
 
 
 class GuardedGrammar(GrammarProcessor):
@@ -88,10 +81,15 @@ class GuardedGrammar(GrammarProcessor):
 
 @dataclass(eq=False)
 class SpeculatingBatch:
-    """mlx-lm's `BatchGenerator` with drafts. incoming: tells the request that is put in next."""
+    """mlx-lm's `BatchGenerator` with drafts.
+
+    incoming: tells mlx-lm's arguments of the request that is put in next. finish: adds a drafter
+    and a grammar to its text; may raise.
+    """
 
     model: nn.Module
-    incoming: Callable[[], Incoming]
+    incoming: Callable[[], Any]
+    finish: Callable[[Requested, Request], Request]
     tokenizer: Any
     stream: Any
     completion_batch_size: int = 32
@@ -132,10 +130,11 @@ class SpeculatingBatch:
         stop_sequences: Sequence[Any],
     ) -> list[int]:
         """Put a request in, and return its uid; as in mlx-lm, with one entry in each argument."""
-        incoming, uid = self.incoming(), self._num_inserted
+        args, uid = self.incoming(), self._num_inserted
+        requested: Requested = args.speculation
         self._num_inserted += 1
         prompt = [*all_tokens[0], *(token for part in segments[0] for token in part)]
-        num_said = incoming.channel.num_before
+        num_said = requested.channel.num_before
         matcher = stop_sequences[0].matcher()
         for token in prompt[len(prompt) - num_said :]:
             matcher.advance(token)
@@ -143,21 +142,22 @@ class SpeculatingBatch:
             prompt,
             max_tokens[0] + num_said,
             samplers[0],
-            incoming.seed,
+            args.seed,
             list(logits_processors[0]),
             num_said=num_said,
             matcher=matcher,
-            stats=incoming.requested.stats,
+            stats=requested.stats,
         )
-        lengths = [len(part) for part in segments[0]]
-        ends = [len(all_tokens[0]) + end for end in accumulate(lengths)]
+        _, *ends = accumulate(map(len, segments[0]), initial=len(all_tokens[0]))
         ends[-1] -= 1  # the last token is fed with the first round
         unread = PromptReading(self.model, prompt, [], self.stream, len(all_tokens[0]))
-        served = _Served(uid, incoming, text, unread, ends, unread.num_read, list(prompt))
+        served = _Served(
+            uid, requested, args.top_logprobs, text, unread, ends, unread.num_read, list(prompt)
+        )
         if text.stats is not None:
             served.seconds_before = text.stats.prefill_seconds
         with self._alone(served):
-            served.text = incoming.finish(text)
+            served.text = self.finish(requested, text)
             served.reading = self._reading_of(unread, caches[0])
             served.begun = served.reading.num_read
             self._reading.append(served)
@@ -191,10 +191,9 @@ class SpeculatingBatch:
         return progress, tokens
 
     def _next_token(self) -> list[Any]:
-        if self._tokens is None:
-            if not self._batch.num_open:
-                return []
-            self._tokens = self._batch.run()
+        if self._tokens is None and not self._batch.num_open:
+            return []
+        self._tokens = self._tokens or self._batch.run()
         try:
             row = next(self._tokens, None)
         except Exception as error:
@@ -211,7 +210,7 @@ class SpeculatingBatch:
         return []
 
     def _said(self, served: _Served, row: RowToken) -> Any:
-        stats = served.incoming.requested.stats = row.token.stats
+        stats = served.requested.stats = row.token.stats
         if len(served.tokens) == len(served.text.prompt):
             stats.prefill_seconds = served.seconds_before + served.reading.seconds
         served.tokens.append(row.token.token)
@@ -221,19 +220,18 @@ class SpeculatingBatch:
             if row.prompt_cache is not None:
                 mx.async_eval([cache.state for cache in row.prompt_cache])
             del self._rows[row.uid]
+        if served.num_top > 0:
+            logprobs: Any = row.token.logprobs
+        else:
+            with mx.stream(self._beside):  # which need not wait for the pass under way
+                logprobs = np.array(row.token.logprobs.astype(mx.float32))  # NumPy has no bfloat16
         return GenerationBatch.Response(
-            served.uid,
-            row.token.token,
-            row.token.logprobs if served.incoming.num_top > 0 else on_the_host(row, self._beside),
-            row.finish_reason,
-            row.prompt_cache,
-            held,
+            served.uid, row.token.token, logprobs, row.finish_reason, row.prompt_cache, held
         )
 
     def _read_prompts(self) -> list[Any]:
         """Let in the texts whose prompts are read; once a round, read a step of the others."""
-        read = [served for served in self._reading if not served.reading.num_left]
-        news = [self._let_in(served) for served in read]
+        news = [self._let_in(served) for served in list(self._reading) if served.is_read]
         if self._rows and self._batch.num_rounds == self._read_in:
             return news
         self._read_in = self._batch.num_rounds
@@ -241,19 +239,17 @@ class SpeculatingBatch:
         for served in list(self._reading):
             if left > 0 and id(served.reading) not in readings:
                 readings.add(id(served.reading))
-                before = served.reading.num_read
-                news += self._read_part(served, left)
-                left -= served.reading.num_read - before
+                left -= self._read_part(served, left, news)
         return news
 
-    def _read_part(self, served: _Served, most: int) -> list[Any]:
-        """Read on in a prompt, up to the next end of a segment."""
-        reading = served.reading
+    def _read_part(self, served: _Served, most: int, news: list[Any]) -> int:
+        """Read on in a prompt, up to the next end of a segment; returns how many tokens."""
+        reading, size = served.reading, 0
         end = next(end for end in served.ends if end > reading.num_read)
         with self._alone(*(other for other in self._reading if other.reading is reading)):
-            reading.read(min(most, end - reading.num_read))
-            return [served.progress(end_of_segment=reading.num_read == end)]
-        return []
+            size = reading.read(min(most, end - reading.num_read))
+            news.append(served.progress(end_of_segment=reading.num_read == end))
+        return size
 
     def _let_in(self, served: _Served) -> Any:
         reading = served.reading
@@ -261,7 +257,7 @@ class SpeculatingBatch:
         served.reading = replace(reading, caches=[])  # the row has a copy
         self._reading.remove(served)
         self._rows[self._batch.insert(text)] = served
-        return served.progress(end_of_segment=True, is_read=True)
+        return served.progress(end_of_segment=True, is_let_in=True)
 
     def extract_cache(self, uids: Sequence[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """Copies of the caches of prompts that are being read, and their tokens."""
@@ -308,18 +304,8 @@ class SpeculatingBatch:
         self._tokens = None
 
 
-def on_the_host(row: RowToken, stream: Any) -> Any:
-    """A token's log-probabilities [V], by a stream that need not wait for the pass under way."""
-    token = row.token
-    if token.rows.dtype == mx.float32:
-        return np.array(token.rows, copy=False)[token.row]
-    with mx.stream(stream):  # NumPy knows no bfloat16
-        return np.array(token.logprobs.astype(mx.float32))
-
-
 def _say_whether_rows(model: nn.Module) -> bool:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
+    with warnings.catch_warnings(action="ignore"):
         found = can_hold_rows(model)
     if not found:
         logging.warning(

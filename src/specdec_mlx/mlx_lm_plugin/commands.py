@@ -16,14 +16,8 @@ import mlx.core as mx
 
 from specdec_mlx.contracts import all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
-from specdec_mlx.mlx_lm_plugin.compatible import check_version
-from specdec_mlx.mlx_lm_plugin.flags import (
-    Flags,
-    add_grammar_arguments,
-    replaced_names,
-    run_main,
-)
-from specdec_mlx.mlx_lm_plugin.installation import Speculation, in_force
+from specdec_mlx.mlx_lm_plugin.flags import Flags, add_grammar_arguments, replaced_names, run_main
+from specdec_mlx.mlx_lm_plugin.installation import Speculation, check_version, in_force
 from specdec_mlx.models import explained, load_on_ranks
 
 
@@ -38,22 +32,22 @@ def terminated_as_interrupted() -> Iterator[None]:
     Only in the main thread, without another handler, and on one rank: one of several would not come
     to it.
     """
+
+    def interrupt(number: int, frame: Any) -> None:
+        raise _Terminated
+
     is_main = threading.current_thread() is threading.main_thread()
     is_alone = mx.distributed.init().size() == 1
     if not (is_main and is_alone and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
         yield
         return
-    signal.signal(signal.SIGTERM, _interrupt)
+    signal.signal(signal.SIGTERM, interrupt)
     try:
         yield
     except _Terminated:
         raise SystemExit(128 + signal.SIGTERM) from None
     finally:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-
-
-def _interrupt(number: int, frame: Any) -> None:
-    raise _Terminated
 
 
 def run_command(name: str, arguments: Sequence[str]) -> None:
@@ -67,12 +61,11 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
 
 
 class Command:
-    """A command of mlx-lm with one drafter; takes_grammar: it has flags for structure."""
-
-    takes_grammar = False
+    """`generate`, `chat` or `benchmark` of mlx-lm, with one drafter."""
 
     def __init__(self, name: str) -> None:
-        self.module = importlib.import_module(f"mlx_lm.{name}")
+        self.name = name
+        self.module: Any = importlib.import_module(f"mlx_lm.{name}")
         self.flags = Flags()
         self.arguments = argparse.Namespace()
         self.speculation = Speculation(None)
@@ -80,15 +73,15 @@ class Command:
 
     def run(self, arguments: Sequence[str]) -> None:
         """Let mlx-lm's `main` run with our parser, and its calls speculate."""
-        with self.stack as stack:
-            stack.enter_context(replaced_names(self.module, self.names()))
-            more = [add_grammar_arguments] * self.takes_grammar
+        more = [] if self.name == "benchmark" else [add_grammar_arguments]
+        with self.stack, replaced_names(self.module, self._names()):
             run_main(self.module, arguments, self._take, *more)
-        self.close()
+        self._close()
 
     def _take(self, namespace: argparse.Namespace, flags: Flags) -> None:
         self.flags, self.arguments = flags, namespace
-        self.check()
+        if self.name == "benchmark":
+            check_benchmark(namespace, flags)
         self.speculation.drafter = None if flags.waits_for_target else flags.drafter()
         self.speculation.draft_length = flags.draft_length
         self.speculation.rule = flags.rule
@@ -96,18 +89,15 @@ class Command:
         self.stack.callback(flags.save_memory)
         self.stack.enter_context(in_force(self.speculation))
 
-    def names(self) -> dict[str, Any]:
-        """Replacements for names of the module: of what loads, to learn the tokenizer."""
+    def _names(self) -> dict[str, Any]:
+        """Replacements for names of the module: what loads, and of `chat` what is said and read."""
         loaders = [name for name in ("load", "sharded_load") if hasattr(self.module, name)]
-        return {name: self._noting_tokenizer(getattr(self.module, name)) for name in loaders}
+        names = {name: self._noting(getattr(self.module, name)) for name in loaders}
+        if self.name == "generate" and mx.distributed.init().size() > 1:
+            names["load"] = self._noting(load_on_ranks)  # as mlx-lm's other commands do
+        return names | ({"ChatUI": self._interface()} if self.name == "chat" else {})
 
-    def check(self) -> None:
-        """Raise ValueError for arguments that do not go together."""
-
-    def close(self) -> None:
-        """Print the account, if one is wanted at the end."""
-
-    def _noting_tokenizer(self, load: Callable[..., Any]) -> Callable[..., Any]:
+    def _noting(self, load: Callable[..., Any]) -> Callable[..., Any]:
         """`load`, which also notes the tokenizer, and takes up the model's tuning."""
 
         def loading(name: str, *args: Any, **kwargs: Any) -> Any:
@@ -126,77 +116,48 @@ class Command:
 
         return loading
 
-
-QUIT = "q"  # leaves `chat`
-
-
-class Generate(Command):
-    """`generate`: mlx-lm's closing lines, and ours below them."""
-
-    takes_grammar = True
-
-    def names(self) -> dict[str, Any]:
-        """On several ranks, `load` spreads the model over them, as in mlx-lm's other commands."""
-        names = super().names()
-        if mx.distributed.init().size() > 1:
-            names["load"] = self._noting_tokenizer(load_on_ranks)
-        return names
-
-    def close(self) -> None:
-        """Print a line about the speculation; the whole account with --stats."""
-        verbose = self.arguments.verbose
-        if verbose:
-            print(closing_line(self.speculation))
-        if self.flags.stats:
-            print_account(self.speculation, sys.stdout if verbose else sys.stderr)
-
-
-class Chat(Command):
-    """`chat`: with --stats a line after each turn; a grammar is that of each answer."""
-
-    takes_grammar = True
-
-    def names(self) -> dict[str, Any]:
-        """Also the user interface, for the end of a turn and of the input."""
+    def _interface(self) -> Any:
+        """The interface of `chat`, with an end of the input, and lines after turns with --stats."""
         command = self
-        interface: Any = self.module.ChatUI
 
-        class ChatUI(interface):  # type: ignore[misc]
+        class ChatUI(self.module.ChatUI):  # type: ignore[misc, name-defined]
             def prompt(self) -> str:
                 try:
                     return str(super().prompt())
                 except EOFError:
-                    return QUIT
+                    return "q"  # which leaves it
 
             def end_turn(self, response: Any) -> None:
                 super().end_turn(response)
                 if command.flags.stats:
                     print(f"  {closing_line(command.speculation)}", flush=True)
 
-        return {**super().names(), "ChatUI": ChatUI}
+        return ChatUI
 
-
-class Benchmark(Command):
-    """`benchmark`: mlx-lm's speeds, with speculation."""
-
-    def check(self) -> None:
-        """Refuse batches, in which mlx-lm does not speculate, and to learn from random tokens."""
-        if self.flags.online:
-            raise ValueError(
-                "argument --online: the benchmark's prompt is random tokens, from which nothing "
-                "should be learnt. Leave it out."
-            )
-        if self.arguments.batch_size != 1 and self.flags.asked:
-            raise ValueError(
-                "argument --batch-size: mlx-lm does not speculate in batches. Leave the flags for "
-                "speculative decoding out, or use --batch-size 1."
-            )
-
-    def close(self) -> None:
-        """The account of the last trial with --stats."""
-        if self.flags.stats:
+    def _close(self) -> None:
+        """Say what was drafted, below mlx-lm's closing lines; with --stats the whole account."""
+        shows_lines = self.name == "generate" and self.arguments.verbose
+        if shows_lines:
+            print(closing_line(self.speculation))
+        if self.name == "benchmark" and self.flags.stats:
             print(f"Last trial. {closing_line(self.speculation)}")
-            print_account(self.speculation, sys.stdout)
+        if self.name != "chat" and self.flags.stats:
+            is_bare = self.name == "generate" and not shows_lines  # nothing but the text on stdout
+            print_account(self.speculation, sys.stderr if is_bare else sys.stdout)
+
+
+def check_benchmark(namespace: argparse.Namespace, flags: Flags) -> None:
+    """Refuse batches, in which mlx-lm does not speculate, and to learn from random tokens."""
+    if flags.online:
+        raise ValueError(
+            "argument --online: the benchmark's prompt is random tokens, from which nothing "
+            "should be learnt. Leave it out."
+        )
+    if namespace.batch_size != 1 and flags != Flags():
+        raise ValueError(
+            "argument --batch-size: mlx-lm does not speculate in batches. Leave the flags for "
+            "speculative decoding out, or use --batch-size 1."
+        )
 
 
 def closing_line(speculation: Speculation) -> str:
@@ -231,9 +192,9 @@ def _run_server(arguments: Sequence[str]) -> None:
 
 
 COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "generate": lambda arguments: Generate("generate").run(arguments),
-    "chat": lambda arguments: Chat("chat").run(arguments),
+    "generate": lambda arguments: Command("generate").run(arguments),
+    "chat": lambda arguments: Command("chat").run(arguments),
     "server": _run_server,
-    "benchmark": lambda arguments: Benchmark("benchmark").run(arguments),
+    "benchmark": lambda arguments: Command("benchmark").run(arguments),
 }
 """Commands of mlx-lm that are run with our flags."""

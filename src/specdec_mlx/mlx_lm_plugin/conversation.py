@@ -15,20 +15,8 @@ from weakref import WeakKeyDictionary
 import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.contracts import (
-    Checks,
-    Closes,
-    DraftContext,
-    Drafter,
-    DraftSession,
-    LogitsProcessor,
-    ReadsTarget,
-    Stepwise,
-    is_cheap,
-    key_of,
-    session_groups,
-    session_parts,
-)
+from specdec_mlx import contracts
+from specdec_mlx.contracts import DraftContext, Drafter, DraftSession, LogitsProcessor
 from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
@@ -49,7 +37,7 @@ def tokens_on(caches: Sequence[Any] | None) -> list[int]:
     length = getattr(cache, "offset", None)
     if not isinstance(length, int):
         return list(held)
-    return list(held[:length]) if length <= len(held) else []
+    return held[:length] if length <= len(held) else []
 
 
 def remember(caches: Sequence[Any] | None, tokens: Sequence[int]) -> None:
@@ -88,7 +76,7 @@ class Wrapper:
     @property
     def key(self) -> str:
         """The wrapped drafter's."""
-        return key_of(self.drafter)
+        return contracts.key_of(self.drafter)
 
     @property
     def drafters(self) -> Sequence[Drafter]:
@@ -97,7 +85,7 @@ class Wrapper:
 
     def check(self, context: DraftContext) -> None:
         """Raise what the wrapped drafter raises for this target."""
-        if isinstance(self.drafter, Checks):
+        if isinstance(self.drafter, contracts.Checks):
             self.drafter.check(context)
 
 
@@ -106,9 +94,10 @@ class WrappedSession:
 
     def __init__(self, session: DraftSession, key: str, close: Callable[[int], None]) -> None:
         self.propose, self.observe, self.close = session.propose, session.observe, close
-        self.cheap = is_cheap(session)
-        self.parts, self.groups = session_parts(session, key), session_groups(session, key)
-        if isinstance(session, Stepwise):
+        self.cheap = contracts.is_cheap(session)
+        self.parts = contracts.session_parts(session, key)
+        self.groups = contracts.session_groups(session, key)
+        if isinstance(session, contracts.Stepwise):
             self.propose_while = session.propose_while
 
 
@@ -126,7 +115,7 @@ class Continued(Wrapper):
         session = self.drafter.begin([*self.earlier, *prompt], context)
 
         def close(length: int) -> None:
-            if isinstance(session, Closes):
+            if isinstance(session, contracts.Closes):
                 session.close(len(self.earlier) + length)
 
         return WrappedSession(session, self.key, close)
@@ -134,11 +123,11 @@ class Continued(Wrapper):
 
 def continued(drafter: Drafter | None, earlier: Sequence[int]) -> Drafter | None:
     """The drafter, shown the earlier turns, unless it reads the target's states of the prompt."""
-    if drafter is None or not earlier:
-        return drafter
-    return with_parts(
-        drafter, lambda part: part if isinstance(part, ReadsTarget) else Continued(part, earlier)
-    )
+
+    def shown(part: Drafter) -> Drafter:
+        return part if isinstance(part, contracts.ReadsTarget) else Continued(part, earlier)
+
+    return drafter if drafter is None or not earlier else with_parts(drafter, shown)
 
 
 @dataclass(frozen=True)
@@ -160,24 +149,25 @@ class Predicted(Wrapper):
 
 def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
     """The drafter, whose look-up may copy from the prediction; with one, if it has none."""
-    kind = type(drafter) if isinstance(drafter, FirstOf) else FirstOf
-    parts = drafter.drafters if isinstance(drafter, FirstOf) else (drafter,)
-    if not any(isinstance(part, PromptLookupDrafter) for part in parts):
-        parts = (PromptLookupDrafter(), *parts)
-    changed = [
-        Predicted(part, prediction) if isinstance(part, PromptLookupDrafter) else part
-        for part in parts
-    ]
-    return kind(*changed) if len(changed) > 1 else changed[0]
+    several = drafter if isinstance(drafter, FirstOf) else FirstOf(drafter)
+    if not any(isinstance(part, PromptLookupDrafter) for part in several.drafters):
+        several = type(several)(PromptLookupDrafter(), *several.drafters)
+
+    def change(part: Drafter) -> Drafter:
+        return Predicted(part, prediction) if isinstance(part, PromptLookupDrafter) else part
+
+    return several.with_each(change) if len(several.drafters) > 1 else change(drafter)
 
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
     """The drafter, with the caches of its draft models kept in `store`."""
-    if isinstance(drafter, FirstOf):
-        return with_parts(drafter, lambda part: keeping_caches(part, store))
-    if isinstance(drafter, Cascade):
-        return replace(drafter, first=keeping_caches(drafter.first, store))
-    return Kept(drafter, store) if isinstance(drafter, ModelDrafter) else drafter
+
+    def keeping(part: Drafter) -> Drafter:
+        if isinstance(part, Cascade):
+            return replace(part, first=keeping_caches(part.first, store))
+        return Kept(part, store) if isinstance(part, ModelDrafter) else part
+
+    return with_parts(drafter, keeping)
 
 
 @dataclass(frozen=True)

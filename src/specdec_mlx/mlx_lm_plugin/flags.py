@@ -7,6 +7,7 @@ given a parser that adds our flags and takes their values out again, so that all
 from __future__ import annotations
 
 import argparse
+import atexit
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -14,42 +15,28 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
-from specdec_mlx.drafters.draft_models import (
-    Lighter,
-    NamedModel,
-    add_lighter_arguments,
-    lighter_of,
-)
+from specdec_mlx.drafters import registry
+from specdec_mlx.drafters.draft_models import Lighter, NamedModel, add_lighter_arguments, lighter_of
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
-from specdec_mlx.drafters.registry import (
-    DEFAULT_DRAFTER,
-    MODEL_DRAFTER,
-    NO_DRAFTER,
-    REMEMBERING,
-    WITH_MODEL,
-    drafter_names,
-    first_of,
-    make_drafter,
-)
+from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.options import argument, checked, refusal
 from specdec_mlx.rules.registry import make_rule, rule_names
-
-if TYPE_CHECKING:
-    from specdec_mlx.mlx_lm_plugin.learning import Learner
 
 EVERYBODY, USER, KEY = "all", "user", "key"  # whom a server's memory is for
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Values of our flags; asked: True if any was given. memory: a file, or "process"."""
+    """Values of our flags. memory: a file, or "process"."""
 
     drafters: Sequence[str] = ()
     draft_model: str | None = None
@@ -57,7 +44,6 @@ class Flags:
     draft_length: int | str = "auto"
     rule: str = "auto"
     stats: bool = False
-    asked: bool = False
     grammar: Grammar | None = None
     keeps_tuning: bool = True
     memory: str | None = None
@@ -94,7 +80,7 @@ class Flags:
         drafters = [self.make(spec, target) for spec in self.names]
         if drafters and self.grammar is not None:
             drafters.insert(0, GrammarDrafter())
-        return first_of(drafters)
+        return registry.first_of(drafters)
 
     def make(
         self, spec: str, target: nn.Module | None = None, memory: Memory | None = None
@@ -109,23 +95,22 @@ class Flags:
             if self.online:
                 return self._learning(spec, target)
         memory = memory if memory is not None else self.remembered
-        remembers = memory is not None and name_in(spec) in REMEMBERING
+        remembers = memory is not None and name_in(spec) in registry.REMEMBERING
         options = {"memory": memory} if remembers else {}
         return self.named_model.make(spec, target, **options)
 
     def _learning(self, spec: str, target: nn.Module) -> Drafter | None:
-        if name_in(spec) != MODEL_DRAFTER:
-            return make_drafter(spec, draft_model=self._learner.drafter(target, MODEL_DRAFTER))
-        if self.has_head and spec != MODEL_DRAFTER:
+        if self.has_head and spec != MODEL_DRAFTER == name_in(spec):
             raise ValueError(f"Drafter {spec!r}: with --online a trained head takes no options.")
-        return self._learner.drafter(target, spec)
+        if name_in(spec) != MODEL_DRAFTER:
+            model = self._learner.drafter(target, MODEL_DRAFTER)
+            return registry.make_drafter(spec, draft_model=model)
+        learning: Drafter = self._learner.drafter(target, spec)
+        return learning
 
     @cached_property
     def _learner(self) -> Learner:
-        from specdec_mlx.mlx_lm_plugin.learning import Learner
-
-        assert self.draft_model is not None
-        return Learner(self.draft_model)
+        return Learner(str(self.draft_model))
 
     @cached_property
     def remembered(self) -> Memory | None:
@@ -143,6 +128,58 @@ def name_in(spec: str) -> str:
     return spec.partition(":")[0]
 
 
+class Learner:
+    """What learns on with `--online`, a trained head or a draft model, for a target at a time."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self._target: nn.Module | None = None
+        self._latest: Any = None
+        atexit.register(self.save)
+
+    def drafter(self, target: nn.Module, spec: str) -> Any:
+        """The drafter for a target, with a draft model's options; raises as `learning_on`."""
+        from specdec_mlx.training.online import OnlineDraftModel, learning_on
+
+        if self._latest is None or self._target is not target:
+            self.save()
+            self._latest, self._target = learning_on(self.folder, target), target
+        latest = self._latest
+        if not isinstance(latest, OnlineDraftModel):
+            return latest
+        tokenizer = latest.drafter.tokenizer
+        chosen = registry.make_drafter(spec, draft_model=latest.model, draft_tokenizer=tokenizer)
+        assert isinstance(chosen, ModelDrafter)
+        return latest.drafting_as(chosen)
+
+    def save(self) -> None:
+        """Write what was learned, if anything was."""
+        if self._latest is not None:
+            self._latest.save()
+
+
+def check_learns(draft_model: str | None, lighter: Lighter) -> None:
+    """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
+    from specdec_mlx.training.online import stored_plan
+
+    if draft_model is None:
+        raise ValueError(
+            "argument --online: expected --draft-model, a head or a draft model that "
+            "`specdec-mlx train` made, to learn."
+        )
+    if lighter.flags:
+        raise ValueError(
+            f"argument --online: {', '.join(lighter.flags)} drafts with another model than the one "
+            "that learns and is saved. Leave one of them out."
+        )
+    if mx.distributed.init().size() > 1:
+        raise ValueError(
+            "argument --online: a target that is spread over ranks cannot be learnt from, since "
+            "all of them would have to learn alike. Leave it out, or use one machine."
+        )
+    stored_plan(Path(draft_model).expanduser())
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add our flags, but for those that the parser has already."""
     taken = parser._option_string_actions
@@ -153,8 +190,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="append",
         default=[],
         metavar="NAME[:KEY=VALUE,...]",
-        help=f"Drafter: {', '.join(drafter_names())}; given several times, the first that has a "
-        f"draft is taken (default: {DEFAULT_DRAFTER}, or the draft model if --draft-model is "
+        help=f"Drafter: {', '.join(registry.drafter_names())}; given several times, the first that "
+        f"has a draft is taken (default: {DEFAULT_DRAFTER}, or the draft model if --draft-model is "
         f"given; {MODEL_DRAFTER}:branches=4 has a draft model or a trained head propose trees)",
     )
     if "--draft-model" not in taken:
@@ -163,14 +200,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--draft-length",
         type=argument(parse_draft_length),
-        default=None,
         metavar="K",
         help=f"Most tokens to draft in a round, or {' or '.join(NAMES)} (default: auto)",
     )
     add(
         "--rule",
         type=checked(make_rule),
-        default=None,
         metavar="NAME[:KEY=VALUE,...]",
         help=f"Acceptance rule: {', '.join(rule_names())}; lenient and typical change the text's "
         "distribution (default: auto)",
@@ -232,38 +267,33 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
-    asked = "drafter", "draft_model", "rule", "stats", "memory", "no_tuning"
+    same = "draft_model", "stats", "memory", "memory_for", "online"
     flags = Flags(
         drafters=namespace.drafter,
-        draft_model=namespace.draft_model,
         lighter=lighter_of(namespace),
         draft_length="auto" if length is None else length,
         rule=namespace.rule or "auto",
-        stats=namespace.stats,
-        asked=length is not None or any(getattr(namespace, name) for name in asked),
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
-        memory=namespace.memory,
-        memory_for=namespace.memory_for,
-        online=namespace.online,
+        **{name: getattr(namespace, name) for name in same},
     )
     if flags.online:
-        from specdec_mlx.mlx_lm_plugin.learning import check_learns
-
         check_learns(flags.draft_model, flags.lighter)
     namespace.draft_model = None
     return flags
 
 
-COUNTS = ("max_tokens", "max_kv_size", "prefill_step_size", "prompt_tokens", "generation_tokens")
-LEAST = dict.fromkeys((*COUNTS, "num_trials", "batch_size"), 1) | {"num_draft_tokens": 0}
-"""Least values of mlx-lm's flags that it does not check itself."""
+COUNTS = (
+    "max_tokens max_kv_size prefill_step_size prompt_tokens generation_tokens num_trials "
+    "batch_size num_draft_tokens"
+)
+"""mlx-lm's flags whose numbers it does not check itself."""
 
 
 def check_numbers(namespace: argparse.Namespace) -> None:
     """Raise ValueError for a number that a generation cannot have; max_tokens -1 is no limit."""
-    for name, least in LEAST.items():
-        value = getattr(namespace, name, None)
+    for name in COUNTS.split():
+        value, least = getattr(namespace, name, None), int(name != "num_draft_tokens")
         if value is not None and value < least and (name, value) != ("max_tokens", -1):
             unlimited = ", or -1 for no limit" if name == "max_tokens" else ""
             flag = f"--{name.replace('_', '-')}"

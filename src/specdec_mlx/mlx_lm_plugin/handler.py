@@ -12,25 +12,18 @@ import json
 import logging
 import socket
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
-from threading import Lock, Thread
+from threading import Lock
 from typing import Any
 
 from mlx_lm.server import APIHandler
 
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
-from specdec_mlx.mlx_lm_plugin.channel import ServerEndingError
-from specdec_mlx.mlx_lm_plugin.openai_fields import (
-    NUM_SEEDS,
-    RequestError,
-    check_messages,
-    error_object,
-    is_clients,
-    prompts_in,
-    read_body,
-)
-from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested
+from specdec_mlx.mlx_lm_plugin import openai_fields
+from specdec_mlx.mlx_lm_plugin.openai_fields import NUM_SEEDS, RequestError, is_clients, prompts_in
+from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested, ServerEndingError
 
 DATA, DONE = b"data: ", b"[DONE]"
 
@@ -43,25 +36,28 @@ class ChoiceEndedError(ConnectionError):
 class Choice:
     """One of several choices, and the file that its handler writes to.
 
-    counts: tokens of the prompt, of the text, and of the prompt from a cache.
+    reply: the whole of it, or of a stream the part with the usage.
     """
 
     choices: Choices
     index: int
     handler: SpeculatingHandler
-    counts: tuple[int, int, int | None] = (0, 0, None)
     reply: dict[str, Any] | None = None
 
-    def write(self, data: bytes) -> int:
-        """Take a whole reply, or a part of a stream."""
+    def check_wanted(self) -> None:
+        """Raise ChoiceEndedError if another one has failed."""
         if self.choices.failure is not None:
             raise ChoiceEndedError("Another choice has ended the request.")
-        if not self.handler.stream:
-            self.reply = json.loads(data)
-        elif not data.startswith(DATA + DONE):
-            is_chunk = data.startswith(DATA)
-            if not is_chunk or json.loads(data.removeprefix(DATA))["choices"]:
-                self.choices.send(data)
+
+    def write(self, data: bytes) -> int:
+        """Take a whole reply, or a part of a stream, but not its end."""
+        self.check_wanted()
+        is_chunk = data.startswith(DATA) and not data.startswith(DATA + DONE)
+        part = json.loads(data.removeprefix(DATA)) if is_chunk or not self.handler.stream else {}
+        if "usage" in part:
+            self.reply = part
+        elif is_chunk or not data.startswith(DATA):
+            self.choices.send(data)
         return len(data)
 
     def flush(self) -> None:
@@ -76,26 +72,23 @@ class Choices:
     answer: Callable[[SpeculatingHandler, Any], None]
     num_choices: int
     failure: Exception | None = None
-    parts: list[Choice] = field(default_factory=list)
     _lock: Any = field(default_factory=Lock)
 
     def run(self, requests: Sequence[Any]) -> None:
         """Answer all requests; raises what the first choice that failed raised."""
         own = [copy.deepcopy(request) for request in requests for _ in range(self.num_choices)]
-        self.parts = [self._part(index) for index in range(len(own))]
-        threads = [
-            Thread(target=self._run_one, args=pair) for pair in zip(self.parts, own, strict=True)
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        parts = [self._part(index) for index in range(len(own))]
+        with ThreadPoolExecutor(len(own)) as pool:
+            pool.map(self._run_one, parts, own)
         if self.failure is not None:
             raise self.failure
-        if self.handler.stream:
-            self._end_stream()
-        else:
-            self._reply()
+        replies = [part.reply for part in parts if part.reply is not None]
+        if not self.handler.stream:
+            self._reply(json.dumps(self._whole(replies)).encode())
+            return
+        if replies:  # the usage was asked for
+            self.send(DATA + json.dumps(self._whole(replies)).encode() + b"\n\n")
+        self.send(DATA + DONE + b"\n\n")
 
     def _part(self, index: int) -> Choice:
         """A choice, with a handler, an account and a seed of its own."""
@@ -124,45 +117,37 @@ class Choices:
             self.handler.wfile.write(data)
             self.handler.wfile.flush()
 
-    def _end_stream(self) -> None:
-        """Send the usage of all choices, if it was asked for, and the end."""
-        if self.handler.stream_options is not None:
-            self.send(DATA + json.dumps(self._usage()).encode() + b"\n\n")
-        self.send(DATA + DONE + b"\n\n")
-
-    def _reply(self) -> None:
-        replies = [part.reply for part in self.parts if part.reply is not None]
-        choices = [choice for reply in replies for choice in reply["choices"]]
-        reply = {**replies[0], "choices": choices, "usage": self._usage()["usage"]}
-        data = json.dumps(reply).encode()
+    def _reply(self, data: bytes) -> None:
         self.handler._set_completion_headers(200)
         self.handler.send_header("Content-Length", str(len(data)))
         self.handler.end_headers()
         self.handler.wfile.write(data)
         self.handler.wfile.flush()
 
-    def _usage(self) -> dict[str, Any]:
-        """mlx-lm's chunk of the usage: a prompt is counted once, and cached tokens of the first."""
-        counts = [part.counts for part in self.parts]
-        prompts = sum(count[0] for count in counts[:: self.num_choices])
-        chunk = self.handler.completion_usage_response(
-            prompts, sum(count[1] for count in counts), counts[0][2]
-        )
-        accounts = [part.handler.account() for part in self.parts]
-        chunk["usage"]["speculation"] = {
+    def _whole(self, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        """One of all replies: a prompt is counted once, and cached tokens of the first."""
+        choices = [choice for reply in replies for choice in reply["choices"]]
+        usages = [reply["usage"] for reply in replies]
+        num_read = sum(usage["prompt_tokens"] for usage in usages[:: self.num_choices])
+        num_written = sum(usage["completion_tokens"] for usage in usages)
+        accounts = [usage["speculation"] for usage in usages]
+        account = {
             "drafter": accounts[0]["drafter"],
             "batched": any(account["batched"] for account in accounts),
             "choices": accounts,
         }
-        return chunk
+        usage = {
+            **usages[0],
+            "prompt_tokens": num_read,
+            "completion_tokens": num_written,
+            "total_tokens": num_read + num_written,
+            "speculation": account,
+        }
+        return {**replies[0], "choices": choices, "usage": usage}
 
 
 class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer that one itself
-    """A request is not served, for a reason that the client is told."""
-
-    def __init__(self, reason: Exception) -> None:
-        super().__init__(str(reason))
-        self.reason = reason
+    """A request is not served, for a reason, an exception, that the client is told."""
 
 
 class SpeculatingHandler(APIHandler):  # type: ignore[misc]
@@ -183,32 +168,29 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         """Answer a request; a client that hangs up is no error of ours."""
         self.speculation, self.replying = None, False
         try:
-            self._answer()
+            try:
+                self._read_body()
+                super().do_POST()
+            except Exception as error:
+                if isinstance(error, ConnectionError):
+                    raise
+                self._refuse(error.args[0] if isinstance(error, Refused) else error)
         except ConnectionError as error:
             logging.info(f"Client hung up: {error}")
             self.close_connection = True
-
-    def _answer(self) -> None:
-        try:
-            self._read_body()
-            super().do_POST()
-        except ConnectionError:
-            raise
-        except Exception as error:
-            self._refuse(error.reason if isinstance(error, Refused) else error)
 
     def _read_body(self) -> None:
         """Check the body of a request, and leave to mlx-lm what it is to read."""
         size = self.headers.get("Content-Length", "")
         if size.isdecimal() and self.path.endswith("completions"):
-            body = json.dumps(read_body(self.rfile.read(int(size)))).encode()
+            body = json.dumps(openai_fields.read_body(self.rfile.read(int(size)))).encode()
             self.headers.replace_header("Content-Length", str(len(body)))
             self.rfile: Any = io.BytesIO(body)
 
     def check_client(self) -> None:
         """Raise ConnectionError if the client has gone, or waits for no more of this choice."""
-        if self.choice is not None and self.choice.choices.failure is not None:
-            raise ChoiceEndedError("Another choice has ended the request.")
+        if self.choice is not None:
+            self.choice.check_wanted()
         try:
             gone = not self.connection.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
         except BlockingIOError:
@@ -233,7 +215,7 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         status = self._status(error)
         if status == HTTPStatus.INTERNAL_SERVER_ERROR:
             logging.error("A request failed.", exc_info=error)
-        reply = json.dumps(error_object(error, status))
+        reply = json.dumps(openai_fields.error_object(error, status))
         self.speculation = None
         self.close_connection = True
         if not self.replying:
@@ -256,7 +238,7 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         try:
             super().validate_model_parameters()
             if self.path.endswith("/chat/completions"):
-                check_messages(self.body.get("messages"))
+                openai_fields.check_messages(self.body.get("messages"))
             else:
                 prompts_in(self.body.get("prompt"))
             self.speculation = self.menu.requested(self.body, self.headers.get("Authorization", ""))
@@ -295,7 +277,6 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         reply: dict[str, Any] = super().generate_response(text, finish_reason, *counts, **kwargs)
         if self.choice is not None:
             reply["choices"][0]["index"] = self.choice.index
-            self.choice.counts = (*counts,) or self.choice.counts
         if "usage" in reply:
             reply["usage"]["speculation"] = self.account()
         elif finish_reason is not None:
@@ -304,8 +285,6 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
 
     def completion_usage_response(self, *counts: Any) -> dict[str, Any]:
         """The last chunk of a stream whose client asked for the usage."""
-        if self.choice is not None:
-            self.choice.counts = counts
         reply: dict[str, Any] = super().completion_usage_response(*counts)
         reply["usage"]["speculation"] = self.account()
         return reply

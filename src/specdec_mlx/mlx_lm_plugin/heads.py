@@ -33,9 +33,7 @@ class HeadToLoad:
         self, path: str, load: Callable[[nn.Module], Drafter | None], draft_tokenizer: Any = None
     ) -> None:
         """Load later, for a target with the draft tokenizer, None for any."""
-        self.path = path
-        self.loaded = PerModel(load)
-        self.draft_tokenizer = draft_tokenizer
+        self.path, self.loaded, self.draft_tokenizer = path, PerModel(load), draft_tokenizer
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError for a target with another tokenizer."""
@@ -49,12 +47,11 @@ class HeadToLoad:
 
 def with_heads(drafter: Drafter | None, target: nn.Module) -> Drafter | None:
     """The drafter, with its heads loaded for a target; raises HeadError if one does not fit."""
-    if drafter is None:
-        return None
-    return with_parts(
-        drafter,
-        lambda part: (part.loaded(target) or part) if isinstance(part, HeadToLoad) else part,
-    )
+
+    def loaded(part: Drafter) -> Drafter:
+        return (part.loaded(target) or part) if isinstance(part, HeadToLoad) else part
+
+    return None if drafter is None else with_parts(drafter, loaded)
 
 
 def without_readers(drafter: Drafter | None) -> Drafter | None:
@@ -107,11 +104,12 @@ class ConversationCache(LRUPromptCache):  # type: ignore[misc]
 class CheckingProvider(ModelProvider):  # type: ignore[misc]
     """Loads models as mlx-lm does, also heads; compares tokenizers by content; keeps tunings."""
 
+    head: Drafter | None = None
+    batch: Any = None
+
     def __init__(self, kept: ExitStack | None, *args: Any) -> None:
         """Keep tunings in `kept`, None to keep none; `args` are mlx-lm's."""
         self._kept = kept
-        self.head: Drafter | None = None
-        self.batch: Any = None
         super().__init__(*args)
         if (given := self.cli_args.model) is not None:  # `/v1/models` lists it by its full path
             self._model_map[str(Path(given).resolve())] = given

@@ -7,14 +7,17 @@ and `mlx_lm.stream_generate` look them up when they run, wherever they were impo
 from __future__ import annotations
 
 import functools
+import importlib
+import inspect
 import threading
-from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import closing, contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import mlx_lm
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
@@ -23,16 +26,47 @@ from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.loop import Token, speculate
-from specdec_mlx.mlx_lm_plugin.compatible import STEPS, check_steps, generate_module
 from specdec_mlx.mlx_lm_plugin.conversation import continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
 
-T = TypeVar("T")
+SERIES = "0.32"
+INSTALL = f"pip install 'mlx-lm>={SERIES},<0.33'"
+STEPS: Any = importlib.import_module("mlx_lm.generate")  # in the package a function has its name
 
-DEFAULT_MAX_TOKENS = 256  # default of mlx-lm's steps
+
+class MlxLmVersionError(RuntimeError):
+    """This mlx-lm is not one that can be extended."""
+
+
+def check_version() -> None:
+    """Raise MlxLmVersionError for another series of mlx-lm."""
+    if not mlx_lm.__version__.startswith(f"{SERIES}."):
+        raise MlxLmVersionError(
+            f"mlx-lm {mlx_lm.__version__} is not of the {SERIES} series, the one that specdec_mlx "
+            f"knows how to extend. {INSTALL}; or call specdec_mlx.generate, which replaces nothing."
+        )
+
+
+def check_step(name: str) -> None:
+    """Raise MlxLmVersionError unless the function to replace is mlx-lm's own, as we know it."""
+    check_version()
+    ours = {"prompt", "draft_model", "num_draft_tokens", *inspect.signature(speculate).parameters}
+    step = getattr(STEPS, name, None)
+    if step is None:
+        raise MlxLmVersionError(f"mlx_lm.generate has no {name}. {INSTALL}.")
+    if getattr(step, "__module__", None) != STEPS.__name__:
+        raise MlxLmVersionError(
+            f"mlx_lm.generate.{name} has been replaced by one of {step.__module__}. Undo that "
+            "first."
+        )
+    if unknown := inspect.signature(step).parameters.keys() - ours:
+        raise MlxLmVersionError(
+            f"mlx_lm.generate.{name} takes {', '.join(sorted(unknown))}, which specdec_mlx does "
+            f"not know. {INSTALL}."
+        )
 
 
 @dataclass(eq=False)
@@ -50,54 +84,51 @@ class Speculation:
     grammar: Grammar | None = None
     stats: SpeculationStats | None = None
 
-    def tokens(
+    def steps(
         self,
+        shape: Callable[[Token], Any],
         prompt: mx.array,
         model: nn.Module,
         drafter: Drafter | None,
         *,
-        draft_length: int | str | DraftLength | None = None,
-        sampler: Any = None,
+        draft_length: int | None = None,
         prompt_cache: list[Any] | None = None,
+        logits_processors: Sequence[LogitsProcessor] | None = None,
+        max_tokens: int = 256,
         **options: Any,
-    ) -> Generator[Token, None, None]:
-        """Tokens of one generation, with arguments of `speculate`; drafters see earlier turns."""
+    ) -> Iterator[Any]:
+        """Tokens of one generation, in a shape; drafters see the earlier turns.
+
+        A processor that remembers is shown the last token as well, since mlx-lm's are a step ahead.
+        """
+        processors = list(logits_processors or ())
         if self.grammar is not None:
-            processor = GrammarProcessor(self.grammar, self.tokenizer)
-            options["logits_processors"] = [*(options.get("logits_processors") or ()), processor]
-        earlier = tokens_on(prompt_cache)
+            processors.append(GrammarProcessor(self.grammar, self.tokenizer))
+        earlier, text = tokens_on(prompt_cache), to_list(prompt)
         tokens = speculate(
             model,
             prompt,
             continued(drafter, earlier),
-            sampler=sampler,
             draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
             tokenizer=self.tokenizer,
             prompt_cache=prompt_cache,
+            logits_processors=processors,
+            max_tokens=max_tokens,
             **options,
         )
-        processors = options.get("logits_processors") or ()
-        if not all(is_pure(f) for f in processors):
-            max_tokens = options.get("max_tokens", DEFAULT_MAX_TOKENS)
-            tokens = _showing_last(tokens, processors, to_list(prompt), max_tokens)
-        return self._accounted(tokens, [*earlier, *to_list(prompt)], prompt_cache)
-
-    def _accounted(
-        self,
-        tokens: Generator[Token, None, None],
-        held: list[int],
-        prompt_cache: list[Any] | None,
-    ) -> Generator[Token, None, None]:
-        """Pass the tokens on; keep the account, and the tokens that the caches hold."""
         try:
             with closing(tokens):
-                for token in tokens:
+                for n, token in enumerate(tokens, start=1):
                     self.stats = token.stats
-                    held.append(token.token)
-                    yield token
+                    text.append(token.token)
+                    was_judged = token.stats.cut > 0  # and then cut off
+                    if n == max_tokens and not was_judged and not all(map(is_pure, processors)):
+                        for processor in processors:
+                            processor(mx.array(text), token.logprobs[None])
+                    yield shape(token)
         finally:
-            remember(prompt_cache, held)
+            remember(prompt_cache, [*earlier, *text])
 
 
 class _InForce:
@@ -106,9 +137,7 @@ class _InForce:
     def __init__(self) -> None:
         self.lock = threading.RLock()
         self.stack: list[Speculation] = []
-        self.originals: dict[str, Any] = {}
-        self.replacements: dict[str, Any] = {}
-        self.by_install: Speculation | None = None
+        self.steps: dict[str, tuple[Any, Any]] = {}  # mlx-lm's own and ours, by name
 
     def add(self, speculation: Speculation) -> None:
         with self.lock:
@@ -120,34 +149,26 @@ class _InForce:
         """Take out, wherever it stands; the last one restores names that are still ours."""
         with self.lock:
             self.stack = [s for s in self.stack if s is not speculation]
-            for name, ours in self.replacements.items() if not self.stack else ():
-                if getattr(generate_module(), name) is ours:
-                    setattr(generate_module(), name, self.originals[name])
+            for name, (original, ours) in self.steps.items() if not self.stack else ():
+                if getattr(STEPS, name) is ours:
+                    setattr(STEPS, name, original)
 
     def latest(self) -> Speculation | None:
         with self.lock:
             return self.stack[-1] if self.stack else None
 
-    def exchange(self, speculation: Speculation | None) -> None:
-        """Put the latest of `install` in force, or none, in the place of the one before."""
-        with self.lock:
-            if speculation is not None:
-                self.add(speculation)
-            before, self.by_install = self.by_install, speculation
-            if before is not None:
-                self.remove(before)
-
     def _replace(self) -> None:
-        check_steps()
-        module = generate_module()
-        self.originals = {name: getattr(module, name) for name in STEPS}
         makers = {"generate_step": _step, "speculative_generate_step": _speculative_step}
-        self.replacements = {name: makers[name](step) for name, step in self.originals.items()}
-        for name, step in self.replacements.items():
-            setattr(module, name, step)
+        for name in makers:
+            check_step(name)
+        for name, make in makers.items():
+            original = getattr(STEPS, name)
+            self.steps[name] = original, make(original)
+            setattr(STEPS, name, self.steps[name][1])
 
 
 _in_force = _InForce()
+_installed = ExitStack()  # what `uninstall` undoes
 
 
 def _step(original: Any) -> Any:
@@ -156,12 +177,16 @@ def _step(original: Any) -> Any:
     @functools.wraps(original)
     def generate_step(
         prompt: mx.array, model: nn.Module, stream: Any = generation_stream, **options: Any
-    ) -> Iterator[tuple[int, mx.array]]:
+    ) -> Any:
         speculation = _in_force.latest()
         if speculation is None or not _can_draft(prompt, model, options):
-            return original(prompt, model, stream, **options)  # type: ignore[no-any-return]
-        tokens = speculation.tokens(prompt, model, speculation.drafter, stream=stream, **options)
-        return _each(tokens, lambda token: (token.token, token.logprobs))
+            return original(prompt, model, stream, **options)
+        return speculation.steps(
+            lambda token: (token.token, token.logprobs),
+            *(prompt, model, speculation.drafter),
+            stream=stream,
+            **options,
+        )
 
     return generate_step
 
@@ -178,18 +203,19 @@ def _speculative_step(original: Any) -> Any:
         *,
         num_draft_tokens: int | None = None,
         **options: Any,
-    ) -> Iterator[tuple[int, mx.array, bool]]:
+    ) -> Any:
         speculation = _in_force.latest()
         if speculation is None:
-            given = {} if num_draft_tokens is None else {"num_draft_tokens": num_draft_tokens}
-            return original(  # type: ignore[no-any-return]
-                prompt, model, draft_model, stream, **given, **options
-            )
-        drafter = choose_drafter(None, draft_model)
-        tokens = speculation.tokens(
-            prompt, model, drafter, draft_length=num_draft_tokens, stream=stream, **options
+            if num_draft_tokens is not None:
+                options["num_draft_tokens"] = num_draft_tokens
+            return original(prompt, model, draft_model, stream, **options)
+        return speculation.steps(
+            lambda token: (token.token, token.logprobs, token.from_draft),
+            *(prompt, model, choose_drafter(None, draft_model)),
+            draft_length=num_draft_tokens,
+            stream=stream,
+            **options,
         )
-        return _each(tokens, lambda token: (token.token, token.logprobs, token.from_draft))
 
     return speculative_generate_step
 
@@ -201,41 +227,6 @@ def _can_draft(prompt: mx.array, model: nn.Module, options: dict[str, Any]) -> b
     from mlx_lm.utils import does_model_support_input_embeddings
 
     return len(prompt) > 0 and bool(does_model_support_input_embeddings(model))
-
-
-def _showing_last(
-    tokens: Generator[Token, None, None],
-    processors: Sequence[LogitsProcessor],
-    history: list[int],
-    max_tokens: int,
-) -> Generator[Token, None, None]:
-    """Call the processors once more with the last token, since mlx-lm's are a step ahead."""
-    with closing(tokens):
-        for n, token in enumerate(tokens, start=1):
-            history.append(token.token)
-            if n == max_tokens and token.stats.cut == 0:  # else it was judged, and then cut off
-                for processor in processors:
-                    processor(mx.array(history), token.logprobs[None])
-            yield token
-
-
-def _each(tokens: Generator[Token, None, None], shape: Callable[[Token], T]) -> Iterator[T]:
-    with closing(tokens):
-        yield from map(shape, tokens)
-
-
-def make_speculation(
-    drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER,
-    *,
-    draft_length: int | str | DraftLength = "auto",
-    rule: str | AcceptanceRule = "auto",
-    tokenizer: Any = None,
-) -> Speculation:
-    """Speculation for the arguments of `install`, checked now rather than at the first token."""
-    make_draft_length(draft_length)
-    make_rule(rule)
-    given = (None, drafter) if isinstance(drafter, nn.Module) else (drafter, None)
-    return Speculation(choose_drafter(*given), draft_length, rule, tokenizer)
 
 
 def install(
@@ -259,26 +250,35 @@ def install(
         UnknownNameError: no drafter, draft length or rule has this name.
         ValueError: options that they do not take.
     """
-    speculation = make_speculation(drafter, **options)
-    _in_force.exchange(speculation)
+    block = installed(drafter, **options)
+    speculation = block.__enter__()
+    uninstall()
+    _installed.push(block)
     return speculation
 
 
 def uninstall() -> None:
     """Undo `install`; without one, do nothing. mlx-lm is then exactly as it was."""
-    _in_force.exchange(None)
+    _installed.close()
 
 
 @contextmanager
 def installed(
-    drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER, **options: Any
+    drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER,
+    *,
+    draft_length: int | str | DraftLength = "auto",
+    rule: str | AcceptanceRule = "auto",
+    tokenizer: Any = None,
 ) -> Iterator[Speculation]:
     """Let mlx-lm's own calls speculate inside the `with` block; arguments as for `install`.
 
     Blocks may be nested, and overlap in threads: the one entered last counts for new generations.
     """
-    with in_force(make_speculation(drafter, **options)) as speculation:
-        yield speculation
+    make_draft_length(draft_length)  # to raise now rather than at the first token
+    make_rule(rule)
+    given = (None, drafter) if isinstance(drafter, nn.Module) else (drafter, None)
+    with in_force(Speculation(choose_drafter(*given), draft_length, rule, tokenizer)) as made:
+        yield made
 
 
 @contextmanager

@@ -19,6 +19,7 @@ T = TypeVar("T")
 NUM_SEEDS = 2**64  # MLX takes seeds of 64 bits
 MOST_CHOICES = 32  # most choices of one request: each is a row of a batch
 MOST_PROMPTS = 128  # most prompts of one request
+MOST_DRAFTERS = 8  # most drafters tried in order by one request: all of them read the prompt
 
 LONGEST_SCHEMA, DEEPEST_SCHEMA, MOST_PATTERNS = 2**17, 100, 100
 """Most characters, levels, and names of `patternProperties` of a JSON schema.
@@ -72,14 +73,15 @@ def grammar_in(response_format: Any) -> Grammar | None:
 def check_schema(schema: dict[str, Any]) -> None:
     """Raise RequestError for a schema that is too large to be compiled while others wait."""
     size, depth, patterns = len(json.dumps(schema)), 0, 0
-    level: list[Any] = [schema]
-    while level:
-        objects = [node for node in level if isinstance(node, dict)]
-        names = [node.get("patternProperties") for node in objects]
-        patterns += sum(len(found) for found in names if isinstance(found, dict))
-        lists = [node for node in level if isinstance(node, list)]
-        level = [child for node in (*(o.values() for o in objects), *lists) for child in node]
-        depth += 1
+    nodes: list[tuple[Any, int]] = [(schema, 1)]
+    while nodes:
+        node, level = nodes.pop()
+        depth = max(depth, level)
+        if isinstance(node, dict):
+            names = node.get("patternProperties")
+            patterns += len(names) if isinstance(names, dict) else 0
+            node = list(node.values())
+        nodes += [(child, level + 1) for child in node] if isinstance(node, list) else []
     if size > LONGEST_SCHEMA or depth > DEEPEST_SCHEMA or patterns > MOST_PATTERNS:
         raise RequestError(
             f"The schema has {size} characters, {depth} levels and {patterns} patternProperties; "
@@ -108,19 +110,17 @@ def prediction_in(given: Any) -> str:
     if given is None:
         return ""
     content = given.get("content") if isinstance(given, dict) else None
-    parts = [{"type": "text", "text": content}] if isinstance(content, str) else content
-    texts = [_text_in(part) for part in parts] if isinstance(parts, list) else [None]
-    if None in texts or given.get("type", "content") != "content":
-        raise RequestError(
-            'prediction: expected {"type": "content", "content": TEXT}, or a list of parts '
-            '{"type": "text", "text": TEXT} as its content.'
-        )
-    return "".join(text for text in texts if text is not None)
-
-
-def _text_in(part: Any) -> str | None:
-    text = part.get("text") if isinstance(part, dict) and part.get("type") == "text" else None
-    return text if isinstance(text, str) else None
+    parts: Any = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    try:
+        texts = [part["text"] for part in parts if part["type"] == "text"]
+        if len(texts) == len(parts) and given.get("type", "content") == "content":
+            return "".join(texts)
+    except (KeyError, TypeError):
+        pass
+    raise RequestError(
+        'prediction: expected {"type": "content", "content": TEXT}, or a list of parts '
+        '{"type": "text", "text": TEXT} as its content.'
+    )
 
 
 def read_body(raw: bytes) -> dict[str, Any]:
@@ -135,8 +135,7 @@ def read_body(raw: bytes) -> dict[str, Any]:
     for name, (fits, expected) in FIELDS.items():
         if name in body and not fits(body[name]):
             raise RequestError(f"{name} must be {expected}, not {body[name]!r}")
-    bias = body.get("logit_bias")
-    for token, value in bias.items() if isinstance(bias, dict) else ():
+    for token, value in body.get("logit_bias", {}).items():
         if not _is(float)(value):
             raise RequestError(f"logit_bias: expected a number for token {token}, not {value!r}")
     num_logprobs = body.get("logprobs")
@@ -145,6 +144,11 @@ def read_body(raw: bytes) -> dict[str, Any]:
         if num_logprobs > 0:
             body["top_logprobs"] = num_logprobs
     return body
+
+
+def texts_in(value: Any) -> list[Any]:
+    """What stands in a field that holds one text or several."""
+    return value if isinstance(value, list) else [value]
 
 
 def _is(kind: type, least: float = -math.inf, most: float = math.inf) -> Callable[[Any], bool]:
@@ -156,14 +160,16 @@ def _is(kind: type, least: float = -math.inf, most: float = math.inf) -> Callabl
 
 
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "drafter": (
+        lambda value: len(texts_in(value)) <= MOST_DRAFTERS and all(map(_is(str), texts_in(value))),
+        f"a name or a list of at most {MOST_DRAFTERS} names",
+    ),
     "seed": (_is(int, 0, NUM_SEEDS - 1), "an int from 0 to 2**64 - 1"),
     "n": (_is(int, 1, MOST_CHOICES), f"an int from 1 to {MOST_CHOICES}"),
-    "stop": (
-        lambda value: all(map(_is(str), value if isinstance(value, list) else [value])),
-        "a text or a list of texts",
-    ),
+    "stop": (lambda value: all(map(_is(str), texts_in(value))), "a text or a list of texts"),
     "stream_options": (_is(dict), "an object"),
     "chat_template_kwargs": (_is(dict), "an object"),
+    "logit_bias": (_is(dict), "an object"),
     "draft_model": (_is(str), "a text"),
     "logprobs": (lambda v: _is(bool)(v) or _is(int, 0, 11)(v), "a boolean or an int up to 11"),
     "temperature": (_is(float), "a finite number"),

@@ -1,37 +1,37 @@
-"""What a request to the server may say about speculation, and what its reply says."""
+"""What a request to the server may say about speculation, and the way of its reply to the client.
+
+A request that is served alone goes on in a batch when others arrive, as a new request that begins
+with what was said so far. A `Channel` around the client's queue hides this from the client.
+"""
 
 from __future__ import annotations
 
 import argparse
 import ipaddress
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from inspect import signature
 from pathlib import Path
 from typing import Any, TypeVar
 
+from mlx_lm.server import GenerationContext
 from mlx_lm.utils import load_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from specdec_mlx.contracts import Checks, DraftContext, Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.drafters import registry
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.drafters.registry import (
-    MODEL_DRAFTER,
-    NO_DRAFTER,
-    REMEMBERING,
-    WITH_MODEL,
-    drafter_names,
-    first_of,
-)
+from specdec_mlx.drafters.registry import MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL, first_of
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.memory import Memory
-from specdec_mlx.mlx_lm_plugin.channel import Channel
+from specdec_mlx.mlx_lm_plugin import openai_fields
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags, name_in
 from specdec_mlx.mlx_lm_plugin.heads import HeadToLoad
-from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, grammar_in, prediction_in
+from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, texts_in
 from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
@@ -43,10 +43,113 @@ DEFAULT_MODEL = "default_model"
 
 LONGEST_DRAFT = 64  # longest draft of a request: each token of it is a position in a pass
 
-MOST_DRAFTERS = 8
-"""Most drafters that a request may have tried in order: all of them read the prompt."""
-
 MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
+
+
+class ServerEndingError(RuntimeError):
+    """A request is ended because the server is."""
+
+    def __init__(self) -> None:
+        super().__init__("The server is ending. Send the request again when it is back.")
+
+
+@dataclass
+class Continuation:
+    """The rest of a request. prompt: [n] tokens of its prompt and of what was said."""
+
+    prompt: list[int]
+    messages: Sequence[Any] = ()
+    request_type: str = "text"
+
+
+@dataclass(eq=False)
+class Channel:
+    """A client's queue, which takes a context, progress (tuples), responses, and None at the end.
+
+    context: by which the client says stop. tokens: all that was said, num_before of them before the
+    current service. pausing: the request goes on after it. is_watched: on several ranks, where
+    mlx-lm cannot stop a request that is served alone, and must not see a stop.
+    """
+
+    queue: Any
+    context: GenerationContext | None = None
+    tokens: list[int] = field(default_factory=list)
+    num_before: int = 0
+    pausing: bool = False
+    finished: bool = False
+    is_watched: bool = False
+    is_alone: bool = False
+    _later: GenerationContext | None = None
+    _detokenizer: Any = None
+    _matcher: Any = None
+
+    @property
+    def alive(self) -> bool:
+        """True if the client waits for more."""
+        hung_up = self.context is not None and self.context._should_stop
+        return not self.finished and not hung_up
+
+    def stop(self) -> None:
+        """End the current service, as a client that hangs up does."""
+        served = self._later or self.context
+        if served is not None:
+            served.stop()
+
+    def resume(self, detokenizer: Any, matcher: Any) -> None:
+        """Begin the next service; its new detokenizer and stop matcher are told what was said."""
+        self.pausing = self.is_alone = False
+        self.num_before = len(self.tokens)
+        for token in self.tokens:
+            detokenizer.add_token(token)
+            matcher.advance(token)
+        _ = detokenizer.last_segment  # the client has it
+        self._detokenizer, self._matcher = detokenizer, matcher
+
+    def put(self, item: Any) -> None:
+        """Take what the server has for the client."""
+        if self.finished or (item is None and self.pausing):
+            return
+        if item is None or isinstance(item, Exception):
+            self._finish(item)
+        elif isinstance(item, GenerationContext):
+            self._take_context(item)
+        elif not isinstance(item, tuple):
+            self._take_response(item)
+        elif self._detokenizer is None:  # progress
+            self.queue.put(item)
+
+    def _take_context(self, context: GenerationContext) -> None:
+        if self.context is None:
+            self.context = copy(context) if self.is_watched else context
+            self.queue.put(self.context)
+        if self.context is not context:
+            self._later = context
+
+    def _take_response(self, response: Any) -> None:
+        self.tokens.append(response.token)
+        stopped = False
+        if self._detokenizer is not None:
+            stopped = self._matcher.advance(response.token) and response.finish_reason is None
+            response = self._respoken(response, "stop" if stopped else response.finish_reason)
+        self.queue.put(response)
+        hidden = self.is_watched and self.is_alone
+        if self._later is not None and not hidden and (stopped or not self.alive):
+            self.stop()
+        if stopped:
+            self._finish(None)
+
+    def _respoken(self, response: Any, finish_reason: str | None) -> Any:
+        """The response with the text that follows what the client has."""
+        if finish_reason != "stop":
+            self._detokenizer.add_token(response.token)
+        if finish_reason is not None:
+            self._detokenizer.finalize()
+        text = self._detokenizer.last_segment
+        return replace(response, text=text, finish_reason=finish_reason)
+
+    def _finish(self, item: Exception | None) -> None:
+        self.finished = True
+        self.queue.put(item)
 
 
 @dataclass(eq=False)
@@ -66,7 +169,7 @@ class Requested:
     stats: SpeculationStats | None = None
     batched: bool = False
     error: Exception | None = None
-    channel: Channel | None = None
+    channel: Channel = field(default_factory=lambda: Channel(None))
     max_tokens: int | None = None
     check_client: Callable[[], None] = lambda: None
 
@@ -92,10 +195,8 @@ ANY, TARGETS, GIVEN = "any", "targets", "given"
 NAMED = {ANY: (), TARGETS: ("draft_model",), GIVEN: ("model", "draft_model", "adapters")}
 """Values of --request-models, and the fields that may then name only what the start gave."""
 
-TEMPLATE_ARGUMENTS: Set[str] = signature(
-    PreTrainedTokenizerBase.apply_chat_template
-).parameters.keys()
-TEMPLATE_ARGUMENTS -= {"kwargs", "documents", "continue_final_message"}
+VARIABLES = {"kwargs", "documents", "continue_final_message"}  # of a template
+TEMPLATE_ARGUMENTS = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 """Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
 
 
@@ -140,8 +241,8 @@ class Access:
             "draft_model": (DEFAULT_MODEL, draft_model),
             "adapters": (namespace.adapter_path,),
         }
-        own = {"chat_template"} if namespace.allow_chat_templates else set()
-        return cls(given, NAMED[models], TEMPLATE_ARGUMENTS - own)
+        free = VARIABLES | ({"chat_template"} if namespace.allow_chat_templates else set())
+        return cls(given, NAMED[models], TEMPLATE_ARGUMENTS - free)
 
     def allows(self, field: str, name: Any) -> bool:
         """True if a field of a request may hold this name."""
@@ -149,10 +250,10 @@ class Access:
 
     def check(self, body: dict[str, Any]) -> None:
         """Raise RequestError for what was not allowed at the start."""
-        for field in self.limited:
-            if field in body and not self.allows(field, body[field]):
+        for name in self.limited:
+            if name in body and not self.allows(name, body[name]):
                 raise RequestError(
-                    f"{field}: this server loads no {body[field]!r} for a request. Leave it out, "
+                    f"{name}: this server loads no {body[name]!r} for a request. Leave it out, "
                     f"or start it with --request-models {ANY}."
                 )
         if wrong := self.refused & body.get("chat_template_kwargs", {}).keys():
@@ -195,13 +296,14 @@ class Menu:
 
     def requested(self, body: dict[str, Any], api_key: str = "") -> Requested:
         """How a request is to be served; raises ValueError and MissingPackageError."""
-        names = _names(body.get("drafter"))
         self.access.check(body)
         own_model = body.get("draft_model", DEFAULT_MODEL) != DEFAULT_MODEL
-        if names is not None and own_model:
+        if "drafter" in body and own_model:
             raise RequestError("Give drafter or draft_model, not both.")
-        chosen = list(self._specs) if names is None else [n for n in names if n != NO_DRAFTER]
-        memory = self._memory_of(str(body.get("user") or ""), api_key)
+        names = texts_in(body.get("drafter", list(self._specs)))
+        chosen = [name for name in names if name != NO_DRAFTER]
+        who = {USER: str(body.get("user") or ""), KEY: api_key}.get(self.flags.memory_for, "")
+        memory = self._memory(who) if who else None  # one for all, or nobody is named
         drafter = None if own_model else first_of([self._make(name, memory) for name in chosen])
         length = body.get("draft_length", body.get("num_draft_tokens"))
         return Requested(
@@ -209,44 +311,27 @@ class Menu:
             MODEL_DRAFTER if own_model else "+".join(chosen) or NO_DRAFTER,
             self.flags.draft_length if length is None else _length(length),
             self.flags.rule if body.get("rule") is None else _rule(body["rule"]),
-            grammar_in(body.get("response_format")),
-            prediction_in(body.get("prediction")),
+            openai_fields.grammar_in(body.get("response_format")),
+            openai_fields.prediction_in(body.get("prediction")),
             max_tokens=body.get("max_completion_tokens", body.get("max_tokens")),
         )
 
-    def _memory_of(self, user: str, api_key: str) -> Memory | None:
-        """The memory of a user or a key; None where all share one, or nobody is named."""
-        who = {USER: user, KEY: api_key}.get(self.flags.memory_for, "")
-        return self._memory(who) if who else None
-
     def _make(self, name: str, memory: Memory | None = None) -> Drafter | None:
-        if name not in self._specs and name not in drafter_names():
-            known = ", ".join(drafter_names())
+        flags, spec = self.flags, self._specs.get(name, name)
+        if name not in self._specs and name not in registry.drafter_names():
+            known = ", ".join(registry.drafter_names())
             raise UnknownNameError(f"Unknown drafter {name!r}. Known: {known}.")
-        if memory is not None and name in REMEMBERING:
-            return self.flags.make(self._specs.get(name, name), memory=memory)
-        if name not in self._made:
-            self._made[name] = self._new(self._specs.get(name, name))
+        if memory is not None and name in registry.REMEMBERING:
+            return flags.make(spec, memory=memory)
+        if name in self._made:
+            return self._made[name]
+        if flags.waits_for_target and name in WITH_MODEL:
+            folder = str(flags.draft_model)
+            tokenizer = None if flags.has_head else load_tokenizer(Path(folder).expanduser())
+            self._made[name] = HeadToLoad(folder, partial(flags.make, spec), tokenizer)
+        else:
+            self._made[name] = flags.make(spec)
         return self._made[name]
-
-    def _new(self, spec: str) -> Drafter | None:
-        flags = self.flags
-        if not (flags.waits_for_target and name_in(spec) in WITH_MODEL):
-            return flags.make(spec)
-        folder = Path(str(flags.draft_model)).expanduser()
-        tokenizer = None if flags.has_head else load_tokenizer(folder)
-        return HeadToLoad(str(flags.draft_model), partial(flags.make, spec), tokenizer)
-
-
-def _names(given: Any) -> Sequence[str] | None:
-    names = [given] if isinstance(given, str) else given
-    if names is None:
-        return None
-    if not isinstance(names, list) or not all(isinstance(name, str) for name in names):
-        raise RequestError(f"drafter must be a name or a list of names, not {given!r}")
-    if len(names) > MOST_DRAFTERS:
-        raise RequestError(f"drafter lists {len(names)} names; at most {MOST_DRAFTERS} are tried.")
-    return names
 
 
 def _length(given: Any) -> int | str:
@@ -262,9 +347,9 @@ def _length(given: Any) -> int | str:
 
 def _rule(given: Any) -> str:
     """A rule's name with options, which are numbers, true or false; raises ValueError."""
-    if isinstance(given, str):
-        for option, value in split_spec(given)[1].items():
-            if not isinstance(value, int | float):
-                raise RequestError(f"rule: {option} must be a number, true or false.")
+    options = split_spec(given)[1] if isinstance(given, str) else {}
+    for option, value in options.items():
+        if not isinstance(value, int | float):
+            raise RequestError(f"rule: {option} must be a number, true or false.")
     make_rule(given)
     return str(given)

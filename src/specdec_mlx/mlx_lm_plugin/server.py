@@ -32,65 +32,53 @@ from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor, compiled_tokenizer
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import stream_generate
-from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, Incoming, SpeculatingBatch, has_rows
-from specdec_mlx.mlx_lm_plugin.channel import Channel, Continuation, ServerEndingError
-from specdec_mlx.mlx_lm_plugin.conversation import (
-    continued,
-    keeping_caches,
-    predicting,
-    tokens_on,
-    with_history,
-)
+from specdec_mlx.mlx_lm_plugin import conversation, heads
+from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, SpeculatingBatch, has_rows
 from specdec_mlx.mlx_lm_plugin.flags import Flags, replaced_names, run_main
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
-from specdec_mlx.mlx_lm_plugin.heads import (
-    CheckingProvider,
-    ConversationCache,
-    longest_in,
-    longest_text,
-    with_heads,
-    without_readers,
-)
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias, room_after, within
-from specdec_mlx.mlx_lm_plugin.requests import Access, Menu, Requested, add_server_arguments
+from specdec_mlx.mlx_lm_plugin.requests import (
+    Access,
+    Channel,
+    Continuation,
+    Menu,
+    Requested,
+    ServerEndingError,
+    add_server_arguments,
+)
 from specdec_mlx.models import explained
 from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.target.inputs import check_ids, check_prompt
 from specdec_mlx.target.model_pass import vocab_size_of
 
+MODULE: Any = importlib.import_module("mlx_lm.server")
+
 
 def run_server(arguments: Sequence[str]) -> None:
     """mlx-lm's `server` with all its flags and ours; returns when it is interrupted."""
-    module: Any = importlib.import_module("mlx_lm.server")
     with ExitStack() as stack:
 
         def on_flags(namespace: argparse.Namespace, flags: Flags) -> None:
             menu = Menu(flags, Access.of(namespace, flags.draft_model))
             stack.callback(flags.save_memory)
-            if namespace.model is not None:
-                _check_model(namespace, menu)
+            if namespace.model is not None:  # to say now what the generating thread could not
+                with explained(namespace.model):
+                    how = {"trust_remote_code": namespace.trust_remote_code}
+                    menu.check(load_tokenizer(namespace.model, how))
             kept = stack.enter_context(ExitStack()) if flags.keeps_tuning else None
-            stack.enter_context(replaced_names(module, _names(module, menu, kept, stack)))
+            stack.enter_context(replaced_names(MODULE, _names(menu, kept, stack)))
 
-        run_main(module, arguments, on_flags, add_server_arguments)
-
-
-def _check_model(namespace: argparse.Namespace, menu: Menu) -> None:
-    """Raise ModelFolderError or TokenizerMismatchError now, not in the thread that generates."""
-    with explained(namespace.model):
-        tokenizer = load_tokenizer(
-            namespace.model, {"trust_remote_code": namespace.trust_remote_code}
-        )
-    menu.check(tokenizer)
+        run_main(MODULE, arguments, on_flags, add_server_arguments)
 
 
-def _names(module: Any, menu: Menu, kept: ExitStack | None, stack: ExitStack) -> dict[str, Any]:
+def _names(menu: Menu, kept: ExitStack | None, stack: ExitStack) -> dict[str, Any]:
     """Replacements for names that `main` of mlx-lm's server uses; kept saves tunings at the end."""
-    load_processor, scan = module.load_processor, module.scan_cache_dir
+    load_processor, scan = MODULE.load_processor, MODULE.scan_cache_dir
+    handler = partial(SpeculatingHandler, menu)
 
     def noting_length(model: nn.Module, config: dict[str, Any]) -> Any:
-        longest_text.put(model, longest_in(config))
+        heads.longest_text.put(model, heads.longest_in(config))
         return load_processor(model, config)
 
     def scan_what_is_there() -> Any:
@@ -103,12 +91,10 @@ def _names(module: Any, menu: Menu, kept: ExitStack | None, stack: ExitStack) ->
     return {
         "load_processor": noting_length,
         "scan_cache_dir": scan_what_is_there,
-        "LRUPromptCache": ConversationCache,
-        "ModelProvider": partial(CheckingProvider, kept),
+        "LRUPromptCache": heads.ConversationCache,
+        "ModelProvider": partial(heads.CheckingProvider, kept),
         "ResponseGenerator": partial(SpeculatingGenerator, menu, stack),
-        "_run_http_server": partial(
-            module._run_http_server, handler_class=partial(SpeculatingHandler, menu)
-        ),
+        "_run_http_server": partial(MODULE._run_http_server, handler_class=handler),
     }
 
 
@@ -130,34 +116,27 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _generate(self) -> None:
         """Run mlx-lm's loop, which batches with what it finds under this name."""
-        module = importlib.import_module("mlx_lm.server")
-        with replaced_names(module, {"BatchGenerator": self._new_batch}):
+        with replaced_names(MODULE, {"BatchGenerator": self._new_batch}):
             super()._generate()
 
     def _new_batch(self, model: nn.Module, *, stream: Any, **sizes: int) -> Any:
         if not self._has_rows():
             return BatchGenerator(model, stream=stream, **sizes)
         tokenizer = self.model_provider.tokenizer
-        batch = SpeculatingBatch(model, self._incoming, tokenizer, stream, **sizes)
-        self.model_provider.batch = batch
+        self.model_provider.batch = batch = SpeculatingBatch(
+            model, lambda: self._latest, self._with_drafts, tokenizer, stream, **sizes
+        )
         return batch
 
     def _has_rows(self) -> bool:
         """True if requests that run together are drafted for: each rank would draft differently."""
         return not self._is_distributed and has_rows(self.model_provider.model)
 
-    def _incoming(self) -> Incoming:
-        """The request that `_tokenize` saw last, which goes into the batch."""
-        args = self._latest
-        requested: Requested = args.speculation
-        assert requested.channel is not None, "it was taken up"
-        finish = partial(self._with_drafts, requested)
-        return Incoming(requested.channel, requested, args.top_logprobs, args.seed, finish)
-
     def _with_drafts(self, requested: Requested, text: Request) -> Request:
+        """What goes into the batch, with its drafter and grammar; raises what these raise."""
         model, tokenizer = self.model_provider.model, self.model_provider.tokenizer
         self.menu.check(tokenizer)
-        drafter = without_readers(with_heads(requested.drafter, model))
+        drafter = heads.without_readers(heads.with_heads(requested.drafter, model))
         drafter = self._drafter(drafter, requested, tokenizer)
         processors = list(text.logits_processors)
         if requested.grammar is not None:
@@ -194,11 +173,9 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         taken = super()._next_request(timeout)
         if taken is None:
             return taken
-        queue, request, args = taken
-        if isinstance(queue, Channel):
-            channel = queue
-        else:
-            channel = Channel(queue, is_watched=self._is_distributed)
+        channel, request, args = taken
+        if not isinstance(channel, Channel):
+            channel = Channel(channel, is_watched=self._is_distributed)
         self.channels = [other for other in self.channels if other.alive and other is not channel]
         self.channels.append(channel)
         args.speculation.channel = channel
@@ -215,8 +192,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
     def _should_batch(self, args: Any) -> bool:
         if args.speculation.drafter is not None or self._is_drawn_alone(args):
             others = sum(other.alive for other in self.channels) > 1 or not self.requests.empty()
-            channel = args.speculation.channel
-            half_served = channel is not None and channel.num_before > 0
+            half_served = args.speculation.channel.num_before > 0
             if not others and not (half_served and self._is_drawn_alone(args)):
                 return False  # the noise of one that is half served goes on in the middle
         return self._may_be_batched(args)
@@ -238,22 +214,20 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         requested: Requested = args.speculation
         requested.batched = True  # until it is seen to be served alone
         if requested.grammar is not None:
-            args.chat_template_kwargs = {
-                "enable_thinking": False,
-                **(args.chat_template_kwargs or {}),
-            }
-        model, ids = self.model_provider.model, request.prompt
+            own = args.chat_template_kwargs or {}
+            args.chat_template_kwargs = {"enable_thinking": False, **own}
+        model, prompt = self.model_provider.model, request.prompt
         vocab_size = vocab_size_of(model)
         try:
-            if isinstance(ids, list):
-                check_ids(check_prompt(ids, None, None), vocab_size)
-                found = ids, [ids], ["assistant"], "normal", None
+            if isinstance(prompt, list):
+                check_ids(check_prompt(prompt, None, None), vocab_size)
+                segments, kinds, state, vision = [prompt], ["assistant"], "normal", None
             else:
-                found = super()._tokenize(tokenizer, request, args)
+                read = super()._tokenize(tokenizer, request, args)
+                prompt, segments, kinds, state, vision = read
         except Exception as error:
             raise RequestError(f"The prompt cannot be read: {error}") from error
-        prompt, segments, kinds, state, vision = found
-        room = room_after(len(prompt), longest_text(model), requested.max_tokens)
+        room = room_after(len(prompt), heads.longest_text(model), requested.max_tokens)
         args.max_tokens = min(args.max_tokens, room)
         check_bias(args.logits.logit_bias, vocab_size)
         if args.sampling.top_k >= vocab_size:
@@ -265,16 +239,15 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
     def _serve_single(self, taken: Any, stream: Any) -> None:
         """Serve with speculation; go on with others when they come."""
         channel, request, args = taken
-        module = importlib.import_module("mlx_lm.server")
         try:
             self.menu.check(self.model_provider.tokenizer)
-            with_heads(args.speculation.drafter, self.model_provider.model)
+            heads.with_heads(args.speculation.drafter, self.model_provider.model)
         except ValueError as error:
             channel.put(error)
             return
         streaming = partial(self._stream, channel, request, args)
         channel.is_alone = True
-        with replaced_names(module, {"stream_generate": streaming}):
+        with replaced_names(MODULE, {"stream_generate": streaming}):
             super()._serve_single(taken, stream)
         if self._from_first(channel.pausing):
             if self._rank == 0:
@@ -290,8 +263,6 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         *,
         model: nn.Module,
         prompt_cache: list[Any],
-        draft_model: nn.Module | None,
-        num_draft_tokens: int,
         sampler: Any,
         logits_processors: Sequence[LogitsProcessor],
         **options: Any,
@@ -299,24 +270,24 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         """The responses of one request; mlx-lm's server calls it for `stream_generate`."""
         requested: Requested = args.speculation
         requested.batched = channel.num_before > 0
-        on_progress = options["prompt_progress_callback"]
+        on_progress, tokenizer = options["prompt_progress_callback"], options["tokenizer"]
 
         def read(done: int, total: int) -> None:
             on_progress(done, total)
             self._check_goes_on(channel)
 
         options["prompt_progress_callback"] = read
-        drafter = with_heads(requested.drafter, model) or self.model_provider.head
-        if draft_model is not None:
+        del options["num_draft_tokens"]  # the request's own counts
+        drafter = heads.with_heads(requested.drafter, model) or self.model_provider.head
+        if (draft_model := options.pop("draft_model")) is not None:
             drafter = ModelDrafter(draft_model)
-        drafter = self._drafter(drafter, requested, options["tokenizer"])
-        earlier = tokens_on(prompt_cache)
-        processors = [with_history(f, earlier) for f in logits_processors]
+        earlier = conversation.tokens_on(prompt_cache)
+        processors = [conversation.with_history(f, earlier) for f in logits_processors]
         if requested.grammar is not None:
-            processors.append(GrammarProcessor(requested.grammar, options["tokenizer"]))
+            processors.append(GrammarProcessor(requested.grammar, tokenizer))
         responses = stream_generate(
             model,
-            drafter=continued(drafter, earlier),
+            drafter=conversation.continued(self._drafter(drafter, requested, tokenizer), earlier),
             draft_length=requested.draft_length,
             rule=requested.rule,
             seed=args.seed,
@@ -353,8 +324,8 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             return None
         if requested.prediction:
             tokens = tokenizer.encode(requested.prediction, add_special_tokens=False)
-            drafter = predicting(drafter, tokens)
-        drafter = keeping_caches(drafter, self.draft_caches)
+            drafter = conversation.predicting(drafter, tokens)
+        drafter = conversation.keeping_caches(drafter, self.draft_caches)
         return drafter if requested.grammar is None else FirstOf(GrammarDrafter(), drafter)
 
     def _others_wait(self, request: Any, args: Any) -> bool:
@@ -373,7 +344,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         stop_sequences, _ = self._make_state_machine(
             self.model_provider.model_key, tokenizer, args.stop_words
         )
-        rest = replace(args, max_tokens=args.max_tokens - channel.num_said)
+        rest = replace(args, max_tokens=args.max_tokens - len(channel.tokens) + channel.num_before)
         rest.speculation = args.speculation
         rest.speculation.batched = True
         channel.resume(tokenizer.detokenizer, stop_sequences.matcher())
