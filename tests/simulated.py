@@ -6,8 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from specdec_mlx.contracts import Draft, RoundRecord
-from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.contracts import Draft, DraftLength, RoundRecord
 from specdec_mlx.draft_length.store import Learned
 
 WRONG = -1
@@ -45,19 +44,23 @@ class Part:
 
     def propose(self, position: int, limit: int) -> Draft:
         places = range(position, position + limit if self.has_draft(position) else position)
-        tokens = [token(i) if self.is_right(i) else WRONG for i in places]
+        tokens = [i % 100 if self.is_right(i) else WRONG for i in places]
         evidence = None if self.evidence is None else [self.evidence] * len(tokens)
         return Draft(tokens, evidence=evidence)
 
 
-def token(position: int) -> int:
-    """What the text has there."""
-    return position % 100
+def verdict(
+    drafted: int, accepted: int, seconds: float, tokens: Sequence[int] = (), part: str = "it"
+) -> RoundRecord:
+    """A round's record, as the loop would report it."""
+    part = part if drafted else ""
+    emitted = accepted + 1
+    return RoundRecord(drafted, accepted, emitted, drafted + 1, tokens, seconds, part=part)
 
 
 @dataclass
 class World:
-    """A text that is all known, drafters that take turns as under `FirstOf`, and a clock."""
+    """A text whose token at a position is that modulo 100, drafters in turn, and a clock."""
 
     cost: Callable[[int], float]
     parts: dict[str, Part]
@@ -74,32 +77,19 @@ class World:
                     return draft, key
         return Draft(), ""
 
-    def read(self, policy: DraftLength, draft: Draft, part: str = "", steady: bool = True) -> None:
-        """A round's verdict, as the loop would report it."""
-        accepted = 0
-        while accepted < len(draft) and draft.tokens[accepted] != WRONG:
-            accepted += 1
-        tokens = [token(self.position + i) for i in range(accepted + 1)]
-        self.position += len(tokens)
-        drafting = self.parts[part].token_cost * len(draft) if part else 0.0
-        record = RoundRecord(
-            drafted=len(draft),
-            accepted=accepted,
-            emitted=len(tokens),
-            fed=len(draft) + 1,
-            tokens=tokens,
-            seconds=self.cost(len(draft)) + drafting,
-            steady=steady,
-            part=part,
-        )
-        policy.record(record)
-        self.records.append(record)
-
     def run(self, policy: DraftLength, num_tokens: int) -> list[RoundRecord]:
         """Go on until so many tokens more are there, without ever running ahead."""
         start, end = len(self.records), self.position + num_tokens
         while self.position < end:
-            self.read(policy, *self.propose(policy))
+            draft, part = self.propose(policy)
+            drafted = len(draft)
+            accepted = [*draft.tokens, WRONG].index(WRONG)
+            tokens = [i % 100 for i in range(self.position, self.position + accepted + 1)]
+            time = self.cost(drafted) + (self.parts[part].token_cost * drafted if part else 0.0)
+            record = verdict(drafted, accepted, time, tokens, part)
+            policy.record(record)
+            self.position += len(tokens)
+            self.records.append(record)
         return self.records[start:]
 
 
@@ -107,17 +97,6 @@ def know(learned: Learned, step: float) -> None:
     """Have a draft step's cost measured."""
     learned.steps.first.extend([step] * 3)
     learned.steps.further.extend([step] * 3)
-
-
-def alone(
-    is_right: Callable[[int], bool],
-    cost: Callable[[int], float],
-    cheap: bool = True,
-    evidence: int | None = 3,
-    token_cost: float = 0.0,
-) -> World:
-    """A world with a single drafter, called "it"."""
-    return World(cost, {"it": Part(is_right, cheap, evidence, token_cost=token_cost)})
 
 
 def drafted(records: Sequence[RoundRecord]) -> list[int]:
@@ -130,3 +109,8 @@ def seconds(records: Sequence[RoundRecord]) -> float:
 
 def emitted(records: Sequence[RoundRecord]) -> int:
     return sum(r.emitted for r in records)
+
+
+def lost(records: Sequence[RoundRecord]) -> float:
+    """What they took longer than plain decoding, in plain rounds."""
+    return seconds(records) - emitted(records)

@@ -69,39 +69,42 @@ def test_importing_without_a_backend_says_which_extra_to_take(tmp_path: Path) ->
     assert python("-c", guarded, path=[stub]).stdout == "mlx.core\n"
 
 
-@pytest.mark.parametrize("as_module", [False, True], ids=["specdec-mlx", "python -m specdec_mlx"])
-def test_the_command_without_a_backend_says_so_on_one_line(as_module: bool, tmp_path: Path) -> None:
+def test_the_command_without_a_backend_says_so_on_one_line(tmp_path: Path) -> None:
     """No traceback, and the status of all errors, although its own code was not reached."""
     stub = linux_where_mlx_raises(tmp_path / "stub", NO_LIBRARY)
     script = tmp_path / "specdec-mlx"
     script.write_text("from specdec_mlx.cli.commands import main\nraise SystemExit(main())\n")
-    command = ["-m", "specdec_mlx"] if as_module else [str(script)]
-    done = python(*command, "doctor", path=[stub])
-    assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr == f"specdec-mlx: {CHOOSE}\n"
+    for command in (["-m", "specdec_mlx"], [str(script)]):
+        done = python(*command, "doctor", path=[stub])
+        assert (done.returncode, done.stdout) == (2, "")
+        assert done.stderr == f"specdec-mlx: {CHOOSE}\n"
 
 
 def test_a_backend_that_does_not_load_is_named_with_the_command_that_mends_it(
-    tmp_path: Path,
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gone with another that was uninstalled, of another version, or without its driver."""
+    """Gone with another that was uninstalled, of another version, or without its driver; a Mac's
+    comes with MLX.
+    """
     pretend_to_install(tmp_path, {"mlx": "0.32.4", "mlx-cpu": "0.32.2"})
     stub = linux_where_mlx_raises(tmp_path, "undefined symbol: fast")
-    done = python("-c", "import specdec_mlx", path=[stub])
-    assert done.stderr.splitlines()[-1].endswith(
-        "MLX does not load (undefined symbol: fast) from mlx 0.32.4, mlx-cpu 0.32.2. Mend it: "
-        'pip uninstall -y mlx mlx-cpu && pip install "specdec-mlx[cpu]".'
+    assert (
+        python("-c", "import specdec_mlx", path=[stub])
+        .stderr.rstrip()
+        .endswith(
+            "MLX does not load (undefined symbol: fast) from mlx 0.32.4, mlx-cpu 0.32.2. Mend it: "
+            'pip uninstall -y mlx mlx-cpu && pip install "specdec-mlx[cpu]".'
+        )
     )
     pretend_to_install(tmp_path, {"mlx-cuda-13": "0.32.4"})
-    done = python("-c", "import specdec_mlx", path=[stub])
-    assert done.stderr.splitlines()[-1].endswith(
-        'pip uninstall -y mlx mlx-cpu mlx-cuda-13 && pip install "specdec-mlx[cuda13]". '
-        "CUDA also needs NVIDIA's driver."
+    assert (
+        python("-c", "import specdec_mlx", path=[stub])
+        .stderr.rstrip()
+        .endswith(
+            'pip uninstall -y mlx mlx-cpu mlx-cuda-13 && pip install "specdec-mlx[cuda13]". '
+            "CUDA also needs NVIDIA's driver."
+        )
     )
-
-
-def test_off_linux_no_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A Mac's backend comes with MLX."""
     monkeypatch.setattr(sys, "platform", "darwin")
     problem = backends.without_mlx(ImportError("No module named 'mlx'"))
     assert isinstance(problem, MissingBackendError)
@@ -110,67 +113,39 @@ def test_off_linux_no_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 RIGHT = doctor.Installation(
-    runs_on="cpu",
-    device="Some Processor",
-    blas="OpenBLAS",
-    backends={"mlx-cpu": "0.32.4"},
-    mlx="0.32.4",
-    mlx_lm="0.32.2",
+    "cpu", "Some Processor", "OpenBLAS", {"mlx-cpu": "0.32.4"}, "0.32.4", "0.32.2"
 )
 CUDA = replace(RIGHT, runs_on="cuda", blas=None, backends={"mlx-cuda-13": "0.32.4"})
 MAC = replace(RIGHT, runs_on="metal", blas=None, backends={})
+SLOW = replace(RIGHT, blas=REFERENCE_BLAS)
 
-WRONG: dict[str, tuple[doctor.Installation, tuple[str, ...]]] = {
-    "two backends": (
+WRONG: list[tuple[doctor.Installation, tuple[str, ...]]] = [
+    (
         replace(RIGHT, backends={"mlx-cpu": "0.32.4", "mlx-cuda-13": "0.32.4"}),
         ("mlx-cpu and mlx-cuda-13 are both installed", 'pip install "specdec-mlx[cuda13]"'),
     ),
-    "a backend of another version": (
+    (
         replace(RIGHT, backends={"mlx-cpu": "0.32.3"}),
         ("mlx-cpu 0.32.3", "mlx's version, 0.32.4", "pip uninstall -y mlx mlx-cpu && "),
     ),
-    "CUDA without a GPU": (replace(CUDA, runs_on="cpu"), ("finds no GPU", "nvidia-smi")),
-    "the wheel's BLAS, and no other": (
-        replace(RIGHT, blas=REFERENCE_BLAS),
-        ("reference BLAS", 'pip install "specdec-mlx[cpu]"'),
-    ),
-    "another mlx-lm": (replace(RIGHT, refusal="mlx-lm 0.33.0 is new."), ("0.33.0 is new",)),
-}
+    (replace(CUDA, runs_on="cpu"), ("finds no GPU", "nvidia-smi")),
+    (SLOW, ("reference BLAS", 'pip install "specdec-mlx[cpu]"')),
+    (replace(RIGHT, refusal="mlx-lm 0.33.0 is new."), ("0.33.0 is new",)),
+]
 
 
-@in_one_test("case", WRONG)
-def test_the_doctor_names_one_problem_and_the_command_that_mends_it(
-    case: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+@in_one_test(("found", "fragments"), [(RIGHT, ()), (CUDA, ()), (MAC, ()), *WRONG])
+def test_the_doctor_prints_what_a_bug_report_needs_and_how_to_mend_a_problem(
+    found: doctor.Installation,
+    fragments: tuple[str, ...],
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exit status 1."""
-    found, fragments = WRONG[case]
+    """One line each; one warning and exit status 1 where something is wrong."""
     monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
-    assert main(["doctor"]) == 1
-    warnings = [x for x in capsys.readouterr().out.splitlines() if x.startswith("warning: ")]
-    assert len(warnings) == 1
-    positions = [warnings[0].index(fragment) for fragment in fragments]
-    assert positions == sorted(positions)
-
-
-def test_the_doctor_recommends_a_better_blas_that_is_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is wrong: exit status 0, and a line to copy."""
-    found = replace(RIGHT, blas=REFERENCE_BLAS, openblas="/cache/libopenblas.so")
-    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
-    assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert "export LD_PRELOAD=/cache/libopenblas.so OPENBLAS_NUM_THREADS=1" in said
-
-
-@in_one_test("found", [RIGHT, CUDA, MAC])
-def test_the_doctor_prints_what_a_bug_report_needs(
-    found: doctor.Installation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line each; exit status 0 where nothing is wrong."""
-    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
-    assert main(["doctor"]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    assert main(["doctor"]) == (1 if fragments else 0)
+    table, *warnings = capsys.readouterr().out.split("\nwarning: ")
+    lines = dict(line.split(maxsplit=1) for line in table.splitlines())
     backend = ", ".join(f"{name} {number}" for name, number in found.backends.items())
     assert lines["specdec-mlx"] == specdec_mlx.__version__
     assert lines["backend"] == (f"{found.runs_on} ({backend})" if backend else found.runs_on)
@@ -179,6 +154,20 @@ def test_the_doctor_prints_what_a_bug_report_needs(
     assert (lines["mlx"], lines["mlx-lm"]) == (found.mlx, found.mlx_lm)
     assert lines["Python"] == ".".join(map(str, sys.version_info[:3]))
     assert lines["system"].endswith(f"{os.cpu_count()} cores")
+    assert len(warnings) == (1 if fragments else 0)
+    positions = [warnings[0].index(fragment) for fragment in fragments]
+    assert positions == sorted(positions)
+
+
+def test_the_doctor_recommends_a_better_blas_that_is_there(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Nothing is wrong: exit status 0, and a line to copy."""
+    found = replace(SLOW, openblas="/cache/libopenblas.so")
+    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
+    assert main(["doctor"]) == 0
+    said = capsys.readouterr().out
+    assert "export LD_PRELOAD=/cache/libopenblas.so OPENBLAS_NUM_THREADS=1" in said
 
 
 def test_the_doctor_looks_at_this_installation(

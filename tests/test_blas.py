@@ -5,9 +5,9 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -15,140 +15,75 @@ import pytest
 
 from selection import in_one_test
 from specdec_mlx.cli import blas
-from specdec_mlx.cli.blas import system_v_hash, without_prefix
-
-SYMBOLS = ["", "scipy_cblas_sgemm", "scipy_dgemm_", "other", "scipy_", "xscipy_a"]
-RENAMED = ["", "cblas_sgemm", "dgemm_", "other", "", "xscipy_a"]
-HASH_TAG, GNU_HASH_TAG, END_TAG = 4, 0x6FFFFEF5, 0
-NUM_HASH_WORDS = 2 + len(SYMBOLS) + 3  # what the old table leaves room for: 3 buckets
-
-
-def make_library(num_hash_words: int = NUM_HASH_WORDS, hash_type: int = 0x6FFFFFF6) -> bytes:
-    """A 64-bit ELF library of nothing but names: what `without_prefix` reads, and in its places."""
-    text = b"".join(name.encode() + b"\0" for name in SYMBOLS)
-    starts = [len(b"".join(n.encode() + b"\0" for n in SYMBOLS[:i])) for i in range(len(SYMBOLS))]
-    symbols = b"".join(
-        struct.pack("<IBBHQQ", start, 0x12, 0, 1, 0x1000 + i, 8) for i, start in enumerate(starts)
-    )
-    dynamic = struct.pack("<4Q", GNU_HASH_TAG, 0x99, END_TAG, 0)
-    parts = {5: text, 11: symbols, hash_type: bytes(4 * num_hash_words), 6: dynamic}
-    offset, image, headers = 64, b"", b""
-    types = {5: 3, 11: 11, hash_type: hash_type, 6: 6}  # 3: a table of strings
-    for kind, part in parts.items():
-        fields = (0, types[kind], 0, offset, offset, len(part), 0, 0, 8, 0)
-        headers += struct.pack("<IIQQQQIIQQ", *fields)
-        image, offset = image + part, offset + len(part)
-    head = bytearray(b"\x7fELF\x02\x01" + bytes(58))
-    struct.pack_into("<Q", head, 0x28, offset)
-    struct.pack_into("<H", head, 0x3C, len(parts))
-    return bytes(head) + image + headers
-
-
-def look_up(library: bytes, name: str) -> int | None:
-    """Number of the symbol of a name, found as a loader finds it; None if there is none."""
-    start, count = struct.unpack_from("<Q", library, 0x28)[0], 4
-    sections = [struct.unpack_from("<IIQQQQIIQQ", library, start + 64 * i) for i in range(count)]
-    (_, _, _, _, text, *_), (_, _, _, _, symbols, *_), (_, _, _, _, table, *_) = sections[:3]
-    num_buckets, _ = struct.unpack_from("<2I", library, table)
-    buckets = struct.unpack_from(f"<{num_buckets}I", library, table + 8)
-    following = struct.unpack_from(f"<{len(SYMBOLS)}I", library, table + 8 + 4 * num_buckets)
-    i = buckets[system_v_hash(name.encode()) % num_buckets]
-    while i:
-        at = text + struct.unpack_from("<I", library, symbols + 24 * i)[0]
-        if library[at : library.index(b"\0", at)] == name.encode():
-            return i
-        i = following[i]
-    return None
-
-
-def test_symbols_are_found_without_the_prefix() -> None:
-    """All of them, in a table that the loader is told is System V's, where GNU's lay."""
-    before, after = make_library(), without_prefix(make_library(), b"scipy_")
-    assert [look_up(after, name) for name in RENAMED if name] == [1, 2, 3, 5]
-    assert look_up(after, "scipy_cblas_sgemm") is None
-    at = before.index(struct.pack("<QQ", GNU_HASH_TAG, 0x99))
-    assert struct.unpack_from("<2Q", after, at) == (HASH_TAG, 0x99)
-    assert len(after) == len(before)
-
-
-@in_one_test(
-    ("library", "reason"),
-    [
-        (b"\xcf\xfa\xed\xfe" + bytes(100), "expected a 64-bit ELF library"),
-        (b"\x7fELF\x01\x01" + bytes(100), "expected a 64-bit ELF library"),
-        (make_library(hash_type=9), str(0x6FFFFFF6)),
-        (make_library(num_hash_words=len(SYMBOLS)), "no room for 6 symbols"),
-    ],
-)
-def test_other_libraries_are_refused(library: bytes, reason: str) -> None:
-    """A Mac's, a 32-bit one, one without the table, and one whose table is too small."""
-    with pytest.raises((ValueError, KeyError), match=reason):
-        without_prefix(library, b"scipy_")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an ELF library is loaded")
 def test_a_real_library_loads_and_runs_under_its_plain_names(tmp_path: Path) -> None:
-    """NumPy's own OpenBLAS, whose names have the same prefix."""
+    """NumPy's own OpenBLAS, whose names have the same prefix; others keep theirs, and are found in
+    the new table, too. One without the old table is refused, or with one that is too small.
+    """
     folder = Path(np.__file__).parent.parent / "numpy.libs"
     (source,) = folder.glob("libscipy_openblas64_*.so")
+    image = bytearray(source.read_bytes())
     copy = tmp_path / "plain.so"
-    copy.write_bytes(without_prefix(source.read_bytes(), b"scipy_"))
+    copy.write_bytes(blas.without_prefix(image, b"scipy_"))
+    assert copy.stat().st_size == len(image)
     library = ctypes.CDLL(str(copy))
     assert library.openblas_get_num_threads64_() >= 1
-    assert not hasattr(library, "scipy_openblas_get_num_threads64_")
+    assert all(hasattr(library, name) for name in ("cblas_dgemm64_", "dgemm_64_", "gotoblas"))
+    for name in ("openblas_get_num_threads64_", "cblas_dgemm64_", "dgemm_64_"):
+        assert not hasattr(library, f"scipy_{name}")
+
+    section = image.rindex(struct.pack("<I", blas.GNU_HASH))  # its type; 28 bytes on, its size
+    struct.pack_into("<Q", image, section + 28, 8)
+    with pytest.raises(ValueError, match=r"no room for \d+ symbols"):
+        blas.without_prefix(image, b"scipy_")
+    struct.pack_into("<I", image, section, 9)
+    with pytest.raises(KeyError, match=str(blas.GNU_HASH)):
+        blas.without_prefix(image, b"scipy_")
 
 
-class Wheel:
-    """Stands for the installed wheel."""
-
-    version = "1.2"
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.library = root / blas.LIBRARY
-        self.library.parent.mkdir(parents=True)
-        self.library.write_bytes(make_library())
-
-    def locate_file(self, path: str) -> Path:
-        return self.root / path
+@in_one_test("magic", [b"\xcf\xfa\xed\xfe", b"\x7fELF\x01\x01"])
+def test_a_macs_library_and_a_32_bit_one_are_refused(magic: bytes) -> None:
+    with pytest.raises(ValueError, match="expected a 64-bit ELF library"):
+        blas.without_prefix(magic + bytes(100), b"scipy_")
 
 
-@pytest.fixture
-def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
-    installed = Wheel(tmp_path / "site-packages")
-    monkeypatch.setattr(blas, "distribution", lambda name: installed)
-    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "cache"))
-    return installed
-
-
-def test_the_wheels_library_is_copied_with_plain_names_once(wheel: Wheel, tmp_path: Path) -> None:
-    """The copy alone lies in the cache, by the wheel's version; the wheel stays as it is."""
-    copy = Path(str(blas.find_openblas()))
-    assert copy == tmp_path / "cache" / "blas" / "libopenblas-1.2.so"
-    assert copy.read_bytes() == without_prefix(make_library(), b"scipy_")
-    assert wheel.library.read_bytes() == make_library()
-    wheel.library.unlink()
+def test_the_wheels_library_is_copied_with_plain_names_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the wheel's version; the wheel stays as it is, and what is wrong with it is no error: the
+    command works without.
+    """
+    library, cache = tmp_path / blas.LIBRARY, tmp_path / "cache"
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"an OpenBLAS")
+    wheel = SimpleNamespace(version="1.2", locate_file=tmp_path.joinpath)
+    monkeypatch.setattr(blas, "distribution", lambda name: wheel)
+    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(cache))
+    without_prefix = blas.without_prefix
+    monkeypatch.setattr(blas, "without_prefix", lambda library, prefix: library + prefix)
+    copy = cache / "blas" / "libopenblas-1.2.so"
+    assert blas.find_openblas() == str(copy)
+    assert copy.read_bytes() == b"an OpenBLASscipy_"
+    assert library.read_bytes() == b"an OpenBLAS"
+    library.unlink()
     assert blas.find_openblas() == str(copy)
     assert list(copy.parent.iterdir()) == [copy]
 
-
-@pytest.mark.parametrize("missing", ["wheel", "library", "right kind of library", "cache"])
-def test_without_the_wheel_nothing_is_preloaded(
-    missing: str, wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Nothing that is wrong with the wheel is an error: the command works without."""
+    wheel.version = "1.3"
+    assert blas.find_openblas() is None  # without its library
+    library.write_bytes(b"MZ")
+    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(library))
+    assert blas.find_openblas() is None  # with a file where the folder should be
+    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(cache))
+    monkeypatch.setattr(blas, "without_prefix", without_prefix)
+    assert blas.find_openblas() is None  # of another kind
 
     def no_distribution(name: str) -> Any:
         raise PackageNotFoundError(name)
 
-    if missing == "wheel":
-        monkeypatch.setattr(blas, "distribution", no_distribution)
-    elif missing == "library":
-        wheel.library.unlink()
-    elif missing == "cache":
-        (tmp_path / "cache").write_text("a file where the folder should be")
-    else:
-        wheel.library.write_bytes(b"MZ")
+    monkeypatch.setattr(blas, "distribution", no_distribution)
     assert blas.find_openblas() is None
 
 
@@ -157,7 +92,7 @@ class Started(BaseException):
 
 
 @pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[str], dict]]]:
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict]]:
     """A `specdec-mlx demo --seconds 9` that wants OpenBLAS, and what it is replaced by."""
     seen: list[tuple[str, list[str], dict]] = []
 
@@ -191,7 +126,7 @@ def test_the_command_starts_again_with_the_library_preloaded(
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert environment == {
         "LD_PRELOAD": "/cache/libopenblas.so libtrace.so",
-        "OPENBLAS_NUM_THREADS": "4",
+        blas.THREADS: "4",
         "PATH": "/bin",
         blas.PRELOADED: "/cache/libopenblas.so",
     }

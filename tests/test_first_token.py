@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
-from itertools import product
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
@@ -47,46 +46,52 @@ DRAFTERS: dict[str, Callable[[], Drafter]] = {
     ),
 }
 any_drafter = pytest.mark.parametrize("name", DRAFTERS)
+any_length = in_one_test("length", [4, "auto", "heuristic"])
 
 
 class Noting:
-    """Another drafter, which notes how many tokens were handed out when it is asked."""
+    """Another drafter; notes what it is shown, and how many tokens are out when it is asked."""
 
     def __init__(self, drafter: Drafter) -> None:
         self.drafter = drafter
         self.handed_out: list[int] = []
         self.asked: list[int] = []
+        self.shown: list[list[int]] = []
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         session = self.drafter.begin(prompt, context)
         for _, part in session_parts(session, ""):
-            for method in ("propose", "propose_while"):
-                if hasattr(part, method):
-                    setattr(part, method, self.noted(getattr(part, method)))
+            for method in {"propose", "propose_while"} & set(dir(part)):
+                setattr(part, method, partial(self.ask, getattr(part, method)))
+        session.observe = partial(self.show, session.observe)  # type: ignore[method-assign]
         return session
 
-    def noted(self, method: Callable[..., Any]) -> Callable[..., Any]:
-        def ask(*args: Any) -> Any:
-            self.asked.append(len(self.handed_out))
-            return method(*args)
+    def ask(self, method: Callable[..., Any], *args: Any) -> Any:
+        self.asked.append(len(self.handed_out))
+        return method(*args)
 
-        return ask
+    def show(self, observe: Callable[..., None], tokens: Sequence[int]) -> None:
+        self.shown.append(list(tokens))
+        observe(tokens)
 
 
 @any_drafter
-def test_no_drafter_is_asked_before_the_first_token(name: str) -> None:
-    """Not for a draft, not for its pace; and from the second token on it is."""
-    for length, temp in product([4, "auto", "heuristic"], [0.0, 1.0]):
-        drafter = Noting(DRAFTERS[name]())
-        options: dict[str, Any] = {"sampler": sd.Sampling(temp=temp), "seed": 3}
-        for item in sd.speculate(
-            target(), PROMPT, drafter, max_tokens=20, draft_length=length, **options
-        ):
-            drafter.handed_out.append(item.token)
-        assert len(drafter.handed_out) == 20
-        assert 0 not in drafter.asked
-        if length == 4:
-            assert drafter.asked[0] == 1
+@any_length
+@in_one_test("temp", [0.0, 1.0])
+def test_no_drafter_is_asked_before_the_first_token(
+    name: str, length: int | str, temp: float
+) -> None:
+    """Not for a draft, not for its pace; it is shown the token by itself, and then asked."""
+    drafter = Noting(DRAFTERS[name]())
+    options: dict[str, Any] = {"sampler": sd.Sampling(temp=temp), "seed": 3, "draft_length": length}
+    for item in sd.speculate(target(), PROMPT, drafter, max_tokens=20, **options):
+        drafter.handed_out.append(item.token)
+    assert [token for tokens in drafter.shown for token in tokens] == drafter.handed_out
+    assert len(drafter.handed_out) == 20
+    assert 0 not in drafter.asked
+    if length == 4:
+        assert drafter.asked[0] == 1
+        assert drafter.shown[0] == drafter.handed_out[:1]
 
 
 class Watched:
@@ -110,8 +115,8 @@ class Watched:
             self.handed_out.append(item.token)
 
 
-@in_one_test("length", [4, "auto", "heuristic"])
-@pytest.mark.parametrize("name", ["draft model", "look-up, then model"])
+@any_length
+@in_one_test("name", ["draft model", "look-up, then model"])
 def test_no_draft_model_runs_before_the_first_token(
     name: str, length: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -139,28 +144,10 @@ def test_the_target_has_read_the_prompt_and_nothing_more(
     assert [size for before, size in model.passes if before == 0] == [len(PROMPT) - 1, 1]
 
 
-@in_one_test("name", ["oracle", "itself"])
-def test_the_second_token_comes_with_drafts(name: str) -> None:
+@in_one_test("drafter", [DRAFTERS["oracle"], lambda: sd.ModelDrafter(target())])
+def test_the_second_token_comes_with_drafts(drafter: Callable[[], Drafter]) -> None:
     """One plain pass, and then drafts in every round: all are accepted here."""
-    drafter = sd.ModelDrafter(target()) if name == "itself" else DRAFTERS[name]()
-    tokens = list(sd.speculate(target(), PROMPT, drafter, max_tokens=11, draft_length=4))
+    tokens = list(sd.speculate(target(), PROMPT, drafter(), max_tokens=11, draft_length=4))
     assert [t.token for t in tokens] == plain()[:11]
     assert [t.origin for t in tokens] == ["plain", *[*["draft"] * 4, "bonus"] * 2]
     assert tokens[-1].stats.rounds == [(0, 0), (4, 4), (4, 4)]
-
-
-def test_the_first_token_is_shown_to_the_drafter_before_it_is_asked() -> None:
-    """By itself, and once."""
-    shown: list[list[int]] = []
-
-    class Session(scripted.ScriptedSession):
-        def observe(self, tokens: Sequence[int]) -> None:
-            shown.append(list(tokens))
-
-    class Drafter:
-        def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-            return Session(lambda emitted, limit: plain()[1 : limit + 1])
-
-    items = sd.speculate(target(), PROMPT, Drafter(), max_tokens=6, draft_length=4)
-    assert [t.token for t in items] == plain()[:6]
-    assert shown == [plain()[:1], plain()[1:6]]
