@@ -5,9 +5,10 @@ from __future__ import annotations
 import ctypes
 import struct
 import sys
-from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError
+from itertools import accumulate
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,35 +22,36 @@ SYMBOLS = ["", "scipy_cblas_sgemm", "scipy_dgemm_", "other", "scipy_", "xscipy_a
 RENAMED = ["", "cblas_sgemm", "dgemm_", "other", "", "xscipy_a"]
 HASH_TAG, GNU_HASH_TAG, END_TAG = 4, 0x6FFFFEF5, 0
 NUM_HASH_WORDS = 2 + len(SYMBOLS) + 3  # what the old table leaves room for: 3 buckets
+SECTION = "<IIQQQQIIQQ"
 
 
 def make_library(num_hash_words: int = NUM_HASH_WORDS, hash_type: int = 0x6FFFFFF6) -> bytes:
     """A 64-bit ELF library of nothing but names: what `without_prefix` reads, and in its places."""
-    text = b"".join(name.encode() + b"\0" for name in SYMBOLS)
-    starts = [len(b"".join(n.encode() + b"\0" for n in SYMBOLS[:i])) for i in range(len(SYMBOLS))]
+    names = [name.encode() + b"\0" for name in SYMBOLS]
+    starts = accumulate(map(len, names[:-1]), initial=0)
     symbols = b"".join(
         struct.pack("<IBBHQQ", start, 0x12, 0, 1, 0x1000 + i, 8) for i, start in enumerate(starts)
     )
     dynamic = struct.pack("<4Q", GNU_HASH_TAG, 0x99, END_TAG, 0)
-    parts = {5: text, 11: symbols, hash_type: bytes(4 * num_hash_words), 6: dynamic}
     offset, image, headers = 64, b"", b""
-    types = {5: 3, 11: 11, hash_type: hash_type, 6: 6}  # 3: a table of strings
-    for kind, part in parts.items():
-        fields = (0, types[kind], 0, offset, offset, len(part), 0, 0, 8, 0)
-        headers += struct.pack("<IIQQQQIIQQ", *fields)
+    for kind, part in (
+        *((3, b"".join(names)), (11, symbols)),  # 3: a table of strings
+        *((hash_type, bytes(4 * num_hash_words)), (6, dynamic)),
+    ):
+        headers += struct.pack(SECTION, 0, kind, 0, offset, offset, len(part), 0, 0, 8, 0)
         image, offset = image + part, offset + len(part)
     head = bytearray(b"\x7fELF\x02\x01" + bytes(58))
     struct.pack_into("<Q", head, 0x28, offset)
-    struct.pack_into("<H", head, 0x3C, len(parts))
+    struct.pack_into("<H", head, 0x3C, 4)
     return bytes(head) + image + headers
 
 
 def look_up(library: bytes, name: str) -> int | None:
     """Number of the symbol of a name, found as a loader finds it; None if there is none."""
-    start, count = struct.unpack_from("<Q", library, 0x28)[0], 4
-    sections = [struct.unpack_from("<IIQQQQIIQQ", library, start + 64 * i) for i in range(count)]
-    (_, _, _, _, text, *_), (_, _, _, _, symbols, *_), (_, _, _, _, table, *_) = sections[:3]
-    num_buckets, _ = struct.unpack_from("<2I", library, table)
+    (start,) = struct.unpack_from("<Q", library, 0x28)
+    sections = [struct.unpack_from(SECTION, library, start + 64 * i) for i in range(3)]
+    text, symbols, table = (section[4] for section in sections)
+    (num_buckets,) = struct.unpack_from("<I", library, table)
     buckets = struct.unpack_from(f"<{num_buckets}I", library, table + 8)
     following = struct.unpack_from(f"<{len(SYMBOLS)}I", library, table + 8 + 4 * num_buckets)
     i = buckets[system_v_hash(name.encode()) % num_buckets]
@@ -98,57 +100,45 @@ def test_a_real_library_loads_and_runs_under_its_plain_names(tmp_path: Path) -> 
     assert not hasattr(library, "scipy_openblas_get_num_threads64_")
 
 
-class Wheel:
-    """Stands for the installed wheel."""
-
-    version = "1.2"
-
-    def __init__(self, root: Path) -> None:
-        self.root = root
-        self.library = root / blas.LIBRARY
-        self.library.parent.mkdir(parents=True)
-        self.library.write_bytes(make_library())
-
-    def locate_file(self, path: str) -> Path:
-        return self.root / path
-
-
 @pytest.fixture
-def wheel(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Wheel:
-    installed = Wheel(tmp_path / "site-packages")
-    monkeypatch.setattr(blas, "distribution", lambda name: installed)
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The library of a wheel that is installed, with an empty cache."""
+    wheel = SimpleNamespace(version="1.2", locate_file=lambda path: tmp_path / path)
+    library = tmp_path / blas.LIBRARY
+    library.parent.mkdir(parents=True)
+    library.write_bytes(make_library())
+    monkeypatch.setattr(blas, "distribution", lambda name: wheel)
     monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "cache"))
-    return installed
+    return library
 
 
-def test_the_wheels_library_is_copied_with_plain_names_once(wheel: Wheel, tmp_path: Path) -> None:
+def test_the_wheels_library_is_copied_with_plain_names_once(library: Path, tmp_path: Path) -> None:
     """The copy alone lies in the cache, by the wheel's version; the wheel stays as it is."""
     copy = Path(str(blas.find_openblas()))
     assert copy == tmp_path / "cache" / "blas" / "libopenblas-1.2.so"
     assert copy.read_bytes() == without_prefix(make_library(), b"scipy_")
-    assert wheel.library.read_bytes() == make_library()
-    wheel.library.unlink()
+    assert library.read_bytes() == make_library()
+    library.unlink()
     assert blas.find_openblas() == str(copy)
     assert list(copy.parent.iterdir()) == [copy]
 
 
-@pytest.mark.parametrize("missing", ["wheel", "library", "right kind of library", "cache"])
 def test_without_the_wheel_nothing_is_preloaded(
-    missing: str, wheel: Wheel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing that is wrong with the wheel is an error: the command works without."""
 
     def no_distribution(name: str) -> Any:
         raise PackageNotFoundError(name)
 
-    if missing == "wheel":
-        monkeypatch.setattr(blas, "distribution", no_distribution)
-    elif missing == "library":
-        wheel.library.unlink()
-    elif missing == "cache":
-        (tmp_path / "cache").write_text("a file where the folder should be")
-    else:
-        wheel.library.write_bytes(b"MZ")
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert blas.find_openblas() is None
+    (tmp_path / "cache").unlink()
+    library.write_bytes(b"MZ")
+    assert blas.find_openblas() is None
+    library.unlink()
+    assert blas.find_openblas() is None
+    monkeypatch.setattr(blas, "distribution", no_distribution)
     assert blas.find_openblas() is None
 
 
@@ -157,7 +147,7 @@ class Started(BaseException):
 
 
 @pytest.fixture
-def starts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[tuple[str, list[str], dict]]]:
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict]]:
     """A `specdec-mlx demo --seconds 9` that wants OpenBLAS, and what it is replaced by."""
     seen: list[tuple[str, list[str], dict]] = []
 

@@ -76,17 +76,16 @@ def all_accepted(num_tokens: int) -> tuple[float, int, int]:
 def test_nothing_is_said_about_the_pace_where_nothing_was_accepted() -> None:
     """Then there is nothing to compare, and the counts say it."""
     plain = RoundRecord(0, 0, 1, 1, seconds=1.0)
-    wrong = RoundRecord(4, 0, 1, 5, seconds=0.2)
-    right = RoundRecord(4, 4, 5, 5, seconds=1.0)
-    lines = []
-    for rounds in ([plain] * 3, [plain, plain, wrong], [plain, plain, right]):
+    wrong, right = (RoundRecord(4, n, n + 1, 5, seconds=s) for n, s in ((0, 0.2), (4, 1.0)))
+    for rounds, said in (
+        ([plain] * 3, "accepted 0 of 0 drafted"),
+        ([plain, plain, wrong], "accepted 0 of 4 drafted"),
+        ([plain, plain, right], "accepted 4 of 4 drafted, 3.00 times the plain pace"),
+    ):
         stats = SpeculationStats()
         for record in rounds:
             stats.record(record)
-        lines.append(closing_line(Speculation(sd.NGramDrafter(), stats=stats)))
-    assert not [line for line in lines[:2] if "pace" in line]
-    assert lines[0].endswith("accepted 0 of 0 drafted")
-    assert lines[2].endswith("accepted 4 of 4 drafted, 3.00 times the plain pace")
+        assert closing_line(Speculation(sd.NGramDrafter(), stats=stats)).endswith(said)
 
 
 @both_ways
@@ -158,7 +157,6 @@ def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     assert accepted < drafted
 
 
-ADAPTER, FOLDER = "nowhere is no folder with an adapter_config.json", "There is no folder nowhere/"
 WRONG: dict[str, str] = {
     "generate --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, ",
     "generate --drafter ngram:nothing=1": "unexpected keyword argument 'nothing'",
@@ -166,7 +164,7 @@ WRONG: dict[str, str] = {
     "generate --drafter model": "--draft-model",
     "generate --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
     "server --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
-    "generate --draft-model nowhere/at/all": FOLDER,
+    "generate --draft-model nowhere/at/all": "There is no folder nowhere/",
     "generate --draft-length -1": "expected an int >= 0, auto or heuristic",
     "generate --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
     "generate --max-tokens -5": "--max-tokens: -5: expected an int >= 1, or -1 for no limit",
@@ -174,19 +172,18 @@ WRONG: dict[str, str] = {
     "server --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
     "generate --rule nothing": "Unknown rule 'nothing'",
     "generate --prompt-cache-file none.safetensors": "there is no file none.safetensors",
-    "generate --adapter-path nowhere": ADAPTER,
-    "chat --adapter-path nowhere": ADAPTER,
-    "server --adapter-path nowhere": ADAPTER,
+    **{
+        f"{command} --adapter-path nowhere": "nowhere is no folder with an adapter_config.json"
+        for command in ("generate", "chat", "server")
+    },
     "generate --json-schema none.json": "none.json",
     "generate --regex (": "This is no regex that can be followed",
-    "generate --model nowhere/at/all": FOLDER,
-    "chat --model nowhere/at/all": FOLDER,
-    "benchmark --model nowhere/at/all": FOLDER,
-    "server --model nowhere/at/all": FOLDER,
+    **{f"{command} --model nowhere/at/all": "There is no folder nowhere/" for command in COMMANDS},
     "generate --model nobody/no-model": "nobody/no-model is no folder here, and could not be",
-    "benchmark -b 2 --drafter ngram": "use --batch-size 1",
-    "benchmark -b 2 --rule match": "use --batch-size 1",
-    "benchmark -b 2 --no-tuning": "use --batch-size 1",
+    **{
+        f"benchmark -b 2 {flag}": "use --batch-size 1"
+        for flag in ("--drafter ngram", "--rule match", "--no-tuning")
+    },
     "benchmark -b 0": "--batch-size: 0: expected an int >= 1",
     "benchmark -n 0": "--num-trials: 0: expected an int >= 1",
     "benchmark -g 0": "--generation-tokens: 0: expected an int >= 1",
@@ -227,16 +224,9 @@ def test_flags_of_other_programs_are_answered_with_ours(typed: str, command: str
     assert ELSEWHERE[typed] in last
 
 
-def test_chat_ends_with_its_input(folders: Path) -> None:
-    """Like q; a program that writes to it need not know of that."""
-    done = run("chat", "--model", folders / "model", "--max-tokens", "5", stdin="the cat\n")
-    assert done.returncode == 0
-    assert "Traceback" not in done.stderr
-
-
 @both_ways
-def test_chat_answers_as_mlx_lms(folders: Path) -> None:
-    """Two turns and a reset: the same answers; with --stats a line after each."""
+def test_chat_answers_as_mlx_lms_and_ends_with_its_input(folders: Path) -> None:
+    """Two turns and a reset: the same answers; with --stats a line after each. An end is like q."""
     arguments = ("chat", "--model", str(folders / "model"), "--max-tokens", "30")
     said = "the cat in the hat\nand the cat\nr\nthe cat in the hat\nq\n"
 
@@ -253,21 +243,22 @@ def test_chat_answers_as_mlx_lms(folders: Path) -> None:
         assert len(accounts) == 3
         assert answers(ours.stdout) == answers(theirs.stdout)
     assert all(accepted == drafted != "0" for _, accepted, drafted, _ in accounts)
+    ended = run(*arguments, stdin="the cat\n")
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
 
 
 @both_ways
 def test_benchmark_speculates(folders: Path) -> None:
     """With any drafter or a draft model, for one sequence."""
-    arguments = ("benchmark", "--model", str(folders / "model"), "-p", "20", "-g", "30", "-n", "1")
-    done = run(
-        *arguments, "--draft-model", str(folders / "model"), "--draft-length", "4", "--stats"
-    )
+    model = str(folders / "model")
+    arguments = ("benchmark", "--model", model, "-p", "20", "-g", "30", "-n", "1")
+    done = run(*arguments, "--draft-model", model, "--draft-length", "4", "--stats")
     assert done.returncode == 0, done.stderr
     assert re.search(r"Averages: prompt_tps=\d", done.stdout)
     assert account(done.stdout) == all_accepted(30)
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@in_one_test("name", sorted(COMMANDS))
 def test_all_of_mlx_lms_flags_are_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The parser is mlx-lm's own with ours added, so later flags come by themselves."""
     module = importlib.import_module(f"mlx_lm.{name}")

@@ -11,12 +11,10 @@ import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from functools import partial
-from html import unescape
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx_lm
 import pytest
@@ -30,36 +28,38 @@ from specdec_mlx.bench.summary import ALL
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+README, API = ROOT / "README.md", DOCS / "api.md"
+PAGES = sorted([*DOCS.glob("*.md"), README, ROOT / "CONTRIBUTING.md"])
 FENCE = re.compile(r"^(?P<mark>```|~~~)(?P<language>\w*)\n(?P<code>.*?)^(?P=mark)$", re.M | re.S)
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
-WORD = re.compile(r"[A-Za-z_]{2,}")
 FORMULA = re.compile(r"(?<![\\$`{(])\$(?![\s({$A-Z_])([^$`\n]+?)\$")
 OUTPUT = re.compile(r"\n*<!-- output -->\n+```\n(?P<text>.*?)^```$", re.M | re.S)
 
 sys.path.insert(0, str(DOCS))
 
 
-@dataclass(frozen=True)
-class Block:
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+class Block(NamedTuple):
     """A block of Python in a page. output: what the page says that it prints, if it does."""
 
     line: int
     code: str
-    not_run: str | None
+    is_run: bool
     output: str | None
 
 
 def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
+    text = text_of(page)
     found = []
     for match in FENCE.finditer(text):
         if match["language"] == "python":
-            reason = NOT_RUN.search(text[: match.start()])
+            is_run = not NOT_RUN.search(text[: match.start()])
             output = OUTPUT.match(text, match.end())
             line = text.count("\n", 0, match.start()) + 2
-            said = output["text"] if output else None
-            found.append(Block(line, match["code"], reason[1] if reason else None, said))
+            found.append(Block(line, match["code"], is_run, output["text"] if output else None))
     return found
 
 
@@ -76,9 +76,16 @@ SHORT_PAGES = ("lossless.md", "mlx-lm.md", "tuning.md", "write-a-drafter.md")
 PAGES_WITH_CODE = [page for page in PAGES if blocks(page)]
 
 
-@pytest.fixture
-def lab_pair_for_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Names of models give the lab pair; the check takes five seconds instead of minutes."""
+@pytest.mark.parametrize(
+    "page",
+    cases(PAGES_WITH_CODE, *(DOCS / name for name in SHORT_PAGES), README),
+    ids=lambda page: page.name,
+)
+def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The Python of a page runs from top to bottom, in one namespace, and prints what it says.
+
+    Names of models give the lab pair; the check takes five seconds instead of minutes.
+    """
     pair = lab.load_pair()
 
     def load(name: str, *args: Any, **kwargs: Any) -> tuple[Any, Any]:
@@ -89,31 +96,19 @@ def lab_pair_for_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(mlx_lm, "load", load)
     monkeypatch.setattr(specdec_mlx, "check", quick)
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.usefixtures("lab_pair_for_every_name")
-@pytest.mark.parametrize(
-    "page",
-    cases(PAGES_WITH_CODE, *(DOCS / name for name in SHORT_PAGES), ROOT / "README.md"),
-    ids=lambda page: page.name,
-)
-def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Python of a page runs from top to bottom, in one namespace, and prints what it says."""
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look themselves up there
     namespace = vars(module)
-    model, tokenizer = mlx_lm.load("target")
-    namespace |= AS_A_READER_HAS_THEM | {"model": model, "tokenizer": tokenizer}
-    namespace["small"] = mlx_lm.load("small")[0]
+    own = {"model": pair.target, "tokenizer": pair.tokenizer, "small": pair.draft}
+    namespace |= AS_A_READER_HAS_THEM | own
     for block in blocks(page):
-        if block.not_run:
-            continue
-        printed = io.StringIO()
-        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
-        with redirect_stdout(printed):
-            exec(code, namespace)
-        if block.output is not None:
-            assert printed.getvalue() == block.output, f"{page.name}, line {block.line}"
+        if block.is_run:
+            printed = io.StringIO()
+            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+            with redirect_stdout(printed):
+                exec(code, namespace)
+            where = f"{page.name}, line {block.line}"
+            assert block.output is None or printed.getvalue() == block.output, where
     for name, test in list(namespace.items()):
         if name.startswith("test_"):
             test()
@@ -121,27 +116,21 @@ def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_pages_with_code_and_formulas_are_found() -> None:
     """The patterns find blocks, reasons, outputs and formulas; and most code is run."""
-    names = {page.name for page in PAGES_WITH_CODE}
-    assert {"README.md", "index.md", "tuning.md", "write-a-drafter.md"} <= names
+    assert {README, DOCS / "index.md", DOCS / "tuning.md"} <= set(PAGES_WITH_CODE)
     everything = [block for page in PAGES_WITH_CODE for block in blocks(page)]
     assert any(block.output for block in everything)
-    assert sum(bool(block.not_run) for block in everything) <= 0.2 * len(everything)
-    assert len(FORMULA.findall((DOCS / "lossless.md").read_text(encoding="utf-8"))) > 20
+    assert sum(not block.is_run for block in everything) <= 0.2 * len(everything)
+    assert len(FORMULA.findall(text_of(DOCS / "lossless.md"))) > 20
 
 
 @FULL
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     """`mkdocs build --strict`: every link, anchor and docstring that a page names exists."""
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    api = text_of(tmp_path / "api" / "index.html")
     assert "Stream the same text as" in api
     assert "<math" in api
     assert "arithmatex" not in api
@@ -153,34 +142,28 @@ def test_formulas_are_drawn_without_a_script(text: Path) -> None:
     """Each formula of a page or docstring becomes MathML, in which no command of LaTeX is left."""
     import hooks
 
-    for formula in FORMULA.findall(FENCE.sub("", text.read_text(encoding="utf-8"))):
+    for formula in FORMULA.findall(FENCE.sub("", text_of(text))):
         content = rf'<p><span class="arithmatex">\({html.escape(formula)}\)</span></p>'
         drawn = hooks.on_page_content(content, None, None, None)
         assert drawn.startswith("<p><math"), formula
         assert "\\" not in drawn, formula
 
 
-def test_the_api_page_has_every_public_name() -> None:
-    page = (DOCS / "api.md").read_text(encoding="utf-8")
-    shown = [pkgutil.resolve_name(path) for path in re.findall(r"^::: (\S+)$", page, re.M)]
+def test_pages_name_what_there_is() -> None:
+    """Every public name is on the page of the API, every page in the navigation; each name in the
+    glossary's last column is a word of the sources.
+    """
+    shown = [pkgutil.resolve_name(path) for path in re.findall(r"(?m)^::: (\S+)$", text_of(API))]
     for name in specdec_mlx.__all__:
         assert any(getattr(specdec_mlx, name) is thing for thing in shown), name
-
-
-def test_the_glossary_names_what_the_code_has() -> None:
-    """Each name in the last column is a word of the sources."""
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
-    words = set(re.findall(r"\w+", sources))
-    rows = re.findall(r"^\|.*\|([^|]*)\|$", (DOCS / "glossary.md").read_text("utf-8"), re.M)
-    names = set(WORD.findall(" ".join(re.findall(r"`([^`]+)`", "".join(rows)))))
+    navigation = text_of(ROOT / "mkdocs.yml")
+    assert [p.name for p in DOCS.glob("*.md") if f": {p.name}\n" not in navigation] == []
+    words = set(re.findall(r"\w+", " ".join(map(text_of, (ROOT / "src").rglob("*.py")))))
+    rows = re.findall(r"(?m)^\|.*\|([^|]*)\|$", text_of(DOCS / "glossary.md"))
+    code = " ".join(re.findall(r"`([^`]+)`", "".join(rows)))
+    names = set(re.findall(r"[A-Za-z_]{2,}", code))
     assert len(names) > 30
     assert names <= words
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    for page in DOCS.glob("*.md"):
-        assert f": {page.name}\n" in navigation, page.name
 
 
 OURS = re.compile(
@@ -192,14 +175,12 @@ OURS = re.compile(
 
 def rendered(page: Path) -> str:
     """A page as HTML, without its code."""
-    html = markdown(FENCE.sub("", page.read_text(encoding="utf-8")))
-    return re.sub(r"<code>.*?</code>", "", html, flags=re.S)
+    return re.sub(r"<code>.*?</code>", "", markdown(FENCE.sub("", text_of(page))), flags=re.S)
 
 
 def links(page: Path) -> list[str]:
     """Targets of the links and figures in a page, without their anchors."""
-    targets = re.findall(r'(?:href|src)="([^"#]+)', rendered(page))
-    return [unescape(target) for target in targets]
+    return [html.unescape(x) for x in re.findall(r'(?:href|src)="([^"#]+)', rendered(page))]
 
 
 @in_one_test("page", PAGES)
@@ -214,34 +195,32 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_is_whole_on_the_package_index() -> None:
     """There it stands alone: links and figures are addresses, most of them in this repository."""
-    page = ROOT / "README.md"
-    targets = links(page)
+    targets = links(README)
     assert [target for target in targets if not target.startswith("https://")] == []
     assert sum(bool(OURS.match(target)) for target in targets) > 10
-    defined = re.findall(r"^\[[^\]]+\]: ([^\s#]+)", page.read_text(encoding="utf-8"), re.M)
-    assert set(defined) <= set(targets)
-    assert "[" not in rendered(page), "a link without an address"
+    assert set(re.findall(r"(?m)^\[[^\]]+\]: ([^\s#]+)", text_of(README))) <= set(targets)
+    assert "[" not in rendered(README), "a link without an address"
 
 
 def test_help_is_current() -> None:
     """Word by word, since Python 3.14 breaks lines elsewhere; docs/generate_help.py mends it."""
     import generate_help
 
-    assert generate_help.PAGE.read_text(encoding="utf-8").split() == generate_help.page().split()
+    assert text_of(generate_help.PAGE).split() == generate_help.page().split()
 
 
 def test_what_is_mutated_is_there() -> None:
     """The modules, the tests that are to find it or are left out, and the mutants named."""
     import mutations
 
-    page = (DOCS / "mutations.md").read_text(encoding="utf-8")
+    page = text_of(DOCS / "mutations.md")
     assert re.findall(r"^\| `(.+)\.py`", page, re.M) == list(mutations.TESTS)
     made = {mutant.name for module in mutations.TESTS for mutant in mutations.mutants(module)}
     assert set(mutations.EQUIVALENT) - made == set()
     for module in mutations.TESTS:
         importlib.import_module(mutations.imported_as(module))
     tests = {name for files in mutations.TESTS.values() for name in files}
-    sources = {name: (ROOT / "tests" / name).read_text(encoding="utf-8") for name in tests}
+    sources = {name: text_of(ROOT / "tests" / name) for name in tests}
     for name, left_out in mutations.SLOW.items():
         assert [test for test in left_out if f"def {test}(" not in sources[name]] == []
 
