@@ -28,6 +28,7 @@ from specdec_mlx.cli.blas import THREADS
 from specdec_mlx.cli.demo_report import (
     DIFFERENT,
     Budget,
+    Row,
     Scene,
     compare,
     fit,
@@ -83,13 +84,9 @@ PROMPTS = {
 LIVE_PROMPT = f"Rename items to things in this code and show all of it:\n```python\n{LIST}```"
 
 REHEARSAL_TOKENS = 40
-
 PAIR, PAIR_TOPIC, PAIR_TOKENS = "lab pair", "power", 192  # of one letter each
-
 CONTRAST = "4"  # A fixed draft length, as in most programs
-
-REHEARSAL_SHARE, PAIR_SHARE = 0.12, 0.1
-"""Most of the time that may go into the rehearsals, and into the pair that ships."""
+REHEARSAL_SHARE, PAIR_SHARE = 0.12, 0.1  # most of the time that these may take
 
 
 @dataclass(frozen=True)
@@ -138,12 +135,10 @@ def run_demo(
         rehearse([main, *pair], draft_length, budget.part(REHEARSAL_SHARE * budget.seconds))
         pairs = [play(show, budget.part(PAIR_SHARE * budget.seconds), repeats) for show in pair]
         samples = play(main, budget, repeats)
-    rows = [
-        row
-        for show, written in ((main, samples), *zip(pair, pairs, strict=True))
-        for scene in show.scenes
-        for row in compare(show.model, scene, written)
-    ]
+    rows: list[Row] = []
+    for show, written in ((main, samples), *zip(pair, pairs, strict=True)):
+        for scene in show.scenes:
+            rows += compare(show.model, scene, written)
     summary = legend(rows, main.model, main.scenes[0], samples)
     print(f"{format_table(rows)}\n\n{summary}", flush=True)
     return all(row.verdict != DIFFERENT for row in rows)
@@ -151,24 +146,16 @@ def run_demo(
 
 def three_prompts(model: nn.Module, tokenizer: Any, draft_length: str, max_tokens: int) -> Show:
     """An edit, a summary and a chat; where there is nothing to gain, also with a fixed length."""
-    lookup, ngram = PromptLookupDrafter(), NGramDrafter()
-    drafters: dict[str, Drafter] = {"prompt-lookup": lookup, "ngram": ngram}
-    ways = [
-        after_rehearsal(model, tokenizer, drafter, name, draft_length)
-        for name, drafter in drafters.items()
-    ]
-    contrast = [after_rehearsal(model, tokenizer, ngram, "ngram", CONTRAST)]
-    pace = measure_pace(model)
-    scenes = [
-        Scene(
-            Task(name, name, encode_chat(tokenizer, prompt)),
-            [plain(model), *ways, *(contrast if name == "chat" and draft_length == "auto" else ())],
-            pace,
-            max_tokens,
-            tokenizer.eos_token_ids,
-        )
-        for name, prompt in PROMPTS.items()
-    ]
+    drafters: dict[str, Drafter] = {"prompt-lookup": PromptLookupDrafter(), "ngram": NGramDrafter()}
+    ways = [plain(model)]
+    for name, drafter in drafters.items():
+        ways.append(after_rehearsal(model, tokenizer, drafter, name, draft_length))
+    contrast = after_rehearsal(model, tokenizer, drafters["ngram"], "ngram", CONTRAST)
+    pace, scenes = measure_pace(model), []
+    for name, prompt in PROMPTS.items():
+        task = Task(name, name, encode_chat(tokenizer, prompt))
+        own = [*ways, contrast] if name == "chat" and draft_length == "auto" else ways
+        scenes.append(Scene(task, own, pace, max_tokens, tokenizer.eos_token_ids))
     rehearsal = encode_chat(tokenizer, LIVE_PROMPT)
     return Show(model, tokenizer, drafters, rehearsal, REHEARSAL_TOKENS, scenes)
 
@@ -262,12 +249,12 @@ def rehearsal(
     show: Show, name: str, draft_length: str, budget: Budget
 ) -> Iterator[SpeculativeResponse]:
     """One drafter's rehearsal, until it or its time is over."""
-    responses = stream_generate(
-        *(show.model, show.tokenizer, show.rehearsal, show.rehearsal_tokens),
-        drafter=show.drafters[name],
-        draft_length=parse_draft_length(draft_length),
-    )
-    with closing(responses):
+    call = show.model, show.tokenizer, show.rehearsal, show.rehearsal_tokens
+    options: Any = {
+        "drafter": show.drafters[name],
+        "draft_length": parse_draft_length(draft_length),
+    }
+    with closing(stream_generate(*call, **options)) as responses:
         for response in responses:
             yield response
             if budget.left <= 0:
@@ -286,8 +273,7 @@ def show_live(name: str, responses: Iterator[SpeculativeResponse]) -> None:
 
 def play(show: Show, budget: Budget, repeats: int) -> list[Sample]:
     """All texts by all contenders in turns, cut at one token; ValueError for no time at all."""
-    samples: list[Sample] = []
-    began = budget.spent
+    samples, began = list[Sample](), budget.spent
     turn_seconds = sum(scene.seconds(TURN_TOKENS) - scene.seconds(0) for scene in show.scenes)
     for repeat in range(repeats):
         before = budget.spent
@@ -308,10 +294,7 @@ def what_was_written(show: Show, samples: Sequence[Sample], seconds: float) -> s
     lengths = ", ".join(f"{name} {len(tokens)}" for name, tokens in first.items())
     repeats = 1 + samples[-1].repeat
     times = f", {repeats} times" if repeats > 1 else ""
-    is_cut = any(
-        len(tokens := first[scene.task.id]) < scene.max_tokens
-        and tokens[-1] not in scene.end_tokens
-        for scene in show.scenes
-    )
+    written = ((scene, first[scene.task.id]) for scene in show.scenes)
+    is_cut = any(len(t) < s.max_tokens and t[-1] not in s.end_tokens for s, t in written)
     cut_short = "; cut, since the time was over" if is_cut else ""
     return f"Written in {seconds:.0f} s: {lengths} tokens{times}{cut_short}."

@@ -6,8 +6,8 @@ import os
 import statistics
 import textwrap
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, replace
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -31,7 +31,6 @@ class Budget:
 
     seconds: float
     clock: Callable[[], float] = time.perf_counter
-    _began: float = field(init=False)
 
     def __post_init__(self) -> None:
         self._began = self.clock()
@@ -59,11 +58,9 @@ class Budget:
         asked_at: list[float] = []
 
         def ask() -> bool:
-            nonlocal expected
             asked_at.append(self.spent)
-            if len(asked_at) > 2:
-                expected = asked_at[-1] - asked_at[-2]
-            needed = MARGIN * expected if len(asked_at) > 1 else 0.0
+            last = asked_at[-1] - asked_at[-2] if len(asked_at) > 2 else expected
+            needed = MARGIN * last if len(asked_at) > 1 else 0.0
             return self.left > 0 and needed <= self.left
 
         return ask
@@ -157,38 +154,28 @@ def compare(model: nn.Module, scene: Scene, samples: Sequence[Sample]) -> list[R
         for difference in find_differences(model, [scene.task], beside):
             found = TIE if difference.excused else DIFFERENT
             verdicts[difference.key] = max(found, verdicts[difference.key], key=VERDICTS.index)
-    bases = {sample.repeat: sample for sample in own if sample.drafter == PLAIN}
-    return [
-        make_row([s for s in own if s.key == contender.key], bases, verdicts[contender.key])
-        for contender in scene.contenders[1:]
-    ]
-
-
-def make_row(own: Sequence[Sample], bases: Mapping[int, Sample], verdict: str) -> Row:
-    """The row of one contender's samples, one a repeat; `bases` are plain decoding's, by repeat."""
-    ratios = [
-        base / pace
-        for sample in own
-        if (base := bases[sample.repeat].seconds_per_token) and (pace := sample.seconds_per_token)
-    ]
-    return Row(own[0], statistics.median(ratios) if ratios else None, verdict)
+    bases = {s.repeat: s.seconds_per_token for s in own if s.drafter == PLAIN}
+    rows = []
+    for contender in scene.contenders[1:]:
+        theirs = [sample for sample in own if sample.key == contender.key]
+        paces = [(bases[sample.repeat], sample.seconds_per_token) for sample in theirs]
+        ratios = [base / pace for base, pace in paces if base and pace]
+        speed = statistics.median(ratios) if ratios else None
+        rows.append(Row(theirs[0], speed, verdicts[contender.key]))
+    return rows
 
 
 def format_table(rows: Sequence[Row]) -> str:
     """The comparison as text, one line a row."""
-    head = (
-        f"{'text':<10}{'drafter':<15}{'K':<6}{'tokens':>6}  {'speed':<18}{'tokens a pass':>13}"
-        f"{'accepted':>13}  text"
-    )
+    line = "{:<10}{:<15}{:<6}{:>6}  {:<18}{:>13}{:>13}  {}".format
+    head = line("text", "drafter", "K", "tokens", "speed", "tokens a pass", "accepted", "text")
     lines = [head, "-" * len(head)]
     for row in rows:
         run, num_tokens = row.first, len(row.first.tokens)
         speed = "too short to time" if row.speed is None else f"{row.speed:.2f} times plain"
-        lines.append(
-            f"{run.id:<10}{run.drafter:<15}{run.draft_length:<6}{num_tokens:>6}  "
-            f"{speed:<18}{num_tokens / run.passes:>13.2f}"
-            f"{f'{run.accepted} of {run.drafted}':>13}  {row.verdict}"
-        )
+        counts = f"{num_tokens / run.passes:.2f}", f"{run.accepted} of {run.drafted}"
+        whose = run.id, run.drafter, run.draft_length, num_tokens
+        lines.append(line(*whose, speed, *counts, row.verdict))
     return "\n".join(lines)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -25,50 +26,40 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     count = argument(positive_int)
 
-    build = actions.add_parser("build", help="from files and folders; again, it reads what changed")
+    def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> Any:
+        command = actions.add_parser(name, help=text)
+        command.set_defaults(action=action)
+        return command
+
+    build = add("build", _build, "from files and folders; again, it reads what changed")
     build.add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders")
     build.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or name")
     build.add_argument("--out", required=True, type=Path, metavar="FILE", help="the memory")
     bound = build.add_mutually_exclusive_group()
-    bound.add_argument(
-        "--max-tokens", type=count, metavar="N", help=f"oldest go first ({MOST_TOKENS})"
-    )
-    bound.add_argument(
-        "--ngrams",
-        action="store_true",
-        help="a new table of counts instead, for --drafter ngram:table=FILE",
-    )
-    build.set_defaults(action=_build)
-
-    info = actions.add_parser("info", help="what a memory or a table holds")
+    oldest = f"oldest go first ({MOST_TOKENS})"
+    bound.add_argument("--max-tokens", type=count, metavar="N", help=oldest)
+    table = "a new table of counts instead, for --drafter ngram:table=FILE"
+    bound.add_argument("--ngrams", action="store_true", help=table)
+    info = add("info", _info, "what a memory or a table holds")
     info.add_argument("file", type=Path, metavar="FILE")
-    info.set_defaults(action=_info)
-
-    merge = actions.add_parser("merge", help="put what others hold into a memory or a table")
+    merge = add("merge", _merge, "put what others hold into a memory or a table")
     merge.add_argument("file", type=Path, metavar="FILE", help="made if there is none")
     merge.add_argument("others", nargs="+", type=Path, metavar="OTHER")
-    merge.set_defaults(action=_merge)
-
-    prune = actions.add_parser("prune", help="forget what is oldest")
+    prune = add("prune", _prune, "forget what is oldest")
     prune.add_argument("file", type=Path, metavar="FILE")
     bound = prune.add_mutually_exclusive_group(required=True)
     bound.add_argument("--max-tokens", type=count, metavar="N", help="of a memory")
     bound.add_argument("--max-entries", type=count, metavar="N", help="of each order of a table")
-    prune.set_defaults(action=_prune)
-
-    push = actions.add_parser("push", help="put one on the Hugging Face Hub, with a card")
+    push = add("push", _push, "put one on the Hugging Face Hub, with a card")
     push.add_argument("file", type=Path, metavar="FILE")
     push.add_argument("repo", metavar="OWNER/NAME")
     push.add_argument("--source", required=True, metavar="TEXT", help="where its texts are from")
     push.add_argument("--licence", required=True, metavar="NAME", help="mit, apache-2.0, other ...")
     push.add_argument("--public", action="store_true", help="let everybody read the texts")
-    push.set_defaults(action=_push)
-
-    pull = actions.add_parser("pull", help="take one from the Hugging Face Hub")
+    pull = add("pull", _pull, "take one from the Hugging Face Hub")
     pull.add_argument("repo", metavar="OWNER/NAME")
     pull.add_argument("file", type=Path, metavar="FILE", help="new, or merged with what is there")
     pull.add_argument("--tokenizer", required=True, metavar="MODEL", help="to be drafted for")
-    pull.set_defaults(action=_pull)
 
 
 def main(args: argparse.Namespace) -> int:
@@ -148,14 +139,10 @@ def _empty_like(kept: Memory | NGramTable) -> Memory | NGramTable:
 
 
 def _prune(args: argparse.Namespace) -> int:
-    if args.max_entries is not None:
-        table = NGramTable.load(args.file)
-        table.prune(args.max_entries)
-        table.save(args.file)
-    else:
-        memory = Memory.load(args.file)
-        memory.prune(args.max_tokens)
-        memory.save(args.file)
+    is_table = args.max_entries is not None
+    kept: Memory | NGramTable = (NGramTable if is_table else Memory).load(args.file)
+    kept.prune(args.max_entries if is_table else args.max_tokens)
+    kept.save(args.file)
     return _info(args)
 
 
