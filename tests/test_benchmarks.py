@@ -13,25 +13,22 @@ from tempfile import mkdtemp
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from mlx.utils import tree_flatten
 
 import command_line
-from benchmarks import heads, rules, server, worst_case
+from benchmarks import heads, server, worst_case
 from benchmarks.peers import MLX_DSPARK, MLX_OPTIQ, PEERS, _Rounds, make_peer
-from benchmarks.rules import account_of, by_rule, format_results
+from benchmarks.rules import account_of, by_rule
 from benchmarks.server import OURS, STOCK, Answer, Phase
 from selection import FULL
 from specdec_mlx import Sampling, lab, speculate
 from specdec_mlx.bench import run
-from specdec_mlx.bench.contenders import Contender, make_contenders
+from specdec_mlx.bench.contenders import make_contenders
 from specdec_mlx.bench.prompts import Prompt, Task
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.bench.timing import Settings, time_generation
-from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.loop import Token
@@ -216,23 +213,6 @@ def test_the_lab_pair_keeps_the_proven_order_and_texts_end_with_their_end_token(
         assert cut.rounds == rounds
 
 
-def test_the_command_of_the_rules(
-    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The table is printed, and is in the JSON with the account; the 4-bit copy drafts."""
-    path = tmp_path / "rules.json"
-    arguments = ["--model", files["model"], "--prompts", files["prompts"], "--per-category", "2"]
-    rules.main([*arguments, "--max-tokens", "16", "--draft-length", "2", "--json", str(path)])
-    record: dict[str, Any] = json.loads(path.read_text())
-    results = [rules.RuleResult(**result) for result in record["results"]]
-    printed = capsys.readouterr().out
-    assert printed.startswith(f"2 texts, {record['account']['rounds']} rounds\n")
-    assert format_results(results) in printed
-    assert record["account"]["rounds"] > 4
-    assert [len(r.by_position or ()) for r in results] == [0, 2, 2, 2, 2]
-    assert all(0 < (r.acceptance or 1) < 1.001 for r in results)
-
-
 # The server ---------------------------------------------------------------------------------------
 
 
@@ -288,13 +268,6 @@ def test_a_phase_counts_errors_other_texts_and_times() -> None:
     assert " 1.50 " in server.table([phase])
 
 
-def test_each_phase_has_prompts_of_its_own() -> None:
-    """As long as there are enough; then the first come again."""
-    assert server.of_phases(list("abcdef"), 2, 3) == [["a", "b"], ["c", "d"], ["e", "f"]]
-    assert server.of_phases(list("abc"), 2, 2) == [["a", "b"], ["c", "a"]]
-    assert server.of_phases(["a"], 2, 2) == [["a"], ["a"]]
-
-
 @FULL
 def test_both_servers_are_measured_and_one_that_does_not_start_is_an_error(
     files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -318,34 +291,6 @@ def test_both_servers_are_measured_and_one_that_does_not_start_is_an_error(
 
 
 # Where speculation can only lose ------------------------------------------------------------------
-
-
-def test_the_wrong_drafter_is_wrong_at_every_token() -> None:
-    """Also after some of the text has come, and never beyond its end or the vocabulary."""
-    drafter = worst_case.AlwaysWrong(8, {(1, 2): [3, 7, 0, 5]})
-    session = drafter.begin([1, 2], DraftContext())
-    assert session.propose(3).tokens == [4, 0, 1]
-    session.observe([3, 7])
-    assert session.propose(9).tokens == [1, 6]
-    assert len(drafter.begin([9], DraftContext()).propose(4)) == 0
-
-
-def test_a_shuffled_model_has_the_same_numbers_elsewhere() -> None:
-    """Weight by weight, so that it takes as long as it did and knows nothing."""
-    before = dict(tree_flatten(lab.load_pair().draft.parameters()))
-    after = dict(tree_flatten(worst_case.shuffled(lab.load_pair().draft).parameters()))
-    assert before.keys() == after.keys()
-    for name, weight in before.items():
-        assert after[name].shape == weight.shape
-        assert not mx.array_equal(after[name], weight)
-        assert mx.array_equal(mx.sort(after[name].flatten()), mx.sort(weight.flatten()))
-
-
-def test_a_timed_text_has_one_token_more_to_come() -> None:
-    """The contender is asked for one more than are timed, and is the same otherwise."""
-    contender = Contender("d", "4", lambda *asked: iter([asked]), "block")  # type: ignore[arg-type, return-value]
-    assert list(worst_case.unended(contender).start([1, 2], 7, 3)) == [([1, 2], 8, 3)]
-    assert worst_case.unended(contender).key == contender.key
 
 
 @FULL
