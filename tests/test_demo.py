@@ -101,7 +101,7 @@ def test_no_more_time_is_spent_than_was_said(
     clock, pace = Clock(), Pace(step, step / 8)
     scenes = [scene(clock, str(i), pace, slower, n) for i, n in enumerate(num_prompts)]
     shown = fit(scenes, seconds)
-    limit = max(seconds, sum(s.least_seconds for s in shown))
+    limit = max(seconds, sum(s.seconds(LEAST_TOKENS) for s in shown))
     samples = demo.play(show(*shown), Budget(limit, clock), repeats)
     assert clock.now <= limit * (1 + 1e-9)
     first = [s for s in samples if s.repeat == 0]

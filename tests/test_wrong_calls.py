@@ -352,7 +352,7 @@ def test_a_draft_model_may_be_named_by_its_folder() -> None:
     for call in (of_the_lab, (*pair(), PROMPT)):
         expected = sd.generate(*call, **options)
         for folder in (lab.draft_path(), str(lab.draft_path())):
-            text = sd.generate(*call, draft_model=folder, **options)
+            text = sd.generate(*call, draft_model=folder, **options)  # type: ignore[misc]
             assert text == expected
             assert text.stats.drafted > 0
 

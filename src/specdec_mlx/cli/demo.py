@@ -27,6 +27,7 @@ from specdec_mlx.bench.timing import TURN_TOKENS, Sample, take_turns
 from specdec_mlx.cli.blas import THREADS
 from specdec_mlx.cli.demo_report import (
     DIFFERENT,
+    LEAST_TOKENS,
     Budget,
     Row,
     Scene,
@@ -128,7 +129,7 @@ def run_demo(
     pair = [pair_that_ships(draft_length)] if is_default else []
     share = 1 - REHEARSAL_SHARE - PAIR_SHARE * len(pair)
     main = cut(whole, share * seconds)
-    least = sum(scene.least_seconds for scene in main.scenes)
+    least = sum(scene.seconds(LEAST_TOKENS) for scene in main.scenes)
     budget = Budget(max(seconds, least / share))
     say(announcement(whole, main, budget.seconds, bool(pair)))
     with wired_limit([show.model for show in (main, *pair)], [generation_stream]):
@@ -163,9 +164,8 @@ def three_prompts(model: nn.Module, tokenizer: Any, draft_length: str, max_token
 def pair_that_ships(draft_length: str) -> Show:
     """The lab pair, on a text of a kind that it was not trained on; also with a fixed length."""
     target, draft, tokenizer = load_pair()
-    opening, later = (
-        list(tokenizer.encode(text)) for name, _, text in held_out_openings() if name == PAIR_TOPIC
-    )
+    texts = [text for name, _, text in held_out_openings() if name == PAIR_TOPIC]
+    opening, later = (list(tokenizer.encode(text)) for text in texts)
     drafter = ModelDrafter(draft, tokenizer=tokenizer)
     ways = [
         after_rehearsal(target, tokenizer, drafter, "model", length)
@@ -193,7 +193,7 @@ def cut(show: Show, seconds: float) -> Show:
     """As much of a show as there is time for."""
     scenes = fit(show.scenes, seconds)
     names = {contender.drafter for scene in scenes for contender in scene.contenders}
-    drafters = {name: drafter for name, drafter in show.drafters.items() if name in names}
+    drafters = {name: show.drafters[name] for name in show.drafters if name in names}
     return replace(show, scenes=scenes, drafters=drafters)
 
 
@@ -224,14 +224,12 @@ def announcement(whole: Show, main: Show, limit: float, with_pair: bool) -> str:
     texts = ", ".join(scene.task.id for scene in main.scenes)
     pair = " and the trained pair that ships" if with_pair else ""
     step = 1e3 * main.scenes[0].pace.step
-    line = (
+    rest = f" All would take up to {needed:.0f} s: the rest is cut or left out."
+    return (
         f"Next, in at most {limit:.0f} s: a text live, then {texts}{pair}; each by plain mlx-lm "
         f"and by speculation, in turns of {TURN_TOKENS} tokens. A plain token takes {step:.0f} ms "
-        "here."
+        f"here.{rest if needed > limit else ''}"
     )
-    if needed <= limit:
-        return line
-    return f"{line} All would take up to {needed:.0f} s: the rest is cut or left out."
 
 
 def rehearse(shows: Sequence[Show], draft_length: str, budget: Budget) -> None:

@@ -89,11 +89,6 @@ class Scene:
         prompt = len(self.task.prompt) * self.pace.position
         return len(self.contenders) * (prompt + min(num_tokens, self.max_tokens) * self.pace.step)
 
-    @property
-    def least_seconds(self) -> float:
-        """Time for a text that is just long enough."""
-        return self.seconds(LEAST_TOKENS)
-
     def runs(self, repeat: int) -> list[Run]:
         """All contenders, before their first token."""
         settings = Settings(self.max_tokens, end_tokens=self.end_tokens)
@@ -103,9 +98,9 @@ class Scene:
 def fit(scenes: Sequence[Scene], seconds: float) -> list[Scene]:
     """As many scenes as there is time for: fewer contenders first, then scenes, never none."""
     shown = list(scenes)
-    if sum(scene.least_seconds for scene in shown) > seconds:
+    if sum(scene.seconds(LEAST_TOKENS) for scene in shown) > seconds:
         shown = [replace(scene, contenders=scene.contenders[:2]) for scene in shown]
-    while len(shown) > 1 and sum(scene.least_seconds for scene in shown) > seconds:
+    while len(shown) > 1 and sum(scene.seconds(LEAST_TOKENS) for scene in shown) > seconds:
         shown.pop()
     return shown
 

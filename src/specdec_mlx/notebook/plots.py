@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from io import BytesIO
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 from specdec_mlx.contracts.trees import ROOT, children_of, depths_of
@@ -255,8 +255,7 @@ def paper_figure_2(draft_lengths: Sequence[int] = (1, 3, 5, 7, 10)) -> Figure:
     for colour, K in zip(cycle(COLOURS), draft_lengths, strict=False):
         tokens = [theory.expected_tokens(x, K) for x in CHANCES]
         ax.plot(CHANCES, tokens, color=colour, label=f"K = {K}")
-    unlimited = [1 / (1 - x) for x in BELOW_095]
-    ax.plot(BELOW_095, unlimited, ":", color=GREY, label="K unlimited")
+    ax.plot(BELOW_095, [1 / (1 - x) for x in BELOW_095], ":", color=GREY, label="K unlimited")
     ax.set_ylim(0, max(draft_lengths) + 2)
     return finish(ax, "Figure 2: tokens a round", "acceptance rate, α", "expected tokens")
 
@@ -307,18 +306,16 @@ def token_tree(
 ) -> Figure:
     """A drafted tree [K], see `Draft.parents`, with its nodes' texts and the path that was kept."""
     ax = axes_or_new(ax, TREE_SIZE)
-    heights = _heights(parents)
-    depths = [0, *(depth + 1 for depth in depths_of(parents))]
-    above: Any = {"xytext": (0, 7), "textcoords": "offset points"}
-    lettering = ink(ax)
+    heights, depths = _heights(parents), [0, *(depth + 1 for depth in depths_of(parents))]
+    above: Any = {"xytext": (0, 7), "textcoords": "offset points", "fontsize": 8, "ha": "center"}
     for node, parent in enumerate(parents):
         is_kept = node in kept
-        colour = VERMILLION if is_kept else GREY
+        edge, letters = (VERMILLION, VERMILLION) if is_kept else (GREY, ink(ax))
         ends = (parent + 1, node + 1)
         x, y = [depths[end] for end in ends], [heights[end] for end in ends]
-        ax.plot(x, y, color=colour, linewidth=2.4 if is_kept else 0.8, zorder=1)
-        label, colour = repr(labels[node])[1:-1].replace(" ", "␣"), colour if is_kept else lettering
-        ax.annotate(label, (x[1], y[1]), color=colour, fontsize=8, ha="center", **above)
+        ax.plot(x, y, color=edge, linewidth=2.4 if is_kept else 0.8, zorder=1)
+        label = repr(labels[node])[1:-1].replace(" ", "␣")
+        ax.annotate(label, (x[1], y[1]), color=letters, **above)
     ax.plot(depths, heights, "o", color=BLUE, markersize=4, zorder=2)
     title = f"A tree of {len(parents)} tokens, {len(kept)} of them kept"
     label_axes(ax, title, "tokens after the text", "")
@@ -330,15 +327,11 @@ def token_tree(
 def _heights(parents: Sequence[int]) -> list[float]:
     """Height of each row: leaves one below the other, the others between their children."""
     children = children_of(parents)
-    heights = [0.0] * len(children)
-    num_leaves = 0
+    heights, leaves = [0.0] * len(children), count(1)
 
     def place(node: int) -> float:
-        nonlocal num_leaves
         below = [place(child) for child in children[node + 1]]
-        if not below:
-            num_leaves += 1
-        heights[node + 1] = (below[0] + below[-1]) / 2 if below else -float(num_leaves)
+        heights[node + 1] = (below[0] + below[-1]) / 2 if below else -float(next(leaves))
         return heights[node + 1]
 
     place(ROOT)

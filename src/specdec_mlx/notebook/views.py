@@ -64,12 +64,11 @@ def text_html(pieces: Sequence[Piece], stats: SpeculationStats, drafter: str = "
     """A text with each token coloured by its origin, and a legend; the drafter shows on hover."""
     tokens = "".join(_token(piece, drafter) for piece in pieces)
     counts = Counter(piece.origin for piece in pieces)
-    legend = "".join(
-        f"<div>{_coloured(look, look.label)}, {count} token{'' if count == 1 else 's'}: "
-        f"{look.meaning}</div>"
-        for origin, look in LOOKS.items()
-        if (count := counts[origin])
-    )
+    legend = ""
+    for origin, look in LOOKS.items():
+        if count := counts[origin]:
+            said = f"{count} token{'' if count == 1 else 's'}: {look.meaning}"
+            legend += f"<div>{_coloured(look, look.label)}, {said}</div>"
     return (
         f'<pre style="{PRE}">{tokens}</pre>'
         f"<p>{stats.emitted} tokens in {stats.target_passes} passes, "
@@ -142,12 +141,11 @@ def _token(piece: Piece, drafter: str) -> str:
 
 
 def _coloured(look: Look, text: str, title: str = "") -> str:
-    style = (
-        f' style="background:{translucent(look.colour, 0.38)};color:inherit;border-radius:.3em;'
-        'box-decoration-break:clone;-webkit-box-decoration-break:clone"'
-        if look.colour
-        else ""
-    )
+    style = ""
+    if look.colour:
+        shine = f"background:{translucent(look.colour, 0.38)};color:inherit;border-radius:.3em"
+        clone = "box-decoration-break:clone;-webkit-box-decoration-break:clone"
+        style = f' style="{shine};{clone}"'
     hover = f' title="{escape(title)}"' if title else ""
     return f"<{look.tag}{style}{hover}>{escape(text)}</{look.tag}>"
 

@@ -43,10 +43,8 @@ class Rows(ABC):
         try:
             from pandas import DataFrame
         except ImportError as error:
-            raise MissingPackageError(
-                "to_pandas() needs pandas, which is not installed. Use: pip install pandas, or "
-                "to_csv(path), which needs nothing."
-            ) from error
+            what = "to_pandas() needs pandas, which is not installed. Use: pip install pandas, or "
+            raise MissingPackageError(f"{what}to_csv(path), which needs nothing.") from error
         rows = self.rows()
         return DataFrame(list(rows), columns=columns(rows))
 
