@@ -7,7 +7,6 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import cache
-from itertools import pairwise
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -122,20 +121,6 @@ def test_a_generation_pays_for_the_passes_that_it_launched(
     monkeypatch.setattr(heads.mx, "synchronize", wait)
     runs = heads.race([generation(costs[i], num_tokens) for i in order])
     assert [run.seconds / (num_tokens - 2) for run in runs] == [costs[i] for i in order]
-
-
-def test_each_generation_comes_after_each_other_one() -> None:
-    """Effects on the processor's caches are no one's own burden."""
-    turns: list[int] = []
-
-    def generation(index: int) -> Iterator[Token]:
-        for number in range(1 + 20 * heads.TURN):
-            turns.extend([index] if number % heads.TURN == 1 else [])
-            yield TOKEN
-
-    heads.race([generation(i) for i in range(3)])
-    assert {(a, b) for a in range(3) for b in range(3) if a != b} <= set(pairwise(turns))
-    assert [turns.count(i) for i in range(3)] == [20, 20, 20]
 
 
 # Rules: the table is the accounts of the texts, all rounds together -------------------------------

@@ -17,19 +17,15 @@ import mlx.core as mx
 import pytest
 
 import specdec_mlx
-import specdec_mlx as sd
 from command_line import Done, both_ways, run
 from selection import FULL, in_one_test
 from specdec_mlx.bench.timing import Settings
 from specdec_mlx.cli import commands as cli
-from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.lab import demo_model
-from specdec_mlx.mlx_lm_plugin.commands import COMMANDS, closing_line
+from specdec_mlx.mlx_lm_plugin.commands import COMMANDS
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
-from specdec_mlx.mlx_lm_plugin.installation import Speculation
 from specdec_mlx.models import load_model
-from specdec_mlx.stats.account import SpeculationStats
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
@@ -82,21 +78,6 @@ def all_accepted(num_tokens: int) -> tuple[float, int, int]:
     """The account where all drafts of 4 are accepted: a plain pass, then 4 + 1 tokens a pass."""
     passes = 1 + math.ceil((num_tokens - 1) / 5)
     return round(num_tokens / passes, 2), num_tokens - passes, num_tokens - passes
-
-
-def test_nothing_is_said_about_the_pace_where_nothing_was_accepted() -> None:
-    """Then there is nothing to compare, and the counts say it."""
-    plain = RoundRecord(0, 0, 1, 1, seconds=1.0)
-    wrong, right = (RoundRecord(4, n, n + 1, 5, seconds=s) for n, s in ((0, 0.2), (4, 1.0)))
-    for rounds, said in (
-        ([plain] * 3, "accepted 0 of 0 drafted"),
-        ([plain, plain, wrong], "accepted 0 of 4 drafted"),
-        ([plain, plain, right], "accepted 4 of 4 drafted, 3.00 times the plain pace"),
-    ):
-        stats = SpeculationStats()
-        for record in rounds:
-            stats.record(record)
-        assert closing_line(Speculation(sd.NGramDrafter(), stats=stats)).endswith(said)
 
 
 @both_ways

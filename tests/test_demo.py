@@ -9,7 +9,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from hypothesis import given
@@ -20,8 +19,8 @@ from selection import FULL, in_one_test
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import TURN_TOKENS, Sample
-from specdec_mlx.cli import blas, demo, demo_report
 from specdec_mlx.cli import commands as cli
+from specdec_mlx.cli import demo, demo_report
 from specdec_mlx.cli.demo import PAIR, Show, after_rehearsal
 from specdec_mlx.cli.demo_report import LEAST_TOKENS, Budget, Pace, Scene, fit
 from specdec_mlx.draft_length.store import Tuning, tuning_for
@@ -212,19 +211,6 @@ def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
     row = row_of(samples)
     assert row.verdict == verdict
     assert demo_report.format_table([row]).endswith(f"  {verdict}")
-
-
-def test_without_a_good_blas_it_says_what_that_means_and_how_to_get_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The command that installs it, and that nothing else has to be done."""
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
-    monkeypatch.setattr(demo, "blas_name", lambda: blas.REFERENCE_BLAS)
-    demo.say_what_multiplies(None)
-    said = capsys.readouterr().err
-    for words in ("costs m times one", 'pip install "specdec-mlx[cpu]"', "then preloads it"):
-        assert words in said
 
 
 @pytest.fixture(scope="module")

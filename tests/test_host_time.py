@@ -19,7 +19,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 from benchmarks import host_time
-from benchmarks.host_time import Kind, Table, generate, kinds, prompt_of, round_seconds
+from benchmarks.host_time import Kind, Table, generate, kinds, prompt_of
 from scripted import ScriptedDrafter
 from selection import in_one_test
 from specdec_mlx import loop
@@ -138,18 +138,6 @@ def test_penalties_see_as_far_back_as_they_look(drafter: PromptLookupDrafter | N
         )
         assert windowed == whole
         assert len(set(whole)) > 2
-
-
-@pytest.mark.parametrize("name", KINDS)
-def test_rounds_are_what_they_are_called(name: str) -> None:
-    """Plain rounds have no draft; drafting rounds accept all of one. The prompt is its length."""
-    assert len(prompt_of(1000)) == 1000
-    tokens = [token for _, token in generate(KINDS[name], 600, 50, K)]
-    stats = tokens[-1].stats
-    assert [t.token for t in tokens] == [i % host_time.VOCAB_SIZE for i in range(50)]
-    right = 0 if name.startswith("plain") else 39  # the last token comes with the verdict
-    assert stats.accepted == stats.drafted == right
-    assert len(round_seconds(KINDS[name], 600, 5, K)) in (5, 6)
 
 
 def sampled_text(num_tokens: int) -> tuple[list[int], int]:
