@@ -119,7 +119,8 @@ def measure(
 def _results(
     tasks: Sequence[Task], contenders: Sequence[Contender], settings: Settings
 ) -> dict[str, Result]:
-    samples = run_interleaved(tasks, [unended(contender) for contender in contenders], settings)
+    ways = [unended(contender) for contender in contenders]
+    samples = list(run_interleaved(tasks, ways, settings))
     results = summarise(samples, [], greedy=False)
     return {r.drafter: r for r in results if r.category == ALL and r.drafter != PLAIN}
 

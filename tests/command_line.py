@@ -39,7 +39,12 @@ class Done(NamedTuple):
 def run(*arguments: str | Path, stdin: str = "", program: str = "specdec_mlx", **env: str) -> Done:
     """`python -m PROGRAM ARGUMENTS...`, with all of its input and further environment variables."""
     command = [str(argument) for argument in arguments]
-    return (_here if _way == "here" else _as_a_process)(program, command, stdin, env)
+    if _way == "here":
+        return _here(program, command, stdin, env)
+    command, env = [sys.executable, "-m", program, *command], os.environ | env
+    options = {"capture_output": True, "text": True, "timeout": 240}
+    done = subprocess.run(command, input=stdin, env=env, check=False, **options)  # type: ignore[call-overload]
+    return Done(done.returncode, done.stdout, done.stderr)
 
 
 @contextmanager
@@ -51,19 +56,6 @@ def in_this_way(way: str) -> Iterator[None]:
         yield
     finally:
         _way = before
-
-
-def _as_a_process(program: str, arguments: list[str], stdin: str, env: dict[str, str]) -> Done:
-    done = subprocess.run(
-        [sys.executable, "-m", program, *arguments],
-        input=stdin,
-        env=os.environ | env,
-        capture_output=True,
-        text=True,
-        timeout=240,
-        check=False,
-    )
-    return Done(done.returncode, done.stdout, done.stderr)
 
 
 def _here(program: str, arguments: list[str], stdin: str, env: dict[str, str]) -> Done:

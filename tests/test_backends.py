@@ -2,21 +2,27 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
 from collections.abc import Iterable
 from dataclasses import replace
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import numpy as np
 import pytest
 
 import specdec_mlx
 from selection import in_one_test
 from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_in
-from specdec_mlx.cli import backends, doctor
+from specdec_mlx.cli import backends, blas, doctor
+from specdec_mlx.cli.blas import without_prefix
 from specdec_mlx.cli.commands import main
 from specdec_mlx.errors import MissingBackendError
 
@@ -28,100 +34,84 @@ CHOOSE = (
 )
 
 
-def pretend_to_install(folder: Path, distributions: dict[str, str]) -> None:
+def pretend_to_install(folder: Path, **distributions: str) -> None:
     """Metadata of distributions, by name and version, and nothing else of them."""
     for name, number in distributions.items():
-        info = folder / f"{name.replace('-', '_')}-{number}.dist-info"
+        info = folder / f"{name}-{number}.dist-info"
         info.mkdir(parents=True)
-        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {number}\n")
+        text = f"Metadata-Version: 2.1\nName: {name.replace('_', '-')}\nVersion: {number}\n"
+        (info / "METADATA").write_text(text)
 
 
 def linux_where_mlx_raises(folder: Path, message: str) -> Path:
     """A package `mlx` whose extension does not load, as MLX's does on Linux without a backend."""
     (folder / "mlx").mkdir(parents=True)
     (folder / "mlx" / "__init__.py").touch()
-    (folder / "mlx" / "core.py").write_text(
-        f"import sys\nsys.platform = 'linux'\nraise ImportError({message!r})\n"
-    )
+    code = f"import sys\nsys.platform = 'linux'\nraise ImportError({message!r})\n"
+    (folder / "mlx" / "core.py").write_text(code)
     return folder
 
 
 def python(*arguments: str, path: Iterable[Path] = ()) -> subprocess.CompletedProcess[str]:
     """An interpreter that has the standard library, our sources and `path`, and nothing else."""
-    return subprocess.run(
-        [sys.executable, "-S", *arguments],
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, SOURCES]))},
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
+    command = [sys.executable, "-S", *arguments]
+    env = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, [*path, SOURCES]))}
+    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
 
 
-def test_importing_without_a_backend_says_which_extra_to_take(tmp_path: Path) -> None:
-    """Without MLX, which the core does not bring on Linux, and with its wheel alone."""
+def test_without_a_backend_it_is_said_which_extra_to_take(tmp_path: Path) -> None:
+    """Without MLX, which the core does not bring on Linux, and with its wheel alone.
+
+    The command says so on one line, although its own code was not reached.
+    """
     without_mlx = python("-c", "import sys; sys.platform = 'linux'; import specdec_mlx")
-    pretend_to_install(tmp_path, {"mlx": "0.32.4"})
+    pretend_to_install(tmp_path, mlx="0.32.4")
     stub = linux_where_mlx_raises(tmp_path, NO_LIBRARY)
     for done in (without_mlx, python("-c", "import specdec_mlx", path=[stub])):
         assert done.stderr.splitlines()[-1] == f"specdec_mlx.errors.MissingBackendError: {CHOOSE}"
     guarded = "try:\n import specdec_mlx\nexcept ImportError as error:\n print(error.name)"
     assert python("-c", guarded, path=[stub]).stdout == "mlx.core\n"
-
-
-def test_the_command_without_a_backend_says_so_on_one_line(tmp_path: Path) -> None:
-    """No traceback, and the status of all errors, although its own code was not reached."""
-    stub = linux_where_mlx_raises(tmp_path / "stub", NO_LIBRARY)
     script = tmp_path / "specdec-mlx"
     script.write_text("from specdec_mlx.cli.commands import main\nraise SystemExit(main())\n")
     for command in (["-m", "specdec_mlx"], [str(script)]):
         done = python(*command, "doctor", path=[stub])
-        assert (done.returncode, done.stdout) == (2, "")
-        assert done.stderr == f"specdec-mlx: {CHOOSE}\n"
+        said = (done.returncode, done.stdout, done.stderr)
+        assert said == (2, "", f"specdec-mlx: {CHOOSE}\n")
 
 
 def test_a_backend_that_does_not_load_is_named_with_the_command_that_mends_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Gone with another that was uninstalled, of another version, or without its driver; a Mac's
-    comes with MLX.
-    """
-    pretend_to_install(tmp_path, {"mlx": "0.32.4", "mlx-cpu": "0.32.2"})
+    """Gone with another that was uninstalled, of another version, or without its driver."""
+    pretend_to_install(tmp_path, mlx="0.32.4", mlx_cpu="0.32.2")
     stub = linux_where_mlx_raises(tmp_path, "undefined symbol: fast")
-    assert (
-        python("-c", "import specdec_mlx", path=[stub])
-        .stderr.rstrip()
-        .endswith(
-            "MLX does not load (undefined symbol: fast) from mlx 0.32.4, mlx-cpu 0.32.2. Mend it: "
-            'pip uninstall -y mlx mlx-cpu && pip install "specdec-mlx[cpu]".'
-        )
+    done = python("-c", "import specdec_mlx", path=[stub])
+    assert done.stderr.splitlines()[-1].endswith(
+        "MLX does not load (undefined symbol: fast) from mlx 0.32.4, mlx-cpu 0.32.2. Mend it: "
+        'pip uninstall -y mlx mlx-cpu && pip install "specdec-mlx[cpu]".'
     )
-    pretend_to_install(tmp_path, {"mlx-cuda-13": "0.32.4"})
-    assert (
-        python("-c", "import specdec_mlx", path=[stub])
-        .stderr.rstrip()
-        .endswith(
-            'pip uninstall -y mlx mlx-cpu mlx-cuda-13 && pip install "specdec-mlx[cuda13]". '
-            "CUDA also needs NVIDIA's driver."
-        )
+    pretend_to_install(tmp_path, mlx_cuda_13="0.32.4")
+    done = python("-c", "import specdec_mlx", path=[stub])
+    assert done.stderr.splitlines()[-1].endswith(
+        'pip uninstall -y mlx mlx-cpu mlx-cuda-13 && pip install "specdec-mlx[cuda13]". '
+        "CUDA also needs NVIDIA's driver."
     )
-    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "platform", "darwin")  # a Mac's backend comes with MLX
     problem = backends.without_mlx(ImportError("No module named 'mlx'"))
     assert isinstance(problem, MissingBackendError)
     assert "No module named 'mlx'" in str(problem)
     assert str(problem).endswith("pip install --force-reinstall mlx")
 
 
-RIGHT = doctor.Installation(
-    "cpu", "Some Processor", "OpenBLAS", {"mlx-cpu": "0.32.4"}, "0.32.4", "0.32.2"
-)
+CPU = {"mlx-cpu": "0.32.4"}
+RIGHT = doctor.Installation("cpu", "Some Processor", "OpenBLAS", CPU, "0.32.4", "0.32.2")
 CUDA = replace(RIGHT, runs_on="cuda", blas=None, backends={"mlx-cuda-13": "0.32.4"})
 MAC = replace(RIGHT, runs_on="metal", blas=None, backends={})
 SLOW = replace(RIGHT, blas=REFERENCE_BLAS)
 
 WRONG: list[tuple[doctor.Installation, tuple[str, ...]]] = [
     (
-        replace(RIGHT, backends={"mlx-cpu": "0.32.4", "mlx-cuda-13": "0.32.4"}),
+        replace(RIGHT, backends=CPU | CUDA.backends),
         ("mlx-cpu and mlx-cuda-13 are both installed", 'pip install "specdec-mlx[cuda13]"'),
     ),
     (
@@ -134,40 +124,51 @@ WRONG: list[tuple[doctor.Installation, tuple[str, ...]]] = [
 ]
 
 
-@in_one_test(("found", "fragments"), [(RIGHT, ()), (CUDA, ()), (MAC, ()), *WRONG])
-def test_the_doctor_prints_what_a_bug_report_needs_and_how_to_mend_a_problem(
+@in_one_test(("found", "fragments"), WRONG)
+def test_the_doctor_names_one_problem_and_the_command_that_mends_it(
     found: doctor.Installation,
     fragments: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """One line each; one warning and exit status 1 where something is wrong."""
+    """Exit status 1."""
     monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
-    assert main(["doctor"]) == (1 if fragments else 0)
-    table, *warnings = capsys.readouterr().out.split("\nwarning: ")
-    lines = dict(line.split(maxsplit=1) for line in table.splitlines())
-    backend = ", ".join(f"{name} {number}" for name, number in found.backends.items())
-    assert lines["specdec-mlx"] == specdec_mlx.__version__
-    assert lines["backend"] == (f"{found.runs_on} ({backend})" if backend else found.runs_on)
-    assert lines["device"] == found.device
-    assert lines.get("BLAS") == found.blas
-    assert (lines["mlx"], lines["mlx-lm"]) == (found.mlx, found.mlx_lm)
-    assert lines["Python"] == ".".join(map(str, sys.version_info[:3]))
-    assert lines["system"].endswith(f"{os.cpu_count()} cores")
-    assert len(warnings) == (1 if fragments else 0)
+    assert main(["doctor"]) == 1
+    warnings = [x for x in capsys.readouterr().out.splitlines() if x.startswith("warning: ")]
+    assert len(warnings) == 1
     positions = [warnings[0].index(fragment) for fragment in fragments]
     assert positions == sorted(positions)
+
+
+@in_one_test("found", [RIGHT, CUDA, MAC])
+def test_the_doctor_prints_what_a_bug_report_needs(
+    found: doctor.Installation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """One line each; exit status 0 where nothing is wrong."""
+    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
+    assert main(["doctor"]) == 0
+    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    backend = "".join(f" ({name} {number})" for name, number in found.backends.items())
+    assert lines.pop("system").endswith(f"{os.cpu_count()} cores")
+    assert lines == {
+        "specdec-mlx": specdec_mlx.__version__,
+        "backend": f"{found.runs_on}{backend}",
+        "device": found.device,
+        **({} if found.blas is None else {"BLAS": found.blas}),
+        "mlx": found.mlx,
+        "mlx-lm": found.mlx_lm,
+        "Python": ".".join(map(str, sys.version_info[:3])),
+    }
 
 
 def test_the_doctor_recommends_a_better_blas_that_is_there(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Nothing is wrong: exit status 0, and a line to copy."""
-    found = replace(SLOW, openblas="/cache/libopenblas.so")
+    found = replace(SLOW, openblas="/c/lib.so")
     monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
     assert main(["doctor"]) == 0
-    said = capsys.readouterr().out
-    assert "export LD_PRELOAD=/cache/libopenblas.so OPENBLAS_NUM_THREADS=1" in said
+    assert "export LD_PRELOAD=/c/lib.so OPENBLAS_NUM_THREADS=1" in capsys.readouterr().out
 
 
 def test_the_doctor_looks_at_this_installation(
@@ -175,18 +176,16 @@ def test_the_doctor_looks_at_this_installation(
 ) -> None:
     """Two backends are seen by their metadata, another mlx-lm by its version."""
     found = doctor.inspect_installation()
-    assert found.mlx_lm == mlx_lm.__version__
-    assert found.refusal is None
+    assert (found.mlx_lm, found.refusal) == (mlx_lm.__version__, None)
     assert (found.runs_on == "cpu") == (mx.default_device() == mx.cpu)
     assert len(found.backends) <= 1
-    pretend_to_install(tmp_path, {"mlx-cpu": "0.1", "mlx-cuda-12": "0.2"})
+    pretend_to_install(tmp_path, mlx_cpu="0.1", mlx_cuda_12="0.2")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(mlx_lm, "__version__", "0.33.0")
     found = doctor.inspect_installation()
     assert found.backends == {"mlx-cpu": "0.1", "mlx-cuda-12": "0.2"}
-    assert found.refusal is not None
-    assert "0.33.0" in found.refusal
+    assert "0.33.0" in (found.refusal or "")
 
 
 LIBRARIES = {
@@ -206,5 +205,152 @@ def test_the_matrix_library_is_read_off_what_is_loaded(file: str) -> None:
     """By the library's own name; the copies that NumPy and SciPy bring do not serve MLX."""
     line = "7f0c1a400000-7f0c1a421000 r--p 00000000 fe:01 131085  {}\n"
     stack = "7ffd7a5e6000-7ffd7a607000 rw-p 0 00:00 0 [stack]\n"
-    maps = line.format("/usr/lib/libc.so.6") + stack + line.format(file)
-    assert blas_in(maps) == LIBRARIES[file]
+    assert (
+        blas_in(f"{line.format('/usr/lib/libc.so.6')}{stack}{line.format(file)}")
+        == (LIBRARIES[file])
+    )
+
+
+# OpenBLAS for MLX on Linux: the library's names, the copy, and the second start -------------------
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="an ELF library is loaded")
+def test_a_real_library_loads_and_runs_under_its_plain_names(tmp_path: Path) -> None:
+    """NumPy's own OpenBLAS, whose names have the same prefix."""
+    folder = Path(np.__file__).parent.parent / "numpy.libs"
+    (source,) = folder.glob("libscipy_openblas64_*.so")
+    copy = tmp_path / "plain.so"
+    copy.write_bytes(without_prefix(source.read_bytes(), b"scipy_"))
+    library = ctypes.CDLL(str(copy))
+    assert library.openblas_get_num_threads64_() >= 1
+    assert not hasattr(library, "scipy_openblas_get_num_threads64_")
+    assert copy.stat().st_size == source.stat().st_size
+
+
+def plainly_without(library: bytes, prefix: bytes) -> bytes:
+    """`without_prefix`, of a library that is nothing but a name."""
+    is_name = library == b"scipy_name"
+    return library.removeprefix(prefix) if is_name else without_prefix(library, prefix)
+
+
+@pytest.fixture
+def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The library of a wheel that is installed, with an empty cache."""
+    wheel = SimpleNamespace(version="1.2", locate_file=lambda path: tmp_path / path)
+    library = tmp_path / blas.LIBRARY
+    library.parent.mkdir(parents=True)
+    library.write_bytes(b"scipy_name")
+    monkeypatch.setattr(blas, "without_prefix", plainly_without)
+    monkeypatch.setattr(blas, "distribution", lambda name: wheel)
+    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "cache"))
+    return library
+
+
+def test_the_wheels_library_is_copied_with_plain_names_once(library: Path, tmp_path: Path) -> None:
+    """The copy alone lies in the cache, by the wheel's version; the wheel stays as it is."""
+    copy = Path(str(blas.find_openblas()))
+    assert copy == tmp_path / "cache" / "blas" / "libopenblas-1.2.so"
+    assert copy.read_bytes() == b"name"
+    assert library.read_bytes() == b"scipy_name"
+    library.unlink()
+    assert blas.find_openblas() == str(copy)
+    assert list(copy.parent.iterdir()) == [copy]
+
+
+def test_without_the_wheel_nothing_is_preloaded(
+    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing that is wrong with the wheel is an error: the command works without."""
+
+    def no_distribution(name: str) -> Any:
+        raise PackageNotFoundError(name)
+
+    (tmp_path / "cache").write_text("a file where the folder should be")
+    assert blas.find_openblas() is None
+    (tmp_path / "cache").unlink()
+    for other in (b"MZ", b"\xcf\xfa\xed\xfe" + bytes(100), b"\x7fELF\x01\x01" + bytes(100)):
+        library.write_bytes(other)  # of Windows, of a Mac, and of 32 bits
+        assert blas.find_openblas() is None
+        with pytest.raises(ValueError, match="expected a 64-bit ELF library"):
+            without_prefix(other, b"scipy_")
+    library.unlink()
+    assert blas.find_openblas() is None
+    monkeypatch.setattr(blas, "distribution", no_distribution)
+    assert blas.find_openblas() is None
+
+
+class Started(BaseException):
+    """`os.execve` does not return."""
+
+
+@pytest.fixture
+def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict]]:
+    """A `specdec-mlx demo --seconds 9` that wants OpenBLAS, and what it is replaced by."""
+    seen: list[tuple[str, list[str], dict]] = []
+
+    def execve(*call: Any) -> None:
+        seen.append(call)
+        raise Started
+
+    monkeypatch.setattr(blas.os, "environ", {"LD_PRELOAD": "libtrace.so", "PATH": "/bin"})
+    monkeypatch.setattr(blas.os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(blas.os, "execve", execve)
+    monkeypatch.setattr(sys, "argv", ["/venv/bin/specdec-mlx", "demo", "--seconds", "9"])
+    monkeypatch.setattr(sys, "executable", "/venv/bin/python")
+    monkeypatch.setattr(sys, "orig_argv", ["python", "-X", "dev", *sys.argv])
+    monkeypatch.setattr(sys, "platform", "linux")
+    monkeypatch.setattr(blas.mx, "default_device", lambda: blas.mx.cpu)
+    monkeypatch.setattr(blas, "blas_name", lambda: blas.REFERENCE_BLAS)
+    monkeypatch.setattr(blas, "find_openblas", lambda: "/cache/libopenblas.so")
+    return seen
+
+
+def test_the_command_starts_again_with_the_library_preloaded(
+    starts: list, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the same Python, once; its children inherit nothing, and the user's threads stay."""
+    with pytest.raises(Started):
+        blas.start_again_with_openblas("demo")
+    ((program, arguments, environment),) = starts
+    assert program == "/venv/bin/python"
+    expected = ["-X", "dev", "/venv/bin/specdec-mlx", "demo", "--seconds", "9"]
+    assert arguments == ["/venv/bin/python", *expected]
+    environment.pop("PYTEST_CURRENT_TEST", None)
+    assert environment == {
+        "LD_PRELOAD": "/cache/libopenblas.so libtrace.so",
+        "OPENBLAS_NUM_THREADS": "4",
+        "PATH": "/bin",
+        blas.PRELOADED: "/cache/libopenblas.so",
+    }
+    assert capsys.readouterr().err.startswith("Preloading OpenBLAS")
+    for before, preload in (({"LD_PRELOAD": "libtrace.so"}, " libtrace.so"), ({}, "")):
+        own = {blas.PRELOADED: "/cache/a.so", "LD_PRELOAD": f"/cache/a.so{preload}"}
+        monkeypatch.setattr(blas.os, "environ", own)
+        assert blas.start_again_with_openblas("demo") == "/cache/a.so"
+        assert blas.os.environ == before
+    monkeypatch.setattr(blas.os, "environ", {blas.THREADS: "3"})
+    with pytest.raises(Started):
+        blas.start_again_with_openblas("demo")
+    assert starts[1][2][blas.THREADS] == "3"
+
+
+@in_one_test(
+    ("module", "name", "value"),
+    [
+        (sys, "platform", "darwin"),
+        (blas.mx, "default_device", lambda: blas.mx.gpu),
+        (blas, "blas_name", lambda: "OpenBLAS"),
+        (blas, "blas_name", lambda: "MKL"),
+        (blas, "find_openblas", lambda: None),
+        (sys, "argv", ["/bin/pytest", "tests"]),
+        (sys, "orig_argv", ["python", "/bin/pytest", "tests"]),
+    ],
+)
+def test_nothing_starts_again_where_that_gains_nothing(
+    module: Any, name: str, value: Any, starts: list, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And never in a process that is not the command itself."""
+    with monkeypatch.context() as patch:
+        patch.setattr(module, name, value)
+        assert blas.start_again_with_openblas("demo") is None
+    assert starts == []

@@ -6,9 +6,11 @@ import argparse
 import dataclasses
 import itertools
 import json
+import random
 from collections.abc import Sequence
 from functools import cache
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -16,9 +18,12 @@ import numpy as np
 import pytest
 
 import narrow
+import scripted
 import specdec_mlx as sd
-from selection import FULL, in_one_test
-from specdec_mlx.bench import identity, run, timing
+from benchmarks import replay as experiment
+from benchmarks.oracles import LENGTH_ORACLE, TEXT_ORACLE, length_oracle, text_oracle
+from selection import FULL, cases, in_one_test
+from specdec_mlx.bench import identity, recorded, replay, run, timing
 from specdec_mlx.bench.contenders import (
     MLX_LM_SPECULATION,
     PLAIN,
@@ -28,38 +33,41 @@ from specdec_mlx.bench.contenders import (
     ours,
 )
 from specdec_mlx.bench.cost import CostCurve, CostMeter, linear_cost, median_interval, parse_cost
-from specdec_mlx.bench.machine import describe_dtype, describe_machine
-from specdec_mlx.bench.prompts import Prompt, builtin_prompts, choose, encode_chat, read_prompts
-from specdec_mlx.bench.record import Record, load_record, save_record
-from specdec_mlx.bench.report import format_cost, format_record, markdown_table
+from specdec_mlx.bench.prompts import Prompt, builtin_prompts, choose, encode_chat
+from specdec_mlx.bench.record import Record, RecordedText, load_record, save_record
+from specdec_mlx.bench.recorded import Modelled, replay_text
+from specdec_mlx.bench.report import format_cost, format_record
+from specdec_mlx.bench.run import run_bench
 from specdec_mlx.bench.summary import (
     ALL,
     Result,
-    Speeds,
     bootstrap_interval,
     summarise,
     throughput_ratio,
 )
-from specdec_mlx.bench.timing import Sample, Settings, run_interleaved, take_turns
-from specdec_mlx.contracts import Outcome
+from specdec_mlx.bench.timing import Sample, Settings, run_interleaved, take_turns, time_generation
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, Outcome, RoundRecord
+from specdec_mlx.draft_length.costs import CURVES, WIDTHS
+from specdec_mlx.draft_length.policy import Fixed, make_draft_length
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters import draft_models
 from specdec_mlx.lab.pair import head_path, load_pair
 from specdec_mlx.target.verifier import LazyPass
 
 SETTINGS = Settings(max_tokens=24, repeats=2)
+LOOKUP = "prompt-lookup"
 
 
 def bench(
-    drafters: Sequence[str] = ("prompt-lookup",),
+    drafters: Sequence[str] = (LOOKUP,),
     lengths: Sequence[str] = ("3",),
     settings: Settings = SETTINGS,
     temp: float = 0.0,
-    draft_model: Any = None,
+    **options: Any,
 ) -> Record:
-    contenders = make_contenders(narrow.model(), drafters, lengths, temp, draft_model=draft_model)
-    return run.run_bench(
-        narrow.model(), narrow.tasks(), contenders, settings, temp=temp, measure_cost=False
-    )
+    model = narrow.model()
+    contenders = make_contenders(model, drafters, lengths, temp, **options)
+    return run.run_bench(model, narrow.tasks(), contenders, settings, temp=temp, measure_cost=False)
 
 
 @cache
@@ -81,28 +89,13 @@ def sample(text: str, drafter: str = PLAIN, tokens: Sequence[int] = (1, 2), **ma
     return Sample(text, "kind 0", drafter, "", **own)
 
 
-@pytest.fixture
-def wrong_loop(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A loop that accepts one token too many: the first rejected draft token stays in the text."""
-    read = LazyPass.read
-
-    def lenient(self: LazyPass) -> Outcome:
-        outcome = read(self)
-        n = outcome.num_accepted
-        if n == len(self.draft):
-            return outcome
-        return Outcome(range(n + 1), [*self.draft.tokens[: n + 1], outcome.tokens[-1]])
-
-    monkeypatch.setattr(LazyPass, "read", lenient)
-
-
 def test_texts_are_identical_and_counts_add_up() -> None:
     """Greedy: every text is plain decoding's. Sums over categories are those of "all"."""
-    record = bench(["prompt-lookup", "ngram", "none"], ["2", "5"])
+    record = bench([LOOKUP, "ngram", "none"], ["2", "5"])
     assert {r.identical for r in record.results if r.category == ALL} == {4}
     assert record.differences == []
-    for key in {(r.drafter, r.draft_length) for r in record.results}:
-        own = [r for r in record.results if (r.drafter, r.draft_length) == key]
+    for key in {r.key for r in record.results}:
+        own = [r for r in record.results if r.key == key]
         (total,) = (r for r in own if r.category == ALL)
         for count in ("texts", "tokens", "target_passes", "drafted", "accepted", "identical"):
             parts = sum(getattr(r, count) for r in own if r.category != ALL)
@@ -114,100 +107,45 @@ def test_texts_are_identical_and_counts_add_up() -> None:
     assert only(record, PLAIN).tokens_per_pass == only(record, "none").tokens_per_pass == 1
     assert only(record, PLAIN).ratio == 1
     assert any(r.drafted > r.accepted > 0 for r in record.results)
-
-
-def test_what_is_recorded_can_be_replayed() -> None:
-    record = usual()
     assert [t.prompt for t in record.texts] == [t.prompt for t in narrow.tasks()]
-    assert all(len(t.generated) == SETTINGS.max_tokens for t in record.texts)
     settings = {"max_tokens": SETTINGS.max_tokens, "vocab_size": narrow.VOCAB, "dtype": "float32"}
     assert settings.items() <= record.settings.items()
 
 
-@pytest.mark.usefixtures("wrong_loop")
-def test_a_wrong_loop_is_found_out() -> None:
-    """Texts of a lenient loop are counted as different, with the place and no excuse."""
-    record = bench()
-    result = only(record, "prompt-lookup")
-    assert result.identical is not None
-    assert result.identical < 4
-    assert result.excused == 0
-    assert only(record, PLAIN).identical == 4
-    references = {t.id: t.generated for t in record.texts}
-    samples = {(s.id, s.drafter, s.repeat): s.tokens for s in record.samples}
-    for difference in record.differences:
-        assert not difference.excused
-        tokens = samples[difference.id, "prompt-lookup", difference.repeat]
-        at = difference.position
-        assert tokens[:at] == references[difference.id][:at]
-        assert tokens[at] != references[difference.id][at]
-
-
-def test_a_near_tie_is_an_excuse_and_is_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The excuse depends on the target's own top two there, nothing else."""
-    task = narrow.tasks(1)[0]
-    plain = sample("task 0", tokens=[1, 2, 3])
-    parted = dataclasses.replace(plain, drafter="d", tokens=[1, 0, 3])
-    for gap, excused in ((1e-5, True), (1e-3, False)):
-        monkeypatch.setattr(identity, "top_two_gap", lambda *args, gap=gap: gap)
-        (found,) = identity.find_differences(narrow.model(), [task], [plain, parted])
-        assert (found.position, found.top_two_gap, found.excused) == (1, gap, excused)
-
-
-def test_where_texts_part_and_by_how_much() -> None:
+def test_where_texts_part_by_how_much_and_a_near_tie_is_an_excuse(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Of a beginning and the whole, the shorter one's length; the gap is that of the logits."""
     assert identity.first_difference([1, 2], [1, 2]) is None
     assert identity.first_difference([1, 2], [1, 3]) == 1
     assert identity.first_difference([1], [1, 3]) == 1
     assert identity.first_difference([1, 3, 4], [1, 3]) == 2
-    task = narrow.tasks(1)[0]
+    (task,) = narrow.tasks(1)
     text = [t.token for t in sd.speculate(narrow.model(), task.prompt, None, max_tokens=6)]
     logits = narrow.model()(mx.array([task.prompt + text[:5]]))[0, -1]
     second, best = np.sort(np.array(logits))[-2:]
     gap = identity.top_two_gap(narrow.model(), task.prompt, 5)
     assert gap == pytest.approx(best - second, abs=1e-4)
-
-
-def test_contenders_take_turns() -> None:
-    """A B C A B C on the first text, then on the next; a sweep between texts."""
-    contenders = make_contenders(narrow.model(), ["prompt-lookup", "none"], ["2"])
-    order: list[Any] = []
-    run_interleaved(
-        narrow.tasks(2),
-        contenders,
-        Settings(max_tokens=3, repeats=2),
-        on_sample=lambda s: order.append((s.id, s.repeat, s.drafter)),
-        between_tasks=lambda: order.append("sweep"),
-    )
-    names = [PLAIN, "prompt-lookup", "none"]
-    expected: list[Any] = []
-    for i in range(2):
-        expected += ["sweep", *((f"task {i}", r, name) for r in range(2) for name in names)]
-    assert order == expected
+    samples = [sample("task 0", tokens=[1, 2, 3]), sample("task 0", "d", tokens=[1, 0, 3])]
+    for gap, excused in ((1e-5, True), (1e-3, False)):
+        monkeypatch.setattr(identity, "top_two_gap", lambda *args, gap=gap: gap)
+        (found,) = identity.find_differences(narrow.model(), [task], samples)
+        assert (found.position, found.top_two_gap, found.excused) == (1, gap, excused)
 
 
 def test_whose_turn_is_next_is_drawn() -> None:
     """Everybody comes once each time around, and nobody always after the same other one."""
     order: list[int] = []
 
-    class Stub:
-        """Is over after 100 turns."""
+    def stub(name: int) -> Any:
+        def go_on(num_tokens: int) -> None:
+            order.append(name)
+            made.is_over = order.count(name) == 100
 
-        def __init__(self, name: int) -> None:
-            self.name, self.left = name, 100
+        made = SimpleNamespace(is_over=False, go_on=go_on, stop=lambda: None)
+        return made
 
-        @property
-        def is_over(self) -> bool:
-            return not self.left
-
-        def go_on(self, num_tokens: int) -> None:
-            order.append(self.name)
-            self.left -= 1
-
-        def stop(self) -> None:
-            assert self.is_over
-
-    take_turns([Stub(i) for i in range(3)], seed=1)  # type: ignore[misc]
+    take_turns([stub(i) for i in range(3)], seed=1)
     rounds = [order[i : i + 3] for i in range(0, 300, 3)]
     assert all(sorted(names) == [0, 1, 2] for names in rounds)
     for name in range(3):
@@ -215,23 +153,35 @@ def test_whose_turn_is_next_is_drawn() -> None:
         assert max(map(before.count, range(3))) < 60
 
 
-def test_texts_end_with_their_end_token() -> None:
-    """The end token is the last of the text, for every contender."""
-    free = usual()
-    counts = [token for text in free.texts for token in text.generated[5:]]
-    end = min(set(counts), key=counts.count)
-    record = bench(["prompt-lookup"], ["3"], dataclasses.replace(SETTINGS, end_tokens={end}))
-    for free_text, text in zip(free.texts, record.texts, strict=True):
-        whole = free_text.generated
-        assert text.generated == (whole[: whole.index(end) + 1] if end in whole else whole)
-    assert any(len(t.generated) < SETTINGS.max_tokens for t in record.texts)
-    assert only(record, "prompt-lookup").identical == 4
-    assert all(s.passes + s.accepted >= len(s.tokens) for s in record.samples)
+def test_contenders_take_turns_and_what_auto_learned_is_kept_within_a_repeat(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One memory per contender and repeat: texts seen before must not help. A sweep before each."""
+    seen: list[Any] = []
+    speculate = sd.speculate
+
+    def spy(*args: Any, tuning: Any, **kwargs: Any) -> Any:
+        seen.append(tuning)
+        return speculate(*args, tuning=tuning, **kwargs)
+
+    monkeypatch.setattr("specdec_mlx.bench.contenders.speculate", spy)
+    contenders = make_contenders(narrow.model(), [LOOKUP, "ngram"], ["auto"])
+    settings, order = Settings(max_tokens=4, repeats=2), []
+    sweep = SimpleNamespace(id="", repeat=0, drafter="sweep")
+    for s in run_interleaved(narrow.tasks(2), contenders, settings, lambda: order.append(sweep)):
+        order.append(s)
+    ways = [(repeat, name) for repeat in (0, 1) for name in (PLAIN, LOOKUP, "ngram")]
+    expected = [("", 0, "sweep"), *(("task 0", *way) for way in ways)]
+    expected += [("", 0, "sweep"), *(("task 1", *way) for way in ways)]
+    assert [(s.id, s.repeat, s.drafter) for s in order] == expected
+    timed = [id(tuning) for tuning in seen[2:]]  # after the warm-up of both
+    assert timed[:4] == timed[4:]
+    assert len({id(tuning) for tuning in seen}) == 6
 
 
 def test_mlx_lms_own_speculation_takes_part_with_a_draft_model() -> None:
     """A draft model that is the target has all accepted; with another, K a round are drafted."""
-    record = bench(["model"], ["3"], draft_model=narrow.model())
+    record = bench(["model"], draft_model=narrow.model())
     # 24 tokens: in 6 rounds of 3 + 1; the first one, 5 rounds of 3 + 1 and one of 2 + 1
     for name, passes in ((MLX_LM_SPECULATION, 6), ("model", 1 + 5 + 1)):
         result = only(record, name)
@@ -240,7 +190,7 @@ def test_mlx_lms_own_speculation_takes_part_with_a_draft_model() -> None:
         assert result.tokens_per_pass == 24 / passes
     assert only(record, MLX_LM_SPECULATION).host_ms_per_round is None
     assert only(record, "model").host_ms_per_round is not None
-    record = bench(["none"], ["3"], draft_model=narrow.model(seed=1))
+    record = bench(["none"], draft_model=narrow.model(seed=1))
     for found in record.samples:
         if found.drafter == MLX_LM_SPECULATION:
             assert 3 * (found.passes - 1) <= found.drafted <= 3 * found.passes
@@ -252,37 +202,32 @@ def test_mlx_lms_own_speculation_takes_part_with_a_draft_model() -> None:
 def test_each_rule_is_a_contender_of_its_own() -> None:
     """Results stand apart; only under "coupled" the text does not depend on the drafts."""
     rules = ["coupled", "rejection"]
-    draft_model = narrow.model(seed=1)
-    contenders = make_contenders(
-        narrow.model(), ["model"], ["2"], 1.0, draft_model=draft_model, rules=rules
-    )
-    assert [c.rule for c in contenders] == ["", "", *rules]
-    record = run.run_bench(
-        narrow.model(), narrow.tasks(2), contenders, SETTINGS, temp=1.0, measure_cost=False
-    )
-    assert [r.rule for r in record.results if r.category == ALL] == ["", "", *rules]
-    coupled, rejection = (
-        [s for s in record.samples if s.key == ("model", "2", rule)] for rule in rules
-    )
-    alone = dataclasses.replace(SETTINGS, repeats=1)
-    (undrafted, *_) = run_interleaved(
-        narrow.tasks(1), [ours(narrow.model(), None, "none", "", 1.0, rule="coupled")], alone
-    )
-    assert coupled[0].tokens == undrafted.tokens != rejection[0].tokens
-    for result in (r for r in record.results if r.category == ALL):
+    record = bench(["model"], ["2"], temp=1.0, draft_model=narrow.model(seed=1), rules=rules)
+    totals = [r for r in record.results if r.category == ALL]
+    assert [r.rule for r in totals] == ["", "", *rules]
+    first = {s.rule: s.tokens for s in record.samples if s.id == "task 0" and s.repeat == 0}
+    alone = ours(narrow.model(), None, "none", "", 1.0, rule="coupled")
+    undrafted = timing.time_generation(alone, narrow.tasks(1)[0], SETTINGS, 0)
+    assert first["coupled"] == undrafted.tokens != first["rejection"]
+    for result in totals:
         assert result.accepted == sum(s.accepted for s in record.samples if s.key == result.key)
     header = format_record(record).split("| category")[1].splitlines()[0]
     assert [cell.strip() for cell in header.split("|")[1:4]] == ["drafter", "K", "rule"]
     assert "| rule" not in format_record(usual())
 
 
-def test_random_texts_are_not_compared() -> None:
-    """Above temperature 0 the draws differ, so identity says nothing."""
-    record = bench(["prompt-lookup"], ["3"], temp=1.0)
+def test_random_texts_are_not_compared_and_those_of_a_single_round_have_no_speed() -> None:
+    """Above temperature 0 the draws differ, so identity says nothing; repeats have other seeds."""
+    record = bench(temp=1.0)
     assert {r.identical for r in record.results} == {None}
     assert record.differences == []
     first, second = (s for s in record.samples if s.drafter == PLAIN and s.id == "task 0")
-    assert first.tokens != second.tokens, "repeats take different seeds"
+    assert first.tokens != second.tokens
+    record = bench(settings=Settings(max_tokens=1))
+    result = only(record, LOOKUP)
+    assert (result.ratio, result.total_tokens_per_second, result.end_to_end_ratio) == (None,) * 3
+    assert (result.identical, result.tokens, result.tokens_per_pass) == (4, 4, 1)
+    assert "- to -" in format_record(record)
 
 
 def test_times_are_told_beside_plain_decodings() -> None:
@@ -325,75 +270,48 @@ def test_the_pass_after_the_first_token_counts_for_the_tokens_after_it(
     assert found.decode_seconds == 0.25 + (SETTINGS.max_tokens - 1) * 1.0 + 0.25
 
 
-def test_throughput_ratio_is_total_over_total() -> None:
-    """Long texts weigh more than short ones."""
-    ours = Speeds(np.array([10.0, 90.0]), np.array([1.0, 3.0]), np.array([1.0, 3.0]))
-    plain = Speeds(np.array([10.0, 90.0]), np.array([1.0, 9.0]), np.array([1.0, 9.0]))
-    assert throughput_ratio(ours, plain) == pytest.approx(10 / 4)
-    low, high = bootstrap_interval(ours, plain)
-    assert (low, high) == (pytest.approx(1), pytest.approx(3))
-
-
-def test_bootstrap_interval_covers() -> None:
+def test_throughput_is_total_over_total_and_its_bootstrap_interval_covers() -> None:
     """Of 300 benchmarks of 60 texts in 90% to 98.5%: a percentile interval of so few has 93%."""
+    own, plain = np.array([[10.0, 1.0], [90.0, 3.0]]), np.array([[10.0, 1.0], [90.0, 9.0]])
+    assert throughput_ratio(own, plain) == pytest.approx(10 / 4)
+    assert bootstrap_interval(own, plain) == pytest.approx([1, 3])
     rng = np.random.default_rng(3)
     covered = 0
     for i in range(300):
-        seconds = rng.uniform(1, 3, 60)
-        ratios = rng.lognormal(0.3, 0.4, 60)
-        ours = Speeds(np.full(60, 50.0), seconds / ratios, seconds)
-        plain = Speeds(np.full(60, 50.0), seconds, seconds)
-        low, high = bootstrap_interval(ours, plain, seed=i, num_resamples=500)
+        seconds, ratios = rng.uniform(1, 3, 60), rng.lognormal(0.3, 0.4, 60)
+        own, plain = (np.stack([np.full(60, 50.0), x], 1) for x in (seconds / ratios, seconds))
+        low, high = bootstrap_interval(own, plain, seed=i, num_resamples=500)
         covered += low <= np.exp(0.3 - 0.4**2 / 2) <= high  # 1 / E[1 / ratio]
     assert 270 <= covered <= 295
 
 
-def test_texts_of_a_single_round_have_no_speed() -> None:
-    """A text that came with its first round is compared and counted, but not timed."""
-    record = bench(settings=Settings(max_tokens=1))
-    result = only(record, "prompt-lookup")
-    assert (result.ratio, result.total_tokens_per_second, result.end_to_end_ratio) == (None,) * 3
-    assert (result.identical, result.tokens, result.tokens_per_pass) == (4, 4, 1)
-    assert "- to -" in format_record(record)
-
-
-def test_record_survives_json(tmp_path: Path) -> None:
-    """All but the samples' tokens comes back; the keys that others read are there."""
-    record = dataclasses.replace(usual(), cost=linear_cost(0.1))
-    save_record(record, tmp_path / "record.json")
-    loaded = load_record(tmp_path / "record.json")
-    assert loaded == dataclasses.replace(record, samples=[])
-    data = json.loads((tmp_path / "record.json").read_text())
+def test_record_survives_json_and_another_file_is_refused(tmp_path: Path) -> None:
+    """All but the samples' tokens comes back; older versions, with more fields, are read too."""
+    record, path = dataclasses.replace(usual(), cost=linear_cost(0.1)), tmp_path / "record.json"
+    save_record(record, path)
+    data = json.loads(path.read_text())
     assert {"command", "machine", "settings", "texts", "results", "cost", "samples"} <= set(data)
     keys = {"drafter", "draft_length", "category", "ratio", "tokens_per_pass", "identical", "texts"}
     assert all(keys <= set(result) for result in data["results"])
-    assert {r["category"] for r in data["results"]} == {"kind 0", "kind 1", ALL}
-    assert loaded.live_ratio("prompt-lookup", "3", ALL) == only(record, "prompt-lookup").ratio
-    assert loaded.live_ratio("prompt-lookup", "9", ALL) is None
-    loaded.results[:] = [dataclasses.replace(r, rule=r.rule and "match") for r in loaded.results]
-    assert loaded.live_ratio("prompt-lookup", "3", ALL) is None
-
-
-def test_a_record_of_an_older_version_is_read_and_another_file_refused(tmp_path: Path) -> None:
-    """Its results also hold the share that now follows from the counts."""
-    record = usual()
-    path = tmp_path / "record.json"
-    save_record(record, path)
-    data = json.loads(path.read_text())
     for result in data["results"]:
         result["acceptance_rate"] = 0.5
     path.write_text(json.dumps(data))
-    assert load_record(path).results == record.results
+    loaded = load_record(path)
+    assert loaded == dataclasses.replace(record, samples=[])
+    assert loaded.live_ratio(LOOKUP, "3", ALL) == only(record, LOOKUP).ratio
+    assert loaded.live_ratio(LOOKUP, "9", ALL) is None
+    loaded.results[:] = [dataclasses.replace(r, rule=r.rule and "match") for r in loaded.results]
+    assert loaded.live_ratio(LOOKUP, "3", ALL) is None
     for text in ("[]", "{}", "no JSON"):
         path.write_text(text)
         with pytest.raises(ValueError, match="no record of a benchmark"):
             load_record(path)
 
 
-def parse(*arguments: str) -> argparse.Namespace:
+def command(*arguments: str) -> int:
     parser = argparse.ArgumentParser()
     run.add_arguments(parser)
-    return parser.parse_args(arguments)
+    return run.main(parser.parse_args(["--model", "anything", *arguments]))
 
 
 @pytest.fixture
@@ -406,7 +324,7 @@ def loaded(monkeypatch: pytest.MonkeyPatch) -> narrow.FakeTokenizer:
 
 
 @pytest.fixture
-def prompts_file(tmp_path: Path) -> Path:
+def prompts_file(tmp_path: Path) -> str:
     rows = [
         {"id": f"{c}{i}", "category": c, "turns": [f"{c} please number {i}", "again"]}
         for c in ("edit", "chat")
@@ -414,115 +332,107 @@ def prompts_file(tmp_path: Path) -> Path:
     ]
     path = tmp_path / "prompts.jsonl"
     path.write_text("\n".join(json.dumps(row) for row in rows))
-    return path
+    return str(path)
 
 
 def test_the_command_runs_and_reports(
     loaded: narrow.FakeTokenizer,
-    prompts_file: Path,
+    prompts_file: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Every flag has its effect; the report and the file say the same."""
+    """Every flag has its effect; the report and the file say the same, in aligned tables."""
     out = tmp_path / "out.json"
-    arguments = [
-        *("--model", "anything", "--prompts", str(prompts_file), "--per-category", "2"),
-        *("--drafter", "prompt-lookup:max_ngram=3", "--drafter", "none"),
-        *("--draft-length", "2", "--draft-length", "4", "--max-tokens", "12", "--repeats", "1"),
-        *("--json", str(out)),
-    ]
-    assert run.main(parse(*arguments)) == 0
+    drafters = ["--drafter", f"{LOOKUP}:max_ngram=3", "--drafter", "none"]
+    lengths = ["--draft-length", "2", "--draft-length", "4", "--max-tokens", "12"]
+    which = ["--prompts", prompts_file, "--per-category", "2", "--repeats", "1"]
+    assert command(*which, *drafters, *lengths, "--json", str(out)) == 0
     report = capsys.readouterr().out
     record = load_record(out)
     assert [t.id for t in record.texts] == ["edit0", "edit2", "chat0", "chat2"]
     assert loaded.seen[0] == [{"role": "user", "content": "edit please number 0"}]
     keys = {(r.drafter, r.draft_length) for r in record.results}
-    lookups = {("prompt-lookup:max_ngram=3", "2"), ("prompt-lookup:max_ngram=3", "4")}
+    lookups = {(f"{LOOKUP}:max_ngram=3", length) for length in ("2", "4")}
     assert keys == {(PLAIN, ""), ("none", ""), *lookups}
     assert record.cost is not None
+    assert {"platform", "device", "blas", "mlx", "mlx-lm", "python", "load"} <= set(record.machine)
+    assert all(record.machine.values())
     for part in ("mlx 0", "max_tokens 12", "identical", "4 of 4", "positions", "float32"):
         assert part in report
-
-
-@pytest.mark.usefixtures("loaded", "wrong_loop")
-def test_the_command_fails_for_a_wrong_loop(
-    prompts_file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = ["--prompts", str(prompts_file), "--no-cost", "--max-tokens", "24", "--model", "x"]
-    assert run.main(parse(*arguments)) == 1
-    assert " NO |" in capsys.readouterr().out
+    lines = [line for line in report.splitlines() if line.startswith("|")]
+    tables = [list(group) for _, group in itertools.groupby(lines, lambda line: len(line))]
+    assert [len({line.count("|") for line in table}) for table in tables] == [1, 1, 1]
+    assert tables[0][1].startswith("| -------- |")
+    assert tables[0][1].endswith("-: |")
+    assert "Texts that differ" not in report
 
 
 @pytest.mark.usefixtures("loaded")
-def test_a_draft_model_brings_both_speculations(capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--draft-model", "any", "--no-cost", "--max-tokens", "6", "--model", "x"]
-    assert run.main(parse(*arguments, "--categories", "chat", "--per-category", "1")) == 0
+def test_a_wrong_loop_is_found_out(
+    prompts_file: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """One that accepts a token too many: its texts are listed without excuse, and status is 1."""
+    read = LazyPass.read
+
+    def lenient(self: LazyPass) -> Outcome:
+        outcome = read(self)
+        n = outcome.num_accepted
+        if n == len(self.draft):
+            return outcome
+        return Outcome(range(n + 1), [*self.draft.tokens[: n + 1], outcome.tokens[-1]])
+
+    monkeypatch.setattr(LazyPass, "read", lenient)
+    out = tmp_path / "out.json"
+    which = ["--prompts", prompts_file, "--drafter", LOOKUP, "--draft-length", "3"]
+    assert command(*which, "--no-cost", "--max-tokens", "24", "--json", str(out)) == 1
+    assert " NO |" in capsys.readouterr().out
+    record = load_record(out)
+    assert only(record, PLAIN).identical == 8 > (only(record, LOOKUP).identical or 0)
+    assert only(record, LOOKUP).excused == 0
+    assert {d.drafter for d in record.differences} == {LOOKUP}
+    assert not any(d.excused for d in record.differences)
+
+
+ONE_CHAT = ("--no-cost", "--max-tokens", "6", "--categories", "chat", "--per-category", "1")
+
+
+@pytest.mark.usefixtures("loaded")
+def test_a_draft_model_brings_both_speculations_and_a_trained_head_only_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """mlx-lm's own has no use for a head, and nor have flags of whole models."""
+    assert command("--draft-model", "any", *ONE_CHAT) == 0
     report = capsys.readouterr().out
     assert MLX_LM_SPECULATION in report
     assert "| model " in report
-
-
-def test_a_trained_head_is_a_draft_model(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Of ours: mlx-lm's own speculation has no use for it, and nor have flags of whole models."""
     pair = load_pair()
     monkeypatch.setattr(run, "load_target", lambda name: (pair.target, pair.tokenizer))
-    arguments = ["--draft-model", str(head_path("medusa")), "--no-cost", "--max-tokens", "6"]
-    one = ["--model", "x", "--categories", "chat", "--per-category", "1"]
+    head = ["--draft-model", str(head_path("medusa")), *ONE_CHAT]
     cases = ("model:greedy=true", "cascade", "ngram")
     named = [word for name in cases for word in ("--drafter", name)]
-    assert run.main(parse(*arguments, *one, *named, "--draft-length", "2")) == 0
+    assert command(*head, *named, "--draft-length", "2") == 0
     report = capsys.readouterr().out
     assert MLX_LM_SPECULATION not in report
     assert all(f"| {name} " in report for name in cases)
-    with pytest.raises(
-        sd.errors.DraftModelError, match=r"--draft-layers: .* takes --draft-bits alone"
-    ):
-        run.main(parse(*arguments, *one, "--draft-layers", "1"))
+    with pytest.raises(sd.errors.DraftModelError, match=r"--draft-layers: .* --draft-bits alone"):
+        command(*head, "--draft-layers", "1")
 
 
-def test_prompts_are_spread_evenly() -> None:
+def test_prompts_are_distinct_spread_evenly_and_go_through_a_chat_template() -> None:
+    own = builtin_prompts()
+    assert len({p.id for p in own}) == len({p.text for p in own}) == len(own)
+    assert len({p.category for p in own}) >= 5
     prompts = [Prompt(str(i), "ab"[i % 2], "") for i in range(20)]
     assert [p.id for p in choose(prompts, per_category=2)] == ["0", "10", "1", "11"]
     assert [p.id for p in choose(prompts, ["b"], 1)] == ["1"]
     assert choose(prompts[:1], per_category=5) == prompts[:1]
     with pytest.raises(ValueError, match=r"Unknown category 'c'.*a, b"):
         choose(prompts, ["c"])
-
-
-@in_one_test("line", ["no JSON", '{"turns": []}', '{"text": "x"}', "[1]"])
-def test_a_line_that_is_no_prompt_is_named(line: str, tmp_path: Path) -> None:
-    path = tmp_path / "p.jsonl"
-    path.write_text('{"prompt": "fine"}\n\n' + line)
-    with pytest.raises(ValueError, match="line 3"):
-        read_prompts(path)
-
-
-def test_builtin_prompts_are_distinct_and_a_chat_template_is_used_where_there_is_one() -> None:
-    prompts = builtin_prompts()
-    assert len({p.id for p in prompts}) == len({p.text for p in prompts}) == len(prompts)
-    assert len({p.category for p in prompts}) >= 5
     assert encode_chat(narrow.FakeTokenizer(), "a") == [0, ord("a") % 4, 1]
     assert encode_chat(narrow.FakeTokenizer(has_chat_template=False), "a") == [ord("a") % 4]
-
-
-def test_what_auto_learned_is_kept_within_a_repeat(monkeypatch: pytest.MonkeyPatch) -> None:
-    """One memory per contender and repeat: texts seen before must not help."""
-    seen: list[Any] = []
-    speculate = sd.speculate
-
-    def spy(*args: Any, tuning: Any, **kwargs: Any) -> Any:
-        seen.append(tuning)
-        return speculate(*args, tuning=tuning, **kwargs)
-
-    monkeypatch.setattr("specdec_mlx.bench.contenders.speculate", spy)
-    contenders = make_contenders(narrow.model(), ["prompt-lookup", "ngram"], ["auto"])
-    run_interleaved(narrow.tasks(2), contenders, Settings(max_tokens=4, repeats=2))
-    timed = seen[2:]  # after the warm-up of both
-    first, second = timed[:4], timed[4:]
-    assert [id(t) for t in first] == [id(t) for t in second]
-    assert len({id(t) for t in seen}) == 6
 
 
 def test_cost_curves_run_through_their_points() -> None:
@@ -575,31 +485,231 @@ def test_the_interval_of_a_median_is_that_of_the_binomial() -> None:
     assert median_interval([2.0, 1.0]) == (1.0, 2.0)
 
 
-def test_the_report_has_the_machine_and_is_markdown() -> None:
-    """Every line of a table has the same width and number of cells; differences are listed."""
-    machine = describe_machine()
-    assert {"platform", "device", "blas", "mlx", "mlx-lm", "python", "load"} <= set(machine)
-    assert all(machine.values())
-    assert describe_dtype(narrow.model()) == "float32"
-    lines = markdown_table(["name", "n"], [["a", "1"], ["long name", "100"]], 1).splitlines()
-    assert {len(line) for line in lines} == {len(lines[0])}
-    assert lines[1] == "| --------- | --: |"
-    report = format_record(usual())
-    widths = [len(line.split("|")) for line in report.splitlines() if line.startswith("|")]
-    assert len(set(widths)) == 2
-    assert "Texts that differ" not in report
-    difference = identity.Difference("t", "c", "d", "4", 0, 17, 3e-5, True)
-    assert "3.00e-05" in format_record(dataclasses.replace(usual(), differences=[difference]))
+# Replay: the counts of a live run, the seconds of a curve, and bounds that are bounds -------------
+
+FLAT = linear_cost(0.0)
+SOME_CURVES = (FLAT, linear_cost(0.24), linear_cost(1.0))
+END = {3}
 
 
-def test_a_rule_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        parse("--rule", "lossless")
-    assert "Unknown rule 'lossless'" in capsys.readouterr().err
-    assert parse("--rule", "block", "--rule", "coupled").rule == ["block", "coupled"]
+@dataclasses.dataclass(frozen=True, eq=False)
+class Eager:
+    """Prompt lookup that is not cheap, so that the loop may not look ahead with it."""
+
+    inner: sd.PromptLookupDrafter
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        session = self.inner.begin(prompt, context)
+        session.cheap = False
+        return session
 
 
-def test_first_contender_is_plain() -> None:
-    contenders: list[Contender] = make_contenders(narrow.model(), ["none"], ["4"])
-    with pytest.raises(AssertionError):
-        run.run_bench(narrow.model(), narrow.tasks(), contenders[1:], SETTINGS)
+LOOK_UP, NGRAM = sd.PromptLookupDrafter(min_ngram=1), sd.NGramDrafter()
+LONG, LONG_NOT_CHEAP = "long matches", "long matches, not cheap"
+DRAFTERS: dict[str, Any] = {
+    "prompt lookup": LOOK_UP,
+    "short matches": sd.PromptLookupDrafter(max_ngram=1, min_ngram=1),
+    "n-gram": NGRAM,
+    LONG: sd.PromptLookupDrafter(min_ngram=3),
+    LONG_NOT_CHEAP: Eager(sd.PromptLookupDrafter(min_ngram=3)),
+    "model": sd.ModelDrafter(narrow.model(seed=1)),
+    "none": None,
+}
+
+
+@cache
+def record(max_tokens: int = 32, ends: bool = False) -> Record:
+    """A live benchmark of a few texts."""
+    model = narrow.model()
+    settings = Settings(max_tokens=max_tokens, end_tokens=END if ends else ())
+    contenders = make_contenders(model, ["prompt-lookup"], ["4"])
+    return run_bench(model, narrow.tasks(), contenders, settings, measure_cost=False)
+
+
+def replayed(
+    text: RecordedText,
+    drafter: Any,
+    length: Any = 4,
+    cost: CostCurve = FLAT,
+    max_tokens: int = 32,
+    **options: Any,
+) -> Modelled:
+    options |= {"max_tokens": max_tokens, "vocab_size": narrow.VOCAB}
+    return replay_text(text, drafter, make_draft_length(length), cost, **options)
+
+
+@pytest.mark.parametrize("name", DRAFTERS)
+@pytest.mark.parametrize("ends", cases([False, True], True))
+def test_counts_are_those_of_a_live_run(name: str, ends: bool) -> None:
+    """At temperature 0: target passes, drafted and accepted tokens, text by text."""
+    settings = Settings(max_tokens=32, end_tokens=END if ends else ())
+    for length in ("0", "1", "2", "4", "8", "heuristic"):
+        live = ours(narrow.model(), DRAFTERS[name], name, length)
+        for task, text in zip(narrow.tasks(), record(ends=ends).texts, strict=True):
+            sample = time_generation(live, task, settings, 0)
+            assert sample.tokens == text.generated
+            model = replayed(text, DRAFTERS[name], int(length) if length.isdecimal() else length)
+            counts = sample.passes, sample.drafted, sample.accepted
+            assert (model.passes, model.drafted, model.accepted) == counts
+
+
+def test_the_texts_put_replay_to_the_test() -> None:
+    """Some texts end with an end token, drafts are rejected, and looking ahead shows in counts."""
+    texts = record().texts
+    assert min(len(text.generated) for text in record(ends=True).texts) < 32
+    models = [replayed(text, LOOK_UP) for text in texts]
+    assert sum(m.drafted for m in models) > sum(m.accepted for m in models) > 0
+    cheap, eager = (
+        [replayed(text, DRAFTERS[name], 1).drafted for text in texts]
+        for name in (LONG, LONG_NOT_CHEAP)
+    )
+    assert cheap != eager
+
+
+def test_seconds_are_read_off_the_curve_and_drafting_costs() -> None:
+    """A drafter that knows the text: the first token, and 32 more in 8 passes of 4 positions."""
+    text = record(33).texts[0]
+    oracle = scripted.OracleDrafter(text.generated, narrow.VOCAB)
+    model = replayed(text, oracle, 3, CostCurve("c", (1, 4), (1.0, 1.5)), 33)
+    assert (model.passes, model.drafted, model.accepted) == (9, 24, 24)
+    assert model.seconds == pytest.approx(1 + 8 * 1.5)
+    assert model.plain_seconds == pytest.approx(33)
+    model = replayed(text, oracle, 3, FLAT, 33, draft_seconds=FLAT(1) / 10)
+    assert model.seconds == pytest.approx(FLAT(1) * (9 + 24 / 10))
+    # a look-up costs its positions alone, beside a drafter that takes time, too
+    drafter = sd.FirstOf(LOOK_UP, scripted.OracleDrafter([], narrow.VOCAB))
+    free, other = (replayed(text, drafter, 3, FLAT, 33, draft_seconds=s) for s in (0.0, 1.0))
+    assert free.seconds == other.seconds > 0
+
+
+@in_one_test("chip", CURVES)
+def test_a_copy_is_drafted_widely_whatever_chip_of_the_family_it_was_expected_on(chip: str) -> None:
+    """At a speed within reach of the best width's, also where few rows bring nothing."""
+    words = random.Random(0).choices(range(1000), k=400)
+    text = RecordedText("copy", "copy", words, words[:380])
+    best = max(rows / CURVES[chip](rows) for rows in WIDTHS)
+    expected = {name for name, curve in CURVES.items() if curve.fits and name[:2] == chip[:2]}
+    sizes, cost = {"max_tokens": 380, "vocab_size": 1000}, parse_cost(chip, None)
+    for name in expected | {"mildest", chip} | ({"m1-m2"} if chip == "m2-max-27b" else set()):
+        length = make_draft_length("auto", Tuning(CURVES[name]))
+        copied = replay_text(text, sd.SuffixDrafter(), length, cost, **sizes)
+        assert copied.plain_seconds > 0.35 * best * copied.seconds, name
+
+
+def test_free_steps_cost_nothing() -> None:
+    for is_free, num_steps in ((True, 0), (False, 3)):
+        evidence = Evidence(match=1, is_free=is_free)
+        session: Any = SimpleNamespace()
+        length = recorded.ModelledLength(Fixed(3), FLAT, 1.0)
+        session.propose_while = lambda n, go, given=evidence: [go([given]) for _ in range(n)]
+        recorded._ModelledSteps(session, length).propose(3)
+        assert length.num_steps == num_steps
+
+
+def test_draft_length_hears_the_curve_and_not_the_clock() -> None:
+    """A policy that learns costs learns those of the curve."""
+    heard: list[RoundRecord] = []
+    length, curve = Fixed(4), linear_cost(0.5)
+    object.__setattr__(length, "record", heard.append)
+    replayed(record().texts[0], LOOK_UP, length, curve)
+    assert len({r.fed for r in heard}) > 1
+    for r in heard:
+        assert r.seconds == r.verify_seconds == curve(r.fed)
+        assert r.draft_seconds == 0
+
+
+def test_plain_decoding_is_the_unit() -> None:
+    """Without drafts the speedup is 1 on any curve; on a flat one it is tokens per pass."""
+    for curve in (FLAT, linear_cost(0.7)):
+        for drafter, length in ((None, 4), (NGRAM, 0)):
+            model = replayed(record().texts[0], drafter, length, curve)
+            assert model.seconds == pytest.approx(model.plain_seconds)
+    scores = replay.score_record(record(), {"ngram": NGRAM}, ["2", "4"], FLAT)
+    assert all(score.speedup == pytest.approx(score.tokens_per_pass) for score in scores)
+
+
+def test_length_oracle_wastes_nothing() -> None:
+    """It accepts all that it drafts, and is no slower than drafting as much without knowing."""
+    for text, drafter, curve in itertools.product(record().texts, (LOOK_UP, NGRAM), SOME_CURVES):
+        bound = length_oracle(text, drafter, curve, vocab_size=narrow.VOCAB)
+        assert bound.drafted == bound.accepted
+        assert bound.passes + bound.accepted == bound.tokens == 32
+        assert bound.seconds <= replayed(text, drafter, 15, curve).seconds + 1e-9
+
+
+@in_one_test("longest", [0, 2, 15])
+@in_one_test("curve", [*SOME_CURVES, CostCurve("steps", (1, 2, 3, 4), (2, 3, 3.1, 9))])
+def test_text_oracle_is_the_cheapest_way(curve: CostCurve, longest: int) -> None:
+    """No way to cut 9 tokens into passes is cheaper, by trying all 256."""
+    ways = []
+    for number in range(256):
+        ends = [i + 1 for i in range(8) if number >> i & 1]
+        ways.append([b - a for a, b in itertools.pairwise([0, *ends, 9])])
+    cheapest = min(sum(map(curve, way)) for way in ways if max(way) <= longest + 1)
+    bound = text_oracle(RecordedText("t", "c", [0], [1] * 9), curve, longest)
+    assert bound.seconds == pytest.approx(cheapest)
+    assert bound.passes + bound.accepted == 9
+
+
+def test_random_drafts_are_refused() -> None:
+    drawn = scripted.ScriptedDrafter(lambda start, limit: [0])
+
+    class Random:
+        def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+            session = drawn.begin(prompt, context)
+            session.propose = lambda limit: Draft([0], mx.zeros((1, 1)))  # type: ignore[method-assign]
+            return session
+
+    with pytest.raises(ValueError, match="not random"):
+        replayed(record().texts[0], Random())
+
+
+def test_scores_add_up_and_carry_the_live_ratio() -> None:
+    """Category "all" sums the others; live ratios belong to the measured curve alone."""
+    measured = dataclasses.replace(linear_cost(0.1), name="measured")
+    drafters = {"prompt-lookup": LOOK_UP, "none": None}
+    scores = replay.score_record(record(), drafters, ["4", "auto"], measured)
+    keys = {(s.drafter, s.draft_length) for s in scores}
+    assert keys == {("prompt-lookup", "4"), ("prompt-lookup", "auto"), ("none", "")}
+    for key in keys:
+        own = {s.category: s for s in scores if (s.drafter, s.draft_length) == key}
+        for count in ("texts", "tokens", "target_passes", "drafted", "accepted"):
+            parts = sum(getattr(s, count) for s in own.values() if s.category != ALL)
+            assert getattr(own[ALL], count) == parts
+        live = record().live_ratio(*key, ALL)
+        assert own[ALL].live_ratio == live
+        assert (live is not None) == (key == ("prompt-lookup", "4"))
+    other = replay.score_record(record(), drafters, ["4"], FLAT)
+    assert {score.live_ratio for score in other} == {None}
+
+
+def test_the_commands_score_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """A table per curve, and the same numbers in the file; the experiment's adds bounds and rows.
+
+    With 3 draft tokens at most, the text oracle writes 4 tokens a pass on either curve.
+    """
+    path, scored = tmp_path / "record.json", tmp_path / "scores.json"
+    save_record(record(), path)
+
+    def score(*flags: str) -> int:
+        parser = argparse.ArgumentParser()
+        replay.add_arguments(parser)
+        return replay.main(parser.parse_args([str(path), *flags]))
+
+    named = ["--drafter", "ngram", "--draft-length", "2", "--json", str(scored)]
+    curves = ["--cost", "linear:0", "--cost", "1,1.5,2", "--draft-cost", "0.1"]
+    assert score(*named, *curves) == 0
+    report = capsys.readouterr().out
+    assert report.count("| drafter") == 2
+    assert "kind 0" in report
+    assert {s["cost"] for s in json.loads(scored.read_text())} == {"linear:0", "1,1.5,2"}
+    assert score() == 0
+    assert "cost linear:0.24" in capsys.readouterr().out
+    assert experiment.main([str(path), *named, *curves, "--longest", "3"]) == 0
+    assert capsys.readouterr().out.count(f"| {LENGTH_ORACLE}") == 2
+    scores = json.loads(scored.read_text())
+    oracle = [s for s in scores if s["drafter"] == TEXT_ORACLE and s["category"] == ALL]
+    assert [s["tokens_per_pass"] for s in oracle] == [4, 4]
+    assert experiment.main([str(path), *named, "--rows", "1", "--rows", "2"]) == 0
+    assert "| rows" in capsys.readouterr().out
+    assert [score["rows"] for score in json.loads(scored.read_text())] == [1, 2]

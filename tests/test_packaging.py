@@ -71,17 +71,13 @@ def test_each_extra_brings_exactly_its_backend() -> None:
     assert backends_with(["cpu", "cuda13"], "linux") == {"mlx-cpu", "mlx-cuda-13"}  # the control
 
 
-def test_mlx_lm_has_no_upper_bound() -> None:
+def test_the_version_is_one_and_mlx_lm_has_no_upper_bound() -> None:
     """What replaces names in mlx-lm knows one series, and says so itself; `generate` needs none."""
+    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
+    assert PROJECT["version"] == specdec_mlx.__version__ == citation["version"]
     (needed,) = (r for r in map(Requirement, PROJECT["dependencies"]) if r.name == "mlx-lm")
     assert not needed.specifier.contains("0.31.3")
     assert all(needed.specifier.contains(v) for v in (f"{SERIES}.0", "0.33.0", "1.0"))
-
-
-def test_the_version_is_one() -> None:
-    """In the metadata, the module and the citation."""
-    citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
-    assert PROJECT["version"] == specdec_mlx.__version__ == citation["version"]
 
 
 @pytest.mark.parametrize("goal", ["demo", "test"])
@@ -89,24 +85,15 @@ def test_an_old_python_is_refused_on_one_line_before_anything_is_made(
     goal: str, tmp_path: Path
 ) -> None:
     """The `python3` that macOS brings is one; pip would speak of versions of mlx-lm instead."""
-    old = tmp_path / "python3.10"
-    old.write_text(
-        f"#!/bin/sh\nexec {sys.executable} -c "
-        "'import sys; sys.version_info = (3, 10, 13); exec(sys.argv[2])' \"$@\"\n"
-    )
+    old, folder = tmp_path / "python3.10", tmp_path / "venv"
+    told = "import sys; sys.version_info = (3, 10, 13); exec(sys.argv[2])"
+    old.write_text(f"#!/bin/sh\nexec {sys.executable} -c '{told}' \"$@\"\n")
     old.chmod(0o755)
-    folder = tmp_path / "venv"
+    command = ["make", "--silent", goal, f"PYTHON={old}", f"VENV={folder}"]
     not_ours = {"MAKEFLAGS", "MAKELEVEL"}  # of the make that runs the tests
-    done = subprocess.run(
-        ["make", "--silent", goal, f"PYTHON={old}", f"VENV={folder}"],
-        cwd=ROOT,
-        env={name: value for name, value in os.environ.items() if name not in not_ours},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert done.returncode == 2
-    assert done.stdout == ""
+    env = {name: value for name, value in os.environ.items() if name not in not_ours}
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr.splitlines()[0] == (
         f"{old} is Python 3.10, and 3.11 or later is needed: make {goal} PYTHON=python3.13"
     )
@@ -136,33 +123,23 @@ def test_pythons_of_the_metadata_are_those_that_are_tried() -> None:
     assert {name.partition("-")[0] for name in tried["os"]} == {"macos", "ubuntu"}
 
 
-def test_workflows_call_what_there_is() -> None:
-    """Targets of the Makefile, and commands of ours."""
+def test_workflows_and_forms_for_issues_name_what_there_is() -> None:
+    """Targets of the Makefile, and commands of ours; every field has a label and its own name."""
+    parser = make_parser()
+    (action,) = (a for a in parser._actions if isinstance(a, argparse._SubParsersAction))
     targets = set(re.findall(r"^([\w-]+):", (ROOT / "Makefile").read_text("utf-8"), re.M))
     said = "\n".join(command for workflow in workflows().values() for command in runs(workflow))
     called = set(re.findall(r"^ *make ([\w-]+)", said, re.M))
     assert {"test", "docs"} <= called <= targets
-    assert set(re.findall(r"specdec-mlx (\w[\w-]*)", said)) <= commands()
-
-
-def commands() -> set[str]:
-    """Names of our commands."""
-    (action,) = (a for a in make_parser()._actions if isinstance(a, argparse._SubParsersAction))
-    return set(action.choices)
-
-
-def test_forms_for_issues_ask_what_can_be_answered() -> None:
-    """Every field has a label and a name of its own; commands that they ask for exist."""
+    assert set(re.findall(r"specdec-mlx (\w[\w-]*)", said)) <= set(action.choices)
     folder = ROOT / ".github" / "ISSUE_TEMPLATE"
-    forms = {p.stem: yaml.safe_load(p.read_text("utf-8")) for p in folder.glob("*.yml")}
-    del forms["config"]
-    assert forms.keys() == {"bug", "benchmark", "idea"}
-    for form in forms.values():
+    texts = {path.stem: path.read_text("utf-8") for path in folder.glob("*.yml")}
+    asked = set(re.findall(r"`specdec-mlx ([\w-]+)", "\n".join(texts.values())))
+    assert {"doctor", "bench"} <= asked <= set(action.choices)
+    assert texts.keys() == {"bug", "benchmark", "idea", "config"}
+    for form in (yaml.safe_load(text) for name, text in texts.items() if name != "config"):
         assert form["name"]
         assert form["description"]
         fields = [field for field in form["body"] if field["type"] != "markdown"]
-        names = [field["id"] for field in fields]
-        assert len(set(names)) == len(names) > 0
+        assert len({field["id"] for field in fields}) == len(fields) > 0
         assert all(field["attributes"]["label"] for field in fields)
-    asked = "\n".join(p.read_text("utf-8") for p in folder.glob("*.yml"))
-    assert {"doctor", "bench"} <= set(re.findall(r"`specdec-mlx ([\w-]+)", asked)) <= commands()

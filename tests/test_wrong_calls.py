@@ -8,24 +8,33 @@ import subprocess
 import sys
 from collections.abc import Callable
 from functools import cache
+from importlib.metadata import EntryPoint, entry_points
+from itertools import product
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
 import tiny
 import tiny_text
+from scripted import ScriptedDrafter
 from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.beams.generation import BeamSearchResponse
 from specdec_mlx.draft_length.policy import Heuristic
+from specdec_mlx.drafters.draft_models import choose_drafter
+from specdec_mlx.drafters.registry import GROUP, drafter_names, first_of, make_drafter
+from specdec_mlx.options import installed, load, parse_options
 
 PROMPT = "a b c a b"
+Case = tuple[dict[str, Any], str]  # arguments, and words of the answer
 
 
 @cache
@@ -34,19 +43,17 @@ def pair() -> tuple[Any, Any]:
     return tiny.build("qwen2", **tiny_text.SHAPE | heads), tiny_text.tokenizer()
 
 
-def generated(*prompt: Any, **options: Any) -> list[int]:
-    model, tokenizer = pair()
-    options.setdefault("max_tokens", 6)
-    return sd.generate(model, tokenizer, *(prompt or (PROMPT,)), **options).tokens
-
-
-def call(**options: Any) -> Callable[[], Any]:
-    return lambda: generated(**options)
+def generated(prompt: Any = PROMPT, **options: Any) -> list[int]:
+    return sd.generate(*pair(), prompt, **{"max_tokens": 6} | options).tokens
 
 
 def batch_generated(*, prompt: Any = PROMPT, prompts: Any = None, **options: Any) -> list[Any]:
     prompts = [prompt, prompt] if prompts is None else prompts
     return list(sd.batch_stream_generate(*pair(), prompts, **options))
+
+
+def streamed(prompt: Any = PROMPT, **given: Any) -> Any:
+    return sd.stream_generate(*pair(), prompt, **given)
 
 
 def speculated(*, prompt: Any = (1, 2, 3, 1, 2), **options: Any) -> Any:
@@ -58,11 +65,8 @@ def beams(*, prompt: Any = PROMPT, **options: Any) -> Any:
 
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "generate": (lambda prompt=PROMPT, **given: generated(prompt, **given), sd.generate),
-    "stream_generate": (
-        lambda prompt=PROMPT, **given: sd.stream_generate(*pair(), prompt, **given),
-        sd.stream_generate,
-    ),
+    "generate": (generated, sd.generate),
+    "stream_generate": (streamed, sd.stream_generate),
     "batch_generate": (batch_generated, sd.batch_stream_generate),
     "speculate": (speculated, sd.speculate),
     "beam_search": (beams, sd.beam_search),
@@ -81,128 +85,92 @@ class WithoutObserve:
         return sd.Draft([1])
 
 
-def width(change: Callable[[mx.array], Any]) -> list[Callable[..., Any]]:
-    return [lambda tokens, logits: change(logits)]
+def width(change: Callable[[mx.array], Any]) -> dict[str, Any]:
+    return {"logits_processors": [lambda tokens, logits: change(logits)]}
 
 
 AN_INT = "expected an int"
 IDS = "expected token ids, a flat list of ints"
+CACHES = "expected a list of caches.*make_prompt_cache"
 
-ARGUMENTS: dict[str, tuple[dict[str, Any], str]] = {
-    "a class of drafter": ({"drafter": sd.NGramDrafter}, r"drafter=NGramDrafter: .*Drafter\(\)"),
-    "a list of drafters": ({"drafter": [sd.NGramDrafter()]}, r"FirstOf\(\*drafters\)"),
-    "a model as the drafter": ({"drafter": nn.Linear(2, 2)}, r"as draft_model="),
-    "what load gives": ({"draft_model": (nn.Linear(2, 2), None)}, r"draft_model=model"),
-    "an option nearly right": (
-        {"drafter": "prompt-lookup:max_ngrams=4", "draft_model": None},
-        r"Did you mean max_ngram\?",
-    ),
-    "a seed of letters": ({"seed": "a"}, f"seed='a': {AN_INT}"),
-    "half a token": ({"max_tokens": 2.5}, rf"max_tokens=2\.5: {AN_INT}"),
-    "max_tokens None": ({"max_tokens": None}, f"max_tokens=None: {AN_INT}"),
-    "max_tokens True": ({"max_tokens": True}, f"max_tokens=True: {AN_INT}"),
-    "draft_length None": ({"draft_length": None}, "draft_length=None.*auto"),
-    "a class of draft length": ({"draft_length": Heuristic}, "draft_length=Heuristic.*auto"),
-    "a number of processors": ({"logits_processors": 5}, "logits_processors=5: expected a list"),
-    "a bare processor": ({"logits_processors": Heuristic.cut}, r"cut.*expected a list.*\[cut\]"),
-    "a class of sampler": ({"sampler": sd.Sampling}, r"sampler=Sampling: expected a sampler"),
-    "prompt None": ({"prompt": None}, f"prompt=None: {IDS}"),
-    "prompt [1.5]": ({"prompt": [1.5]}, rf"prompt=\[1\.5\]: {IDS}"),
-    "an array of rows": ({"prompt": mx.array([[1, 2]])}, IDS),
-    "a set of ids": ({"prompt": {1, 2}}, rf"prompt=\{{1, 2\}}: {IDS}"),
-    "prompts None": ({"prompts": None, "prompt": None}, IDS),
-    "one text as the prompts": ({"prompts": "a b"}, r"prompts='a b': expected a list.*\[prompt\]"),
-    "cache 5": (
-        {"prompt_cache": 5},
-        "prompt_cache=5: expected a list of caches.*make_prompt_cache",
-    ),
-    "caches None": ({"prompt_cache": [None] * 9}, "expected a list of caches.*make_prompt_cache"),
-    "step 0": ({"prefill_step_size": 0}, f"prefill_step_size=0: {AN_INT} >= 1"),
-    "7 bits": ({"kv_bits": 7, "kv_group_size": 32}, "kv_bits=7, kv_group_size=32.*MLX"),
-    "groups of 48": ({"kv_bits": 4, "kv_group_size": 48}, "kv_bits=4, kv_group_size=48.*MLX"),
-    "groups of text": ({"kv_bits": 4, "kv_group_size": "x"}, f"kv_group_size='x': {AN_INT}"),
-    "groups wider than a head": ({"kv_bits": 4, "kv_group_size": 64}, "kv_group_size=64.*MLX"),
-    "size 0": ({"max_kv_size": 0}, f"max_kv_size=0: {AN_INT} >= 1"),
-    "a dict as the tuning": ({"tuning": {}}, r"tuning=\{\}: expected a Tuning"),
-    "rows of none": ({"completion_batch_size": 0}, f"completion_batch_size=0: {AN_INT} >= 1"),
-    "half a sample": ({"num_samples": 2.5}, rf"num_samples=2\.5: {AN_INT} >= 1"),
-}
-"""By name: arguments, and words of the answer."""
+ARGUMENTS: list[Case] = [
+    ({"drafter": sd.NGramDrafter}, r"drafter=NGramDrafter: .*Drafter\(\)"),
+    ({"drafter": [sd.NGramDrafter()]}, r"FirstOf\(\*drafters\)"),
+    ({"drafter": nn.Linear(2, 2)}, r"as draft_model="),
+    ({"draft_model": (nn.Linear(2, 2), None)}, r"draft_model=model"),
+    ({"drafter": "prompt-lookup:max_ngrams=4", "draft_model": None}, r"Did you mean max_ngram\?"),
+    ({"seed": "a"}, f"seed='a': {AN_INT}"),
+    ({"max_tokens": 2.5}, rf"max_tokens=2\.5: {AN_INT}"),
+    ({"max_tokens": None}, f"max_tokens=None: {AN_INT}"),
+    ({"max_tokens": True}, f"max_tokens=True: {AN_INT}"),
+    ({"draft_length": None}, "draft_length=None.*auto"),
+    ({"draft_length": Heuristic}, "draft_length=Heuristic.*auto"),
+    ({"logits_processors": 5}, "logits_processors=5: expected a list"),
+    ({"logits_processors": Heuristic.cut}, r"cut.*expected a list.*\[cut\]"),
+    ({"sampler": sd.Sampling}, r"sampler=Sampling: expected a sampler"),
+    ({"prompt": None}, f"prompt=None: {IDS}"),
+    ({"prompt": [1.5]}, rf"prompt=\[1\.5\]: {IDS}"),
+    ({"prompt": mx.array([[1, 2]])}, IDS),
+    ({"prompt": {1, 2}}, rf"prompt=\{{1, 2\}}: {IDS}"),
+    ({"prompts": None, "prompt": None}, IDS),
+    ({"prompts": "a b"}, r"prompts='a b': expected a list.*\[prompt\]"),
+    ({"prompt_cache": 5}, f"prompt_cache=5: {CACHES}"),
+    ({"prompt_cache": [None] * 9}, CACHES),
+    ({"prefill_step_size": 0}, f"prefill_step_size=0: {AN_INT} >= 1"),
+    ({"kv_bits": 7, "kv_group_size": 32}, "kv_bits=7, kv_group_size=32.*MLX"),
+    ({"kv_bits": 4, "kv_group_size": 48}, "kv_bits=4, kv_group_size=48.*MLX"),
+    ({"kv_bits": 4, "kv_group_size": "x"}, f"kv_group_size='x': {AN_INT}"),
+    ({"kv_bits": 4, "kv_group_size": 64}, "kv_group_size=64.*MLX"),
+    ({"max_kv_size": 0}, f"max_kv_size=0: {AN_INT} >= 1"),
+    ({"tuning": {}}, r"tuning=\{\}: expected a Tuning"),
+    ({"completion_batch_size": 0}, f"completion_batch_size=0: {AN_INT} >= 1"),
+    ({"num_samples": 2.5}, rf"num_samples=2\.5: {AN_INT} >= 1"),
+]
 
-FIRST_CALL: dict[str, tuple[dict[str, Any], str]] = {
-    "a sampler of None": (
-        {"sampler": lambda rows: None},
-        r"sampler returned None.*\(1,\).*integer",
-    ),
-    "a sampler of a row": (
-        {"sampler": lambda rows: mx.array([[3]])},
-        r"sampler returned .*\(1, 1\).*expected.*\(1,\)",
-    ),
-    "a sampler of an int": ({"sampler": lambda rows: 3}, r"sampler returned 3;.*\(1,\)"),
-    "a sampler of a float": (
-        {"sampler": lambda rows: mx.array([3.0])},
-        r"returned .*float32.*integer",
-    ),
-    "a narrower row": (
-        {"logits_processors": width(lambda logits: logits[:, :5])},
-        r"processor returned .*\(1, 5\).*expected.*\(1, 288\)",
-    ),
-    "a wider row": (
-        {"logits_processors": width(lambda logits: mx.concatenate([logits, logits], axis=-1))},
-        r"processor returned .*\(1, 576\).*expected.*\(1, 288\)",
-    ),
-    "no row": ({"logits_processors": width(lambda logits: None)}, "processor returned None"),
-    "a session without observe": (
-        {"drafter": WithoutObserve()},
-        r"WithoutObserve.*observe\(tokens\)",
-    ),
-}
-"""What shows with the first token, by name: arguments, and words of the answer."""
+FIRST_CALL: list[Case] = [
+    ({"sampler": lambda rows: None}, r"sampler returned None.*\(1,\).*integer"),
+    ({"sampler": lambda rows: mx.array([[3]])}, r"returned .*\(1, 1\).*expected.*\(1,\)"),
+    ({"sampler": lambda rows: 3}, r"sampler returned 3;.*\(1,\)"),
+    ({"sampler": lambda rows: mx.array([3.0])}, r"returned .*float32.*integer"),
+    (width(lambda logits: logits[:, :5]), r"processor returned .*\(1, 5\).*expected.*\(1, 288\)"),
+    (width(lambda x: mx.concatenate([x, x], axis=-1)), r"returned .*\(1, 576\).*\(1, 288\)"),
+    (width(lambda logits: None), "processor returned None"),
+    ({"drafter": WithoutObserve()}, r"WithoutObserve.*observe\(tokens\)"),
+]
+"""What shows with the first token."""
 
-WRONG: dict[str, tuple[Callable[[], Any], str]] = {
-    "a temperature as the sampler": (call(sampler=0.7), r"give temp=0\.7"),
-    "both a temperature and a sampler": (
-        call(sampler=sd.Sampling(0.7), temp=0.7),
-        r"temp= or sampler=, not both",
-    ),
-    "a negative temperature": (call(temp=-1.0), r"temp=-1\.0.*>= 0"),
-    "a tokenizer by name": (
-        lambda: sd.generate(pair()[0], "mlx-community/Qwen3-8B-4bit", PROMPT),
-        r"tokenizer that mlx_lm\.load",
-    ),
-    "a folder that is not there": (call(draft_model="/no/such/folder"), r"There is no folder"),
-    "a class in place of a drafter": (call(drafter=object()), r"begin\(prompt, context\)"),
-    "a misspelt drafter": (call(drafter="prompt-look"), r"Known: .*prompt-lookup"),
-    "an option that it does not take": (call(drafter="ngram:max_n=3"), r"max_n"),
-    "no tokens": (call(max_tokens=0), r"max_tokens=0"),
-    "a misspelt rule": (call(rule="leviathan"), r"Known: auto, match"),
-    "a misspelt option of a rule": (call(rule="lenient:leniency=1"), r"mean lenience\?"),
-    "a misspelt policy": (call(drafter="ngram", draft_length="automatic"), r"auto"),
-    "a seed of letters among seeds": (
-        lambda: batch_generated(seed=[1, "a"]),
-        f"seed='a': {AN_INT}",
-    ),
-    "a memory of a folder": (lambda: sd.Memory("folder"), r"Memory\.load"),  # type: ignore[arg-type]
-    "half a token of memory": (lambda: sd.Memory(2.5), AN_INT),  # type: ignore[arg-type]
-    "text in a memory": (lambda: sd.Memory().add("text"), "token ids"),  # type: ignore[arg-type]
-    "floats in a memory": (lambda: sd.Memory().add([1.5, 2.7]), "token ids"),  # type: ignore[list-item]
-    "the memory of None": (lambda: sd.Memory.load(None), "expected a path"),  # type: ignore[arg-type]
-    "the memory of a folder": (lambda: sd.Memory.load(Path(__file__).parent), "is a folder"),
-    "the memory of no file": (lambda: sd.Memory.load("/no/such/file"), "no file /no/such/file"),
-}
+OF_GENERATE: list[Case] = [
+    ({"sampler": 0.7}, r"give temp=0\.7"),
+    ({"sampler": sd.Sampling(0.7), "temp": 0.7}, r"temp= or sampler=, not both"),
+    ({"temp": -1.0}, r"temp=-1\.0.*>= 0"),
+    ({"draft_model": "/no/such/folder"}, r"There is no folder"),
+    ({"drafter": object()}, r"begin\(prompt, context\)"),
+    ({"max_tokens": 0}, r"max_tokens=0"),
+    ({"rule": "leviathan"}, r"Known: auto, match"),
+    ({"rule": "lenient:leniency=1"}, r"mean lenience\?"),
+    ({"drafter": "ngram", "draft_length": "automatic"}, r"auto"),
+]
 
-HINTED: dict[str, tuple[Callable[[], Any], str]] = {
-    "a temperature as text": (call(temp="1"), "temp='1'.*expected a number"),
-    "a list of temperatures": (call(temp=[1]), r"temp=\[1\].*expected a number"),
-    "a drafter of a model's name": (
-        lambda: sd.ModelDrafter("name"),  # type: ignore[arg-type]
-        r"model='name': .*ModelDrafter\(\*mlx_lm\.load",
-    ),
-    "a drafter of what load gives": (
-        lambda: sd.ModelDrafter((nn.Linear(2, 2), None)),  # type: ignore[arg-type]
-        r"ModelDrafter\(\*mlx_lm\.load",
-    ),
-}
+MEMORY: Any = sd.Memory
+OTHERS: list[tuple[Callable[[], Any], str]] = [
+    (lambda: sd.generate(pair()[0], "org/Qwen3-8B", PROMPT), r"tokenizer that mlx_lm\.load"),
+    (lambda: batch_generated(seed=[1, "a"]), f"seed='a': {AN_INT}"),
+    (lambda: MEMORY("folder"), r"Memory\.load"),
+    (lambda: MEMORY(2.5), AN_INT),
+    (lambda: MEMORY().add("text"), "token ids"),
+    (lambda: MEMORY().add([1.5, 2.7]), "token ids"),
+    (lambda: MEMORY.load(None), "expected a path"),
+    (lambda: MEMORY.load(Path(__file__).parent), "is a folder"),
+    (lambda: MEMORY.load("/no/such/file"), "no file /no/such/file"),
+]
+
+MODEL_DRAFTER: Any = sd.ModelDrafter
+HINTED: list[tuple[Callable[[], Any], str]] = [
+    (lambda: generated(temp="1"), "temp='1'.*expected a number"),
+    (lambda: generated(temp=[1]), r"temp=\[1\].*expected a number"),
+    (lambda: MODEL_DRAFTER("name"), r"model='name': .*ModelDrafter\(\*mlx_lm\.load"),
+    (lambda: MODEL_DRAFTER((nn.Linear(2, 2), None)), r"ModelDrafter\(\*mlx_lm\.load"),
+]
 """What the type hints refuse already where they are checked, as they are in tests."""
 
 
@@ -214,47 +182,27 @@ def is_answered(wrong: Callable[[], Any], words: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-@in_one_test("name", WRONG)
-def test_a_wrong_call_is_answered_in_one_sentence(name: str) -> None:
+@in_one_test("case", [*OF_GENERATE, *OTHERS])
+def test_a_wrong_call_is_answered_in_one_sentence(case: Any) -> None:
     """A ValueError, or a class of it, that names what to write instead."""
-    is_answered(*WRONG[name])
+    wrong, words = case
+    is_answered(wrong if callable(wrong) else lambda: generated(**wrong), words)
 
 
-def test_so_is_one_that_only_type_hints_would_refuse() -> None:
-    """In a process of its own, which checks none of them, as users have it."""
-    code = "import test_wrong_calls as t; [t.is_answered(*case) for case in t.HINTED.values()]"
-    done = plain_python("-c", code)
-    assert done.returncode == 0, done.stderr[-2000:]
-
-
-def plain_python(*arguments: str) -> subprocess.CompletedProcess[str]:
-    """Python without what pytest adds, in a process of its own."""
-    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
-    environment = os.environ | {"PYTHONPATH": path}
-    command = [sys.executable, *arguments]
-    return subprocess.run(command, capture_output=True, text=True, env=environment)
-
-
-def taking(cases: dict[str, tuple[dict[str, Any], str]]) -> list[tuple[str, str]]:
+def taking(table: list[Case]) -> list[tuple[dict[str, Any], str, str]]:
     """Each case with each of the calls that take its arguments."""
-    own = {"prompt": set(CALLS), "prompts": {"batch_generate"}}
     takes = {
-        (name, argument)
+        name: {"prompt", *inspect.signature(function).parameters}
         for name, (_, function) in CALLS.items()
-        for argument in inspect.signature(function).parameters
-    } | {(name, argument) for argument, names in own.items() for name in names}
-    return [
-        (case, name)
-        for case, (arguments, _) in cases.items()
-        for name in CALLS
-        if all((name, argument) in takes for argument in arguments)
-    ]
+    }
+    return [(*case, name) for case in table for name in CALLS if takes[name] >= case[0].keys()]
 
 
-@in_one_test(("case", "name"), taking(ARGUMENTS))
-def test_a_wrong_argument_is_refused_where_it_is_given(case: str, name: str) -> None:
+@in_one_test(("arguments", "words", "name"), taking(ARGUMENTS))
+def test_a_wrong_argument_is_refused_where_it_is_given(
+    arguments: dict[str, Any], words: str, name: str
+) -> None:
     """By each call that takes it, in one sentence, before a token is asked for."""
-    arguments, words = ARGUMENTS[case]
     is_answered(lambda: CALLS[name][0](**{"max_tokens": 6} | arguments), words)
 
 
@@ -270,10 +218,11 @@ def test_a_model_is_loaded_before_it_is_called(name: str) -> None:
     is_answered(lambda: list(function(model, None, [PROMPT])), r"tokenizer=None.*mlx_lm\.load")
 
 
-@in_one_test(("case", "name"), taking(FIRST_CALL))
-def test_what_a_callable_returns_is_looked_at_when_it_is_called(case: str, name: str) -> None:
+@in_one_test(("arguments", "words", "name"), taking(FIRST_CALL))
+def test_what_a_callable_returns_is_looked_at_when_it_is_called(
+    arguments: dict[str, Any], words: str, name: str
+) -> None:
     """Of samplers, processors and drafters of the caller's; drafted for or not."""
-    arguments, words = FIRST_CALL[case]
     for drafter in (None, scripted.ScriptedDrafter(lambda n, k: [1, 2][:k])):
         given = {"max_tokens": 6, "draft_length": 2, "drafter": drafter} | arguments
         is_answered(lambda given=given: list(CALLS[name][0](**given)), words)  # type: ignore[misc]
@@ -285,12 +234,12 @@ def test_bits_of_caches_that_rotate_are_no_fault_before_they_are_due() -> None:
     assert generated(kv_bits=4, **options) == generated(**options)
 
 
-NUMBERS: dict[str, dict[str, int]] = {
-    "of tokens": {"max_tokens": 6, "draft_length": 2, "seed": 3, "prefill_step_size": 4},
-    "of samples": {"num_samples": 2, "completion_batch_size": 2, "num_beams": 2},
-    "of windows": {"max_kv_size": 64},
-    "of bits": {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 4},
-}
+NUMBERS: list[dict[str, int]] = [
+    {"max_tokens": 6, "draft_length": 2, "seed": 3, "prefill_step_size": 4},
+    {"num_samples": 2, "completion_batch_size": 2, "num_beams": 2},
+    {"max_kv_size": 64},
+    {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 4},
+]
 
 
 def tokens_of(found: Any) -> list[Any]:
@@ -301,13 +250,13 @@ def tokens_of(found: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:specdec_mlx. caches with max_kv_size")
-@in_one_test("kind", NUMBERS)
+@in_one_test("numbers", NUMBERS)
 @in_one_test("name", CALLS)
-def test_integers_of_numpy_are_integers(name: str, kind: str) -> None:
+def test_integers_of_numpy_are_integers(name: str, numbers: dict[str, int]) -> None:
     """Each number that a call takes, in NumPy's types, gives what Python's gives."""
     call, function = CALLS[name]
     taken = inspect.signature(function).parameters
-    numbers = {key: value for key, value in NUMBERS[kind].items() if key in taken}
+    numbers = {key: value for key, value in numbers.items() if key in taken}
     given: dict[str, Any] = {"max_tokens": 6, "drafter": sd.NGramDrafter()} | numbers
     if "sampler" in taken:
         given |= {"sampler": sd.Sampling(temp=1.0), "seed": 3}
@@ -318,124 +267,99 @@ def test_integers_of_numpy_are_integers(name: str, kind: str) -> None:
 @in_one_test("name", CALLS)
 def test_prompts_may_be_arrays_of_any_library(name: str) -> None:
     """Of MLX or NumPy, or lists of NumPy's integers: the same ids, the same text."""
-    given: dict[str, Any] = {"max_tokens": 3}
-    expected = tokens_of(CALLS[name][0](prompt=[1, 2, 3], **given))
+    call = CALLS[name][0]
+    expected = tokens_of(call(prompt=[1, 2, 3], max_tokens=3))
     ids = np.array([1, 2, 3], np.int32)
     for prompt in (ids, mx.array(ids), list(ids), (1, 2, 3), range(1, 4)):
-        assert tokens_of(CALLS[name][0](prompt=prompt, **given)) == expected
+        assert tokens_of(call(prompt=prompt, max_tokens=3)) == expected
 
 
-OUTSIDE = """
-import sys
-
-import mlx.core as mx
-import specdec_mlx as sd
-from mlx_lm.models.cache import make_prompt_cache
-
-import scripted, tiny_text
-
-model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
-prompt = [1, 2, 3, 1, 2]
+OUTSIDE = (10**6, -5, 300, 2**32 + 2)
 
 
-def sampler(wrong, at, pure):
-    calls = []
+def sampler(wrong: int, at: int, pure: bool) -> Any:
+    """One that makes up a token at its `at`-th call."""
+    calls: list[int] = []
 
-    def sample(logprobs):
+    def sample(logprobs: mx.array) -> mx.array:
         calls.append(1)
         return mx.array([wrong if len(calls) == at else 2])
 
-    sample.pure = pure
+    sample.pure = pure  # type: ignore[attr-defined]
     return sample
 
 
-for wrong in (10**6, -5, 300, 2**32 + 2):
-    for at in (1, 3):
-        for pure in (False, True):
-            for drafter in (None, scripted.ScriptedDrafter(lambda n, k: [2, 2][:k])):
-                got, caches = [], make_prompt_cache(model)
-                options = dict(max_tokens=9, sampler=sampler(wrong, at, pure), draft_length=2)
-                try:
-                    for token in sd.speculate(
-                        model, prompt, drafter, prompt_cache=caches, **options
-                    ):
-                        got.append(token.token)
-                except ValueError as error:
-                    print(wrong, error)
-                assert set(got) <= {2}, (got, wrong, at, pure, drafter)
-                assert {c.offset for c in caches} == {len(prompt) + len(got)}, (got, wrong)
-                options["sampler"] = sampler(wrong, at, pure)
-                try:
-                    sd.batch_generate(model, tokenizer, [prompt] * 2, drafter=drafter, **options)
-                except ValueError as error:
-                    print(wrong, error)
-"""
+def makes_up_tokens() -> None:
+    """Each token outside the vocabulary, at the first and at a later call, alone and in a batch."""
+    model, tokenizer, prompt = tiny_text.model(), tiny_text.tokenizer(), [1, 2, 3, 1, 2]
+    drafters = None, scripted.ScriptedDrafter(lambda n, k: [2, 2][:k])
+    for drafter, *made in product(drafters, OUTSIDE, (1, 3), (False, True)):
+        words = f"^The next token is {made[0]}; the target has 0 to 287"
+        got, caches = [], make_prompt_cache(model)
+        options: dict[str, Any] = {"max_tokens": 9, "draft_length": 2, "drafter": drafter}
+        with pytest.raises(ValueError, match=words):
+            for token in sd.speculate(
+                model, prompt, sampler=sampler(*made), prompt_cache=caches, **options
+            ):
+                got.append(token.token)
+        assert set(got) <= {2}, (got, made, drafter)
+        assert {c.offset for c in caches} == {len(prompt) + len(got)}, (got, made)
+        with pytest.raises(ValueError, match=words):
+            sd.batch_generate(model, tokenizer, [prompt] * 2, sampler=sampler(*made), **options)
 
 
-def test_a_token_that_a_sampler_makes_up_is_neither_fed_nor_emitted(tmp_path: Path) -> None:
-    """Ids outside the vocabulary are named, alone and in a batch; the caches stay in order."""
-    script = tmp_path / "outside.py"
-    script.write_text(OUTSIDE)
-    done = plain_python(str(script))
+def test_what_hints_would_refuse_and_tokens_that_a_sampler_makes_up_are_answered() -> None:
+    """In a process of its own, which checks no hints, as users have it.
+
+    Ids outside the vocabulary are named, and neither fed nor emitted; the caches stay in order.
+    """
+    code = "[t.is_answered(*case) for case in t.HINTED]; t.makes_up_tokens()"
+    path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
+    done = subprocess.run(
+        [sys.executable, "-c", f"import test_wrong_calls as t; {code}"],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+    )
     assert done.returncode == 0, done.stderr[-2000:]
-    lines = done.stdout.splitlines()
-    for wrong in (10**6, -5, 300, 2**32 + 2):
-        words = f"{wrong} The next token is {wrong}; the target has 0 to 287."
-        assert sum(line.startswith(words) for line in lines) == 16, done.stdout
 
 
 def test_a_temperature_is_a_sampler_with_it() -> None:
     """`temp=0.7` draws as `sampler=Sampling(temp=0.7)` does."""
-    expected = generated(sampler=sd.Sampling(temp=0.9), seed=3)
-    assert generated(temp=0.9, seed=3) == expected
+    assert generated(temp=0.9, seed=3) == generated(sampler=sd.Sampling(temp=0.9), seed=3)
     assert generated(temp=0.0) == generated()
 
 
 def test_chat_messages_go_through_the_chat_template() -> None:
     """The same tokens as the template applied by hand; without one, a sentence."""
-    target, tokenizer = lab.load_pair().target, lab.load_pair().tokenizer
+    target, _, tokenizer = lab.load_pair()
     messages = [{"role": "user", "content": "print a list"}]
-    template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '\n' }}"
     with pytest.raises(sd.errors.PromptError, match="no chat template"):
         sd.generate(target, tokenizer, messages, max_tokens=4)
-    tokenizer.chat_template = template
+    tokenizer.chat_template = "{% for m in messages %}{{ m.content }}{% endfor %}{{ '\n' }}"
     tokenizer.has_chat_template = True
-    try:
-        by_hand = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
-        expected = sd.generate(target, tokenizer, by_hand, max_tokens=8)
-        assert sd.generate(target, tokenizer, messages, max_tokens=8) == expected
-        assert len(by_hand) > 1
-    finally:
-        tokenizer.chat_template, tokenizer.has_chat_template = None, False
+    by_hand = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+    expected = sd.generate(target, tokenizer, by_hand, max_tokens=8)
+    assert sd.generate(target, tokenizer, messages, max_tokens=8) == expected
+    assert len(by_hand) > 1
 
 
 def test_a_draft_model_may_be_named_by_its_folder() -> None:
     """It is loaded with its tokenizer, which may be another one than the target's."""
-    pair_ = lab.load_pair()
-    prompt = pair_.tokenizer.encode("def f(x):")
-    expected = sd.generate(pair_.target, pair_.tokenizer, prompt, max_tokens=12)
-    for folder in (lab.draft_path(), str(lab.draft_path())):
-        text = sd.generate(
-            pair_.target,
-            pair_.tokenizer,
-            prompt,
-            draft_model=folder,
-            draft_length=3,
-            max_tokens=12,
-        )
-        assert text == expected
-        assert text.stats.drafted > 0
+    target, _, tokenizer = lab.load_pair()
     options: dict[str, Any] = {"max_tokens": 12, "draft_length": 3}
-    text = sd.generate(*pair(), PROMPT, draft_model=lab.draft_path(), **options)
-    assert text == sd.generate(*pair(), PROMPT, **options)
-    assert text.stats.drafted > 0
+    of_the_lab = target, tokenizer, tokenizer.encode("def f(x):")
+    for call in (of_the_lab, (*pair(), PROMPT)):
+        expected = sd.generate(*call, **options)
+        for folder in (lab.draft_path(), str(lab.draft_path())):
+            text = sd.generate(*call, draft_model=folder, **options)  # type: ignore[misc]
+            assert text == expected
+            assert text.stats.drafted > 0
 
 
 def test_a_drafter_and_a_draft_model_take_turns_in_this_order() -> None:
     """As on the command line: the model is asked where the drafter has nothing."""
     model = pair()[0]
-    from specdec_mlx.drafters.draft_models import choose_drafter
-
     chosen = choose_drafter("prompt-lookup", model)
     assert isinstance(chosen, sd.FirstOf)
     assert [type(part) for part in chosen.drafters] == [sd.PromptLookupDrafter, sd.ModelDrafter]
@@ -450,3 +374,145 @@ def test_the_public_names_are_what_dir_shows() -> None:
     for name in sd.__all__:
         assert getattr(sd, name).__module__.startswith("specdec_mlx")
         assert f"specdec_mlx.{name}" not in sys.modules
+
+
+# Drafters by name: the built-in ones and a stranger's come in by the same door --------------------
+
+
+def test_the_built_in_drafters_are_entry_points_of_this_distribution() -> None:
+    """No table in the code knows them."""
+    entries = {e.name: e for e in entry_points(group=GROUP)}
+    kinds = {"ngram": sd.NGramDrafter, "model": sd.ModelDrafter}
+    for name, kind in (kinds | {"prompt-lookup": sd.PromptLookupDrafter}).items():
+        assert entries[name].dist is not None
+        assert entries[name].dist.name == "specdec-mlx"
+        # not `is`: the tests' import hook may have loaded the class anew
+        assert entries[name].load().__qualname__ == kind.__qualname__
+        assert name in drafter_names()
+    assert drafter_names() == sorted(drafter_names())
+
+
+def test_a_name_with_options_makes_what_the_class_would() -> None:
+    """Options in the name, as keywords, or both; dashes stand for underscores."""
+    assert make_drafter("ngram") == sd.NGramDrafter()
+    assert make_drafter("ngram:max_order=3,num_draft=8") == sd.NGramDrafter(3, num_draft=8)
+    assert make_drafter("ngram:max-order=3", num_draft=7) == sd.NGramDrafter(3, num_draft=7)
+    assert make_drafter("ngram:stochastic=true") == sd.NGramDrafter(stochastic=True)
+    drafter: Any = make_drafter("model", model=tiny_text.model())
+    assert drafter.model is tiny_text.model()
+
+
+def test_one_factory_serves_python_the_command_line_and_the_server() -> None:
+    """A draft model goes to the name "model" only; "none" is plain decoding, and takes nothing."""
+    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    given = {"draft_model": model, "draft_tokenizer": tokenizer}
+    drafter = make_drafter("model:greedy=true", **given)
+    assert isinstance(drafter, sd.ModelDrafter)
+    assert (drafter.model, drafter.tokenizer, drafter.greedy) == (model, tokenizer, True)
+    assert make_drafter("ngram", **given) == sd.NGramDrafter()
+    assert make_drafter("none", **given) is None
+    assert sd.generate(model, tokenizer, [5, 17], max_tokens=3, drafter="none").stats.drafted == 0
+    assert "none" in drafter_names()
+    with pytest.raises(ValueError, match="none takes no options"):
+        make_drafter("none:a=1")
+
+
+def test_several_drafters_are_one_that_tries_them_in_order() -> None:
+    """None of them counts; one alone is itself; of none there is None."""
+    ngram, lookup = sd.NGramDrafter(), sd.PromptLookupDrafter()
+    assert first_of([]) is first_of([None]) is None
+    assert first_of([None, ngram]) is ngram
+    both: Any = first_of([ngram, None, lookup])
+    assert both.drafters == (ngram, lookup)
+
+
+@in_one_test(
+    ("text", "values"),
+    [
+        ("a=1,b=2.5,c=-3,d=+2,e=1e-3,f=.5", [1, 2.5, -3, 2, 1e-3, 0.5]),
+        ("a=true,b=False,c=none", [True, False, None]),
+        ("a=earliest,b='1',c=/some/folder,d=", ["earliest", "1", "/some/folder", ""]),
+        ("a=nan,b=inf", ["nan", "inf"]),
+        ("a=(1),b=[1],c=f(1),d=x=y", ["(1)", "[1]", "f(1)", "x=y"]),
+        ("", []),
+    ],
+)
+def test_options_are_numbers_words_for_values_or_text(text: str, values: list[Any]) -> None:
+    """Nothing is evaluated."""
+    assert list(parse_options(text).values()) == values
+    assert parse_options(",a-b = 1 , c = x,,") == {"a_b": 1, "c": "x"}
+
+
+WRONG = {
+    "n-gram:max_order=3": "Unknown drafter 'n-gram'. Known: .*" + ".*".join(drafter_names()),
+    "ngram:max_order": "'max_order'.*key=value",
+    "ngram:max_n=3": r"Drafter 'ngram': .*help\(\w+Drafter\)",
+    "model": r"Drafter 'model': .*help\(\w+Drafter\)",
+    "model:layers=2": r"Drafter 'model': .*help\(\w+Drafter\)",
+    "prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
+    "prompt-lookup:max_ngram=2.5": "max_ngram is 2.5, expected int",
+    "prompt-lookup:num_draft=x": r"num_draft is 'x', expected int \| None",
+    "ngram:stochastic=3": "stochastic is 3, expected bool",
+    "ngram:max_order=99": "max_order",
+}
+
+
+@in_one_test("spec", WRONG)
+def test_what_is_wrong_with_a_name_or_an_option_is_said(spec: str) -> None:
+    """The known names, the option, the type that it is annotated with, and where to read on."""
+    with pytest.raises(ValueError, match=WRONG[spec]):
+        make_drafter(spec)
+
+
+def test_installed_packages_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading the metadata of all packages takes milliseconds, which each request would pay."""
+    drafter_names()
+    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
+    assert make_drafter("ngram") == sd.NGramDrafter()
+    assert "ngram" in drafter_names()
+
+
+@in_one_test("length", [0, 1, 4, "auto", "heuristic"])
+def test_any_object_with_the_protocol_drafts(length: int | str) -> None:
+    """In stream_generate, as drafter= and as draft_model=."""
+    call = tiny_text.model(), tiny_text.tokenizer(), [5, 17, 99], 20
+    drafter = ScriptedDrafter(lambda start, limit: [7] * limit)  # two methods, nothing inherited
+    assert isinstance(drafter, sd.Drafter)
+    expected = [r.token for r in sd.stream_generate(*call, drafter="none")]
+    for name in ("drafter", "draft_model"):
+        options: dict[str, Any] = {"draft_length": length, name: drafter}
+        responses = list(sd.stream_generate(*call, **options))
+        assert [r.token for r in responses] == expected
+    assert responses[-1].stats.drafted > 0 or length != 4
+
+
+def entry(package: str, name: str, value: str = "nowhere:Nothing") -> Any:
+    """An entry point of an installed package."""
+    found = EntryPoint(name, value, GROUP)
+    vars(found)["dist"] = SimpleNamespace(name=package)
+    return found
+
+
+@in_one_test("package", ["a-first-package", "zz-last-package"])
+def test_nobody_takes_a_name_that_another_has(
+    package: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ours stays, whatever the package's name; of two strangers the first by name has it. The
+    warning names both.
+    """
+    ours, theirs = entry("specdec-mlx", "ngram"), entry(package, "ngram")
+    one, other = entry("another", "constant"), entry("somebody", "constant")
+    found = [theirs, other, one, ours, entry(package, "taken")]
+    monkeypatch.setattr("specdec_mlx.options.entry_points", lambda group: found)
+    with pytest.warns(UserWarning, match="is left out, since .* has one of that name") as caught:
+        assert installed(GROUP, "drafter", ["taken"]) == {"ngram": ours, "constant": one}
+    said = {str(warning.message).partition(" is left out")[0] for warning in caught}
+    assert said == {
+        f"specdec_mlx: drafter {name!r} of {stranger}"
+        for name, stranger in (("ngram", package), ("constant", "somebody"), ("taken", package))
+    }
+
+
+def test_a_package_that_cannot_be_imported_is_named() -> None:
+    with pytest.raises(sd.errors.MissingPackageError, match="'constant' of somebody cannot be"):
+        load(entry("somebody", "constant"), "drafter")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -41,9 +40,9 @@ class Counts(NamedTuple):
 
 @dataclass(frozen=True)
 class Emitted:
-    """One token of a generation, with the counts up to it, None for a pass a token.
+    """One token, with the counts up to it (None: a pass a token) and when it was known (None: now).
 
-    at: `time.perf_counter` when it was known, None for now.
+    at: by `time.perf_counter`.
     """
 
     token: int
@@ -57,7 +56,7 @@ Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
 
 
 class Keyed:
-    """A result of a contender, by its flags on the command line; "" where one means nothing."""
+    """A contender, or a result of one, by its flags on the command line; "" where one has none."""
 
     drafter: str
     draft_length: str
@@ -101,13 +100,9 @@ def mlx_lm_speculation(
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
+        options = {"num_draft_tokens": draft_length, "max_tokens": max_tokens}
         steps = speculative_generate_step(
-            mx.array(prompt),
-            model,
-            draft_model,
-            num_draft_tokens=draft_length,
-            max_tokens=max_tokens,
-            sampler=make_sampler(temp),
+            mx.array(prompt), model, draft_model, sampler=make_sampler(temp), **options
         )
         counts, begins_round = Counts(0), True
         with closing(steps):
@@ -142,9 +137,7 @@ def ours(
 
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         tokens = speculate(
-            model,
-            prompt,
-            drafter,
+            *(model, prompt, drafter),
             max_tokens=max_tokens,
             sampler=Sampling(temp),
             seed=seed,
@@ -173,24 +166,23 @@ def make_contenders(
     temp: float = 0.0,
     tokenizer: Any = None,
     draft_model: nn.Module | None = None,
-    draft_tokenizer: Any = None,
     rules: Sequence[str] = ("auto",),
     make: Callable[[str], Drafter | None] | None = None,
 ) -> list[Contender]:
     """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
 
-    make: makes the drafter of a name; None is `make_drafter`, whose errors it raises.
+    make: makes the drafter of a name; None is `make_drafter` with this draft model, whose tokenizer
+    is the target's. Its errors are raised.
     """
     contenders = [plain(model, temp)]
     if draft_model is not None:
         numbers = [int(text) for text in draft_lengths if text.isdecimal()]
         for number in numbers or [MLX_LM_DRAFT_LENGTH]:
             contenders.append(mlx_lm_speculation(model, draft_model, number, temp))
-    make = make or functools.partial(
-        make_drafter, draft_model=draft_model, draft_tokenizer=draft_tokenizer
-    )
+    draft_tokenizer = None if draft_model is None else tokenizer
+    options = {"draft_model": draft_model, "draft_tokenizer": draft_tokenizer}
     for spec in drafters:
-        drafter = make(spec)
+        drafter = make(spec) if make else make_drafter(spec, **options)
         for length, rule in product(draft_lengths, rules) if drafter else [("", "auto")]:
             contenders.append(ours(model, drafter, spec, length, temp, tokenizer, rule))
     return contenders

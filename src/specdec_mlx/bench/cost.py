@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import statistics
 import time
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -15,7 +15,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft
-from specdec_mlx.draft_length.costs import CURVES
+from specdec_mlx.draft_length.costs import CURVES, Curve
 from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
@@ -27,13 +27,12 @@ from specdec_mlx.target.verifier import Verifier
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
 MEASURED = "measured"
 NUM_CACHED = 256
-MOST_ROWS = 192
 RELATIVE_UNIT = 0.02  # seconds of c(1) where only ratios are known; of a small model on a laptop
 
 
 @dataclass(frozen=True)
 class CostCurve:
-    """Seconds of a pass over m positions: straight lines between and beyond measured points.
+    """Seconds of a pass over m positions: a `Curve` through measured points, with a name.
 
     positions: [n] increasing from 1, else ValueError. low, high: [n] 95% interval of `seconds`, or
     ().
@@ -55,13 +54,14 @@ class CostCurve:
         if min(self.seconds) <= 0:
             raise ValueError(f"Cost curve {self.name!r}: costs must be > 0, got {self.seconds}.")
 
+    @cached_property
+    def _curve(self) -> Curve:
+        points = list(zip(self.positions, self.seconds, strict=True))
+        return Curve((*points, (2, self.seconds[0])) if len(points) == 1 else tuple(points))
+
     def __call__(self, num_positions: int) -> float:
         """Seconds of a pass over `num_positions` >= 1."""
-        if len(self.positions) == 1:
-            return self.seconds[0]
-        right = min(max(1, bisect_right(self.positions, num_positions)), len(self.positions) - 1)
-        (m0, m1), (s0, s1) = self.positions[right - 1 : right + 1], self.seconds[right - 1 :][:2]
-        return s0 + (s1 - s0) * (num_positions - m0) / (m1 - m0)
+        return self._curve(num_positions)
 
     def relative(self) -> tuple[float, ...]:
         """[n] costs over that of one position."""
@@ -86,13 +86,13 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
             raise ValueError("No measured cost curve in this file. Give linear:SLOPE or a list.")
         return measured
     if text in CURVES:
-        rows = range(1, MOST_ROWS + 1)
-        return CostCurve(text, tuple(rows), tuple(unit * CURVES[text](m) for m in rows))
+        rows, costs = zip(*CURVES[text].points, strict=True)
+        return CostCurve(text, rows, tuple(unit * cost for cost in costs))
     kind, _, rest = text.partition(":")
     try:
         if kind == "linear":
             return linear_cost(float(rest), unit)
-        costs = [float(part) for part in text.split(",")]
+        costs = tuple(float(part) for part in text.split(","))
     except ValueError as error:
         raise ValueError(
             f"Cost {text!r}: expected measured, linear:SLOPE, costs as 1,1.1,1.3, or one of "
@@ -165,11 +165,6 @@ class CostMeter:
 def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
     """Interval that holds the median with at least this chance, by binomial (n, 1/2)."""
     ordered, n = sorted(samples), len(samples)
-    tail, k = 0.0, 0
-    while k < (n - 1) // 2:
-        tail += math.comb(n, k) / 2**n
-        if tail > (1 - confidence) / 2:
-            break
-        k += 1
-    first = max(0, k - 1)
+    tails = (sum(math.comb(n, i) for i in range(k + 1)) / 2**n for k in range(n // 2))
+    first = max(0, sum(tail <= (1 - confidence) / 2 for tail in tails) - 1)
     return ordered[first], ordered[n - 1 - first]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
@@ -51,30 +52,27 @@ def find_differences(
     differences = []
     for s in samples:
         position = first_difference(s.tokens, references[s.id])
-        if position is None:
-            continue
-        if (s.id, position) not in gaps:
-            gaps[s.id, position] = top_two_gap(model, prompts[s.id], position)
-        gap = gaps[s.id, position]
-        whose = s.id, s.category, s.drafter, s.draft_length, s.repeat
-        differences.append(Difference(*whose, position, gap, gap < EXCUSED_GAP, s.rule))
+        if position is not None:
+            if (s.id, position) not in gaps:
+                gaps[s.id, position] = top_two_gap(model, prompts[s.id], position)
+            gap = gaps[s.id, position]
+            whose = s.id, s.category, s.drafter, s.draft_length, s.repeat
+            differences.append(Difference(*whose, position, gap, gap < EXCUSED_GAP, s.rule))
     return differences
 
 
 def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
     """Index of the first difference; where one is the other's beginning, its length; else None."""
-    for i, (a, b) in enumerate(zip(tokens, reference, strict=False)):
-        if a != b:
-            return i
-    return None if len(tokens) == len(reference) else min(len(tokens), len(reference))
+    if list(tokens) == list(reference):
+        return None
+    pairs = enumerate(zip(tokens, reference, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference)))
 
 
 def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float:
     """Difference of the two greatest logits at generated token `position`, decoded plainly."""
-    steps = generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)
-    with closing(steps):
-        for _, logprobs in steps:
-            last = logprobs  # logits but for a shift
-    top = mx.sort(last.astype(mx.float32))[-2:]
-    gap: float = (top[1] - top[0]).item()  # type: ignore[assignment]
+    with closing(generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)) as steps:
+        ((_, logprobs),) = deque(steps, maxlen=1)
+    second, best = mx.sort(logprobs.astype(mx.float32))[-2:]
+    gap: float = (best - second).item()  # type: ignore[assignment]
     return gap

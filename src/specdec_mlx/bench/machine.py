@@ -13,15 +13,19 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 REFERENCE_BLAS = "reference BLAS"  # the library of MLX's Linux wheel, and any that is not known
+KNOWN_BLAS = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
 
 
 def describe_machine() -> dict[str, str]:
     """Processor, device, matrix library, versions and load; and the number of ranks."""
     num_ranks = mx.distributed.init().size()
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
     return {
         **({"ranks": str(num_ranks)} if num_ranks > 1 else {}),
         "platform": platform.platform(),
-        "processor": _processor(),
+        "processor": next(named, platform.processor() or platform.machine()),
         "cores": str(os.cpu_count()),
         "load": " ".join(f"{x:.2f}" for x in os.getloadavg()),
         "device": str(mx.default_device()),
@@ -41,11 +45,9 @@ def blas_name() -> str:
 
 def blas_in(maps: str) -> str:
     """Matrix library among mapped files (/proc/PID/maps), those of NumPy and SciPy left out."""
-    known = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
     files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line}
-    theirs = {"numpy.libs", "scipy.libs"}
-    loaded = [file.name for file in files if file.parent.name not in theirs]
-    names = (name for part, name in known.items() if any(f.startswith(part) for f in loaded))
+    loaded = [f.name for f in files if f.parent.name not in ("numpy.libs", "scipy.libs")]
+    names = (name for part, name in KNOWN_BLAS.items() if any(f.startswith(part) for f in loaded))
     return next(names, REFERENCE_BLAS)
 
 
@@ -58,12 +60,3 @@ def describe_dtype(model: nn.Module) -> str:
     bits = {module.bits for module in model.modules() if hasattr(module, "bits")}
     quantized = [f"{bits} bits" for bits in sorted(bits)]
     return ", ".join([*(name for name, _ in sizes.most_common(1)), *quantized])
-
-
-def _processor() -> str:
-    info = Path("/proc/cpuinfo")
-    if info.exists():
-        for line in info.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor() or platform.machine()

@@ -8,9 +8,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
 
-BUILTIN = Path(__file__).parent / "prompts.jsonl"
-"""Six kinds of work, from much repetition of the prompt to none."""
-
 Item = TypeVar("Item")
 
 
@@ -36,8 +33,8 @@ WithCategory = TypeVar("WithCategory", Prompt, Task)
 
 
 def builtin_prompts() -> list[Prompt]:
-    """Our own prompts, a handful per kind of work."""
-    return read_prompts(BUILTIN)
+    """Our own: six kinds of work, from much repetition of the prompt to none."""
+    return read_prompts(Path(__file__).with_name("prompts.jsonl"))
 
 
 def read_prompts(path: Path | str) -> list[Prompt]:
@@ -48,8 +45,7 @@ def read_prompts(path: Path | str) -> list[Prompt]:
 
     def prompt(row: Any, number: int) -> Iterator[Prompt]:
         text = row["turns"][0] if "turns" in row else row["prompt"]
-        name, category = row.get("id", number), row.get("category", "prompts")
-        yield Prompt(str(name), str(category), str(text))
+        yield Prompt(str(row.get("id", number)), str(row.get("category", "prompts")), str(text))
 
     expected = "`turns` (a list of messages) or `prompt`, and `id` and `category`"
     return read_lines(path, prompt, expected)
@@ -79,11 +75,11 @@ def choose(
     by_category: dict[str, list[WithCategory]] = {}
     for prompt in prompts:
         by_category.setdefault(prompt.category, []).append(prompt)
-    for name in categories or ():
+    wanted = list(by_category) if categories is None else categories
+    for name in wanted:
         if name not in by_category:
             known = ", ".join(sorted(by_category))
             raise ValueError(f"Unknown category {name!r}. The prompts have: {known}.")
-    wanted = list(by_category) if categories is None else list(categories)
     return [prompt for name in wanted for prompt in spread(by_category[name], per_category)]
 
 

@@ -90,24 +90,21 @@ def load_record(path: Path | str) -> Record:
             differences=[Difference(**difference) for difference in data["differences"]],
         )
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        raise ValueError(
-            f"{path} is no record of a benchmark ({error!r}). Make one with specdec-mlx bench "
-            "--json FILE."
-        ) from error
+        what = f"{path} is no record of a benchmark ({error!r})"
+        raise ValueError(f"{what}. Make one with specdec-mlx bench --json FILE.") from error
 
 
 def read_result(data: dict[str, Any]) -> Result:
     """A result as JSON has it; fields of older versions are left out."""
-    known = {field.name for field in fields(Result)}
-    return Result(**{name: value for name, value in data.items() if name in known})
+    return Result(**{f.name: data[f.name] for f in fields(Result) if f.name in data})
 
 
-def read_cost(data: dict[str, Sequence[Any]] | None) -> CostCurve | None:
+def read_cost(data: dict[str, Any] | None) -> CostCurve | None:
     """A cost curve as JSON has it; None if it was not measured."""
     if data is None:
         return None
-    low, high = tuple(data.get("low", ())), tuple(data.get("high", ()))
-    return CostCurve(str(data["name"]), tuple(data["positions"]), tuple(data["seconds"]), low, high)
+    points = {name: tuple(values) for name, values in data.items() if name != "name"}
+    return CostCurve(str(data["name"]), **points)
 
 
 def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
@@ -128,14 +125,13 @@ def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
             tokens += [] if end is None else [int(end)]
             yield RecordedText(own, category, encode_messages(tokenizer, before), tokens, session)
 
-    expected = "`messages` (role and content), or with `turns` and `reference`"
-    texts = read_lines(path, texts_of, expected)
+    texts = read_lines(path, texts_of, "`messages` (role and content), or `turns` and `reference`")
     if not texts:
         raise ValueError(f"{path} has no assistant message and no reference. Give another file.")
     return texts
 
 
-def _answers(said: list[dict[str, str]]) -> Iterator[tuple[list[dict[str, str]], str]]:
+def _answers(said: Sequence[dict[str, str]]) -> Iterator[tuple[Sequence[dict[str, str]], str]]:
     """Each message of the assistant, with all messages before it."""
     for i, message in enumerate(said):
         if message["role"] == "assistant" and i and message["content"]:

@@ -6,31 +6,16 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice
-from typing import Any
+from itertools import islice, takewhile
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
+from specdec_mlx import contracts
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.contracts import (
-    ROOT,
-    Draft,
-    DraftContext,
-    Drafter,
-    DraftSession,
-    Evidence,
-    FeatureRows,
-    Features,
-    GoesOn,
-    Outcome,
-    PendingPass,
-    RoundRecord,
-    SeesTarget,
-    Step,
-    Stepwise,
-)
+from specdec_mlx.contracts import ROOT, Draft, DraftContext, FeatureRows, Features, Step
 from specdec_mlx.contracts.trees import children_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import DraftLength
@@ -46,8 +31,7 @@ from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
 
 
-@dataclass(frozen=True)
-class Modelled:
+class Modelled(NamedTuple):
     """A text as a way of drafting would have generated it: live counts, modelled seconds."""
 
     category: str
@@ -76,9 +60,9 @@ class _RecordedPass:
     def wait(self) -> None:
         """Nothing is computed."""
 
-    def read(self) -> Outcome:
+    def read(self) -> contracts.Outcome:
         kept = right_path(self.draft, self.coming)
-        return Outcome(kept, self.coming[: len(kept) + 1] or [0])
+        return contracts.Outcome(kept, self.coming[: len(kept) + 1] or [0])
 
 
 class RecordedTarget:
@@ -86,10 +70,8 @@ class RecordedTarget:
 
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
         self.rollback = Rollback([], position=len(text.prompt) - 1)
-        self._text = text
-        self._is_tapped = False
-        self._num_fed = 0
-        self._vocab_size = vocab_size
+        self._text, self._vocab_size = text, vocab_size
+        self._is_tapped, self._num_fed = False, 0
 
     def vocab_size(self) -> int:
         """V, as recorded."""
@@ -113,8 +95,7 @@ class RecordedTarget:
                 "A recorded text has no states to read, only the likeliest tokens. Replay drafters "
                 "that work on tokens."
             )
-        self._is_tapped = True
-        self.rollback = Rollback([])
+        self._is_tapped, self.rollback = True, Rollback([])
 
     def fed_features(self) -> tuple[FeatureRows, int]:
         """Rows of the prompt, of which nothing is known."""
@@ -138,15 +119,15 @@ class RecordedTarget:
         draft: Draft,
         position: int,
         embeddings: mx.array | None = None,
-    ) -> PendingPass:
+    ) -> contracts.PendingPass:
         """A pass of the recording, see `contracts.Target`; ValueError for a drawn draft."""
         if draft.logprobs is not None:
             raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
-        num_fed = len(pending) + len(draft)
+        num_fed, end = len(pending) + len(draft), position + len(draft)
         self.rollback.advance(num_fed)
-        coming = [*self._text.generated[position : position + len(draft) + 1]]
-        if position + len(draft) >= len(self._text.generated):
-            coming.append(0)  # after the end: unknown, and nobody reads it
+        coming = self._text.generated[position : end + 1]
+        if end >= len(self._text.generated):
+            coming = [*coming, 0]  # after the end: unknown, and nobody reads it
         pass_ = _RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
         if self._is_tapped:
             places: list[int | None] = [position - i for i in reversed(range(len(pending)))]
@@ -172,17 +153,14 @@ class ModelledLength:
 
     def __init__(self, inner: DraftLength, cost: CostCurve, draft_seconds: float = 0.0) -> None:
         self.cut: Callable[..., int] = inner.cut
-        self.seconds = 0.0
-        self.num_steps = 0
+        self.seconds, self.num_steps, self.draft_seconds = 0.0, 0, draft_seconds
+        self._inner, self._cost = inner, cost
         self._cheap: set[str] = set()
         if isinstance(inner, Auto):
             inner.prices.clock = lambda: self.draft_seconds * self.num_steps
             self.begin = partial(self._begin, inner)
             self.choose, self.outbids, self.grow = inner.choose, inner.outbids, inner.grow
             self.extra_price, self.wants_timing = inner.extra_price, inner.wants_timing
-        self._inner = inner
-        self._cost = cost
-        self.draft_seconds = draft_seconds
 
     def limit(self, part: str, cheap: bool) -> int:
         """The inner one's."""
@@ -191,13 +169,13 @@ class ModelledLength:
         return self._inner.limit(part, cheap)
 
     def _begin(
-        self, inner: Auto, part: str, session: DraftSession, may_fork: Callable[[], bool]
+        self, inner: Auto, part: str, session: contracts.DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
-        if isinstance(session, Stepwise):
+        if isinstance(session, contracts.Stepwise):
             session = _ModelledSteps(session, self)
         return inner.begin(part, session, may_fork)
 
-    def record(self, round_: RoundRecord) -> None:
+    def record(self, round_: contracts.RoundRecord) -> None:
         """Pass a round on, with its modelled seconds."""
         unseen = 0 if round_.part in self._cheap else round_.drafted
         drafting = self.draft_seconds * (self.num_steps or unseen)
@@ -211,19 +189,17 @@ class ModelledLength:
 class _ModelledSteps:
     """A session whose steps are counted."""
 
-    def __init__(self, session: Stepwise, length: ModelledLength) -> None:
+    def __init__(self, session: contracts.Stepwise, length: ModelledLength) -> None:
         self._session, self._length = session, length
-        if isinstance(session, SeesTarget):
+        if isinstance(session, contracts.SeesTarget):
             self.see = session.see
 
     def propose(self, limit: int) -> Draft:
         return self.propose_while(limit, lambda evidence: Step.GO_ON)
 
-    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-
-        def counted(evidence: Sequence[Evidence]) -> Step:
-            if not evidence[-1].is_free:
-                self._length.num_steps += 1
+    def propose_while(self, limit: int, goes_on: contracts.GoesOn) -> Draft:
+        def counted(evidence: Sequence[contracts.Evidence]) -> Step:
+            self._length.num_steps += not evidence[-1].is_free
             return goes_on(evidence)
 
         return self._session.propose_while(limit, counted)
@@ -234,7 +210,7 @@ class _ModelledSteps:
 
 def replay_text(
     text: RecordedText,
-    drafter: Drafter | None,
+    drafter: contracts.Drafter | None,
     length: DraftLength,
     cost: CostCurve,
     *,
@@ -250,23 +226,17 @@ def replay_text(
     modelled = ModelledLength(length, cost, draft_seconds)
     target = RecordedTarget(text, vocab_size)
     sequence = SequenceState(list(text.prompt), len(text.prompt), max_tokens)
-    drafting = Drafting(
-        drafter, modelled, target, sequence, keeps_cache=False, stream=generation_stream
-    )
+    options: dict[str, Any] = {"keeps_cache": False, "stream": generation_stream}
+    drafting = Drafting(drafter, modelled, target, sequence, **options)
     stats = SpeculationStats()
     generation = Generation(target, sequence, drafting, stats, clock=_UndisturbedClock())
     with closing(generation.run(greedy_context(vocab_size))) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated
-    return Modelled(
-        category=text.category,
-        tokens=len(emitted),
-        passes=stats.target_passes,
-        drafted=stats.drafted,
-        accepted=sum(token.from_draft for token in emitted),
-        seconds=modelled.seconds if drafter else cost(1) * stats.target_passes,
-        plain_seconds=cost(1) * len(emitted),
-    )
+    accepted = sum(token.from_draft for token in emitted)
+    seconds = modelled.seconds if drafter else cost(1) * stats.target_passes
+    counts = len(emitted), stats.target_passes, stats.drafted, accepted
+    return Modelled(text.category, *counts, seconds, plain_seconds=cost(1) * len(emitted))
 
 
 def greedy_context(vocab_size: int | None = None) -> DraftContext:
@@ -298,7 +268,5 @@ def right_path(draft: Draft, coming: Sequence[int]) -> Sequence[int]:
 
 def num_matching(draft: Sequence[int], coming: Sequence[int]) -> int:
     """Number of the draft's tokens that are right, up to the first that is not."""
-    for n, (a, b) in enumerate(zip(draft, coming, strict=False)):
-        if a != b:
-            return n
-    return min(len(draft), len(coming))
+    pairs = zip(draft, coming, strict=False)
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

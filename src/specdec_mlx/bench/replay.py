@@ -7,10 +7,10 @@ At temperature 0 the counts are those of a live run.
 from __future__ import annotations
 
 import argparse
-import functools
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 from mlx_lm.utils import load_tokenizer
@@ -126,17 +126,13 @@ def score_record(
     for name, made in drafters.items():
         for length in draft_lengths if made else [""]:
             drafter, tuning = fresh(made), Tuning(CURVES.get(cost.name, MILDEST))
-            modelled = [
-                replay_text(
-                    text,
-                    drafter,
-                    make_draft_length(parse_draft_length(length or "0"), tuning),
-                    cost,
-                    draft_seconds=draft_cost * cost(1),
-                    **sizes,
+            modelled = []
+            for text in record.texts:
+                policy = make_draft_length(parse_draft_length(length or "0"), tuning)
+                seconds = draft_cost * cost(1)
+                modelled.append(
+                    replay_text(text, drafter, policy, cost, draft_seconds=seconds, **sizes)
                 )
-                for text in record.texts
-            ]
             scores += scores_of(record, cost.name, name, length, modelled)
     return scores
 
@@ -150,49 +146,31 @@ def fresh(drafter: Drafter | Callable[[], Drafter | None] | None) -> Drafter | N
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx replay`."""
-    add = parser.add_argument
+    add, several = parser.add_argument, partial(parser.add_argument, action="append")
     add("record", nargs="?", metavar="FILE", help="what specdec-mlx bench --json wrote")
-    add(
-        "--sessions",
-        metavar="FILE",
-        help="texts of conversations instead, as JSON lines with messages, or with turns and "
-        "reference; of FILE only the measured costs are taken",
-    )
+    sessions = "texts of conversations instead, as JSON lines with messages, or with turns and "
+    sessions += "reference; of FILE only the measured costs are taken"
+    add("--sessions", metavar="FILE", help=sessions)
     add("--model", help="for --sessions: whose tokenizer (default: a small one)")
-    spec = "NAME[:KEY=VALUE,...]"
-    add("--drafter", action="append", metavar=spec, help=f"repeatable ({DEFAULT_DRAFTER})")
+    default = f"repeatable ({DEFAULT_DRAFTER})"
+    several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=default)
     add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
     add_lighter_arguments(parser)
-    add(
-        "--draft-length",
-        action="append",
-        metavar="N|POLICY",
-        help=f"repeatable ({', '.join(DEFAULT_DRAFT_LENGTHS)})",
-    )
-    add(
-        "--cost",
-        action="append",
-        metavar="CURVE",
-        help="repeatable: measured, linear:SLOPE, costs of 1, 2, 3 ... positions as 1,1.1,1.3, "
-        "or a chip as others measured it: m3-max, m4-pro, m5-max-27b, ... "
-        f"(measured, {DEFAULT_SLOPE})",
-    )
-    add(
-        "--draft-cost",
-        type=float,
-        default=0.0,
-        metavar="C",
-        help="of a token drafted by a model, in passes over one position (%(default)s)",
-    )
+    defaults = f"repeatable ({', '.join(DEFAULT_DRAFT_LENGTHS)})"
+    several("--draft-length", metavar="N|POLICY", help=defaults)
+    costs = "repeatable: measured, linear:SLOPE, costs of 1, 2, 3 ... positions as 1,1.1,1.3, or "
+    costs += "a chip as others measured it: m3-max, m4-pro, m5-max-27b, ... "
+    several("--cost", metavar="CURVE", help=f"{costs}(measured, {DEFAULT_SLOPE})")
+    each = "of a token drafted by a model, in passes over one position (%(default)s)"
+    add("--draft-cost", type=float, default=0.0, metavar="C", help=each)
     add("--json", metavar="FILE", help="write the scores")
 
 
 def main(args: argparse.Namespace) -> int:
     """Score, and print a table per cost curve."""
     record, drafters = read_record(args), drafters_of(args)
-    everything = Scores()
+    lengths, everything = args.draft_length or DEFAULT_DRAFT_LENGTHS, Scores()
     for cost in costs_of(args, record):
-        lengths = args.draft_length or DEFAULT_DRAFT_LENGTHS
         scores = score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
         everything += scores
         print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n")
@@ -234,11 +212,11 @@ def record_of_sessions(
 
 def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
     """Ways to make the drafters that were named; each is tried once."""
-    make = NamedModel(args.draft_model, lighter_of(args)).make
-    specs = args.drafter or [DEFAULT_DRAFTER]
-    for spec in specs:
-        make(spec)
-    return {spec: functools.partial(make, spec) for spec in specs}
+    named = NamedModel(args.draft_model, lighter_of(args))
+    ways = {spec: partial(named.make, spec) for spec in args.drafter or [DEFAULT_DRAFTER]}
+    for make in ways.values():
+        make()
+    return dict(ways)
 
 
 def scores_of(
@@ -252,22 +230,13 @@ def scores_of(
         (ALL, "", list(modelled)),
         *(("", session, [m for t, m in pairs if t.session == session]) for session in sessions),
     ]
-    is_live = cost == MEASURED
-    return [
-        Score(
-            cost=cost,
-            drafter=drafter,
-            draft_length=length,
-            category=category or group[0].category,
-            texts=len(group),
-            tokens=sum(m.tokens for m in group),
-            target_passes=sum(m.passes for m in group),
-            drafted=sum(m.drafted for m in group),
-            accepted=sum(m.accepted for m in group),
-            tokens_per_pass=sum(m.tokens for m in group) / sum(m.passes for m in group),
-            speedup=sum(m.plain_seconds for m in group) / sum(m.seconds for m in group),
-            live_ratio=record.live_ratio(drafter, length, category) if is_live else None,
-            session=session,
-        )
-        for category, session, group in groups
-    ]
+    scores = []
+    for category, session, group in groups:
+        tokens, passes = sum(m.tokens for m in group), sum(m.passes for m in group)
+        drafted, accepted = sum(m.drafted for m in group), sum(m.accepted for m in group)
+        speedup = sum(m.plain_seconds for m in group) / sum(m.seconds for m in group)
+        what = cost, drafter, length, category or group[0].category
+        counts = len(group), tokens, passes, drafted, accepted
+        live = record.live_ratio(drafter, length, category) if cost == MEASURED else None
+        scores.append(Score(*what, *counts, tokens / passes, speedup, live, session))
+    return scores

@@ -14,9 +14,6 @@ from specdec_mlx.notebook.views import table_html
 if TYPE_CHECKING:
     from specdec_mlx.bench.record import Record
 
-Table = tuple[list[str], list[list[str]], int]
-"""Header, rows, and the number of leading columns that are text."""
-
 SPEED_NOTE = (
     "ratio: tokens per second over all texts, relative to plain mlx-lm, prefill and first round "
     "left out, with a 95% bootstrap interval over texts; end to end: prefill included; tok/s: all "
@@ -42,10 +39,8 @@ def or_dash(value: float | None, digits: int = 2) -> str:
 
 
 def _identical(result: Result) -> str:
-    if result.identical is None:
-        return "-"
     excused = f" (+{result.excused})" if result.excused else ""
-    return f"{result.identical}{excused} of {result.texts}"
+    return "-" if result.identical is None else f"{result.identical}{excused} of {result.texts}"
 
 
 Columns = dict[str, Callable[[Any], str]]
@@ -84,8 +79,7 @@ def format_record(record: Record) -> str:
         ROUNDS_NOTE,
     ]
     if record.differences:
-        differences = markdown_table(*_table(record.differences, DIFFERENCES, "text"))
-        parts += [DIFFERENCES_NOTE, differences]
+        parts += [DIFFERENCES_NOTE, markdown_table(*_table(record.differences, DIFFERENCES))]
     return "\n\n".join([*parts, *([format_cost(record.cost)] if record.cost else [])])
 
 
@@ -95,16 +89,18 @@ def record_html(record: Record) -> str:
     return f"{table_html(*_table(record.results, SPEEDS))}<p>{notes}</p>"
 
 
-def _table(rows: Sequence[Result | Difference], columns: Columns, first: str = "category") -> Table:
-    texts: Columns = {
-        first: lambda r: r.id if first == "text" else r.category,
-        "drafter": lambda r: r.drafter,
-        "K": lambda r: r.draft_length or "-",
-    }
+def _table(
+    rows: Sequence[Result] | Sequence[Difference], columns: Columns
+) -> tuple[list[str], list[list[str]], int]:
+    """Header, rows, and the number of leading columns that are text."""
+    whose: Columns = {"category": lambda r: r.category}
+    if columns is DIFFERENCES:
+        whose = {"text": lambda r: r.id}
+    whose |= {"drafter": lambda r: r.drafter, "K": lambda r: r.draft_length or "-"}
     if len({row.rule for row in rows if row.rule}) > 1:
-        texts["rule"] = lambda r: r.rule or "-"
-    shown = texts | columns
-    return [*shown], [[column(row) for column in shown.values()] for row in rows], len(texts)
+        whose["rule"] = lambda r: r.rule or "-"
+    shown = whose | columns
+    return [*shown], [[column(row) for column in shown.values()] for row in rows], len(whose)
 
 
 def format_cost(curve: CostCurve) -> str:
@@ -125,14 +121,12 @@ def markdown_table(
     header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int
 ) -> str:
     """Table with aligned columns: the first so many are text, the others numbers."""
-    widths = [max(3, *(len(row[i]) for row in [header, *rows])) for i in range(len(header))]
-    rule = [
-        "-" * width if i < num_text_columns else "-" * (width - 1) + ":"
-        for i, width in enumerate(widths)
-    ]
-    pads = [str.ljust if i < num_text_columns else str.rjust for i in range(len(header))]
-    padded = (
-        [pad(cell, width) for pad, cell, width in zip(pads, row, widths, strict=True)]
-        for row in [header, rule, *rows]
-    )
-    return "\n".join(f"| {' | '.join(cells)} |" for cells in padded)
+    columns = []
+    for i, cells in enumerate(zip(header, *rows, strict=True)):
+        width = max(3, *map(len, cells))
+        if i < num_text_columns:
+            columns.append([cell.ljust(width) for cell in (cells[0], "-" * width, *cells[1:])])
+        else:
+            rule = "-" * (width - 1) + ":"
+            columns.append([cell.rjust(width) for cell in (cells[0], rule, *cells[1:])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))

@@ -14,18 +14,12 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
+from specdec_mlx.bench import prompts
 from specdec_mlx.bench.contenders import PLAIN, Contender, make_contenders
 from specdec_mlx.bench.cost import CostMeter
 from specdec_mlx.bench.identity import find_differences, reference_texts
 from specdec_mlx.bench.machine import describe_dtype, describe_machine
-from specdec_mlx.bench.prompts import (
-    Prompt,
-    Task,
-    builtin_prompts,
-    choose,
-    encode_chat,
-    read_prompts,
-)
+from specdec_mlx.bench.prompts import Prompt, Task
 from specdec_mlx.bench.record import Record, RecordedText, read_sessions, save_record
 from specdec_mlx.bench.report import format_record
 from specdec_mlx.bench.summary import summarise
@@ -38,49 +32,29 @@ from specdec_mlx.models import load_target
 from specdec_mlx.options import argument, checked, positive_int
 from specdec_mlx.rules.registry import make_rule
 
-DEFAULT_DRAFT_LENGTHS = ("auto",)
-DEFAULT_RULES = ("auto",)
+SPEC = "NAME[:KEY=VALUE,...]"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx bench`."""
     add, count = parser.add_argument, argument(positive_int)
+    several = partial(add, action="append")
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
-    add(
-        "--sessions",
-        metavar="FILE",
-        help="prompts of conversations instead, as JSON lines with messages, or with turns and "
-        "reference; in their order, so that a drafter that remembers is of use",
-    )
+    sessions = "prompts of conversations instead, as JSON lines with messages, or with turns and "
+    sessions += "reference; in their order, so that a drafter that remembers is of use"
+    add("--sessions", metavar="FILE", help=sessions)
     add("--categories", nargs="+", metavar="NAME", help="only these")
     add("--per-category", type=count, metavar="N", help="prompts of each, evenly spread (all)")
-    add(
-        "--drafter",
-        action="append",
-        metavar="NAME[:KEY=VALUE,...]",
-        help=f"repeatable; none: our loop without a drafter ({DEFAULT_DRAFTER})",
-    )
-    add(
-        "--draft-model",
-        metavar="MODEL",
-        help="a draft model or a trained head; with a model mlx-lm's own speculation runs as well",
-    )
+    none = f"repeatable; none: our loop without a drafter ({DEFAULT_DRAFTER})"
+    several("--drafter", metavar=SPEC, help=none)
+    both = "a draft model or a trained head; with a model mlx-lm's own speculation runs as well"
+    add("--draft-model", metavar="MODEL", help=both)
     add_lighter_arguments(parser)
-    add(
-        "--draft-length",
-        action="append",
-        type=checked(parse_draft_length),
-        metavar="N|POLICY",
-        help="repeatable: every drafter with every length (auto)",
-    )
-    add(
-        "--rule",
-        action="append",
-        type=checked(make_rule),
-        metavar="NAME",
-        help="acceptance rule, repeatable: every drafter and length with every rule (auto)",
-    )
+    length, lengths = checked(parse_draft_length), "repeatable: every drafter with every length"
+    several("--draft-length", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
+    rules = "acceptance rule, repeatable: every drafter and length with every rule (auto)"
+    several("--rule", type=checked(make_rule), metavar="NAME", help=rules)
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
@@ -98,31 +72,21 @@ def main(
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     named = NamedModel(args.draft_model, lighter_of(args))
-    draft_model, draft_tokenizer = named.pair
+    draft_model, _ = named.pair
+    lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
+    make = partial(named.make, target=model)
     contenders = make_contenders(
-        model,
-        _drafters(args),
-        args.draft_length or DEFAULT_DRAFT_LENGTHS,
-        args.temp,
-        tokenizer,
-        draft_model,
-        draft_tokenizer,
-        args.rule or DEFAULT_RULES,
-        partial(named.make, target=model),
+        model, _drafters(args), lengths, args.temp, tokenizer, draft_model, rules, make
     )
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
     settings = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
-    models = [m for m in (model, draft_model) if m is not None]
-    with wired_limit(models, [generation_stream]):
+    with wired_limit([m for m in (model, draft_model) if m is not None], [generation_stream]):
         record = run_bench(
-            model,
-            tasks,
-            contenders,
-            settings,
+            *(model, tasks, contenders, settings),
             temp=args.temp,
             measure_cost=not args.no_cost,
-            make_bar=_progress_bar if is_first else None,
+            progress=is_first,
             about={"model": str(args.model or "demo model")},
             command=shlex.join(["specdec-mlx", *sys.argv[1:]]),
         )
@@ -141,30 +105,23 @@ def run_bench(
     *,
     temp: float = 0.0,
     measure_cost: bool = True,
-    make_bar: Callable[[int], Any] | None = None,
-    about: dict[str, Any] | None = None,
+    progress: bool = False,
+    about: Mapping[str, Any] | None = None,
     command: str = "",
 ) -> Record:
     """Run all contenders, plain mlx-lm the first, on all tasks, and compare.
 
     temp: that the contenders were made with; at 0 texts are compared. measure_cost: measure c(m), a
-    sweep before each task. make_bar: total -> a progress bar. about, command: for the record.
+    sweep before each task. progress: show a bar. about, command: for the record.
     """
+    from tqdm.auto import tqdm
+
     assert contenders[0].drafter == PLAIN
     meter = CostMeter(model, tasks[0].prompt) if measure_cost else None
-    bar = make_bar(len(tasks) * len(contenders) * settings.repeats) if make_bar else None
     machine = describe_machine()
-    try:
-        samples = run_interleaved(
-            tasks,
-            contenders,
-            settings,
-            on_sample=lambda sample: bar.update() if bar else None,
-            between_tasks=meter.sweep if meter else lambda: None,
-        )
-    finally:
-        if bar:
-            bar.close()
+    steps = run_interleaved(tasks, contenders, settings, *([meter.sweep] if meter else []))
+    total = len(tasks) * len(contenders) * settings.repeats
+    samples = list(tqdm(steps, "bench", total, unit="text", disable=not progress))
     differences = find_differences(model, tasks, samples) if temp == 0 else []
     references = reference_texts(samples)
     return Record(
@@ -195,7 +152,7 @@ def bench_texts(
     draft_lengths: Sequence[str] = ("4",),
     *,
     draft_model: nn.Module | None = None,
-    rules: Sequence[str] = DEFAULT_RULES,
+    rules: Sequence[str] = ("auto",),
     temp: float = 0.0,
     settings: Settings | None = None,
     progress: bool = True,
@@ -219,36 +176,24 @@ def bench_texts(
         UnknownNameError: no drafter, length or rule has this name.
         ValueError: options that a drafter does not take, or no texts.
     """
-    prompts = [
+    messages = [
         Prompt(f"{kind}/{i}", kind, text)
         for kind, messages in texts.items()
         for i, text in enumerate(messages)
     ]
     contenders = make_contenders(
-        model,
-        drafters,
-        draft_lengths,
-        temp,
-        tokenizer,
-        draft_model,
-        None if draft_model is None else tokenizer,
-        rules,
+        model, drafters, draft_lengths, temp, tokenizer, draft_model, rules
     )
-    return run_bench(
-        model,
-        make_tasks(tokenizer, prompts),
-        contenders,
-        settings or Settings(end_tokens=tokenizer.eos_token_ids),
-        temp=temp,
-        make_bar=_progress_bar if progress else None,
-    )
+    settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
+    tasks = make_tasks(tokenizer, messages)
+    return run_bench(model, tasks, contenders, settings, temp=temp, progress=progress)
 
 
-def make_tasks(tokenizer: Any, prompts: Sequence[Prompt]) -> list[Task]:
+def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[Task]:
     """Prompts through the tokenizer's chat template. Raises ValueError if there are none."""
-    if not prompts:
+    if not messages:
         raise ValueError("No prompts. Give another file, or drop --categories.")
-    return [Task(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
+    return [Task(p.id, p.category, prompts.encode_chat(tokenizer, p.text)) for p in messages]
 
 
 def _drafters(args: argparse.Namespace) -> list[str]:
@@ -261,15 +206,9 @@ def _drafters(args: argparse.Namespace) -> list[str]:
 
 
 def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:
+    which = args.categories, args.per_category
     if args.sessions:
         texts = read_sessions(args.sessions, tokenizer)
-        tasks = [Task(text.id, text.category, text.prompt) for text in texts]
-        return choose(tasks, args.categories, args.per_category)
-    prompts = read_prompts(args.prompts) if args.prompts else builtin_prompts()
-    return make_tasks(tokenizer, choose(prompts, args.categories, args.per_category))
-
-
-def _progress_bar(total: int) -> Any:
-    from tqdm.auto import tqdm
-
-    return tqdm(total=total, desc="bench", unit="text")
+        return prompts.choose([Task(text.id, text.category, text.prompt) for text in texts], *which)
+    found = prompts.read_prompts(args.prompts) if args.prompts else prompts.builtin_prompts()
+    return make_tasks(tokenizer, prompts.choose(found, *which))

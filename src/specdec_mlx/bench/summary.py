@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, TypeVar
+from typing import TypeVar
 
 import numpy as np
 
@@ -13,11 +13,9 @@ from specdec_mlx.bench.contenders import PLAIN, Keyed
 from specdec_mlx.bench.identity import Difference
 from specdec_mlx.bench.timing import Sample
 
-T = TypeVar("T")
 OfText = TypeVar("OfText", Sample, Difference)
 
 ALL = "all"
-NUM_RESAMPLES = 4000
 
 
 @dataclass(frozen=True)
@@ -64,48 +62,33 @@ class Result(Keyed):
         return self.accepted / self.drafted if self.drafted else 0.0
 
 
-class Speeds(NamedTuple):
-    """One contender's texts, [n] each: tokens, seconds for decoding them, and for all of it."""
-
-    tokens: np.ndarray
-    seconds: np.ndarray
-    total_seconds: np.ndarray
-
-
 def summarise(
     samples: Sequence[Sample], differences: Sequence[Difference], greedy: bool = True
 ) -> list[Result]:
     """A result per contender and category, "all" last; greedy: True if texts were compared."""
     results = []
-    for category in [*_unique(s.category for s in samples), ALL]:
+    for category in [*dict.fromkeys(s.category for s in samples), ALL]:
         chosen = [s for s in samples if category in (s.category, ALL)]
         baseline = [s for s in chosen if s.drafter == PLAIN]
-        for key in _unique(s.key for s in samples):
+        for key in dict.fromkeys(s.key for s in samples):
             own = [s for s in chosen if s.key == key]
             parted = [d for d in differences if d.key == key] if greedy else None
             results.append(_result(category, own, baseline, parted))
     return results
 
 
-def throughput_ratio(ours: Speeds, plain: Speeds) -> float:
-    """All tokens over all seconds, over the same of plain decoding."""
-    return float(_ratio(ours, plain, np.arange(len(ours.tokens))))
+def throughput_ratio(ours: np.ndarray, plain: np.ndarray) -> np.ndarray:
+    """All tokens over all seconds, over the same of plain decoding; [..., n, 2] each."""
+    own, base = ours.sum(axis=-2), plain.sum(axis=-2)
+    return np.asarray(own[..., 0] / own[..., 1] * base[..., 1] / base[..., 0])
 
 
 def bootstrap_interval(
-    ours: Speeds, plain: Speeds, seed: int = 0, num_resamples: int = NUM_RESAMPLES
-) -> tuple[float, float]:
-    """95% percentile interval of the throughput ratio, texts drawn with replacement."""
-    n = len(ours.tokens)
-    rows = np.random.default_rng(seed).integers(0, n, (num_resamples, n))
-    low, high = np.quantile(_ratio(ours, plain, rows), [0.025, 0.975])
-    return float(low), float(high)
-
-
-def _ratio(ours: Speeds, plain: Speeds, rows: np.ndarray) -> np.ndarray:
-    own = ours.tokens[rows].sum(-1) / ours.seconds[rows].sum(-1)
-    base = plain.tokens[rows].sum(-1) / plain.seconds[rows].sum(-1)
-    return np.asarray(own / base)
+    ours: np.ndarray, plain: np.ndarray, seed: int = 0, num_resamples: int = 4000
+) -> np.ndarray:
+    """95% percentile interval [2] of the throughput ratio, texts [n, 2] drawn with replacement."""
+    rows = np.random.default_rng(seed).integers(0, len(ours), (num_resamples, len(ours)))
+    return np.asarray(np.quantile(throughput_ratio(ours[rows], plain[rows]), [0.025, 0.975]))
 
 
 def _result(
@@ -141,27 +124,28 @@ def _result(
 def _speeds(own: list[Sample], baseline: list[Sample]) -> dict[str, float | None]:
     """The fields of a result that are speeds, by name, of texts that both sides have a pace for."""
     names = ("total_tokens_per_second", "ratio", "ratio_low", "ratio_high", "end_to_end_ratio")
-    texts = [_by_id(s for s in side if s.seconds_per_token is not None) for side in (own, baseline)]
-    ids = [name for name in texts[0] if name in texts[1]]
+    timed = [_by_id(s for s in side if s.seconds_per_token is not None) for side in (own, baseline)]
+    ids = [name for name in timed[0] if name in timed[1]]
     if not ids:
         return dict.fromkeys(names)
+    # [n, 3] each: tokens, seconds for decoding them, and seconds in all
     ours, plain = (
-        _speeds_of([side[name] for name in ids]) for side in (_by_id(own), _by_id(baseline))
+        np.array([_tokens_and_seconds(side[name]) for name in ids])
+        for side in (_by_id(own), _by_id(baseline))
     )
-    pace, ratio = ours.tokens.sum() / ours.seconds.sum(), throughput_ratio(ours, plain)
-    end_to_end = throughput_ratio(
-        ours._replace(seconds=ours.total_seconds), plain._replace(seconds=plain.total_seconds)
-    )
-    values = pace, ratio, *bootstrap_interval(ours, plain), end_to_end
+    tokens, seconds, _ = ours.sum(axis=0)
+    decoding = ours[:, :2], plain[:, :2]
+    ends = throughput_ratio(*decoding), *bootstrap_interval(*decoding)
+    values = tokens / seconds, *ends, throughput_ratio(ours[:, ::2], plain[:, ::2])
     return {name: float(value) for name, value in zip(names, values, strict=True)}
 
 
-def _speeds_of(texts: list[list[Sample]]) -> Speeds:
+def _tokens_and_seconds(text: list[Sample]) -> tuple[float, float, float]:
     """Mean tokens of the repeats, at their median seconds a token, and median seconds in all."""
-    tokens = np.array([statistics.mean(len(s.tokens) for s in text) for text in texts])
-    paces = [[s.seconds_per_token for s in text if s.seconds_per_token] for text in texts]
-    total = [statistics.median(s.first_seconds + s.decode_seconds for s in text) for text in texts]
-    return Speeds(tokens, tokens * [statistics.median(p) for p in paces], np.array(total))
+    tokens = statistics.mean(len(s.tokens) for s in text)
+    pace = statistics.median(s.seconds_per_token for s in text if s.seconds_per_token)
+    in_all = statistics.median(s.first_seconds + s.decode_seconds for s in text)
+    return tokens, tokens * pace, in_all
 
 
 def _to_first(samples: list[Sample]) -> float:
@@ -182,7 +166,3 @@ def _by_id(items: Iterable[OfText]) -> dict[str, list[OfText]]:
     for item in items:
         by_id.setdefault(item.id, []).append(item)
     return by_id
-
-
-def _unique(items: Iterable[T]) -> list[T]:
-    return list(dict.fromkeys(items))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import islice
 
@@ -72,26 +72,21 @@ def run_interleaved(
     tasks: Sequence[Task],
     contenders: Sequence[Contender],
     settings: Settings,
-    on_sample: Callable[[Sample], None] = lambda sample: None,
     between_tasks: Callable[[], None] = lambda: None,
-) -> list[Sample]:
+) -> Iterator[Sample]:
     """Every contender on every task, `repeats` times, in turns of a few tokens, after a warm-up.
 
-    on_sample: called with each generation that has ended. between_tasks: called before each task.
+    between_tasks: called before each task.
     """
     short = replace(settings, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens))
     for contender in contenders:
         time_generation(contender, tasks[0], short, settings.repeats)
-    samples = []
     for task in tasks:
         between_tasks()
         for repeat in range(settings.repeats):
             runs = [Run(contender, task, settings, repeat) for contender in contenders]
             take_turns(runs, seed=repeat)
-            for run in runs:
-                samples.append(run.sample())
-                on_sample(samples[-1])
-    return samples
+            yield from (run.sample() for run in runs)
 
 
 def take_turns(
@@ -126,7 +121,7 @@ class Run:
 
     def __init__(self, contender: Contender, task: Task, settings: Settings, repeat: int) -> None:
         self.contender, self.task, self.settings, self.repeat = contender, task, settings, repeat
-        self.is_over = self._has_ended = False
+        self.is_over = False
         self._stream = contender.start(task.prompt, settings.max_tokens, settings.seed + repeat)
         self._emitted: list[Emitted] = []
         self._began = self._first_seconds = self._decode_seconds = 0.0
@@ -136,14 +131,14 @@ class Run:
         """Take a turn of so many tokens; the first turn ends with the first token."""
         if self.is_over:
             return
-        is_first = not self._emitted
+        is_first, has_ended = not self._emitted, False
         mx.reset_peak_memory()
         began = time.perf_counter()
         left = self.settings.max_tokens - len(self._emitted)
         for item in islice(self._stream, 1 if is_first else min(num_tokens, left)):
             self._emitted.append(item)
-            if item.token in self.settings.end_tokens:
-                self._has_ended = True
+            has_ended = item.token in self.settings.end_tokens
+            if has_ended:
                 break
         emitted_at = time.perf_counter()
         mx.synchronize(generation_stream)
@@ -152,18 +147,17 @@ class Run:
             began = emitted_at  # the pass under way is for the tokens after
         self._decode_seconds += time.perf_counter() - began
         self._peak_bytes = max(self._peak_bytes, mx.get_peak_memory())
-        if self._has_ended or len(self._emitted) >= self.settings.max_tokens:
+        if has_ended or len(self._emitted) >= self.settings.max_tokens:
             self.stop()
 
     def stop(self) -> None:
         """End it as far as it is; nothing to do where it is over."""
-        if not self.is_over:
-            self.is_over = True
-            self._stream.close()
+        self.is_over = True
+        self._stream.close()
 
     def sample(self) -> Sample:
         """The generation's tokens, counts and times."""
-        emitted = self._emitted
+        emitted, contender = self._emitted, self.contender
         counts = (emitted[-1].counts if emitted else None) or Counts(len(emitted))
         is_whole = len(emitted) == self.settings.max_tokens
         first_seconds, decode_seconds = self._first_seconds, self._decode_seconds
@@ -172,10 +166,7 @@ class Run:
             first_seconds, decode_seconds = times[0] - self._began, times[-1] - times[0]
         own = (i for i, item in enumerate(emitted, 1) if not item.from_draft)
         return Sample(
-            id=self.task.id,
-            category=self.task.category,
-            drafter=self.contender.drafter,
-            draft_length=self.contender.draft_length,
+            *(self.task.id, self.task.category, contender.drafter, contender.draft_length),
             repeat=self.repeat,
             tokens=[item.token for item in emitted],
             first_round=next(own, len(emitted)),
@@ -187,5 +178,5 @@ class Run:
             drafting_rounds=counts.drafting,
             host_seconds=counts.host_seconds if is_whole else None,
             peak_bytes=self._peak_bytes,
-            rule=self.contender.rule,
+            rule=contender.rule,
         )

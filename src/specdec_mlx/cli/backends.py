@@ -45,26 +45,17 @@ def why_mlx_is_missing(error: ImportError) -> str:
         )
     backends = installed()
     if not backends:
-        return (
-            'MLX has no backend here: pip install "specdec-mlx[cpu]", or "specdec-mlx[cuda13]" '
-            "for an NVIDIA GPU."
-        )
+        what = 'MLX has no backend here: pip install "specdec-mlx[cpu]", or "specdec-mlx[cuda13]" '
+        return f"{what}for an NVIDIA GPU."
     there = ", ".join(f"{name} {number}" for name, number in installed(["mlx", *EXTRAS]).items())
-    needs = " CUDA also needs NVIDIA's driver." if _kept(backends) != "mlx-cpu" else ""
+    needs = "" if max(backends) == "mlx-cpu" else " CUDA also needs NVIDIA's driver."
     return f"MLX does not load ({error}) from {there}. Mend it: {reinstall(backends)}.{needs}"
 
 
 def reinstall(backends: dict[str, str]) -> str:
-    """The command that leaves one backend, and MLX anew, of MLX's own version."""
-    return (
-        f"pip uninstall -y mlx {' '.join(backends)} && "
-        f'pip install "specdec-mlx[{EXTRAS[_kept(backends)]}]"'
-    )
-
-
-def _kept(backends: dict[str, str]) -> str:
-    """The backend that was meant: the latest CUDA, which nobody asks for by mistake."""
-    return max(backends)
+    """The command that leaves the latest CUDA, which nobody asks for by mistake, and MLX anew."""
+    anew = f'pip install "specdec-mlx[{EXTRAS[max(backends)]}]"'
+    return f"pip uninstall -y mlx {' '.join(backends)} && {anew}"
 
 
 def _is_our_command() -> bool:

@@ -84,35 +84,19 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
-    count = argument(positive_int)
+    count, length = argument(positive_int), argument(parse_draft_length)
     demo = commands.add_parser("demo", help="plain against speculative, on real text")
     add = demo.add_argument
     add("--model", help="model folder or Hugging Face name (default: a small one)")
-    add(
-        "--seconds",
-        type=count,
-        default=45,
-        help="most that the generation may take; texts are cut to fit (%(default)s)",
-    )
+    most = "most that the generation may take; texts are cut to fit (%(default)s)"
+    add("--seconds", type=count, default=45, help=most)
     add("--max-tokens", type=count, default=64, help="most tokens of a text (%(default)s)")
-    add(
-        "--repeats",
-        type=count,
-        default=3,
-        help="timed runs of each text, as many as fit (%(default)s at most)",
-    )
-    add(
-        "--draft-length",
-        type=argument(parse_draft_length),
-        default="auto",
-        metavar="K",
-        help="tokens a round, or auto (%(default)s)",
-    )
-    add(
-        "--print-model-path",
-        action="store_true",
-        help="prepare the demo model, print its folder, and do nothing else",
-    )
+    repeats = "timed runs of each text, as many as fit (%(default)s at most)"
+    add("--repeats", type=count, default=3, help=repeats)
+    tokens = "tokens a round, or auto (%(default)s)"
+    add("--draft-length", type=length, default="auto", metavar="K", help=tokens)
+    prepare = "prepare the demo model, print its folder, and do nothing else"
+    add("--print-model-path", action="store_true", help=prepare)
     demo.set_defaults(run=_demo)
 
 
@@ -157,13 +141,8 @@ def _probe(args: argparse.Namespace) -> int:
 def _add_drafters(commands: Commands[argparse.ArgumentParser]) -> None:
     drafters = commands.add_parser("drafters", help="the drafters there are, or those for a model")
     drafters.add_argument("--model", help="also which models here can draft for this one")
-    drafters.add_argument(
-        "--in",
-        dest="folder",
-        type=Path,
-        metavar="FOLDER",
-        help="look for them here instead of in the Hugging Face cache",
-    )
+    here = "look for them here instead of in the Hugging Face cache"
+    drafters.add_argument("--in", dest="folder", type=Path, metavar="FOLDER", help=here)
     drafters.set_defaults(run=_drafters)
 
 

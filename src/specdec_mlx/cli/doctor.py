@@ -63,9 +63,9 @@ def main(args: argparse.Namespace) -> int:
 def inspect_installation() -> Installation:
     """The installation that this process runs on."""
     runs_on = "metal" if mx.metal.is_available() else "cuda" if mx.cuda.is_available() else "cpu"
+    refusal = None
     try:
         check_version()
-        refusal = None
     except MlxLmVersionError as error:
         refusal = str(error)
     return Installation(
@@ -97,18 +97,14 @@ def table(found: Installation) -> Iterator[tuple[str, str]]:
 def problems_of(found: Installation) -> Iterator[str]:
     """Problems of an installation, each a sentence and the command that mends it."""
     if len(found.backends) > 1:
-        yield (
-            f"{' and '.join(found.backends)} are both installed and own one file, libmlx.so: the "
-            f"one installed last runs. {reinstall(found.backends)}"
-        )
+        both = f"{' and '.join(found.backends)} are both installed and own one file, libmlx.so"
+        yield f"{both}: the one installed last runs. {reinstall(found.backends)}"
     elif any(number != found.mlx for number in found.backends.values()):
         name, number = next(iter(found.backends.items()))
         yield f"{name} {number} is not of mlx's version, {found.mlx}. {reinstall(found.backends)}"
     elif found.runs_on == "cpu" and any("cuda" in name for name in found.backends):
-        yield (
-            f"{next(iter(found.backends))} finds no GPU, so that all runs on the CPU. Look at what "
-            "nvidia-smi says."
-        )
+        what = f"{next(iter(found.backends))} finds no GPU, so that all runs on the CPU."
+        yield f"{what} Look at what nvidia-smi says."
     if found.blas == REFERENCE_BLAS and found.openblas is None:
         yield f'{OPENBLAS} pip install "specdec-mlx[cpu]"'
     if found.refusal is not None:

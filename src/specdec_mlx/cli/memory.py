@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,52 +25,46 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     actions = parser.add_subparsers(title="actions", required=True, metavar="ACTION")
     count = argument(positive_int)
 
-    build = actions.add_parser("build", help="from files and folders; again, it reads what changed")
+    def add(name: str, action: Callable[[argparse.Namespace], None], text: str) -> Any:
+        command = actions.add_parser(name, help=text)
+        command.set_defaults(action=action)
+        return command
+
+    build = add("build", _build, "from files and folders; again, it reads what changed")
     build.add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders")
     build.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or name")
     build.add_argument("--out", required=True, type=Path, metavar="FILE", help="the memory")
     bound = build.add_mutually_exclusive_group()
-    bound.add_argument(
-        "--max-tokens", type=count, metavar="N", help=f"oldest go first ({MOST_TOKENS})"
-    )
-    bound.add_argument(
-        "--ngrams",
-        action="store_true",
-        help="a new table of counts instead, for --drafter ngram:table=FILE",
-    )
-    build.set_defaults(action=_build)
-
-    info = actions.add_parser("info", help="what a memory or a table holds")
+    oldest = f"oldest go first ({MOST_TOKENS})"
+    bound.add_argument("--max-tokens", type=count, metavar="N", help=oldest)
+    table = "a new table of counts instead, for --drafter ngram:table=FILE"
+    bound.add_argument("--ngrams", action="store_true", help=table)
+    info = add("info", _info, "what a memory or a table holds")
     info.add_argument("file", type=Path, metavar="FILE")
-    info.set_defaults(action=_info)
-
-    merge = actions.add_parser("merge", help="put what others hold into a memory or a table")
+    merge = add("merge", _merge, "put what others hold into a memory or a table")
     merge.add_argument("file", type=Path, metavar="FILE", help="made if there is none")
     merge.add_argument("others", nargs="+", type=Path, metavar="OTHER")
-    merge.set_defaults(action=_merge)
-
-    prune = actions.add_parser("prune", help="forget what is oldest")
+    prune = add("prune", _prune, "forget what is oldest")
     prune.add_argument("file", type=Path, metavar="FILE")
     bound = prune.add_mutually_exclusive_group(required=True)
     bound.add_argument("--max-tokens", type=count, metavar="N", help="of a memory")
     bound.add_argument("--max-entries", type=count, metavar="N", help="of each order of a table")
-    prune.set_defaults(action=_prune)
-
-    export = actions.add_parser("export", help="a copy to share, without the names of files")
+    export = add("export", _export, "a copy to share, without the names of files")
     export.add_argument("file", type=Path, metavar="FILE")
     export.add_argument("copy", type=Path, metavar="COPY", help="a new file")
-    export.set_defaults(action=_export)
 
 
 def main(args: argparse.Namespace) -> int:
     """Do what was asked."""
-    return int(args.action(args))
+    args.action(args)
+    return 0
 
 
-def _build(args: argparse.Namespace) -> int:
+def _build(args: argparse.Namespace) -> None:
     tokenizer = _tokenizer(args.tokenizer)
     if args.ngrams:
-        return _count(args, tokenizer)
+        _count(args, tokenizer)
+        return
     memory = Memory.load(args.out) if args.out.exists() else Memory(MOST_TOKENS)
     if args.max_tokens is not None:
         memory.prune(args.max_tokens)
@@ -80,10 +75,9 @@ def _build(args: argparse.Namespace) -> int:
         f"{args.out}: {len(memory):,} tokens. {found.read} files read, {found.unchanged} unchanged,"
         f" {found.gone} gone, {found.skipped} skipped as no text."
     )
-    return 0
 
 
-def _count(args: argparse.Namespace, tokenizer: Any) -> int:
+def _count(args: argparse.Namespace, tokenizer: Any) -> None:
     """Build a table; raises FileExistsError for one that is there."""
     if args.out.exists():
         raise FileExistsError(
@@ -100,14 +94,13 @@ def _count(args: argparse.Namespace, tokenizer: Any) -> int:
         f"{args.out}: {table.facts()['n-grams']} n-grams. {len(texts) - skipped} files read, "
         f"{skipped} skipped as no text."
     )
-    return 0
 
 
 def _load(path: Path) -> Memory | NGramTable:
     return NGramTable.load(path) if file_kind(path) == NGramTable.kind else Memory.load(path)
 
 
-def _info(args: argparse.Namespace) -> int:
+def _info(args: argparse.Namespace) -> None:
     kept = _load(args.file)
     facts = dict(kept.facts()) | {"on disk": f"{args.file.stat().st_size:,} bytes"}
     if isinstance(kept, Memory):
@@ -117,17 +110,16 @@ def _info(args: argparse.Namespace) -> int:
         facts["n-grams"] += f", at most {kept.max_entries:,} of each order"
     facts["tokenizer"] = kept.tokenizer or "any"
     print(args.file, *(f"  {name:<15}{fact}" for name, fact in facts.items()), sep="\n")
-    return 0
 
 
-def _merge(args: argparse.Namespace) -> int:
+def _merge(args: argparse.Namespace) -> None:
     kept: Kept = _load(args.file) if args.file.exists() else _empty_like(_load(args.others[0]))
     for other in args.others:
         kept.merge(type(kept).load(other))
     if isinstance(kept, Memory):
         kept.compact()
     kept.save(args.file)
-    return _info(args)
+    _info(args)
 
 
 def _empty_like(kept: Memory | NGramTable) -> Memory | NGramTable:
@@ -137,25 +129,20 @@ def _empty_like(kept: Memory | NGramTable) -> Memory | NGramTable:
     return NGramTable(kept.max_order, kept.min_order, kept.max_entries)
 
 
-def _prune(args: argparse.Namespace) -> int:
-    if args.max_entries is not None:
-        table = NGramTable.load(args.file)
-        table.prune(args.max_entries)
-        table.save(args.file)
-    else:
-        memory = Memory.load(args.file)
-        memory.prune(args.max_tokens)
-        memory.save(args.file)
-    return _info(args)
+def _prune(args: argparse.Namespace) -> None:
+    is_table = args.max_entries is not None
+    kept: Memory | NGramTable = (NGramTable if is_table else Memory).load(args.file)
+    kept.prune(args.max_entries if is_table else args.max_tokens)
+    kept.save(args.file)
+    _info(args)
 
 
-def _export(args: argparse.Namespace) -> int:
+def _export(args: argparse.Namespace) -> None:
     """Write a copy; raises FileExistsError for one that is there."""
     if args.copy.exists():
         raise FileExistsError(f"{args.copy} is there already. Name a new file.")
     size = _load(args.file).export(args.copy)
     print(f"{args.copy}: {size:,} bytes")
-    return 0
 
 
 def _tokenizer(model: str) -> Any:

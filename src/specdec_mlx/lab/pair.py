@@ -21,12 +21,13 @@ from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.folders import cache_root
 
 HEADS = ("mtp", "eagle3", "medusa", "exit")  # kinds of heads that were trained for the target
-
 PACKED = Path(__file__).parent
 WEIGHTS = "model.safetensors"
-
-SCALE = ".row_scale"
-"""Ending of the name of a matrix's scales: a weight is an int8 times the scale of its row."""
+HELD_OUT = ("binary", "booleans", "calls", "global", "objects", "power", "return", "slicings")
+"""Topics that are never trained on, about a twentieth of the text; nothing else quotes them."""
+OPENING_LENGTH = 400  # characters of a held-out topic that make a prompt
+SHORTEST_QUOTE = 60  # characters from which a repeated paragraph counts as a quotation: a heuristic
+SCALE = ".row_scale"  # ends the name of a matrix's scales: a weight is an int8 times its row's
 
 
 class Pair(NamedTuple):
@@ -40,8 +41,7 @@ class Pair(NamedTuple):
 def load_pair() -> Pair:
     """Both models in float32, and their tokenizer as `mlx_lm.load` gives it; no download."""
     target, tokenizer = mlx_lm.load(str(target_path()))[:2]
-    draft = mlx_lm.load(str(draft_path()))[0]
-    return Pair(target, draft, tokenizer)
+    return Pair(target, mlx_lm.load(str(draft_path()))[0], tokenizer)
 
 
 def target_path() -> Path:
@@ -104,13 +104,6 @@ def unpack(packed: Path, folder: Path) -> Path:
 @cache
 def _of_this_process() -> tempfile.TemporaryDirectory[str]:
     return tempfile.TemporaryDirectory(prefix="specdec-mlx-lab-")
-
-
-HELD_OUT = ("binary", "booleans", "calls", "global", "objects", "power", "return", "slicings")
-"""Topics that are never trained on, about a twentieth of the text; nothing else quotes them."""
-
-OPENING_LENGTH = 400  # characters of a held-out topic that make a prompt
-SHORTEST_QUOTE = 60  # characters from which a repeated paragraph counts as a quotation: a heuristic
 
 
 def held_out_openings() -> Iterator[tuple[str, int, str]]:

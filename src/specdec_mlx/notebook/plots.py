@@ -9,21 +9,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from io import BytesIO
-from itertools import cycle
+from itertools import count, cycle
 from typing import Any
 
 from specdec_mlx.contracts.trees import ROOT, children_of, depths_of
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.notebook.views import (
-    BLUE,
-    COLOURS,
-    GREEN,
-    GREY,
-    MARKERS,
-    ORANGE,
-    VERMILLION,
-    binned,
-)
+from specdec_mlx.notebook import views
+from specdec_mlx.notebook.views import BLUE, COLOURS, GREEN, GREY, MARKERS, ORANGE, VERMILLION
 from specdec_mlx.stats import theory
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import wilson
@@ -40,6 +32,10 @@ except ImportError as error:
 PANEL = (4.6, 3.2)  # inches
 PIXELS_PER_INCH = 90
 SHARPNESS = 2  # pixels drawn for each pixel shown
+MOST_POSITIONS = 17  # widest pass of a drawn cost curve
+TREE_SIZE = (9.2, 4.4)  # inches
+CHANCES = [i / 200 for i in range(201)]
+BELOW_095 = CHANCES[:-10]
 
 
 class Plot(Figure):
@@ -72,9 +68,8 @@ def axes_or_new(ax: Axes | None, size: tuple[float, float] = PANEL) -> Axes:
 
 def figure_of(ax: Axes) -> Figure:
     """The figure of axes: a `Plot`, unless the axes were the caller's."""
-    figure = ax.figure
-    assert isinstance(figure, Figure)
-    return figure
+    assert isinstance(ax.figure, Figure)
+    return ax.figure
 
 
 def ink(ax: Axes) -> Any:
@@ -116,13 +111,6 @@ def legend_above(ax: Axes, title: str, num_columns: int = 4) -> Figure:
     return legend(ax, ncols=num_columns, **place, **titled)
 
 
-MOST_POSITIONS = 17  # widest pass of a drawn cost curve
-TREE_SIZE = (9.2, 4.4)  # inches
-
-CHANCES = [i / 200 for i in range(201)]
-BELOW_095 = CHANCES[:-10]
-
-
 def plot_stats(stats: SpeculationStats) -> Plot:
     """Accept histogram, acceptance by position, and tokens per pass over time."""
     drawings = (accept_histogram, acceptance_by_position, tokens_over_time)
@@ -153,9 +141,8 @@ def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> F
     positions = range(1, len(stats.drafted_at) + 1)
     estimates = [wilson(a, d) for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True)]
     shares = [estimate.mean for estimate in estimates]
-    below = [share - low for share, low, _ in estimates]
-    above = [high - share for share, _, high in estimates]
-    ax.errorbar(positions, shares, yerr=[below, above], fmt="o", color=BLUE, capsize=3)
+    ends = [[share - low for share, low, _ in estimates], [h - share for share, _, h in estimates]]
+    ax.errorbar(positions, shares, yerr=ends, fmt="o", color=BLUE, capsize=3)
     y = "share accepted, 95% interval"
     label_axes(ax, "Acceptance by position", "position in the draft", y)
     ax.set_ylim(0, 1.03)
@@ -168,8 +155,8 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     ax = axes_or_new(ax)
     size = max(1, len(stats.rounds) // 40)
     num_bins = len(stats.rounds) // size
-    tokens = binned([1 + accepted for _, accepted in stats.rounds], num_bins)
-    drafting = binned([float(drafted > 0) for drafted, _ in stats.rounds], num_bins)
+    tokens = views.binned([1 + accepted for _, accepted in stats.rounds], num_bins)
+    drafting = views.binned([float(drafted > 0) for drafted, _ in stats.rounds], num_bins)
     at = [(i + 0.5) * len(stats.rounds) / max(1, num_bins) for i in range(num_bins)]
     ax.step(at, tokens, where="mid", color=BLUE, label="tokens per pass")
     ax.axhline(1, color=GREY, linewidth=1, linestyle=":", label="plain decoding")
@@ -179,8 +166,7 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     mode.set_yticks([0, 1], ["plain", "drafting"], fontsize=8)
     mode.spines[["top", "right"]].set_visible(False)
     ax.set_ylim(0, max([2.0, *tokens]) * 1.25)
-    words = ("Along the generation", "round", "tokens per pass")
-    return finish(ax, *words, loc="upper right")
+    return finish(ax, "Along the generation", "round", "tokens per pass", loc="upper right")
 
 
 def cost_curve(
@@ -208,8 +194,7 @@ def cost_curve(
         label = f"pays best: K = {K}"
         ax.plot([K + 1], [cost(K + 1) / cost(1)], "D", color=VERMILLION, markersize=9, label=label)
         tokens = [theory.expected_tokens(acceptance, m - 1) for m in positions]
-        label = f"tokens a round, α = {acceptance:.2f}"
-        ax.plot(positions, tokens, "--", color=GREEN, label=label)
+        ax.plot(positions, tokens, "--", color=GREEN, label=f"tokens a round, α = {acceptance:.2f}")
         drawn += tokens
     ax.set_ylim(0, 1.15 * max(drawn))
     return finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
@@ -227,13 +212,12 @@ def draft_lengths(
     lengths = sorted(runs)
     alpha = pooled_acceptance(runs.values())
     if cost is None:
+        unit, expected = "tokens per pass", [theory.expected_tokens(alpha, K) for K in lengths]
         observed = [runs[K].tokens_per_pass for K in lengths]
-        expected = [theory.expected_tokens(alpha, K) for K in lengths]
-        unit = "tokens per pass"
     else:
+        unit = "speed, plain decoding = 1"
         observed = [runs[K].tokens_per_pass * cost(1) / cost(K + 1) for K in lengths]
         expected = [theory.expected_speedup_on_curve(alpha, K, cost) for K in lengths]
-        unit = "speed, plain decoding = 1"
         ax.axhline(1, color=GREY, linewidth=1, linestyle=":")
     ax.plot(lengths, expected, "--", color=GREEN, label=f"expected, α = {alpha:.2f}")
     ax.plot(lengths, observed, "o", color=BLUE, label="observed")
@@ -271,8 +255,7 @@ def paper_figure_2(draft_lengths: Sequence[int] = (1, 3, 5, 7, 10)) -> Figure:
     for colour, K in zip(cycle(COLOURS), draft_lengths, strict=False):
         tokens = [theory.expected_tokens(x, K) for x in CHANCES]
         ax.plot(CHANCES, tokens, color=colour, label=f"K = {K}")
-    unlimited = [1 / (1 - x) for x in BELOW_095]
-    ax.plot(BELOW_095, unlimited, ":", color=GREY, label="K unlimited")
+    ax.plot(BELOW_095, [1 / (1 - x) for x in BELOW_095], ":", color=GREY, label="K unlimited")
     ax.set_ylim(0, max(draft_lengths) + 2)
     return finish(ax, "Figure 2: tokens a round", "acceptance rate, α", "expected tokens")
 
@@ -323,18 +306,16 @@ def token_tree(
 ) -> Figure:
     """A drafted tree [K], see `Draft.parents`, with its nodes' texts and the path that was kept."""
     ax = axes_or_new(ax, TREE_SIZE)
-    heights = _heights(parents)
-    depths = [0, *(depth + 1 for depth in depths_of(parents))]
-    above: Any = {"xytext": (0, 7), "textcoords": "offset points"}
-    lettering = ink(ax)
+    heights, depths = _heights(parents), [0, *(depth + 1 for depth in depths_of(parents))]
+    above: Any = {"xytext": (0, 7), "textcoords": "offset points", "fontsize": 8, "ha": "center"}
     for node, parent in enumerate(parents):
         is_kept = node in kept
-        colour = VERMILLION if is_kept else GREY
+        edge, letters = (VERMILLION, VERMILLION) if is_kept else (GREY, ink(ax))
         ends = (parent + 1, node + 1)
         x, y = [depths[end] for end in ends], [heights[end] for end in ends]
-        ax.plot(x, y, color=colour, linewidth=2.4 if is_kept else 0.8, zorder=1)
-        label, colour = repr(labels[node])[1:-1].replace(" ", "␣"), colour if is_kept else lettering
-        ax.annotate(label, (x[1], y[1]), color=colour, fontsize=8, ha="center", **above)
+        ax.plot(x, y, color=edge, linewidth=2.4 if is_kept else 0.8, zorder=1)
+        label = repr(labels[node])[1:-1].replace(" ", "␣")
+        ax.annotate(label, (x[1], y[1]), color=letters, **above)
     ax.plot(depths, heights, "o", color=BLUE, markersize=4, zorder=2)
     title = f"A tree of {len(parents)} tokens, {len(kept)} of them kept"
     label_axes(ax, title, "tokens after the text", "")
@@ -346,15 +327,11 @@ def token_tree(
 def _heights(parents: Sequence[int]) -> list[float]:
     """Height of each row: leaves one below the other, the others between their children."""
     children = children_of(parents)
-    heights = [0.0] * len(children)
-    num_leaves = 0
+    heights, leaves = [0.0] * len(children), count(1)
 
     def place(node: int) -> float:
-        nonlocal num_leaves
         below = [place(child) for child in children[node + 1]]
-        if not below:
-            num_leaves += 1
-        heights[node + 1] = (below[0] + below[-1]) / 2 if below else -float(num_leaves)
+        heights[node + 1] = (below[0] + below[-1]) / 2 if below else -float(next(leaves))
         return heights[node + 1]
 
     place(ROOT)
@@ -369,13 +346,10 @@ def tree_gain(acceptance: theory.Ranks, ax: Axes | None = None) -> Figure:
     for label, ranks, colour in (("tree", acceptance, VERMILLION), ("chain", likeliest, BLUE)):
         speeds = [_tree_speed(ranks, slope) for slope in slopes]
         ax.plot(slopes, speeds, color=colour, label=f"best {label}")
-    words = ("What trees gain", "cost of a further position, in passes", "speed, plain = 1")
-    return finish(ax, *words)
+    x = "cost of a further position, in passes"
+    return finish(ax, "What trees gain", x, "speed, plain = 1")
 
 
 def _tree_speed(acceptance: theory.Ranks, slope: float) -> float:
-    def cost(positions: int) -> float:
-        return 1 + slope * (positions - 1)
-
-    parents, _ = theory.best_first(acceptance, 60, cost)
-    return theory.expected_tree_tokens(parents, acceptance) / cost(len(parents) + 1)
+    parents, _ = theory.best_first(acceptance, 60, lambda m: 1 + slope * (m - 1))
+    return theory.expected_tree_tokens(parents, acceptance) / (1 + slope * len(parents))

@@ -18,19 +18,8 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 """Okabe and Ito (2008)."""
 
 BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY = COLOURS
-
-GREY = "#7F7F7F"
-"""Contrast of 4 to white and to the near-black of dark pages."""
-
+GREY = "#7F7F7F"  # contrast of 4 to white and to the near-black of dark pages
 MARKERS = "osD^vP"  # lines differ in these too
-
-
-def translucent(colour: str, opacity: float) -> str:
-    """CSS of a colour such as `#0072B2` that lets the page shine through."""
-    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
-    return f"rgba({red},{green},{blue},{opacity:g})"
-
-
 BLOCKS = "▁▂▃▄▅▆▇█"
 MOST_BINS = 48  # characters of a row of blocks
 
@@ -38,6 +27,12 @@ MONOSPACE = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans
 PRE = f"white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.5;margin:0 0 .5em;{MONOSPACE}"
 CELL = "padding:.15em .8em .15em 0;border:0;background:none;color:inherit"
 TABLE = "border-collapse:collapse;color:inherit"
+
+
+def translucent(colour: str, opacity: float) -> str:
+    """CSS of a colour such as `#0072B2` that lets the page shine through."""
+    red, green, blue = (int(colour[i : i + 2], 16) for i in (1, 3, 5))
+    return f"rgba({red},{green},{blue},{opacity:g})"
 
 
 class Piece(NamedTuple):
@@ -69,12 +64,11 @@ def text_html(pieces: Sequence[Piece], stats: SpeculationStats, drafter: str = "
     """A text with each token coloured by its origin, and a legend; the drafter shows on hover."""
     tokens = "".join(_token(piece, drafter) for piece in pieces)
     counts = Counter(piece.origin for piece in pieces)
-    legend = "".join(
-        f"<div>{_coloured(look, look.label)}, {count} token{'' if count == 1 else 's'}: "
-        f"{look.meaning}</div>"
-        for origin, look in LOOKS.items()
-        if (count := counts[origin])
-    )
+    legend = ""
+    for origin, look in LOOKS.items():
+        if count := counts[origin]:
+            said = f"{count} token{'' if count == 1 else 's'}: {look.meaning}"
+            legend += f"<div>{_coloured(look, look.label)}, {said}</div>"
     return (
         f'<pre style="{PRE}">{tokens}</pre>'
         f"<p>{stats.emitted} tokens in {stats.target_passes} passes, "
@@ -113,17 +107,14 @@ def stats_html(stats: SpeculationStats) -> str:
 
 def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], num_text_columns: int) -> str:
     """A table whose first `num_text_columns` stand to the left; numbers stand to the right."""
-    lines = [(header, "th"), *((row, "td") for row in rows)]
-    return _table(
-        "<tr>"
-        + "".join(
-            f'<{tag} style="{CELL};text-align:{"left" if i < num_text_columns else "right"}">'
-            f"{escape(str(cell))}</{tag}>"
-            for i, cell in enumerate(cells)
-        )
-        + "</tr>"
-        for cells, tag in lines
-    )
+    lines = []
+    for tag, cells in (("th", header), *(("td", row) for row in rows)):
+        line = ""
+        for i, cell in enumerate(cells):
+            side = "left" if i < num_text_columns else "right"
+            line += f'<{tag} style="{CELL};text-align:{side}">{escape(str(cell))}</{tag}>'
+        lines.append(f"<tr>{line}</tr>")
+    return _table(lines)
 
 
 def _table(rows: Iterable[str]) -> str:
@@ -150,24 +141,22 @@ def _token(piece: Piece, drafter: str) -> str:
 
 
 def _coloured(look: Look, text: str, title: str = "") -> str:
-    style = (
-        f' style="background:{translucent(look.colour, 0.38)};color:inherit;border-radius:.3em;'
-        'box-decoration-break:clone;-webkit-box-decoration-break:clone"'
-        if look.colour
-        else ""
-    )
+    style = ""
+    if look.colour:
+        shine = f"background:{translucent(look.colour, 0.38)};color:inherit;border-radius:.3em"
+        clone = "box-decoration-break:clone;-webkit-box-decoration-break:clone"
+        style = f' style="{shine};{clone}"'
     hover = f' title="{escape(title)}"' if title else ""
     return f"<{look.tag}{style}{hover}>{escape(text)}</{look.tag}>"
 
 
 def _bars(stats: SpeculationStats) -> str:
     full, empty = translucent(BLUE, 0.35), translucent(GREY, 0.12)
-    rows = [
+    return "".join(
         f'<div style="background:linear-gradient(to right,{full} {100 * a / d:.0f}%,{empty} 0);'
         f'width:16em;padding:0 .4em">{i}: {a / d:.0%} &nbsp; ({a} of {d})</div>'
         for i, (a, d) in enumerate(zip(stats.accepted_at, stats.drafted_at, strict=True), start=1)
-    ]
-    return "".join(rows)
+    )
 
 
 def _histogram(rounds: Sequence[tuple[int, int]]) -> str:

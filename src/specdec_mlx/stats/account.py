@@ -17,10 +17,8 @@ from specdec_mlx.stats.counterfactual import Counterfactual
 from specdec_mlx.stats.theory import acceptance_from_counts, expected_tokens
 
 if TYPE_CHECKING:
-    from pandas import DataFrame
-if TYPE_CHECKING:
     from matplotlib.figure import Figure
-
+    from pandas import DataFrame
 
 Row = dict[str, Any]  # column -> value; a column that a row lacks is empty
 
@@ -45,10 +43,8 @@ class Rows(ABC):
         try:
             from pandas import DataFrame
         except ImportError as error:
-            raise MissingPackageError(
-                "to_pandas() needs pandas, which is not installed. Use: pip install pandas, or "
-                "to_csv(path), which needs nothing."
-            ) from error
+            what = "to_pandas() needs pandas, which is not installed. Use: pip install pandas, or "
+            raise MissingPackageError(f"{what}to_csv(path), which needs nothing.") from error
         rows = self.rows()
         return DataFrame(list(rows), columns=columns(rows))
 
@@ -178,25 +174,22 @@ class SpeculationStats(Rows):
 
     def rows(self) -> list[Row]:
         """A row for each round; only the last is cut."""
-        last = len(self.rounds) - 1
-        return [
-            {
-                "round": i,
-                "drafted": drafted,
-                "accepted": accepted,
-                "emitted": accepted + 1 - (self.cut if i == last else 0),
-            }
+        rows: list[Row] = [
+            {"round": i, "drafted": drafted, "accepted": accepted, "emitted": accepted + 1}
             for i, (drafted, accepted) in enumerate(self.rounds)
         ]
+        if rows:
+            rows[-1]["emitted"] -= self.cut
+        return rows
 
     def as_dict(self) -> dict[str, Any]:
         """All counts and rates, ready for JSON."""
-        account = self.counterfactual
         names = ["emitted", "accept_histogram", "acceptance_by_position", "tokens_per_pass"]
         names += ["acceptance_rate", "accepted_share", "observed_speedup", "expected_speedup"]
         account = self.counterfactual
+        numbers = {name: x for name, x in vars(self).items() if isinstance(x, int | float)}
         return {
-            **{name: value for name, value in vars(self).items() if isinstance(value, int | float)},
+            **numbers,
             **({} if account is None else {"counterfactual": account.as_dict()}),
             "by_drafter": {key: list(counts) for key, counts in self.by_drafter.items()},
             **{name: getattr(self, name) for name in names},
@@ -205,10 +198,8 @@ class SpeculationStats(Rows):
     def __str__(self) -> str:
         """Two readable lines, and a third for several drafters or no draft."""
         share = f" ({self.accepted_share:.0%})" if self.drafted else ""
-        shares = [
-            f"{_kind(key)} {accepted} of {drafted}"
-            for key, (drafted, accepted) in self.by_drafter.items()
-        ]
+        counts = self.by_drafter.items()
+        shares = [f"{_kind(key)} {accepted} of {drafted}" for key, (drafted, accepted) in counts]
         by_drafter = "\naccepted of drafted: " + ", ".join(shares) if len(shares) > 1 else ""
         if self.why_none and not self.drafted:
             by_drafter = f"\nnothing drafted: {self.why_none}"

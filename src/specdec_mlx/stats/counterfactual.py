@@ -179,13 +179,11 @@ class Counterfactual:
         if self.observed is None:
             return "No drafts."
         lines = [f"draft tokens kept in a round, {self.rounds} rounds"]
-        lines += [f"  {'observed':<13}{self.observed}"]
-        lines += [f"  {name:<13}{e}" for name, e in self.accepted_per_round.items()]
+        kept = {"observed": self.observed, **self.accepted_per_round}
+        lines += [f"  {name:<13}{estimate}" for name, estimate in kept.items()]
         header = "".join(f"{name:>14}" for name in BY_TOKEN)
-        lines += [
-            "chance to accept where all before was accepted",
-            f"  at reached{header}  observed",
-        ]
+        lines.append("chance to accept where all before was accepted")
+        lines.append(f"  at reached{header}  observed")
         for i, position in enumerate(self.positions):
             means = "".join(f"{e.mean:>14.3f}" for e in position.expected.values())
             lines.append(f"  {i:>2}{position.reached:>8}{means}  {position.observed}")

@@ -12,8 +12,6 @@ from collections.abc import Callable, Sequence
 from specdec_mlx.contracts.trees import ROOT, depths_of
 
 Cost = Callable[[int], float]  # c(m): cost of a pass of the target over m positions, in any unit
-
-
 Ranks = Sequence[Sequence[float]]
 """Acceptance by depth and rank: the chance that the text goes on with the guess of that rank."""
 
@@ -97,9 +95,7 @@ def best_first(
     Of all trees of its size it has the greatest expected tokens. With a cost c(m) it is cut where
     expected tokens over c(K + 1) are greatest.
     """
-    parents: list[int] = []
-    ranks: list[int] = []
-    tokens = [1.0]
+    parents, ranks, tokens = list[int](), list[int](), [1.0]
     waiting: list[tuple[float, int, int, int]] = []
 
     def wait(above: float, depth: int, parent: int, rank: int) -> None:
