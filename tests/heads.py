@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,7 +17,7 @@ from mlx.utils import tree_flatten
 
 import specdec_mlx as sd
 import tiny
-from specdec_mlx.contracts import FeatureRows, KeysValues, ReadsCache
+from specdec_mlx.contracts import DraftContext, FeatureRows, KeysValues, ReadsCache
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
 from specdec_mlx.drafters.heads.eagle import FLAGS, IDS_KEY, Eagle1, Eagle3, Eagle3Config
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
@@ -143,6 +143,45 @@ def features(
     layers |= dict(zip(wanted, parts, strict=True))
     shown = FeatureRows(layers=layers, head_input=final)
     return shown if keys_values is None else replace(shown, keys_values=keys_values)
+
+
+class Shown:
+    """A session that is shown made-up rows of a text, as the loop would show them."""
+
+    def __init__(
+        self, drafter: Any, prompt: Sequence[int], context: DraftContext, chunk: int = 1000
+    ) -> None:
+        self.drafter, self.text, self.num_shown = drafter, list(prompt), 0
+        self.session = drafter.begin(prompt, context)
+        self.propose = self.session.propose
+        while self.num_shown < len(self.text) - 1:
+            self.show(min(chunk, len(self.text) - 1 - self.num_shown))
+
+    def show(self, count: int) -> None:
+        if isinstance(self.drafter, HeadDrafter):
+            self.session.see(states(self.drafter, self.num_shown, count))
+        self.num_shown += count
+
+    def emit(self, *tokens: int) -> None:
+        self.show(len(self.text) + len(tokens) - 1 - self.num_shown)
+        self.session.observe(tokens)
+        self.text += tokens
+
+
+def states(drafter: HeadDrafter, start: int, count: int) -> FeatureRows:
+    """Rows of positions, made from the position alone."""
+    ends, made = drafter.head.ends, np.random.default_rng(0)
+    values = made.standard_normal((600, NUM_LAYERS + 1, ends.width)).astype(np.float32)
+    rows = mx.array(values[start : start + count])
+    layers = {layer: rows[:, layer] for layer in range(NUM_LAYERS)}
+
+    def keys_values(index: int) -> KeysValues:
+        width = next(one.width for one in drafter.head.reads.values() if one.index == index)
+        made = np.random.default_rng(index).standard_normal((2, 1, 2, 600, width))
+        keys, values = mx.array(made[..., : start + count, :].astype(np.float32))
+        return KeysValues(keys, values, start + count)
+
+    return FeatureRows(layers, rows[:, NUM_LAYERS], keys_values=keys_values)
 
 
 # Heads with random weights ------------------------------------------------------------------------

@@ -59,9 +59,7 @@ MODELS = ("mtp_qwen3_5", "mtp_deepseek_v3", "mtp_longcat_flash", "mtp_step3p5")
 
 
 @pytest.mark.parametrize("kind", cases(MODELS, "mtp_longcat_flash"))
-def test_of_a_model_on_the_hub_just_the_shards_with_the_layer_are_fetched(
-    kind: str, hub: type[Hub], tmp_path: Path
-) -> None:
+def test_of_a_model_on_the_hub_just_the_shards_with_the_layer_are_fetched(kind, hub, tmp_path):
     """By its index; other shards may be hundreds of gigabytes."""
     reference, index = heads.reference(kind), {"model.embed_tokens.weight": "a.safetensors"}
     for i, shard in enumerate(("b", "c")):
@@ -75,9 +73,7 @@ def test_of_a_model_on_the_hub_just_the_shards_with_the_layer_are_fetched(
     assert fetched.key == heads.loaded(kind, tmp_path / "whole").key
 
 
-def test_what_the_hub_does_not_give_is_said(
-    hub: type[Hub], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_what_the_hub_does_not_give_is_said(hub, tmp_path, monkeypatch):
     """No such repository, a file that ends in the middle, no file with tensors."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # before the client tries again
     logging.disable(logging.CRITICAL)
@@ -120,9 +116,7 @@ class Stub:
         return self.values
 
 
-def test_torchs_files_are_read_by_torch_which_runs_no_code(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_torchs_files_are_read_by_torch_which_runs_no_code(monkeypatch, tmp_path):
     """Where there is nothing else; numbers with a point as float32, what is no tensor left out."""
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"of torch")
@@ -153,9 +147,7 @@ def test_torchs_files_are_read_by_torch_which_runs_no_code(
             HeadFiles(tmp_path).weight_map  # noqa: B018
 
 
-def test_a_torch_file_is_not_read_without_torch(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
+def test_a_torch_file_is_not_read_without_torch(monkeypatch, tmp_path):
     """Nor beside safetensors of any name, nor beyond its storage; it is said how to convert it."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
     monkeypatch.setattr("specdec_mlx.drafters.heads.files.find_spec", lambda name: None)
@@ -267,9 +259,7 @@ SHARES = 4  # tests that the 80 files of each kind are spread over
 
 @pytest.mark.parametrize("share", cases(range(SHARES), 0))
 @pytest.mark.parametrize("name", FUZZED)
-def test_a_damaged_file_is_refused_or_a_head_that_works(
-    name: str, share: int, tmp_path: Path
-) -> None:
+def test_a_damaged_file_is_refused_or_a_head_that_works(name, share, tmp_path):
     """An error of ours with the folder's name, or the target's own text; nothing else, ever."""
     refused = worked = 0
     for case in range(share, 80, SHARES):

@@ -67,9 +67,7 @@ RECOGNISED: list[tuple[dict[str, Any], list[str], str | None]] = [
 
 
 @in_one_test(("config", "names", "kind"), RECOGNISED)
-def test_a_head_is_told_by_its_config_and_its_tensors(
-    config: dict[str, Any], names: list[str], kind: str | None
-) -> None:
+def test_a_head_is_told_by_its_config_and_its_tensors(config, names, kind):
     """As the published repositories write them; a model of its own is none."""
     assert kind_of(config, names) == kind
 
@@ -171,9 +169,7 @@ WINDOWS: list[tuple[dict[str, Any], tuple[int | None, ...]]] = [
 
 
 @in_one_test(("config", "windows"), WINDOWS)
-def test_windows_are_those_that_the_config_means(
-    config: dict[str, Any], windows: tuple[int | None, ...]
-) -> None:
+def test_windows_are_those_that_the_config_means(config, windows):
     """As Hugging Face's Llama and Qwen read these keys."""
     assert Eagle3Config.read({"num_hidden_layers": 2, **config}, 24).windows == windows
 
@@ -332,9 +328,7 @@ SAID_OF_LAYERS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
 
 
 @in_one_test(("name", "depth", "changes", "expected"), SAID_OF_LAYERS)
-def test_a_layer_is_made_by_what_the_config_says_of_it(
-    name: str, depth: int, changes: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_a_layer_is_made_by_what_the_config_says_of_it(name, depth, changes, expected):
     """Not by what it says of the target's own layers; and it can be run."""
     family, config = FAMILIES[name], tiny.CONFIGS[name] | changes
     head = MTPHead(family, config, target_ends(tiny.build(name)), depth)
@@ -433,9 +427,7 @@ RELATIVES = {
 
 
 @in_one_test("model", RELATIVES)
-def test_a_head_of_a_relative_is_not_listed_as_if_it_were_the_models_own(
-    model: str, tmp_path: Path
-) -> None:
+def test_a_head_of_a_relative_is_not_listed_as_if_it_were_the_models_own(model, tmp_path):
     """It was trained on another model's states; one that serves a family, PARD, needs no word."""
     own = RELATIVES[model]
     note = "" if own is None else f", made for qwen3-4b, not for {own}"
@@ -449,9 +441,7 @@ def test_a_head_of_a_relative_is_not_listed_as_if_it_were_the_models_own(
     assert f"  AngelSlim/Qwen3-4B_eagle3  EAGLE-3, here{note}" in here
 
 
-def test_heads_are_listed_for_a_name_that_is_not_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_heads_are_listed_for_a_name_that_is_not_here(monkeypatch, tmp_path, capsys):
     """By the name alone: nothing is fetched, and it is said that nothing here was compared."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "nothing"))
     monkeypatch.setattr(socket, "socket", None)
