@@ -209,7 +209,8 @@ def eagle3(ends: TargetEnds) -> Head:
 def eagle3_variants(ends: TargetEnds) -> Head:
     """With all that may be otherwise, and a window of five positions in its second layer."""
     layer = layer_config(ends) | {"num_hidden_layers": 2}
-    config = Eagle3Config(layer, _layers(ends), (None, 5), **dict.fromkeys(FLAGS, True))
+    windows: Any = (None, 5)
+    config = Eagle3Config(layer, _layers(ends), windows, **dict.fromkeys(FLAGS, True))
     return Eagle3(config, ends, own_embeddings=ends.vocab_size)
 
 

@@ -86,7 +86,7 @@ class Hub(BaseHTTPRequestHandler):
 def hub_at(cache: Path) -> Iterator[type[Hub]]:
     """What a running one holds, which stands for the Hub, with this cache, within the block."""
     empty: dict[str, Any] = {"files": {}, "created": [], "asked": [], "faults": {}}
-    handler = type("OwnHub", (Hub,), empty)
+    handler: type[Hub] = type("OwnHub", (Hub,), empty)
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     handler.endpoint = f"http://127.0.0.1:{server.server_port}"
     url = handler.endpoint + "/{repo_id}/resolve/{revision}/{filename}"

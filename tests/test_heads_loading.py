@@ -294,8 +294,8 @@ def test_pard_loads_as_the_model_that_it_is(tmp_path: Path) -> None:
     assert drafter.tokenizer is not None
 
 
-OTHERS = ("mimo", "ernie4_5_moe", "bailing_moe", "bailing_hybrid", "bailing_moe_v3", "exaone_moe")
-OTHERS += ("longcat_flash", "step3p5", "nemotron_h", "mimo_v2_flash")
+OTHERS = ["mimo", "ernie4_5_moe", "bailing_moe", "bailing_hybrid", "bailing_moe_v3", "exaone_moe"]
+OTHERS += ["longcat_flash", "step3p5", "nemotron_h", "mimo_v2_flash"]
 
 
 @pytest.mark.parametrize("name", cases(OTHERS, "mimo", "longcat_flash", "mimo_v2_flash"))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from functools import cache
 from threading import Barrier
 from typing import Any
@@ -127,12 +128,13 @@ def test_logits_are_bit_equal_and_the_heads_input_makes_them(variant: str) -> No
     assert classes(model) == before
 
 
+@dataclass(eq=False)
 class Reader:
     """Drafts what another drafter does, and keeps what it is shown; its own only session."""
 
-    def __init__(self, drafter: OracleDrafter, features: Features = ALL) -> None:
-        self.drafter, self.features = drafter, features
-        self.shown: list[FeatureRows] = []
+    drafter: OracleDrafter
+    features: Features = ALL
+    shown: list[FeatureRows] = field(default_factory=list, repr=False)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Reader:
         self.session, self.length, self.shown = self.drafter.begin(prompt, context), len(prompt), []

@@ -457,6 +457,7 @@ def test_what_is_saved_loads_and_is_lossless(kind, trained: Trained, loaded: Loa
     (target, tokenizer), out = loaded, trained(kind)
     options: Any = {"prompt": tokenizer.encode(WORDS), "max_tokens": 40}
     plain = sd.generate(target, tokenizer, drafter=None, **options)
+    drafter: Any = None
     if kind == "draft":
         drafter, theirs = load_model(out)
         assert theirs.get_vocab() == tokenizer.get_vocab()

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 
 from specdec_mlx.contracts import Features
@@ -31,8 +31,7 @@ Prediction = tuple[mx.array, int]
 """States [batch, n, D] for one position of many drafts, and the place in the window of the first:
 row i is compared with the target's logits at first + i."""
 
-TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-"""Name -> type of the weights in a file."""
+TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}  # in a file
 
 
 @dataclass(frozen=True)
@@ -55,8 +54,9 @@ class Size:
     def llama(self, width: int, vocab_size: int) -> dict[str, Any]:
         """Configuration of decoder layers of this size, in Hugging Face's words."""
         heads = self.heads or max(1, width // HEAD_DIM)
+        own = {} if self.head_dim is None else {"head_dim": self.head_dim}
         return {
-            **({} if self.head_dim is None else {"head_dim": self.head_dim}),
+            **own,
             "hidden_size": width,
             "intermediate_size": self.mlp or 3 * width,
             "num_attention_heads": heads,
@@ -141,9 +141,7 @@ def medusa(recipe: Recipe) -> Trainee:
     """Medusa heads that share the target's matrix; they begin as that matrix itself."""
     ends, count = recipe.ends, recipe.size.guesses
     head = Medusa(count, 1, ends)
-    for blocks in head.blocks:
-        blocks[0].weight = mx.zeros_like(blocks[0].weight)
-        blocks[0].bias = mx.zeros_like(blocks[0].bias)
+    head.update(tree_map(mx.zeros_like, head.parameters()))
 
     def predictions(batch: Batch) -> Iterator[Prediction]:
         states = head.rows(batch.features)
@@ -154,14 +152,8 @@ def medusa(recipe: Recipe) -> Trainee:
         _, number, layer, part = name.split(".")
         return f"{number}.{layer}.linear.{part}"
 
-    config = {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "medusa_num_heads": count,
-        "medusa_num_layers": 1,
-        "hidden_size": ends.width,
-        "vocab_size": ends.vocab_size,
-    }
+    config = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_num_heads": count}
+    config |= {"medusa_num_layers": 1, "hidden_size": ends.width, "vocab_size": ends.vocab_size}
     return Trainee(head, ends, head.features, config, predictions, count, rename=rename)
 
 
@@ -191,9 +183,18 @@ def early_exit(recipe: Recipe) -> Trainee:
 
 def draft_model(recipe: Recipe) -> Trainee:
     """A draft model that exists, or a small Llama; raises TrainingError if it is quantized."""
-    ends, tokenizer = recipe.ends, recipe.tokenizer
+    size, ends, tokenizer = recipe.size, recipe.ends, recipe.tokenizer
     if recipe.init is None:
-        config = _small_llama(recipe)
+        width = size.width or max(64, ends.width // 2)
+        config = {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": size.layers[0] if size.layers else 2,
+            **size.llama(width, ends.vocab_size),
+            "tie_word_embeddings": True,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
         module = llama.Model(llama.ModelArgs.from_dict(config))
     else:
         with explained(recipe.init):
@@ -208,22 +209,5 @@ def draft_model(recipe: Recipe) -> Trainee:
     def predictions(batch: Batch) -> Iterator[Prediction]:
         yield module(batch.tokens), 0  # logits, whose head may do more than multiply
 
-    return Trainee(
-        *(module, ends, Features(), config, predictions),
-        reads_text=True,
-        draft_logits=lambda logits: logits,
-        tokenizer=tokenizer,
-    )
-
-
-def _small_llama(recipe: Recipe) -> dict[str, Any]:
-    size, ends, tokenizer = recipe.size, recipe.ends, recipe.tokenizer
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": size.layers[0] if size.layers else 2,
-        **size.llama(size.width or max(64, ends.width // 2), ends.vocab_size),
-        "tie_word_embeddings": True,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
+    own: Any = {"reads_text": True, "draft_logits": lambda logits: logits, "tokenizer": tokenizer}
+    return Trainee(module, ends, Features(), config, predictions, **own)

@@ -112,7 +112,6 @@ class LayersHead(Head):
         config: LayersConfig,
         ends: TargetEnds,
         vocabulary: DraftVocabulary | None = None,
-        *,
         own_embeddings: int = 0,
         own_head: int = 0,
     ) -> None:
@@ -138,10 +137,9 @@ class LayersHead(Head):
         """The outputs of these layers."""
         return Features(layers=self.config.layers)
 
-    def draft_logits(self, states: mx.array) -> mx.array:
+    def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of normed states [..., D]."""
-        logits: mx.array = self.lm_head(states) if "lm_head" in self else self.ends.logits(states)
-        return logits
+        return self.lm_head(states) if "lm_head" in self else self.ends.logits(states)
 
     def variations(self) -> list[Variation]:
         """The outputs of the layers before and after, where the target has them."""
@@ -177,7 +175,7 @@ class Eagle3(LayersHead, RecurrentHead):
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(ends.width, self.norm.eps) for _ in config.layers]
 
-    def rows(self, features: FeatureRows) -> mx.array:
+    def rows(self, features: FeatureRows) -> Any:
         """[n, D] the outputs of the target's layers, fused."""
         states = [features.layers[layer] for layer in self.config.layers]
         if self.config.fc_norm:
@@ -185,8 +183,7 @@ class Eagle3(LayersHead, RecurrentHead):
         fused = mx.concatenate(states, axis=-1)
         if self.config.norm_before_fc:
             fused = self.input_norm(fused)
-        rows: mx.array = self.fc(fused)
-        return rows
+        return self.fc(fused)
 
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [batch, n, D]: the first layer attends over [embedding, state]."""
@@ -203,7 +200,7 @@ class Eagle3(LayersHead, RecurrentHead):
             h = layer(h, mask, kept)
         return self.norm(h) if self.config.norm_output else h
 
-    def draft_logits(self, states: mx.array) -> mx.array:
+    def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of states [..., D]."""
         return super().draft_logits(states if self.config.norm_output else self.norm(states))
 
@@ -211,10 +208,10 @@ class Eagle3(LayersHead, RecurrentHead):
         """Other layers, another residual, another state fed back."""
         found = super().variations()
         for key in ("norm_before_residual", "norm_output"):
-            flags: dict[str, Any] = {key: not getattr(self.config, key)}
-            advice = f"its config.json looks wrong; write {key}: {str(flags[key]).lower()} there"
-            changes = {"config": replace(self.config, **flags)}
-            found.append(Variation(self, f"{key} {flags[key]}", advice, changes))
+            other: Any = not getattr(self.config, key)
+            advice = f"its config.json looks wrong; write {key}: {str(other).lower()} there"
+            changes = {"config": replace(self.config, **{key: other})}
+            found.append(Variation(self, f"{key} {other}", advice, changes))
         return found
 
     def notes(self) -> list[str]:
@@ -222,13 +219,13 @@ class Eagle3(LayersHead, RecurrentHead):
         return [*super().notes(), *(name for name in FLAGS if getattr(self.config, name))]
 
 
-def _embedded(head: Any, tokens: mx.array) -> mx.array:
+def _embedded(head: Any, tokens: mx.array) -> Any:
     """[..., D] by the head's own embeddings, or else the target's."""
-    own, embed = head.get("embed_tokens"), head.ends.embed
-    if own is not None:  # it may have fewer rows than the target, and MLX does not check bounds
-        tokens, embed = mx.minimum(tokens, own.weight.shape[0] - 1), own
-    made: mx.array = embed(tokens)
-    return made
+    own = head.get("embed_tokens")
+    if own is None:
+        return head.ends.embed(tokens)
+    # it may have fewer rows than the target, and MLX does not check bounds
+    return own(mx.minimum(tokens, own.weight.shape[0] - 1))
 
 
 class Eagle1(RecurrentHead):

@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -25,10 +26,7 @@ from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 LAYER = "layers.0."
 
 Config = Mapping[str, Any]
-
 Further = Literal["again", "chained", "side by side"]
-"""Layer of further tokens: the same, or one each, over the states of the one before or the target.
-"""
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,8 @@ class MTPFamily:
     body, final_norm: mlx-lm's names in that model. attributes: set on the body.
     hidden_first: the state comes before the embedding. norms_less_one: norms are stored as w - 1.
     pre_norm: it reads states before a final norm, and its own final norm belongs to the head.
+    further: layers of further tokens: the same, or one each, which reads the one before's states,
+        or the target's.
     """
 
     architecture: str
@@ -70,16 +70,14 @@ class MTPFamily:
 
     def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
         """Prefixes of the layers found among tensors, in order."""
-        again, projection = self.further == "again", f"{self.names['projection']}.weight"
         prefixes = [self.prefix_at(config)]
-        if again:  # a repository of the layer alone leaves the prefix out, or keeps `mtp.`
+        if self.further == "again":  # a repository of the layer alone has no prefix, or `mtp.`
             prefixes += ["mtp.", ""]
+        projection = f"{self.names['projection']}.weight"
         found = [prefix for prefix in prefixes if f"{prefix}{projection}" in names][:1]
-        while found and not again:
-            following = self.prefix_at(config, len(found))
-            if not any(name.startswith(following) for name in names):
-                break
-            found.append(following)
+        if found and self.further != "again":
+            further = (self.prefix_at(config, depth) for depth in count(1))
+            found += takewhile(lambda p: any(n.startswith(p) for n in names), further)
         return found
 
 
@@ -147,12 +145,11 @@ def keep_half_of_its_layer(model: nn.Module) -> None:
 
 def _step(config: Config, depth: int) -> Config:
     """The values of its layer; lists that end before it repeat their last."""
-    at, found = config["num_hidden_layers"] + depth, {"layer_types": ["sliding_attention"]}
+    at = config["num_hidden_layers"] + depth
     names = "layer_types rope_theta partial_rotary_factors swiglu_limits swiglu_limits_shared"
-    for name in names.split():
-        if isinstance(config.get(name), list) and config[name]:
-            found[name] = [config[name][min(at, len(config[name]) - 1)]]
-    return {"moe_layers_enum": None, **found}
+    said = {name: config[name] for name in names.split() if isinstance(config.get(name), list)}
+    own = {name: [values[min(at, len(values) - 1)]] for name, values in said.items() if values}
+    return {"moe_layers_enum": None, "layer_types": ["sliding_attention"], **own}
 
 
 def _nemotron_h(config: Config, depth: int) -> Config:
@@ -233,15 +230,14 @@ def family_of(config: Config) -> tuple[str, MTPFamily] | None:
     return next(((n, FAMILIES[n]) for n in _model_types(config) if n in FAMILIES), None)
 
 
-def other_formula(config: Mapping[str, Any]) -> str | None:
+def other_formula(config: Config) -> str | None:
     """The entry of OTHER_FORMULAS for a config."""
     return next((OTHER_FORMULAS[n] for n in _model_types(config) if n in OTHER_FORMULAS), None)
 
 
-def _model_types(config: Mapping[str, Any]) -> list[str]:
+def _model_types(config: Config) -> list[str]:
     """Model types of a config and its text part, also without the suffix of a part."""
-    text = config.get("text_config") or {}
-    whole = [str(config.get("model_type")), str(text.get("model_type"))]
+    whole = [str(c.get("model_type")) for c in (config, config.get("text_config") or {})]
     return [name for w in whole for name in (w, w.removesuffix("_mtp").removesuffix("_text"))]
 
 
@@ -256,7 +252,7 @@ class MTPHead(RecurrentHead):
     def __init__(
         self,
         family: MTPFamily,
-        config: Mapping[str, Any],
+        config: Config,
         ends: TargetEnds,
         depth: int = 0,
         num_layers: int = 1,
@@ -319,12 +315,12 @@ class MTPHead(RecurrentHead):
 
     def notes(self) -> list[str]:
         """Architecture, number and states of its layers, vocabulary, order."""
-        layer = f"{self.family.architecture} layer"
+        notes = [f"{self.family.architecture} layer"]
         if not self.moves_on:
-            layer = f"{len(self.levels)} {layer}s, one for each token"
-        after = [] if self.pre_norm else ["reads the state after the final norm"]
-        order = ["the state comes first"] if self.family.hidden_first else []
-        return [layer, *after, *super().notes(), *order]
+            notes = [f"{len(self.levels)} {notes[0]}s, one for each token"]
+        notes += [] if self.pre_norm else ["reads the state after the final norm"]
+        notes += super().notes()
+        return [*notes, "the state comes first"] if self.family.hidden_first else notes
 
     def variations(self) -> list[Variation]:
         """Norms stored otherwise, another state, the other order."""
@@ -352,7 +348,7 @@ def one_layer_model(family: MTPFamily, config: Mapping[str, Any], depth: int = 0
 
 def mtp_weights(
     family: MTPFamily,
-    config: Mapping[str, Any],
+    config: Config,
     tensors: Mapping[str, mx.array],
     prefix: str,
     *,
