@@ -130,11 +130,18 @@ def test_merging_takes_over_what_is_lacking(ours: list[list[int]], theirs: list[
     assert held(memory) == once
 
 
-def test_another_tokenizers_memory_is_refused() -> None:
-    """By merging, and by a drafter when it begins for a target."""
-    one = sd.Memory(tokenizer="a")
+def test_another_tokenizers_memory_is_refused(tmp_path: Path) -> None:
+    """By merging, by saving over it, and by a drafter when it begins for a target."""
+    one, other = sd.Memory(tokenizer="a"), sd.Memory(tokenizer="b")
     with pytest.raises(TokenizerMismatchError, match="tokenizer a"):
-        one.merge(sd.Memory(tokenizer="b"))
+        one.merge(other)
+    with pytest.raises(ValueError, match=r"save\(path\)"):
+        one.save()
+    one.add([1, 2])
+    one.save(tmp_path / "memory")
+    with pytest.raises(MemoryFileError, match="of tokenizer a"):
+        other.save(tmp_path / "memory")
+    assert held(sd.Memory.load(tmp_path / "memory")) == [[1, 2]]
     with pytest.raises(TokenizerMismatchError):
         table(tokenizer="a").merge(table(tokenizer="b"))
     context = sd.DraftContext(tokenizer=tiny_text.tokenizer())
@@ -285,19 +292,6 @@ def test_what_is_no_memory_is_refused_by_name(name: str, tmp_path: Path) -> None
     with pytest.raises(MemoryFileError):
         filled([[4, 5, 6]]).save(path)
     assert path.read_bytes() == before
-
-
-def test_a_file_of_another_tokenizer_is_left_as_it_is(tmp_path: Path) -> None:
-    """Saving to it is refused; without a path one is asked for."""
-    path = tmp_path / "memory"
-    memory, other = filled([[1, 2]]), filled([[3, 4]])
-    memory.tokenizer, other.tokenizer = "a", "b"
-    memory.save(path)
-    with pytest.raises(MemoryFileError, match="of tokenizer a"):
-        other.save(path)
-    assert held(sd.Memory.load(path)) == [[1, 2]]
-    with pytest.raises(ValueError, match=r"save\(path\)"):
-        other.save()
 
 
 def test_a_path_in_the_place_of_a_memory_is_opened_once(tmp_path: Path) -> None:
@@ -540,18 +534,13 @@ def test_a_table_may_be_named_by_its_path(tmp_path: Path) -> None:
 
 def test_a_memory_is_made_in_a_folder_that_is_there(tmp_path: Path) -> None:
     """Else it is said so at once, and no folder is made: it may be mistyped."""
-    nowhere = tmp_path / "nowhere"
-    saved = sd.Memory()
-    saved.add([1, 2, 3])
+    nowhere, memory = tmp_path / "nowhere", filled([[1, 2, 3]])
     for make in (
         lambda: make_drafter(f"suffix:memory={nowhere / 'deep' / 'memory'}"),
         lambda: sd.NGramDrafter(table=str(nowhere / "table")),
-        lambda: saved.save(nowhere / "memory"),
-        lambda: saved.export(nowhere / "memory"),
+        lambda: memory.save(nowhere / "memory"),
+        lambda: memory.export(nowhere / "memory"),
     ):
         with pytest.raises(MemoryFileError, match=r"There is no folder .*nowhere.*Make it"):
             make()
         assert not nowhere.exists()
-    nowhere.mkdir()
-    saved.save(nowhere / "memory")
-    assert (nowhere / "memory").is_file()

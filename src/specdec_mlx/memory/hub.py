@@ -8,13 +8,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import HfApi, hf_hub_download
+from huggingface_hub import HfApi
 
 from specdec_mlx.errors import MemoryFileError
 from specdec_mlx.memory.kept import Kept, fingerprint_of
 
-FILE_NAMES = {"texts": "memory.specdec", "n-grams": "ngrams.specdec"}
-"""By kind; a repository holds one of them."""
+FILE_NAMES = {"texts": "memory.specdec", "n-grams": "ngrams.specdec"}  # one in a repository
 
 REPO_TYPE = "dataset"
 
@@ -44,13 +43,14 @@ specdec-mlx generate --model MODEL {option}
 ```
 """
 
-TEXTS = {"content": "Texts as token ids", "readable": "the texts", "option": "--memory FILE"}
-COUNTS = {
-    "content": "Counts of which token followed which few",
-    "readable": "those few words at a time",
-    "option": "--drafter ngram:table=FILE",
+WORDS = {
+    "texts": ("Texts as token ids", "the texts", "--memory FILE"),
+    "n-grams": (
+        *("Counts of which token followed which few", "those few words at a time"),
+        "--drafter ngram:table=FILE",
+    ),
 }
-WORDS = {"texts": TEXTS, "n-grams": COUNTS}  # of a card, by kind
+"""By kind, of a card: its content, what can be read in it, and the option that takes it."""
 
 LICENCE = re.compile(r"[a-z0-9][a-z0-9.+-]*")
 
@@ -69,20 +69,11 @@ def push(
 ) -> str:
     """Put a memory or a table and its card on the Hub, without the names of files it was built of.
 
-    Args:
-        kept: with a tokenizer.
-        repo: OWNER/NAME of a dataset, made if there is none.
-        source: of its texts, in words.
-        licence: as the Hub names it, such as "mit" or "other".
-        private: True if only the owner may read a repository that is made.
-        endpoint, token: of the Hub; None: those of the environment.
-
-    Returns the address of the commit.
-
-    Raises:
-        ValueError: no tokenizer is known, there is no source, or the licence is no name.
-        MemoryFileError: the repository holds another tokenizer's, or something else.
-        OSError: the Hub cannot be reached, or refuses.
+    repo: OWNER/NAME of a dataset, made if there is none; private: for its owner alone. source: of
+    its texts, in words. licence: as the Hub names it, such as "mit" or "other". endpoint, token:
+    None for those of the environment. Returns the address of the commit. Raises ValueError for no
+    tokenizer, no source, or no licence's name, MemoryFileError if the repository holds another
+    tokenizer's or something else, OSError if the Hub cannot be reached, or refuses.
     """
     if kept.tokenizer is None or not source.strip() or not LICENCE.fullmatch(licence):
         raise ValueError(
@@ -94,7 +85,7 @@ def push(
     api.create_repo(repo, repo_type=REPO_TYPE, private=private, exist_ok=True)
     found = _kind_in(api, repo)
     if found == kept.kind:
-        _fetched(repo, type(kept), kept.tokenizer, endpoint, token)
+        _fetched(api, repo, type(kept), kept.tokenizer)
     elif found is not None:
         raise MemoryFileError(
             f"{repo} holds {found!r}, and is to hold {kept.kind!r}: it was left as it is. Push to "
@@ -102,16 +93,11 @@ def push(
         )
     with tempfile.TemporaryDirectory() as folder:
         size = kept.export(Path(folder, FILE_NAMES[kept.kind]))
-        card = CARD.format(
-            repo=repo,
-            licence=licence,
-            source=" ".join(source.split()).replace("|", "\\|"),
-            tokenizer=kept.tokenizer,
-            facts="\n".join(f"| {name} | {value} |" for name, value in kept.facts().items()),
-            size=size,
-            what=kept.what,
-            **WORDS[kept.kind],
-        )
+        words = dict(zip(("content", "readable", "option"), WORDS[kept.kind], strict=True))
+        words |= {"repo": repo, "licence": licence, "what": kept.what, "tokenizer": kept.tokenizer}
+        words["source"] = " ".join(source.split()).replace("|", "\\|")
+        words["facts"] = "\n".join(f"| {name} | {value} |" for name, value in kept.facts().items())
+        card = CARD.format(size=size, **words)
         Path(folder, "README.md").write_text(card, encoding="utf-8")
         done = api.upload_folder(
             repo_id=repo,
@@ -137,7 +123,8 @@ def pull(
     kinds: classes that it may be of. Raises MemoryFileError for another tokenizer's or none of
     these, OSError if the Hub cannot be reached, or has no such repository.
     """
-    found = _kind_in(HfApi(endpoint=endpoint, token=token), repo)
+    api = HfApi(endpoint=endpoint, token=token)
+    found = _kind_in(api, repo)
     kind = next((kind for kind in kinds if kind.kind == found), None)
     if kind is None:
         raise MemoryFileError(
@@ -145,27 +132,21 @@ def pull(
             f"{' or '.join(repr(kind.kind) for kind in kinds)}. Name a repository that was made "
             "with specdec-mlx memory push."
         )
-    kept = _fetched(repo, kind, fingerprint_of(tokenizer), endpoint, token)
+    kept = _fetched(api, repo, kind, fingerprint_of(tokenizer))
     kept.save(path)
     return kept
 
 
 def _kind_in(api: HfApi, repo: str) -> str | None:
-    for kind, name in FILE_NAMES.items():
-        if api.file_exists(repo, name, repo_type=REPO_TYPE):
-            return kind
-    return None
+    there = (api.file_exists(repo, name, repo_type=REPO_TYPE) for name in FILE_NAMES.values())
+    return next((kind for kind, is_there in zip(FILE_NAMES, there, strict=True) if is_there), None)
 
 
-def _fetched(
-    repo: str, kind: type[K], tokenizer: str | None, endpoint: str | None, token: str | None
-) -> K:
+def _fetched(api: HfApi, repo: str, kind: type[K], tokenizer: str | None) -> K:
     """The content of a repository; MemoryFileError for another tokenizer's."""
     name = FILE_NAMES[kind.kind]
     with tempfile.TemporaryDirectory() as folder:
-        found = hf_hub_download(
-            repo, name, repo_type=REPO_TYPE, local_dir=folder, endpoint=endpoint, token=token
-        )
+        found = api.hf_hub_download(repo, name, repo_type=REPO_TYPE, local_dir=folder)
         kept = kind.load(found)
     if kept.tokenizer != tokenizer:
         raise MemoryFileError(
