@@ -19,7 +19,7 @@ import specdec_mlx as sd
 import tiny
 from specdec_mlx.contracts import DraftContext, FeatureRows, KeysValues, ReadsCache
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
-from specdec_mlx.drafters.heads.eagle import FLAGS, IDS_KEY, Eagle1, Eagle3, Eagle3Config
+from specdec_mlx.drafters.heads.eagle import FLAGS, IDS_KEY, Eagle3, Eagle3Config, eagle1_family
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPFamily, MTPHead
 from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
@@ -206,6 +206,12 @@ def eagle3(ends: TargetEnds) -> Head:
     return Eagle3(config, ends, vocabulary, own_head=len(ids))
 
 
+def eagle1(ends: TargetEnds) -> Head:
+    """With a bias, which few have."""
+    config = layer_config(ends)
+    return MTPHead(eagle1_family(config), config, ends, has_bias=True)
+
+
 def eagle3_variants(ends: TargetEnds) -> Head:
     """With all that may be otherwise, and a window of five positions in its second layer."""
     layer = layer_config(ends) | {"num_hidden_layers": 2}
@@ -237,7 +243,7 @@ def assistant(ends: TargetEnds) -> Head:
 HEADS: dict[str, Callable[[TargetEnds], Head]] = {
     "eagle3": eagle3,
     "eagle3 variants": eagle3_variants,
-    "eagle1": lambda ends: Eagle1(layer_config(ends), ends, has_bias=True),
+    "eagle1": eagle1,
     "dflash": dflash,
     "assistant": assistant,
     "medusa": lambda ends: Medusa(5, 2, ends, own_heads=ends.vocab_size),

@@ -11,7 +11,7 @@ import specdec_mlx as sd
 import tiny_text
 from command_line import Done, in_this_way, run
 from hub import Hub, hub_at
-from selection import cases
+from selection import FULL
 from specdec_mlx.errors import MemoryFileError
 from specdec_mlx.memory.hub import FILE_NAMES, pull, push
 from specdec_mlx.memory.kept import Kept
@@ -90,7 +90,8 @@ def test_a_memory_without_a_card_is_not_pushed() -> None:
             push(sd.Memory(tokenizer=name), "me/memory", source=source, licence=licence)
 
 
-@pytest.mark.parametrize("kind", cases(["texts", "n-grams"], "n-grams"))
+@FULL
+@pytest.mark.parametrize("kind", ["texts", "n-grams"])
 def test_the_commands_push_and_pull_by_the_environments_endpoint(kind, hub, tmp_path):
     """Built, pushed and pulled as processes; another tokenizer's model is refused by name."""
     endpoint = hub.endpoint

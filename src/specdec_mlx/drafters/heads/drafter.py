@@ -52,14 +52,22 @@ class Head(nn.Module):  # type: ignore[misc]
         """New caches, one for each layer."""
         return [KVCache() for _ in self.layers]
 
+    def embed(self, tokens: mx.array) -> Any:
+        """States [..., D] of tokens, by its own embeddings, or else the target's."""
+        own = self.get("embed_tokens")
+        if own is None:
+            return self.ends.embed(tokens)
+        # it may have fewer rows than the target, and MLX does not check bounds
+        return own(mx.minimum(tokens, own.weight.shape[0] - 1))
+
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V] of states [n, D]; -inf for tokens outside the draft vocabulary."""
         logits = self.draft_logits(states)
         return logits if self.vocabulary is None else self.vocabulary.widen(logits)
 
-    def draft_logits(self, states: mx.array) -> mx.array:
-        """Logits [..., Vd] over the draft vocabulary, of states [..., D]."""
-        return self.ends.logits(states)
+    def draft_logits(self, states: mx.array) -> Any:
+        """Logits [..., Vd] of states [..., D], by its own head, or else the target's."""
+        return self.lm_head(states) if "lm_head" in self else self.ends.logits(states)
 
     def notes(self) -> list[str]:
         """Its variant, for `describe` and `key`."""

@@ -16,7 +16,7 @@ from mlx_lm.utils import infer_quant_config
 
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
-from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config, LayersHead
+from specdec_mlx.drafters.heads.eagle import Eagle3, Eagle3Config, LayersHead, eagle1_family
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
@@ -156,10 +156,12 @@ def _eagle3(source: Source) -> Head:
 
 
 def _eagle(source: Source) -> Head:
-    source.check_width(source.columns("fc") / 2)
-    config = source.files.config | {"qkv_bias": source.rows("layers.0.self_attn.q_proj.bias") > 0}
-    own = {"own_embeddings": source.rows("embed_tokens.weight")}
-    return Eagle1(config, source.ends, **own, has_bias="fc.bias" in source.tensors)
+    source.check_width(source.files.config["hidden_size"])
+    has_biases = "body.layers.0.self_attn.q_proj.bias" in source.tensors
+    config = source.files.config | {"qkv_bias": has_biases}
+    own: Any = {"own_embeddings": source.rows("embed_tokens.weight")}
+    own["has_bias"] = "projection.bias" in source.tensors
+    return MTPHead(eagle1_family(config), config, source.ends, **own)
 
 
 def _dflash(source: Source) -> Head:
@@ -245,6 +247,7 @@ def refusal(files: HeadFiles, kind: str | None = None) -> str:
 
 
 _STYLE = {r"^model\.": "", r"midlayer\.": "layers.0."}
+_EAGLE = _STYLE | {r"^fc\.": "projection.", r"^layers\.": "body.layers."}
 _EAGLE3 = _STYLE | {r"layers\.0\.hidden_norm": "hidden_norm"}
 _MEDUSA = {
     r"^(medusa_head\.)?(\d+)\.(\d+)\.linear\.(\w+)$": r"blocks.\2.\3.\4",
@@ -257,7 +260,7 @@ FORMATS: dict[str, Format] = {
     "dflash": Format("DFlash", "dflash", _dflash, _STYLE),
     "peagle": Format("P-EAGLE, which drafts in parallel", "peagle|p_eagle", loads=False),
     "eagle3": Format("EAGLE-3", r"eagle3|\bdraft_vocab_size=", _eagle3, _EAGLE3),
-    "eagle": Format("EAGLE", "(?!)", _eagle, _STYLE),  # told by its tensors alone
+    "eagle": Format("EAGLE", "(?!)", _eagle, _EAGLE),  # told by its tensors alone
     "gemma4_assistant": Format("Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE),
     "pard2": Format("PARD-2, which reads the target", r"\bpard2_target_layers=", loads=False),
     "pard": Format("PARD", r"\bpard_token="),

@@ -35,8 +35,8 @@ class MTPFamily:
 
     architecture: module of mlx_lm.models with its decoder layer. prefix: of its tensors in the
         original repository; {layer}: among the target's layers, {depth}: among such layers.
-    names: ours -> the checkpoint's; {last}: the last decoder layer. Without "norm" no norm follows
-        the layer; with "head" it has one of its own.
+    names: ours -> the checkpoint's; {last}: the last decoder layer. A norm without a name is not
+        there; with "lm_head" it has one of its own.
     layer, here: prefix of the decoder layer itself, in the checkpoint and in mlx-lm's model.
     renamed: beginnings of names in it, the checkpoint's -> mlx-lm's.
     changes: of the config, for a model of this layer alone. adapted: changes that model.
@@ -45,6 +45,7 @@ class MTPFamily:
     pre_norm: it reads states before a final norm, and its own final norm belongs to the head.
     further: layers of further tokens: the same, or one each, which reads the one before's states,
         or the target's.
+    label: its kind in messages.
     """
 
     architecture: str
@@ -62,6 +63,7 @@ class MTPFamily:
     norms_less_one: bool = False
     pre_norm: bool = False
     further: Further = "again"
+    label: str = "multi-token prediction"
 
     def prefix_at(self, config: Config, depth: int = 0) -> str:
         """Prefix of a layer's tensors in the original repository."""
@@ -82,7 +84,7 @@ class MTPFamily:
 
 
 def _names(theirs: str) -> dict[str, str]:
-    ours = ("embedding_norm", "hidden_norm", "projection", "norm", "head")
+    ours = ("embedding_norm", "hidden_norm", "projection", "norm", "lm_head")
     return dict(zip(ours, theirs.split(), strict=False))
 
 
@@ -247,8 +249,6 @@ class MTPHead(RecurrentHead):
     config: of the target, as in the original repository. depth: such layers before it.
     """
 
-    kind = "multi-token prediction"
-
     def __init__(
         self,
         family: MTPFamily,
@@ -256,6 +256,9 @@ class MTPHead(RecurrentHead):
         ends: TargetEnds,
         depth: int = 0,
         num_layers: int = 1,
+        *,
+        own_embeddings: int = 0,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         shell = one_layer_model(family, config, depth)
@@ -271,20 +274,21 @@ class MTPHead(RecurrentHead):
         self.family = family
         self.width = width
         self.ends = ends
-        self.embedding_norm = nn.RMSNorm(width, eps)
-        self.hidden_norm = nn.RMSNorm(width, eps)
-        self.projection = nn.Linear(2 * width, width, bias=False)
+        for name in ("embedding_norm", "hidden_norm"):
+            self[name] = nn.RMSNorm(width, eps) if name in family.names else nn.Identity()
+        self.projection = nn.Linear(2 * width, width, bias=has_bias)
+        if own_embeddings:
+            self.embed_tokens = nn.Embedding(own_embeddings, width)
         self.body = body
-        if "head" in family.names:
-            self.head = nn.Linear(width, ends.vocab_size, bias=False)
+        if "lm_head" in family.names:
+            self.lm_head = nn.Linear(width, ends.vocab_size, bias=False)
         self.pre_norm = family.pre_norm
         self._make_cache: Callable[[], list[Any]] = lambda: list(make_prompt_cache(shell))
         self.moves_on = self.grows_trees = family.further == "again"
         self.chained = family.further != "side by side"
         depths = range(depth + 1, depth + num_layers)
         self.further = [MTPHead(family, config, ends, depth) for depth in depths]
-        if not self.moves_on:
-            self.kind = "layered multi-token prediction"
+        self.kind = family.label if self.moves_on else f"layered {family.label}"
 
     @property
     def levels(self) -> Sequence[RecurrentHead]:  # type: ignore[override]
@@ -293,16 +297,15 @@ class MTPHead(RecurrentHead):
 
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [batch, n, D] in place of the target's after its final norm."""
-        parts = [self.embedding_norm(self.ends.embed(tokens)), self.hidden_norm(states)]
+        parts = [self.embedding_norm(self.embed(tokens)), self.hidden_norm(states)]
         if self.family.hidden_first:
             parts.reverse()
         made: mx.array = self.body(self.projection(mx.concatenate(parts, -1)), cache)
         return made
 
-    def draft_logits(self, states: mx.array) -> mx.array:
+    def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of states [..., D], by the target's head or its own."""
-        states = self.norm(states)
-        return self.head(states) if "head" in self else self.ends.logits(states)
+        return super().draft_logits(self.norm(states))
 
     def choose_among(self, vocabulary: DraftVocabulary) -> None:
         """Compute the logits of these tokens alone."""
@@ -328,9 +331,12 @@ class MTPHead(RecurrentHead):
         more = "its norms look stored as w - 1; load it with norms_less_one=True"
         order = "its projection looks written for the other order, which is another family's"
         other = replace(self.family, hidden_first=not self.family.hidden_first)
-        return [
+        shifted = [
             Variation(self, "norms less one", less, norm_shift=-1.0),
             Variation(self, "norms plus one", more, norm_shift=1.0),
+        ]
+        return [
+            *(shifted if "hidden_norm" in self.family.names else []),
             *super().variations(),
             Variation(self, "the other order of state and embedding", order, {"family": other}),
         ]

@@ -137,7 +137,7 @@ class DFlash(LayersHead):
         seen = back >= 0 if causal else back == back
         return seen if window is None else seen & (mx.abs(back) < window)
 
-    def draft_logits(self, states: mx.array) -> mx.array:
+    def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of normed states [..., D], scaled and capped."""
         logits = super().draft_logits(states) * self.config.logit_scale
         cap: float | None = self.config.logit_cap
