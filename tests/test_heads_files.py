@@ -100,20 +100,12 @@ def test_what_the_hub_does_not_give_is_said(hub, tmp_path, monkeypatch):
 # Torch's own files -------------------------------------------------------------------------------
 
 
-class Stub:
-    """Stands for a tensor of torch's."""
-
-    def __init__(self, values: Any, dtype: str) -> None:
-        self.values, self.dtype = np.array(values, dtype), dtype
-
-    def is_floating_point(self) -> bool:
-        return self.dtype.startswith("float")
-
-    def float(self) -> Stub:
-        return Stub(self.values, "float32")
-
-    def numpy(self) -> Any:
-        return self.values
+def stub(values: Any, dtype: str) -> types.SimpleNamespace:
+    """What stands for a tensor of torch's."""
+    x = np.array(values, dtype)
+    made = types.SimpleNamespace(numpy=lambda: x, float=lambda: stub(values, "float32"))
+    made.is_floating_point = lambda: x.dtype.kind == "f"
+    return made
 
 
 def test_torchs_files_are_read_by_torch_which_runs_no_code(monkeypatch, tmp_path):
@@ -121,7 +113,7 @@ def test_torchs_files_are_read_by_torch_which_runs_no_code(monkeypatch, tmp_path
     (tmp_path / "config.json").write_text("{}")
     (tmp_path / "pytorch_model.bin").write_bytes(b"of torch")
     tensors = {"half": ([0.5, -1.5], "float16"), "whole": ([7, -8], "int64"), "yes": ([1], "bool")}
-    saved: Any = {name: Stub(*given) for name, given in tensors.items()} | {"epoch": 3}
+    saved: Any = {name: stub(*given) for name, given in tensors.items()} | {"epoch": 3}
     asked: list[Any] = []
 
     def load(path: Path, **options: Any) -> Any:
@@ -130,7 +122,7 @@ def test_torchs_files_are_read_by_torch_which_runs_no_code(monkeypatch, tmp_path
 
     torch: Any = types.ModuleType("torch")
     torch.__version__, torch.load = "2.6.0+cpu", load
-    torch.is_tensor = lambda value: isinstance(value, Stub)
+    torch.is_tensor = lambda value: isinstance(value, types.SimpleNamespace)
     torch.__spec__ = types.SimpleNamespace(name="torch")
     monkeypatch.setitem(sys.modules, "torch", torch)
     files = HeadFiles(tmp_path)

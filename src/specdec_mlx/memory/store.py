@@ -80,7 +80,8 @@ class Memory(Kept):
 
     def texts(self) -> list[Int[np.ndarray, " n"]]:
         """The texts, oldest first."""
-        return [text for index in self._indexes for text in split(np.array(index.ids))]
+        found = [np.array(index.ids) for index in self._indexes]
+        return [part[:-1] for ids in found for part in np.split(ids, _ends(ids) + 1)[:-1]]
 
     @property
     def largest_token(self) -> int:
@@ -177,11 +178,6 @@ def join(texts: Sequence[Int[np.ndarray, " n"]]) -> array[int]:
         joined.frombytes(text.astype(np.int32).tobytes())
         joined.append(SEPARATOR)
     return joined
-
-
-def split(tokens: Int[np.ndarray, " n"]) -> list[Int[np.ndarray, " m"]]:
-    """The texts that `join` has put together."""
-    return [text[1:] if i else text for i, text in enumerate(np.split(tokens, _ends(tokens)))][:-1]
 
 
 def _ends(tokens: Int[np.ndarray, " n"]) -> Int[np.ndarray, " texts"]:

@@ -32,11 +32,11 @@ def _whole(path: Path) -> Iterator[Path]:
 
 
 def save_arrays(
-    path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None
+    path: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str] | None = None
 ) -> None:
     """Write arrays by name as safetensors."""
     with _whole(path) as partial:
-        mx.save_safetensors(str(partial), dict(arrays), dict(metadata or {}))
+        mx.save_safetensors(str(partial), dict(arrays), metadata or {})
 
 
 def save_json(path: Path, value: Any) -> None:

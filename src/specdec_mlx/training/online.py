@@ -191,11 +191,9 @@ def learning_on(
 ) -> OnlineHead | OnlineDraftModel:
     """A drafter of a folder that `train` made for this target, which learns on while it is used.
 
-    Raises:
-        TrainingError: `train` did not make it, or it cannot learn, or not with this target.
-        HeadError: it does not fit the target.
-        ModelFolderError: the training has not come to its end.
-        UnreadableError: the target does not show what it would learn from.
+    Raises TrainingError for what `train` did not make, or what cannot learn, ModelFolderError for a
+    training that has not come to its end, HeadError for a head of another target, UnreadableError
+    for a target that does not show what it would learn from.
     """
     folder = Path(folder).expanduser()
     stored = stored_plan(folder)

@@ -78,20 +78,12 @@ def train(
 ) -> Acceptance:
     """Train a drafter and write its folder; goes on where it was interrupted.
 
-    Args:
-        plan: settings.
-        target, tokenizer: as mlx-lm loads them.
-        out: folder for the result, with the curve and the acceptance in `training.json`.
-        work: folder for tokens and features, `out`/work if None; trainings on the same data may
-            share it. keep_work: leave it there.
-
-    Returns:
-        The acceptance on held-out text; for a training that has ended, the stored one.
-
-    Raises:
-        TrainingError: the texts cannot be used, an update does not fit into memory, or `out` holds
-            a training with other settings.
-        UnreadableError: the target does not show what such a head reads.
+    target, tokenizer: as mlx-lm loads them. out: folder for the result, with the curve and the
+    acceptance in `training.json`. work: folder for tokens and features, `out`/work if None, which
+    trainings on the same data may share; keep_work: leave it there. Returns the acceptance on
+    held-out text, of a training that has ended the stored one. Raises TrainingError if the texts
+    cannot be used, an update does not fit into memory, or `out` was begun with other settings, and
+    UnreadableError if the target does not show what such a head reads.
     """
     work = out / "work" if work is None else work
     features.begin_or_resume(out / PLAN, asdict(plan))

@@ -23,6 +23,8 @@ from specdec_mlx.models import explained
 from specdec_mlx.training.features import Batch, save_arrays, save_json
 
 NORM_EPS = 1e-5
+LLAMA = {"hidden_act": "silu", "rms_norm_eps": NORM_EPS, "rope_theta": 10000.0}
+LLAMA |= {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
 HEAD_DIM = 64  # default width of an attention head
 AT_ONCE = 2**22  # logits that are made at a time, 16 MB for each position of a draft
 EXIT_WINDOW = 8  # positions of an exit's convolution; the first layers read the text before them
@@ -55,19 +57,13 @@ class Size:
         """Configuration of decoder layers of this size, in Hugging Face's words."""
         heads = self.heads or max(1, width // HEAD_DIM)
         own = {} if self.head_dim is None else {"head_dim": self.head_dim}
+        sizes = {"hidden_size": width, "intermediate_size": self.mlp or 3 * width, **own}
         return {
-            **own,
-            "hidden_size": width,
-            "intermediate_size": self.mlp or 3 * width,
+            **sizes,
             "num_attention_heads": heads,
             "num_key_value_heads": self.kv_heads or heads,
             "vocab_size": vocab_size,
-            "hidden_act": "silu",
-            "rms_norm_eps": NORM_EPS,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 2048,
-            "attention_bias": False,
-            "mlp_bias": False,
+            **LLAMA,
         }
 
 
@@ -162,15 +158,9 @@ def early_exit(recipe: Recipe) -> Trainee:
     target, ends, size = recipe.target, recipe.ends, recipe.size
     num_layers = size.layers[0] if size.layers else max(1, len(target.layers) // 2)
     norm = final_norm(first_layers(target, num_layers))
-    config = {
-        "model_type": "early_exit",
-        EXIT_LAYER: num_layers,
-        "hidden_size": ends.width,
-        "intermediate_size": size.mlp or ends.width,
-        WINDOW: EXIT_WINDOW,
-        "vocab_size": ends.vocab_size,
-        "rms_norm_eps": getattr(norm, "eps", NORM_EPS),
-    }
+    config = {"model_type": "early_exit", EXIT_LAYER: num_layers, WINDOW: EXIT_WINDOW}
+    config |= {"hidden_size": ends.width, "intermediate_size": size.mlp or ends.width}
+    config |= {"vocab_size": ends.vocab_size, "rms_norm_eps": getattr(norm, "eps", NORM_EPS)}
     module = Exit(config)
     module.norm.weight = norm.weight
 
