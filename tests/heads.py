@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import zipfile
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -17,9 +17,9 @@ from mlx.utils import tree_flatten
 
 import specdec_mlx as sd
 import tiny
-from specdec_mlx.contracts import FeatureRows, KeysValues, ReadsCache
+from specdec_mlx.contracts import DraftContext, FeatureRows, KeysValues, ReadsCache
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
-from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config
+from specdec_mlx.drafters.heads.eagle import FLAGS, IDS_KEY, Eagle3, Eagle3Config, eagle1_family
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPFamily, MTPHead
 from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
@@ -29,6 +29,9 @@ FIXTURES = Path(__file__).parent / "fixtures"
 WIDTH, VOCAB, NUM_LAYERS = 32, 97, 8
 NUM_MTP_LAYERS = 5  # of families that have several
 CORRECTION = 23  # token emitted in place of the second draft token; see fixtures/make_references.py
+
+ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
+ATTENTION["intermediate_size"] = 48
 
 Arrays = Mapping[str, np.ndarray[Any, Any]]
 
@@ -78,7 +81,12 @@ class Reference:
 
 @cache
 def reference(name: str) -> Reference:
-    """A fixture by name."""
+    """A fixture by name, or two Medusa heads of one block, from nobody's file."""
+    if name == "medusa":
+        made = np.random.default_rng(0).standard_normal((2, VOCAB, WIDTH)).astype(np.float32)
+        heads = {"0.linear.weight": made[:, :WIDTH], "0.linear.bias": made[:, 0], "1.weight": made}
+        weights = {f"{j}.{part}": x[j] for part, x in heads.items() for j in range(2)}
+        return Reference({"medusa_num_heads": 2}, weights, {})
     with np.load(FIXTURES / f"{name}.npz") as file:
         arrays = {key: file[key] for key in file.files if key != "config"}
         config = json.loads(str(file["config"]))
@@ -86,19 +94,12 @@ def reference(name: str) -> Reference:
     return Reference(config, weights, {k: v for k, v in arrays.items() if not k.startswith("w.")})
 
 
-def loaded(name: str, folder: Path, **changes: Any) -> Any:
-    """The head of a fixture, for the target with its ends."""
+def loaded(
+    name: str, folder: Path, options: Mapping[str, Any] | None = None, **changes: Any
+) -> Any:
+    """The head of a fixture, for the target with its ends; changes: of its configuration."""
     one = reference(name)
-    return sd.load_head(one.write(folder, **changes), one.target())
-
-
-def medusa_reference() -> Reference:
-    """Two heads of one block, from nobody's file."""
-    made = np.random.default_rng(0).standard_normal((2, 97, 32)).astype(np.float32)
-    weights = {f"{j}.0.linear.weight": made[j, :32] for j in range(2)}
-    weights |= {f"{j}.0.linear.bias": made[j, 0] for j in range(2)}
-    weights |= {f"{j}.1.weight": made[j] for j in range(2)}
-    return Reference({"medusa_num_heads": 2}, weights, {})
+    return sd.load_head(one.write(folder, **changes), one.target(), **(options or {}))
 
 
 def torch_file(path: Path, shape: int, offset: int = 0) -> Path:
@@ -115,11 +116,8 @@ def torch_file(path: Path, shape: int, offset: int = 0) -> Path:
 def target(width: int = WIDTH, vocab: int = VOCAB, layers: int = NUM_LAYERS) -> nn.Module:
     """A Llama with these sizes, whose head is not tied to its embeddings."""
     sizes: dict[str, Any] = {"hidden_size": width, "vocab_size": vocab, "num_hidden_layers": layers}
-    sizes |= {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
     kinds = ["full_attention"] * layers
-    return tiny.build(
-        "llama", layer_types=kinds, intermediate_size=48, tie_word_embeddings=False, **sizes
-    )
+    return tiny.build("llama", layer_types=kinds, tie_word_embeddings=False, **ATTENTION | sizes)
 
 
 def gemma4_target(**changes: Any) -> nn.Module:
@@ -147,19 +145,56 @@ def features(
     return shown if keys_values is None else replace(shown, keys_values=keys_values)
 
 
+class Shown:
+    """A session that is shown made-up rows of a text, as the loop would show them."""
+
+    def __init__(
+        self, drafter: Any, prompt: Sequence[int], context: DraftContext, chunk: int = 1000
+    ) -> None:
+        self.drafter, self.text, self.num_shown = drafter, list(prompt), 0
+        self.session = drafter.begin(prompt, context)
+        self.propose = self.session.propose
+        while self.num_shown < len(self.text) - 1:
+            self.show(min(chunk, len(self.text) - 1 - self.num_shown))
+
+    def show(self, count: int) -> None:
+        if isinstance(self.drafter, HeadDrafter):
+            self.session.see(states(self.drafter, self.num_shown, count))
+        self.num_shown += count
+
+    def emit(self, *tokens: int) -> None:
+        self.show(len(self.text) + len(tokens) - 1 - self.num_shown)
+        self.session.observe(tokens)
+        self.text += tokens
+
+
+def states(drafter: HeadDrafter, start: int, count: int) -> FeatureRows:
+    """Rows of positions, made from the position alone."""
+    ends, made = drafter.head.ends, np.random.default_rng(0)
+    values = made.standard_normal((600, NUM_LAYERS + 1, ends.width)).astype(np.float32)
+    rows = mx.array(values[start : start + count])
+    layers = {layer: rows[:, layer] for layer in range(NUM_LAYERS)}
+
+    def keys_values(index: int) -> KeysValues:
+        width = next(one.width for one in drafter.head.reads.values() if one.index == index)
+        made = np.random.default_rng(index).standard_normal((2, 1, 2, 600, width))
+        keys, values = mx.array(made[..., : start + count, :].astype(np.float32))
+        return KeysValues(keys, values, start + count)
+
+    return FeatureRows(layers, rows[:, NUM_LAYERS], keys_values=keys_values)
+
+
 # Heads with random weights ------------------------------------------------------------------------
 
 
 def layer_config(ends: TargetEnds) -> dict[str, Any]:
     """Of a head's decoder layer, in the width of its target."""
-    config: dict[str, Any] = {"model_type": "llama", "hidden_size": ends.width, "head_dim": 8}
-    config |= {"vocab_size": ends.vocab_size, "intermediate_size": 48, "num_hidden_layers": 1}
-    config |= {"max_position_embeddings": 512, "rms_norm_eps": 1e-5}
-    return config | {"num_attention_heads": 4, "num_key_value_heads": 2}
+    sizes = {"hidden_size": ends.width, "vocab_size": ends.vocab_size, "num_hidden_layers": 1}
+    others = {"model_type": "llama", "max_position_embeddings": 512, "rms_norm_eps": 1e-5}
+    return ATTENTION | sizes | others
 
 
 def _layers(ends: TargetEnds) -> tuple[int, ...]:
-    """The first, one in the middle, the last."""
     return (0, ends.num_layers // 2, ends.num_layers - 1)
 
 
@@ -171,12 +206,17 @@ def eagle3(ends: TargetEnds) -> Head:
     return Eagle3(config, ends, vocabulary, own_head=len(ids))
 
 
+def eagle1(ends: TargetEnds) -> Head:
+    """With a bias, which few have."""
+    config = layer_config(ends)
+    return MTPHead(eagle1_family(config), config, ends, has_bias=True)
+
+
 def eagle3_variants(ends: TargetEnds) -> Head:
     """With all that may be otherwise, and a window of five positions in its second layer."""
     layer = layer_config(ends) | {"num_hidden_layers": 2}
-    flags = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
     windows: Any = (None, 5)
-    config = Eagle3Config(layer, _layers(ends), windows, **dict.fromkeys(flags, True))
+    config = Eagle3Config(layer, _layers(ends), windows, **dict.fromkeys(FLAGS, True))
     return Eagle3(config, ends, own_embeddings=ends.vocab_size)
 
 
@@ -191,21 +231,19 @@ def assistant(ends: TargetEnds) -> Head:
     """Two layers for each kind of attention of the target; half of 32 groups of tokens."""
     kinds, caches = list(ends.last_caches), ends.last_caches
     full = caches["full_attention"]
-    text: dict[str, Any] = {"model_type": "gemma4_text", "layer_types": 2 * kinds}
-    text |= {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2 * len(kinds)}
-    text |= {"num_attention_heads": 4, "global_head_dim": full.width}
-    text |= {"vocab_size": ends.vocab_size}
-    text |= {"head_dim": caches.get("sliding_attention", full).width}
+    width = caches.get("sliding_attention", full).width
+    text = layer_config(ends) | {"model_type": "gemma4_text", "hidden_size": 32, "head_dim": width}
+    text |= {"layer_types": 2 * kinds, "num_hidden_layers": 2 * len(kinds)}
+    text |= {"global_head_dim": full.width}
     groups = {"num_centroids": 32, "centroid_intermediate_top_k": 16}
     ordered = ends.vocab_size % 32 == 0
-    config = {"text_config": text, "use_ordered_embeddings": ordered, **groups}
-    return Gemma4Assistant(config, ends)
+    return Gemma4Assistant({"text_config": text, "use_ordered_embeddings": ordered, **groups}, ends)
 
 
 HEADS: dict[str, Callable[[TargetEnds], Head]] = {
     "eagle3": eagle3,
     "eagle3 variants": eagle3_variants,
-    "eagle1": lambda ends: Eagle1(layer_config(ends), ends, has_bias=True),
+    "eagle1": eagle1,
     "dflash": dflash,
     "assistant": assistant,
     "medusa": lambda ends: Medusa(5, 2, ends, own_heads=ends.vocab_size),
@@ -227,27 +265,16 @@ def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> di
     stored: dict[str, mx.array] = {}
     for depth, layer in enumerate(head.levels):
         prefix = family.prefix_at(config, depth)
-        stored |= {prefix + name: x for name, x in _layer_as_published(layer, family).items()}
-    return stored
-
-
-def _layer_as_published(head: Any, family: MTPFamily) -> dict[str, mx.array]:
-    """One layer's, without what comes before all its names."""
-    there, norm = f"body.{family.here}", f"body.{family.final_norm}."
-    names = {k: v.format(last=len(head.body.layers) - 1) for k, v in family.names.items()}
-    renamed = {new: old for old, new in family.renamed.items()}
-    stored: dict[str, mx.array] = {}
-    named: Any = tree_flatten(head.parameters())
-    for path, value in named:
-        part, _, rest = path.partition(".")
-        if path.startswith(there):
-            inside = path.removeprefix(there)
-            new = next((new for new in renamed if inside.startswith(new)), "")
-            stored[family.layer + renamed.get(new, "") + inside.removeprefix(new)] = value
-        elif path.startswith(norm):
-            stored[f"{names['norm']}.weight"] = value
-        elif part != "further":
-            stored[f"{names[part]}.{rest}"] = value
+        names = {k: x.format(last=len(layer.body.layers) - 1) for k, x in family.names.items()}
+        theirs = {f"body.{family.here}{new}": family.layer + x for x, new in family.renamed.items()}
+        theirs |= {f"body.{family.here}": family.layer}
+        theirs[f"body.{family.final_norm}."] = f"{names.get('norm')}."
+        theirs |= {f"{ours}.": f"{name}." for ours, name in names.items()}
+        named: Any = tree_flatten(layer.parameters())
+        for path, value in named:
+            ours = next((ours for ours in theirs if path.startswith(ours)), None)
+            if ours is not None:
+                stored[prefix + theirs[ours] + path.removeprefix(ours)] = value
     return stored
 
 
@@ -264,7 +291,7 @@ def write_eagle3(folder: Path, target: nn.Module) -> Path:
     config = layer_config(ends) | {
         "architectures": ["LlamaForCausalLMEagle3"],
         "draft_vocab_size": len(ids),
-        "eagle_aux_hidden_state_layer_ids": [1, 1, ends.num_layers - 1],
+        IDS_KEY: [1, 1, ends.num_layers - 1],
     }
     return Reference(config, tensors, {}).write(folder)
 

@@ -18,7 +18,7 @@ from mlx.utils import tree_flatten
 import heads
 import specdec_mlx as sd
 import tiny
-from selection import in_one_test
+from selection import cases, in_one_test
 from specdec_mlx.checks import command as check
 from specdec_mlx.cli import commands
 from specdec_mlx.drafters.candidates import heads_lines, known_repositories, report
@@ -28,6 +28,7 @@ from specdec_mlx.drafters.heads.loading import FORMATS, is_head, kind_of
 from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, MTPHead, one_layer_model
 from specdec_mlx.drafters.heads.one_pass import DFlashConfig
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, target_ends
+from specdec_mlx.errors import HeadError
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.mlx_lm_plugin.heads import with_heads
 from specdec_mlx.mlx_lm_plugin.requests import Menu
@@ -40,24 +41,18 @@ DEEPSEEK = {"model_type": "deepseek_v3", "num_hidden_layers": 61}
 EAGLE = ["fc.weight", "layers.0.self_attn.q_proj.weight"]
 RECOGNISED: list[tuple[dict[str, Any], list[str], str | None]] = [
     ({"architectures": ["LlamaForCausalLMEagle3"], "draft_vocab_size": 32000}, [], "eagle3"),
-    ({"speculators_model_type": "eagle3", "transformer_layer_config": {}}, [], "eagle3"),
     (LLAMA, [*EAGLE, "midlayer.hidden_norm.weight"], "eagle3"),
     (LLAMA | {"architectures": ["LlamaForCausalLM"]}, EAGLE, "eagle"),
     ({"model_type": "qwen3", "architectures": ["DFlashDraftModel"]}, [], "dflash"),
-    ({"model_type": "qwen3", "dflash_config": {"mask_token_id": 3}}, [], "dflash"),
     ({"speculators_model_type": "dflash", "draft_vocab_size": 64000}, [], "dflash"),
     (LLAMA | {"pard_token": 128256}, [], "pard"),
-    ({"medusa_num_heads": 2}, [], "medusa"),
     (LLAMA, ["0.0.linear.weight", "0.1.weight"], "medusa"),
     (QWEN | {"model_type": "qwen3_5_mtp"}, ["fc.weight"], "mtp"),
     (QWEN, ["mtp.fc.weight"], "mtp"),
-    (QWEN, ["model.layers.0.x"], None),
     (DEEPSEEK, ["model.layers.61.eh_proj.weight"], "mtp"),
     (DEEPSEEK, ["model.layers.4.eh_proj.weight"], None),
-    ({"model_type": "mimo"}, ["model.mtp_layers.0.input_proj.weight"], "mtp"),
     ({"model_type": "ernie4_5_moe"}, ["model.mtp_linear_proj.0.weight"], "mtp"),
     ({"model_type": "gemma4_assistant"}, [], "gemma4_assistant"),
-    ({"architectures": ["Gemma4AssistantForCausalLM"]}, [], "gemma4_assistant"),
     ({"model_type": "gemma4", "num_assistant_tokens": 4}, [], None),
     ({"model_type": "mimo", "use_mtp": True}, [], None),
     ({"speculators_model_type": "peagle"}, [], "peagle"),
@@ -66,9 +61,7 @@ RECOGNISED: list[tuple[dict[str, Any], list[str], str | None]] = [
 
 
 @in_one_test(("config", "names", "kind"), RECOGNISED)
-def test_a_head_is_told_by_its_config_and_its_tensors(
-    config: dict[str, Any], names: list[str], kind: str | None
-) -> None:
+def test_a_head_is_told_by_its_config_and_its_tensors(config, names, kind):
     """As the published repositories write them; a model of its own is none."""
     assert kind_of(config, names) == kind
 
@@ -85,8 +78,6 @@ def test_layers_in_either_convention_are_outputs() -> None:
 
 
 DESCRIBED = {
-    "eagle3": "EAGLE-3; reads the outputs of layers 1, 3, 4; 41 of 97 tokens",
-    "eagle1": "EAGLE",
     "dflash": "DFlash; reads the outputs of layers 1, 3, 5; blocks of 4; windows of 4",
     "gemma4_assistant": "Gemma 4 assistant; reads the target's caches 2 (sliding_attention), 3 "
     "(full_attention); 5 of 12 groups of tokens",
@@ -97,11 +88,10 @@ DESCRIBED = {
 
 @in_one_test("name", DESCRIBED)
 def test_a_head_says_what_it_was_recognised_as(name: str, tmp_path: Path) -> None:
-    """With what it reads, in its repr too; one for another target is refused when it is used."""
+    """With what it reads; one for another target is refused when it is used."""
     drafter = heads.loaded(name, tmp_path)
     assert drafter.describe() == f"{tmp_path}: {DESCRIBED[name]}"
-    assert DESCRIBED[name] in repr(drafter)
-    with pytest.raises(sd.errors.HeadError, match="loaded for a target with 97 tokens, and this"):
+    with pytest.raises(HeadError, match="loaded for a target with 97 tokens, and this"):
         list(sd.speculate(tiny.build("qwen2"), [1, 2, 3], drafter))
 
 
@@ -132,15 +122,14 @@ def test_bits_quantize_the_head_and_not_the_target(name: str, tmp_path: Path) ->
     """Its matrices, as far as their rows can be divided; experts too."""
     reference, target = heads.reference(name), heads.reference(name).target()
     drafter = sd.load_head(reference.write(tmp_path), target, draft_bits=4)
-    kinds = {type(part).__name__ for _, part in drafter.head.named_modules()}
-    assert "QuantizedLinear" in kinds
+    assert any(isinstance(part, nn.QuantizedLinear) for part in drafter.head.modules())
     assert not any(isinstance(part, nn.QuantizedLinear) for part in target.modules())
     session = drafter.begin(reference.prompt, sd.DraftContext(vocab_size=heads.VOCAB))
     session.see(heads.features(drafter, reference.arrays["rows"]).rows(range(6)))
     assert len(session.propose(2)) == 2
 
 
-@pytest.mark.parametrize("own", ["fc", "model.fc"])
+@in_one_test("own", ["fc", "model.fc"])
 def test_bits_of_a_single_matrix_are_read(own: str, tmp_path: Path) -> None:
     """A conversion with mixed bits names those of a layer apart; the head is what was written."""
     reference, bits = heads.reference("eagle3"), {"fc": 8, "lm_head": 3}
@@ -174,34 +163,26 @@ WINDOWS: list[tuple[dict[str, Any], tuple[int | None, ...]]] = [
 
 
 @in_one_test(("config", "windows"), WINDOWS)
-def test_windows_are_those_that_the_config_means(
-    config: dict[str, Any], windows: tuple[int | None, ...]
-) -> None:
+def test_windows_are_those_that_the_config_means(config, windows):
     """As Hugging Face's Llama and Qwen read these keys."""
     assert Eagle3Config.read({"num_hidden_layers": 2, **config}, 24).windows == windows
 
 
-@in_one_test("config", [{"layer_types": [SLIDING]}, {"use_sliding_window": True}])
-def test_a_layer_with_a_window_forgets(config: dict[str, Any], tmp_path: Path) -> None:
+def test_a_layer_with_a_window_forgets(tmp_path: Path) -> None:
     """A state follows from the last `window` pairs, however they are read, and from no others."""
-    drafter = heads.loaded("eagle3", tmp_path, **config, **SIZE)
-    head: Any = drafter.head
+    head: Any = heads.loaded("eagle3", tmp_path, layer_types=[SLIDING], **SIZE).head
     states, tokens = mx.random.normal((8, heads.WIDTH), key=mx.random.key(0)), mx.arange(8)
 
-    def last(rows: mx.array, parts: list[int]) -> mx.array:
-        cache, made, start = head.make_cache(), rows, 0
-        for end in parts:
-            made = head.step(rows[start:end], tokens[start:end], cache)
-            start = end
-        return made[-1]
+    def last(rows: mx.array, size: int = 8) -> mx.array:
+        cache = head.make_cache()
+        parts = [slice(start, start + size) for start in range(0, 8, size)]
+        return [head.step(rows[part], tokens[part], cache) for part in parts][-1][-1]
 
-    whole = last(states, [8])
-    for parts in ([1, 2, 3, 4, 5, 6, 7, 8], [5, 8], [7, 8]):
-        assert mx.allclose(last(states, parts), whole, atol=1e-5)
+    for size in (1, 5, 7):
+        assert mx.allclose(last(states, size), last(states), atol=1e-5)
     for row in range(8):
         changed = mx.where(mx.arange(8)[:, None] == row, -states, states)
-        assert bool(mx.allclose(last(changed, [8]), whole, atol=1e-5)) == (row < 5), row
-    assert "windows of 3" in drafter.describe()
+        assert bool(mx.allclose(last(changed), last(states), atol=1e-5)) == (row < 5), row
 
 
 # What is refused ----------------------------------------------------------------------------------
@@ -209,7 +190,7 @@ def test_a_layer_with_a_window_forgets(config: dict[str, Any], tmp_path: Path) -
 
 def refused(folder: Path, target: nn.Module) -> str:
     """The message of the error."""
-    with pytest.raises(sd.errors.HeadError) as error:
+    with pytest.raises(HeadError) as error:
         sd.load_head(folder, target)
     return str(error.value)
 
@@ -231,21 +212,17 @@ MISSING = {
 def test_a_missing_tensor_is_named(name: str, tmp_path: Path) -> None:
     """By its name here, like one that nobody knows; without its projection there is no layer."""
     reference, (tensor, ours) = heads.reference(name), MISSING[name]
-    weights = {key: x for key, x in reference.weights.items() if key != tensor}
-    assert len(weights) == len(reference.weights) - 1
+    weights = dict(reference.weights) | {f"{tensor}.x": reference.weights[tensor]}
+    del weights[tensor]
     folder = heads.Reference(reference.config, weights, {}).write(tmp_path / "one")
-    assert f"it lacks {ours}. It is another variant" in refused(folder, reference.target())
-    if name == "eagle3":
-        weights["midlayer.surprise.weight"] = reference.weights[tensor]
-        folder = heads.Reference(reference.config, weights, {}).write(tmp_path / "more")
-        message = refused(folder, reference.target())
-        assert "lacks norm.weight, there is no place for layers.0.surprise.weight." in message
-        return
-    del weights[next(key for key in weights if key.endswith(("eh_proj.weight", "fc.weight")))]
-    folder = heads.Reference(reference.config, weights, {}).write(tmp_path / "none")
     message = refused(folder, reference.target())
-    assert f"{reference.config['model_type']} model without the tensors of its multi-" in message
-    assert "{" not in message
+    assert f"it lacks {ours}, there is no place for {ours}.x. It is another variant" in message
+    if name.startswith("mtp"):
+        named = [key for key in weights if key.endswith(("eh_proj.weight", "fc.weight"))]
+        del weights[named[0]]
+        folder = heads.Reference(reference.config, weights, {}).write(tmp_path / "none")
+        said = f"{reference.config['model_type']} model without the tensors of its multi-"
+        assert said in refused(folder, reference.target())
 
 
 def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
@@ -253,9 +230,8 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
     for name in ("eagle3", "eagle1", "dflash", "mtp_qwen3_5"):
         folder = heads.reference(name).write(tmp_path / name)
         assert "states have 32 numbers" in refused(folder, heads.target(width=64))
-        message = refused(folder, heads.target(vocab=1000))
-        assert "vocabulary of 97 tokens" in message
-        assert "1000" in message
+        said = "vocabulary of 97 tokens, and this target has 1000"
+        assert said in refused(folder, heads.target(vocab=1000))
     with pytest.raises(ValueError, match="0 to 4, and the target has 4"):
         DraftVocabulary(mx.array([0, 1, 2]), 4)
 
@@ -275,9 +251,6 @@ def test_what_is_no_head_is_refused(tmp_path: Path) -> None:
     (tmp_path / "c").mkdir()
     assert "has no config.json" in refused(tmp_path / "c", target)
     assert not is_head(tmp_path / "c")
-    for text, words in (("[]", "holds a list"), ("{", "cannot be read")):
-        (tmp_path / "c" / "config.json").write_text(text)
-        assert words in refused(tmp_path / "c", target)
 
 
 def test_an_assistant_needs_the_keys_that_its_queries_go_with(tmp_path: Path) -> None:
@@ -292,29 +265,16 @@ def test_an_assistant_needs_the_keys_that_its_queries_go_with(tmp_path: Path) ->
     assert "64 numbers" in refused(other, reference.target())
 
 
-def test_a_chosen_group_of_tokens_has_the_logits_of_the_whole_head(tmp_path: Path) -> None:
-    """And all others have none."""
-    head: Any = heads.loaded("gemma4_assistant", tmp_path).head
-    states = mx.random.normal((3, 16), key=mx.random.key(1))
-    some, all_of_them = head.logits(states), head.embed_tokens.as_linear(states)
-    chosen = mx.isfinite(some)
-    assert chosen.sum(axis=-1).tolist() == [5 * 96 // 12] * 3
-    assert mx.allclose(mx.where(chosen, some, 0), mx.where(chosen, all_of_them, 0), atol=1e-5)
-
-
 # Other kinds --------------------------------------------------------------------------------------
 
 
 def test_medusa_heads_load_from_their_names(tmp_path: Path) -> None:
-    """Two heads of one block, by their formula; the config may say another number."""
-    reference = heads.medusa_reference()
-    drafter = sd.load_head(reference.write(tmp_path, medusa_num_heads=5), heads.target())
+    """As many as there are, whatever the config says; what has no place is named."""
+    reference = heads.reference("medusa")
+    drafter = heads.loaded("medusa", tmp_path, medusa_num_heads=5)
     assert drafter.describe().endswith("Medusa; 2 heads")
-    weights, x = reference.weights, np.linspace(-1, 1, 32).astype(np.float32)
-    y = weights["1.0.linear.weight"] @ x + weights["1.0.linear.bias"]
-    expected = weights["1.1.weight"] @ (x + y / (1 + np.exp(-y)))
-    assert np.allclose(drafter.head.guesses(0, 2, [mx.array(x)[None]])[1], expected, atol=1e-3)
-    more = {**weights, "a.b": weights["0.1.weight"], "10000000.0.linear.bias": x}
+    assert mx.array_equal(drafter.head.lm_heads[1].weight, reference.weights["1.1.weight"])
+    more = {**reference.weights, "a.b": np.zeros(3), "10000000.0.linear.bias": np.zeros(3)}
     message = refused(heads.Reference(reference.config, more, {}).write(tmp_path), heads.target())
     assert "no place for a.b, there is no place for blocks.10000000.0.bias" in message
 
@@ -328,15 +288,12 @@ def test_pard_loads_as_the_model_that_it_is(tmp_path: Path) -> None:
     assert drafter.tokenizer is not None
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        *("mimo", "ernie4_5_moe", "bailing_moe", "bailing_hybrid", "bailing_moe_v3"),
-        *("exaone_moe", "longcat_flash", "step3p5", "nemotron_h", "mimo_v2_flash"),
-    ],
-)
+OTHERS = ["mimo", "ernie4_5_moe", "bailing_moe", "bailing_hybrid", "bailing_moe_v3"]
+
+
+@pytest.mark.parametrize("name", cases(OTHERS, "mimo", "bailing_hybrid"))
 def test_layers_of_other_families_load_from_their_names(name: str, tmp_path: Path) -> None:
-    """Every tensor has its place, under the names of the original repository."""
+    """Those of the original repository; `test_heads_parity` loads the others'."""
     family, config = FAMILIES[name], tiny.CONFIGS[name] | {"model_type": name}
     target = heads.target(width=config["hidden_size"], vocab=config["vocab_size"])
     made = heads.random_head(heads.mtp(name), target)
@@ -349,28 +306,20 @@ def test_layers_of_other_families_load_from_their_names(name: str, tmp_path: Pat
 
 FULL = ["full_attention"]
 THETAS = {"rope_theta": [1e4] * 4 + [1.0, 2.0, 3.0], "layer_types": FULL * 7}
+SLIDES = {"mtp_layer_types": [SLIDING], "mtp_sliding_windows": [3]}
 SAID_OF_LAYERS: list[tuple[str, int, dict[str, Any], dict[str, Any]]] = [
-    ("exaone_moe", 0, {}, {"window": None, "rotates": False}),
-    (
-        "exaone_moe",
-        0,
-        {"mtp_layer_types": [SLIDING], "mtp_sliding_windows": [3]},
-        {"window": 3, "rotates": True},
-    ),
+    ("exaone_moe", 0, SLIDES, {"window": 3, "rotates": True}),
     ("exaone_moe", 0, {"layer_types": FULL * 4}, {"window": None, "rotates": True}),
     ("step3p5", 2, THETAS, {"window": None, "theta": 3.0, "heads": 4}),
     ("step3p5", 1, {}, {"window": 16, "theta": 1000.0, "heads": 6}),
     ("step3p5", 0, {"layer_types": None}, {"window": 16, "heads": 6}),
-    ("nemotron_h", 0, {}, {"kinds": "*E"}),
     ("nemotron_h", 0, {"mtp_hybrid_override_pattern": "*E*-"}, {"kinds": "*E*-"}),
     ("nemotron_h", 0, {"mtp_layers_block_type": ["moe", "attention"]}, {"kinds": "E*"}),
 ]
 
 
 @in_one_test(("name", "depth", "changes", "expected"), SAID_OF_LAYERS)
-def test_a_layer_is_made_by_what_the_config_says_of_it(
-    name: str, depth: int, changes: dict[str, Any], expected: dict[str, Any]
-) -> None:
+def test_a_layer_is_made_by_what_the_config_says_of_it(name, depth, changes, expected):
     """Not by what it says of the target's own layers; and it can be run."""
     family, config = FAMILIES[name], tiny.CONFIGS[name] | changes
     head = MTPHead(family, config, target_ends(tiny.build(name)), depth)
@@ -392,25 +341,15 @@ def test_a_layer_is_made_by_what_the_config_says_of_it(
 
 
 def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
-    """In `generate` and on the command line, which loads the target first."""
+    """With the options that it is loaded with; wrong ones are named, not dropped."""
     assert not is_head(heads.reference("eagle1").write(tmp_path / "eagle1")), "it does not say so"
     folder = heads.reference("eagle3").write(tmp_path / "eagle3")
     target = heads.reference("eagle3").target()
     assert isinstance(choose_drafter(None, folder, target), sd.drafters.HeadDrafter)
-    flags = Flags(draft_model=str(folder), lighter=Lighter(bits=8))
-    assert flags.has_head
-    assert isinstance(flags.drafter(target), sd.drafters.HeadDrafter)
-    with pytest.raises(ValueError, match="made for a loaded target, which this command"):
-        flags.drafter()
-    assert not Flags().has_head
-
-
-def test_a_drafters_options_are_those_that_the_head_is_loaded_with(tmp_path: Path) -> None:
-    """On the command line, and of a request to the server; wrong ones are named, not dropped."""
-    folder = heads.reference("eagle3").write(tmp_path / "eagle3")
-    target = heads.reference("eagle3").target()
     spec = "model:branches=4,greedy=true,draft_temp=1"
-    flags = Flags(drafters=[spec], draft_model=str(folder))
+    flags = Flags(drafters=[spec], draft_model=str(folder), lighter=Lighter(bits=8))
+    assert flags.has_head
+    assert not Flags().has_head
     requested = Menu(flags).requested({"drafter": "model"}).drafter
     parser = argparse.ArgumentParser()
     check.add_arguments(parser)
@@ -419,6 +358,8 @@ def test_a_drafters_options_are_those_that_the_head_is_loaded_with(tmp_path: Pat
     for drafter in (flags.drafter(target), with_heads(requested, target), checked):
         assert isinstance(drafter, sd.drafters.HeadDrafter)
         assert (drafter.branches, drafter.greedy, drafter.draft_temp) == (4, True, 1.0)
+    with pytest.raises(ValueError, match="made for a loaded target, which this command"):
+        flags.drafter()
     for wrong, named in (
         ("model:twigs=4", r"twigs.*See help\(load_head\)"),
         ("model:branches=many", "branches is 'many', expected int"),
@@ -477,34 +418,21 @@ RELATIVES = {
 
 
 @in_one_test("model", RELATIVES)
-def test_a_head_of_a_relative_is_not_listed_as_if_it_were_the_models_own(
-    model: str, tmp_path: Path
-) -> None:
+def test_a_head_of_a_relative_is_not_listed_as_if_it_were_the_models_own(model, tmp_path):
     """It was trained on another model's states; one that serves a family, PARD, needs no word."""
     own = RELATIVES[model]
     note = "" if own is None else f", made for qwen3-4b, not for {own}"
     repositories = ("AngelSlim/Qwen3-4B_eagle3", "z-lab/Qwen3-4B-DFlash-b16")
     expected = {"amd/PARD-Qwen3-0.6B": "", **dict.fromkeys(repositories, note)}
     assert known_repositories(model) == expected
+    assert known_repositories(f"{model}x".replace("Qwen3", "Qwenx3")) == {}
     head = heads.reference("eagle3").write(tmp_path / "head", vocab_size=None)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 32}))
     here = heads_lines(model, tmp_path, [("AngelSlim/Qwen3-4B_eagle3", head)])
     assert f"  AngelSlim/Qwen3-4B_eagle3  EAGLE-3, here{note}" in here
 
 
-def test_known_repositories_are_found_by_the_models_name() -> None:
-    """However it was converted; not those of a model whose name goes on."""
-    llama = known_repositories("mlx-community/Meta-Llama-3.1-8B-Instruct-4bit")
-    assert llama["yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"] == ""
-    assert known_repositories("mlx-community/Qwen3.5-4B-4bit").keys() == {
-        *("mlx-community/Qwen3.5-4B-MTP-4bit", "z-lab/Qwen3.5-4B-DFlash"),
-    }
-    assert known_repositories("Qwenx/Qwenx3-0.6Bx") == {}
-
-
-def test_heads_are_listed_for_a_name_that_is_not_here(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_heads_are_listed_for_a_name_that_is_not_here(monkeypatch, tmp_path, capsys):
     """By the name alone: nothing is fetched, and it is said that nothing here was compared."""
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path / "nothing"))
     monkeypatch.setattr(socket, "socket", None)
@@ -527,9 +455,9 @@ ENDS = ("llama", "qwen2", "gemma2", "gpt2", "qwen3_5", "deepseek_v3", "mamba2", 
 @in_one_test("name", ENDS)
 def test_the_ends_of_a_target_are_found(name: str) -> None:
     """The head of its last state makes its logits, up to a cap; its embedding has its width."""
-    model = heads.target(width=64) if name == "quantized" else tiny.build(name)
+    model = tiny.build("llama", hidden_size=64) if name == "quantized" else tiny.build(name)
     if name == "quantized":
-        nn.quantize(model, 32, class_predicate=lambda path, part: divisible(part))
+        nn.quantize(model, 32)
     before = {path: type(part) for path, part in model.named_modules()}
     ends = target_ends(model)
     assert {path: type(part) for path, part in model.named_modules()} == before
@@ -540,7 +468,3 @@ def test_the_ends_of_a_target_are_found(name: str) -> None:
     assert ends.embed(mx.array([1, 2])).shape[0] == 2
     if name == "gemma2":  # without the square root of the width, which heads are trained without
         assert mx.array_equal(ends.embed(mx.array([3])), model.model.embed_tokens.weight[3:4])
-
-
-def divisible(part: nn.Module) -> bool:
-    return hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0

@@ -18,8 +18,7 @@ import numpy as np
 import pytest
 
 import heads
-import specdec_mlx as sd
-from selection import each
+from selection import each, in_one_test
 from specdec_mlx.contracts import DraftContext, KeysValues
 from specdec_mlx.drafters import drawing
 from specdec_mlx.drafters.heads import gemma4_assistant, mtp, one_pass
@@ -38,22 +37,16 @@ NAMES = (*RECURRENT, *(f"mtp_{name}" for name in STACKS), "dflash", "gemma4_assi
 READS = {"eagle3": (1, 3, 4), "dflash": (1, 3, 5), "mtp_step3p5": (heads.NUM_LAYERS - 1,)}
 """Layers that the rows of a fixture are of; of others they are the state after the final norm."""
 
-SHOWN = ((0, 4), (4, 6), (6, 8))
-"""Positions shown: the prompt in two chunks, and those kept after the first draft."""
-
 Change = Callable[[pytest.MonkeyPatch, dict[str, Any]], None]
 
 
 def load(name: str, folder: Path, **options: Any) -> Any:
     """The head of a fixture, for the target with its ends."""
-    reference = heads.reference(name)
-    path = reference.write(folder, **options.pop("changes", {}))
-    return sd.load_head(path, reference.target(), **options)
+    changes = options.pop("changes", {})
+    return heads.loaded(name, folder, options, **changes)
 
 
-def both_drafts(
-    name: str, drafter: Any, monkeypatch: pytest.MonkeyPatch
-) -> dict[str, tuple[list[int], mx.array]]:
+def both_drafts(name: str, drafter: Any) -> dict[str, tuple[list[int], mx.array]]:
     """Tokens and logits of the first and the second draft of a session shown the rows."""
     seen: list[mx.array] = []
     draw = drawing.Draws.draw
@@ -63,22 +56,19 @@ def both_drafts(
         return draw(self, logits)
 
     reference = heads.reference(name)
-    rows = reference.arrays["rows"]
-    context = DraftContext(vocab_size=heads.VOCAB)
-    with monkeypatch.context() as patch:
+    rows, read = reference.arrays["rows"], READS.get(name, ())
+
+    def see(a: int, b: int) -> None:
+        held = reference.keys_values(drafter, b)
+        asked.see(heads.features(drafter, rows[a:b], read=read, keys_values=held))
+
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(drawing.Draws, "draw", noting)
-        asked = drafter.begin(reference.prompt, context)
-        read = READS.get(name, ())
-        shown = [
-            heads.features(
-                drafter, rows[a:b], read=read, keys_values=reference.keys_values(drafter, b)
-            )
-            for a, b in SHOWN
-        ]
-        asked.see(shown[0])
-        asked.see(shown[1])
+        asked = drafter.begin(reference.prompt, DraftContext(vocab_size=heads.VOCAB))
+        see(0, 4)  # the prompt in two chunks
+        see(4, 6)
         first = to_list(asked.propose(3).tokens)
-        asked.see(shown[2])
+        see(6, 8)
         asked.observe([int(reference.arrays["first_tokens"][0]), heads.CORRECTION])
         second = to_list(asked.propose(3).tokens)
     logits = mx.concatenate(seen)
@@ -106,25 +96,18 @@ def is_as_in_torch(name: str, part: str, logits: mx.array) -> bool:
     return bool(got.shape == expected.shape and np.abs(got - expected).max() <= limit)
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_loaded_head_is_the_one_that_torch_runs(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@in_one_test("name", NAMES)
+def test_a_loaded_head_is_the_one_that_torch_runs(name: str, tmp_path: Path) -> None:
     """Drafts, and after a partial accept drafts again, with the same logits and tokens."""
-    drafts = both_drafts(name, load(name, tmp_path), monkeypatch)
-    for part, (tokens, logits) in drafts.items():
-        assert is_as_in_torch(name, part, logits), part
-        assert tokens == heads.reference(name).arrays[f"{part}_tokens"].tolist()
-
-
-@pytest.mark.parametrize("name", RECURRENT)
-def test_the_prompt_is_read_as_torch_reads_it(name: str, tmp_path: Path) -> None:
-    """Logits of all of its positions, not just of the last."""
     drafter, reference = load(name, tmp_path), heads.reference(name)
-    rows = heads.features(drafter, reference.arrays["rows"][:6], read=READS.get(name, ()))
-    head = drafter.head
-    states = head.step(head.rows(rows), mx.array(reference.prompt[1:]), head.make_cache())
-    assert is_as_in_torch(name, "prefill", head.logits(states))
+    for part, (tokens, logits) in both_drafts(name, drafter).items():
+        assert is_as_in_torch(name, part, logits), part
+        assert tokens == reference.arrays[f"{part}_tokens"].tolist()
+    if name in RECURRENT:  # of the prompt all positions, not just the last
+        rows = heads.features(drafter, reference.arrays["rows"][:6], read=READS.get(name, ()))
+        head = drafter.head
+        states = head.step(head.rows(rows), mx.array(reference.prompt[1:]), head.make_cache())
+        assert is_as_in_torch(name, "prefill", head.logits(states))
 
 
 # Controls ----------------------------------------------------------------------------------------
@@ -168,11 +151,6 @@ def tokens_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     patch.setattr(Level, "step", wrong)
 
 
-def drafted_entries_stay(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    """Drafted positions are not taken back out of the caches."""
-    patch.setattr(Rollback, "rewind_to", lambda self, position: position)
-
-
 def context_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     """The context stands one position nearer to the block."""
     keys_and_values = one_pass._keys_and_values
@@ -206,10 +184,9 @@ def assistant_inputs(change: Callable[..., tuple[mx.array, mx.array, Any]]) -> C
             ends, scale = self.ends, self.ends.width**0.5
             state, embedded, read = change(state, ends.embed(token) * scale, read)
             self.ends = replace(ends, embed=lambda _: embedded / scale)
-            try:
-                return step(self, state, token, read)
-            finally:
-                self.ends = ends
+            made = step(self, state, token, read)
+            self.ends = ends
+            return made
 
         patch.setattr(gemma4_assistant.Gemma4Assistant, "step", wrong)
 
@@ -294,19 +271,18 @@ def test_the_comparison_finds_each_trap(name: str, tmp_path: Path) -> None:
         options: dict[str, Any] = {}
         with pytest.MonkeyPatch.context() as patch:
             CONTROLS[name][control](patch, options)
-            drafts = both_drafts(name, load(name, tmp_path / control, **options), patch)
+            drafts = both_drafts(name, load(name, tmp_path / control, **options))
         assert not all(is_as_in_torch(name, part, logits) for part, (_, logits) in drafts.items())
 
     each(CONTROLS[name], check)
 
 
-@pytest.mark.parametrize("name", [*RECURRENT, *(f"mtp_{name}" for name in STACKS)])
-def test_drafted_entries_that_stay_are_found_by_the_second_draft(
-    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@in_one_test("name", [*RECURRENT, *(f"mtp_{name}" for name in STACKS)])
+def test_drafted_entries_that_stay_are_found_by_the_second_draft(name: str, tmp_path: Path) -> None:
     """And not by the first, which is why there are two."""
     drafter = load(name, tmp_path)
-    drafted_entries_stay(monkeypatch, {})
-    drafts = both_drafts(name, drafter, monkeypatch)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rollback, "rewind_to", lambda self, position: position)
+        drafts = both_drafts(name, drafter)
     assert is_as_in_torch(name, "first", drafts["first"][1])
     assert not is_as_in_torch(name, "second", drafts["second"][1])

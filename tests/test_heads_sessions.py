@@ -5,11 +5,10 @@ from __future__ import annotations
 import io
 import re
 from collections.abc import Callable, Sequence
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
@@ -17,8 +16,9 @@ from mlx.utils import tree_flatten
 import heads
 import specdec_mlx as sd
 import tiny
+from heads import HEADS, VOCAB, WIDTH, Shown, states
 from selection import FULL, in_one_test
-from specdec_mlx.contracts import DraftContext, FeatureRows, KeysValues
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.one_pass import PardDrafter
@@ -27,15 +27,7 @@ from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.token_ids import to_list
 
-WIDTH, VOCAB = heads.WIDTH, heads.VOCAB
-
-
-@cache
-def target() -> nn.Module:
-    return heads.target()
-
-
-HEADS = heads.HEADS
+target = cache(heads.target)
 
 
 @cache
@@ -51,48 +43,6 @@ def drafter(name: str) -> HeadDrafter:
 
 def context(**given: Any) -> DraftContext:
     return DraftContext(vocab_size=VOCAB, noise=Noise(5), **given)
-
-
-class Shown:
-    """A session that is shown made-up rows of a text, as the loop would show them."""
-
-    def __init__(
-        self, drafter: HeadDrafter, prompt: Sequence[int], context: DraftContext, chunk: int = 1000
-    ) -> None:
-        self.drafter = drafter
-        self.text = list(prompt)
-        self.num_shown = 0
-        self.session = drafter.begin(prompt, context)
-        while self.num_shown < len(self.text) - 1:
-            self.show(min(chunk, len(self.text) - 1 - self.num_shown))
-
-    def show(self, count: int) -> None:
-        self.session.see(states(self.drafter, self.num_shown, count))
-        self.num_shown += count
-
-    def emit(self, *tokens: int) -> None:
-        self.show(len(self.text) + len(tokens) - 1 - self.num_shown)
-        self.session.observe(tokens)
-        self.text += tokens
-
-    def propose(self, limit: int) -> sd.Draft:
-        return self.session.propose(limit)
-
-
-def states(drafter: HeadDrafter, start: int, count: int) -> FeatureRows:
-    """Rows of positions, made from the position alone."""
-    width = drafter.head.ends.width
-    values = np.random.default_rng(0).standard_normal((600, 9, width)).astype(np.float32)
-    rows = mx.array(values[start : start + count])
-    layers = {layer: rows[:, layer] for layer in range(8)}
-
-    def keys_values(index: int) -> KeysValues:
-        width = next(one.width for one in drafter.head.reads.values() if one.index == index)
-        made = np.random.default_rng(index).standard_normal((2, 1, 2, 600, width))
-        keys, values = mx.array(made[..., : start + count, :].astype(np.float32))
-        return KeysValues(keys, values, start + count)
-
-    return FeatureRows(layers, rows[:, 8], keys_values=keys_values)
 
 
 PROMPT = [5, 17, 9, 33, 71, 2, 64]
@@ -156,17 +106,8 @@ def test_what_is_handed_over_is_what_was_drawn_from(name: str) -> None:
     assert Shown(greedy, PROMPT, given).propose(2).logprobs is None
     for given in (context(sampling=sd.Sampling()), context()):
         assert Shown(drafter(name), PROMPT, given).propose(2).logprobs is None
-
-
-def test_drafts_may_have_a_temperature_of_their_own() -> None:
-    """With the target's filters; a number below 0 is refused."""
-    sampled = context(sampling=sd.Sampling(temp=1.0, top_k=5))
-    cold = Shown(HeadDrafter(drafter("eagle1").head, draft_temp=0.1), PROMPT, sampled).propose(1)
-    warm = Shown(drafter("eagle1"), PROMPT, sampled).propose(1)
-    assert mx.isfinite(cold.logprobs).sum() == 5
-    assert cold.logprobs.max() > warm.logprobs.max()
     with pytest.raises(ValueError, match="draft_temp=-1"):
-        HeadDrafter(drafter("eagle1").head, draft_temp=-1)
+        HeadDrafter(drafter(name).head, draft_temp=-1)
 
 
 def test_tokens_outside_of_the_draft_vocabulary_have_no_mass() -> None:
@@ -175,7 +116,6 @@ def test_tokens_outside_of_the_draft_vocabulary_have_no_mass() -> None:
     assert [i for i in range(VOCAB) if probs[0, i] > 0] == list(range(0, VOCAB, 3))
     logits = mx.array([[1.0, 2.0, 3.0]])
     assert DraftVocabulary(mx.array([2, 0, -2]), 3).widen(logits).tolist() == [[3, 2, 1]]
-    assert DraftVocabulary(mx.array([0, 0, 0]), 4).widen(logits).tolist() == [[1, 2, 3, -np.inf]]
 
 
 @in_one_test("name", HEADS)
@@ -198,16 +138,13 @@ def test_a_long_text_is_read_as_it_comes(name: str, monkeypatch: pytest.MonkeyPa
     """Rows do not pile up: of a long prompt, and of a long stretch without drafts."""
     most = 8
     monkeypatch.setattr(head_session, "MOST_WAITING", most)
-    prompt = [i % VOCAB for i in range(5 * most)]
-    shown = Shown(drafter(name), prompt, context(), chunk=6)
-    assert shown.session.waiting.num_rows < most
-    fresh = Shown(drafter(name), prompt, context())
-    assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
-    for i in range(2 * most):
-        shown.emit(i % VOCAB)
-        assert shown.session.waiting.num_rows <= most
-    fresh = Shown(drafter(name), shown.text, context())
-    assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
+    shown = Shown(drafter(name), [i % VOCAB for i in range(5 * most)], context(), chunk=6)
+    for more in (0, 2 * most):
+        for i in range(more):
+            shown.emit(i % VOCAB)
+            assert shown.session.waiting.num_rows <= most
+        fresh = Shown(drafter(name), shown.text, context())
+        assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
 
 
 def test_keys_differ_by_content_options_and_reading() -> None:
@@ -243,11 +180,7 @@ def test_medusa_is_its_formula(name: str) -> None:
 # PARD ---------------------------------------------------------------------------------------------
 
 
-@cache
-def small() -> nn.Module:
-    return tiny.build("qwen2", vocab_size=VOCAB)
-
-
+small = cache(partial(tiny.build, "qwen2", vocab_size=VOCAB))
 MASK = VOCAB - 1
 
 
@@ -265,8 +198,6 @@ def test_pard_drafts_what_stands_behind_its_masks() -> None:
         text += tokens
 
 
-# The conformance tests, and whole texts ----------------------------------------------------------
-
 WHOLE: dict[str, Callable[[], Any]] = {
     "pard": lambda: PardDrafter(small(), mask_token=MASK),
     "early exit": lambda: sd.drafters.early_exit(target(), 2),
@@ -280,44 +211,27 @@ def test_drafters_that_read_tokens_conform(name: str) -> None:
     check_drafter(WHOLE[name](), vocab_size=VOCAB, num_draws=400)
 
 
-@pytest.mark.parametrize("name", WHOLE)
-@pytest.mark.parametrize("length", [1, 4])
+@in_one_test("name", WHOLE)
+@in_one_test("length", [1, 4])
 def test_their_text_is_the_targets_own(name: str, length: int) -> None:
     """Greedy, and a seed's under the coupled rule."""
-    model = target()
     for options in ({}, {"sampler": sd.Sampling(temp=1.0), "seed": 3, "rule": "coupled"}):
-        plain = [t.token for t in sd.speculate(model, PROMPT, max_tokens=24, **options)]
-        tokens = sd.speculate(
-            model, PROMPT, WHOLE[name](), max_tokens=24, draft_length=length, **options
+        plain, drafted = (
+            sd.speculate(target(), PROMPT, one, max_tokens=24, draft_length=length, **options)
+            for one in (None, WHOLE[name]())
         )
-        assert [t.token for t in tokens] == plain
-
-
-@in_one_test("indices", [[], [0], [2], [0, 1, 2, 3], [1, 2], [0, 2], [3, 1]])
-def test_rows_are_taken_by_their_places(indices: list[int]) -> None:
-    """Neighbours, all of them, others, in any order."""
-    rows = mx.arange(8).reshape(4, 2)
-    taken = FeatureRows(layers={3: rows}, head_input=-rows).rows(indices)
-    expected = np.array(rows)[indices].tolist()
-    assert taken.layers[3].tolist() == expected
-    assert taken.head_input is not None
-    assert (-taken.head_input).tolist() == expected
+        assert [t.token for t in drafted] == [t.token for t in plain]
 
 
 @in_one_test("name", ["eagle1", "eagle3", "qwen3_5"])
 def test_what_is_read_ahead_of_a_draft_is_keys_and_values_alone(name: str) -> None:
     """No attention and no logits are computed but at the last position, which drafts."""
-    one = drafter(name)
-    session = Shown(one, list(range(40)), context()).session
-    assert operations_of(session.read()).isdisjoint({"ScaledDotProductAttention", "Softmax"})
+    one, text, dot = drafter(name), list(range(40)), io.StringIO()
+    session = Shown(one, text, context()).session
+    named: Any = tree_flatten(session.read())
+    mx.export_to_dot(dot, *(leaf for _, leaf in named if isinstance(leaf, mx.array)))
+    operations = set(re.findall(r'label ="(\w+)"', dot.getvalue()))
+    assert operations.isdisjoint({"ScaledDotProductAttention", "Softmax"})
     assert session.waiting.num_rows == 1
-    fresh = Shown(one, list(range(40)), context())
+    fresh = Shown(one, text, context())
     assert to_list(session.propose(3).tokens) == to_list(fresh.propose(3).tokens)
-
-
-def operations_of(arrays: Any) -> set[str]:
-    """Names of the operations that make a tree of arrays."""
-    dot = io.StringIO()
-    leaves = [leaf for _, leaf in tree_flatten(arrays) if isinstance(leaf, mx.array)]
-    mx.export_to_dot(dot, *leaves)
-    return set(re.findall(r'label ="(\w+)"', dot.getvalue()))

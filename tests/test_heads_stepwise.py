@@ -4,13 +4,12 @@ from __future__ import annotations
 
 import itertools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -18,6 +17,7 @@ import heads
 import specdec_mlx as sd
 import tiny
 from exact import TARGET, Rounds, Source
+from heads import Shown
 from selection import cases
 from specdec_mlx.contracts import (
     MOST_WAITING,
@@ -25,7 +25,6 @@ from specdec_mlx.contracts import (
     DraftContext,
     Evidence,
     GoesOn,
-    ReadsTarget,
     Step,
 )
 from specdec_mlx.draft_length.parts import Model
@@ -33,7 +32,6 @@ from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_while
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.one_pass import PardDrafter
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.taps import Taps
 from specdec_mlx.testing.enumeration import Tokens, state_after
 from test_stepwise import DECIDERS, PEAKED, WAYS, Coins, stop_at
 
@@ -89,7 +87,8 @@ class Enumerated:
     peeks: bool = False
     overlaps: bool = False
 
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
+    @cache  # noqa: B019  there are few, and each is enumerated many times
+    def drafts(self, state: int) -> list[tuple[float, Tokens, np.ndarray]]:
         weights: dict[Tokens, float] = defaultdict(float)
         rows_of: dict[Tokens, Any] = {}
         for tokens in itertools.product(range(self.source.vocab_size), repeat=LONGEST):
@@ -98,10 +97,8 @@ class Enumerated:
             kept = len(self.ended(Path(tokens, rows, self.peeks)))
             chance = float(np.prod([row[token] for row, token in zip(rows, tokens, strict=True)]))
             weights[tokens[:kept]] += chance
-            rows_of[tokens[:kept]] = rows[:kept]
-        for tokens, weight in weights.items():
-            stacked = np.array(rows_of[tokens]).reshape(len(tokens), self.source.vocab_size)
-            yield weight, tokens, stacked
+            rows_of[tokens[:kept]] = np.array(rows[:kept]).reshape(kept, self.source.vocab_size)
+        return [(weight, tokens, rows_of[tokens]) for tokens, weight in weights.items()]
 
     def ended(self, draws: Any) -> Draft:
         if self.at_once:
@@ -116,9 +113,8 @@ class Enumerated:
 @pytest.mark.parametrize("name", cases(list(WAYS), "block"))
 def test_the_loops_leave_the_joint_distribution_alone(name: str, how: str, way: str) -> None:
     """Of two rounds and three tokens, for a head that steps and for one that drafts at once."""
-    drafting = Remembered(
-        Enumerated(PEAKED, DECIDERS[how], way == "at once", overlaps=way == "overlapping")
-    )
+    overlaps = way == "overlapping"
+    drafting = Enumerated(PEAKED, DECIDERS[how], way == "at once", overlaps=overlaps)
     lengths = {len(tokens) for state in range(7) for _, tokens, _ in drafting.drafts(state)}
     assert len(lengths) > 1
     assert Rounds(TARGET, drafting, WAYS[name]).total_variation(2, 3) < EXACT
@@ -127,24 +123,14 @@ def test_the_loops_leave_the_joint_distribution_alone(name: str, how: str, way: 
 @pytest.mark.parametrize("at_once", [False, True])
 def test_a_loop_that_is_told_of_the_draws_is_caught(at_once: bool) -> None:
     """By the same enumeration."""
-    drafting = Remembered(Enumerated(PEAKED, DECIDERS["threshold"], at_once, peeks=True))
+    drafting = Enumerated(PEAKED, DECIDERS["threshold"], at_once, peeks=True)
     assert Rounds(TARGET, drafting, WAYS["block"]).total_variation(1, 3) > 0.01
-
-
-class Remembered:
-    """The drafts of each state, made once."""
-
-    def __init__(self, drafting: Enumerated) -> None:
-        self.source = drafting.source
-        self.drafts = cache(lambda state: list(drafting.drafts(state)))
 
 
 # The sessions -------------------------------------------------------------------------------------
 
 
-@cache
-def target() -> nn.Module:
-    return tiny.build("qwen3_5")
+target = cache(partial(tiny.build, "qwen3_5"))
 
 
 @cache
@@ -155,63 +141,32 @@ def drafter(kind: str) -> Any:
     return HeadDrafter(heads.random_head(make, target()))
 
 
-class Reader:
-    """A session that is shown the target's states of a fresh pass before each proposal."""
-
-    def __init__(self, kind: str, sampling: sd.Sampling, overlaps: bool = False) -> None:
-        self.drafter = drafter(kind)
-        context = DraftContext(sampling=sampling, noise=Noise(7), vocab_size=128)
-        self.session = self.drafter.begin(PROMPT, context)
-        self.tokens, self.num_shown = list(PROMPT), 0
-        if hasattr(self.session, "pace"):
-            self.session.pace.build = 1.0 if overlaps else 0.0
-            self.session.pace.wait = 1.0
-
-    def propose(self, limit: int, goes_on: GoesOn | None = None) -> Draft:
-        self.show()
-        if goes_on is None:
-            draft: Draft = self.session.propose(limit)
-            return draft
-        stopped: Draft = self.session.propose_while(limit, goes_on)
-        return stopped
-
-    def show(self) -> None:
-        if isinstance(self.drafter, ReadsTarget):
-            taps = Taps(target(), self.drafter.features)
-            taps.read(lambda: target()(mx.array([self.tokens[:-1]]))[0])
-            assert taps.features is not None
-            self.session.see(taps.features.rows(range(self.num_shown, len(self.tokens) - 1)))
-            self.num_shown = len(self.tokens) - 1
-
-    def observe(self, tokens: list[int]) -> None:
-        self.tokens += tokens
-        self.show()
-        self.session.observe(tokens)
+def shown(kind: str, sampling: sd.Sampling, overlaps: bool = False) -> Shown:
+    made = Shown(drafter(kind), PROMPT, DraftContext(sampling, noise=Noise(7), vocab_size=128))
+    if hasattr(made.session, "pace"):
+        made.session.pace = Pace(build=float(overlaps), wait=1.0)
+    return made
 
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
-@pytest.mark.parametrize("overlaps", [False, True])
 @pytest.mark.parametrize("kind", STEPPING + AT_ONCE)
-def test_a_stopped_draft_is_the_head_of_the_whole_one(
-    kind: str, overlaps: bool, temp: float
-) -> None:
+def test_a_stopped_draft_is_the_head_of_the_whole_one(kind: str, temp: float) -> None:
     """Tokens and distributions, wherever it stops; and so is the next one, after a verdict."""
     sampling = sd.Sampling(temp=temp)
-    for stop, step in [(1, Step.STOP_AFTER), (3, Step.STOP_BEFORE), (3, Step.STOP_AFTER)]:
-        whole, stopped = Reader(kind, sampling), Reader(kind, sampling, overlaps)
+    stops = [(1, Step.STOP_AFTER), (3, Step.STOP_BEFORE), (3, Step.STOP_AFTER)]
+    for overlaps, (stop, step) in itertools.product((False, True), stops):
+        whole, stopped = shown(kind, sampling), shown(kind, sampling, overlaps)
         for emitted in ([9], [11, 12]):
             expected = whole.propose(5)
-            draft = stopped.propose(5, stop_at(stop, step))
+            draft = stopped.session.propose_while(5, stop_at(stop, step))
             kept = stop - (step is Step.STOP_BEFORE)
             assert mx.array(draft.tokens).tolist() == mx.array(expected.tokens).tolist()[:kept]
             assert len(draft) == len(draft.evidence or ()) == kept
             if temp:
-                assert draft.logprobs is not None
-                assert expected.logprobs is not None
                 both = np.array(draft.logprobs), np.array(expected.logprobs[:kept])
                 assert np.allclose(*both, atol=1e-5)
-            whole.observe(emitted)
-            stopped.observe(emitted)
+            whole.emit(*emitted)
+            stopped.emit(*emitted)
 
 
 @pytest.mark.parametrize("kind", STEPPING + AT_ONCE)
@@ -223,7 +178,7 @@ def test_the_evidence_is_the_largest_probability_of_what_is_drawn_from(kind: str
         asked.append([known.confidence or 0.0 for known in evidence])
         return Step.GO_ON
 
-    draft = Reader(kind, sd.Sampling(temp=1.0)).propose(4, goes_on)
+    draft = shown(kind, sd.Sampling(temp=1.0)).session.propose_while(4, goes_on)
     assert draft.logprobs is not None
     largest = mx.exp(mx.max(draft.logprobs, axis=-1)).tolist()
     assert [len(known) for known in asked] == [1, 2, 3, 4]

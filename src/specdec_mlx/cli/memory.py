@@ -11,7 +11,7 @@ from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.drafters.ngram_table import NGramTable
 from specdec_mlx.memory import Memory
-from specdec_mlx.memory.file import file_kind
+from specdec_mlx.memory.file import read_header
 from specdec_mlx.memory.kept import Kept
 from specdec_mlx.memory.sources import texts_of, update
 from specdec_mlx.models import explained
@@ -97,7 +97,8 @@ def _count(args: argparse.Namespace, tokenizer: Any) -> None:
 
 
 def _load(path: Path) -> Memory | NGramTable:
-    return NGramTable.load(path) if file_kind(path) == NGramTable.kind else Memory.load(path)
+    is_table = read_header(path)[0]["kind"] == NGramTable.kind
+    return NGramTable.load(path) if is_table else Memory.load(path)
 
 
 def _info(args: argparse.Namespace) -> None:

@@ -10,6 +10,7 @@ rest      int32, little-endian
 from __future__ import annotations
 
 import fcntl
+import glob
 import json
 import os
 import tempfile
@@ -55,7 +56,8 @@ def write_file(
     told = {"kind": kind, "id": identity, "size": len(content), "crc32": zlib.crc32(content)}
     text = json.dumps(told | header).encode()
     front = MAGIC + len(text).to_bytes(8, "little") + text
-    _remove_unfinished(path)
+    for unfinished in path.parent.glob(f".{glob.escape(path.name)}.*{UNFINISHED}"):
+        unfinished.unlink()  # of a process that was killed while it wrote
     descriptor, name = tempfile.mkstemp(UNFINISHED, f".{path.name}.", path.parent)
     try:
         with os.fdopen(descriptor, "wb") as file:
@@ -70,16 +72,9 @@ def write_file(
     return identity
 
 
-def _remove_unfinished(path: Path) -> None:
-    """Delete what processes left that were killed while they wrote."""
-    for name in os.listdir(path.parent):
-        if name.startswith(f".{path.name}.") and name.endswith(UNFINISHED):
-            os.unlink(path.parent / name)
-
-
 def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " n"]]:
     """The header of a file and its integers; MemoryFileError for another kind of file."""
-    header, start = _header(path)
+    header, start = read_header(path)
     if header["kind"] != kind:
         raise other_kind(path, header["kind"], kind)
     size = path.stat().st_size - start
@@ -89,16 +84,6 @@ def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " 
     if zlib.crc32(data.data) != header["crc32"]:
         raise damaged(path, "its content does not have the checksum of its header")
     return header, data
-
-
-def file_id(path: Path) -> str:
-    """The id of the saving that a file is of."""
-    return str(_header(path)[0]["id"])
-
-
-def file_kind(path: Path) -> str:
-    """The kind of a file's content."""
-    return str(_header(path)[0]["kind"])
 
 
 def other_kind(path: Path, got: str, expected: str) -> MemoryFileError:
@@ -116,8 +101,8 @@ def damaged(path: Path, what: str) -> MemoryFileError:
     )
 
 
-def _header(path: Path) -> tuple[dict[str, Any], int]:
-    """The header, and where the rest begins."""
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file, and where the rest begins; MemoryFileError if it is none."""
     if path.is_dir():
         raise MemoryFileError(f"{path} is a folder, expected the file of a memory.")
     if not path.exists():
@@ -141,9 +126,7 @@ def _header(path: Path) -> tuple[dict[str, Any], int]:
         start = file.tell() + -file.tell() % ALIGNMENT
     try:
         header = json.loads(text)
-        missing = {"kind", "id", "size", "crc32"} - header.keys()
-    except (ValueError, AttributeError) as error:
-        raise damaged(path, "its header cannot be read") from error
-    if missing:
-        raise damaged(path, f"its header has no {', '.join(sorted(missing))}")
+        _ = [header[name] for name in ("kind", "id", "size", "crc32")]
+    except (ValueError, TypeError, KeyError) as error:
+        raise damaged(path, f"its header cannot be read ({error!r})") from error
     return header, start

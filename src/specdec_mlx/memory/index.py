@@ -18,11 +18,8 @@ MAX_TOKEN = 2**BITS - 3  # largest token id
 KNOWN = 12  # tokens in a key
 NEAREST = BITS * (KNOWN - 1)  # shift of the nearest token in a key
 
-MAX_MATCH = 64
-"""Longest match that is measured, in tokens: what agrees for so long goes on in the same way."""
-
-MOST_DEEP = 8
-"""Places that are measured where whole keys agree, the latest first; more change nothing."""
+MAX_MATCH = 64  # tokens of the longest match that is measured: what agrees so long goes on so
+MOST_DEEP = 8  # places that are measured where whole keys agree, the latest; more change nothing
 
 Ring = tuple[int, Sequence[int]]  # the length of a match, in tokens, and places that match so long
 

@@ -135,12 +135,9 @@ class Kept(ABC):
             raise ValueError(f"This {self.what} was loaded from no file. Give save(path).")
         path = Path(path)
         with self._lock, locked(path):
-            if path.exists() and file.file_id(path) != self._saved_as:
+            if path.exists() and file.read_header(path)[0]["id"] != self._saved_as:
                 saved = type(self).load(path)
-                if saved.tokenizer != self.tokenizer and None not in (
-                    saved.tokenizer,
-                    self.tokenizer,
-                ):
+                if len({saved.tokenizer, self.tokenizer} - {None}) > 1:
                     raise MemoryFileError(
                         f"{path} is the {self.what} of tokenizer {saved.tokenizer}, this one is of "
                         f"{self.tokenizer}: it was left as it is. Save to another file."

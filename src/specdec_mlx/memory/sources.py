@@ -13,9 +13,7 @@ import numpy as np
 
 from specdec_mlx.memory.store import Memory, text_digest
 
-SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}
-"""Beside all hidden ones: what others wrote, or what was made from what is read anyway."""
-
+SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}  # beside hidden ones
 LARGEST_FILE = 2_000_000  # bytes; larger ones are data rather than something written
 LOOKED_AT = 8192  # bytes in which a zero means that a file is no text
 
@@ -41,14 +39,12 @@ def update(memory: Memory, paths: Sequence[Path | str], tokenizer: Any) -> Updat
     roots = [Path(path).expanduser().absolute() for path in paths]
     there = {str(file) for root in roots for file in _files(root)}
     known = memory.sources
-    gone = {
-        name for name in known.keys() - there if any(Path(name).is_relative_to(r) for r in roots)
-    }
+    missing = [name for name in known if name not in there]
+    gone = {name for name in missing if any(Path(name).is_relative_to(r) for r in roots)}
     changed = [name for name in sorted(there) if known.get(name, (None,))[0] != _state(name)]
     lost = Counter(known[name][1] for name in {*gone, *changed} & known.keys())
     sources = {name: found for name, found in known.items() if name not in gone}
-    texts = []
-    skipped = 0
+    texts, skipped = [], 0
     for name in changed:
         state, tokens = _state(name), _tokens(name, tokenizer)
         skipped += tokens is None
@@ -89,13 +85,14 @@ def _state(name: str) -> str:
 
 
 def _tokens(name: str, tokenizer: Any) -> list[int] | None:
+    """Token ids of a file; None for what is too large, or no text."""
     if os.stat(name).st_size > LARGEST_FILE:
         return None
     content = Path(name).read_bytes()
-    if b"\x00" in content[:LOOKED_AT]:
-        return None
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError:
+        return None
+    if b"\x00" in content[:LOOKED_AT]:
         return None
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []

@@ -17,14 +17,12 @@ from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import Kept, opened
 from specdec_mlx.options import whole, wrong
 
-BYTES_PER_TOKEN = 80
-"""In memory: token and place, 4 bytes each, and a key of 64 with its address of 8."""
+BYTES_PER_TOKEN = 80  # token and place, 4 bytes each, and a key of 64 with its address of 8
+YOUNG = 8192  # tokens up to which an index is sorted anew for every text that joins it: 6 ms
+KEPT = 15 / 16  # of the bound, when the oldest texts went: not every text is to evict
 
-YOUNG = 8192
-"""Tokens up to which an index is sorted anew for every text that joins it: 6 milliseconds."""
 
-KEPT = 15 / 16
-"""Share of the bound that is left after the oldest texts went, so that not every text evicts."""
+STORED = ("tokenizer", "max_tokens", "remember_prompts")  # attributes, in a file
 
 
 class Memory(Kept):
@@ -82,7 +80,8 @@ class Memory(Kept):
 
     def texts(self) -> list[Int[np.ndarray, " n"]]:
         """The texts, oldest first."""
-        return [text for index in self._indexes for text in split(np.array(index.ids))]
+        found = [np.array(index.ids) for index in self._indexes]
+        return [part[:-1] for ids in found for part in np.split(ids, _ends(ids) + 1)[:-1]]
 
     @property
     def largest_token(self) -> int:
@@ -133,22 +132,14 @@ class Memory(Kept):
         return {"texts": f"{len(self.texts()):,}", "tokens": f"{len(self):,}"}
 
     def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
-        header = {
-            "tokenizer": self.tokenizer,
-            "max_tokens": self.max_tokens,
-            "remember_prompts": self.remember_prompts,
-            "indexes": [[len(index.ids), len(index.ends)] for index in self._indexes],
-            "sources": {} if in_public else self.sources,
-        }
+        header = {name: getattr(self, name) for name in STORED}
+        header["indexes"] = [[len(index.ids), len(index.ends)] for index in self._indexes]
+        header["sources"] = {} if in_public else self.sources
         return header, [np.array(a) for index in self._indexes for a in (index.ids, index.ends)]
 
     @classmethod
     def _of(cls, header: dict[str, Any], data: Int[np.ndarray, " n"]) -> Memory:
-        memory = cls(
-            int(header["max_tokens"]),
-            tokenizer=header["tokenizer"],
-            remember_prompts=bool(header["remember_prompts"]),
-        )
+        memory = cls(**{name: header[name] for name in STORED})
         memory.sources = {name: tuple(found) for name, found in header["sources"].items()}
         memory._indexes = tuple(_read(header["indexes"], data))
         return memory
@@ -170,8 +161,7 @@ class Memory(Kept):
         self._indexes = _bounded((*older, ContextIndex(youngest)), self.max_tokens)
 
 
-PROCESS = "process"
-"""Names a memory that ends with its process, where the name of a file could stand."""
+PROCESS = "process"  # a memory that ends with its process, where a file's name could stand
 
 
 def as_memory(memory: Memory | Path | str | None) -> Memory | None:
@@ -188,11 +178,6 @@ def join(texts: Sequence[Int[np.ndarray, " n"]]) -> array[int]:
         joined.frombytes(text.astype(np.int32).tobytes())
         joined.append(SEPARATOR)
     return joined
-
-
-def split(tokens: Int[np.ndarray, " n"]) -> list[Int[np.ndarray, " m"]]:
-    """The texts that `join` has put together."""
-    return [text[1:] if i else text for i, text in enumerate(np.split(tokens, _ends(tokens)))][:-1]
 
 
 def _ends(tokens: Int[np.ndarray, " n"]) -> Int[np.ndarray, " texts"]:

@@ -86,13 +86,13 @@ def main(args: argparse.Namespace) -> int:
 
 def plan_of(args: argparse.Namespace) -> Plan:
     """Read the flags, which have the names of the settings."""
+
+    def part(kind: type) -> Any:
+        return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
+
     named = {name: getattr(args, name) for name in ("model", "kind", "init", "dtype")}
-    parts = {"data": _of(Data, args), "size": _of(Size, args), "schedule": _of(Schedule, args)}
+    parts = {"data": part(Data), "size": part(Size), "schedule": part(Schedule)}
     return Plan(**named, **parts, num_steps=args.draft_steps)
-
-
-def _of(kind: type, args: argparse.Namespace) -> Any:
-    return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
 
 def _temps(text: str) -> tuple[float, ...]:

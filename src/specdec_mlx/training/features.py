@@ -32,17 +32,11 @@ def _whole(path: Path) -> Iterator[Path]:
 
 
 def save_arrays(
-    path: Path, arrays: Mapping[str, mx.array], metadata: Mapping[str, str] | None = None
+    path: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str] | None = None
 ) -> None:
     """Write arrays by name as safetensors."""
     with _whole(path) as partial:
-        mx.save_safetensors(str(partial), dict(arrays), dict(metadata or {}))
-
-
-def load_arrays(path: Path) -> dict[str, mx.array]:
-    """Read what `save_arrays` wrote."""
-    loaded: Any = mx.load(str(path))
-    return dict(loaded)
+        mx.save_safetensors(str(partial), dict(arrays), metadata or {})
 
 
 def save_json(path: Path, value: Any) -> None:
@@ -74,21 +68,16 @@ class Clock:
 
 def begin_or_resume(path: Path, settings: Mapping[str, Any]) -> None:
     """Write the settings of a new training; raise TrainingError if an old one has others."""
-    now = json.loads(json.dumps(settings))
     if not path.exists():
-        save_json(path, now)
-    before = load_json(path)
-    names = sorted(before.keys() | now.keys())
-    differ = [n for n in names if before.get(n) != now.get(n)]
+        save_json(path, settings)
+    before, now = load_json(path), json.loads(json.dumps(settings))
+    differ = [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
     if differ:
         changes = ", ".join(f"{n} was {before.get(n)!r} and is {now.get(n)!r}" for n in differ)
         raise TrainingError(
             f"{path.parent} was begun with other settings: {changes}. Give those again to go on, "
             "or another folder to begin anew."
         )
-
-
-LARGEST = float(np.finfo(np.float16).max)
 
 
 @dataclass(frozen=True)
@@ -135,7 +124,8 @@ class FeatureStore:
         """Some of the windows, padded to the longest of them."""
         length = int(self.lengths[list(indices)].max())
         tokens, answered = (x[list(indices), :length] for x in (self.windows, self.answered))
-        return _batch(mx.array(tokens), answered, [load_arrays(self._path(i)) for i in indices])
+        rows: list[Any] = [mx.load(str(self._path(i))) for i in indices]
+        return _batch(mx.array(tokens), answered, rows)
 
     def _path(self, index: int) -> Path:
         return self.folder / f"{'-'.join(map(str, (index, *self.layers)))}.safetensors"
@@ -149,14 +139,11 @@ def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Ba
 
 def read(target: nn.Module, layers: Sequence[int], window: np.ndarray) -> dict[str, mx.array]:
     """Features by name of a pass over one window [window]; raises UnreadableError."""
-    taps = Taps(target, Features(head_input=True, layers=tuple(layers)))
-    tokens = mx.array(window)[None]
+    taps, tokens = Taps(target, Features(tuple(layers), head_input=True)), mx.array(window)[None]
     logits = taps.read(lambda: target(tokens, cache=make_prompt_cache(target))[0])
-    assert taps.features is not None
-    assert taps.features.head_input is not None
-    rows = {"head_input": taps.features.head_input}
-    rows["best"] = mx.argmax(logits, axis=-1).astype(mx.int32)
-    rows |= {f"layer-{layer}": states for layer, states in taps.features.layers.items()}
+    shown: Any = taps.features
+    rows = {"head_input": shown.head_input, "best": mx.argmax(logits, axis=-1).astype(mx.int32)}
+    rows |= {f"layer-{layer}": states for layer, states in shown.layers.items()}
     mx.eval(rows)
     return rows
 
@@ -177,4 +164,5 @@ def _packed(x: mx.array) -> mx.array:
     """16 bits a number: float16 where it can hold them all, or else bfloat16."""
     if x.dtype in (mx.int32, mx.bfloat16):
         return x
-    return x.astype(mx.float16 if float(mx.abs(x).max()) <= LARGEST else mx.bfloat16)
+    fits = float(mx.abs(x).max()) <= np.finfo(np.float16).max
+    return x.astype(mx.float16 if fits else mx.bfloat16)

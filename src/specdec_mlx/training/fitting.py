@@ -22,25 +22,21 @@ from specdec_mlx.errors import TrainingError
 from specdec_mlx.training.features import Batch, Clock, FeatureStore, save_arrays
 from specdec_mlx.training.trainees import Trainee
 
-DECAY = 0.8
-"""Weight of a draft's position relative to the one before: later tokens matter less often."""
+DECAY = 0.8  # weight of a draft's position relative to the one before: later ones matter less
 
+Logprobs = Float[mx.array, "*n vocab"]
 Divergence = Callable[[mx.array, mx.array], mx.array]
 """Log-probabilities [..., V] of p and of q -> a number [...] for each position."""
 
 
-def forward_kl(
-    target_logprobs: Float[mx.array, "*n vocab"], draft_logprobs: Float[mx.array, "*n vocab"]
-) -> Float[mx.array, "*n"]:
+def forward_kl(target_logprobs: Logprobs, draft_logprobs: Logprobs) -> Float[mx.array, "*n"]:
     """KL(p || q), in nats: q has to cover all that p does. Teaches fast, and is the default."""
     probs = mx.exp(target_logprobs)
     logs = mx.where(probs > 0, target_logprobs - draft_logprobs, 0)  # finite gradients too
     return mx.sum(probs * logs, axis=-1)
 
 
-def total_variation(
-    target_logprobs: Float[mx.array, "*n vocab"], draft_logprobs: Float[mx.array, "*n vocab"]
-) -> Float[mx.array, "*n"]:
+def total_variation(target_logprobs: Logprobs, draft_logprobs: Logprobs) -> Float[mx.array, "*n"]:
     """Half of sum(|p - q|): the chance of a rejection (Leviathan et al. 2023, corollary 3.6)."""
     difference = mx.exp(target_logprobs) - mx.exp(draft_logprobs)
     return 0.5 * mx.sum(mx.abs(difference), axis=-1)
@@ -51,7 +47,6 @@ LOSSES: dict[str, Divergence] = {
     "tv": total_variation,
     "forward-kl+tv": lambda p, q: forward_kl(p, q) + total_variation(p, q),
 }
-"""Name -> loss."""
 
 
 def loss_and_gradients(trainee: Trainee, batch: Batch, compare: Divergence) -> tuple[Any, Any]:
@@ -104,11 +99,8 @@ def drafted(trainee: Trainee, batch: Batch) -> Iterator[tuple[mx.array, np.ndarr
         yield states[mx.array(row), mx.array(index)], index == place - first
 
 
-WARM_UP = 0.05
-"""Share of the updates in which the learning rate rises; then it falls along a cosine."""
-
+WARM_UP = 0.05  # share of the updates in which the learning rate rises
 MEMORY_SHARE = 0.75  # part of the machine's memory that a training may take
-
 CHECKPOINT = "checkpoint.safetensors"
 SECONDS = 120.0  # between two checkpoints
 MUCH = 1.5  # overfitting: so many times as much kept on texts that it is trained on as on others
@@ -160,10 +152,9 @@ def fit(
         return progress.step if schedule.minutes is None else int(clock.seconds() - progress.began)
 
     done, kept = so_far(), clock.seconds()
-    acceptance = None
-    losses: list[float] = []
-    bar = tqdm(total=total, initial=done, desc="training", unit="", mininterval=1, miniters=0)
-    with bar:
+    acceptance, losses = None, list[float]()
+    shown: Any = {"desc": "training", "unit": "", "mininterval": 1, "miniters": 0}
+    with tqdm(total=total, initial=done, **shown) as bar:
         while done < total:
             indices = batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
             batch = trained.batch(indices)
@@ -237,30 +228,24 @@ def memory_of_updates(
 
 def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:
     """Windows of an update: every window once before any comes again."""
-    indices = []
-    for place in range(step * batch, (step + 1) * batch):
-        order = np.random.default_rng([seed, place // count]).permutation(count)
-        indices.append(int(order[place % count]))
-    return indices
+    places = [divmod(place, count) for place in range(step * batch, (step + 1) * batch)]
+    orders = (np.random.default_rng([seed, turn]).permutation(count) for turn, _ in places)
+    return [int(order[place]) for order, (_, place) in zip(orders, places, strict=True)]
 
 
 def rates(peak: float, steps: int) -> Callable[[mx.array], mx.array]:
     """Learning rate by update: linearly up to `peak`, down to 0 along a cosine."""
     rise = max(1, math.ceil(WARM_UP * steps))
-
-    def rate(step: mx.array) -> mx.array:
-        done = step.astype(mx.float32)  # unsigned otherwise
-        fall = mx.clip((done - rise) / max(1, steps - rise), 0, 1)
-        return peak * mx.minimum((done + 1) / rise, 0.5 * (1 + mx.cos(math.pi * fall)))
-
+    up = optim.linear_schedule(peak / rise, peak + peak / rise, rise)
+    down = optim.cosine_decay(peak, max(1, steps - rise))
+    rate: Callable[[mx.array], mx.array] = optim.join_schedules([up, down], [rise])
     return rate
 
 
 def keep(path: Path, module: nn.Module, optimizer: optim.Optimizer, progress: Progress) -> None:
     """Write what a training needs to go on."""
-    parts = {"weights": module.trainable_parameters(), "state": optimizer.state}
-    arrays = dict(tree_flatten(parts))
-    save_arrays(path, arrays, {"progress": json.dumps(vars(progress))})
+    parts: Any = {"weights": module.trainable_parameters(), "state": optimizer.state}
+    save_arrays(path, dict(tree_flatten(parts)), {"progress": json.dumps(vars(progress))})
 
 
 def resume(path: Path, module: nn.Module, optimizer: optim.Optimizer) -> Progress:
@@ -293,9 +278,9 @@ class Acceptance:
 
     def __str__(self) -> str:
         """Share kept, also by position, and tokens a pass."""
+        kept = f"{self.kept:.3f} of the drafted tokens kept"
         by_position = " ".join(f"{x:.3f}" for x in self.greedy)
-        tokens = 1 + sum(self.greedy)
-        return f"{self.kept:.3f} of the drafted tokens kept ({by_position}), {tokens:.2f} a pass"
+        return f"{kept} ({by_position}), {1 + sum(self.greedy):.2f} a pass"
 
 
 def measure(trainee: Trainee, store: FeatureStore, most: int) -> Acceptance:
@@ -324,8 +309,7 @@ def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
 
 def accepted_in_a_row(hits: np.ndarray, answered: np.ndarray, counted: np.ndarray) -> list[int]:
     """Tokens kept of each draft, for hits [k, window] and `Batch.answered`, `counted` [window]."""
-    runs = []
-    place = 0
+    runs, place = [], 0
     while place < len(counted):
         run = 0
         if answered[place] and counted[place]:

@@ -23,7 +23,7 @@ import numpy as np
 from huggingface_hub.constants import HF_HUB_CACHE
 from mlx.utils import tree_map
 
-from specdec_mlx.contracts import DraftContext, DraftSession, Features
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import is_head
@@ -32,15 +32,14 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import load_model
 from specdec_mlx.target.ranks import group_of
-from specdec_mlx.training.features import live_batch, load_arrays, load_json
+from specdec_mlx.training.features import live_batch, load_json
 from specdec_mlx.training.fitting import forward_kl, update
 from specdec_mlx.training.run import KINDS, PLAN, begin_with
 from specdec_mlx.training.trainees import Recipe, Size, Trainee
 
 SHORTEST = 8  # tokens of a text from which something can be learnt
 
-LEARNING_KINDS = ("mtp", "eagle3", "medusa", "draft")
-"""Kinds of `specdec-mlx train` that can learn on."""
+LEARNING_KINDS = ("mtp", "eagle3", "medusa", "draft")  # of `specdec-mlx train`
 
 
 @dataclass(frozen=True)
@@ -77,15 +76,14 @@ class OnlineTrainer:
         size = self.bounds.window
         begin = max(0, num_prompt - size // 2, len(tokens) - size * self.bounds.windows)
         kept = np.array(tokens[begin:], np.int32)
-        windows = [kept[start : start + size] for start in range(0, len(kept), size)]
-        windows = [window for window in windows if len(window) >= SHORTEST]
+        starts = range(0, len(kept) - SHORTEST + 1, size)
+        windows = [kept[start : start + size] for start in starts]
         self.windows += windows
         self.has_new_text |= bool(windows)
 
     def learn(self) -> float | None:
         """Make the updates of one generation; the mean loss, None without a text."""
-        self.has_new_text = False
-        losses = []
+        self.has_new_text, losses = False, []
         for _ in range(self.bounds.updates if self.windows else 0):
             window = self.windows[int(self._rng.integers(len(self.windows)))]
             batch = live_batch(self.target, self.trainee.features.layers, mx.array(window)[None])
@@ -127,10 +125,9 @@ class OnlineDrafter:
         return f"Online({self.drafter.key.replace(content, str(self.folder.resolve()))})"
 
     @property
-    def model(self) -> nn.Module:
+    def model(self) -> Any:
         """The weights that draft."""
-        model: nn.Module = self.drafter.model
-        return model
+        return self.drafter.model
 
     def check(self, context: DraftContext) -> None:
         """Raise HeadError or TokenizerMismatchError for another target."""
@@ -140,12 +137,11 @@ class OnlineDrafter:
         """A line about it."""
         return f"{self.folder}: draft model; learns on"
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         """Start a generation."""
-        session: DraftSession = self.drafter.begin(prompt, context)
-        own: Any = session
-        own.on_close = Lesson(self, len(prompt))
-        self.trainer.under_way.add(own.on_close)
+        session: Any = self.drafter.begin(prompt, context)
+        session.on_close = Lesson(self, len(prompt))
+        self.trainer.under_way.add(session.on_close)
         return session
 
     def learn(self) -> None:
@@ -164,10 +160,9 @@ class OnlineHead(OnlineDrafter):
     """A head that learns on."""
 
     @property
-    def features(self) -> Features:
+    def features(self) -> Any:
         """Rows of the target that it reads."""
-        features: Features = self.drafter.features
-        return features
+        return self.drafter.features
 
     def describe(self) -> str:
         """A line about it."""
@@ -180,9 +175,8 @@ class OnlineDraftModel(OnlineDrafter):
     def learn(self) -> None:
         """Make the updates of one generation, and draft with the result."""
         super().learn()
-        new = self.trainer.trainee.module.parameters()
-        old = self.model.parameters()
-        self.model.update(tree_map(lambda x, y: y.astype(x.dtype), old, new))
+        both = (self.model.parameters(), self.trainer.trainee.module.parameters())
+        self.model.update(tree_map(lambda old, new: new.astype(old.dtype), *both))
         mx.eval(self.model.parameters())
 
     def drafting_as(self, drafter: ModelDrafter) -> OnlineDraftModel:
@@ -197,11 +191,9 @@ def learning_on(
 ) -> OnlineHead | OnlineDraftModel:
     """A drafter of a folder that `train` made for this target, which learns on while it is used.
 
-    Raises:
-        TrainingError: `train` did not make it, or it cannot learn, or not with this target.
-        HeadError: it does not fit the target.
-        ModelFolderError: the training has not come to its end.
-        UnreadableError: the target does not show what it would learn from.
+    Raises TrainingError for what `train` did not make, or what cannot learn, ModelFolderError for a
+    training that has not come to its end, HeadError for a head of another target, UnreadableError
+    for a target that does not show what it would learn from.
     """
     folder = Path(folder).expanduser()
     stored = stored_plan(folder)
@@ -211,13 +203,12 @@ def learning_on(
             "on one machine, or leave online learning out."
         )
     if stored["kind"] == "draft":
-        model, tokenizer = load_model(folder)
-        trainee = KINDS["draft"](Recipe(target, init=str(folder)))
-        drafts = ModelDrafter(model, tokenizer, tokenizers="same")
-        trainer = OnlineTrainer(trainee, target, bounds)
+        drafts = ModelDrafter(*load_model(folder), tokenizers="same")
+        trainer = OnlineTrainer(KINDS["draft"](Recipe(target, init=str(folder))), target, bounds)
         return OnlineDraftModel(drafts, trainer, folder, stored["dtype"])
     recipe = Recipe(target, Size(**stored["size"]), stored["num_steps"])
-    offsets = load_arrays(folder / "model.safetensors").get("d2t")
+    stored_arrays: Any = mx.load(str(folder / "model.safetensors"))
+    offsets = stored_arrays.get("d2t")
     if offsets is not None:  # tokens that the head proposes, each as frequent as the others
         ids = np.array(offsets) + np.arange(offsets.size)
         recipe = replace(recipe, tokens=ids, size=replace(recipe.size, draft_vocab=len(ids)))

@@ -34,20 +34,19 @@ class StepCache:
     offset = 0
 
     def __init__(self) -> None:
-        self._keys: list[mx.array] = []
-        self._values: list[mx.array] = []
+        self.steps: list[tuple[mx.array, mx.array]] = []
 
     def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
         """Add those of a step; return those of all steps, the earlier first."""
-        self._keys.append(keys)
-        self._values.append(values)
-        return mx.concatenate(self._keys, axis=2), mx.concatenate(self._values, axis=2)
+        self.steps.append((keys, values))
+        all_keys, all_values = (list(parts) for parts in zip(*self.steps, strict=True))
+        return mx.concatenate(all_keys, axis=2), mx.concatenate(all_values, axis=2)
 
     def make_mask(
         self, length: int, return_array: bool = False, window_size: int | None = None
     ) -> mx.array | str:
         """Entries that each row of the next step sees, bool [length, steps * length]."""
-        later = len(self._keys)
+        later = len(self.steps)
         if not later and not return_array:
             return "causal"
         rows, entries = mx.arange(length)[:, None], mx.arange(length)[None]
@@ -79,14 +78,10 @@ def mtp(recipe: Recipe) -> Trainee:
 def eagle3(recipe: Recipe) -> Trainee:
     """An EAGLE-3 head over the outputs of three layers, saved by SafeAILab's names."""
     size, ends = recipe.size, recipe.ends
-    width = size.width or ends.width
-    layers = size.layers or (
-        1,
-        ends.num_layers // 2 - 1,
-        ends.num_layers - 4,
-    )  # of the paper's code
+    width, depth = size.width or ends.width, ends.num_layers
+    layers = size.layers or (1, depth // 2 - 1, depth - 4)  # of the paper's code
     if not size.layers and sorted(set(layers)) != list(layers):  # of few layers the last three
-        layers = tuple(range(max(1, ends.num_layers - 3), ends.num_layers))
+        layers = tuple(range(max(1, depth - 3), depth))
     num = min(size.draft_vocab or DRAFT_VOCAB, ends.vocab_size)
     config = {
         "model_type": "llama",
@@ -99,13 +94,8 @@ def eagle3(recipe: Recipe) -> Trainee:
         "eagle_config": {IDS_KEY: stored_ids(layers), "use_aux_hidden_state": True},
     }
     vocabulary = _frequent(recipe, num)
-    head = Eagle3(
-        Eagle3Config.read(config, ends.num_layers),
-        ends,
-        vocabulary,
-        own_embeddings=ends.vocab_size if width != ends.width else 0,
-        own_head=num,
-    )
+    own = {"own_embeddings": ends.vocab_size if width != ends.width else 0, "own_head": num}
+    head = Eagle3(Eagle3Config.read(config, depth), ends, vocabulary, **own)
     known = np.zeros(ends.vocab_size, bool)
     known[np.array(vocabulary.ids)] = True
     ours = {"layers.0.": "midlayer.", "hidden_norm.": "midlayer.hidden_norm."}
@@ -160,7 +150,6 @@ def stored_ids(layers: tuple[int, ...]) -> list[int]:
 def _frequent(recipe: Recipe, count: int) -> DraftVocabulary:
     """The `count` most frequent of the target's tokens; the lowest ids fill up."""
     ranked = [token for token, _ in Counter(recipe.tokens.ravel().tolist()).most_common(count)]
-    known = set(ranked)
-    others = [token for token in range(count) if token not in known][: count - len(ranked)]
-    ids = np.array(sorted(ranked + others))
+    others = sorted(set(range(count)) - set(ranked))
+    ids = np.array(sorted(ranked + others[: count - len(ranked)]))
     return DraftVocabulary(mx.array(ids - np.arange(count)), recipe.ends.vocab_size)

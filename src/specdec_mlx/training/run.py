@@ -32,7 +32,6 @@ KINDS: Mapping[str, Callable[[Recipe], Trainee]] = {
     "exit": early_exit,
     "draft": draft_model,
 }
-"""Name -> what makes the trainee."""
 
 
 @dataclass(frozen=True)
@@ -79,20 +78,12 @@ def train(
 ) -> Acceptance:
     """Train a drafter and write its folder; goes on where it was interrupted.
 
-    Args:
-        plan: settings.
-        target, tokenizer: as mlx-lm loads them.
-        out: folder for the result, with the curve and the acceptance in `training.json`.
-        work: folder for tokens and features, `out`/work if None; trainings on the same data may
-            share it. keep_work: leave it there.
-
-    Returns:
-        The acceptance on held-out text; for a training that has ended, the stored one.
-
-    Raises:
-        TrainingError: the texts cannot be used, an update does not fit into memory, or `out` holds
-            a training with other settings.
-        UnreadableError: the target does not show what such a head reads.
+    target, tokenizer: as mlx-lm loads them. out: folder for the result, with the curve and the
+    acceptance in `training.json`. work: folder for tokens and features, `out`/work if None, which
+    trainings on the same data may share; keep_work: leave it there. Returns the acceptance on
+    held-out text, of a training that has ended the stored one. Raises TrainingError if the texts
+    cannot be used, an update does not fit into memory, or `out` was begun with other settings, and
+    UnreadableError if the target does not show what such a head reads.
     """
     work = out / "work" if work is None else work
     features.begin_or_resume(out / PLAN, asdict(plan))
@@ -102,13 +93,11 @@ def train(
     clock = features.Clock(out / "seconds.json")
     path = work / "tokens.safetensors"
     if not path.exists():
-        if plan.data.prompts:
-            rows = _of_prompts(plan, target, tokenizer, work, clock)
-        else:
-            rows = _of_texts(plan.data, tokenizer)
+        of_prompts, asked = plan.data.prompts, (plan, target, tokenizer, work, clock)
+        rows = _of_prompts(*asked) if of_prompts else _of_texts(plan.data, tokenizer)
         named = zip(("trained", "held_out"), map(mx.array, rows), strict=True)
         features.save_arrays(path, dict(named))
-    stored = features.load_arrays(path)
+    stored: Any = mx.load(str(path))
     trained, held_out = np.array(stored["trained"]), np.array(stored["held_out"])
     mx.random.seed(plan.schedule.seed)
     tokens = trained[..., 0][trained[..., 1] > 0]
@@ -134,10 +123,9 @@ def train(
 
 def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
     """Windows of the texts; those held out are measured in their second half."""
-    trained, held_out = (
-        texts.windows_of(paths, tokenizer, data.window, stride)
-        for paths, stride in ((data.texts, data.window), (data.held_out, data.window // 2))
-    )
+    half = data.window // 2
+    trained = texts.windows_of(data.texts, tokenizer, data.window, data.window)
+    held_out = texts.windows_of(data.held_out, tokenizer, data.window, half)
     if not data.held_out:
         trained, held_out = (trained[rows] for rows in texts.split(len(trained), data.seed))
     if not len(trained) or not len(held_out):
@@ -145,7 +133,7 @@ def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
             f"The texts are too short for a window of {data.window} tokens to train on and one "
             "that is held out. Give more text, or smaller windows."
         )
-    held_out[:, : data.window // 2, 1] = 0
+    held_out[:, :half, 1] = 0
     return trained, held_out
 
 
@@ -166,8 +154,8 @@ def _of_prompts(
         return minutes is not None and clock.seconds() > ANSWERING * 60 * minutes
 
     turns = [(0, i, 0.0) for i in short if i < len(held_out)]
-    for number, temp in enumerate(data.temps):
-        turns += [(number, i, temp) for i in short if i >= len(held_out)]
+    asked = [i for i in short if i >= len(held_out)]
+    turns += [(number, i, temp) for number, temp in enumerate(data.temps) for i in asked]
     mx.random.seed(data.seed)
     path = work / "answers.jsonl"
     found = texts.answers(target, tokenizer, prompts, data.window, turns, path, is_time)

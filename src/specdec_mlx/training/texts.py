@@ -109,10 +109,9 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
 
 def windows_of(paths: Sequence[str], tokenizer: Any, window: int, stride: int) -> np.ndarray:
     """Windows of all documents, `stride` tokens apart, each document after an end-of-text token."""
-    end = tokenizer.eos_token_id
+    end, documents = tokenizer.eos_token_id, read_documents(paths, tokenizer)
     before = [] if end is None else [(end, 1)]
-    documents = read_documents(paths, tokenizer)
-    stream = np.array([pair for document in documents for pair in before + document], np.int32)
+    stream = [pair for document in documents for pair in before + document]
     starts = range(0, len(stream) - window + 1, stride)
     rows = np.array([stream[i : i + window] for i in starts], np.int32).reshape(-1, window, 2)
     return rows[rows[:, 1:, 1].any(axis=1)]

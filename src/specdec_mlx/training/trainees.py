@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
 import numpy as np
-from mlx.utils import tree_flatten
+from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 
 from specdec_mlx.contracts import Features
@@ -23,6 +23,8 @@ from specdec_mlx.models import explained
 from specdec_mlx.training.features import Batch, save_arrays, save_json
 
 NORM_EPS = 1e-5
+LLAMA = {"hidden_act": "silu", "rms_norm_eps": NORM_EPS, "rope_theta": 10000.0}
+LLAMA |= {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
 HEAD_DIM = 64  # default width of an attention head
 AT_ONCE = 2**22  # logits that are made at a time, 16 MB for each position of a draft
 EXIT_WINDOW = 8  # positions of an exit's convolution; the first layers read the text before them
@@ -31,8 +33,7 @@ Prediction = tuple[mx.array, int]
 """States [batch, n, D] for one position of many drafts, and the place in the window of the first:
 row i is compared with the target's logits at first + i."""
 
-TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
-"""Name -> type of the weights in a file."""
+TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}  # in a file
 
 
 @dataclass(frozen=True)
@@ -55,19 +56,14 @@ class Size:
     def llama(self, width: int, vocab_size: int) -> dict[str, Any]:
         """Configuration of decoder layers of this size, in Hugging Face's words."""
         heads = self.heads or max(1, width // HEAD_DIM)
+        own = {} if self.head_dim is None else {"head_dim": self.head_dim}
+        sizes = {"hidden_size": width, "intermediate_size": self.mlp or 3 * width, **own}
         return {
-            **({} if self.head_dim is None else {"head_dim": self.head_dim}),
-            "hidden_size": width,
-            "intermediate_size": self.mlp or 3 * width,
+            **sizes,
             "num_attention_heads": heads,
             "num_key_value_heads": self.kv_heads or heads,
             "vocab_size": vocab_size,
-            "hidden_act": "silu",
-            "rms_norm_eps": NORM_EPS,
-            "rope_theta": 10000.0,
-            "max_position_embeddings": 2048,
-            "attention_bias": False,
-            "mlp_bias": False,
+            **LLAMA,
         }
 
 
@@ -141,9 +137,7 @@ def medusa(recipe: Recipe) -> Trainee:
     """Medusa heads that share the target's matrix; they begin as that matrix itself."""
     ends, count = recipe.ends, recipe.size.guesses
     head = Medusa(count, 1, ends)
-    for blocks in head.blocks:
-        blocks[0].weight = mx.zeros_like(blocks[0].weight)
-        blocks[0].bias = mx.zeros_like(blocks[0].bias)
+    head.update(tree_map(mx.zeros_like, head.parameters()))
 
     def predictions(batch: Batch) -> Iterator[Prediction]:
         states = head.rows(batch.features)
@@ -154,14 +148,8 @@ def medusa(recipe: Recipe) -> Trainee:
         _, number, layer, part = name.split(".")
         return f"{number}.{layer}.linear.{part}"
 
-    config = {
-        "model_type": "medusa",
-        "architectures": ["MedusaModel"],
-        "medusa_num_heads": count,
-        "medusa_num_layers": 1,
-        "hidden_size": ends.width,
-        "vocab_size": ends.vocab_size,
-    }
+    config = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_num_heads": count}
+    config |= {"medusa_num_layers": 1, "hidden_size": ends.width, "vocab_size": ends.vocab_size}
     return Trainee(head, ends, head.features, config, predictions, count, rename=rename)
 
 
@@ -170,15 +158,9 @@ def early_exit(recipe: Recipe) -> Trainee:
     target, ends, size = recipe.target, recipe.ends, recipe.size
     num_layers = size.layers[0] if size.layers else max(1, len(target.layers) // 2)
     norm = final_norm(first_layers(target, num_layers))
-    config = {
-        "model_type": "early_exit",
-        EXIT_LAYER: num_layers,
-        "hidden_size": ends.width,
-        "intermediate_size": size.mlp or ends.width,
-        WINDOW: EXIT_WINDOW,
-        "vocab_size": ends.vocab_size,
-        "rms_norm_eps": getattr(norm, "eps", NORM_EPS),
-    }
+    config = {"model_type": "early_exit", EXIT_LAYER: num_layers, WINDOW: EXIT_WINDOW}
+    config |= {"hidden_size": ends.width, "intermediate_size": size.mlp or ends.width}
+    config |= {"vocab_size": ends.vocab_size, "rms_norm_eps": getattr(norm, "eps", NORM_EPS)}
     module = Exit(config)
     module.norm.weight = norm.weight
 
@@ -191,9 +173,18 @@ def early_exit(recipe: Recipe) -> Trainee:
 
 def draft_model(recipe: Recipe) -> Trainee:
     """A draft model that exists, or a small Llama; raises TrainingError if it is quantized."""
-    ends, tokenizer = recipe.ends, recipe.tokenizer
+    size, ends, tokenizer = recipe.size, recipe.ends, recipe.tokenizer
     if recipe.init is None:
-        config = _small_llama(recipe)
+        width = size.width or max(64, ends.width // 2)
+        config = {
+            "model_type": "llama",
+            "architectures": ["LlamaForCausalLM"],
+            "num_hidden_layers": size.layers[0] if size.layers else 2,
+            **size.llama(width, ends.vocab_size),
+            "tie_word_embeddings": True,
+            "bos_token_id": tokenizer.bos_token_id,
+            "eos_token_id": tokenizer.eos_token_id,
+        }
         module = llama.Model(llama.ModelArgs.from_dict(config))
     else:
         with explained(recipe.init):
@@ -208,22 +199,5 @@ def draft_model(recipe: Recipe) -> Trainee:
     def predictions(batch: Batch) -> Iterator[Prediction]:
         yield module(batch.tokens), 0  # logits, whose head may do more than multiply
 
-    return Trainee(
-        *(module, ends, Features(), config, predictions),
-        reads_text=True,
-        draft_logits=lambda logits: logits,
-        tokenizer=tokenizer,
-    )
-
-
-def _small_llama(recipe: Recipe) -> dict[str, Any]:
-    size, ends, tokenizer = recipe.size, recipe.ends, recipe.tokenizer
-    return {
-        "model_type": "llama",
-        "architectures": ["LlamaForCausalLM"],
-        "num_hidden_layers": size.layers[0] if size.layers else 2,
-        **size.llama(size.width or max(64, ends.width // 2), ends.vocab_size),
-        "tie_word_embeddings": True,
-        "bos_token_id": tokenizer.bos_token_id,
-        "eos_token_id": tokenizer.eos_token_id,
-    }
+    own: Any = {"reads_text": True, "draft_logits": lambda logits: logits, "tokenizer": tokenizer}
+    return Trainee(module, ends, Features(), config, predictions, **own)

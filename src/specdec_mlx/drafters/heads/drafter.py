@@ -43,23 +43,31 @@ class Head(nn.Module):  # type: ignore[misc]
         last = self.ends.num_layers - 1
         return Features(layers=(last,)) if self.pre_norm else Features(head_input=True)
 
-    def rows(self, features: FeatureRows) -> mx.array:
+    def rows(self, features: FeatureRows) -> Any:
         """[n, W] of n positions that the target has read, as the session keeps them."""
-        rows: Any = features.head_input
-        return features.layers[self.ends.num_layers - 1] if self.pre_norm else rows
+        last = self.ends.num_layers - 1
+        return features.layers[last] if self.pre_norm else features.head_input
 
     def make_cache(self) -> list[Any]:
         """New caches, one for each layer."""
         return [KVCache() for _ in self.layers]
+
+    def embed(self, tokens: mx.array) -> Any:
+        """States [..., D] of tokens, by its own embeddings, or else the target's."""
+        own = self.get("embed_tokens")
+        if own is None:
+            return self.ends.embed(tokens)
+        # it may have fewer rows than the target, and MLX does not check bounds
+        return own(mx.minimum(tokens, own.weight.shape[0] - 1))
 
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V] of states [n, D]; -inf for tokens outside the draft vocabulary."""
         logits = self.draft_logits(states)
         return logits if self.vocabulary is None else self.vocabulary.widen(logits)
 
-    def draft_logits(self, states: mx.array) -> mx.array:
-        """Logits [..., Vd] over the draft vocabulary, of states [..., D]."""
-        return self.ends.logits(states)
+    def draft_logits(self, states: mx.array) -> Any:
+        """Logits [..., Vd] of states [..., D], by its own head, or else the target's."""
+        return self.lm_head(states) if "lm_head" in self else self.ends.logits(states)
 
     def notes(self) -> list[str]:
         """Its variant, for `describe` and `key`."""
@@ -119,21 +127,19 @@ class Variation:
     def applied(self) -> Iterator[None]:
         """Read the head so within the context."""
         parts = [self.head, *self.head.levels]
-        before = [{key: getattr(part, key) for key in self.changes} for part in parts]
+        before = [(part, key, getattr(part, key)) for part in parts for key in self.changes]
         weights = tree_flatten(self.head.parameters()) if self.norm_shift else []
-        norms = {name: x for name, x in weights if is_norm(name, x)}
+        norms = [(name, x) for name, x in weights if is_norm(name, x)]
+        shifted = [(name, x + self.norm_shift) for name, x in norms]
         try:
-            shifted = {name: x + self.norm_shift for name, x in norms.items()}
-            self._set([self.changes] * len(parts), shifted)
+            for part, key, _ in before:
+                setattr(part, key, self.changes[key])
+            self.head.update(tree_unflatten(shifted))
             yield
         finally:
-            self._set(before, norms)
-
-    def _set(self, changes: Sequence[Mapping[str, Any]], norms: Mapping[str, mx.array]) -> None:
-        for part, values in zip([self.head, *self.head.levels], changes, strict=True):
-            for key, value in values.items():
+            for part, key, value in before:
                 setattr(part, key, value)
-        self.head.update(tree_unflatten(list(norms.items())))
+            self.head.update(tree_unflatten(norms))
 
 
 def is_norm(name: str, value: mx.array) -> bool:

@@ -18,6 +18,7 @@ from mlx_lm.models.base import create_attention_mask
 
 from specdec_mlx.contracts import FeatureRows, Features
 from specdec_mlx.drafters.heads.drafter import Head, RecurrentHead, Variation
+from specdec_mlx.drafters.heads.mtp import MTPFamily
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
@@ -81,25 +82,33 @@ def output_layers(ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(i - back for i in ids)
 
 
-def layer_classes(config: Mapping[str, Any]) -> tuple[type[nn.Module], Any]:
-    """mlx-lm's decoder layer for a head's config, and its arguments; Qwen2's has biases."""
+def layer_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Arguments of mlx-lm's model with a head's layers, by its config; Qwen2's has biases."""
     name = "qwen3" if str(config.get("model_type", "")).startswith("qwen3") else "llama"
-    if config.get("qkv_bias"):
-        name = "qwen2"
-    module = importlib.import_module(f"mlx_lm.models.{name}")
     rope, heads = config.get("rope_parameters") or {}, config["num_attention_heads"]
-    arguments = {
+    return {
+        "num_hidden_layers": 1,
         "rope_theta": rope.get("rope_theta", 10000.0),
         "rope_scaling": rope or None,
         "num_key_value_heads": heads,
         "head_dim": config["hidden_size"] // heads,
         "max_position_embeddings": 2048,
         **{key: value for key, value in config.items() if value is not None},
-        "model_type": name,
+        "model_type": "qwen2" if config.get("qkv_bias") else name,
         "tie_word_embeddings": False,
         "layer_types": None,
     }
-    return module.TransformerBlock, module.ModelArgs.from_dict(arguments)
+
+
+def eagle1_family(config: Mapping[str, Any]) -> MTPFamily:
+    """EAGLE-1 and 2, which differ in their trees only: prediction layers without norms around."""
+
+    def without_first_norm(model: nn.Module) -> None:
+        model.layers[0].input_layernorm = nn.Identity()
+
+    arguments, names = layer_arguments(config), {"projection": "fc"}
+    how: Any = {"changes": arguments, "adapted": without_first_norm, "label": "EAGLE"}
+    return MTPFamily(arguments["model_type"], "", names, **how)
 
 
 class LayersHead(Head):
@@ -112,13 +121,14 @@ class LayersHead(Head):
         config: LayersConfig,
         ends: TargetEnds,
         vocabulary: DraftVocabulary | None = None,
-        *,
         own_embeddings: int = 0,
         own_head: int = 0,
     ) -> None:
         """Random weights; own_*: rows of its own matrices, 0 for the target's."""
         super().__init__()
-        block, args = layer_classes(config.layer)
+        arguments = layer_arguments(config.layer)
+        module = importlib.import_module(f"mlx_lm.models.{arguments['model_type']}")
+        args = module.ModelArgs.from_dict(arguments)
         width, eps = args.hidden_size, args.rms_norm_eps
         self.config = config
         self.width = width
@@ -126,7 +136,7 @@ class LayersHead(Head):
         self.vocabulary = vocabulary
         self.fc = nn.Linear(len(config.layers) * ends.width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps)
-        self.layers = [block(args) for _ in range(args.num_hidden_layers)]
+        self.layers = [module.TransformerBlock(args) for _ in range(args.num_hidden_layers)]
         self.norm = nn.RMSNorm(width, eps)
         if own_embeddings:
             self.embed_tokens = nn.Embedding(own_embeddings, width)
@@ -137,11 +147,6 @@ class LayersHead(Head):
     def features(self) -> Features:
         """The outputs of these layers."""
         return Features(layers=self.config.layers)
-
-    def draft_logits(self, states: mx.array) -> mx.array:
-        """Logits [..., Vd] of normed states [..., D]."""
-        logits: mx.array = self.lm_head(states) if "lm_head" in self else self.ends.logits(states)
-        return logits
 
     def variations(self) -> list[Variation]:
         """The outputs of the layers before and after, where the target has them."""
@@ -177,7 +182,7 @@ class Eagle3(LayersHead, RecurrentHead):
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(ends.width, self.norm.eps) for _ in config.layers]
 
-    def rows(self, features: FeatureRows) -> mx.array:
+    def rows(self, features: FeatureRows) -> Any:
         """[n, D] the outputs of the target's layers, fused."""
         states = [features.layers[layer] for layer in self.config.layers]
         if self.config.fc_norm:
@@ -185,8 +190,7 @@ class Eagle3(LayersHead, RecurrentHead):
         fused = mx.concatenate(states, axis=-1)
         if self.config.norm_before_fc:
             fused = self.input_norm(fused)
-        rows: mx.array = self.fc(fused)
-        return rows
+        return self.fc(fused)
 
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [batch, n, D]: the first layer attends over [embedding, state]."""
@@ -194,7 +198,7 @@ class Eagle3(LayersHead, RecurrentHead):
         first = self.layers[0]
         windows = self.config.windows or (None,) * len(cache)
         masks = [create_attention_mask(h, *of) for of in zip(cache, windows, strict=True)]
-        embedded = first.input_layernorm(_embedded(self, tokens))
+        embedded = first.input_layernorm(self.embed(tokens))
         normed = self.hidden_norm(h)
         residual = normed if self.config.norm_before_residual else h
         h = residual + first.self_attn(mx.concatenate([embedded, normed], -1), masks[0], cache[0])
@@ -203,7 +207,7 @@ class Eagle3(LayersHead, RecurrentHead):
             h = layer(h, mask, kept)
         return self.norm(h) if self.config.norm_output else h
 
-    def draft_logits(self, states: mx.array) -> mx.array:
+    def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of states [..., D]."""
         return super().draft_logits(states if self.config.norm_output else self.norm(states))
 
@@ -211,53 +215,12 @@ class Eagle3(LayersHead, RecurrentHead):
         """Other layers, another residual, another state fed back."""
         found = super().variations()
         for key in ("norm_before_residual", "norm_output"):
-            flags: dict[str, Any] = {key: not getattr(self.config, key)}
-            advice = f"its config.json looks wrong; write {key}: {str(flags[key]).lower()} there"
-            changes = {"config": replace(self.config, **flags)}
-            found.append(Variation(self, f"{key} {flags[key]}", advice, changes))
+            other: Any = not getattr(self.config, key)
+            advice = f"its config.json looks wrong; write {key}: {str(other).lower()} there"
+            changes = {"config": replace(self.config, **{key: other})}
+            found.append(Variation(self, f"{key} {other}", advice, changes))
         return found
 
     def notes(self) -> list[str]:
         """Layers, vocabulary, windows, flags."""
         return [*super().notes(), *(name for name in FLAGS if getattr(self.config, name))]
-
-
-def _embedded(head: Any, tokens: mx.array) -> mx.array:
-    """[..., D] by the head's own embeddings, or else the target's."""
-    own, embed = head.get("embed_tokens"), head.ends.embed
-    if own is not None:  # it may have fewer rows than the target, and MLX does not check bounds
-        tokens, embed = mx.minimum(tokens, own.weight.shape[0] - 1), own
-    made: mx.array = embed(tokens)
-    return made
-
-
-class Eagle1(RecurrentHead):
-    """An EAGLE-1 or EAGLE-2 head, which differ in their trees only; see `LayersHead`."""
-
-    kind = "EAGLE"
-
-    def __init__(
-        self,
-        config: Mapping[str, Any],
-        ends: TargetEnds,
-        *,
-        own_embeddings: int = 0,
-        has_bias: bool = False,
-    ) -> None:
-        super().__init__()
-        block, args = layer_classes(config)
-        width = self.width = args.hidden_size
-        self.ends = ends
-        self.fc = nn.Linear(2 * width, width, bias=has_bias)
-        self.layers = [block(args) for _ in range(args.num_hidden_layers)]
-        self.layers[0].input_layernorm = nn.Identity()
-        if own_embeddings:
-            self.embed_tokens = nn.Embedding(own_embeddings, width)
-
-    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
-        """States [batch, n, D] in place of the target's after its final norm."""
-        h: mx.array = self.fc(mx.concatenate([_embedded(self, tokens), states], axis=-1))
-        mask = create_attention_mask(h, cache[0])
-        for layer, kept in zip(self.layers, cache, strict=True):
-            h = layer(h, mask, kept)
-        return h

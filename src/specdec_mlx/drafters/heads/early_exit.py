@@ -26,11 +26,10 @@ from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import HeadError
 from specdec_mlx.target.strategies import leaves
 
-EXIT_LAYER, WINDOW = "exit_layer", "conv_kernel"
-"""Keys of a trained exit's config: layers before it; positions that its convolution reads."""
+EXIT_LAYER = "exit_layer"  # keys of a trained exit's config: layers before it,
+WINDOW = "conv_kernel"  # and positions that its convolution reads
 
-_cache: ContextVar[Any] = ContextVar("cache", default=None)
-"""The exit's cache in the pass that this thread builds."""
+_cache: ContextVar[Any] = ContextVar("cache", default=None)  # of the pass that this thread builds
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,11 +124,8 @@ def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
     shortened(mx.array([[0, 1]]), cache=own)
     if any(cache.empty() for cache in [*first, *own]):
         return False
-    pairs = [
-        parts
-        for one, other in zip(first, own, strict=True)
-        for parts in zip(one.keys_and_values(), other.keys_and_values(), strict=True)
-    ]
+    read, copied = ([x for c in caches for x in c.keys_and_values()] for caches in (first, own))
+    pairs = zip(read, copied, strict=True)
     return all(a.shape == b.shape and mx.allclose(a, b, atol=1e-3).item() for a, b in pairs)
 
 

@@ -25,9 +25,8 @@ from specdec_mlx.errors import HeadError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")
+SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # if there is no index, the first
 TORCH = ("pytorch_model.bin", "medusa_lm_head.pt")
-"""Files of tensors if there is no index, the first that exists."""
 
 
 class HeadFiles:
@@ -68,7 +67,7 @@ class HeadFiles:
         if path is not None and not path.is_file():
             return None
         is_torchs, may_read = not name.endswith((".json", ".safetensors")), self.torch_files
-        if is_torchs and not (may_read and find_spec("torch") is not None):
+        if is_torchs and not (may_read and find_spec("torch")):
             way = "Install torch" if may_read else "Start the server with it as --draft-model"
             raise HeadError(
                 f"{self.name} has no safetensors, and what torch.save wrote is not read here. "
@@ -109,13 +108,9 @@ class HeadFiles:
     def read(self, names: Iterable[str]) -> tuple[dict[str, mx.array], bool]:
         """These tensors, from the files that hold them, and True if MLX wrote one of the files."""
         wanted = list(names)
-        read: dict[str, mx.array] = {}
-        converted = False
-        for file in sorted({self.weight_map[name] for name in wanted}):
-            tensors, is_mlx = self._tensors(file)
-            read |= {name: tensors[name] for name in wanted if name in tensors}
-            converted |= is_mlx
-        return read, converted
+        files = [self._tensors(file) for file in sorted({self.weight_map[name] for name in wanted})]
+        read = {name: x for tensors, _ in files for name, x in tensors.items()}
+        return {n: read[n] for n in wanted if n in read}, any(is_mlx for _, is_mlx in files)
 
     def _tensors(self, file: str) -> tuple[Mapping[str, mx.array], bool]:
         """Tensors of a file, lazy, and True if it was written for MLX."""
@@ -141,8 +136,6 @@ def _read_torch(path: Path) -> dict[str, mx.array]:
     if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 6]:
         raise ValueError(f"torch {torch.__version__} may run code that it holds; install 2.6")
     saved = torch.load(path, weights_only=True, map_location="cpu")
-    return {
-        name: mx.array((value.float() if value.is_floating_point() else value).numpy())
-        for name, value in saved.items()
-        if torch.is_tensor(value)
-    }
+    tensors = {name: x for name, x in saved.items() if torch.is_tensor(x)}
+    floats = {name: x.float() for name, x in tensors.items() if x.is_floating_point()}
+    return {name: mx.array(x.numpy()) for name, x in {**tensors, **floats}.items()}

@@ -16,7 +16,7 @@ from mlx_lm.utils import infer_quant_config
 
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
-from specdec_mlx.drafters.heads.eagle import Eagle1, Eagle3, Eagle3Config, LayersHead
+from specdec_mlx.drafters.heads.eagle import Eagle3, Eagle3Config, LayersHead, eagle1_family
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
@@ -30,12 +30,11 @@ from specdec_mlx.sampling.distribution import check_draft_temp
 
 Tensors = dict[str, mx.array]
 
-IGNORED = re.compile(r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t)")
-SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")
-"""Tensors that a head may come with and does not need; copies of the target's ends."""
+IGNORED = re.compile(r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t)")  # tensors that are not needed
+SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")  # copies of the target's ends
 
-VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
-"""Rows by which vocabularies may differ, by padding; most layers or heads of a config."""
+VOCABULARY_MARGIN = 512  # rows by which vocabularies may differ, by padding
+MOST_LAYERS = 1000  # or heads of a config
 
 
 class Source(NamedTuple):
@@ -66,12 +65,12 @@ class Source(NamedTuple):
 
     def columns(self, name: str) -> int:
         """Columns of a matrix, unpacked if it is quantized."""
-        columns = self.tensors[f"{name}.weight"].shape[-1]
-        if f"{name}.scales" not in self.tensors:
-            return columns
-        written = self.files.config["quantization"]
-        own = written.get(name) or written.get(f"model.{name}") or {}
-        return columns * 32 // int({**written, **own}["bits"])
+        columns, bits = self.tensors[f"{name}.weight"].shape[-1], 32
+        if f"{name}.scales" in self.tensors:
+            written = self.files.config["quantization"]
+            own = written.get(name) or written.get(f"model.{name}") or {}
+            bits = int({**written, **own}["bits"])
+        return columns * 32 // bits
 
     def check_width(self, width: float) -> None:
         """Raise HeadError for a head that reads states of another width."""
@@ -146,22 +145,23 @@ def build_head(kind: str, source: Source) -> tuple[Head, Tensors]:
     if source.pre_norm is not None and not isinstance(head, LayersHead):
         head.pre_norm = source.pre_norm
     unused = tuple(name for name in SHARED_ENDS if name.partition(".")[0] not in head)
-    names = [n for n in tensors if not IGNORED.match(n) and not n.startswith(unused)]
-    return head, {name: tensors[name] for name in names}
+    wanted = {n: x for n, x in tensors.items() if not IGNORED.match(n)}
+    return head, {n: x for n, x in wanted.items() if not n.startswith(unused)}
 
 
 def _eagle3(source: Source) -> Head:
     config = source.with_layers(Eagle3Config.read(source.files.config, source.ends.num_layers))
-    own = {"own_embeddings": source.rows("embed_tokens.weight")}
-    own["own_head"] = source.rows("lm_head.weight")
-    return Eagle3(config, source.ends, source.vocabulary(), **own)
+    own = [source.rows(f"{name}.weight") for name in ("embed_tokens", "lm_head")]
+    return Eagle3(config, source.ends, source.vocabulary(), *own)
 
 
 def _eagle(source: Source) -> Head:
-    source.check_width(source.columns("fc") / 2)
-    config = source.files.config | {"qkv_bias": source.rows("layers.0.self_attn.q_proj.bias") > 0}
-    own, has_bias = source.rows("embed_tokens.weight"), "fc.bias" in source.tensors
-    return Eagle1(config, source.ends, own_embeddings=own, has_bias=has_bias)
+    source.check_width(source.files.config["hidden_size"])
+    has_biases = "body.layers.0.self_attn.q_proj.bias" in source.tensors
+    config = source.files.config | {"qkv_bias": has_biases}
+    own: Any = {"own_embeddings": source.rows("embed_tokens.weight")}
+    own["has_bias"] = "projection.bias" in source.tensors
+    return MTPHead(eagle1_family(config), config, source.ends, **own)
 
 
 def _dflash(source: Source) -> Head:
@@ -206,17 +206,15 @@ def _mtp(source: Source) -> Head:
     source.check_width(config["hidden_size"])
     family = found[1]
     head = MTPHead(family, config, source.ends, num_layers=len(prefixes))
-    vocabulary = source.vocabulary()
-    if vocabulary is not None:
+    if (vocabulary := source.vocabulary()) is not None:
         head.choose_among(vocabulary)
     begins = (*(f"{theirs}." for theirs in family.names.values()), family.layer)
     for depth, prefix in enumerate(prefixes):
         rests = {n: n.removeprefix(prefix) for n in files.weight_map if n.startswith(prefix)}
         wanted = [n for n, rest in rests.items() if rest.startswith(begins)]
         tensors, converted = files.read(n for n in wanted if not rests[n].startswith(SHARED_ENDS))
-        add_one = source.norms_less_one
-        if add_one is None:
-            add_one = family.norms_less_one and not converted
+        default = family.norms_less_one and not converted
+        add_one = default if source.norms_less_one is None else source.norms_less_one
         weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
         ours = f"further.{depth - 1}." if depth else ""
         source.tensors.update({ours + name: x for name, x in weights.items()})
@@ -249,12 +247,12 @@ def refusal(files: HeadFiles, kind: str | None = None) -> str:
 
 
 _STYLE = {r"^model\.": "", r"midlayer\.": "layers.0."}
+_EAGLE = _STYLE | {r"^fc\.": "projection.", r"^layers\.": "body.layers."}
 _EAGLE3 = _STYLE | {r"layers\.0\.hidden_norm": "hidden_norm"}
 _MEDUSA = {
     r"^(medusa_head\.)?(\d+)\.(\d+)\.linear\.(\w+)$": r"blocks.\2.\3.\4",
     r"^(medusa_head\.)?(\d+)\.\d+\.(\w+)$": r"lm_heads.\2.\3",
 }
-
 
 FORMATS: dict[str, Format] = {
     "dspark": Format("DSpark, a block with a Markov chain", r"dspark|\bmarkov_rank=", loads=False),
@@ -262,7 +260,7 @@ FORMATS: dict[str, Format] = {
     "dflash": Format("DFlash", "dflash", _dflash, _STYLE),
     "peagle": Format("P-EAGLE, which drafts in parallel", "peagle|p_eagle", loads=False),
     "eagle3": Format("EAGLE-3", r"eagle3|\bdraft_vocab_size=", _eagle3, _EAGLE3),
-    "eagle": Format("EAGLE", "(?!)", _eagle, _STYLE),  # told by its tensors alone
+    "eagle": Format("EAGLE", "(?!)", _eagle, _EAGLE),  # told by its tensors alone
     "gemma4_assistant": Format("Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE),
     "pard2": Format("PARD-2, which reads the target", r"\bpard2_target_layers=", loads=False),
     "pard": Format("PARD", r"\bpard_token="),
@@ -394,8 +392,8 @@ def _set_weights(head: Head, weights: Tensors, source: Source) -> None:
     faults = [f"it lacks {name}" for name in sorted(shapes.keys() - weights.keys())]
     faults += [f"there is no place for {name}" for name in sorted(weights.keys() - shapes.keys())]
     for name in sorted(shapes.keys() & weights.keys()):
-        if weights[name].shape != shapes[name]:
-            found, expected = list(weights[name].shape), list(shapes[name])
+        found, expected = list(weights[name].shape), list(shapes[name])
+        if found != expected:
             faults.append(f"{name} has the shape {found}, for this target {expected} is expected")
     if faults:
         named = ", ".join([*faults[:8], *[f"and {len(faults) - 8} more"] * (len(faults) > 8)])

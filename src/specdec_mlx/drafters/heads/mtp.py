@@ -13,6 +13,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import count, takewhile
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -25,10 +26,7 @@ from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 LAYER = "layers.0."
 
 Config = Mapping[str, Any]
-
 Further = Literal["again", "chained", "side by side"]
-"""Layer of further tokens: the same, or one each, over the states of the one before or the target.
-"""
 
 
 @dataclass(frozen=True)
@@ -37,14 +35,17 @@ class MTPFamily:
 
     architecture: module of mlx_lm.models with its decoder layer. prefix: of its tensors in the
         original repository; {layer}: among the target's layers, {depth}: among such layers.
-    names: ours -> the checkpoint's; {last}: the last decoder layer. Without "norm" no norm follows
-        the layer; with "head" it has one of its own.
+    names: ours -> the checkpoint's; {last}: the last decoder layer. A norm without a name is not
+        there; with "lm_head" it has one of its own.
     layer, here: prefix of the decoder layer itself, in the checkpoint and in mlx-lm's model.
     renamed: beginnings of names in it, the checkpoint's -> mlx-lm's.
     changes: of the config, for a model of this layer alone. adapted: changes that model.
     body, final_norm: mlx-lm's names in that model. attributes: set on the body.
     hidden_first: the state comes before the embedding. norms_less_one: norms are stored as w - 1.
     pre_norm: it reads states before a final norm, and its own final norm belongs to the head.
+    further: layers of further tokens: the same, or one each, which reads the one before's states,
+        or the target's.
+    label: its kind in messages.
     """
 
     architecture: str
@@ -62,6 +63,7 @@ class MTPFamily:
     norms_less_one: bool = False
     pre_norm: bool = False
     further: Further = "again"
+    label: str = "multi-token prediction"
 
     def prefix_at(self, config: Config, depth: int = 0) -> str:
         """Prefix of a layer's tensors in the original repository."""
@@ -70,21 +72,19 @@ class MTPFamily:
 
     def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
         """Prefixes of the layers found among tensors, in order."""
-        again, projection = self.further == "again", f"{self.names['projection']}.weight"
         prefixes = [self.prefix_at(config)]
-        if again:  # a repository of the layer alone leaves the prefix out, or keeps `mtp.`
+        if self.further == "again":  # a repository of the layer alone has no prefix, or `mtp.`
             prefixes += ["mtp.", ""]
+        projection = f"{self.names['projection']}.weight"
         found = [prefix for prefix in prefixes if f"{prefix}{projection}" in names][:1]
-        while found and not again:
-            following = self.prefix_at(config, len(found))
-            if not any(name.startswith(following) for name in names):
-                break
-            found.append(following)
+        if found and self.further != "again":
+            further = (self.prefix_at(config, depth) for depth in count(1))
+            found += takewhile(lambda p: any(n.startswith(p) for n in names), further)
         return found
 
 
 def _names(theirs: str) -> dict[str, str]:
-    ours = ("embedding_norm", "hidden_norm", "projection", "norm", "head")
+    ours = ("embedding_norm", "hidden_norm", "projection", "norm", "lm_head")
     return dict(zip(ours, theirs.split(), strict=False))
 
 
@@ -147,12 +147,11 @@ def keep_half_of_its_layer(model: nn.Module) -> None:
 
 def _step(config: Config, depth: int) -> Config:
     """The values of its layer; lists that end before it repeat their last."""
-    at, found = config["num_hidden_layers"] + depth, {"layer_types": ["sliding_attention"]}
+    at = config["num_hidden_layers"] + depth
     names = "layer_types rope_theta partial_rotary_factors swiglu_limits swiglu_limits_shared"
-    for name in names.split():
-        if isinstance(config.get(name), list) and config[name]:
-            found[name] = [config[name][min(at, len(config[name]) - 1)]]
-    return {"moe_layers_enum": None, **found}
+    said = {name: config[name] for name in names.split() if isinstance(config.get(name), list)}
+    own = {name: [values[min(at, len(values) - 1)]] for name, values in said.items() if values}
+    return {"moe_layers_enum": None, "layer_types": ["sliding_attention"], **own}
 
 
 def _nemotron_h(config: Config, depth: int) -> Config:
@@ -233,15 +232,14 @@ def family_of(config: Config) -> tuple[str, MTPFamily] | None:
     return next(((n, FAMILIES[n]) for n in _model_types(config) if n in FAMILIES), None)
 
 
-def other_formula(config: Mapping[str, Any]) -> str | None:
+def other_formula(config: Config) -> str | None:
     """The entry of OTHER_FORMULAS for a config."""
     return next((OTHER_FORMULAS[n] for n in _model_types(config) if n in OTHER_FORMULAS), None)
 
 
-def _model_types(config: Mapping[str, Any]) -> list[str]:
+def _model_types(config: Config) -> list[str]:
     """Model types of a config and its text part, also without the suffix of a part."""
-    text = config.get("text_config") or {}
-    whole = [str(config.get("model_type")), str(text.get("model_type"))]
+    whole = [str(c.get("model_type")) for c in (config, config.get("text_config") or {})]
     return [name for w in whole for name in (w, w.removesuffix("_mtp").removesuffix("_text"))]
 
 
@@ -251,15 +249,16 @@ class MTPHead(RecurrentHead):
     config: of the target, as in the original repository. depth: such layers before it.
     """
 
-    kind = "multi-token prediction"
-
     def __init__(
         self,
         family: MTPFamily,
-        config: Mapping[str, Any],
+        config: Config,
         ends: TargetEnds,
         depth: int = 0,
         num_layers: int = 1,
+        *,
+        own_embeddings: int = 0,
+        has_bias: bool = False,
     ) -> None:
         super().__init__()
         shell = one_layer_model(family, config, depth)
@@ -275,20 +274,21 @@ class MTPHead(RecurrentHead):
         self.family = family
         self.width = width
         self.ends = ends
-        self.embedding_norm = nn.RMSNorm(width, eps)
-        self.hidden_norm = nn.RMSNorm(width, eps)
-        self.projection = nn.Linear(2 * width, width, bias=False)
+        for name in ("embedding_norm", "hidden_norm"):
+            self[name] = nn.RMSNorm(width, eps) if name in family.names else nn.Identity()
+        self.projection = nn.Linear(2 * width, width, bias=has_bias)
+        if own_embeddings:
+            self.embed_tokens = nn.Embedding(own_embeddings, width)
         self.body = body
-        if "head" in family.names:
-            self.head = nn.Linear(width, ends.vocab_size, bias=False)
+        if "lm_head" in family.names:
+            self.lm_head = nn.Linear(width, ends.vocab_size, bias=False)
         self.pre_norm = family.pre_norm
         self._make_cache: Callable[[], list[Any]] = lambda: list(make_prompt_cache(shell))
         self.moves_on = self.grows_trees = family.further == "again"
         self.chained = family.further != "side by side"
         depths = range(depth + 1, depth + num_layers)
         self.further = [MTPHead(family, config, ends, depth) for depth in depths]
-        if not self.moves_on:
-            self.kind = "layered multi-token prediction"
+        self.kind = family.label if self.moves_on else f"layered {family.label}"
 
     @property
     def levels(self) -> Sequence[RecurrentHead]:  # type: ignore[override]
@@ -297,16 +297,15 @@ class MTPHead(RecurrentHead):
 
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [batch, n, D] in place of the target's after its final norm."""
-        parts = [self.embedding_norm(self.ends.embed(tokens)), self.hidden_norm(states)]
+        parts = [self.embedding_norm(self.embed(tokens)), self.hidden_norm(states)]
         if self.family.hidden_first:
             parts.reverse()
         made: mx.array = self.body(self.projection(mx.concatenate(parts, -1)), cache)
         return made
 
-    def draft_logits(self, states: mx.array) -> mx.array:
+    def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of states [..., D], by the target's head or its own."""
-        states = self.norm(states)
-        return self.head(states) if "head" in self else self.ends.logits(states)
+        return super().draft_logits(self.norm(states))
 
     def choose_among(self, vocabulary: DraftVocabulary) -> None:
         """Compute the logits of these tokens alone."""
@@ -319,12 +318,12 @@ class MTPHead(RecurrentHead):
 
     def notes(self) -> list[str]:
         """Architecture, number and states of its layers, vocabulary, order."""
-        layer = f"{self.family.architecture} layer"
+        notes = [f"{self.family.architecture} layer"]
         if not self.moves_on:
-            layer = f"{len(self.levels)} {layer}s, one for each token"
-        after = [] if self.pre_norm else ["reads the state after the final norm"]
-        order = ["the state comes first"] if self.family.hidden_first else []
-        return [layer, *after, *super().notes(), *order]
+            notes = [f"{len(self.levels)} {notes[0]}s, one for each token"]
+        notes += [] if self.pre_norm else ["reads the state after the final norm"]
+        notes += super().notes()
+        return [*notes, "the state comes first"] if self.family.hidden_first else notes
 
     def variations(self) -> list[Variation]:
         """Norms stored otherwise, another state, the other order."""
@@ -332,9 +331,12 @@ class MTPHead(RecurrentHead):
         more = "its norms look stored as w - 1; load it with norms_less_one=True"
         order = "its projection looks written for the other order, which is another family's"
         other = replace(self.family, hidden_first=not self.family.hidden_first)
-        return [
+        shifted = [
             Variation(self, "norms less one", less, norm_shift=-1.0),
             Variation(self, "norms plus one", more, norm_shift=1.0),
+        ]
+        return [
+            *(shifted if "hidden_norm" in self.family.names else []),
             *super().variations(),
             Variation(self, "the other order of state and embedding", order, {"family": other}),
         ]
@@ -352,7 +354,7 @@ def one_layer_model(family: MTPFamily, config: Mapping[str, Any], depth: int = 0
 
 def mtp_weights(
     family: MTPFamily,
-    config: Mapping[str, Any],
+    config: Config,
     tensors: Mapping[str, mx.array],
     prefix: str,
     *,

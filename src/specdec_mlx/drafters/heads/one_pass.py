@@ -106,11 +106,10 @@ class DFlash(LayersHead):
         super().__init__(config, ends, vocabulary, own_head=rows)
         self.most_drafted = config.block_size - 1
 
-    def rows(self, features: FeatureRows) -> mx.array:
+    def rows(self, features: FeatureRows) -> Any:
         """[n, D] the outputs of the target's layers, fused."""
         states = [features.layers[layer] for layer in self.config.layers]
-        rows: mx.array = self.hidden_norm(self.fc(mx.concatenate(states, axis=-1)))
-        return rows
+        return self.hidden_norm(self.fc(mx.concatenate(states, axis=-1)))
 
     def read(self, rows: mx.array, cache: list[Any]) -> None:
         """Add n rows [n, D] to the context: their keys and values in every layer."""
@@ -138,7 +137,7 @@ class DFlash(LayersHead):
         seen = back >= 0 if causal else back == back
         return seen if window is None else seen & (mx.abs(back) < window)
 
-    def draft_logits(self, states: mx.array) -> mx.array:
+    def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of normed states [..., D], scaled and capped."""
         logits = super().draft_logits(states) * self.config.logit_scale
         cap: float | None = self.config.logit_cap
@@ -158,17 +157,15 @@ def _keys_and_values(attention: Any, x: mx.array, offset: int) -> tuple[mx.array
     return attention.rope(keys, offset=offset), values
 
 
-def _attend(attention: Any, x: mx.array, cache: Any, mask: mx.array | None) -> mx.array:
+def _attend(attention: Any, x: mx.array, cache: Any, mask: mx.array | None) -> Any:
     """Attention [1, B, D] of a block [1, B, D] over the context and the block."""
     offset = cache.offset
     queries = attention.q_norm(attention.q_proj(x).reshape(1, x.shape[1], attention.n_heads, -1))
     queries = attention.rope(queries.transpose(0, 2, 1, 3), offset=offset)
     keys, values = cache.update_and_fetch(*_keys_and_values(attention, x, offset))
-    mixed = mx.fast.scaled_dot_product_attention(
-        queries, keys, values, scale=attention.scale, mask=mask
-    )
-    out: mx.array = attention.o_proj(mixed.transpose(0, 2, 1, 3).reshape(1, x.shape[1], -1))
-    return out
+    attend = mx.fast.scaled_dot_product_attention
+    mixed = attend(queries, keys, values, scale=attention.scale, mask=mask)
+    return attention.o_proj(mixed.transpose(0, 2, 1, 3).reshape(1, x.shape[1], -1))
 
 
 class Medusa(Head):

@@ -70,8 +70,7 @@ class DraftVocabulary:
         return wide
 
 
-Call = tuple[nn.Module, Any, Any]
-"""A module that was called, with its first argument and its result."""
+Call = tuple[nn.Module, Any, Any]  # a module, the first argument and the result of its call
 
 
 def watched_pass(model: nn.Module) -> tuple[list[Call], list[Call], list[Any]]:
@@ -105,15 +104,9 @@ def _find(model: nn.Module) -> TargetEnds:
             kind = "full_attention" if window_of(cache) is None else "sliding_attention"
             last_caches[kind] = LastCache(index, cache.keys.shape[-1])
     head, states, logits = heads[-1]
-    return TargetEnds(
-        embed=embeddings[0],
-        logits=getattr(head, "as_linear", head),
-        width=states.shape[-1],
-        vocab_size=logits.shape[-1],
-        num_layers=len(model.layers),
-        dtype=states.dtype,
-        last_caches=last_caches,
-    )
+    ends = (embeddings[0], getattr(head, "as_linear", head))
+    sizes = (states.shape[-1], logits.shape[-1], len(model.layers))
+    return TargetEnds(*ends, *sizes, states.dtype, last_caches)
 
 
 target_ends = PerModel(_find)
