@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import warnings
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +20,6 @@ from lossless import (
     SECOND_PROMPT,
     TOLERANCE,
     plain_text,
-    rows_of,
     spoken,
 )
 from scripted import TREE, OracleTrees
@@ -38,7 +36,6 @@ from specdec_mlx.target.tree_passes import BranchRows, tree_logits
 UNMASKED = ("mamba2", "qwen3_next", "rwkv7", "falcon_h1", "gpt2", "llama4")
 """Recurrent states, alone and beside attention; learned positions; a mask of its own."""
 
-ROWS = rows_of((Path(__file__).parent.parent / "docs" / "architectures.md").read_text())
 PARENTS = st.integers(1, 7).flatmap(lambda size: st.sampled_from(shapes(size)))
 
 
@@ -52,11 +49,6 @@ def test_every_node_stands_behind_its_own_path(parents: tuple[int, ...]) -> None
     assert len(set(map(tuple, rows.paths))) == len(rows.paths) == len(fed)
 
 
-def test_the_page_has_rows_exact_on_120_architectures() -> None:
-    """Which `test_architectures` compares with what is measured."""
-    assert sum(row.branches == "exact" for row in ROWS) >= 120
-
-
 def test_the_caches_are_left_alone() -> None:
     """Bit by bit; the pass is made on copies."""
     model = tiny.build("falcon_h1")
@@ -68,24 +60,18 @@ def test_the_caches_are_left_alone() -> None:
     assert mx.array_equal(one, other).item()
 
 
-def by_rows(name: str) -> Any:
-    """A model that was found to take rows."""
-    model = tiny.build(name)
-    rows_pay.put(model, True)
-    return model
-
-
 @pytest.mark.parametrize("name", UNMASKED)
 def test_greedy_text_with_rows_is_plain_text(name: str) -> None:
     """60 tokens, past the windows; later branches are kept. A seed's text, too."""
-    model = by_rows(name)
+    model = tiny.build(name)
+    rows_pay.put(model, True)
     plain = plain_text(model, PROMPT, 60)
     drafter = OracleTrees(plain.tokens, plain.logprobs.shape[-1])
     items = list(speculate(model, PROMPT, drafter, max_tokens=60, draft_length=len(TREE)))
     assert spoken(items).deviation(plain) < TOLERANCE
     assert sum(b.row > a.row + 1 for a, b in pairwise(items)) > 3
     options: dict[str, Any] = {"sampler": Sampling(temp=0.8), "seed": 3, "rule": "coupled"}
-    alone = [t.token for t in speculate(model, PROMPT, None, max_tokens=30, **options)]
+    alone = [t.token for t in speculate(model, PROMPT, max_tokens=30, **options)]
     drafter = OracleTrees(alone, plain.logprobs.shape[-1])
     texts = speculate(model, PROMPT, drafter, max_tokens=30, draft_length=len(TREE), **options)
     assert [t.token for t in texts] == alone
@@ -94,7 +80,8 @@ def test_greedy_text_with_rows_is_plain_text(name: str) -> None:
 @pytest.mark.parametrize("name", ["qwen3_5", "gpt2"])
 def test_an_early_end_leaves_the_caches_at_what_was_handed_out(name: str) -> None:
     """In the middle of a tree that was kept; the second turn is as after plain decoding."""
-    model = by_rows(name)
+    model = tiny.build(name)
+    rows_pay.put(model, True)
     plain = plain_text(model, PROMPT, 40)
     drafter = OracleTrees(plain.tokens, plain.logprobs.shape[-1])
     for taken in (5, 6, 7, 12):
@@ -129,5 +116,4 @@ def test_rows_are_taken_only_where_they_cost_no_more_than_a_chain(
 
 @FULL
 def test_what_rows_cost_is_measured() -> None:
-    """A number of passes over a chain, more than the chain that is fed again."""
     assert exactness.rows_cost(tiny.build("mamba2")) > 0.2
