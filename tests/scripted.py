@@ -30,7 +30,6 @@ class OracleDrafter:
         return ScriptedSession(lambda start, limit: script[start : start + limit])
 
     def script(self) -> list[int]:
-        """[n] what is proposed at each position."""
         coins = random.Random(self.seed)
         return [
             (token + 1) % self.vocab_size if coins.random() < self.wrong else token
@@ -54,9 +53,7 @@ class ScriptedDrafter:
 
 
 class ScriptedSession:
-    """Follows the script by the number of tokens emitted."""
-
-    def __init__(self, script: Callable[[int, int], Sequence[int]]) -> None:
+    def __init__(self, script: Callable[[int, int], Draft | Sequence[int]]) -> None:
         self.script = script
         self.limits: list[int] = []
         self.observed: list[int] = []
@@ -64,7 +61,8 @@ class ScriptedSession:
 
     def propose(self, limit: int) -> Draft:
         self.limits.append(limit)
-        return Draft(list(self.script(len(self.observed), limit)))
+        scripted = self.script(len(self.observed), limit)
+        return scripted if isinstance(scripted, Draft) else Draft(list(scripted))
 
     def observe(self, tokens: Sequence[int]) -> None:
         self.observed += tokens
@@ -73,12 +71,16 @@ class ScriptedSession:
         self.closed_at = length
 
 
-class _Position:
-    """A cache that knows how much was fed, and nothing else."""
+class _ScriptedModel:
+    """A model, and its cache, which knows how much was fed and nothing else."""
 
-    def __init__(self) -> None:
-        self.offset = 0
-        self.state = mx.array(0)
+    def __init__(self, text: list[int], vocab_size: int) -> None:
+        self.text, self.vocab_size = text, vocab_size
+        self.layers = [None]
+        self.offset, self.state = 0, mx.array(0)
+
+    def make_cache(self) -> list[_ScriptedModel]:
+        return [_ScriptedModel(self.text, self.vocab_size)]
 
     def is_trimmable(self) -> bool:
         return True
@@ -87,24 +89,12 @@ class _Position:
         self.offset -= n
         return n
 
-
-class _ScriptedModel:
-    def __init__(self, text: list[int], vocab_size: int) -> None:
-        self.text = text
-        self.vocab_size = vocab_size
-        self.layers = [None]
-
-    def make_cache(self) -> list[_Position]:
-        return [_Position()]
-
-    def __call__(self, ids: mx.array, cache: list[_Position]) -> mx.array:
+    def __call__(self, ids: mx.array, cache: list[_ScriptedModel]) -> mx.array:
         start = cache[0].offset
         cache[0].offset += ids.shape[1]
-        coming = [self.next_token(i) for i in range(start + 1, cache[0].offset + 1)]
+        coming = self.text[start + 1 : cache[0].offset + 1]
+        coming = [*coming, *[0] * (ids.shape[1] - len(coming))]
         return (mx.array([coming])[..., None] == mx.arange(self.vocab_size)).astype(mx.float32)
-
-    def next_token(self, index: int) -> int:
-        return self.text[index] if index < len(self.text) else 0
 
 
 def scripted_model(prompt: Sequence[int], drafter: OracleDrafter) -> _ScriptedModel:
@@ -156,8 +146,8 @@ class OracleTrees:
     vocab_size: int
     seed: int = 0
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> OracleTreeSession:
-        return OracleTreeSession(self)
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
+        return ScriptedSession(self.draft)
 
     def draft(self, start: int, limit: int) -> Draft:
         """A tree in which one path, that ends anywhere, is right."""
@@ -173,14 +163,3 @@ class OracleTrees:
             own = self.text[place] if place < len(self.text) else 0
             tokens.append(own if node in path else (own + 1 + node) % self.vocab_size)
         return Draft(tokens, parents=TREE).head(limit)
-
-
-class OracleTreeSession(ScriptedSession):
-    """Follows the text by the number of tokens emitted."""
-
-    def __init__(self, drafter: OracleTrees) -> None:
-        super().__init__(lambda start, limit: [])
-        self.drafter = drafter
-
-    def propose(self, limit: int) -> Draft:
-        return self.drafter.draft(len(self.observed), limit)

@@ -5,7 +5,7 @@ It keeps of a tree what its own text goes through, and says so by a verdict that
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -29,16 +29,14 @@ class TokenCache:
 
 
 class RecurrentTokenCache(TokenCache):
-    """The same, for a strategy that can only return to a checkpoint."""
+    """One whose strategy can only return to a checkpoint."""
 
 
 class ChainCache(TokenCache):
-    """The same, for a strategy that cannot drop rows from between others."""
+    """One whose strategy cannot drop rows from between others."""
 
 
 class DropTokens(Trim):
-    """Drops the last tokens."""
-
     def save(self, cache: TokenCache) -> list[int]:
         return list(cache.tokens)
 
@@ -51,16 +49,12 @@ class DropTokens(Trim):
 
 
 class GatherTokens(DropTokens):
-    """Keeps any of the last tokens."""
-
     def gather(self, cache: TokenCache, last: int, kept: Sequence[int]) -> None:
         drafted = cache.tokens[-last:]
         cache.tokens[-last:] = [drafted[node] for node in kept]
 
 
 class ReturnToCheckpoint(Snapshot):
-    """Puts back what was saved, and nothing in between."""
-
     save = DropTokens.save
     restore = DropTokens.restore
 
@@ -115,40 +109,34 @@ class ScriptedTarget:
             self.drafts.append(draft)
         fed = [*to_list(pending), *to_list(draft.tokens)]
         self.advance(fed)
-        return ScriptedPass(
-            draft, len(fed), self.text[position], self.verdict(draft, position), self.rows(fed)
-        )
+        verdict, rows = self.verdict(draft, position), self.rows(fed)
+        return ScriptedPass(draft, len(fed), self.text[position], verdict, rows)
 
     def feed(self, tokens: mx.array, embeddings: Any = None) -> mx.array:
         self.advance(to_list(tokens))
         return mx.zeros((len(tokens), 1))
 
     def advance(self, tokens: list[int]) -> None:
-        """The cache holds these too."""
         self.cache.tokens += tokens
         self.rollback.advance(len(tokens))
 
     def verdict(self, draft: Draft, position: int) -> Verdict:
         """Go from the root to the child that the text goes to, as long as there is one."""
         drafted = to_list(draft.tokens)
-        is_chain = draft.parents is None
         parents = range(ROOT, len(drafted) - 1) if draft.parents is None else draft.parents
         path: list[int] = []
-        node: int | None = ROOT
-        while node is not None:
-            own, parent = self.text[position + len(path)], node
-            children = (i for i, p in enumerate(parents) if p == parent and drafted[i] == own)
-            node = next(children, None)
-            path += [] if node is None else [node]
+        for node, parent in enumerate(parents):  # which come before children
+            is_next = parent == (path[-1] if path else ROOT)
+            if is_next and drafted[node] == self.text[position + len(path)]:
+                path.append(node)
+        next_token = mx.array(self.text[position + len(path)])
+        if draft.parents is None:
+            return Verdict(mx.array(len(path)), next_token)
         nodes = path + [0] * (len(drafted) - len(path))
-        next_token = self.text[position + len(path)]
-        return Verdict(
-            mx.array(len(path)), mx.array(next_token), None if is_chain else mx.array(nodes)
-        )
+        return Verdict(mx.array(len(path)), next_token, mx.array(nodes))
 
     def rows(self, fed: list[int]) -> FeatureRows | None:
-        """It cannot be read."""
-        return None
+        return None  # it cannot be read
 
     def extend_history(self, tokens: Any) -> None:
         self.history += to_list(tokens)
@@ -191,10 +179,3 @@ class TappedTarget(ScriptedTarget):
             head_input=-states if self.wanted.head_input else None,
             top_tokens=mx.repeat(states, self.wanted.top, axis=1) if self.wanted.top else None,
         )
-
-
-def rounds_of(drafts: Sequence[Draft]) -> Iterator[Draft]:
-    """These, and then nothing more."""
-    yield from drafts
-    while True:
-        yield Draft()

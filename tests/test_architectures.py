@@ -63,7 +63,7 @@ def test_every_architecture_file_has_a_configuration() -> None:
     assert len(EXACT) >= 115
 
 
-@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("name", cases(OTHERS, *{*OTHERS} - {"deepseek_v41", "phi3small"}))
 def test_half_right_drafts_across_the_window_leave_no_trace(name: str) -> None:
     """The one case of every other architecture, before, across and after the end of the window."""
     case = brief(name)
