@@ -32,7 +32,6 @@ class Rank(NamedTuple):
     err: Path
 
     def wait(self) -> int:
-        """Its exit status. Raises TimeoutExpired if it hangs."""
         return self.process.wait(timeout=TIMEOUT)
 
 

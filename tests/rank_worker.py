@@ -13,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from itertools import islice, product
 from typing import Any
 from unittest.mock import patch
@@ -51,7 +51,6 @@ Cases = dict[str, tuple[Any, Any]]
 
 @cache
 def pair() -> lab.Pair:
-    """The lab pair, its target whole."""
     return lab.load_pair()
 
 
@@ -65,20 +64,17 @@ def sharded() -> nn.Module:
 
 
 def drafter(name: str, model: nn.Module) -> Any:
-    """A drafter by name; model: the draft model."""
     if name == "first of":
         return FirstOf(PromptLookupDrafter(), ModelDrafter(model))
     return make_drafter(name, draft_model=model)
 
 
 def tokens(model: nn.Module, prompt: list[int], drafting: Any = None, **options: Any) -> list[int]:
-    """A generation's tokens."""
     options = {"max_tokens": 16, "probe": False} | options
     return [token.token for token in speculate(model, prompt, drafting, **options)]
 
 
 def plain(prompt: list[int], drafting: Any = None, **options: Any) -> list[int]:
-    """Tokens of the whole target."""
     return tokens(pair().target, prompt, drafting, **options)
 
 
@@ -110,14 +106,8 @@ def text_cases(num_prompts: int, num_lengths: int) -> Cases:
     return found
 
 
-def texts() -> Cases:
-    """One prompt, by `auto` and a fixed length."""
-    return text_cases(1, len(LENGTHS))
-
-
-def many_texts() -> Cases:
-    """20 prompts."""
-    return text_cases(20, 1)
+texts = partial(text_cases, 1, len(LENGTHS))
+many_texts = partial(text_cases, 20, 1)
 
 
 def block() -> Cases:
@@ -210,10 +200,8 @@ def every_rank_fails() -> Cases:
 
 
 FAMILIES = ("llama", "qwen3_moe", "qwen3_5")
-MORE_FAMILIES = (
-    *("gpt_oss", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "glm4_moe"),
-    *("ministral3", "minimax"),
-)
+MORE_FAMILIES = ("gpt_oss", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "glm4_moe")
+MORE_FAMILIES += ("ministral3", "minimax")
 
 
 def family_cases(
@@ -234,19 +222,11 @@ def family_cases(
     return found
 
 
-def families() -> Cases:
-    """Tensor-parallel."""
-    return family_cases(FAMILIES, lambda model: model.shard(GROUP))
+families = partial(family_cases, FAMILIES, lambda model: model.shard(GROUP))
+more_families = partial(family_cases, MORE_FAMILIES, lambda model: model.shard(GROUP))
 
-
-def more_families() -> Cases:
-    """Others of them."""
-    return family_cases(MORE_FAMILIES, lambda model: model.shard(GROUP))
-
-
-def pipelined() -> Cases:
-    """Pipelined, and measured first: passes of one graph must not be run in two orders."""
-    return family_cases(("qwen2",), lambda model: model.model.pipeline(GROUP), probe=True)
+# Measured first: passes of one graph must not be run in two orders.
+pipelined = partial(family_cases, ("qwen2",), lambda model: model.model.pipeline(GROUP), probe=True)
 
 
 def many_ranks() -> Cases:
@@ -273,8 +253,7 @@ class Raising(ScriptedSession):
         self.where, self.error = where, error
 
     def begin(self, prompt: Any, context: Any) -> Raising:
-        if self.where == "begin":
-            raise self.error(self.where)
+        self._raise("begin")
         return self
 
     def propose(self, limit: int) -> Draft:
@@ -286,7 +265,7 @@ class Raising(ScriptedSession):
         self._raise("observe")
 
     def _raise(self, where: str) -> None:
-        if len(self.limits) >= 3 and where == self.where:
+        if where == self.where and (where == "begin" or len(self.limits) >= 3):
             raise self.error(where)
 
 

@@ -11,6 +11,7 @@ import json
 import os
 import threading
 import urllib.request
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -48,12 +49,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return list(json.loads(kept.read_text()))
 
 
-def agree(results: list[Any], job: str) -> None:
-    """Every rank has found in this job what there should be."""
-    for rank, jobs in enumerate(results):
-        assert jobs[job], "a job without cases shows nothing"
-        for case, (got, expected) in jobs[job].items():
-            assert got == expected, f"rank {rank}, {case}"
+def agree(results: list[Any], *jobs: str) -> None:
+    """Every rank has found in these jobs what there should be."""
+    for (rank, found), job in product(enumerate(results), jobs):
+        assert found[job], "a job without cases shows nothing"
+        for case, (got, expected) in found[job].items():
+            assert got == expected, f"rank {rank}, {job}: {case}"
 
 
 @in_one_test("job", JOBS)
@@ -63,25 +64,15 @@ def test_ranks_do_alike_what_one_machine_does(found: list[Any], job: str) -> Non
 
 
 @FULL
-def test_further_jobs_are_done_alike(tmp_path: Path) -> None:
-    """Drawn drafts, heads, drafters on every rank, families and pipelined targets."""
-    results = jobs_on_ranks(FURTHER_JOBS, tmp_path)
-    for job in FURTHER_JOBS:
-        agree(results, job)
-
-
-@FULL
-@pytest.mark.parametrize("job", ["many_texts", "more_families"])
-def test_twenty_prompts_and_every_family_are_as_on_one_machine(job: str, tmp_path: Path) -> None:
-    """Greedy and sampled texts of 20 prompts, and of a tiny model of each family with `shard`."""
-    agree(jobs_on_ranks([job], tmp_path), job)
-
-
-@FULL
-@pytest.mark.parametrize("num_ranks", [3, 4])
-def test_more_ranks_are_as_two(num_ranks: int, tmp_path: Path) -> None:
-    """Tokens and ends on three and four ranks, of a target that is pipelined over them."""
-    agree(jobs_on_ranks(["many_ranks"], tmp_path, num_ranks), "many_ranks")
+@pytest.mark.parametrize(
+    ("num_ranks", "jobs"),
+    [(2, FURTHER_JOBS), (2, ["many_texts"]), (2, ["more_families"])]
+    + [(num_ranks, ["many_ranks"]) for num_ranks in (3, 4)],
+)
+def test_further_jobs_are_done_alike(num_ranks: int, jobs: list[str], tmp_path: Path) -> None:
+    """Drawn drafts, heads, drafters on every rank, families and pipelined targets; 20 prompts; and
+    a target that is pipelined over three and four ranks."""
+    agree(jobs_on_ranks(jobs, tmp_path, num_ranks), *jobs)
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
@@ -93,24 +84,17 @@ def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
 
 
 def test_what_is_learned_is_kept_for_each_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A pass costs otherwise on two machines than on one: they have files of their own."""
     alone = tuning_path("model")
     monkeypatch.setattr(mx.distributed, "init", lambda: SimpleNamespace(size=lambda: 2))
     assert tuning_path("model") != alone
 
 
-class Split(nn.Module):
-    """A model after `pipeline`, as far as it says among how many it is spread."""
-
-    def __init__(self, size: int) -> None:
-        super().__init__()
-        self.pipeline_size = size
-
-
 def test_a_pipelined_model_is_spread_over_the_ranks() -> None:
     """Its layers name no group, but it says how many share them; whole models meet nobody."""
-    assert group_of(Split(2)) is not None
-    assert group_of(Split(1)) is None
+    for size in (2, 1):
+        model = nn.Module()
+        model.pipeline_size = size
+        assert (group_of(model) is not None) == (size == 2)
     assert ranks_of(lab.load_pair().target, None) is None
 
 
