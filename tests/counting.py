@@ -10,8 +10,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 
 class Counting(nn.Module):
-    """A model that counts its passes."""
-
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model

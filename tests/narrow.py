@@ -41,14 +41,8 @@ def model(seed: int = 0) -> nn.Module:
 def tasks(count: int = 4, categories: int = 2) -> list[Task]:
     """Tasks with random prompts over the same few ids."""
     coins = random.Random(0)
-    return [
-        Task(
-            f"task {i}",
-            f"kind {i % categories}",
-            [coins.randrange(NUM_TOKENS) for _ in range(10 + i)],
-        )
-        for i in range(count)
-    ]
+    prompts = [[coins.randrange(NUM_TOKENS) for _ in range(10 + i)] for i in range(count)]
+    return [Task(f"task {i}", f"kind {i % categories}", p) for i, p in enumerate(prompts)]
 
 
 @dataclass

@@ -31,9 +31,6 @@ class Rank(NamedTuple):
     out: Path
     err: Path
 
-    def wait(self) -> int:
-        return self.process.wait(timeout=TIMEOUT)
-
 
 @contextmanager
 def ranks(
@@ -66,11 +63,9 @@ def on_ranks(
 ) -> list[tuple[int, str, str]]:
     """Exit status, stdout and stderr of each rank; raises TimeoutExpired where one hangs."""
     with ranks(command, folder, num_ranks, **environment) as started:
-        statuses = [rank.wait() for rank in started]
-        return [
-            (status, rank.out.read_text(), rank.err.read_text())
-            for status, rank in zip(statuses, started, strict=True)
-        ]
+        statuses = [rank.process.wait(timeout=TIMEOUT) for rank in started]
+        texts = [(rank.out.read_text(), rank.err.read_text()) for rank in started]
+        return [(status, *said) for status, said in zip(statuses, texts, strict=True)]
 
 
 def jobs_on_ranks(names: Sequence[str], folder: Path, num_ranks: int = 2) -> list[Any]:

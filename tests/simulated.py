@@ -82,16 +82,9 @@ class World:
         tokens = [token(self.position + i) for i in range(accepted + 1)]
         self.position += len(tokens)
         drafting = self.parts[part].token_cost * len(draft) if part else 0.0
-        record = RoundRecord(
-            drafted=len(draft),
-            accepted=accepted,
-            emitted=len(tokens),
-            fed=len(draft) + 1,
-            tokens=tokens,
-            seconds=self.cost(len(draft)) + drafting,
-            steady=steady,
-            part=part,
-        )
+        counts = len(draft), accepted, len(tokens), len(draft) + 1
+        seconds = self.cost(len(draft)) + drafting
+        record = RoundRecord(*counts, tokens, seconds, steady=steady, part=part)
         policy.record(record)
         self.records.append(record)
 

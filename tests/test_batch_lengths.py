@@ -101,14 +101,6 @@ def test_one_width_is_worth_most_to_all_rows_together(
     assert found <= best or values[found] == pytest.approx(values[best], abs=1e-6)
 
 
-def test_no_row_is_expected_to_fall_back_further_than_its_account() -> None:
-    """Nor is a pass refused that is expected to bring a row more than it costs."""
-    length = shared_by(2, SLOPE)  # a token each costs 1.18 plain passes, two 1.36
-    for budget, width in ((0.4, 2), (0.3, 1), (0.1, 0)):
-        assert shared_width(length, [Reaching([1.0, 1.0]), Reaching([], budget)]) == width
-    assert shared_width(length, [Reaching([1.0]), Reaching([0.5], 0.0)]) == 1
-
-
 @given(st.integers(1, 8), st.sampled_from(WIDTHS))
 def test_what_a_pass_over_rows_costs_is_read_from_the_same_prior(num_rows: int, rows: int) -> None:
     """R texts with m rows each are R m rows of one text, in passes over R, until it is measured."""

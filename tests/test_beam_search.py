@@ -24,10 +24,9 @@ from specdec_mlx.beams.guesses import (
     GuessLength,
     guess_length_for,
     next_beams,
-    paths_of,
 )
 from specdec_mlx.beams.search import BeamRows, BeamSearch
-from specdec_mlx.contracts import Draft, DraftContext, Drafter, Features
+from specdec_mlx.contracts import Draft, DraftContext, Features
 from specdec_mlx.lab.pair import load_pair
 from specdec_mlx.target.model_pass import vocab_size_of
 
@@ -126,18 +125,6 @@ def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int) -> Non
         assert guessing.num_passes == STEPS // 4 if wrong == 0 else guessing.num_passes < STEPS
 
 
-@in_one_test(
-    "drafter",
-    [
-        sd.SuffixDrafter(),
-        sd.TreeOf(sd.PromptLookupDrafter(min_ngram=1), sd.NGramDrafter()),
-        sd.FirstOf(sd.PromptLookupDrafter(), sd.NGramDrafter()),
-    ],
-)
-def test_every_drafter_leaves_the_beams_alone(drafter: Drafter) -> None:
-    assert_same(searched(model("qwen2"), 3, drafter).beams, expected("qwen2", 3)[-1])
-
-
 @in_one_test("name", ["qwen2", "qwen3_next"])
 def test_a_draft_model_goes_two_ways_where_a_beam_does(name: str) -> None:
     """The target itself guesses each beam's greedy continuation, of a copy of its session too."""
@@ -174,15 +161,6 @@ def test_a_beam_is_done_without_only_where_it_cannot_matter(
     del known[missing,]
     decided = next_beams(beams, known, 2, frozenset())
     assert decided is None or decided == whole
-
-
-def test_a_tree_is_guessed_path_by_path() -> None:
-    """Each leaf is a row; a cut makes two paths one."""
-    tree = Draft([1, 2, 3, 4], parents=[-1, 0, 0, -1])
-    assert paths_of(tree, 2) == [(1, 2), (1, 3), (4,)]
-    assert paths_of(tree, 1) == [(1,), (4,)]
-    assert paths_of(Draft([7, 8, 9]), 2) == [(7, 8)]
-    assert paths_of(Draft(), 2) == []
 
 
 def test_a_repeating_text_takes_fewer_passes() -> None:

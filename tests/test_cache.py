@@ -40,6 +40,17 @@ VOCAB = 128
 build = cache(tiny.build)
 
 
+class SometimesTrims(RotatingKVCache):
+    """A class that is not in the table: it can be trimmed until its window is full."""
+
+
+class NeverTrims(KVCache):
+    """A class that is not in the table and cannot be trimmed."""
+
+    def is_trimmable(self) -> bool:
+        return False
+
+
 # An architecture, and a cache for each layer of plain attention; None for those of its own.
 SUBJECTS: dict[str, tuple[str, Callable[[], Any] | None]] = {
     "KVCache": ("qwen3", KVCache),
@@ -47,6 +58,8 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Any] | None]] = {
     "ConcatenateKVCache": ("qwen3", ConcatenateKVCache),
     "RotatingKVCache": ("qwen3", lambda: RotatingKVCache(WINDOW)),
     "RotatingKVCache with keep": ("qwen3", lambda: RotatingKVCache(WINDOW, keep=4)),
+    "unknown, trims now and then": ("qwen3", lambda: SometimesTrims(WINDOW)),
+    "unknown, never trims": ("qwen3", NeverTrims),
     "ChunkedKVCache": ("llama4", None),
     "ArraysCache": ("mamba2", None),
     "CacheList of arrays and keys": ("falcon_h1", None),
@@ -231,35 +244,6 @@ def test_every_cache_class_has_a_strategy() -> None:
     assert single - {CacheList, mlx_lm_cache._BaseCache} <= set(STRATEGIES)
 
 
-def fed(kept: Any, *values: int) -> list[int]:
-    """Append rows to a cache that can be told apart, and what it then attends to."""
-    rows = mx.array(values, mx.float32).reshape(1, 1, -1, 1)
-    return kept.update_and_fetch(rows, rows)[0].reshape(-1).tolist()  # type: ignore[no-any-return]
-
-
-def test_nested_lists_go_back_together() -> None:
-    """Where one child has to be restored all children end at the same position."""
-    inner, state, outer = KVCache(), ArraysCache(1), KVCache()
-    tape = Rollback([CacheList(CacheList(inner, state), outer)])
-    for values in ([1], [2, 3]):
-        fed(inner, *values), fed(outer, *values)
-        state[0] = mx.array([values[-1]])
-        tape.advance(len(values))
-        if tape.position == 1:
-            tape.checkpoint()
-    assert tape.rewind_to(2) == 1
-    assert state[0].item() == 1
-    assert fed(inner, 9) == fed(outer, 9) == [1, 9]
-
-
-class Full(RotatingKVCache):
-    """A class that is not in the table: it can be trimmed until its window is full."""
-
-
-class Boxed(ArraysCache):
-    """A class that is not in the table and cannot be trimmed."""
-
-
 class Opaque:
     """A class without attributes that could be saved."""
 
@@ -269,60 +253,17 @@ class Opaque:
         return False
 
 
-class Liar(KVCache):
-    """Says that it trims, and does not."""
-
-    def trim(self, n: int) -> int:
-        return 0
-
-
-def checkpointed(kept: Any, before: list[int], after: list[int]) -> Rollback:
-    """A cache that was fed some rows, and more after a checkpoint."""
-    tape = Rollback([kept])
-    for values in (before, after):
-        if values:
-            fed(kept, *values)
-            tape.advance(len(values))
-        if values is before:
-            tape.checkpoint()
-    return tape
-
-
-def test_a_class_that_sometimes_trims_is_asked_each_time() -> None:
-    """Before the window is full it is trimmed, past it restored."""
-    kept = Full(4)
-    assert checkpointed(kept, [1, 2], [3]).rewind_to(2) == 2
-    assert fed(kept, 4, 5) == [1, 2, 4, 5]
-    assert checkpointed(kept, [], [6, 7]).rewind_to(1) == 0
-    assert fed(kept, 8) == [8, 2, 4, 5]  # the window as it is stored
-
-
-def test_a_class_that_never_trims_is_restored() -> None:
-    kept = Boxed(1)
-    kept[0] = mx.array([1.0, 2.0])
-    tape = Rollback([kept])
-    tape.checkpoint()
-    kept[0][0] = 7.0
-    tape.advance(3)
-    assert tape.rewind_to(2) == 0
-    assert kept[0].tolist() == [1.0, 2.0]
-
-
-def test_a_class_with_no_way_back_is_never_drafted_on() -> None:
+def test_what_has_no_way_back_is_named() -> None:
+    """A class without attributes that could be saved is never drafted on; a trim that did nothing,
+    in silence as mlx-lm's own do, and state without a checkpoint are errors."""
     with pytest.warns(UserWarning, match="Opaque has no known way back"):
         assert strategy_for(Opaque()).widest_pass(Opaque()) == 1
-
-
-def test_a_trim_that_did_nothing_is_an_error() -> None:
-    """mlx-lm's own trims return 0 in silence; here the count is checked."""
-    with pytest.raises(CacheRollbackError, match=r"Cache 0 \(Liar\) gave back 0 of 1"):
-        checkpointed(Liar(), [], [1, 2]).rewind_to(1)
-
-
-def test_without_a_checkpoint_there_is_no_way_back_for_state() -> None:
-    tape = Rollback([ArraysCache(1)], position=2)
+    kept = KVCache()
+    kept.trim = lambda n: 0
+    with pytest.raises(CacheRollbackError, match=r"Cache 0 \(KVCache\) gave back 0 of 1"):
+        Rollback([kept], position=2).rewind_to(1)
     with pytest.raises(CacheRollbackError, match="ArraysCache kept no state from before it"):
-        tape.rewind_to(1)
+        Rollback([ArraysCache(1)], position=2).rewind_to(1)
 
 
 def test_dropping_checkpoints_lets_go_of_every_buffer() -> None:

@@ -5,10 +5,9 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from functools import cache
-from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -21,7 +20,7 @@ import specdec_mlx as sd
 import tiny
 from specdec_mlx.mlx_lm_plugin.commands import terminated_as_interrupted
 from specdec_mlx.target.rollback import check_usable
-from specdec_mlx.target.strategies import STRATEGIES, Trim, leaves
+from specdec_mlx.target.strategies import STRATEGIES, Trim
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -34,53 +33,6 @@ target = cache(tiny.build)
 def plain(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
     steps = generate_step(mx.array(prompt), target(name), max_tokens=num_tokens)
     return [int(token) for token, _ in steps]
-
-
-class Interrupting:
-    """Layers' calls, of which one raises: before it used its cache, or after."""
-
-    def __init__(self, at: int, before: bool) -> None:
-        self.left, self.before = at, before
-
-    def wrap(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def layer_call(*args: Any, **kwargs: Any) -> Any:
-            self.left -= 1
-            is_now = self.left == 0
-            result = None if is_now and self.before else call(*args, **kwargs)
-            if is_now:
-                raise KeyboardInterrupt("interrupted")
-            return result
-
-        return layer_call
-
-
-@pytest.mark.parametrize("name", ["llama", "mamba", "qwen3_next", "gemma3_text"])
-def test_an_exception_in_a_layer_leaves_all_caches_at_prompt_and_handed_out(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """At any layer of any pass, prefill included: the text goes on as if nothing had happened."""
-    model = target(name)
-    layers = list(getattr(model, "layers", None) or model.model.layers)
-    coming = plain(name, tuple(PROMPT), NUM_TOKENS + 10)
-    options: dict[str, Any] = {"draft_length": 3, "prefill_step_size": 3, "probe": False}
-    for at, before in product(range(1, 6 * len(layers) + 2), (True, False)):
-        drafter = scripted.OracleDrafter(coming, VOCAB, wrong=0.4) if before else None
-        caches, tokens = make_prompt_cache(model), []
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-            interrupting = Interrupting(at, before)
-            for kind in {type(layer) for layer in layers}:
-                patch.setattr(kind, "__call__", interrupting.wrap(kind.__call__))
-            for item in sd.speculate(
-                model, PROMPT, drafter, max_tokens=NUM_TOKENS, prompt_cache=caches, **options
-            ):
-                tokens.append(item.token)
-        holds_text = any(
-            c.offset if hasattr(c, "offset") else not c.empty() for c in leaves(caches)
-        )
-        known = [*PROMPT, *tokens] if holds_text else []  # else the prefill was interrupted
-        rest = [9] if known else [*PROMPT, 9]
-        again = sd.speculate(model, rest, max_tokens=6, prompt_cache=caches)
-        assert [item.token for item in again] == plain(name, (*known, *rest), 6)
 
 
 class Failing(Trim):

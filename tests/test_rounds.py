@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -15,13 +16,13 @@ from mlx_lm.models.cache import make_prompt_cache
 import scripted
 import specdec_mlx as sd
 import tiny
+from scripted_target import ScriptedPass, ScriptedTarget
 from selection import in_one_test
 from specdec_mlx import loop
 from specdec_mlx.contracts import (
     Agreement,
     Draft,
     DraftContext,
-    Outcome,
     Randomness,
     RoundRecord,
     TargetRows,
@@ -35,7 +36,6 @@ from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.pipeline import Pipeline
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.rollback import Rollback
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -135,15 +135,6 @@ def test_logits_that_are_not_numbers_do_no_harm_where_they_were_rejected() -> No
         list(sd.speculate(target(), PROMPT, drafter, rule=KeepAll(), **options))
 
 
-def test_mlx_buffers_are_cleared_every_256_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    cleared: list[int] = []
-    handed_out: list[int] = []
-    monkeypatch.setattr(loop.mx, "clear_cache", lambda: cleared.append(len(handed_out)))
-    for item in sd.speculate(target(), PROMPT, max_tokens=520):
-        handed_out.append(item.token)
-    assert cleared == [0, 255, 511]  # the first one after the prompt
-
-
 class FakeTime:
     """A clock that passes move on by a second, and the caller by as much as he likes."""
 
@@ -154,54 +145,22 @@ class FakeTime:
 
 
 @dataclass
-class FakePass:
-    """A pass that is finished a second after it was launched, or after the one before it."""
-
-    draft: Draft
-    num_fed: int
-    time: FakeTime
-    done_at: float
-    logprobs: Any = field(default_factory=lambda: mx.zeros((5, 4)))
-    features: None = None
-
-    @property
-    def next_token(self) -> list[int]:
-        return [1]
-
-    def wait(self) -> None:
-        self.time.now = max(self.time.now, self.done_at)
-
-    def read(self) -> Outcome:
-        self.wait()
-        return Outcome(range(0), [1])
-
-
-class FakeTarget:
+class TimedTarget(ScriptedTarget):
     """A target whose passes take a second each, one after the other."""
 
-    def __init__(self, time: FakeTime) -> None:
-        self.rollback = Rollback([])
-        self.time = time
-        self.free_at = 0.0
+    text: Sequence[int] = (1,) * 20
+    time: FakeTime = field(default_factory=FakeTime)
+    free_at: float = 0.0
 
-    def launch(self, pending: Any, draft: Draft, position: int, embeddings: Any = None) -> FakePass:
-        self.rollback.advance(len(pending) + len(draft))
-        self.free_at = max(self.free_at, self.time.now) + 1.0
-        return FakePass(draft, len(pending) + len(draft), self.time, self.free_at)
+    def launch(self, *about: Any) -> ScriptedPass:
+        pass_, read = super().launch(*about), ScriptedPass.read
+        done_at = self.free_at = max(self.free_at, self.time.now) + 1.0
 
-    def feed(self, tokens: mx.array, embeddings: Any = None) -> mx.array:
-        self.rollback.advance(tokens.shape[0])
-        return mx.zeros((tokens.shape[0], 4))
+        def wait() -> None:
+            self.time.now = max(self.time.now, done_at)
 
-    def extend_history(self, tokens: Any) -> None: ...
-
-    def vocab_size(self) -> int:
-        return 4
-
-    def widest_pass(self) -> int | None:
-        return None
-
-    def quantize(self) -> None: ...
+        pass_.wait, pass_.read = wait, lambda: (wait(), read(pass_))[1]
+        return pass_
 
 
 class WantsTwo(Auto):
@@ -231,7 +190,7 @@ def handed_out(policy: Any, away: float, monkeypatch: pytest.MonkeyPatch) -> lis
     time = FakeTime()
     for module in (clock, loop):
         monkeypatch.setattr(module, "perf_counter", time)
-    fake, sequence = FakeTarget(time), SequenceState([1, 2], 2, 12)
+    fake, sequence = TimedTarget(time=time), SequenceState([1, 2], 2, 12)
     drafter = scripted.ScriptedDrafter(lambda emitted, limit: [3] * limit)
     drafting = Drafting(drafter, policy, fake, sequence, keeps_cache=False, stream=mx.cpu)
     generation = Generation(fake, sequence, drafting, SpeculationStats(), stream=mx.cpu)
@@ -298,9 +257,7 @@ def test_an_expensive_drafter_is_considered_while_passes_run_ahead() -> None:
 
 def test_pipelining_needs_a_low_hit_rate_where_looking_is_free() -> None:
     """On at first; off while drafts are likely; on at once where nothing can be looked up."""
-    pipeline = Pipeline(
-        FakeTarget(FakeTime()), SequenceState([1], 1, 5), clock.RoundClock(), mx.cpu
-    )
+    pipeline = Pipeline(TimedTarget(), SequenceState([1], 1, 5), clock.RoundClock(), mx.cpu)
     pipeline.choose(found=False, has_cheap_drafter=False)
     assert pipeline.is_on
     pipeline.choose(found=True, has_cheap_drafter=True)

@@ -153,17 +153,6 @@ def test_what_is_wrong_with_a_name_is_said(choice: str, error: type, words: str)
         rule_registry.make_rule(choice)
 
 
-def test_packages_are_looked_through_once_and_not_for_built_in_rules(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Reading the metadata of all packages takes milliseconds, which each request would pay."""
-    rule_registry.rule_names()
-    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
-    assert "auto" in rule_registry.rule_names()
-    monkeypatch.setattr(rule_registry, "_installed", pytest.fail)
-    assert rule_registry.make_rule("block") == sd.rules.Block()
-
-
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_drafter_drafts_by_name_and_by_object(sampling: str) -> None:

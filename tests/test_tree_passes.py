@@ -47,14 +47,6 @@ def kept_branches(tokens: list[Token]) -> int:
     return sum(b > a + 1 for a, b in pairwise(rows))
 
 
-@in_one_test("name", REPRESENTATIVE)
-def test_every_node_has_the_logits_of_its_own_path(name):
-    """To 1e-4, before the window and past it."""
-    model = tiny.build(name)
-    assert Rollback(make_prompt_cache(model)).takes_trees()
-    assert max(tree_report(model, length).max_difference for length in (12, 40)) < CLOSE
-
-
 @FULL
 def test_what_the_page_calls_exact_is_what_is_drafted_as_trees():
     """The quick measurement before the first tree agrees with the page on every architecture."""
