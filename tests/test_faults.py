@@ -36,8 +36,8 @@ from specdec_mlx.beams.guesses import BeamDrafting, GuessLength
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.target.exactness import can_hold_rows
 from specdec_mlx.target.rollback import check_usable
-from specdec_mlx.target.row_exactness import can_hold_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:specdec_mlx")
 

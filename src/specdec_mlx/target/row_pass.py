@@ -12,9 +12,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, PendingPass
+from specdec_mlx.target.exactness import can_hold_rows
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.row_caches import RowCaches
-from specdec_mlx.target.row_exactness import can_hold_rows
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_ids
 
