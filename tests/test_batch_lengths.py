@@ -18,11 +18,7 @@ import narrow
 import scripted
 import specdec_mlx as sd
 from benchmarks import batches
-from benchmarks.recorded_rows import (
-    RecordedBatch,
-    replay_rows,
-    score_rows,
-)
+from benchmarks.recorded_rows import RecordedBatch, replay_rows, score_rows
 from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request

@@ -15,13 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import tiny
 from exact_trees import shapes
-from lossless import (
-    PROMPT,
-    SECOND_PROMPT,
-    TOLERANCE,
-    plain_text,
-    spoken,
-)
+from lossless import PROMPT, SECOND_PROMPT, TOLERANCE, plain_text, spoken
 from scripted import TREE, OracleTrees
 from selection import FULL
 from specdec_mlx import Sampling, speculate

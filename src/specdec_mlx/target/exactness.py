@@ -232,16 +232,12 @@ can_hold_rows = PerModel(_can_hold_rows)
 
 def _texts_report(model: nn.Module, rows: RowCaches) -> WidthReport:
     """Feed three texts a padded pass, go back in each by another number, and feed one token."""
-    texts = _random_tokens(model, 16 * len(TEXT_LENGTHS), seed=0).reshape(-1, 16).tolist()
+    texts: Any = _random_tokens(model, 16 * len(TEXT_LENGTHS), seed=0).reshape(-1, 16).tolist()
     about = list(zip(texts, TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT, strict=True))
     expected = []
     for text, length, width, kept in about:
-        expected.append(
-            model(
-                mx.array([[text[length + width]]]),
-                cache=_prefilled(model, mx.array(text[: length + kept])),
-            )[0, -1]
-        )
+        alone = _prefilled(model, mx.array(text[: length + kept]))
+        expected.append(model(mx.array([[text[length + width]]]), cache=alone)[0, -1])
         rows.add(_prefilled(model, mx.array(text[:length])), length)
     mx.eval(rows.feed(model, [text[start : start + width] for text, start, width, _ in about]))
     ends = rows.go_back([length + kept for _, length, _, kept in about])
