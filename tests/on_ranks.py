@@ -77,7 +77,6 @@ def jobs_on_ranks(names: Sequence[str], folder: Path, num_ranks: int = 2) -> lis
 
 
 def free_ports(num_ports: int) -> list[int]:
-    """Ports that nobody listens on at present."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
         for each in sockets:
@@ -86,7 +85,6 @@ def free_ports(num_ports: int) -> list[int]:
 
 
 def wait_for(port: int, started: Sequence[Rank]) -> None:
-    """Wait until somebody listens there; fails where a rank has ended before."""
     until = time.monotonic() + TIMEOUT
     while time.monotonic() < until:
         for rank in started:

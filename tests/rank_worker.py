@@ -56,7 +56,6 @@ def pair() -> lab.Pair:
 
 @cache
 def sharded() -> nn.Module:
-    """The lab's target, spread over the ranks."""
     target = lab.load_pair().target
     target.shard(GROUP)
     mx.eval(target.parameters())
@@ -80,7 +79,6 @@ def plain(prompt: list[int], drafting: Any = None, **options: Any) -> list[int]:
 
 @cache
 def prompts(num_prompts: int = 1) -> list[list[int]]:
-    """Beginnings of texts that the lab pair can write."""
     text = (
         "The following statements are executed in the order in which they are written. "
         "An assignment statement evaluates the expression list and assigns the result. "
@@ -91,7 +89,6 @@ def prompts(num_prompts: int = 1) -> list[list[int]]:
 
 
 def text_cases(num_prompts: int, num_lengths: int) -> None:
-    """Greedy and sampled texts of the lab pair, with each drafter."""
     for i, prompt in enumerate(prompts(num_prompts)):
         for temp, rule in ((0.0, "auto"), (1.0, "coupled")):
             options = {"sampler": Sampling(temp=temp), "rule": rule, "seed": i}
@@ -256,7 +253,6 @@ class Raising(ScriptedSession):
 
 
 def ending(generation: Iterator[Any]) -> tuple[list[int], str]:
-    """The tokens until the end, and the name of the error if it ended by one."""
     got: list[int] = []
     try:
         for token in generation:
@@ -340,7 +336,6 @@ def arguments() -> None:
 
 
 def dies() -> None:
-    """A rank that ends in the middle of a generation."""
     for n, _ in enumerate(speculate(sharded(), prompts()[0], PromptLookupDrafter())):
         if RANK == 1 and n == 5:
             os._exit(17)

@@ -38,7 +38,6 @@ class OracleDrafter:
 
 
 def always_wrong(text: Sequence[int], vocab_size: int) -> OracleDrafter:
-    """A drafter that never proposes the token that is coming."""
     return OracleDrafter(text, vocab_size, wrong=1.1)
 
 

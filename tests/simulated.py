@@ -35,8 +35,6 @@ def line(slope: float, step: float = 0.0) -> Callable[[int], float]:
 
 @dataclass(frozen=True)
 class Part:
-    """A drafter that proposes as many tokens as it may."""
-
     is_right: Callable[[int], bool]
     cheap: bool = True
     evidence: int | None = 3
@@ -51,7 +49,6 @@ class Part:
 
 
 def token(position: int) -> int:
-    """What the text has there."""
     return position % 100
 
 
@@ -65,7 +62,6 @@ class World:
     position: int = 0
 
     def propose(self, policy: DraftLength) -> tuple[Draft, str]:
-        """A draft that is worth verifying, and whose it is, as the loop asks for it."""
         for key, part in self.parts.items():
             if limit := policy.limit(key, part.cheap):
                 draft = part.propose(self.position, limit)
@@ -97,7 +93,6 @@ class World:
 
 
 def know(learned: Learned, step: float) -> None:
-    """Have a draft step's cost measured."""
     learned.steps.first.extend([step] * 3)
     learned.steps.further.extend([step] * 3)
 

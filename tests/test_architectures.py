@@ -79,7 +79,6 @@ def brief(name: str) -> Case:
 @FULL
 @pytest.mark.parametrize("begin", range(4))
 def test_the_page_has_the_rows_of_all_others(begin: int) -> None:
-    """As measured with the same drafts."""
     rows = rows_of(PAGE.read_text())
     assert not [name for name in OTHERS[begin::4] if brief(name).row not in rows]
 
@@ -99,7 +98,6 @@ def test_text_and_logprobs_are_those_of_plain_decoding(case: Case) -> None:
 
 
 def test_without_rollback_the_text_is_another(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The control: a rollback that only counts is found out."""
     monkeypatch.setattr(Rollback, "rewind_to", only_counting)
     assert case.has_failed(spoken(case.speculate(case.oracle(), 4)).deviation(case.plain))
 

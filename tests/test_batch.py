@@ -106,7 +106,6 @@ class Sessions:
 
 
 def collected(rows: Iterator[RowToken], count: int) -> list[list[int]]:
-    """The tokens of each text."""
     texts: list[list[int]] = [[] for _ in range(count)]
     for row in rows:
         texts[row.uid].append(row.token.token)
@@ -169,7 +168,6 @@ def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_othe
 
 
 def two_tokens(target: nn.Module, prompt: Sequence[int]) -> np.ndarray:
-    """The distribution of the two tokens after a prompt, [4, 4]."""
 
     def after(tokens: Sequence[int]) -> np.ndarray:
         logits = target(mx.array([tokens]), cache=make_prompt_cache(target))[0, -1]
@@ -256,7 +254,6 @@ def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPa
 
 
 def test_a_text_may_leave_while_its_prompt_is_read() -> None:
-    """No token of it comes, its drafter's session is closed, and the others go on."""
     drafter = Sessions()
     batch = BatchGeneration(model("qwen2"), drafter, prefill_step_size=5)
     batch.insert(Request(PROMPTS[0], 40))
@@ -289,7 +286,6 @@ def test_samplers_processors_and_stop_tokens_are_each_rows_own() -> None:
 
 @in_one_test("name", ONE_BY_ONE)
 def test_what_cannot_be_rows_is_written_one_by_one(name: str) -> None:
-    """With one warning for a loaded model."""
     target = tiny.build(name, **ONE_BY_ONE[name])
     with pytest.warns(UserWarning, match="one by one"):
         texts = texts_of(BatchGeneration(target, sd.PromptLookupDrafter()), range(5))

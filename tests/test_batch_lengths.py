@@ -76,7 +76,6 @@ REACHES = st.lists(st.lists(st.floats(0.05, 1.0), max_size=12), min_size=1, max_
 def test_one_width_is_worth_most_to_all_rows_together(
     chances: list[list[float]], rate: float, budgets: list[float]
 ) -> None:
-    """By brute force: tokens less cost at the going rate; narrower where a row cannot afford it."""
     num_rows = len(chances)
     length = shared_by(num_rows, rate=rate)
     rows = [Reaching([*accumulate(row, mul)], b) for row, b in zip(chances, budgets, strict=False)]
@@ -105,7 +104,6 @@ def test_what_a_pass_over_rows_costs_is_read_from_the_same_prior(num_rows: int, 
 
 
 def test_plain_passes_are_measured_before_anything_is_drafted() -> None:
-    """And of every number of rows anew."""
     length, certain = SharedLength(Tuning()), [Reaching([1.0] * 4)] * 8
     length.resize(8)
     for _ in range(NUM_PLAIN):
@@ -118,7 +116,6 @@ def test_plain_passes_are_measured_before_anything_is_drafted() -> None:
 
 
 def test_a_draft_that_was_drawn_is_cut_by_its_length_alone() -> None:
-    """Whatever tokens were drawn, and however likely they were; a point mass by its evidence."""
 
     def kept(tokens: list[int], told: Evidence, drawn: bool) -> list[int]:
         length = shared_by(2, SLOPE)

@@ -107,7 +107,6 @@ def assert_same(beams: Sequence[Beam], found: Found) -> None:
 @pytest.mark.parametrize("name", ARCHITECTURES)
 @pytest.mark.parametrize("num_beams", [1, 3])
 def test_the_beams_are_those_of_a_plain_search(name: str, num_beams: int) -> None:
-    """With no guesses, with right ones, and with a third of them wrong."""
     steps = expected(name, num_beams)
     plain = searched(model(name), num_beams, None)
     assert_same(plain.beams, steps[-1])
@@ -158,7 +157,6 @@ def test_a_beam_is_done_without_only_where_it_cannot_matter(
 
 
 def test_a_repeating_text_takes_fewer_passes() -> None:
-    """Look-up on the lab target, and its draft model: the same beams, and passes are saved."""
     target, draft, tokenizer = load_pair()
     case = "    def test_{0}(self):\n        self.assertEqual(function({0}), {0})\n\n"
     tests = "".join(map(case.format, (1, 2)))
@@ -184,7 +182,6 @@ def test_the_automatic_length_leaves_the_beams_alone_and_learns() -> None:
 
 
 def test_beams_come_as_texts_ranked_by_score() -> None:
-    """Without the stop token in the text; a length penalty changes the order, not the beams."""
     target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     free = sd.beam_search(target, tokenizer, "the cat", 3, 12)
     stop = free.beams[0].tokens[4]
@@ -203,7 +200,6 @@ def test_beams_come_as_texts_ranked_by_score() -> None:
 
 
 def test_what_cannot_be_searched_is_refused_in_words() -> None:
-    """A model without rows, a drafter that reads the target, numbers that are none."""
     target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     with (
         pytest.warns(UserWarning, match="several texts"),

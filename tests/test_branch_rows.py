@@ -44,7 +44,6 @@ def test_every_node_stands_behind_its_own_path(parents: tuple[int, ...]) -> None
 
 
 def test_the_caches_are_left_alone() -> None:
-    """Bit by bit; the pass is made on copies."""
     model = tiny.build("falcon_h1")
     caches = make_prompt_cache(model)
     model(mx.array([PROMPT]), cache=caches)

@@ -142,7 +142,6 @@ class Speculation(RuleBasedStateMachine):
         self.tape = Rollback(self.tape.caches)
 
     def teardown(self) -> None:
-        """Whatever was done last, the next token is right."""
         self.decode_plainly([1])
 
     def launch(self, token: int, draft: list[int]) -> list[int]:
@@ -167,7 +166,6 @@ class Speculation(RuleBasedStateMachine):
 
     @property
     def position(self) -> int:
-        """Tokens of the text that the caches hold."""
         return self.start + self.tape.position
 
     @property
@@ -234,7 +232,6 @@ def _smooth(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_cache_class_has_a_strategy() -> None:
-    """A class that a later mlx-lm adds fails here. Batched ones belong to its batch generator."""
     classes = [kind for _, kind in inspect.getmembers(mlx_lm_cache, inspect.isclass)]
     single = {
         kind
@@ -245,8 +242,6 @@ def test_every_cache_class_has_a_strategy() -> None:
 
 
 class Opaque:
-    """A class without attributes that could be saved."""
-
     __slots__ = ()
 
     def is_trimmable(self) -> bool:

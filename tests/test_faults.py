@@ -76,7 +76,6 @@ class Fault:
 
     @classmethod
     def within(cls, place: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A callable that may raise."""
 
         @functools.wraps(call, updated=())
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -120,8 +119,6 @@ def goes_on(name: str, caches: list[Any], text: Sequence[int], whole: Sequence[i
 
 
 class Faulty:
-    """A drafter whose own calls, and those of its sessions, may raise."""
-
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
         self.sessions: list[Any] = []
@@ -201,12 +198,10 @@ def raised_in(part: str) -> bool:
 
 
 def notes(error: BaseException | None) -> str:
-    """An exception's message and notes."""
     return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def filled(name: str, tokens: Sequence[int], model: nn.Module | None = None) -> list[Any]:
-    """Caches that hold these tokens."""
     model = model or target(name)
     caches = make_prompt_cache(model)
     if tokens:

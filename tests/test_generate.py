@@ -112,7 +112,6 @@ def test_a_prompt_may_be_text_or_ids() -> None:
 
 
 def test_origin_and_stats_are_beside_mlx_lms_fields() -> None:
-    """from_draft says what origin says, and the account adds up to the responses."""
     got = ours(drafter=oracle(0.3), draft_length=4)
     assert got[0].origin == "plain"
     assert {r.origin for r in got[1:-1]} == {"draft", "correction", "bonus"}
@@ -125,7 +124,6 @@ def test_origin_and_stats_are_beside_mlx_lms_fields() -> None:
 
 
 def test_special_tokens_are_added_unless_the_prompt_begins_with_one() -> None:
-    """As in mlx-lm: a BOS token in the text is not doubled."""
     fast = tiny_text.bpe()
     bos = fast.token_to_id(tiny_text.BOS)
     fast.post_processor = TemplateProcessing(
@@ -157,7 +155,6 @@ def test_an_end_token_inside_an_accepted_block_stops(at: int, length: int) -> No
 
 
 def test_closing_the_stream_brings_the_callers_caches_into_line() -> None:
-    """After a consumer's break the caches hold the prompt and the tokens handed out."""
     caches = make_prompt_cache(tiny_text.model())
     given = tiny_text.model(), tokenizer(), PROMPT
     stream = sd.stream_generate(*given, drafter=oracle(0.0), prompt_cache=caches)
@@ -203,7 +200,6 @@ def test_options_of_mlx_lm_pass_through() -> None:
 
 
 def test_verbose_prints_the_text_the_speeds_and_the_stats(capsys: Any) -> None:
-    """mlx-lm's three closing lines stay, and ours follow."""
     given, options = (tiny_text.model(), tokenizer(), PROMPT), {"max_tokens": NUM_TOKENS}
     text = mlx_lm.generate(*given, verbose=True, **options)
     lines_of_mlx_lm = capsys.readouterr().out.splitlines()

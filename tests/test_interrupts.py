@@ -54,7 +54,6 @@ class Failing(Trim):
 def test_an_exception_in_the_middle_of_a_rewind_leaves_no_layer_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The first layer has gone back, the second has not: both are put right."""
     monkeypatch.setitem(STRATEGIES, KVCache, Failing(raises=True))
     model, tokens = target("llama"), []
     caches = make_prompt_cache(model)
@@ -96,7 +95,6 @@ def test_caches_that_cannot_be_brought_in_order_are_refused_by_name(
 
 
 def test_a_drafter_that_raises_at_the_end_too_is_noted() -> None:
-    """The first error is raised, the one of `close` is a note on it."""
     with pytest.raises(ZeroDivisionError) as caught:
         list(sd.speculate(target("llama"), PROMPT, Stops(at_end=True), draft_length=2))
     assert caught.value.__notes__ == ["ValueError at the end of the generation: in close"]

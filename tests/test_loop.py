@@ -37,7 +37,6 @@ def target(name: str = "qwen2", bits: int | None = None) -> nn.Module:
 
 
 def plain(prompt: Sequence[int] = PROMPT, num_tokens: int = NUM_TOKENS, **kwargs: Any) -> list[int]:
-    """What mlx-lm's own generation emits."""
     model = kwargs.pop("model", None) or target()
     steps = generate_step(mx.array(prompt), model, max_tokens=num_tokens, **kwargs)
     return [int(token) for token, _ in steps]
@@ -161,7 +160,6 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 def test_processors_see_what_they_would_see_in_plain_decoding(
     which: str, length: int, pure: bool
 ) -> None:
-    """With penalties the text is that of plain decoding; never a rejected token in the history."""
     made = make_logits_processors(**PROCESSORS[which])
     expected = plain(logits_processors=made, num_tokens=40)
     assert expected != plain(num_tokens=40)
@@ -212,7 +210,6 @@ def test_without_a_seed_mlx_lms_global_seed_governs() -> None:
 
 @in_one_test("start", [0, 10, 14, 1000])
 def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
-    """Crossing quantized_kv_start in mid-generation gives plain decoding's text and caches."""
     options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
     model = tiny.build("llama", head_dim=32, layer_types=["full_attention"] * 3)
     expected = plain(model=model, num_tokens=40, **options)
@@ -225,7 +222,6 @@ def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
 
 
 def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A round with a draft model waits once, for all that it reads; nothing else waits."""
     from specdec_mlx import token_ids
     from specdec_mlx.target import verifier
 
@@ -344,7 +340,6 @@ def test_logits_that_are_not_numbers_are_refused(stepped: bool) -> None:
 
 
 def test_input_embeddings_give_plain_decodings_text() -> None:
-    """With prompt tokens beside them drafting works; without, only plain decoding."""
     model = target()
     embeddings = model.model.embed_tokens(mx.array(PROMPT[::-1]))
     expected = plain(input_embeddings=embeddings)

@@ -50,7 +50,6 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
 
 
 def agree(results: list[Any], *jobs: str) -> None:
-    """Every rank has found in these jobs what there should be."""
     for (rank, found), job in product(enumerate(results), jobs):
         assert found[job], "a job without cases shows nothing"
         for case, (got, expected) in found[job].items():
@@ -76,7 +75,6 @@ def test_further_jobs_are_done_alike(num_ranks: int, jobs: list[str], tmp_path: 
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
-    """They end by themselves, with an error, and do not wait for the dead one."""
     (alive, _, said), (dead, *_) = on_ranks([WORKER, "dies"], tmp_path)
     assert dead == 17
     assert alive == 1
@@ -90,7 +88,6 @@ def test_what_is_learned_is_kept_for_each_number_of_ranks(monkeypatch: pytest.Mo
 
 
 def test_a_pipelined_model_is_spread_over_the_ranks() -> None:
-    """Its layers name no group, but it says how many share them; whole models meet nobody."""
     for size in (2, 1):
         model = nn.Module()
         model.pipeline_size = size
@@ -100,7 +97,6 @@ def test_a_pipelined_model_is_spread_over_the_ranks() -> None:
 
 @FULL
 def test_only_the_first_rank_speaks(tmp_path: Path) -> None:
-    """`generate` spreads the model over the ranks, and prints once."""
     arguments = ["--model", str(lab.target_path()), "--prompt", SENTENCES, "--max-tokens", "24"]
     command = ["-m", "specdec_mlx", "generate", *arguments, "--ignore-chat-template"]
     (first, said, error), (second, silence, _) = on_ranks(command, tmp_path)

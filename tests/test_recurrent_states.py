@@ -44,7 +44,6 @@ built = cache(tiny.build)
 
 
 def step(model: nn.Module, caches: list[Any], tokens: list[int]) -> mx.array:
-    """Logits [n, V] of single tokens."""
     return mx.concatenate([model(mx.array([[token]]), cache=caches)[0] for token in tokens])
 
 
@@ -146,7 +145,6 @@ def test_other_recurrences_feed_again_what_was_kept(name: str) -> None:
 
 @in_one_test("options", [{"draft_length": MOST_POSITIONS}, {"probe": False}])
 def test_wider_passes_and_unmeasured_models_feed_again_what_was_kept(options: Any) -> None:
-    """And the text is right."""
     items = half_right("mamba2", **options)
     assert [item.token for item in items] == long_text("mamba2")
     assert items[-1].stats.replayed > 0
@@ -203,7 +201,6 @@ def assert_nothing_is_swapped() -> None:
 
 
 def test_generations_in_two_threads_do_not_see_each_other() -> None:
-    """On one model, at the same time: both texts are right, and nothing is fed again."""
 
     def write(_: int) -> tuple[list[int], int]:
         items = half_right("qwen3_next", stream=mx.new_stream(mx.cpu))

@@ -88,7 +88,6 @@ class KeepAll:
 
 @in_one_test("temp", [0.0, 1.0])
 def test_a_rule_of_the_callers_own_decides_at_every_temperature(temp: float) -> None:
-    """At temperature 0 too: what it keeps is what is emitted."""
     rule = KeepAll()
     drafter = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
     options: dict[str, Any] = {"max_tokens": 10, "draft_length": 2, "rule": rule}
@@ -98,7 +97,6 @@ def test_a_rule_of_the_callers_own_decides_at_every_temperature(temp: float) -> 
 
 
 def test_a_rule_that_needs_no_distribution_takes_any_sampler() -> None:
-    """It says so itself; one that does not is refused in words."""
 
     class Own(KeepAll):
         needs_distribution = False
@@ -120,7 +118,6 @@ def test_a_rule_that_needs_no_distribution_takes_any_sampler() -> None:
 
 
 def test_logits_that_are_not_numbers_do_no_harm_where_they_were_rejected() -> None:
-    """Rows behind a rejected token are not looked at; a row that counts is."""
 
     def poison(tokens: mx.array, logits: mx.array) -> mx.array:
         return logits * mx.nan if 7 in tokens.tolist()[-2:] else logits
@@ -234,8 +231,6 @@ def test_a_round_is_its_own_if_the_caller_was_away_for_less_than_was_waited(
 
 
 class FromThirdRound(Fixed):
-    """Nothing is drafted in the first three rounds, then up to two tokens."""
-
     rounds = 0
 
     def limit(self, *about: Any, **more: Any) -> int:

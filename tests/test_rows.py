@@ -30,7 +30,6 @@ class Given(Rows):
 
 
 def tables() -> dict[str, Rows]:
-    """One of each kind of result that can be exported."""
     record = Record(
         "specdec-mlx bench", {}, {}, [], results=[result("ngram", "4", kind, 1.5) for kind in "ab"]
     )

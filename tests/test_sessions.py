@@ -95,8 +95,6 @@ class Remembering(scripted.ScriptedSession):
 
 
 class Rememberer:
-    """A drafter that remembers."""
-
     def __init__(self) -> None:
         self.texts: list[list[int]] = []
 
@@ -123,7 +121,6 @@ def test_memory_goes_on_from_text_to_text_and_not_from_way_to_way() -> None:
 def test_the_command_replays_sessions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Texts come from the sessions, measured costs from the record, a table for each curve."""
     monkeypatch.setattr(replay, "load_tokenizer", lambda name: Bytes())
     cost = dataclasses.replace(linear_cost(0.1), name="measured")
     record = Record("", {}, {}, [], cost=cost, results=[], differences=[])

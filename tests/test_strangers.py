@@ -99,7 +99,6 @@ def tokens(items: list[sd.responses.Token]) -> list[int]:
 
 
 def oracle(sampling: sd.Sampling, wrong: float = 0.0) -> scripted.OracleDrafter:
-    """Knows the text that plain decoding writes."""
     text = tokens(run(None, sampler=sampling, max_tokens=NUM_TOKENS + 10))
     return scripted.OracleDrafter(text, VOCAB, wrong=wrong)
 
@@ -114,7 +113,6 @@ def test_the_contracts_are_kept() -> None:
 
 
 def test_the_rule_is_asked_at_any_temperature() -> None:
-    """Drafts that are all right are kept with chance `share`; a greedy text is the plain one."""
     drafted = [(oracle(sd.Sampling()), 0.0), (sd.ModelDrafter(target("qwen2")), 1.0)]
     for drafter, temp in drafted:
         for share, least, most in ((1.0, 0.999, 1.0), (0.5, 0.2, 0.8), (0.0, 0.0, 0.0)):
@@ -148,7 +146,6 @@ def test_the_rule_has_a_name_with_options() -> None:
     ],
 )
 def test_what_is_wrong_with_a_name_is_said(choice: str, error: type, words: str) -> None:
-    """Unknown, with an option too many, of a package that is broken, of something else."""
     with pytest.raises(error, match=words):
         rule_registry.make_rule(choice)
 
@@ -156,7 +153,6 @@ def test_what_is_wrong_with_a_name_is_said(choice: str, error: type, words: str)
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_drafter_drafts_by_name_and_by_object(sampling: str) -> None:
-    """The text is that of plain decoding, and drafts are kept."""
     options = {"sampler": SAMPLINGS[sampling], "seed": 3, "draft_length": 4, "max_tokens": 40}
     given = tiny_text.model(), tiny_text.tokenizer(), PROMPT
     plain, *drafted = (

@@ -237,7 +237,6 @@ def test_what_was_kept_of_a_tree_is_as_if_fed_alone(kind, close, length):
 
 
 def test_an_exception_while_rows_are_moved_leaves_the_caches_as_they_were(monkeypatch):
-    """The last layer fails; all layers then hold what they held before."""
     model = tiny.build("qwen3")
     caches = make_prompt_cache(model)
     target = ModelPass(model, Rollback(caches))
@@ -254,7 +253,6 @@ def test_an_exception_while_rows_are_moved_leaves_the_caches_as_they_were(monkey
 
 
 def test_a_model_that_is_not_given_trees_stays_as_it_is():
-    """Its rope modules have their own classes until a tree is verified, and their results after."""
     model = tiny.build("qwen3")
     fed = mx.array([PROMPT])
     before, classes = model(fed), [type(module) for module in model.modules()]
