@@ -187,8 +187,10 @@ def every_rank_fails() -> None:
 
 
 FAMILIES = ("llama", "qwen3_moe", "qwen3_5")
-MORE_FAMILIES = ("gpt_oss", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "glm4_moe")
-MORE_FAMILIES += ("ministral3", "minimax")
+MORE_FAMILIES = (
+    *("gpt_oss", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "glm4_moe"),
+    *("ministral3", "minimax"),
+)
 
 
 def family_cases(

@@ -70,16 +70,11 @@ class ScriptedSession:
         self.closed_at = length
 
 
-class _ScriptedModel:
-    """A model, and its cache, which knows how much was fed and nothing else."""
+class _Position:
+    """A cache that knows how much was fed, and nothing else."""
 
-    def __init__(self, text: list[int], vocab_size: int) -> None:
-        self.text, self.vocab_size = text, vocab_size
-        self.layers = [None]
+    def __init__(self) -> None:
         self.offset, self.state = 0, mx.array(0)
-
-    def make_cache(self) -> list[_ScriptedModel]:
-        return [_ScriptedModel(self.text, self.vocab_size)]
 
     def is_trimmable(self) -> bool:
         return True
@@ -88,7 +83,15 @@ class _ScriptedModel:
         self.offset -= n
         return n
 
-    def __call__(self, ids: mx.array, cache: list[_ScriptedModel]) -> mx.array:
+
+class _ScriptedModel:
+    def __init__(self, text: list[int], vocab_size: int) -> None:
+        self.text, self.vocab_size, self.layers = text, vocab_size, [None]
+
+    def make_cache(self) -> list[_Position]:
+        return [_Position()]
+
+    def __call__(self, ids: mx.array, cache: list[_Position]) -> mx.array:
         start = cache[0].offset
         cache[0].offset += ids.shape[1]
         coming = self.text[start + 1 : cache[0].offset + 1]

@@ -200,11 +200,11 @@ def test_options_of_mlx_lm_pass_through() -> None:
 
 
 def test_verbose_prints_the_text_the_speeds_and_the_stats(capsys: Any) -> None:
-    given, options = (tiny_text.model(), tokenizer(), PROMPT), {"max_tokens": NUM_TOKENS}
-    text = mlx_lm.generate(*given, verbose=True, **options)
+    given = tiny_text.model(), tokenizer(), PROMPT
+    options: dict[str, Any] = {"verbose": True, "max_tokens": NUM_TOKENS}
+    text = mlx_lm.generate(*given, **options)
     lines_of_mlx_lm = capsys.readouterr().out.splitlines()
-    drafting: dict[str, Any] = {"drafter": oracle(), "draft_length": 4}
-    assert text == sd.generate(*given, verbose=True, **options, **drafting)
+    assert text == sd.generate(*given, drafter=oracle(), draft_length=4, **options)
     printed = capsys.readouterr().out
     assert text in printed
     first_words = [line.split(" ")[0] for line in lines_of_mlx_lm[-3:]]

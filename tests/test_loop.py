@@ -76,8 +76,8 @@ DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
 def test_greedy_text_is_the_targets_own(name: str, bits: int | None) -> None:
     """Any drafter, any K: the tokens are those of `mlx_lm.generate_step`, one by one."""
     model = target(bits=bits)
-    lengths = {(7,): [4], tuple(PROMPT): [0, 1, 4, "auto", "heuristic"], (1, 2, 3) * 12: ["auto"]}
-    for prompt, of_prompt in lengths.items():
+    lengths: list[Any] = [0, 1, 4, "auto", "heuristic"]
+    for prompt, of_prompt in ((PROMPT, lengths), ([7], [4]), ([1, 2, 3] * 12, ["auto"])):
         expected = plain(prompt, model=model)
         for length in of_prompt:
             drafter = DRAFTERS[name](model)
