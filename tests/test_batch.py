@@ -26,7 +26,7 @@ import narrow
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from counting import Counting
+from narrow import Counting
 from scripted import OracleDrafter, ScriptedSession
 from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration

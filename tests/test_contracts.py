@@ -20,7 +20,7 @@ import scripted
 import specdec_mlx as sd
 import strategies
 import tiny
-from scripted_target import (
+from scripted import (
     ChainCache,
     RecurrentTokenCache,
     ScriptedTarget,
