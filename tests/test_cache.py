@@ -253,7 +253,8 @@ def test_what_has_no_way_back_is_named() -> None:
     in silence as mlx-lm's own do, and state without a checkpoint are errors."""
     with pytest.warns(UserWarning, match="Opaque has no known way back"):
         assert strategy_for(Opaque()).widest_pass(Opaque()) == 1
-    kept = KVCache()
+    kept, rows = KVCache(), mx.zeros((1, 1, 2, 1))
+    kept.update_and_fetch(rows, rows)
     kept.trim = lambda n: 0
     with pytest.raises(CacheRollbackError, match=r"Cache 0 \(KVCache\) gave back 0 of 1"):
         Rollback([kept], position=2).rewind_to(1)
