@@ -243,19 +243,6 @@ def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> No
     assert passes - 2 <= len(evals) <= passes  # the first two are under way before the patch
 
 
-@in_one_test("wrong", [None, 0.0, 0.5])
-def test_a_round_knows_how_long_its_context_was(wrong: float | None) -> None:
-    """The text before it but for the pending token, whatever was accepted or launched ahead."""
-    contexts: list[int] = []
-    emitted_before: list[int] = [0]
-
-    class Noting(Fixed):
-        def record(self, round_: RoundRecord) -> None:
-            contexts.append(round_.context)
-            emitted_before.append(emitted_before[-1] + round_.emitted)
-
-    emitted(None if wrong is None else oracle(wrong), draft_length=Noting(3))
-    assert contexts == [len(PROMPT) + before - 1 for before in emitted_before[:-1]]
 
 
 def test_bad_input_is_a_named_error_that_says_what_to_do() -> None:
