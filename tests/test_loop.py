@@ -19,8 +19,6 @@ import scripted
 import specdec_mlx as sd
 import tiny
 from selection import FULL, in_one_test
-from specdec_mlx.contracts import RoundRecord
-from specdec_mlx.draft_length.policy import Fixed
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -241,8 +239,6 @@ def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> No
     passes = tokens[-1].stats.target_passes
     assert waits == ["read"] * passes
     assert passes - 2 <= len(evals) <= passes  # the first two are under way before the patch
-
-
 
 
 def test_bad_input_is_a_named_error_that_says_what_to_do() -> None:
