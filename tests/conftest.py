@@ -24,12 +24,8 @@ os.environ.setdefault("SPECDEC_MLX_CACHE", tempfile.mkdtemp(prefix="specdec-mlx-
 
 # Models take long, and longer on a busy machine: no deadlines. The same examples on every run, so
 # that a failure is about the change under test and not about luck.
-common = settings(
-    deadline=None,
-    derandomize=True,
-    print_blob=True,
-    suppress_health_check=[HealthCheck.too_slow],
-)
+slow = [HealthCheck.too_slow]
+common = settings(deadline=None, derandomize=True, print_blob=True, suppress_health_check=slow)
 settings.register_profile("default", common, max_examples=50)
 settings.register_profile("thorough", common, max_examples=500, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))

@@ -1,4 +1,4 @@
-"""A tiny model whose text repeats itself, and a tokenizer to go with it, for benchmarks."""
+"""A tiny model whose text repeats itself, with a tokenizer, and one that counts its passes."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
 import tiny
 from specdec_mlx.bench.prompts import Task
@@ -41,14 +42,8 @@ def model(seed: int = 0) -> nn.Module:
 def tasks(count: int = 4, categories: int = 2) -> list[Task]:
     """Tasks with random prompts over the same few ids."""
     coins = random.Random(0)
-    return [
-        Task(
-            f"task {i}",
-            f"kind {i % categories}",
-            [coins.randrange(NUM_TOKENS) for _ in range(10 + i)],
-        )
-        for i in range(count)
-    ]
+    prompts = [[coins.randrange(NUM_TOKENS) for _ in range(10 + i)] for i in range(count)]
+    return [Task(f"task {i}", f"kind {i % categories}", p) for i, p in enumerate(prompts)]
 
 
 @dataclass
@@ -69,3 +64,22 @@ class FakeTokenizer:
         assert add_generation_prompt
         self.seen.append(messages)
         return [0, *self.encode(messages[0]["content"]), 1]
+
+
+class Counting(nn.Module):
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+        self.num_passes = 0
+
+    @property
+    def layers(self) -> Any:
+        return self.model.layers
+
+    def make_cache(self) -> list[Any]:
+        return make_prompt_cache(self.model)
+
+    def __call__(self, inputs: mx.array, cache: Any = None) -> mx.array:
+        self.num_passes += 1
+        logits: mx.array = self.model(inputs, cache=cache)
+        return logits

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
+from itertools import accumulate, product
 from operator import mul
 from typing import Any
 
@@ -18,13 +18,8 @@ import narrow
 import scripted
 import specdec_mlx as sd
 from benchmarks import batches
-from benchmarks.recorded_rows import (
-    RecordedBatch,
-    groups_of,
-    plain_seconds,
-    replay_rows,
-    score_rows,
-)
+from benchmarks.recorded_rows import RecordedBatch, replay_rows, score_rows
+from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request
 from specdec_mlx.bench.cost import CostCurve, linear_cost
@@ -39,12 +34,8 @@ from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
 
 SLOPED = linear_cost(0.1)
 
+SLOPE = Curve(((1, 1.0), (64, 7.3)))
 STAIRS = Curve(((1, 1.0), (5, 1.1), (8, 1.9), (20, 2.3), (21, 3.5), (64, 9.0)))
-
-
-def sloped(slope: float) -> Curve:
-    """Each row costs so much more."""
-    return Curve(((1, 1.0), (64, 1.0 + 63 * slope)))
 
 
 def shared_by(num_rows: int, costs: Curve = STAIRS, rate: float = 0.0) -> SharedLength:
@@ -74,7 +65,6 @@ class Reaching:
 
 
 def shared_width(length: SharedLength, rows: Sequence[Reaching]) -> int:
-    """The longest draft that is verified."""
     given: Any = [(row, "it", Draft([1] * len(row.reached))) for row in rows]
     return max(len(draft) for draft in length.share(given))
 
@@ -86,7 +76,6 @@ REACHES = st.lists(st.lists(st.floats(0.05, 1.0), max_size=12), min_size=1, max_
 def test_one_width_is_worth_most_to_all_rows_together(
     chances: list[list[float]], rate: float, budgets: list[float]
 ) -> None:
-    """By brute force: tokens less cost at the going rate; narrower where a row cannot afford it."""
     num_rows = len(chances)
     length = shared_by(num_rows, rate=rate)
     rows = [Reaching([*accumulate(row, mul)], b) for row, b in zip(chances, budgets, strict=False)]
@@ -107,14 +96,6 @@ def test_one_width_is_worth_most_to_all_rows_together(
     assert found <= best or values[found] == pytest.approx(values[best], abs=1e-6)
 
 
-def test_no_row_is_expected_to_fall_back_further_than_its_account() -> None:
-    """Nor is a pass refused that is expected to bring a row more than it costs."""
-    length = shared_by(2, sloped(0.1))  # a token each costs 1.18 plain passes, two 1.36
-    for budget, width in ((0.4, 2), (0.3, 1), (0.1, 0)):
-        assert shared_width(length, [Reaching([1.0, 1.0]), Reaching([], budget)]) == width
-    assert shared_width(length, [Reaching([1.0]), Reaching([0.5], 0.0)]) == 1
-
-
 @given(st.integers(1, 8), st.sampled_from(WIDTHS))
 def test_what_a_pass_over_rows_costs_is_read_from_the_same_prior(num_rows: int, rows: int) -> None:
     """R texts with m rows each are R m rows of one text, in passes over R, until it is measured."""
@@ -123,7 +104,6 @@ def test_what_a_pass_over_rows_costs_is_read_from_the_same_prior(num_rows: int, 
 
 
 def test_plain_passes_are_measured_before_anything_is_drafted() -> None:
-    """And of every number of rows anew."""
     length, certain = SharedLength(Tuning()), [Reaching([1.0] * 4)] * 8
     length.resize(8)
     for _ in range(NUM_PLAIN):
@@ -136,10 +116,9 @@ def test_plain_passes_are_measured_before_anything_is_drafted() -> None:
 
 
 def test_a_draft_that_was_drawn_is_cut_by_its_length_alone() -> None:
-    """Whatever tokens were drawn, and however likely they were; a point mass by its evidence."""
 
     def kept(tokens: list[int], told: Evidence, drawn: bool) -> list[int]:
-        length = shared_by(2, sloped(0.15))
+        length = shared_by(2, SLOPE)
         logprobs = mx.log(mx.full((4, 9), 1 / 9)) if drawn else None
         rows = []
         for _ in range(2):
@@ -156,8 +135,6 @@ def test_a_draft_that_was_drawn_is_cut_by_its_length_alone() -> None:
 
 
 class Guesses:
-    """Free drafts for each of some texts, with a wrong token in every `period`-th place."""
-
     def __init__(self, texts: Sequence[RecordedText], period: int) -> None:
         self.texts = {tuple(text.prompt): text.generated for text in texts}
         self.period = period
@@ -173,7 +150,6 @@ class Guesses:
 
 
 def recorded(lengths: Sequence[int]) -> list[RecordedText]:
-    """Texts of the narrow model, of these lengths."""
     texts = []
     for task, length in zip(narrow.tasks(len(lengths)), lengths, strict=True):
         tokens = [t.token for t in sd.speculate(narrow.model(), task.prompt, max_tokens=length)]
@@ -181,10 +157,8 @@ def recorded(lengths: Sequence[int]) -> list[RecordedText]:
     return texts
 
 
-@pytest.mark.parametrize("rows", [2, 3])
-@pytest.mark.parametrize("length", [0, 1, 4])
+@in_one_test(("rows", "length"), product([2, 3], [0, 1, 4]))
 def test_counts_are_those_of_a_live_batch(rows: int, length: int) -> None:
-    """At temperature 0: passes, drafted and accepted tokens of all rows, which end one by one."""
     texts = recorded([24, 9, 17][:rows])
     drafter = Guesses(texts, 5) if length else None
     live = BatchGeneration(narrow.model(), drafter, draft_length=length)
@@ -210,18 +184,13 @@ def replayed(
     return replay_rows(texts, drafter, length, cost, vocab_size=narrow.VOCAB, memory=kept_with)
 
 
-def test_a_plain_batch_costs_what_it_costs() -> None:
-    """Three rows while all are there, then two, then one; without drafts that is all."""
+def test_rows_are_padded_to_the_longest_draft() -> None:
+    """A right draft of 3 in one of two rows is billed as 4 positions in each. Without drafts a
+    pass costs as the rows that are still there."""
     texts = recorded([4, 2, 3])
     curve = CostCurve("c", (1, 2, 3), (1.0, 1.25, 2.0))
-    expected = 2 * 2.0 + 1.25 + 1.0
-    assert plain_seconds([4, 2, 3], curve) == expected
-    modelled = replayed(texts, None, 0, curve)
-    assert modelled.seconds == modelled.plain_seconds == expected
-
-
-def test_rows_are_padded_to_the_longest_draft() -> None:
-    """A right draft of 3 in one of two rows is billed as 4 positions in each."""
+    plain = replayed(texts, None, 0, curve)
+    assert plain.seconds == plain.plain_seconds == 2 * 2.0 + 1.25 + 1.0
     texts = recorded([5, 5])
     drafter = Guesses(texts, 100)
     drafter.texts[tuple(texts[1].prompt)] = []
@@ -230,39 +199,29 @@ def test_rows_are_padded_to_the_longest_draft() -> None:
     assert modelled.seconds == pytest.approx(2.0 + 8.0 + 3 * 1.0)
 
 
-@pytest.mark.parametrize("rows", [2, 4, 8])
-@pytest.mark.parametrize("period", [1, 2, 3, 100])
-@pytest.mark.parametrize("slope", [0.0, 0.24, 1.0])
+@pytest.mark.parametrize("rows", cases([2, 4, 8], 2, 4))
+@in_one_test(("period", "slope"), product([1, 2, 3, 100], [0.0, 0.24, 1.0]))
 def test_a_chosen_length_hardly_ever_costs_more_than_it_brings(
     rows: int, period: int, slope: float
 ) -> None:
-    """Always wrong drafts, or half right, or right; free positions, or as expensive as passes."""
+    """Always wrong drafts, or half right, or right, which take less than half the time where
+    positions are free."""
     texts, cost = recorded([30 + 3 * row for row in range(rows)]), linear_cost(slope)
     modelled = replayed(texts, Guesses(texts, period), "auto", cost)
     assert modelled.seconds < 1.01 * modelled.plain_seconds + (BUDGET + 1.0) * cost(rows)
+    if period == 100 and slope == 0 and rows == 4:
+        assert modelled.seconds < 0.5 * modelled.plain_seconds
 
 
-def test_right_drafts_are_taken_where_positions_are_free() -> None:
-    """All rows have them: a batch that is over in less than half the time."""
-    texts = recorded([60, 50, 55, 60])
-    modelled = replayed(texts, Guesses(texts, 100), "auto", linear_cost(0.0))
-    assert modelled.seconds < 0.5 * modelled.plain_seconds
-
-
-def rows_of_a_server(texts: list[RecordedText], cost: CostCurve) -> list[float]:
+def rows_of_a_server(texts: list[RecordedText], drafter: Drafter) -> list[float]:
     """How much later than in a plain batch each text ended, in plain passes; texts may come."""
-    batch = RecordedBatch(
-        nn.Module(),
-        Guesses(texts, 1000),
-        max_rows=len(texts),
-        cost=cost,
-        vocab_size=narrow.VOCAB,
-        texts=texts,
-    )
+    about: dict[str, Any] = {"cost": SLOPED, "vocab_size": narrow.VOCAB, "texts": texts}
+    batch = RecordedBatch(nn.Module(), drafter, max_rows=len(texts), **about)
     for text in texts:
         batch.insert(Request(text.prompt, len(text.generated)))
     ended = {token.uid: batch.total for token in batch.run()}
-    return [ended[row] / cost(len(texts)) - len(text.generated) for row, text in enumerate(texts)]
+    plain = SLOPED(len(texts))
+    return [ended[row] / plain - len(text.generated) for row, text in enumerate(texts)]
 
 
 def test_a_row_without_drafts_is_not_made_to_wait_for_the_others(
@@ -271,25 +230,16 @@ def test_a_row_without_drafts_is_not_made_to_wait_for_the_others(
     """In a server, though three others would gain more than half of their time by it."""
     texts = recorded([160] * 4)
     texts[3] = replace(texts[3], prompt=[*texts[3].prompt, 0])
-    without = Guesses.begin
-
-    def begin(self: Guesses, prompt: Sequence[int], context: DraftContext) -> object:
-        if list(prompt) == texts[3].prompt:
-            session = scripted.ScriptedSession(lambda start, limit: [])
-            session.cheap = True  # type: ignore[attr-defined]
-            return session
-        return without(self, prompt, context)
-
-    monkeypatch.setattr(Guesses, "begin", begin)
-    late = rows_of_a_server(texts, SLOPED)
+    drafter = Guesses(texts, 1000)
+    drafter.texts[tuple(texts[3].prompt)] = []
+    late = rows_of_a_server(texts, drafter)
     assert max(late) < 2
     assert min(late) < 0
     monkeypatch.setattr(Account, "add", lambda self, amount=0.0: setattr(self, "budget", 99.0))
-    assert rows_of_a_server(texts, SLOPED)[3] > 8
+    assert rows_of_a_server(texts, drafter)[3] > 8
 
 
 def test_scores_are_sums_over_groups_of_neighbours() -> None:
-    """Five texts make two pairs, and the fifth is left out."""
     texts = recorded([12, 9, 15, 8, 10])
     record = Record("", {}, {"vocab_size": narrow.VOCAB}, texts)
     (plain, drafted) = score_rows(
@@ -301,12 +251,6 @@ def test_scores_are_sums_over_groups_of_neighbours() -> None:
     assert drafted.speedup == pytest.approx(sum(p.plain_seconds for p in pairs) / seconds)
     assert drafted.least == min(pair.plain_seconds / pair.seconds for pair in pairs)
     assert drafted.drafted == sum(pair.drafted for pair in pairs)
-
-
-def test_groups_are_neighbours_at_equal_distances() -> None:
-    """What is left over is left out."""
-    assert groups_of(range(7), 2) == [range(2), range(2, 4), range(4, 6)]
-    assert groups_of(range(12), 3, 2) == [range(3), range(6, 9)]
 
 
 def test_a_group_is_written_by_all_contenders_in_turns() -> None:
@@ -324,10 +268,10 @@ def test_a_group_is_written_by_all_contenders_in_turns() -> None:
 
     turns: list[Sequence[int]] = []
     contenders = {batches.PLAIN: writes([20, 16]), "ours": writes([20, 15])}
-    plain, ours = batches.race(contenders, narrow.tasks(2), max_tokens=20, repeats=8)
-    assert (plain.num_tokens, plain.passes, plain.same) == (36, 20, 2)
-    assert (ours.num_tokens, ours.passes, ours.same) == (35, 20, 1)
-    assert len(ours.seconds) == len(ours.prompt_seconds) == 8
+    groups = batches.race(contenders, narrow.tasks(2), max_tokens=20, repeats=8)
+    assert [(g.num_tokens, g.passes, g.same) for g in groups] == [(36, 20, 2), (35, 20, 1)]
+    assert "ours" in batches.format_rows(batches.summarize(2, groups))
+    assert [len(group.prompt_seconds) for group in groups] == [8, 8]
     repeats = [turns[start : start + 71] for start in range(0, len(turns), 71)]
     for repeat in repeats:
         assert sorted(repeat[:2]) == [[20, 15], [20, 16]], "first tokens come before any turn"
@@ -339,21 +283,13 @@ def test_a_group_is_written_by_all_contenders_in_turns() -> None:
 
 def test_speeds_are_medians_over_repeats_and_sums_over_groups() -> None:
     """By hand: two groups, three repeats, prompts of one second."""
-
-    def group(name: str, seconds: list[float]) -> batches.Group:
-        return batches.Group(
-            name, ["a", "b"], ["x", "x"], 16, 8, 2, seconds, [1.0, 1.0, 1.0], seconds
-        )
-
+    given = [("ours", [3.0, 3.0, 9.0]), ("ours", [3.0] * 3)]
+    given += [(batches.PLAIN, [5.0, 9.0, 5.0]), (batches.PLAIN, [3.0] * 3)]
     groups = [
-        group(batches.PLAIN, [5.0, 9.0, 5.0]),
-        group("ours", [3.0, 3.0, 9.0]),
-        group(batches.PLAIN, [3.0, 3.0, 3.0]),
-        group("ours", [3.0, 3.0, 3.0]),
+        batches.Group(name, ["a", "b"], ["x", "x"], 16, 8, 2, seconds, [1.0] * 3, seconds)
+        for name, seconds in given
     ]
     (row,) = batches.summarize(2, groups)
-    assert row.with_prompts == pytest.approx((5 + 3) / (3 + 3))
-    assert row.speed == pytest.approx((4 + 2) / (2 + 2))
+    assert (row.with_prompts, row.speed) == pytest.approx(((5 + 3) / (3 + 3), (4 + 2) / (2 + 2)))
     assert (row.least, row.most) == (1.0, pytest.approx(5 / 3))
     assert (row.tokens_per_pass, row.same, row.texts) == (2.0, 4, 4)
-    assert "ours" in batches.format_rows([row])

@@ -5,11 +5,11 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import cache
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis import strategies as st
@@ -40,28 +40,33 @@ VOCAB = 128
 build = cache(tiny.build)
 
 
-def attention(make: Callable[[], Any]) -> Callable[[], tuple[nn.Module, list[Any]]]:
-    """Plain attention; its heads are wide enough for caches to be quantized."""
-    return lambda: (build("qwen3", head_dim=32), [make(), make()])
+class SometimesTrims(RotatingKVCache):
+    """A class that is not in the table: it can be trimmed until its window is full."""
 
 
-def architecture(name: str) -> Callable[[], tuple[nn.Module, list[Any]]]:
-    return lambda: (build(name), make_prompt_cache(build(name)))
+class NeverTrims(KVCache):
+    """A class that is not in the table and cannot be trimmed."""
+
+    def is_trimmable(self) -> bool:
+        return False
 
 
-SUBJECTS: dict[str, Callable[[], tuple[nn.Module, list[Any]]]] = {
-    "KVCache": attention(KVCache),
-    "QuantizedKVCache": attention(lambda: QuantizedKVCache(group_size=32, bits=8)),
-    "ConcatenateKVCache": attention(ConcatenateKVCache),
-    "RotatingKVCache": attention(lambda: RotatingKVCache(WINDOW)),
-    "RotatingKVCache with keep": attention(lambda: RotatingKVCache(WINDOW, keep=4)),
-    "ChunkedKVCache": architecture("llama4"),
-    "ArraysCache": architecture("mamba2"),
-    "CacheList of arrays and keys": architecture("falcon_h1"),
-    "CacheList of arrays and a window": architecture("baichuan_m1"),
-    "LayerCache": architecture("deepseek_v41"),
+# An architecture, and a cache for each layer of plain attention; None for those of its own.
+SUBJECTS: dict[str, tuple[str, Callable[[], Any] | None]] = {
+    "KVCache": ("qwen3", KVCache),
+    "QuantizedKVCache": ("qwen3", lambda: QuantizedKVCache(group_size=32, bits=8)),
+    "ConcatenateKVCache": ("qwen3", ConcatenateKVCache),
+    "RotatingKVCache": ("qwen3", lambda: RotatingKVCache(WINDOW)),
+    "RotatingKVCache with keep": ("qwen3", lambda: RotatingKVCache(WINDOW, keep=4)),
+    "unknown, trims now and then": ("qwen3", lambda: SometimesTrims(WINDOW)),
+    "unknown, never trims": ("qwen3", NeverTrims),
+    "ChunkedKVCache": ("llama4", None),
+    "ArraysCache": ("mamba2", None),
+    "CacheList of arrays and keys": ("falcon_h1", None),
+    "CacheList of arrays and a window": ("baichuan_m1", None),
+    "LayerCache": ("deepseek_v41", None),
 }
-"""A model and fresh caches, for every class that mlx-lm's architectures make."""
+"""One for every class that mlx-lm's architectures make."""
 
 tokens = st.integers(1, VOCAB - 28)
 drafts = st.lists(tokens, min_size=1, max_size=WINDOW + 4)
@@ -77,12 +82,16 @@ class Speculation(RuleBasedStateMachine):
 
     def __init__(self, subject: str) -> None:
         super().__init__()
-        self.make = SUBJECTS[subject]
-        self.model, caches = self.make()
-        self.tape = Rollback(caches)
+        name, self.kind = SUBJECTS[subject]
+        # Heads are wide enough for caches to be quantized.
+        self.model = build(name, **{"head_dim": 32} if self.kind else {})
+        self.tape = Rollback(self.make())
         self.start = 0  # position in the text at which the tape was made
         self.text: list[int] = []
         self.references: list[tuple[mx.array, list[Any]]] = []
+
+    def make(self) -> list[Any]:
+        return [self.kind(), self.kind()] if self.kind else make_prompt_cache(self.model)
 
     @rule(new=st.lists(tokens, min_size=1, max_size=5))
     def decode_plainly(self, new: list[int]) -> None:
@@ -121,7 +130,6 @@ class Speculation(RuleBasedStateMachine):
 
     @rule(token=tokens, draft=drafts)
     def stop_before_the_pass(self, token: int, draft: list[int]) -> None:
-        """A pass is taken back whole."""
         length = len(self.text)
         self.launch(token, draft)
         self.go_back(length)
@@ -134,7 +142,6 @@ class Speculation(RuleBasedStateMachine):
         self.tape = Rollback(self.tape.caches)
 
     def teardown(self) -> None:
-        """Whatever was done last, the next token is right."""
         self.decode_plainly([1])
 
     def launch(self, token: int, draft: list[int]) -> list[int]:
@@ -159,7 +166,6 @@ class Speculation(RuleBasedStateMachine):
 
     @property
     def position(self) -> int:
-        """Tokens of the text that the caches hold."""
         return self.start + self.tape.position
 
     @property
@@ -185,7 +191,7 @@ class Speculation(RuleBasedStateMachine):
         """Logits after the token at `index`, from single tokens alone."""
         while len(self.references) <= index:
             token = self.text[len(self.references)]
-            earlier = self.references[-1][1] if self.references else self.make()[1]
+            earlier = self.references[-1][1] if self.references else self.make()
             caches = copy.deepcopy(earlier)
             logits = self.model(mx.array([[token]]), cache=caches)[0, 0]
             mx.eval(logits)
@@ -193,19 +199,29 @@ class Speculation(RuleBasedStateMachine):
         return self.references[index][0]
 
 
-def explore(subject: str) -> None:
-    run_state_machine_as_test(
-        lambda: Speculation(subject),
-        settings=settings(
-            max_examples=10,
-            stateful_step_count=12,
-            deadline=None,
-            derandomize=True,
-            database=None,
-            phases=[Phase.generate],  # a failing history is short enough to read as it is
-            suppress_health_check=list(HealthCheck),
-        ),
-    )
+@pytest.mark.parametrize("rolls_back", [True, False])
+@pytest.mark.parametrize("subject", cases(SUBJECTS, *SUBJECTS.keys() - {"LayerCache"}))
+def test_drafting_leaves_no_trace(
+    subject: str, rolls_back: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After any sequence of passes, drafts, rollbacks and turns the logits are those of caches
+    that saw only the tokens that were kept, one at a time. A rollback that only counts is found
+    out."""
+    if not rolls_back:
+        monkeypatch.setattr(Rollback, "rewind_to", only_counting)
+    with nullcontext() if rolls_back else pytest.raises(AssertionError):
+        run_state_machine_as_test(
+            lambda: Speculation(subject),
+            settings=settings(
+                max_examples=10,
+                stateful_step_count=12,
+                deadline=None,
+                derandomize=True,
+                database=None,
+                phases=[Phase.generate],  # a failing history is short enough to read as it is
+                suppress_health_check=list(HealthCheck),
+            ),
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -215,139 +231,38 @@ def _smooth(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(deepseek_v41, name, lambda x, *args, **kwargs: x)
 
 
-@pytest.mark.parametrize("subject", cases(SUBJECTS, *SUBJECTS.keys() - {"LayerCache"}))
-def test_drafting_leaves_no_trace(subject: str) -> None:
-    """After any sequence of passes, drafts, rollbacks and turns the logits are those of caches
-    that saw only the tokens that were kept, one at a time."""
-    explore(subject)
-
-
-@pytest.mark.parametrize("subject", SUBJECTS)
-def test_without_rollback_drafting_leaves_a_trace(
-    subject: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The control: a rollback that only counts is found out."""
-    monkeypatch.setattr(Rollback, "rewind_to", only_counting)
-    with pytest.raises(AssertionError):
-        explore(subject)
-
-
 def test_every_cache_class_has_a_strategy() -> None:
-    """A class that a later mlx-lm adds fails here. Batched ones belong to its batch generator."""
-    classes = {
+    classes = [kind for _, kind in inspect.getmembers(mlx_lm_cache, inspect.isclass)]
+    single = {
         kind
-        for _, kind in inspect.getmembers(mlx_lm_cache, inspect.isclass)
-        if issubclass(kind, mlx_lm_cache._BaseCache) and kind is not mlx_lm_cache._BaseCache
+        for kind in classes
+        if issubclass(kind, mlx_lm_cache._BaseCache) and not kind.__name__.startswith("Batch")
     }
-    single = {kind for kind in classes if not kind.__name__.startswith("Batch")}
-    assert single - {CacheList} <= set(STRATEGIES)
-
-
-def test_leaves_of_nested_lists_come_in_order() -> None:
-    """A CacheList in a CacheList is a branch, not a leaf."""
-    a, b, c, d = KVCache(), ArraysCache(1), KVCache(), RotatingKVCache(WINDOW)
-    assert list(leaves([a, CacheList(b, CacheList(c)), d])) == [a, b, c, d]
-
-
-def fed(kept: Any, *values: int) -> list[int]:
-    """Append rows to a cache that can be told apart, and what it then attends to."""
-    rows = mx.array(values, mx.float32).reshape(1, 1, -1, 1)
-    return kept.update_and_fetch(rows, rows)[0].reshape(-1).tolist()  # type: ignore[no-any-return]
-
-
-def test_nested_lists_go_back_together() -> None:
-    """Where one child has to be restored all children end at the same position."""
-    inner, state, outer = KVCache(), ArraysCache(1), KVCache()
-    tape = Rollback([CacheList(CacheList(inner, state), outer)])
-    for values in ([1], [2, 3]):
-        fed(inner, *values), fed(outer, *values)
-        state[0] = mx.array([values[-1]])
-        tape.advance(len(values))
-        if tape.position == 1:
-            tape.checkpoint()
-    assert tape.rewind_to(2) == 1
-    assert state[0].item() == 1
-    assert fed(inner, 9) == fed(outer, 9) == [1, 9]
-
-
-class Full(RotatingKVCache):
-    """A class that is not in the table: it can be trimmed until its window is full."""
-
-
-class Boxed(ArraysCache):
-    """A class that is not in the table and cannot be trimmed."""
+    assert single - {CacheList, mlx_lm_cache._BaseCache} <= set(STRATEGIES)
 
 
 class Opaque:
-    """A class without attributes that could be saved."""
-
     __slots__ = ()
 
     def is_trimmable(self) -> bool:
         return False
 
 
-class Liar(KVCache):
-    """Says that it trims, and does not."""
-
-    def trim(self, n: int) -> int:
-        return 0
-
-
-def checkpointed(kept: Any, before: list[int], after: list[int]) -> Rollback:
-    """A cache that was fed some rows, and more after a checkpoint."""
-    tape = Rollback([kept])
-    for values in (before, after):
-        if values:
-            fed(kept, *values)
-            tape.advance(len(values))
-        if values is before:
-            tape.checkpoint()
-    return tape
-
-
-def test_a_class_that_sometimes_trims_is_asked_each_time() -> None:
-    """Before the window is full it is trimmed, past it restored."""
-    kept = Full(4)
-    assert checkpointed(kept, [1, 2], [3]).rewind_to(2) == 2
-    assert fed(kept, 4, 5) == [1, 2, 4, 5]
-    assert checkpointed(kept, [], [6, 7]).rewind_to(1) == 0
-    assert fed(kept, 8) == [8, 2, 4, 5]  # the window as it is stored
-
-
-def test_a_class_that_never_trims_is_restored() -> None:
-    """What was saved is not what the pass writes to, even in place."""
-    kept = Boxed(1)
-    kept[0] = mx.array([1.0, 2.0])
-    tape = Rollback([kept])
-    tape.checkpoint()
-    kept[0][0] = 7.0
-    tape.advance(3)
-    assert tape.rewind_to(2) == 0
-    assert kept[0].tolist() == [1.0, 2.0]
-
-
-def test_a_class_with_no_way_back_is_never_drafted_on() -> None:
-    """Single tokens only, with a warning that names the class."""
+def test_what_has_no_way_back_is_named() -> None:
+    """A class without attributes that could be saved is never drafted on; a trim that did nothing,
+    in silence as mlx-lm's own do, and state without a checkpoint are errors."""
     with pytest.warns(UserWarning, match="Opaque has no known way back"):
         assert strategy_for(Opaque()).widest_pass(Opaque()) == 1
-
-
-def test_a_trim_that_did_nothing_is_an_error() -> None:
-    """mlx-lm's own trims return 0 in silence; here the count is checked."""
-    with pytest.raises(CacheRollbackError, match=r"Cache 0 \(Liar\) gave back 0 of 1"):
-        checkpointed(Liar(), [], [1, 2]).rewind_to(1)
-
-
-def test_without_a_checkpoint_there_is_no_way_back_for_state() -> None:
-    """The error names the class and what to do."""
-    tape = Rollback([ArraysCache(1)], position=2)
+    kept, rows = KVCache(), mx.zeros((1, 1, 2, 1))
+    kept.update_and_fetch(rows, rows)
+    kept.trim = lambda n: 0
+    with pytest.raises(CacheRollbackError, match=r"Cache 0 \(KVCache\) gave back 0 of 1"):
+        Rollback([kept], position=2).rewind_to(1)
     with pytest.raises(CacheRollbackError, match="ArraysCache kept no state from before it"):
-        tape.rewind_to(1)
+        Rollback([ArraysCache(1)], position=2).rewind_to(1)
 
 
 def test_dropping_checkpoints_lets_go_of_every_buffer() -> None:
-    """None outlives its round."""
     tape = Rollback([KVCache(), RotatingKVCache(WINDOW), ArraysCache(1)])
     tape.checkpoint()
     tape.checkpoint()
@@ -355,14 +270,11 @@ def test_dropping_checkpoints_lets_go_of_every_buffer() -> None:
     assert tape == Rollback(tape.caches)
 
 
-class HandleOn(KVCache):
-    """Treated as unknown, so that its state is kept in a checkpoint."""
-
-
-@in_one_test("make", [KVCache, HandleOn])
-def test_going_back_copies_no_keys(make: type[KVCache]) -> None:
-    """A round over 8,192 cached tokens needs no second buffer; one handle on it, and it does."""
-    kept = make()
+@in_one_test("kind", [KVCache, type("HandleOn", (KVCache,), {})])
+def test_going_back_copies_no_keys(kind: type[KVCache]) -> None:
+    """A round over 8,192 cached tokens needs no second buffer; one handle on it, as is kept for a
+    class that is not known, and it does."""
+    kept = kind()
     tape = Rollback([kept])
     many, one_more = (mx.zeros((1, 1, n, 64)) for n in (8192 - 100, 5))
     mx.eval(kept.update_and_fetch(many, many), one_more)
@@ -376,4 +288,4 @@ def test_going_back_copies_no_keys(make: type[KVCache]) -> None:
         tape.advance(5)
         tape.rewind_to(tape.position - 3)
     copied = mx.get_peak_memory() - before > kept.keys.nbytes / 2
-    assert copied == (make is HandleOn)
+    assert copied == (kind is not KVCache)

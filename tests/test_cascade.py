@@ -16,7 +16,6 @@ from mlx_lm.models.cache import LRUPromptCache
 
 import specdec_mlx as sd
 import tiny
-from counting import Counting
 from exact import (
     TARGET,
     Drawn,
@@ -25,6 +24,7 @@ from exact import (
     rolled,
 )
 from lossless import PROMPT, plain_text
+from narrow import Counting
 from scripted import ScriptedDrafter, ScriptedSession
 from selection import cases, in_one_test
 from specdec_mlx import lab

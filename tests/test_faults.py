@@ -36,17 +36,18 @@ from specdec_mlx.beams.guesses import BeamDrafting, GuessLength
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.target.exactness import can_hold_rows
 from specdec_mlx.target.rollback import check_usable
-from specdec_mlx.target.row_exactness import can_hold_rows
 
 pytestmark = pytest.mark.filterwarnings("ignore:specdec_mlx")
 
 VOCAB, NUM_TOKENS = 128, 12
 BEFORE = [8, 3, 77, 5]
 PROMPTS = ([5, 17, 99, 3, 64, 17, 99, 42], [9], [5, 17, 99] * 4, [30, 31, 32])
-NAMES = ("llama", "mamba", "qwen3_next", "gemma3_text", "gpt_oss")
-ROWS = ("llama", "qwen3_next", "gemma3_text", "gpt_oss", "mamba")
+NAMES = ("llama", "qwen3_next", "gemma3_text", "gpt_oss", "mamba")
 
+
+HEADS_HERE = ("eagle3", "medusa")
 
 DRAFTER = ("begin", "propose", "propose_while", "propose_tree", "observe", "close", "see", "fork")
 PLACES = (*DRAFTER, "layer", "processor", "sampler", "callback")
@@ -75,7 +76,6 @@ class Fault:
 
     @classmethod
     def within(cls, place: str, call: Callable[..., Any]) -> Callable[..., Any]:
-        """A callable that may raise."""
 
         @functools.wraps(call, updated=())
         def guarded(*args: Any, **kwargs: Any) -> Any:
@@ -92,25 +92,18 @@ class Fault:
         return guarded
 
 
+target = functools.cache(tiny.build)
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _layers_may_raise() -> Iterator[None]:
     """Those of all models here, for as long as these tests run."""
-    kinds = {type(layer) for name in NAMES for layer in layers_of(target(name))}
-    before = {kind: kind.__call__ for kind in kinds}
-    for kind in kinds:
-        kind.__call__ = Fault.within("layer", kind.__call__)  # type: ignore[method-assign]
-    yield
-    for kind, call in before.items():
-        kind.__call__ = call  # type: ignore[method-assign]
-
-
-def layers_of(model: nn.Module) -> list[nn.Module]:
-    return list(getattr(model, "layers", None) or model.model.layers)
-
-
-@functools.cache
-def target(name: str) -> nn.Module:
-    return tiny.build(name)
+    with pytest.MonkeyPatch.context() as patch:
+        models = map(target, NAMES)
+        layers = (getattr(model, "layers", None) or model.model.layers for model in models)
+        for kind in {type(layer) for of_model in layers for layer in of_model}:
+            patch.setattr(kind, "__call__", Fault.within("layer", kind.__call__))
+        yield
 
 
 @functools.cache
@@ -119,18 +112,13 @@ def plain(name: str, prompt: tuple[int, ...], num_tokens: int = NUM_TOKENS) -> l
     return [int(token) for token, _ in steps]
 
 
-def filled(name: str, tokens: Sequence[int], model: nn.Module | None = None) -> list[Any]:
-    """Caches that hold these tokens."""
-    model = model or target(name)
-    caches = make_prompt_cache(model)
-    if tokens:
-        model(mx.array([list(tokens)]), cache=caches)
-    return caches
+def goes_on(name: str, caches: list[Any], text: Sequence[int], whole: Sequence[int]) -> bool:
+    """True if caches hold the first tokens of a text: it is continued as it would be."""
+    again = sd.speculate(target(name), [*text], max_tokens=6, prompt_cache=caches)
+    return [item.token for item in again] == plain(name, tuple(whole), 6)
 
 
 class Faulty:
-    """A drafter whose own calls, and those of its sessions, may raise."""
-
     def __init__(self, drafter: Any) -> None:
         self.drafter = drafter
         self.sessions: list[Any] = []
@@ -140,22 +128,17 @@ class Faulty:
         return getattr(self.__dict__["drafter"], name)
 
     def _begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        self.sessions.append(watched(self.drafter.begin(prompt, context)))
-        return self.sessions[-1]
-
-
-def watched(session: Any) -> Any:
-    """A session whose calls may raise, and which counts how often it was closed."""
-    session.num_closed, session.__class__ = 0, raising(type(session))
-    return session
+        session = self.drafter.begin(prompt, context)
+        session.num_closed, session.__class__ = 0, raising(type(session))
+        self.sessions.append(session)
+        return session
 
 
 @functools.cache
 def raising(kind: type) -> type:
-    """The class of a session, with calls that may raise."""
-    members = {
-        name: Fault.within(name, getattr(kind, name)) for name in DRAFTER if hasattr(kind, name)
-    }
+    """The class of a session, with calls that may raise, and a count of how often it was closed."""
+    calls = {name: getattr(kind, name) for name in DRAFTER if hasattr(kind, name)}
+    members = {name: Fault.within(name, call) for name, call in calls.items()}
     close = members["close"]
 
     def counted(self: Any, length: int) -> None:
@@ -174,16 +157,15 @@ class Oracles:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         text = plain(self.name, (*self.before, *prompt), NUM_TOKENS + 8)
-        made: Any = (
-            scripted.OracleTrees(text, VOCAB, self.seed)
-            if self.trees
-            else scripted.OracleDrafter(text, VOCAB, wrong=0.4, seed=self.seed)
-        )
-        return made.begin(prompt, context)
+        if self.trees:
+            return scripted.OracleTrees(text, VOCAB, self.seed).begin(prompt, context)
+        return scripted.OracleDrafter(text, VOCAB, 0.4, self.seed).begin(prompt, context)
 
 
 def drafter_of(way: str, name: str, coins: random.Random, *, before: bool) -> Any:
-    """A drafter for this way to write."""
+    """A drafter for this way to write; None to write plainly."""
+    if way == "none":
+        return None
     if way == "model":
         return sd.ModelDrafter(tiny.build(name, seed=1), branches=coins.choice([1, 1, 2]))
     if way in HEADS:
@@ -196,82 +178,65 @@ def head(kind: str, name: str) -> Any:
     return random_head(HEADS[kind], target(name))
 
 
-def argmax(logprobs: mx.array) -> mx.array:
-    return mx.argmax(logprobs, axis=-1)
-
-
-def same(tokens: mx.array, logits: mx.array) -> mx.array:
-    return logits
-
-
 def how(coins: random.Random) -> dict[str, Any]:
     """Sampler and processors, which may raise and may be known to be pure."""
     options: dict[str, Any] = {}
     if Fault.place == "sampler":
-        options["sampler"] = Fault.within("sampler", argmax)
+        options["sampler"] = Fault.within("sampler", lambda rows: mx.argmax(rows, axis=-1))
     if Fault.place == "processor":
-        processor = Fault.within("processor", same)
+        processor = Fault.within("processor", lambda tokens, logits: logits)
         processor.pure = coins.random() < 0.5  # type: ignore[attr-defined]
         options["logits_processors"] = [processor]
     return options
 
 
-def goes_on(name: str, caches: list[Any], text: Sequence[int], whole: Sequence[int]) -> bool:
-    """True if caches hold the first tokens of a text: it is continued as it would be."""
-    again = sd.speculate(target(name), [*text], max_tokens=6, prompt_cache=caches)
-    return [item.token for item in again] == plain(name, tuple(whole), 6)
-
-
-# One text -----------------------------------------------------------------------------------------
-
-HEADS_HERE = ("eagle3", "medusa")
-WAYS = ("none", "chains", "trees", "model", *HEADS_HERE)
-
-
-def raised_in(part: str, error: BaseException | None) -> bool:
-    """True if an exception came through a module or function: `exactness`, where it is a verdict,
-    or `close_all`, at the end of a generation."""
-    frames = traceback.extract_tb(error.__traceback__ if error else None)
+def raised_in(part: str) -> bool:
+    """True if the fault came through a module or function: `exactness`, where it is a verdict, or
+    `close_all`, at the end of a generation."""
+    frames = traceback.extract_tb(Fault.raised.__traceback__ if Fault.raised else None)
     return any(part in (frame.name, Path(frame.filename).stem) for frame in frames)
 
 
+def notes(error: BaseException | None) -> str:
+    return " ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+def filled(name: str, tokens: Sequence[int], model: nn.Module | None = None) -> list[Any]:
+    model = model or target(name)
+    caches = make_prompt_cache(model)
+    if tokens:
+        model(mx.array([list(tokens)]), cache=caches)
+    return caches
+
+
 def one_text(way: str, coins: random.Random) -> None:
-    name = coins.choice(NAMES if way in ("none", "chains", "trees") else ("llama", "gemma3_text"))
-    if way in HEADS:
-        name = "llama"
+    names = {"model": ("llama", "gemma3_text")} | dict.fromkeys(HEADS_HERE, ("llama",))
+    name = coins.choice(names.get(way, NAMES))
     prompt, before = coins.choice(PROMPTS), coins.random() < 0.4
     held = BEFORE if before else []
-    one = None if way == "none" else drafter_of(way, name, coins, before=before)
+    one = drafter_of(way, name, coins, before=before)
     caches = filled(name, held)
     own = len(caches)
-    draft_caches = []
-    if way == "model" and coins.random() < 0.5:
-        draft_caches = filled(name, held, one.model)
-    caches += draft_caches
+    has_draft_caches = way == "model" and coins.random() < 0.5
+    caches += filled(name, held, one.model) if has_draft_caches else []
     fresh = coins.random() < 0.2
     model = tiny.build(name) if fresh else target(name)
     Fault.arm(coins, [p for p in PLACES if way != "none" or p not in DRAFTER])
     tokens: list[int] = []
     left_at = coins.randint(1, NUM_TOKENS) if coins.random() < 0.3 else -1
-    error = run_one(
-        lambda: sd.speculate(
-            model,
-            prompt,
-            Faulty(one) if one is not None else None,
-            max_tokens=NUM_TOKENS,
-            prompt_cache=caches,
-            draft_length=coins.choice([1, 3, 8, "auto"]),
-            prefill_step_size=coins.choice([3, 2048]),
-            prompt_progress_callback=Fault.within("callback", lambda done, total: None),
-            probe=coins.random() < 0.7,
-            **how(coins),
-        ),
-        tokens,
-        left_at,
-        throws=coins.random() < 0.5,
-    )
+    options = {
+        "max_tokens": NUM_TOKENS,
+        "prompt_cache": caches,
+        "draft_length": coins.choice([1, 3, 8, "auto"]),
+        "prefill_step_size": coins.choice([3, 2048]),
+        "prompt_progress_callback": Fault.within("callback", lambda done, total: None),
+        "probe": coins.random() < 0.7,
+        **how(coins),
+    }
+    begin = functools.partial(sd.speculate, model, prompt, one and Faulty(one), **options)
+    error = run_one(begin, tokens, left_at, throws=coins.random() < 0.5)
     place, told = Fault.disarm(), notes(error)
-    is_probed = place == "layer" and (fresh or raised_in("exactness", Fault.raised))
+    is_probed = place == "layer" and (fresh or raised_in("exactness"))
     has_left = len(tokens) == left_at  # before he was told of a failure
     assert is_probed or has_left or (Fault.raised is not None) == ("the fault" in told), told
     text = [*held, *prompt]
@@ -282,24 +247,16 @@ def one_text(way: str, coins: random.Random) -> None:
     except sd.errors.CacheRollbackError:
         by_drafter = place in DRAFTER and isinstance(Fault.raised, Exception)
         assert not by_drafter
-        at_the_end = any(raised_in(f, Fault.raised) for f in ("close_all", "bring_caches_to"))
+        at_the_end = any(map(raised_in, ("close_all", "bring_caches_to")))
         assert "No way back" in told or at_the_end
         return
-    copies = caches[:own]
-    assert any(goes_on(name, copy.deepcopy(copies), [9], [*end, 9]) for end in ends), (
-        "holds another text"
-    )
-    if draft_caches and place not in ("close", "layer"):
-        got = {cache.offset for cache in caches[own:]}
+    held_by = copy.deepcopy(caches[:own])
+    assert any(goes_on(name, copy.deepcopy(held_by), [9], [*end, 9]) for end in ends)
+    if has_draft_caches and place not in ("close", "layer"):
         want = {cache.offset for cache in caches[:own]}
-        assert got <= {*want, len(held)}, (got, want)
+        assert {cache.offset for cache in caches[own:]} <= {*want, len(held)}
     again = sd.speculate(model, text, one if not before else None, max_tokens=6, draft_length=3)
     assert [item.token for item in again] == plain(name, tuple(text))[:6]
-
-
-def notes(error: BaseException | None) -> str:
-    """An exception's message and notes."""
-    return " ".join([str(error), *getattr(error, "__notes__", ())])
 
 
 def run_one(
@@ -319,16 +276,12 @@ def run_one(
     return None
 
 
-# Several texts ------------------------------------------------------------------------------------
-
-
 def several_texts(coins: random.Random) -> None:
-    name, before = coins.choice(ROWS), coins.random() < 0.4
+    name, before = coins.choice(NAMES), coins.random() < 0.4
     held = BEFORE if before else []
     lent = filled(name, held)
-    way = coins.choice(["none", "chains", "model"])
-    one = None if way == "none" else drafter_of(way, name, coins, before=before)
-    faulty = None if one is None else Faulty(one)
+    one = drafter_of(coins.choice(["none", "chains", "model"]), name, coins, before=before)
+    faulty = one and Faulty(one)
     told_of: list[int] = []
     batch = BatchGeneration(
         target(name),
@@ -369,18 +322,14 @@ def several_texts(coins: random.Random) -> None:
     again = run_one(written, [], -1, throws=False)
     assert again is None, traceback.format_exception(again)
     assert len(texts[len(requests) - 1]) == 5
-    if (
-        batch.on_error is not None
-        and isinstance(Fault.raised, Exception)
-        and left_at < 0
-        and place in ("begin", "propose", "observe", "sampler")
-    ):
+    is_of_a_row = place in ("begin", "propose", "observe", "sampler")
+    if batch.on_error and isinstance(Fault.raised, Exception) and left_at < 0 and is_of_a_row:
         assert (len(told_of), error) == (1, None)
     assert not {*told_of} & {*ended}, "a text that failed came as one that has ended"
     for uid, request in enumerate(requests):
         whole = [*held, *request.prompt]
         assert texts[uid] == plain(name, tuple(whole))[: len(texts[uid])]
-        if batch.on_error is not None and error is None and left_at < 0 and uid not in told_of:
+        if batch.on_error and error is None and left_at < 0 and uid not in told_of:
             assert len(texts[uid]) == request.max_tokens, (uid, told_of)
         if uid in ended and ended[uid].prompt_cache is not None:
             text = [*request.prompt, *texts[uid]]
@@ -389,19 +338,14 @@ def several_texts(coins: random.Random) -> None:
             assert goes_on(name, ended[uid].prompt_cache, [*text[cached:], 9], [*held, *text, 9])
     if before:
         assert goes_on(name, lent, [9], [*held, 9])
-    if faulty is not None and place != "begin":
-        assert all(session.num_closed == 1 for session in faulty.sessions), [
-            s.num_closed for s in faulty.sessions
-        ]
-
-
-# Beams --------------------------------------------------------------------------------------------
+    if faulty and place != "begin":
+        assert {session.num_closed for session in faulty.sessions} <= {1}
 
 
 def beams(coins: random.Random) -> None:
-    name, num_beams = coins.choice(ROWS[:4]), coins.choice([2, 3])
+    name, num_beams = coins.choice(NAMES[:4]), coins.choice([2, 3])
     way = coins.choice(["none", "chains", "trees", "model"])
-    one = None if way == "none" else drafter_of(way, name, coins, before=False)
+    one = drafter_of(way, name, coins, before=False)
     assert can_hold_rows(target(name))
     Fault.arm(coins, ["layer", *DRAFTER] if one else ["layer"])
     prompt = coins.choice(PROMPTS)
@@ -423,11 +367,6 @@ def beams(coins: random.Random) -> None:
     assert search(one) == search(None)
 
 
-WRITES: dict[str, Callable[[random.Random], None]] = {
-    **{way: functools.partial(one_text, way) for way in WAYS},
-    "batch": several_texts,
-    "beams": beams,
-}
 CASES = {"chains": 90, "batch": 100, "beams": 50} | dict.fromkeys(("none", "trees", "model"), 60)
 CASES |= dict.fromkeys(HEADS_HERE, 40)
 IN_SHORT = 5  # cases of each that always run
@@ -437,10 +376,12 @@ IN_SHORT = 5  # cases of each that always run
 @pytest.mark.parametrize("way", CASES)
 def test_after_an_exception_anywhere_caches_hold_what_was_handed_out(way: str, run: str) -> None:
     """500 generations in all; of the 40 in the short run each kind has five."""
+    several = {"batch": several_texts, "beams": beams}
+    write = several.get(way, functools.partial(one_text, way))
 
     def check(case: int) -> None:
         try:
-            WRITES[way](random.Random(f"{way} {case}"))
+            write(random.Random(f"{way} {case}"))
         finally:
             Fault.disarm()
 

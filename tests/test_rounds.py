@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from itertools import pairwise
@@ -12,20 +12,17 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.sample_utils import make_sampler
 
 import scripted
 import specdec_mlx as sd
 import tiny
-import tiny_text
+from scripted import ScriptedPass, ScriptedTarget
 from selection import in_one_test
-from specdec_mlx import generation as generation_module
 from specdec_mlx import loop
 from specdec_mlx.contracts import (
     Agreement,
     Draft,
     DraftContext,
-    Outcome,
     Randomness,
     RoundRecord,
     TargetRows,
@@ -34,14 +31,11 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.loop import Generation
-from specdec_mlx.mlx_lm_plugin import installation
 from specdec_mlx.rounds import clock
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.pipeline import Pipeline
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target import next_token, verifier
-from specdec_mlx.target.rollback import Rollback
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -57,54 +51,27 @@ def plain(num_tokens: int) -> list[int]:
     return [t.token for t in sd.speculate(target(), PROMPT, max_tokens=num_tokens)]
 
 
-class Asked(scripted.ScriptedDrafter):
-    """Notes the limits that its session was asked with."""
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> scripted.ScriptedSession:
-        session = super().begin(prompt, context)
-        object.__setattr__(self, "session", session)
-        return session
-
-
 def asked(max_tokens: int, keeps_cache: bool) -> list[int]:
     """Limits that a drafter of wrong tokens is asked with, K = 4."""
-    drafter = Asked(lambda emitted, limit: [(plain(20)[emitted] + 1) % VOCAB] * limit)
+    limits: list[int] = []
+
+    def script(emitted: int, limit: int) -> list[int]:
+        limits.append(limit)
+        return [(plain(20)[emitted] + 1) % VOCAB] * limit
+
     caches = make_prompt_cache(target()) if keeps_cache else None
     options: dict[str, Any] = {"max_tokens": max_tokens, "draft_length": 4, "prompt_cache": caches}
-    assert [t.token for t in sd.speculate(target(), PROMPT, drafter, **options)] == plain(
-        max_tokens
-    )
-    return drafter.session.limits  # type: ignore[attr-defined,no-any-return]
+    tokens = sd.speculate(target(), PROMPT, scripted.ScriptedDrafter(script), **options)
+    assert [t.token for t in tokens] == plain(max_tokens)
+    return limits
 
 
 def test_the_last_token_wanted_is_not_drafted_unless_the_caches_are_kept() -> None:
     """It comes with the verdict; in the caller's caches it has to be in any case."""
     assert asked(1, keeps_cache=True) == []  # the first token never is
     assert asked(2, keeps_cache=False) == []
-    assert asked(2, keeps_cache=True) == [1]
     assert asked(4, keeps_cache=False) == [2, 1]
     assert asked(7, keeps_cache=True) == [4, 4, 4, 3, 2, 1]
-    assert asked(8, keeps_cache=False) == [4, 4, 4, 3, 2, 1]
-
-
-def test_one_token_reads_no_prompt_with_a_draft_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The draft model is not run at all for a single token."""
-    draft_model = tiny.build("qwen2", mx.float32, seed=7)
-    calls: list[int] = []
-    call = type(draft_model).__call__
-
-    def counting(self: nn.Module, tokens: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-        if self is draft_model and kwargs.get("cache") and tokens.shape[1] > 1:
-            calls.append(tokens.shape[1])
-        return call(self, tokens, *args, **kwargs)  # type: ignore[no-any-return]
-
-    monkeypatch.setattr(type(draft_model), "__call__", counting)
-    drafter = sd.ModelDrafter(draft_model)
-    tokens = list(sd.speculate(target(), PROMPT, drafter, max_tokens=1, draft_length=4))
-    assert len(tokens) == 1
-    assert calls == []
-    list(sd.speculate(target(), PROMPT, drafter, max_tokens=3, draft_length=4))
-    assert calls != []
 
 
 @dataclass(frozen=True)
@@ -121,26 +88,15 @@ class KeepAll:
 
 @in_one_test("temp", [0.0, 1.0])
 def test_a_rule_of_the_callers_own_decides_at_every_temperature(temp: float) -> None:
-    """At temperature 0 too: what it keeps is what is emitted."""
     rule = KeepAll()
     drafter = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
-    tokens = list(
-        sd.speculate(
-            target(),
-            PROMPT,
-            drafter,
-            max_tokens=10,
-            draft_length=2,
-            rule=rule,
-            sampler=sd.Sampling(temp=temp),
-        )
-    )
+    options: dict[str, Any] = {"max_tokens": 10, "draft_length": 2, "rule": rule}
+    tokens = sd.speculate(target(), PROMPT, drafter, sampler=sd.Sampling(temp=temp), **options)
     assert [t.token for t in tokens if t.from_draft] == [7] * 6
     assert set(rule.seen) == {temp == 0}
 
 
 def test_a_rule_that_needs_no_distribution_takes_any_sampler() -> None:
-    """It says so itself; one that does not is refused in words."""
 
     class Own(KeepAll):
         needs_distribution = False
@@ -162,7 +118,6 @@ def test_a_rule_that_needs_no_distribution_takes_any_sampler() -> None:
 
 
 def test_logits_that_are_not_numbers_do_no_harm_where_they_were_rejected() -> None:
-    """Rows behind a rejected token are not looked at; a row that counts is."""
 
     def poison(tokens: mx.array, logits: mx.array) -> mx.array:
         return logits * mx.nan if 7 in tokens.tolist()[-2:] else logits
@@ -177,78 +132,32 @@ def test_logits_that_are_not_numbers_do_no_harm_where_they_were_rejected() -> No
         list(sd.speculate(target(), PROMPT, drafter, rule=KeepAll(), **options))
 
 
-def test_mlx_buffers_are_cleared_every_256_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in mlx-lm's own loop, counted in tokens handed out."""
-    cleared: list[int] = []
-    handed_out: list[int] = []
-    monkeypatch.setattr(loop.mx, "clear_cache", lambda: cleared.append(len(handed_out)))
-    for item in sd.speculate(target(), PROMPT, max_tokens=520):
-        handed_out.append(item.token)
-    assert cleared == [0, 255, 511]  # the first one after the prompt
-
-
-# The clock ----------------------------------------------------------------------------------------
-
-
 class FakeTime:
     """A clock that passes move on by a second, and the caller by as much as he likes."""
 
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
 
 
 @dataclass
-class FakePass:
-    """A pass that is finished a second after it was launched, or after the one before it."""
-
-    draft: Draft
-    num_fed: int
-    time: FakeTime
-    done_at: float
-    logprobs: Any = field(default_factory=lambda: mx.zeros((5, 4)))
-    features: None = None
-
-    @property
-    def next_token(self) -> list[int]:
-        return [1]
-
-    def wait(self) -> None:
-        self.time.now = max(self.time.now, self.done_at)
-
-    def read(self) -> Outcome:
-        self.wait()
-        return Outcome(range(0), [1])
-
-
-class FakeTarget:
+class TimedTarget(ScriptedTarget):
     """A target whose passes take a second each, one after the other."""
 
-    def __init__(self, time: FakeTime) -> None:
-        self.rollback = Rollback([])
-        self.time = time
-        self.free_at = 0.0
+    text: Sequence[int] = (1,) * 20
+    time: FakeTime = field(default_factory=FakeTime)
+    free_at: float = 0.0
 
-    def launch(self, pending: Any, draft: Draft, position: int, embeddings: Any = None) -> FakePass:
-        self.rollback.advance(len(pending) + len(draft))
-        self.free_at = max(self.free_at, self.time.now) + 1.0
-        return FakePass(draft, len(pending) + len(draft), self.time, self.free_at)
+    def launch(self, *about: Any) -> ScriptedPass:
+        pass_, read = super().launch(*about), ScriptedPass.read
+        done_at = self.free_at = max(self.free_at, self.time.now) + 1.0
 
-    def feed(self, tokens: mx.array, embeddings: Any = None) -> mx.array:
-        self.rollback.advance(tokens.shape[0])
-        return mx.zeros((tokens.shape[0], 4))
+        def wait() -> None:
+            self.time.now = max(self.time.now, done_at)
 
-    def extend_history(self, tokens: Any) -> None: ...
-
-    def vocab_size(self) -> int:
-        return 4
-
-    def widest_pass(self) -> int | None:
-        return None
-
-    def quantize(self) -> None: ...
+        pass_.wait, pass_.read = wait, lambda: (wait(), read(pass_))[1]
+        return pass_
 
 
 class WantsTwo(Auto):
@@ -273,31 +182,44 @@ class WantsTwo(Auto):
             self.wanted -= 1
 
 
-def handed_out(policy: Any, away: float, monkeypatch: pytest.MonkeyPatch) -> Iterator[float]:
-    """When each of 12 tokens is handed out, to a caller who needs `away` seconds for each."""
+def handed_out(policy: Any, away: float, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds between 12 tokens that are handed out to a caller who is `away` with each."""
     time = FakeTime()
     for module in (clock, loop):
         monkeypatch.setattr(module, "perf_counter", time)
-    fake, sequence = FakeTarget(time), SequenceState([1, 2], 2, 12)
+    fake, sequence = TimedTarget(time=time), SequenceState([1, 2], 2, 12)
     drafter = scripted.ScriptedDrafter(lambda emitted, limit: [3] * limit)
     drafting = Drafting(drafter, policy, fake, sequence, keeps_cache=False, stream=mx.cpu)
     generation = Generation(fake, sequence, drafting, SpeculationStats(), stream=mx.cpu)
+    times = []
     for _ in generation.run(DraftContext()):
-        yield time.now
+        times.append(time.now)
         time.now += away
+    return [b - a for a, b in pairwise(times)]
 
 
-@pytest.mark.parametrize("length", [0, 1])
+@in_one_test("length", [0, 1])
 def test_a_slow_caller_does_not_keep_the_policy_from_learning(
     length: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Four seconds with each token: the rounds wanted are timed all the same, a second each."""
     policy = WantsTwo(length)
-    times = list(handed_out(policy, 4.0, monkeypatch))
+    gaps = handed_out(policy, 4.0, monkeypatch)
     assert policy.steady[:2] == [1.0, 1.0]
     assert policy.wanted == 0
-    gaps = [b - a for a, b in pairwise(times)]
     assert sorted(gaps)[:-3] == [4.0] * (len(gaps) - 3), "only the timed rounds are waited for"
+
+
+def test_nobody_is_waited_for_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A quick caller's rounds are steady by themselves; and a policy may want no seconds."""
+    policy = WantsTwo(0)
+    assert handed_out(policy, 0.1, monkeypatch)[1:] == pytest.approx([1.0] * 10)
+    assert policy.steady == pytest.approx([1.0] * len(policy.steady))
+    assert len(policy.steady) >= 9  # not the first and last: the mode changes
+    policy = WantsTwo(0)
+    policy.wanted = 0
+    assert handed_out(policy, 4.0, monkeypatch)[1:] == [4.0] * 10
+    assert policy.steady == [1.0]  # the first, before any token was handed out
 
 
 @in_one_test(("away", "waited", "own"), [(0.05, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)])
@@ -308,99 +230,20 @@ def test_a_round_is_its_own_if_the_caller_was_away_for_less_than_was_waited(
     assert clock.RoundClock(seconds=1.0, waited=waited, away=away).was_undisturbed is own
 
 
-def test_a_quick_caller_is_never_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The rounds are steady by themselves."""
-    policy = WantsTwo(0)
-    times = list(handed_out(policy, 0.1, monkeypatch))
-    assert [round(b - a, 6) for a, b in pairwise(times[1:])] == [1.0] * 10
-    assert policy.steady == pytest.approx([1.0] * len(policy.steady))
-    assert len(policy.steady) >= 9  # not the first and last: the mode changes
-
-
-def test_a_policy_that_wants_no_seconds_costs_a_slow_caller_nothing(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Default: nothing is waited for, and no round is taken for a measured one."""
-    policy = WantsTwo(0)
-    policy.wanted = 0
-    times = list(handed_out(policy, 4.0, monkeypatch))
-    assert [b - a for a, b in pairwise(times[1:])] == [4.0] * 10
-    assert policy.steady == [1.0]  # the first, before any token was handed out
-
-
-# Work done once -----------------------------------------------------------------------------------
-
-
-def test_a_prompt_is_encoded_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`stream_generate` counts the tokens that it encoded."""
-    calls: list[str] = []
-    encode = generation_module.encode
-
-    def counting(*args: Any) -> list[int]:
-        calls.append(args[1])
-        return encode(*args)
-
-    monkeypatch.setattr(generation_module, "encode", counting)
-    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
-    responses = list(sd.stream_generate(model, tokenizer, "a b", max_tokens=2))
-    assert calls == ["a b"]
-    assert responses[0].prompt_tokens == len(encode(tokenizer, "a b"))
-
-
-def test_a_sampler_is_read_back_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Under `installed()` too, where it comes through mlx-lm's own call."""
-    import mlx_lm
-
-    calls: list[Any] = []
-    read = next_token.read_sampler
-
-    def counting(sampler: Any) -> Any:
-        calls.append(sampler)
-        return read(sampler)
-
-    for module in (next_token, installation):
-        if hasattr(module, "read_sampler"):
-            monkeypatch.setattr(module, "read_sampler", counting)
-    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
-    with sd.installed("prompt-lookup"):
-        mlx_lm.generate(model, tokenizer, "a b a b", max_tokens=3, sampler=make_sampler(0.7))
-    assert len(calls) == 1
-
-
-def test_a_draft_is_converted_once_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    """From a list of ints to ids on the device; the pending token besides."""
-    calls: list[int] = []
-    to_ids = verifier.to_ids
-
-    def counting(tokens: Any) -> mx.array:
-        if not isinstance(tokens, mx.array):
-            calls.append(len(tokens))
-        return to_ids(tokens)
-
-    drafter = scripted.OracleDrafter(plain(20), VOCAB)
-    monkeypatch.setattr(verifier, "to_ids", counting)
-    list(sd.speculate(target(), PROMPT, drafter, max_tokens=13, draft_length=3))
-    assert calls == [1, *[1, 3] * 3]
-
-
 class FromThirdRound(Fixed):
-    """Nothing is drafted in the first three rounds, then up to two tokens."""
-
-    def __init__(self) -> None:
-        super().__init__(2)
-        self.rounds = 0
+    rounds = 0
 
     def limit(self, *about: Any, **more: Any) -> int:
         return 2 if self.rounds >= 3 else 0
 
     def record(self, round_: RoundRecord) -> None:
-        self.rounds += 1
+        object.__setattr__(self, "rounds", self.rounds + 1)
 
 
 def test_an_expensive_drafter_is_considered_while_passes_run_ahead() -> None:
     """It cannot be asked in vain, so the policy's word is enough to leave pipelined mode."""
     drafter = scripted.OracleDrafter(plain(20), VOCAB)
-    policy = FromThirdRound()
+    policy = FromThirdRound(2)
     tokens = list(sd.speculate(target(), PROMPT, drafter, max_tokens=12, draft_length=policy))
     stats = tokens[-1].stats
     assert [drafted for drafted, _ in stats.rounds] == [0, 0, 0, 0, 2, 2, 1]
@@ -409,9 +252,7 @@ def test_an_expensive_drafter_is_considered_while_passes_run_ahead() -> None:
 
 def test_pipelining_needs_a_low_hit_rate_where_looking_is_free() -> None:
     """On at first; off while drafts are likely; on at once where nothing can be looked up."""
-    pipeline = Pipeline(
-        FakeTarget(FakeTime()), SequenceState([1], 1, 5), clock.RoundClock(), mx.cpu
-    )
+    pipeline = Pipeline(TimedTarget(), SequenceState([1], 1, 5), clock.RoundClock(), mx.cpu)
     pipeline.choose(found=False, has_cheap_drafter=False)
     assert pipeline.is_on
     pipeline.choose(found=True, has_cheap_drafter=True)

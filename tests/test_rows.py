@@ -5,8 +5,7 @@ from __future__ import annotations
 import csv
 import sys
 from pathlib import Path
-from types import ModuleType
-from typing import Any
+from types import SimpleNamespace
 
 import pytest
 
@@ -31,7 +30,6 @@ class Given(Rows):
 
 
 def tables() -> dict[str, Rows]:
-    """One of each kind of result that can be exported."""
     record = Record(
         "specdec-mlx bench", {}, {}, [], results=[result("ngram", "4", kind, 1.5) for kind in "ab"]
     )
@@ -64,13 +62,13 @@ LAST: dict[str, tuple[int, dict[str, str]]] = {
 
 
 @in_one_test("kind", LAST)
-def test_every_result_can_be_written_as_csv(
+def test_every_result_can_be_written_as_csv_and_becomes_a_data_frame(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without pandas: a line a row beneath a header with all fields' own names; None is empty."""
     monkeypatch.setitem(sys.modules, "pandas", None)
-    path = tmp_path / f"{kind}.csv"
-    tables()[kind].to_csv(path)
+    table, path = tables()[kind], tmp_path / f"{kind}.csv"
+    table.to_csv(path)
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
     number, cells = LAST[kind]
@@ -78,29 +76,9 @@ def test_every_result_can_be_written_as_csv(
     assert {name: rows[-1][name] for name in cells} == cells
     if kind == "awkward":
         assert list(rows[0]) == ["name", "number", "missing", "late"]
-        assert rows[0]["name"] == 'a, "b"\nc'
-        assert float(rows[0]["number"]) == 0.1 + 0.2
-
-
-@in_one_test("kind", LAST)
-def test_every_result_becomes_a_data_frame(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Of the very rows, with the columns in their order; values keep their types."""
-    made: list[tuple[Any, Any]] = []
-
-    class DataFrame:
-        def __init__(self, data: Any, columns: Any) -> None:
-            made.append((data, columns))
-
-    module = ModuleType("pandas")
-    module.DataFrame = DataFrame  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "pandas", module)
-    table = tables()[kind]
-    assert isinstance(table.to_pandas(), DataFrame)
-    assert made == [(list(table.rows()), columns(table.rows()))]
-
-
-def test_without_pandas_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pandas", None)
-    assert columns([]) == []
+        assert (rows[0]["name"], float(rows[0]["number"])) == ('a, "b"\nc', 0.1 + 0.2)
     with pytest.raises(sd.errors.MissingPackageError, match="pip install pandas"):
-        sd.stats.SpeculationStats().to_pandas()
+        table.to_pandas()
+    made = SimpleNamespace(DataFrame=lambda data, columns: (data, columns))
+    monkeypatch.setitem(sys.modules, "pandas", made)
+    assert table.to_pandas() == (list(table.rows()), columns(table.rows()))

@@ -1,28 +1,45 @@
-"""Passes over trees: every node as its own path alone, and the text as plain decoding's."""
+"""Passes over trees, masked or as rows of a batch: every node as its own path alone, plain text."""
 
 from __future__ import annotations
 
+import copy
 import math
 import random
 import warnings
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 import tiny
-from lossless import INEXACT, PROMPT, TOLERANCE, plain_text, rows_of, spoken, tree_deviation
+from exact_trees import shapes
+from lossless import (
+    INEXACT,
+    PROMPT,
+    SECOND_PROMPT,
+    TOLERANCE,
+    plain_text,
+    rows_of,
+    spoken,
+    tree_deviation,
+)
 from scripted import TREE, OracleDrafter, OracleTrees
-from selection import FULL, in_one_test
+from selection import FULL, cases, in_one_test
 from specdec_mlx import Sampling, speculate
+from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.loop import Token
 from specdec_mlx.target import exactness, tree_passes
 from specdec_mlx.target.exactness import exact_until, probe, rows_pay, tree_report
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.target.strategies import leaves
+from specdec_mlx.target.tree_passes import BranchRows, tree_logits
 
 REPRESENTATIVE = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "ministral3")
 """One of each kind of attention that trees work on; `test_architectures` measures all others."""
@@ -37,29 +54,13 @@ RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RU
 
 
 NUM_TOKENS = 60
-
-
-def vocab_size(model: Any) -> int:
-    return ModelPass(model, Rollback(make_prompt_cache(model))).vocab_size()
+VOCAB = tiny.CONFIGS["llama"]["vocab_size"]
 
 
 def kept_branches(tokens: list[Token]) -> int:
     """Tokens that stand in a row other than the next: kept from a later branch."""
     rows = [token.row for token in tokens]
     return sum(b > a + 1 for a, b in pairwise(rows))
-
-
-@in_one_test("name", REPRESENTATIVE)
-def test_every_node_has_the_logits_of_its_own_path(name):
-    """To 1e-4, before the window and past it."""
-    model = tiny.build(name)
-    assert Rollback(make_prompt_cache(model)).takes_trees()
-    assert max(tree_report(model, length).max_difference for length in (12, 40)) < CLOSE
-
-
-def test_trees_are_exact_on_most_architectures():
-    """At least 90 of those that run here, as `test_architectures` measures them."""
-    assert sum(row.trees == "exact" for row in ROWS if row.architecture in RUNS) >= 90
 
 
 @FULL
@@ -81,12 +82,11 @@ def test_greedy_text_with_trees_is_plain_text(name, monkeypatch):
     monkeypatch.setattr(exactness, "rows_cost", lambda model: 3.0)
     model = tiny.build(name)
     plain = plain_text(model, PROMPT, NUM_TOKENS)
-    drafter = OracleTrees(plain.tokens, vocab_size(model))
+    drafter = OracleTrees(plain.tokens, plain.logprobs.shape[-1])
+    options = {"max_tokens": NUM_TOKENS, "draft_length": len(TREE)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        tokens = list(
-            speculate(model, PROMPT, drafter, max_tokens=NUM_TOKENS, draft_length=len(TREE))
-        )
+        tokens = list(speculate(model, PROMPT, drafter, **options))
     assert spoken(tokens).deviation(plain) < TOLERANCE
     assert any(token.from_draft for token in tokens)
     assert (kept_branches(tokens) > 3) == (name in REPRESENTATIVE)
@@ -192,21 +192,17 @@ def test_ropes_by_the_length_of_a_text_end_drafting(name, dtype):
         assert exact_until(model, start) == start
 
 
+ORIGINALLY = {"original_max_position_embeddings": 64}
 FIXED: dict[str, dict[str, Any]] = {
     "linear": {"factor": 4.0},
-    "llama3": {"factor": 8.0, "original_max_position_embeddings": 64},
-    "yarn": {"factor": 4.0, "original_max_position_embeddings": 64},
-    "longrope": {
-        "original_max_position_embeddings": 64,
-        "short_factor": [1.0] * 8,
-        "long_factor": [2.0] * 8,
-    },
+    "llama3": {"factor": 8.0} | ORIGINALLY,
+    "yarn": {"factor": 4.0} | ORIGINALLY,
+    "longrope": {"short_factor": [1.0] * 8, "long_factor": [2.0] * 8} | ORIGINALLY,
 }
 
 
 @in_one_test("kind", FIXED)
 def test_other_scaled_ropes_are_exact_past_their_original_length(kind):
-    """Their frequencies are fixed when a model is loaded."""
     model = tiny.build("llama", rope_scaling=FIXED[kind] | {"rope_type": kind})
     assert exact_until(model, 10_000) is None
     assert exact_until(model, 10_000, on_trees=True) is None
@@ -234,49 +230,45 @@ def test_a_seeds_text_is_the_same_with_trees(rule, processed):
         "logits_processors": [by_the_last_two] if processed else None,
     }
     plain = [token.token for token in speculate(model, PROMPT, None, **given)]
-    drafter = OracleTrees(plain, vocab_size(model))
+    drafter = OracleTrees(plain, VOCAB)
     tokens = list(speculate(model, PROMPT, drafter, draft_length=len(TREE), **given))
     assert [token.token for token in tokens] == plain
     assert kept_branches(tokens) > 3
 
 
-def quantized(model: Any) -> list[Any]:
-    return [QuantizedKVCache(group_size=32, bits=8) for _ in make_prompt_cache(model)]
-
-
-def rotating(model: Any) -> list[Any]:
-    return [RotatingKVCache(max_size=16) for _ in make_prompt_cache(model)]
-
-
-@pytest.mark.parametrize("make", [make_prompt_cache, quantized, rotating])
-@pytest.mark.parametrize("length", [5, 14, 15, 16, 40])
-def test_what_was_kept_of_a_tree_is_as_if_fed_alone(make, length):
+@pytest.mark.parametrize(
+    ("kind", "close"),
+    [
+        (KVCache, CLOSE),
+        (partial(QuantizedKVCache, group_size=32, bits=8), 2e-2),
+        (partial(RotatingKVCache, max_size=16), CLOSE),
+    ],
+)
+@pytest.mark.parametrize("length", cases([5, 14, 15, 16, 40], 14, 16, 40))
+def test_what_was_kept_of_a_tree_is_as_if_fed_alone(kind, close, length):
     """After a tree and the rewind to one of its paths, 20 more tokens have the same logits."""
     model = tiny.build("qwen3", head_dim=32)
-    worst = max(tree_deviation(model, length, end, make) for end in [-1, 2, 3, 6, 7])
-    assert worst < (2e-2 if make is quantized else CLOSE)
+    for end in (-1, 2, 3, 6, 7):
+        assert tree_deviation(model, length, end, lambda m: [kind() for _ in m.layers]) < close
 
 
 def test_an_exception_while_rows_are_moved_leaves_the_caches_as_they_were(monkeypatch):
-    """The last layer fails; all layers then hold what they held before."""
     model = tiny.build("qwen3")
     caches = make_prompt_cache(model)
     target = ModelPass(model, Rollback(caches))
     target.feed(mx.array([1, 2, 3]))
     target.takes_trees()
     target.feed(mx.array([3, *range(8)]), parents=TREE)
-    before = [[mx.array(array) for array in cache.keys_and_values()] for cache in caches]
+    before = [array for cache in caches for array in map(mx.array, cache.keys_and_values())]
     monkeypatch.setattr(caches[-1], "trim", lambda n: 1 / 0, raising=False)
     with pytest.raises(ZeroDivisionError):
         target.rollback.keep(4, [1, 4])
     assert target.rollback.position == 12
-    for cache, held in zip(caches, before, strict=True):
-        for now, then in zip(cache.keys_and_values(), held, strict=True):
-            assert mx.array_equal(now, then).item()
+    now = [array for cache in caches for array in cache.keys_and_values()]
+    assert all(map(mx.array_equal, now, before))
 
 
 def test_a_model_that_is_not_given_trees_stays_as_it_is():
-    """Its rope modules have their own classes until a tree is verified, and their results after."""
     model = tiny.build("qwen3")
     fed = mx.array([PROMPT])
     before, classes = model(fed), [type(module) for module in model.modules()]
@@ -286,3 +278,88 @@ def test_a_model_that_is_not_given_trees_stays_as_it_is():
     assert [type(module) for module in model.modules()] != classes
     assert mx.array_equal(model(fed), before).item()
     assert not math.isnan(before.max().item())
+
+
+UNMASKED = ("mamba2", "qwen3_next", "rwkv7", "falcon_h1", "gpt2", "llama4")
+"""Recurrent states, alone and beside attention; learned positions; a mask of its own."""
+
+PARENTS = st.integers(1, 7).flatmap(lambda size: st.sampled_from(shapes(size)))
+
+
+@given(PARENTS)
+def test_every_node_stands_behind_its_own_path(parents: tuple[int, ...]) -> None:
+    """In the row and column where its logits are taken; each path once, from its leaf."""
+    rows = BranchRows.of(parents)
+    fed = rows.fed(mx.array([99, *range(len(parents))])).tolist()
+    for node, (row, column) in zip(range(-1, len(parents)), rows.places, strict=True):
+        assert fed[row][: column + 1] == [99, *path_to(node, parents)]
+    assert len(set(map(tuple, rows.paths))) == len(rows.paths) == len(fed)
+
+
+def test_the_caches_are_left_alone() -> None:
+    model = tiny.build("falcon_h1")
+    caches = make_prompt_cache(model)
+    model(mx.array([PROMPT]), cache=caches)
+    before = copy.deepcopy(caches)
+    mx.eval(tree_logits(model, caches, mx.array([3, *range(8)]), TREE))
+    one, other = (model(mx.array([[5]]), cache=held) for held in (caches, before))
+    assert mx.array_equal(one, other).item()
+
+
+@pytest.mark.parametrize("name", UNMASKED)
+def test_greedy_text_with_rows_is_plain_text(name: str) -> None:
+    """60 tokens, past the windows; later branches are kept. A seed's text, too."""
+    model = tiny.build(name)
+    rows_pay.put(model, True)
+    plain = plain_text(model, PROMPT, 60)
+    drafter = OracleTrees(plain.tokens, plain.logprobs.shape[-1])
+    items = list(speculate(model, PROMPT, drafter, max_tokens=60, draft_length=len(TREE)))
+    assert spoken(items).deviation(plain) < TOLERANCE
+    assert sum(b.row > a.row + 1 for a, b in pairwise(items)) > 3
+    options: dict[str, Any] = {"sampler": Sampling(temp=0.8), "seed": 3, "rule": "coupled"}
+    alone = [t.token for t in speculate(model, PROMPT, max_tokens=30, **options)]
+    drafter = OracleTrees(alone, plain.logprobs.shape[-1])
+    texts = speculate(model, PROMPT, drafter, max_tokens=30, draft_length=len(TREE), **options)
+    assert [t.token for t in texts] == alone
+
+
+@pytest.mark.parametrize("name", ["qwen3_5", "gpt2"])
+def test_an_early_end_leaves_the_caches_at_what_was_handed_out(name: str) -> None:
+    """In the middle of a tree that was kept; the second turn is as after plain decoding."""
+    model = tiny.build(name)
+    rows_pay.put(model, True)
+    plain = plain_text(model, PROMPT, 40)
+    drafter = OracleTrees(plain.tokens, plain.logprobs.shape[-1])
+    for taken in (5, 6, 7, 12):
+        caches = make_prompt_cache(model)
+        loop = speculate(model, PROMPT, drafter, prompt_cache=caches, draft_length=len(TREE))
+        assert [next(loop).token for _ in range(taken)] == plain.tokens[:taken]
+        loop.close()
+        offsets = {cache.offset for cache in leaves(caches) if hasattr(cache, "offset")}
+        assert offsets == {len(PROMPT) + taken}
+        afresh = plain_text(model, PROMPT + plain.tokens[:taken] + SECOND_PROMPT, 8)
+        again = speculate(model, SECOND_PROMPT, None, prompt_cache=caches, max_tokens=8)
+        assert spoken(again).deviation(afresh) < TOLERANCE
+
+
+@pytest.mark.parametrize("cost", [0.9, 2.3])
+def test_rows_are_taken_only_where_they_cost_no_more_than_a_chain(
+    monkeypatch: pytest.MonkeyPatch, cost: float
+) -> None:
+    """Measured once for a model; elsewhere chains are drafted, and one line says why."""
+    monkeypatch.setattr(exactness, "rows_cost", lambda model: cost)
+    model = tiny.build("mamba2")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            target = ModelPass(model, Rollback(make_prompt_cache(model)))
+            assert target.takes_trees() == target.by_rows == (cost < 1)
+    target.taps = object()  # type: ignore[assignment]
+    assert not target.takes_trees(), "a head's rows are those of one text"
+    assert len(caught) == (cost > 1)
+    assert all("2.3 times as much as a chain" in str(warning.message) for warning in caught)
+
+
+@FULL
+def test_what_rows_cost_is_measured() -> None:
+    assert exactness.rows_cost(tiny.build("mamba2")) > 0.2

@@ -22,7 +22,7 @@ from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
 from specdec_mlx.options import whole, wrong
-from specdec_mlx.responses import SpeculativeResponse
+from specdec_mlx.responses import SpeculativeResponse, TextUnderWay
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.inputs import CacheOptions, max_tokens_of
@@ -229,17 +229,6 @@ def _print(result: SpeculativeBatchResponse) -> None:
         print(f"[batch_generate] {line}")
 
 
-@dataclass
-class _Text:
-    """A text that is being written. started: when its first token came."""
-
-    place: tuple[int, int]
-    detokenizer: Any
-    num_prompt: int
-    num_tokens: int = 0
-    started: float = 0.0
-
-
 def _respond(
     batch: BatchGeneration,
     requests: Iterator[Request],
@@ -248,47 +237,27 @@ def _respond(
     drafter: str,
 ) -> Generator[BatchStreamResponse, None, None]:
     """Detokenize each text, and let the next request in where there is a place."""
-    texts: dict[int, _Text] = {}
+    texts: dict[int, TextUnderWay] = {}
 
     def let_in() -> None:
         while batch.num_open < batch.max_rows and (request := next(requests, None)) is not None:
             uid = batch.insert(request)
-            place = divmod(uid, num_samples)
-            texts[uid] = _Text(place, tokenizer.detokenizer, len(request.prompt))
+            texts[uid] = TextUnderWay(tokenizer.detokenizer, len(request.prompt), drafter)
 
     let_in()
     with closing(batch.run()) as rows:
-        for row in rows:
-            text, token = texts[row.uid], row.token
-            text.num_tokens += 1
-            text.started = text.started or time.perf_counter()
-            if row.finish_reason != "stop":
-                text.detokenizer.add_token(token.token)
-            if row.finish_reason is not None:
-                text.detokenizer.finalize()
-            prompt_seconds = token.stats.prefill_seconds
-            seconds = time.perf_counter() - text.started
+        for uid, token, reason, prompt_cache, _ in rows:
+            response = texts[uid].response(token, reason, token.stats.prefill_seconds)
+            index, sample = divmod(uid, num_samples)
             yield BatchStreamResponse(
-                text=text.detokenizer.last_segment,
-                token=token.token,
-                logprobs=token.logprobs,
-                from_draft=token.from_draft,
-                prompt_tokens=text.num_prompt,
-                prompt_tps=text.num_prompt / prompt_seconds if prompt_seconds else 0.0,
-                generation_tokens=text.num_tokens,
-                generation_tps=text.num_tokens / seconds if seconds else 0.0,
-                peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=row.finish_reason,
-                stats=token.stats,
-                origin=token.origin,
-                drafter=drafter,
-                index=text.place[0],
-                sample=text.place[1],
+                **vars(response),
+                index=index,
+                sample=sample,
                 num_rounds=batch.num_rounds,
-                prompt_cache=row.prompt_cache,
+                prompt_cache=prompt_cache,
             )
-            if row.finish_reason is not None:
-                del texts[row.uid]
+            if reason is not None:
+                del texts[uid]
                 let_in()
 
 

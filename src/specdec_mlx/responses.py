@@ -70,8 +70,46 @@ class Text(str):
         return text_html(self.pieces, self.stats, self.drafter)
 
 
+@dataclass
+class TextUnderWay:
+    """A text that is being written. started: when its first token came."""
+
+    detokenizer: Any
+    num_prompt: int
+    drafter: str
+    num_tokens: int = 0
+    started: float = 0.0
+
+    def response(
+        self, token: Token, finish_reason: str | None, prompt_seconds: float
+    ) -> SpeculativeResponse:
+        """mlx-lm's response for the next token."""
+        self.num_tokens += 1
+        self.started = self.started or time.perf_counter()
+        if finish_reason != "stop":
+            self.detokenizer.add_token(token.token)
+        if finish_reason is not None:
+            self.detokenizer.finalize()
+        seconds = time.perf_counter() - self.started
+        return SpeculativeResponse(
+            text=self.detokenizer.last_segment,
+            token=token.token,
+            logprobs=token.logprobs,
+            from_draft=token.from_draft,
+            prompt_tokens=self.num_prompt,
+            prompt_tps=self.num_prompt / prompt_seconds if prompt_seconds else 0.0,
+            generation_tokens=self.num_tokens,
+            generation_tps=self.num_tokens / seconds if seconds else 0.0,
+            peak_memory=mx.get_peak_memory() / 1e9,
+            finish_reason=finish_reason,
+            stats=token.stats,
+            origin=token.origin,
+            drafter=self.drafter,
+        )
+
+
 def respond(
-    tokens: Generator[Any, None, None],
+    tokens: Generator[Token, None, None],
     tokenizer: TokenizerWrapper,
     models: list[nn.Module],
     num_prompt: int,
@@ -80,36 +118,15 @@ def respond(
     drafter: str,
 ) -> Generator[SpeculativeResponse, None, None]:
     """Detokenize, stop at an end token or at max_tokens, and keep time, as mlx-lm does."""
-    detokenizer = tokenizer.detokenizer
-    started = time.perf_counter()
-    prompt_seconds = 0.0
+    text = TextUnderWay(tokenizer.detokenizer, num_prompt, drafter)
+    began = time.perf_counter()
     with wired_limit(models, [stream]), closing(tokens):
         for n, token in enumerate(tokens, start=1):
-            if n == 1:
-                prompt_seconds = time.perf_counter() - started
-                started = time.perf_counter()
-            is_end = token.token in tokenizer.eos_token_ids
-            finished = is_end or n == max_tokens
-            if not is_end:
-                detokenizer.add_token(token.token)
-            if finished:
-                detokenizer.finalize()
-            yield SpeculativeResponse(
-                text=detokenizer.last_segment,
-                token=token.token,
-                logprobs=token.logprobs,
-                from_draft=token.from_draft,
-                prompt_tokens=num_prompt,
-                prompt_tps=num_prompt / prompt_seconds,
-                generation_tokens=n,
-                generation_tps=n / (time.perf_counter() - started),
-                peak_memory=mx.get_peak_memory() / 1e9,
-                finish_reason=("stop" if is_end else "length") if finished else None,
-                stats=token.stats,
-                origin=token.origin,
-                drafter=drafter,
-            )
-            if finished:
+            reason = "length" if n == max_tokens else None
+            reason = "stop" if token.token in tokenizer.eos_token_ids else reason
+            prompt_seconds = (text.started or time.perf_counter()) - began
+            yield text.response(token, reason, prompt_seconds)
+            if reason is not None:
                 return
 
 

@@ -124,12 +124,11 @@ def architecture_files() -> list[str]:
     """Names of the modules of mlx_lm.models that define a whole model."""
     folders = [Path(folder) for folder in importlib.import_module("mlx_lm.models").__path__]
     files = [file for folder in folders for file in folder.glob("*.py")]
-    return sorted(file.stem for file in files if _defines_model(file.read_text()))
-
-
-def _defines_model(source: str) -> bool:
-    defined = r"^class Model\b|^from \S+ import (.*, )?Model\b(?! as)"
-    return bool(re.search(defined, source, re.M)) and "class ModelArgs" in source
+    defined = re.compile(r"^class Model\b|^from \S+ import (.*, )?Model\b(?! as)", re.M)
+    texts = {file.stem: file.read_text() for file in files}
+    return sorted(
+        name for name, text in texts.items() if defined.search(text) and "class ModelArgs" in text
+    )
 
 
 def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes: Any) -> nn.Module:
@@ -138,8 +137,10 @@ def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes: Any
     module = importlib.import_module(f"mlx_lm.models.{name}")
     config = copy.deepcopy({**CONFIGS[name], **changes})
     model: nn.Module = module.Model(module.ModelArgs.from_dict(config))
+    keeps = getattr(model, "cast_predicate", lambda path: True)  # some stay in float32
     weights = randomised(model, OVERRIDES.get(name, {}))
-    model.update(tree_unflatten(_cast(model, weights, dtype)))
+    cast = [(path, w.astype(dtype) if keeps(path) else w) for path, w in weights]
+    model.update(tree_unflatten(cast))
     model.eval()
     mx.eval(model.parameters())
     return model
@@ -158,6 +159,12 @@ def randomised(
     ]
 
 
+def _deviation(value: mx.array, kind: type | None) -> float:
+    convolution = kind is not None and issubclass(kind, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    inputs = math.prod(value.shape[1:]) if convolution else value.shape[-1]
+    return GAIN / math.sqrt(inputs)
+
+
 def _packed(path: str, parameters: dict[str, mx.array]) -> bool:
     """Tell whether a parameter belongs to quantized weights."""
     owner, _, leaf = path.rpartition(".")
@@ -169,38 +176,17 @@ def _packed(path: str, parameters: dict[str, mx.array]) -> bool:
 def _draw(
     path: str, value: mx.array, kind: type | None, overrides: dict[str, tuple[float, float]]
 ) -> mx.array:
-    ends = _range(path, overrides)
+    owner, _, leaf = path.rpartition(".")
+    found = (ends for pattern, ends in overrides.items() if re.search(pattern, path))
+    ends = next(found, RANGES.get(leaf))
     if ends is not None:
         return mx.random.uniform(*ends, shape=value.shape)
     if value.ndim == 0 or path.endswith("freqs"):
         return value
     noise = mx.random.normal(value.shape)
-    if value.ndim == 1 or "norm" in path.rpartition(".")[0].rpartition(".")[2]:
-        return value.astype(mx.float32) + noise * _spread(path)
-    return noise * _deviation(value, kind)
-
-
-def _range(path: str, overrides: dict[str, tuple[float, float]]) -> tuple[float, float] | None:
-    for pattern, ends in overrides.items():
-        if re.search(pattern, path):
-            return ends
-    return RANGES.get(path.rpartition(".")[2])
-
-
-def _spread(path: str) -> float:
-    """How far a vector moves from its initial value: scales far, biases a little."""
-    return 0.3 if path.endswith("weight") else 0.1
-
-
-def _deviation(value: mx.array, kind: type | None) -> float:
-    convolution = kind is not None and issubclass(kind, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    inputs = math.prod(value.shape[1:]) if convolution else value.shape[-1]
-    return GAIN / math.sqrt(inputs)
-
-
-def _cast(
-    model: nn.Module, weights: list[tuple[str, mx.array]], dtype: mx.Dtype
-) -> list[tuple[str, mx.array]]:
-    """Cast as mlx-lm does: a model may keep some parameters in float32."""
-    keeps = getattr(model, "cast_predicate", lambda path: True)
-    return [(path, w.astype(dtype) if keeps(path) else w) for path, w in weights]
+    if value.ndim == 1 or "norm" in owner.rpartition(".")[2]:
+        spread = 0.3 if path.endswith("weight") else 0.1  # scales move far, biases a little
+        return value.astype(mx.float32) + noise * spread
+    is_convolution = kind is not None and issubclass(kind, nn.Conv1d | nn.Conv2d | nn.Conv3d)
+    num_inputs = math.prod(value.shape[1:]) if is_convolution else value.shape[-1]
+    return noise * (GAIN / math.sqrt(num_inputs))

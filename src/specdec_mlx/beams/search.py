@@ -28,8 +28,8 @@ from specdec_mlx.beams.guesses import (
     next_beams,
 )
 from specdec_mlx.errors import LogitsError, RowsError
+from specdec_mlx.target.exactness import can_hold_rows
 from specdec_mlx.target.row_caches import RowCaches
-from specdec_mlx.target.row_exactness import can_hold_rows
 
 
 class Guess(NamedTuple):

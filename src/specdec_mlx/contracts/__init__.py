@@ -5,11 +5,7 @@ needs `Drafter`, `DraftSession` and `Draft`; who writes a rule, `AcceptanceRule`
 `Verdict`; what either may add stands in `optional`.
 """
 
-from specdec_mlx.contracts.branching import (
-    DraftLength,
-    OffersSeveral,
-    ValuesDrafts,
-)
+from specdec_mlx.contracts.branching import DraftLength, OffersSeveral, ValuesDrafts
 from specdec_mlx.contracts.drafting import (
     NO_DRAFT,
     ROOT,

@@ -19,7 +19,6 @@ class OffersSeveral(Protocol):
 
     def candidates(self, limit: int) -> Sequence[Draft]:
         """Point-mass chains of 1 to `limit` tokens, the likeliest first; microseconds of work."""
-        ...
 
 
 class DraftLength(Protocol):
@@ -34,7 +33,6 @@ class DraftLength(Protocol):
 
         cheap: True if proposing is free, so that more may be asked for than `cut` keeps.
         """
-        ...
 
     def cut(self, part: str, draft: Draft) -> int:
         """How many tokens of a point-mass draft to keep, 0 to K.
@@ -42,11 +40,9 @@ class DraftLength(Protocol):
         A drawn draft is never shown here: dropping a token for what it is would change the output
         law.
         """
-        ...
 
     def record(self, round_: RoundRecord) -> None:
         """Learn from a finished round."""
-        ...
 
 
 @runtime_checkable
@@ -57,22 +53,18 @@ class ValuesDrafts(Protocol):
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
         """Expect a session; the way to ask it for a draft of at most so many tokens."""
-        ...
 
     def limit(self, part: str, cheap: bool) -> int:
         """Most tokens to draft; see `DraftLength`."""
-        ...
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
         """The draft that is worth most, with its drafter's key; empty where none is worth any.
 
         drafts: point masses of at least one token, each with its drafter's key; at least one.
         """
-        ...
 
     def outbids(self, part: str) -> bool:
         """True if a session that costs time promises more than the draft that was chosen last."""
-        ...
 
     def grow(
         self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: Callable[[], bool]
@@ -82,12 +74,9 @@ class ValuesDrafts(Protocol):
         drafts: chains of point masses, each with its drafter's key. may_fork: asked if a tree is
         best.
         """
-        ...
 
     def extra_price(self, num_drafted: int, with_more: int) -> float:
         """Price of more draft tokens in a round, in tokens; infinite where it cannot be tried."""
-        ...
 
     def wants_timing(self, num_drafted: int) -> bool:
         """True if a round's seconds are needed now; the loop then waits before it emits."""
-        ...

@@ -224,11 +224,9 @@ class DraftSession(Protocol):
 
     def propose(self, limit: int) -> Draft:
         """Continue what was observed so far with 0 to `limit` tokens; `limit` >= 0."""
-        ...
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Take the tokens really emitted since the last call; rewind or learn by itself."""
-        ...
 
 
 @runtime_checkable
@@ -237,4 +235,3 @@ class Drafter(Protocol):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Start a generation after `prompt` [n] token ids, before the target has read it."""
-        ...

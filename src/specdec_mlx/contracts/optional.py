@@ -21,7 +21,6 @@ class Checks(Protocol):
 
     def check(self, context: DraftContext) -> None:
         """Raise a ValueError, before anything is computed, if it cannot draft for this target."""
-        ...
 
 
 @runtime_checkable
@@ -31,7 +30,6 @@ class ReadsTarget(Protocol):
     @property
     def features(self) -> Features:
         """Features that its sessions want to see."""
-        ...
 
 
 @runtime_checkable
@@ -46,7 +44,6 @@ class SeesTarget(Protocol):
 
         Evaluate, or drop, those of one chunk of the prompt before the next.
         """
-        ...
 
 
 @runtime_checkable
@@ -59,7 +56,6 @@ class Stepwise(Protocol):
         `goes_on` is asked at each position with the evidence so far, never with what was drawn: a
         token dropped for what it is would bias the text.
         """
-        ...
 
 
 @runtime_checkable
@@ -73,12 +69,10 @@ class SessionGroups(Protocol):
     @property
     def parts(self) -> Sequence[tuple[str, DraftSession]]:
         """The sessions that it is made of, each with its drafter's key."""
-        ...
 
     @property
     def groups(self) -> Sequence[Sequence[tuple[str, DraftSession]]]:
         """Groups of sessions to be asked in order; itself, where it puts their drafts together."""
-        ...
 
 
 @runtime_checkable
@@ -87,7 +81,6 @@ class Closes(Protocol):
 
     def close(self, length: int) -> None:
         """The end: the first `length` tokens of prompt + observed are all that the caller has."""
-        ...
 
 
 def is_cheap(session: DraftSession) -> bool:

@@ -52,11 +52,9 @@ class TargetCaches(Protocol):
     @property
     def position(self) -> int:
         """Tokens of this call's text that they hold."""
-        ...
 
     def keys_values(self, index: int) -> KeysValues:
         """Contents of one cache, as it is now; keep nothing of it. Raises UnreadableError."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -139,15 +137,12 @@ class PendingPass(Protocol):
     @property
     def next_token(self) -> Any:
         """Token after an empty draft, uint32 [1], not computed yet."""
-        ...
 
     def wait(self) -> None:
         """Wait until it is computed."""
-        ...
 
     def read(self) -> Outcome:
         """The outcome; the only host synchronisation of a round."""
-        ...
 
 
 class Target(Protocol):
@@ -156,7 +151,6 @@ class Target(Protocol):
     @property
     def rollback(self) -> Rollback:
         """Its caches, and how many positions of the text they hold."""
-        ...
 
     def launch(
         self,
@@ -169,27 +163,21 @@ class Target(Protocol):
 
         position: index of the next token among those generated. embeddings: of the pending, [S, D].
         """
-        ...
 
     def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
         """One pass for the caches alone; logits [S, V], lazy."""
-        ...
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
         """Add tokens of the text to what logits processors see."""
-        ...
 
     def vocab_size(self) -> int:
         """V."""
-        ...
 
     def widest_pass(self) -> int | None:
         """Most positions that the next pass may have; None for any number."""
-        ...
 
     def quantize(self) -> None:
         """Replace caches by quantized ones, if that was asked for and is due."""
-        ...
 
 
 @runtime_checkable
@@ -198,8 +186,6 @@ class Tappable(Protocol):
 
     def tap(self, wanted: Features) -> None:
         """Have every pass from now on bring these features. Raises UnreadableError."""
-        ...
 
     def fed_features(self) -> tuple[FeatureRows, int]:
         """Rows of the latest `feed`, and its number of positions."""
-        ...

@@ -107,27 +107,22 @@ class TargetRows(Protocol):
     @property
     def greedy(self) -> bool:
         """True if all mass lies on the argmax (temperature 0)."""
-        ...
 
     @property
     def has_distribution(self) -> bool:
         """True if `probs` is known; not so for a sampler that can only be called."""
-        ...
 
     @property
     def logprobs(self) -> Float[mx.array, "rows vocab"]:
         """Log-probabilities after the logits processors, before temperature and filters."""
-        ...
 
     @property
     def probs(self) -> Float[mx.array, "rows vocab"]:
         """The distribution that the next token is drawn from, float32; a one-hot if greedy."""
-        ...
 
     @property
     def tokens(self) -> Integer[mx.array, " rows"]:
         """The target's own draw at each row, from the noise of that position."""
-        ...
 
 
 class Randomness(Protocol):
@@ -135,11 +130,9 @@ class Randomness(Protocol):
 
     def uniform(self, n: int) -> Float[mx.array, " n"]:
         """Numbers in [0, 1), one for each draft token's coin."""
-        ...
 
     def gumbel(self, vocab: int) -> Float[mx.array, " vocab"]:
         """Standard Gumbel noise for the token after the kept ones."""
-        ...
 
 
 @runtime_checkable
@@ -153,7 +146,6 @@ class AcceptanceRule(Protocol):
     @property
     def name(self) -> str:
         """Name for `rule=`."""
-        ...
 
     def decide(
         self, target: TargetRows, draft: Draft, randomness: Randomness
@@ -163,7 +155,6 @@ class AcceptanceRule(Protocol):
         target: at K+1 positions; where greedy, `target.probs` is a one-hot, and a rule that is
         exact answers `Agreement(target.tokens)`. randomness: all that the rule may draw with.
         """
-        ...
 
 
 def needs_distribution(rule: AcceptanceRule) -> bool:

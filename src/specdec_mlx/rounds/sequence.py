@@ -83,10 +83,7 @@ def close_all(*closings: Callable[[], None]) -> None:
 
 
 def bring_caches_to(
-    end: int,
-    target: Target,
-    callers_cache: list[Any] | None,
-    feed: Callable[[int], None],
+    end: int, target: Target, callers_cache: list[Any] | None, feed: Callable[[int], None]
 ) -> None:
     """Bring the caller's caches to exactly the first `end` tokens of the text; `feed` feeds more.
 

@@ -24,6 +24,7 @@ from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
+from specdec_mlx.target.row_caches import RowCaches
 from specdec_mlx.target.strategies import leaves, window_of
 from specdec_mlx.target.tree_passes import (
     TreeRows,
@@ -48,6 +49,9 @@ BOUNDARY = re.compile(r"(?:max_position|attention_chunk|floor_scale)\w*'?[=:] ?(
 
 TREE = (-1, -1, 0, 0, 1, 2)
 """Parents in the tree that is measured: two branches, one of which forks again."""
+
+TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT = (3, 7, 1), (5, 1, 3), (2, 1, 3)
+"""Of texts that are tried as rows of a batch: tokens before a pass, in it, and kept of those."""
 
 ROWS_AT_MOST = 1.1
 """Most that a tree as rows of a batch may cost, in passes over a chain of as many tokens."""
@@ -201,6 +205,49 @@ def _rows_pay(model: nn.Module) -> bool:
 
 rows_pay = PerModel(_rows_pay)
 """True for a model whose trees are verified as rows of a batch; measured when first asked for."""
+
+
+def _can_hold_rows(model: nn.Module) -> bool:
+    """True if rows of several texts give the logits that each gives alone; a warning if not."""
+    rows = RowCaches.like(make_prompt_cache(model))
+    reason = "its caches cannot be held in rows"
+    if rows is not None:
+        try:
+            if _texts_report(model, rows).exact:
+                return True
+            reason = "its texts differ from what they are alone"
+        except Exception as error:
+            reason = f"it fails with {type(error).__name__}"
+    warnings.warn(
+        f"specdec_mlx: several texts at once cannot be had of this model "
+        f"({type(model).__module__}): {reason}. They are written one by one.",
+        stacklevel=2,
+    )
+    return False
+
+
+can_hold_rows = PerModel(_can_hold_rows)
+"""True if several texts may be written at once; measured when first asked for."""
+
+
+def _texts_report(model: nn.Module, rows: RowCaches) -> WidthReport:
+    """Feed three texts a padded pass, go back in each by another number, and feed one token."""
+    texts: Any = _random_tokens(model, 16 * len(TEXT_LENGTHS), seed=0).reshape(-1, 16).tolist()
+    about = list(zip(texts, TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT, strict=True))
+    expected = []
+    for text, length, width, kept in about:
+        alone = _prefilled(model, mx.array(text[: length + kept]))
+        expected.append(model(mx.array([[text[length + width]]]), cache=alone)[0, -1])
+        rows.add(_prefilled(model, mx.array(text[:length])), length)
+    mx.eval(rows.feed(model, [text[start : start + width] for text, start, width, _ in about]))
+    ends = rows.go_back([length + kept for _, length, _, kept in about])
+    again = [  # what was lost of the text, and the token after it
+        [*text[end : length + kept], text[length + width]]
+        for end, (text, length, width, kept) in zip(ends, about, strict=True)
+    ]
+    logits = rows.feed(model, again)
+    last = mx.stack([logits[row, len(text) - 1] for row, text in enumerate(again)])
+    return _report(max(TEXT_WIDTHS), max(TEXT_LENGTHS), last, mx.stack(expected))
 
 
 def rows_cost(model: nn.Module) -> float:

@@ -16,13 +16,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import (
-    ArraysCache,
-    BatchKVCache,
-    CacheList,
-    KVCache,
-    RotatingKVCache,
-)
+from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, RotatingKVCache
 
 from specdec_mlx.target.strategies import leaves, saved_buffer
 from specdec_mlx.token_ids import to_ids

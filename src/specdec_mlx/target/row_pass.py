@@ -12,9 +12,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, PendingPass
+from specdec_mlx.target.exactness import can_hold_rows
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.row_caches import RowCaches
-from specdec_mlx.target.row_exactness import can_hold_rows
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_ids
 
@@ -128,10 +128,6 @@ class OneByOne(RowPasses):
     def add(self, verifier: Verifier) -> None:
         """Take over a text with its caches."""
         self.verifiers.append(verifier)
-
-    def keep(self, rows: Sequence[int]) -> None:
-        """Keep these texts, in this order."""
-        self.verifiers = [self.verifiers[row] for row in rows]
 
     def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
         """Start the pass of each text."""

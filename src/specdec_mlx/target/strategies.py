@@ -63,7 +63,6 @@ class Gathers(Protocol):
 
     def gather(self, cache: Any, last: int, kept: Sequence[int]) -> None:
         """Of the `last` positions keep those with the given indices, in this order."""
-        ...
 
 
 class TrimToPath(Trim):
