@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import signal
 import time
@@ -14,15 +15,15 @@ import mlx.core as mx
 import mlx.nn as nn
 import pytest
 from mlx_lm.generate import generate_step
-from mlx_lm.models.cache import ArraysCache, KVCache, make_prompt_cache
+from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
 import tiny
-from selection import in_one_test
+from selection import cases, in_one_test
 from specdec_mlx.mlx_lm_plugin.commands import terminated_as_interrupted
 from specdec_mlx.target.rollback import check_usable
-from specdec_mlx.target.strategies import STRATEGIES, Trim, leaves
+from specdec_mlx.target.strategies import Trim, leaves
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -36,23 +37,32 @@ def target(name: str = "llama") -> nn.Module:
 
 @cache
 def plain(
-    name: str, prompt: tuple[int, ...] = tuple(PROMPT), num_tokens: int = NUM_TOKENS
+    name: str, prompt: tuple[int, ...] = tuple(PROMPT), num_tokens: int = NUM_TOKENS + 10
 ) -> list[int]:
     steps = generate_step(mx.array(prompt), target(name), max_tokens=num_tokens)
     return [int(token) for token, _ in steps]
 
 
+def until(error: type[BaseException], words: str, model: nn.Module, **options: Any) -> list[int]:
+    """The tokens that were handed out before this error."""
+    options = {"max_tokens": NUM_TOKENS, "draft_length": 3, "probe": False} | options
+    tokens: list[int] = []
+    with pytest.raises(error, match=words):
+        for item in sd.speculate(model, PROMPT, **options):
+            tokens.append(item.token)
+    return tokens
+
+
 def interrupted(
-    calls: list[int], before: bool, error: type[BaseException], call: Callable[..., Any]
+    at: int, before: bool, error: type[BaseException], call: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """A layer's call that raises when the count is down to 0, before or after it used its cache."""
+    """A layer's call, the `at`th of which raises, before or after it used its cache."""
+    calls = itertools.count(1)
 
     def layer_call(*args: Any, **kwargs: Any) -> Any:
-        calls[0] -= 1
-        if calls[0] == 0 and before:
-            raise error("interrupted")
-        result = call(*args, **kwargs)
-        if calls[0] == 0:
+        is_it = next(calls) == at
+        result = None if is_it and before else call(*args, **kwargs)
+        if is_it:
             raise error("interrupted")
         return result
 
@@ -60,32 +70,23 @@ def interrupted(
 
 
 @in_one_test(("error", "drafts"), [(KeyboardInterrupt, True), (RuntimeError, False)])
-@pytest.mark.parametrize("name", ["llama", "mamba", "qwen3_next", "gemma3_text"])
+@pytest.mark.parametrize(
+    "name", cases(["llama", "mamba", "qwen3_next", "gemma3_text"], "llama", "mamba")
+)
 def test_an_exception_in_a_layer_leaves_all_caches_at_prompt_and_handed_out(
     name: str, drafts: bool, error: type[BaseException], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At any layer of any pass, prefill included: the text goes on as if nothing had happened."""
     model = target(name)
     layers = list(getattr(model, "layers", None) or model.model.layers)
-    coming = plain(name, num_tokens=NUM_TOKENS + 10)
-    drafter = scripted.OracleDrafter(coming, VOCAB, wrong=0.4) if drafts else None
-    for at, before in ((at, b) for at in range(1, 6 * len(layers) + 2) for b in (True, False)):
-        calls, caches, tokens = [at], make_prompt_cache(model), []
+    (kind,) = {type(layer) for layer in layers}
+    drafter = scripted.OracleDrafter(plain(name), VOCAB, wrong=0.4) if drafts else None
+    for at, before in itertools.product(range(1, 6 * len(layers) + 2), (True, False)):
+        caches = make_prompt_cache(model)
+        options = {"drafter": drafter, "prompt_cache": caches, "prefill_step_size": 3}
         with monkeypatch.context() as patch:
-            for kind in {type(layer) for layer in layers}:
-                patch.setattr(kind, "__call__", interrupted(calls, before, error, kind.__call__))
-            with pytest.raises(error, match="interrupted"):
-                for item in sd.speculate(
-                    model,
-                    PROMPT,
-                    drafter,
-                    max_tokens=NUM_TOKENS,
-                    prompt_cache=caches,
-                    draft_length=3,
-                    prefill_step_size=3,
-                    probe=False,
-                ):
-                    tokens.append(item.token)
+            patch.setattr(kind, "__call__", interrupted(at, before, error, kind.__call__))
+            tokens = until(error, "interrupted", model, **options)
         known = [*PROMPT, *tokens] if are_filled(caches) else []
         rest = [9] if known else [*PROMPT, 9]
         again = sd.speculate(model, rest, max_tokens=6, prompt_cache=caches)
@@ -100,41 +101,22 @@ def are_filled(caches: list[Any]) -> bool:
     )
 
 
-class FailsOnce(Trim):
-    """Raises in the first rewind of the second layer."""
-
-    name = "fails once"
-    calls = 0
-
-    def trim(self, cache: Any, back: int) -> int:
-        self.calls += 1
-        if self.calls == 2:
-            raise KeyboardInterrupt("in the middle")
-        return super().trim(cache, back)
-
-
 def test_an_exception_in_the_middle_of_a_rewind_leaves_no_layer_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The first layer has gone back, the second has not: both are put right."""
-    monkeypatch.setitem(STRATEGIES, KVCache, FailsOnce())
-    caches, tokens = make_prompt_cache(target()), []
-    drafter = scripted.always_wrong(plain("llama", num_tokens=40), VOCAB)
-    with pytest.raises(KeyboardInterrupt, match="in the middle"):
-        for item in sd.speculate(
-            target(), PROMPT, drafter, max_tokens=14, prompt_cache=caches, draft_length=3
-        ):
-            tokens.append(item.token)
+    trim, calls = Trim.trim, itertools.count(1)
+
+    def fails_once(self: Trim, cache: Any, back: int) -> int:
+        if next(calls) == 2:
+            raise KeyboardInterrupt("in the middle")
+        return trim(self, cache, back)
+
+    monkeypatch.setattr(Trim, "trim", fails_once)
+    caches, drafter = make_prompt_cache(target()), scripted.always_wrong(plain("llama"), VOCAB)
+    options = {"drafter": drafter, "prompt_cache": caches}
+    tokens = until(KeyboardInterrupt, "in the middle", target(), **options)
     assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
-
-
-class NeverBack(Trim):
-    """Cannot go back at all."""
-
-    name = "never back"
-
-    def trim(self, cache: Any, back: int) -> int:
-        return 0
 
 
 class Stops(scripted.ScriptedSession):
@@ -156,13 +138,13 @@ def test_caches_that_cannot_be_brought_in_order_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a pass under way to be undone; the next call with them names the class, and why."""
-    caches = make_prompt_cache(target())
-    monkeypatch.setitem(STRATEGIES, KVCache, NeverBack())
-    with pytest.raises(sd.errors.CacheRollbackError, match="gave back 0 of"):
-        list(sd.speculate(target(), PROMPT, Stops(), prompt_cache=caches, draft_length=1))
-    monkeypatch.undo()
-    with pytest.raises(sd.errors.CacheRollbackError, match=r"KVCache that is not usable.*0 of"):
-        list(sd.speculate(target(), [9], prompt_cache=[caches[0], *make_prompt_cache(target())]))
+    caches, refused = make_prompt_cache(target()), sd.errors.CacheRollbackError
+    with monkeypatch.context() as patch:
+        patch.setattr(Trim, "trim", lambda self, cache, back: 0)
+        options = {"drafter": Stops(), "prompt_cache": caches, "draft_length": 1}
+        until(refused, "gave back 0 of", target(), **options)
+    mixed = [caches[0], *make_prompt_cache(target())]
+    until(refused, r"KVCache that is not usable.*0 of", target(), prompt_cache=mixed)
     check_usable(make_prompt_cache(target()))
 
 
@@ -174,7 +156,8 @@ def test_a_drafter_that_raises_at_the_end_too_is_noted() -> None:
 
 
 def test_a_command_that_is_terminated_cleans_up_first() -> None:
-    """SIGTERM goes the way of Ctrl-C, which stays what it is, and ends with its usual status."""
+    """SIGTERM goes the way of Ctrl-C, which stays what it is, and ends with its usual status; who
+    handles the one handles the other, and a handler that was there before stays."""
     closed = []
     with pytest.raises(SystemExit) as ended, terminated_as_interrupted():
         try:
@@ -186,10 +169,6 @@ def test_a_command_that_is_terminated_cleans_up_first() -> None:
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
     with pytest.raises(KeyboardInterrupt), terminated_as_interrupted():
         raise KeyboardInterrupt
-
-
-def test_who_handles_interrupts_handles_termination() -> None:
-    """And a handler that was there before stays."""
     with terminated_as_interrupted(), suppress(KeyboardInterrupt):
         os.kill(os.getpid(), signal.SIGTERM)
         time.sleep(10)
