@@ -20,7 +20,7 @@ class Hub(BaseHTTPRequestHandler):
     files: dict[str, bytes]
     created: list[dict[str, object]]
     asked: list[str]
-    faults: dict[str, int]
+    faults: dict[str, int]  # name -> status, or 0 for half of the file
 
     def do_POST(self) -> None:
         body = self.rfile.read(int(self.headers["Content-Length"]))
@@ -53,34 +53,25 @@ class Hub(BaseHTTPRequestHandler):
         if self.command == "GET":
             self.asked.append(name)
         if fault:
-            self.send_response(fault)
-            self.send_header("X-Error-Code", "RepoNotFound")
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        if content is None:
-            self.send_response(404)
-            self.send_header("X-Error-Code", "EntryNotFound")
-            self.send_header("X-Repo-Commit", COMMIT)
-            self.send_header("Content-Length", "0")
-            self.end_headers()
-            return
-        self.send_response(200)
-        self.send_header("X-Repo-Commit", COMMIT)
-        self.send_header("ETag", f'"{hashlib.sha256(content).hexdigest()}"')
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content if fault is None else content[: len(content) // 2])
+            self.send(b"", fault, {"X-Error-Code": "RepoNotFound"})
+        elif content is None:
+            self.send(b"", 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        else:
+            headers = {"X-Repo-Commit": COMMIT, "ETag": f'"{hashlib.sha256(content).hexdigest()}"'}
+            self.send(content, 200, headers, is_whole=fault is None)
 
     def answer(self, reply: dict[str, object]) -> None:
-        content = json.dumps(reply).encode()
-        self.send_response(200)
-        self.send_header("Content-Type", "application/json")
-        self.send_header("Content-Length", str(len(content)))
+        self.send(json.dumps(reply).encode(), 200, {"Content-Type": "application/json"})
+
+    def send(
+        self, content: bytes, status: int, headers: dict[str, str], is_whole: bool = True
+    ) -> None:
+        self.send_response(status)
+        for name, value in (headers | {"Content-Length": str(len(content))}).items():
+            self.send_header(name, value)
         self.end_headers()
         if self.command != "HEAD":
-            self.wfile.write(content)
+            self.wfile.write(content if is_whole else content[: len(content) // 2])
 
     def log_message(self, *args: object) -> None:
         """Say nothing."""
