@@ -11,9 +11,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
+from mlx_lm.models.cache import KVCache
 
 from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter
+from specdec_mlx.contracts.trees import depths_of, path_to
 from specdec_mlx.token_ids import to_list
+
+Script = Callable[[int, int], Sequence[int] | Draft]
+"""(number of tokens emitted, limit) -> what is proposed."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,9 +50,7 @@ def always_wrong(text: Sequence[int], vocab_size: int) -> OracleDrafter:
 
 @dataclass(frozen=True, eq=False)
 class ScriptedDrafter:
-    """Proposes what `script(number of tokens emitted, limit)` returns."""
-
-    script: Callable[[int, int], Sequence[int]]
+    script: Script
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
         return ScriptedSession(self.script)
@@ -56,7 +59,7 @@ class ScriptedDrafter:
 class ScriptedSession:
     """Follows the script by the number of tokens emitted."""
 
-    def __init__(self, script: Callable[[int, int], Sequence[int]]) -> None:
+    def __init__(self, script: Script) -> None:
         self.script = script
         self.limits: list[int] = []
         self.observed: list[int] = []
@@ -64,7 +67,8 @@ class ScriptedSession:
 
     def propose(self, limit: int) -> Draft:
         self.limits.append(limit)
-        return Draft(list(self.script(len(self.observed), limit)))
+        draft = self.script(len(self.observed), limit)
+        return draft if isinstance(draft, Draft) else Draft(list(draft))
 
     def observe(self, tokens: Sequence[int]) -> None:
         self.observed += tokens
@@ -73,38 +77,19 @@ class ScriptedSession:
         self.closed_at = length
 
 
-class _Position:
-    """A cache that knows how much was fed, and nothing else."""
-
-    def __init__(self) -> None:
-        self.offset = 0
-        self.state = mx.array(0)
-
-    def is_trimmable(self) -> bool:
-        return True
-
-    def trim(self, n: int) -> int:
-        self.offset -= n
-        return n
-
-
+@dataclass(frozen=True)
 class _ScriptedModel:
-    def __init__(self, text: list[int], vocab_size: int) -> None:
-        self.text = text
-        self.vocab_size = vocab_size
-        self.layers = [None]
+    """Its caches are mlx-lm's own, which count the tokens that were fed."""
 
-    def make_cache(self) -> list[_Position]:
-        return [_Position()]
+    text: list[int]
+    vocab_size: int
+    layers: tuple[None] = (None,)
 
-    def __call__(self, ids: mx.array, cache: list[_Position]) -> mx.array:
-        start = cache[0].offset
-        cache[0].offset += ids.shape[1]
-        coming = [self.next_token(i) for i in range(start + 1, cache[0].offset + 1)]
+    def __call__(self, ids: mx.array, cache: list[KVCache]) -> mx.array:
+        start = cache[0].offset + 1
+        cache[0].update_and_fetch(*[mx.zeros((1, 1, ids.shape[1], 1))] * 2)
+        coming = [*self.text[start:], *[0] * ids.shape[1]][: ids.shape[1]]
         return (mx.array([coming])[..., None] == mx.arange(self.vocab_size)).astype(mx.float32)
-
-    def next_token(self, index: int) -> int:
-        return self.text[index] if index < len(self.text) else 0
 
 
 def scripted_model(prompt: Sequence[int], drafter: OracleDrafter) -> _ScriptedModel:
@@ -156,31 +141,15 @@ class OracleTrees:
     vocab_size: int
     seed: int = 0
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> OracleTreeSession:
-        return OracleTreeSession(self)
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
+        return ScriptedSession(self.draft)
 
     def draft(self, start: int, limit: int) -> Draft:
         """A tree in which one path, that ends anywhere, is right."""
         coins = random.Random(self.seed * 1000 + start)
-        end, path = coins.randrange(len(TREE)), set[int]()
-        while end >= 0:
-            path.add(end)
-            end = TREE[end]
-        depth, tokens = [0] * len(TREE), []
-        for node, parent in enumerate(TREE):
-            depth[node] = 0 if parent < 0 else depth[parent] + 1
-            place = start + depth[node]
+        path, tokens = path_to(coins.randrange(len(TREE)), TREE), []
+        for node, depth in enumerate(depths_of(TREE)):
+            place = start + depth
             own = self.text[place] if place < len(self.text) else 0
             tokens.append(own if node in path else (own + 1 + node) % self.vocab_size)
         return Draft(tokens, parents=TREE).head(limit)
-
-
-class OracleTreeSession(ScriptedSession):
-    """Follows the text by the number of tokens emitted."""
-
-    def __init__(self, drafter: OracleTrees) -> None:
-        super().__init__(lambda start, limit: [])
-        self.drafter = drafter
-
-    def propose(self, limit: int) -> Draft:
-        return self.drafter.draft(len(self.observed), limit)

@@ -11,7 +11,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.contracts import ROOT, Draft, FeatureRows, Features, Outcome, Verdict
+from specdec_mlx.contracts import Draft, FeatureRows, Features, Outcome, Verdict
+from specdec_mlx.contracts.trees import chain, depths_of
+from specdec_mlx.rules.trees import walk
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.strategies import STRATEGIES, Snapshot, Trim
 from specdec_mlx.token_ids import to_list
@@ -22,10 +24,7 @@ class TokenCache:
 
     def __init__(self) -> None:
         self.tokens: list[int] = []
-
-    @property
-    def state(self) -> list[mx.array]:
-        return []
+        self.state: list[mx.array] = []
 
 
 class RecurrentTokenCache(TokenCache):
@@ -36,14 +35,21 @@ class ChainCache(TokenCache):
     """The same, for a strategy that cannot drop rows from between others."""
 
 
-class DropTokens(Trim):
-    """Drops the last tokens."""
+class ReturnToCheckpoint(Snapshot):
+    """Puts back what was saved, and nothing in between."""
 
     def save(self, cache: TokenCache) -> list[int]:
         return list(cache.tokens)
 
     def restore(self, cache: TokenCache, saved: list[int]) -> None:
         cache.tokens = list(saved)
+
+
+class DropTokens(Trim):
+    """Drops the last tokens."""
+
+    save = ReturnToCheckpoint.save
+    restore = ReturnToCheckpoint.restore
 
     def trim(self, cache: TokenCache, back: int) -> int:
         del cache.tokens[len(cache.tokens) - back :]
@@ -56,13 +62,6 @@ class GatherTokens(DropTokens):
     def gather(self, cache: TokenCache, last: int, kept: Sequence[int]) -> None:
         drafted = cache.tokens[-last:]
         cache.tokens[-last:] = [drafted[node] for node in kept]
-
-
-class ReturnToCheckpoint(Snapshot):
-    """Puts back what was saved, and nothing in between."""
-
-    save = DropTokens.save
-    restore = DropTokens.restore
 
 
 STRATEGIES[TokenCache] = GatherTokens()
@@ -130,21 +129,14 @@ class ScriptedTarget:
 
     def verdict(self, draft: Draft, position: int) -> Verdict:
         """Go from the root to the child that the text goes to, as long as there is one."""
-        drafted = to_list(draft.tokens)
-        is_chain = draft.parents is None
-        parents = range(ROOT, len(drafted) - 1) if draft.parents is None else draft.parents
-        path: list[int] = []
-        node: int | None = ROOT
-        while node is not None:
-            own, parent = self.text[position + len(path)], node
-            children = (i for i, p in enumerate(parents) if p == parent and drafted[i] == own)
-            node = next(children, None)
-            path += [] if node is None else [node]
+        drafted, is_chain = to_list(draft.tokens), draft.parents is None
+        parents = chain(len(drafted)) if draft.parents is None else draft.parents
+        coming = dict(enumerate(self.text))
+        places = (position + depth for depth in depths_of(parents))
+        path = walk([coming.get(i) == t for i, t in zip(places, drafted, strict=True)], parents)
         nodes = path + [0] * (len(drafted) - len(path))
-        next_token = self.text[position + len(path)]
-        return Verdict(
-            mx.array(len(path)), mx.array(next_token), None if is_chain else mx.array(nodes)
-        )
+        next_token = mx.array(self.text[position + len(path)])
+        return Verdict(mx.array(len(path)), next_token, None if is_chain else mx.array(nodes))
 
     def rows(self, fed: list[int]) -> FeatureRows | None:
         """It cannot be read."""
