@@ -11,15 +11,14 @@ from contextlib import suppress
 from functools import cache
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
 import tiny
+from lossless import plain_text
 from selection import cases, in_one_test
 from specdec_mlx.mlx_lm_plugin.commands import terminated_as_interrupted
 from specdec_mlx.target.rollback import check_usable
@@ -32,15 +31,14 @@ NUM_TOKENS = 14
 
 @cache
 def target(name: str = "llama") -> nn.Module:
-    return tiny.build(name, mx.float32)
+    return tiny.build(name)
 
 
 @cache
 def plain(
     name: str, prompt: tuple[int, ...] = tuple(PROMPT), num_tokens: int = NUM_TOKENS + 10
 ) -> list[int]:
-    steps = generate_step(mx.array(prompt), target(name), max_tokens=num_tokens)
-    return [int(token) for token, _ in steps]
+    return plain_text(target(name), prompt, num_tokens).tokens
 
 
 def until(error: type[BaseException], words: str, model: nn.Module, **options: Any) -> list[int]:

@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import scripted
+import specdec_mlx as sd
 from specdec_mlx.bench import replay
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import Record, RecordedText, read_sessions, save_record
-from specdec_mlx.contracts import DraftContext
 
 VOCAB = 256
 END = 3
@@ -85,37 +85,12 @@ def test_other_lines_are_refused_by_number(tmp_path: Path) -> None:
         read_sessions(written(tmp_path, [silent]), Bytes())
 
 
-class Rememberer:
-    """Proposes the texts that its earlier generations closed with."""
-
-    def __init__(self) -> None:
-        self.texts: list[list[int]] = []
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Remembering:
-        return Remembering(self.texts, len(prompt))
-
-
-class Remembering(scripted.ScriptedSession):
-    cheap = True
-
-    def __init__(self, texts: list[list[int]], start: int) -> None:
-        super().__init__(self.known)
-        self.texts, self.start = texts, start
-
-    def known(self, emitted: int, limit: int) -> list[int]:
-        known = (text for text in self.texts if text[:emitted] == self.observed)
-        return next(known, [])[emitted:][:limit]
-
-    def close(self, length: int) -> None:
-        self.texts.append(self.observed[: length - self.start])
-
-
 def test_memory_goes_on_from_text_to_text_and_not_from_way_to_way() -> None:
     """The first text is new to each draft length; sessions are scored one by one, and add up."""
     written = [RecordedText(str(i), "c", [1, 2], list(range(5, 11)), f"{i % 2}") for i in range(4)]
     record = Record("", {}, {"vocab_size": VOCAB, "max_tokens": 6}, written)
     wrong = scripted.OracleDrafter([11] * 20, VOCAB)
-    drafters = {"none of use": wrong, "memory": Rememberer}
+    drafters = {"none of use": wrong, "memory": lambda: sd.SuffixDrafter(memory=sd.Memory())}
     scores = replay.score_record(record, drafters, ["5", "8"], linear_cost(0.0))
     for name, length in product(drafters, ("5", "8")):
         own = [s for s in scores if s.drafter == name and s.draft_length == length]
