@@ -77,7 +77,7 @@ class ScriptedSession:
         self.closed_at = length
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class _ScriptedModel:
     """Its caches are mlx-lm's own, which count the tokens that were fed."""
 
