@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 import scripted
+import specdec_mlx as sd
 from specdec_mlx.bench import replay
 from specdec_mlx.bench.cost import linear_cost
-from specdec_mlx.bench.record import Record, RecordedText, load_record, read_sessions, save_record
-from specdec_mlx.contracts import Draft, DraftContext
+from specdec_mlx.bench.record import Record, RecordedText, read_sessions, save_record
 
 VOCAB = 256
 END = 3
@@ -28,21 +28,29 @@ class Bytes:
     has_chat_template = True
     eos_token_id = END
 
-    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
-        return list(text.encode())
-
     def __len__(self) -> int:
         return VOCAB
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        return list(text.encode())
 
     def apply_chat_template(self, messages: Any, add_generation_prompt: bool) -> list[int]:
         assert add_generation_prompt
         return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>")
 
 
-SAID = [("system", "S"), ("user", "hi"), ("assistant", "hello"), ("tool", None)]
-SAID += [("assistant", "bye"), ("user", "?")]
-MESSAGES = [{"role": role, "content": content} for role, content in SAID]
-CONVERSATION = {"id": "one", "category": "agents", "messages": MESSAGES}
+CONVERSATION = {
+    "id": "one",
+    "category": "agents",
+    "messages": [
+        {"role": "system", "content": "S"},
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "hello"},
+        {"role": "tool", "content": None},
+        {"role": "assistant", "content": "bye"},
+        {"role": "user", "content": "?"},
+    ],
+}
 EDITS = [
     {"id": "e1", "category": "edits", "session": 7, "turns": ["fix a"], "reference": "b"},
     {"id": "e2", "category": "edits", "session": 7, "turns": ["fix c"], "reference": "d"},
@@ -57,13 +65,14 @@ def written(folder: Path, rows: Sequence[Any]) -> Path:
 
 def test_every_assistant_message_is_a_text(tmp_path: Path) -> None:
     """The prompt is all that stands before it, the conversation its session, an end token last;
-    edits of one session are one conversation."""
+    prompts and references of one session are one conversation, in the order of the file."""
     texts = read_sessions(written(tmp_path, [CONVERSATION, *EDITS]), Bytes())
     assert [bytes(t.generated) for t in texts] == [b"hello\x03", b"bye\x03", b"b\x03", b"d\x03"]
     assert bytes(texts[1].prompt) == b"<system>S<user>hi<assistant>hello<tool><a>"
     assert [t.session for t in texts] == ["one", "one", "7", "7"]
     assert [t.category for t in texts] == ["agents", "agents", "edits", "edits"]
     assert len({t.id for t in texts}) == 4
+    assert [t.id for t in texts[2:]] == ["e1", "e2"]
 
 
 def test_other_lines_are_refused_by_number(tmp_path: Path) -> None:
@@ -76,39 +85,12 @@ def test_other_lines_are_refused_by_number(tmp_path: Path) -> None:
         read_sessions(written(tmp_path, [silent]), Bytes())
 
 
-class Remembering(scripted.ScriptedSession):
-    """Proposes the texts that earlier ones closed with."""
-
-    cheap = True
-
-    def __init__(self, memory: list[list[int]], start: int) -> None:
-        super().__init__(lambda start, limit: [])
-        self.memory, self.start = memory, start
-
-    def propose(self, limit: int) -> Draft:
-        end = len(self.observed)
-        known = (text[end:][:limit] for text in self.memory if text[:end] == self.observed)
-        return Draft(next(known, []))
-
-    def close(self, length: int) -> None:
-        self.memory.append(self.observed[: length - self.start])
-
-
-class Rememberer:
-    def __init__(self) -> None:
-        self.texts: list[list[int]] = []
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Remembering:
-        return Remembering(self.texts, len(prompt))
-
-
 def test_memory_goes_on_from_text_to_text_and_not_from_way_to_way() -> None:
     """The first text is new to each draft length; sessions are scored one by one, and add up."""
-    text = [5, 6, 7, 8, 9, 10]
-    texts = [RecordedText(str(i), "c", [1, 2], text, f"session {i % 2}") for i in range(4)]
-    record = Record("", {}, {"vocab_size": VOCAB, "max_tokens": 6}, texts)
+    written = [RecordedText(str(i), "c", [1, 2], list(range(5, 11)), f"{i % 2}") for i in range(4)]
+    record = Record("", {}, {"vocab_size": VOCAB, "max_tokens": 6}, written)
     wrong = scripted.OracleDrafter([11] * 20, VOCAB)
-    drafters = {"none of use": wrong, "memory": Rememberer}
+    drafters = {"none of use": wrong, "memory": lambda: sd.SuffixDrafter(memory=sd.Memory())}
     scores = replay.score_record(record, drafters, ["5", "8"], linear_cost(0.0))
     for name, length in product(drafters, ("5", "8")):
         own = [s for s in scores if s.drafter == name and s.draft_length == length]
@@ -121,11 +103,11 @@ def test_memory_goes_on_from_text_to_text_and_not_from_way_to_way() -> None:
 def test_the_command_replays_sessions(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Texts come from the sessions, measured costs from the record, a table for each curve."""
     monkeypatch.setattr(replay, "load_tokenizer", lambda name: Bytes())
     cost = dataclasses.replace(linear_cost(0.1), name="measured")
     record = Record("", {}, {}, [], cost=cost, results=[], differences=[])
     save_record(record, tmp_path / "record.json")
-    assert load_record(tmp_path / "record.json").cost is not None
     parser = argparse.ArgumentParser()
     replay.add_arguments(parser)
     path = str(written(tmp_path, [CONVERSATION, *EDITS]))

@@ -1,13 +1,12 @@
-"""A rule, a drafter and a rollback strategy of somebody else's: one short file each, none of ours.
+"""Rules and rollback strategies of somebody else's: the package knows nothing of them.
 
-What they extend is used as it is: nothing of the package knows of them, or is changed for them.
+Drafters of others are in test_new_drafter.py and test_registry.py.
 """
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
-from functools import cache
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -18,45 +17,37 @@ from mlx_lm.models.cache import make_prompt_cache
 import scripted
 import specdec_mlx as sd
 import tiny
-import tiny_text
 from selection import in_one_test
-from specdec_mlx.drafters import registry as drafter_registry
+from specdec_mlx.rules import arithmetic
 from specdec_mlx.rules import registry as rule_registry
+from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.target.strategies import STRATEGIES
-from specdec_mlx.testing import check_drafter, check_rule, check_strategy
-from strangers.cache import BlockCache
-from strangers.drafter import Periodic
-from strangers.rule import Reluctant
-from strangers.strategy import DropBlocks
-
-FILES = sorted((Path(__file__).parent / "strangers").glob("[a-z]*.py"))
-EXTENSIONS = {"drafter.py", "rule.py", "strategy.py"}
-MOST_LINES = 35
-
-PUBLIC = {
-    "specdec_mlx",
-    "specdec_mlx.contracts",
-    "specdec_mlx.rules.arithmetic",
-    "specdec_mlx.rules.coins",
-    "specdec_mlx.target.strategies",
-}
-"""Modules that an extension may import: its page names them."""
+from specdec_mlx.testing import check_rule, check_strategy
+from test_docs import DOCS, blocks
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 NUM_TOKENS = 24
-SAMPLINGS = {"temperature 0": sd.Sampling(), "temperature 1": sd.Sampling(temp=1.0)}
 
 
-def test_an_extension_is_one_short_file_that_imports_what_is_public() -> None:
-    """At most 35 lines each; no private name, and no module that its page does not name."""
-    assert {path.name for path in FILES} == EXTENSIONS | {"cache.py"}
-    for path in FILES:
-        text = path.read_text(encoding="utf-8")
-        assert len(text.splitlines()) <= MOST_LINES, path.name
-        for module, names in re.findall(r"^\s*(?:from|import) (\S+)(?: import (.*))?$", text, re.M):
-            assert module in PUBLIC or not module.startswith("specdec_mlx"), module
-            assert not re.search(r"\b_\w", names), path.name
+@dataclass(frozen=True)
+class Reluctant(CoinRule):
+    """Keeps x with chance s min(1, p/q); what that leaves of p, norm(p - s min(p, q)), follows."""
+
+    name = "reluctant"
+    share: float = 0.5
+
+    def accept_probs(self, target_probs: Any, draft_tokens: Any, draft_probs: Any) -> Any:
+        chances = arithmetic.acceptance_probability(target_probs[:-1], draft_probs, draft_tokens)
+        return self.share * chances
+
+    def next_probs(
+        self, target_probs: Any, draft_tokens: Any, draft_probs: Any, num_accepted: Any
+    ) -> Any:
+        minimum = arithmetic.namespace_of(draft_probs).minimum
+        kept = arithmetic.with_zero_row(self.share * minimum(target_probs[:-1], draft_probs))
+        rows = (arithmetic.row(probs, num_accepted) for probs in (target_probs, kept))
+        return arithmetic.residual(*rows)
 
 
 @pytest.fixture
@@ -66,70 +57,31 @@ def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: strangers\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[specdec_mlx.drafters]\nperiodic = strangers.drafter:Periodic\n"
-        "[specdec_mlx.rules]\nreluctant = strangers.rule:Reluctant\n"
-        "block = strangers.rule:Reluctant\nbroken = strangers.rule:Missing\n"
-        "no-rule = strangers.drafter:Periodic\n"
+        "[specdec_mlx.rules]\nreluctant = test_strangers:Reluctant\n"
+        "block = test_strangers:Reluctant\nbroken = test_strangers:Missing\n"
+        "no-rule = pathlib:Path\n"
     )
     monkeypatch.syspath_prepend(tmp_path)
-    forget_packages()
+    rule_registry._installed.cache_clear()  # looked through once in a process; here it changes
     with pytest.warns(UserWarning, match="rule 'block' of strangers is left out, since specdec-ml"):
         rule_registry.rule_names()
     yield
     monkeypatch.undo()
-    forget_packages()
-
-
-def forget_packages() -> None:
-    """Installed packages are looked through once in a process; here they change."""
-    for lookup in (drafter_registry._entries, rule_registry._installed):
-        getattr(lookup, "cache_clear", lambda: None)()
-
-
-target = cache(tiny.build)
-
-
-def run(drafter: Any, model: nn.Module | None = None, **options: Any) -> list[sd.responses.Token]:
-    options = {"max_tokens": NUM_TOKENS, "draft_length": 4, "seed": 3} | options
-    return list(sd.speculate(model or target("qwen2"), PROMPT, drafter, **options))
-
-
-def tokens(items: list[sd.responses.Token]) -> list[int]:
-    return [item.token for item in items]
-
-
-def oracle(sampling: sd.Sampling, wrong: float = 0.0) -> scripted.OracleDrafter:
-    text = tokens(run(None, sampler=sampling, max_tokens=NUM_TOKENS + 10))
-    return scripted.OracleDrafter(text, VOCAB, wrong=wrong)
-
-
-def test_the_contracts_are_kept() -> None:
-    """Of the rule whole rounds are enumerated, for a share of 1 too, which is rejection; passes
-    over the strategy's cache are the default's: a layer of attention."""
-    for rule in (Reluctant(), Reluctant(share=1.0)):
-        assert "total variation at most" in check_rule(rule)[-1]
-    assert not check_drafter(Periodic(period=3))[0].startswith("protocol: 0 drafts")
-    assert check_strategy(DropBlocks(), BlockCache)[0] == "protocol: drop blocks"
-
-
-def test_the_rule_is_asked_at_any_temperature() -> None:
-    drafted = [(oracle(sd.Sampling()), 0.0), (sd.ModelDrafter(target("qwen2")), 1.0)]
-    for drafter, temp in drafted:
-        for share, least, most in ((1.0, 0.999, 1.0), (0.5, 0.2, 0.8), (0.0, 0.0, 0.0)):
-            items = run(drafter, rule=Reluctant(share=share), sampler=sd.Sampling(temp))
-            assert items[-1].stats.drafted > 0
-            assert least <= items[-1].stats.acceptance_rate <= most
-            assert temp or tokens(items) == tokens(run(None))
+    rule_registry._installed.cache_clear()
 
 
 @pytest.mark.usefixtures("installed")
-def test_the_rule_has_a_name_with_options() -> None:
-    """It gives the text of the rule itself, and stands in the list; names of ours stay ours."""
-    greedy = oracle(sd.Sampling())
-    by_name = run(greedy, rule="reluctant:share=0.25")
-    by_object = run(greedy, rule=Reluctant(share=0.25))
-    assert tokens(by_name) == tokens(by_object)
-    assert by_name[-1].stats.accepted == by_object[-1].stats.accepted
+def test_a_rule_of_an_installed_package_has_a_name_with_options() -> None:
+    """It keeps the contract, and is asked at any temperature; names of ours stay ours."""
+    assert rule_registry.make_rule("reluctant:share=0.25") == Reluctant(0.25)
+    assert "total variation at most" in check_rule(Reluctant())[-1]
+    drafter = sd.ModelDrafter(model := tiny.build("qwen2"))
+    for share, least, most in ((1.0, 0.999, 1.0), (0.5, 0.2, 0.8), (0.0, 0.0, 0.0)):
+        for temp in (0.0, 1.0):
+            sampler = sd.Sampling(temp=temp)
+            items = text(model, drafter, rule=f"reluctant:share={share}", sampler=sampler)
+            assert items[-1].stats.drafted > 0
+            assert least <= items[-1].stats.acceptance_rate <= most
     assert "reluctant" in rule_registry.rule_names()
     assert rule_registry.rule_names().count("block") == 1
     assert rule_registry.make_rule("block") == sd.rules.Block()
@@ -146,40 +98,44 @@ def test_the_rule_has_a_name_with_options() -> None:
     ],
 )
 def test_what_is_wrong_with_a_name_is_said(choice: str, error: type, words: str) -> None:
+    """Unknown, with an option too many, of a package that is broken, of something else."""
     with pytest.raises(error, match=words):
         rule_registry.make_rule(choice)
 
 
-@pytest.mark.usefixtures("installed")
-@pytest.mark.parametrize("sampling", SAMPLINGS)
-def test_the_drafter_drafts_by_name_and_by_object(sampling: str) -> None:
-    options = {"sampler": SAMPLINGS[sampling], "seed": 3, "draft_length": 4, "max_tokens": 40}
-    given = tiny_text.model(), tiny_text.tokenizer(), PROMPT
-    plain, *drafted = (
-        list(sd.stream_generate(*given, drafter=drafter, **options))
-        for drafter in (None, "periodic:period=1", Periodic(period=1))
-    )
-    for responses in drafted:
-        assert [r.token for r in responses] == [r.token for r in plain]
-        assert responses[-1].stats.drafted == drafted[0][-1].stats.drafted > 0
-    assert "periodic" in sd.drafters.drafter_names()
+def test_packages_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    rule_registry.rule_names()
+    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
+    assert "auto" in rule_registry.rule_names()
 
 
-@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("temp", [0.0, 1.0])
 @pytest.mark.parametrize("is_registered", [True, False])
-def test_a_model_with_that_cache_drafts_losslessly(
-    sampling: str, is_registered: bool, monkeypatch: pytest.MonkeyPatch
+def test_the_documentations_strategy_drafts_losslessly(
+    temp: float, is_registered: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The text is that of mlx-lm's own caches; with the strategy no position is fed again."""
-    if not is_registered:
-        monkeypatch.delitem(STRATEGIES, BlockCache)
-    model = tiny.build("qwen2")
-    model.make_cache = lambda: [BlockCache() for _ in model.layers]
-    drafter = oracle(SAMPLINGS[sampling], wrong=0.4)
+    page: dict[str, Any] = {}
+    for block in blocks(DOCS / "teach-it-a-cache.md"):
+        exec(block.code, page)
+    block_cache = page["BlockCache"]
+    strategy = STRATEGIES.pop(block_cache)
+    assert check_strategy(strategy, block_cache)[0] == "protocol: drop blocks"
+    if is_registered:
+        monkeypatch.setitem(STRATEGIES, block_cache, strategy)
+    model, sampling = tiny.build("qwen2"), sd.Sampling(temp=temp)
+    expected = text(model, None, sampler=sampling, max_tokens=NUM_TOKENS + 10)
+    drafter = scripted.OracleDrafter([item.token for item in expected], VOCAB, wrong=0.4)
+    model.make_cache = lambda: [block_cache() for _ in model.layers]
     caches = make_prompt_cache(model)
-    items = run(drafter, model, sampler=SAMPLINGS[sampling], prompt_cache=caches)
-    assert tokens(items) == tokens(run(None, sampler=SAMPLINGS[sampling]))
+    items = text(model, drafter, sampler=sampling, prompt_cache=caches)
+    assert [item.token for item in items] == drafter.text[:NUM_TOKENS]
     stats = items[-1].stats
     assert 0 < stats.accepted < stats.drafted
     assert (stats.replayed == 0) == is_registered
     assert {cache.offset for cache in caches} == {len(PROMPT) + NUM_TOKENS}
+
+
+def text(model: nn.Module, drafter: Any, **options: Any) -> list[sd.responses.Token]:
+    options = {"max_tokens": NUM_TOKENS, "draft_length": 4, "seed": 3} | options
+    return list(sd.speculate(model, PROMPT, drafter, **options))

@@ -1,1 +1,0 @@
-"""Other people's extensions, a file each: they import only what is public."""
