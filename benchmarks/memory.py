@@ -27,7 +27,6 @@ from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.index import ContextIndex
-from specdec_mlx.memory.sources import update
 from specdec_mlx.memory.store import join, text_digest
 
 TEXTS, TOKENS = 20, 300
@@ -72,7 +71,7 @@ def measure(paths: Sequence[Path | str], tokenizer: object, max_tokens: int) -> 
         max_tokens: in the memory; the oldest go first.
     """
     memory, reading = Memory(max_tokens), time.perf_counter()
-    update(memory, paths, tokenizer)
+    memory.update(paths, tokenizer)
     reading = time.perf_counter() - reading
     texts = memory.texts()
     left_out = texts[:: max(2, len(texts) // TEXTS)][:TEXTS]

@@ -30,7 +30,6 @@ from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
 from specdec_mlx.memory import file as memory_file
 from specdec_mlx.memory import store
 from specdec_mlx.memory.index import MAX_TOKEN, Context
-from specdec_mlx.memory.sources import update
 from specdec_mlx.memory.store import as_memory
 from tiny_model_folder import write_model_folder
 
@@ -342,21 +341,24 @@ def test_only_what_has_changed_is_read_again(project: Path, tmp_path: Path) -> N
     path = tmp_path / "memory"
     memory = sd.Memory()
     memory.add(tokenizer.encode("written by a generation"))
-    found = update(memory, [project], tokenizer)
+    found = memory.update([project], tokenizer)
+    same = sd.Memory.from_files([project], tokenizer)
+    assert [[*text] for text in same.texts()] == [[*text] for text in memory.texts()]
+    assert {"add", "from_files", "load", "merge", "prune", "save"} <= set(dir(same))
     assert (found.read, found.unchanged, found.gone, found.skipped) == (2, 0, 0, 2)
     code, notes = "def first(a):\n    return a\n", "Some words about it.\n"
     assert words(memory) == [notes, code, "written by a generation"]
     memory.save(path)
     memory = sd.Memory.load(path)
-    assert update(memory, [project], tokenizer).read == 0
+    assert memory.update([project], tokenizer).read == 0
     (project / "a.py").write_text("def second(b): ...\n")
     (project / "docs" / "b.md").unlink()
     (project / "new.txt").write_text("something new")
-    found = update(memory, [project], tokenizer)
+    found = memory.update([project], tokenizer)
     assert (found.read, found.unchanged, found.gone) == (2, 2, 1)
     assert words(memory) == ["def second(b): ...\n", "something new", "written by a generation"]
     with pytest.raises(FileNotFoundError, match="nowhere"):
-        update(memory, [project / "nowhere"], tokenizer)
+        memory.update([project / "nowhere"], tokenizer)
 
 
 @pytest.fixture(scope="module")
@@ -551,7 +553,7 @@ def test_a_copy_to_share_has_the_texts_and_no_names_of_files(tmp_path: Path) -> 
     """`memory export`; an existing file is never overwritten."""
     (tmp_path / "secret-name.txt").write_text("the cat and the dog and the cat")
     memory, copy = sd.Memory(), tmp_path / "public.memory"
-    update(memory, [tmp_path / "secret-name.txt"], tiny_text.tokenizer())
+    memory.update([tmp_path / "secret-name.txt"], tiny_text.tokenizer())
     memory.save(tmp_path / "project.memory")
     arguments = ["memory", "export", str(tmp_path / "project.memory"), str(copy)]
     assert main(arguments) == 0

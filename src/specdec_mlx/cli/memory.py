@@ -13,7 +13,7 @@ from specdec_mlx.drafters.ngram_table import NGramTable
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.file import read_header
 from specdec_mlx.memory.kept import Kept
-from specdec_mlx.memory.sources import texts_of, update
+from specdec_mlx.memory.sources import texts_of
 from specdec_mlx.models import explained
 from specdec_mlx.options import argument, positive_int
 
@@ -68,7 +68,7 @@ def _build(args: argparse.Namespace) -> None:
     memory = Memory.load(args.out) if args.out.exists() else Memory(MOST_TOKENS)
     if args.max_tokens is not None:
         memory.prune(args.max_tokens)
-    found = update(memory, args.paths, tokenizer)
+    found = memory.update(args.paths, tokenizer)
     memory.compact()
     memory.save(args.out)
     print(

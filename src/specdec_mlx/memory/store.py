@@ -7,6 +7,7 @@ from array import array
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -15,11 +16,22 @@ from jaxtyping import Int
 
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import Kept, opened
+from specdec_mlx.memory.sources import files_in, state_of, tokens_of
 from specdec_mlx.options import whole, wrong
 
 BYTES_PER_TOKEN = 80  # token and place, 4 bytes each, and a key of 64 with its address of 8
 YOUNG = 8192  # tokens up to which an index is sorted anew for every text that joins it: 6 ms
 KEPT = 15 / 16  # of the bound, when the oldest texts went: not every text is to evict
+
+
+@dataclass(frozen=True)
+class Update:
+    """Numbers of files: read now, known and unchanged, gone, and skipped as no text."""
+
+    read: int
+    unchanged: int
+    gone: int
+    skipped: int
 
 
 STORED = ("tokenizer", "max_tokens", "remember_prompts")  # attributes, in a file
@@ -60,6 +72,20 @@ class Memory(Kept):
             self.max_tokens = min(max_tokens, max_bytes // BYTES_PER_TOKEN)
         self.sources: dict[str, tuple[Any, ...]] = {}
         self._indexes: tuple[ContextIndex, ...] = ()
+
+    @classmethod
+    def from_files(
+        cls, paths: Sequence[Path | str], tokenizer: Any, max_tokens: int = 4_000_000
+    ) -> Memory:
+        """A memory of files and folders, such as one's own code; see `update`."""
+        memory = cls(max_tokens)
+        memory.update(paths, tokenizer)
+        memory.compact()
+        return memory
+
+    def __dir__(self) -> list[str]:
+        """What a user does with one."""
+        return ["add", "from_files", "load", "merge", "prune", "save", "texts", "update"]
 
     def __len__(self) -> int:
         """Tokens held, separators included."""
@@ -103,6 +129,33 @@ class Memory(Kept):
             held = Counter(map(text_digest, self.texts()))
             self._extend([text for text in theirs if not _taken(held, text)])
             self.sources |= other.sources
+
+    def update(self, paths: Sequence[Path | str], tokenizer: Any) -> Update:
+        """Bring it up to date with files and folders: only what has changed is tokenized.
+
+        A file is one text; one that has changed, or is gone from a folder, is forgotten first. Of a
+        folder hidden and large files, what is not UTF-8, and folders of what others wrote are
+        skipped. Raises FileNotFoundError, and TokenizerMismatchError for another tokenizer.
+        """
+        self.check_tokenizer(tokenizer)
+        roots = [Path(path).expanduser().absolute() for path in paths]
+        there = {str(file) for root in roots for file in files_in(root)}
+        known = self.sources
+        missing = [name for name in known if name not in there]
+        gone = {name for name in missing if any(Path(name).is_relative_to(r) for r in roots)}
+        changed = [name for name in sorted(there) if known.get(name, (None,))[0] != state_of(name)]
+        lost = Counter(known[name][1] for name in {*gone, *changed} & known.keys())
+        sources = {name: found for name, found in known.items() if name not in gone}
+        texts, skipped = [], 0
+        for name in changed:
+            state, tokens = state_of(name), tokens_of(name, tokenizer)
+            skipped += tokens is None
+            text = np.array(tokens or [], np.int32)
+            sources[name] = (state, text_digest(text) if len(text) >= 2 else "")
+            texts.append(text)
+        self.replace(lost, texts)
+        self.sources = sources
+        return Update(len(changed) - skipped, len(there) - len(changed), len(gone), skipped)
 
     def replace(self, lost: Counter[str], texts: Sequence[Int[np.ndarray, " n"]]) -> None:
         """Forget the texts of these digests, as often as they count, and add others [n], int32."""
