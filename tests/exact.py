@@ -355,9 +355,9 @@ class Given:
         return self.gumbels
 
 
-def decide(rule: CoinRule, *block: Any) -> Verdict:
-    """Verdict of a rule on (target_probs, tokens, draft_probs), given uniform and gumbel."""
-    return decide_by_coins(rule, *block[:3], Given(*block[3:]))
+def decide(rule: CoinRule, p: Any, tokens: Any, q: Any, *randomness: mx.array) -> Verdict:
+    """Verdict of a rule on target_probs, tokens and draft_probs, given uniform and gumbel."""
+    return decide_by_coins(rule, p, tokens, q, Given(*randomness))
 
 
 def to_mlx(array: np.ndarray) -> mx.array:

@@ -98,7 +98,7 @@ def text_of(pairs: Iterable[tuple[Any, mx.array]]) -> Text:
     return Text([int(token) for token in tokens], mx.stack(list(rows)))
 
 
-def noisy_copy(name: str, spread: float, **sizes: int) -> nn.Module:
+def noisy_copy(name: str, spread: float, **sizes: Any) -> nn.Module:
     """A tiny model whose weights are off by a share of their spread: it often agrees with it."""
     model = tiny.build(name, **sizes)
     keys = iter(mx.random.split(mx.random.key(1), 1000))
@@ -177,7 +177,7 @@ class Case:
         """Every drafter with every draft length, and one draft wider than the window."""
         if self.briefly:
             return {("oracle", 4): list(self.speculate(self.oracle(), 4))}
-        drafters = {
+        drafters: dict[str, Drafter] = {
             "oracle": self.oracle(),
             "always wrong": always_wrong(self.plain.tokens, self.vocab_size),
             "prompt lookup": PromptLookupDrafter(min_ngram=1),

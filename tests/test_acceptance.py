@@ -92,7 +92,8 @@ def test_residual_makes_up_what_acceptance_leaves(pair):
 @given(block=strategies.blocks())
 def test_mlx_agrees_with_numpy(name, block):
     """One body of code: float32 on MLX is float64 on NumPy, but for rounding."""
-    rule, block32 = COIN_RULES[name], tuple(map(to_mlx, block))
+    rule: Any = COIN_RULES[name]
+    block32 = tuple(map(to_mlx, block))
     target_probs, tokens, draft_probs = block
     chances = rule.accept_probs(*block)
     assert np.all((chances >= 0) & (chances <= 1))

@@ -4,7 +4,7 @@ The joint law of the first three tokens after a prompt is known exactly, from th
 single-token passes over all 6 x 6 x 6 texts. 24,000 generations are held against it: every drafter
 and rule, at temperature 1 and with top-p, top-k and min-p, from fixed seeds.
 
-They run a tiny random Llama from a table of its logits, since otherwise nearly all the time would
+They run a tiny random Llama whose logits are remembered, since otherwise nearly all the time would
 go into passes whose outcome is known; loop, caches, laws, rules and noise are the same.
 
 False alarms: with other seeds one of the tests here would fail with a chance of 1e-4 while nothing
@@ -34,13 +34,14 @@ import numpy as np
 import pytest
 from mlx.utils import tree_unflatten
 from mlx_lm.models import llama
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import make_prompt_cache
 
 import specdec_mlx as sd
 import tiny
 from exact import WRONG_RULES, Altered, declared_at_power, dropped
 from selection import cases
 from specdec_mlx.checks.chi_square import ChiSquare
+from specdec_mlx.checks.stand_ins import Remembered
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
 
@@ -86,8 +87,8 @@ def best_of_everything(model: nn.Module) -> sd.BestOf:
 
 
 FALSE_ALARM = 1e-4 / (2 * len(CASES) * len(SETTINGS) + len(SETTINGS))
-RUNS_OF_TABLE = 370
-MORE_RUNS_OF_TABLE = 2100  # where q matters most: drafts of a model at temperature 1
+RUNS = 370
+MORE_RUNS = 2100  # where q matters most: drafts of a model at temperature 1
 LARGER_CASES = ("model", "model, token by token")
 
 # The models ---------------------------------------------------------------------------------------
@@ -128,54 +129,14 @@ def next_logits(model: nn.Module, texts: mx.array) -> mx.array:
     return logits
 
 
-class Table(nn.Module):
-    """A model's logits after every text of up to three tokens beyond the prompt, looked up."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.layers = [None]
-        rows = np.zeros(((V + 1) ** LENGTH, V), np.float32)
-        for length in range(LENGTH + 1):
-            texts = np.array(all_texts(length))[:, len(PROMPT) :]
-            places = ((texts + 1) * (V + 1) ** np.arange(length)).sum(-1)
-            rows[places] = next_logits(model, all_texts(length))
-        self._rows = mx.array(rows)
-        powers = [(V + 1) ** i for i in range(LENGTH)]
-        self._places = mx.array([0] * len(PROMPT) + powers + [0] * 1000)
-
-    def make_cache(self) -> list[KVCache]:
-        return [KVCache()]
-
-    def __call__(self, ids: mx.array, cache: list[KVCache]) -> mx.array:
-        start = cache[0].offset
-        digits = (ids + 1) * self._places[start : start + ids.shape[1]]
-        digits = digits.astype(mx.float32)[:, None, :, None]
-        keys, _ = cache[0].update_and_fetch(digits, digits)
-        return self._rows[mx.cumsum(keys[:, 0, :, 0], axis=-1)[:, start:].astype(mx.int32)]
-
-
 TARGET, DRAFT = 10, 6
 """Seeds of the two models: of a few dozen pairs, one for which all wrong variants show soon."""
 
 
 @cache
-def table(seed: int) -> Table:
-    return Table(tiny_llama(seed))
-
-
-def test_the_table_is_the_model():
-    """Bit for bit, in one pass over several tokens and after a rollback."""
-    for ids in all_texts(LENGTH)[:: V + 1]:
-        looked_up, computed = [
-            model(ids[None], cache=make_prompt_cache(model))[0, len(PROMPT) - 1 :]
-            for model in (table(TARGET), tiny_llama(TARGET))
-        ]
-        assert mx.array_equal(looked_up, computed)
-    caches = make_prompt_cache(table(TARGET))
-    table(TARGET)(mx.array([[*PROMPT, 5, 5]]), cache=caches)
-    caches[0].trim(2)
-    again = table(TARGET)(mx.array([[2]]), cache=caches)[0]
-    assert mx.array_equal(again, next_logits(tiny_llama(TARGET), mx.array([[*PROMPT, 2]])))
+def remembered(seed: int) -> Remembered:
+    """The model after the prompt, whose last token is certain for the target."""
+    return Remembered(tiny_llama(seed), PROMPT, gives_last=seed == TARGET)
 
 
 # The comparison -----------------------------------------------------------------------------------
@@ -216,13 +177,16 @@ def the_prompts_last(tokens: mx.array, logits: mx.array) -> mx.array:
 the_prompts_last.pure = True  # type: ignore[attr-defined]
 
 
-def generate(drafter: Any, sampling: sd.Sampling, runs: int, rule: Any = "auto") -> Count:
+def generate(
+    model: nn.Module, drafter: Any, sampling: sd.Sampling, runs: int, rule: Any = "auto"
+) -> Count:
     """Three tokens from each of the seeds 0 ... runs - 1, behind one that is certain."""
     count = Count(np.zeros((V,) * LENGTH))
     options: dict[str, Any] = {"sampler": sampling, "rule": rule, "draft_length": NUM_DRAFT}
     options |= {"max_tokens": 1 + LENGTH, "logits_processors": [the_prompts_last]}
+    options |= {"probe": not isinstance(model, Remembered)}
     for seed in range(runs):
-        items = list(sd.speculate(table(TARGET), PROMPT[:-1], drafter, seed=seed, **options))
+        items = list(sd.speculate(model, PROMPT[:-1], drafter, seed=seed, **options))
         assert items[0].token == PROMPT[-1]
         count.texts[tuple(item.token for item in items[1:])] += 1
         count.accepted += items[-1].stats.accepted
@@ -242,8 +206,8 @@ def test_text_follows_the_targets_law(case):
     accepted = rejected = 0
     for name, sampling in SETTINGS.items():
         is_larger = sampling == AT_ONE and case in LARGER_CASES
-        runs = MORE_RUNS_OF_TABLE if is_larger else RUNS_OF_TABLE
-        count = generate(make_drafter(table(DRAFT)), sampling, runs, rule)
+        runs = MORE_RUNS if is_larger else RUNS
+        count = generate(remembered(TARGET), make_drafter(remembered(DRAFT)), sampling, runs, rule)
         assert p_value(count.texts, joint_law(sampling)) > FALSE_ALARM, name
         accepted += count.accepted
         rejected += count.rejected
@@ -264,15 +228,17 @@ WRONG = {  # what is wrong -> how the drafts are altered, the rule, and runs tha
 def test_what_is_wrong_is_found(case):
     """The same test rejects wrong rules and wrong drafts at temperature 1."""
     alter, rule, runs = WRONG[case]
-    drafter = sd.ModelDrafter(table(DRAFT))
-    count = generate(Altered(drafter, alter) if alter else drafter, AT_ONE, runs, rule)
+    drafter: Any = sd.ModelDrafter(remembered(DRAFT))
+    drafter = Altered(drafter, alter) if alter else drafter
+    count = generate(remembered(TARGET), drafter, AT_ONE, runs, rule)
     assert p_value(count.texts, joint_law(AT_ONE)) < FALSE_ALARM
 
 
 def test_auto_takes_block_for_drawn_drafts():
     """Seed by seed the same texts, and the same drafts kept, as when asked for by name."""
-    drafter = sd.ModelDrafter(table(DRAFT))
-    auto, *others = [generate(drafter, AT_ONE, 60, rule) for rule in ("auto", "block", "rejection")]
+    drafter = sd.ModelDrafter(remembered(DRAFT))
+    rules = ("auto", "block", "rejection")
+    auto, *others = [generate(remembered(TARGET), drafter, AT_ONE, 60, rule) for rule in rules]
     same = [auto.accepted == c.accepted and np.array_equal(auto.texts, c.texts) for c in others]
     assert same == [True, False]
 
@@ -286,7 +252,7 @@ def test_auto_takes_block_for_drawn_drafts():
 def test_a_models_drafts_follow_the_law_it_declares(setting, draft_temp):
     """1,000 drafts of 2 tokens: chi-square of their joint."""
     sampling = SETTINGS[setting]
-    drafter = sd.ModelDrafter(table(DRAFT), draft_temp=draft_temp)
+    drafter = sd.ModelDrafter(remembered(DRAFT), draft_temp=draft_temp)
     seen = np.zeros((V, V))
     first, second = np.zeros((V,)), np.zeros((V, V))
     for seed in range(1000):
@@ -308,13 +274,13 @@ def test_a_draft_temperature_of_0_is_greedy():
     for sampling, draft_temp in [(SETTINGS["top-p"], 0.0), (sd.Sampling(), 1.5)]:
         context = sd.DraftContext(sampling=sampling, noise=Noise(0), vocab_size=V)
         options = ({"draft_temp": draft_temp}, {"greedy": True})
-        drafters = [sd.ModelDrafter(table(DRAFT), **how) for how in options]
+        drafters = [sd.ModelDrafter(remembered(DRAFT), **how) for how in options]
         draft, greedy = (drafter.begin(PROMPT, context).propose(2) for drafter in drafters)
         assert draft.logprobs is None
         assert draft.tokens.tolist() == greedy.tokens.tolist()
     for wrong in (-0.5, float("nan")):
         with pytest.raises(ValueError, match="draft_temp="):
-            sd.ModelDrafter(table(DRAFT), draft_temp=wrong)
+            sd.ModelDrafter(remembered(DRAFT), draft_temp=wrong)
 
 
 @pytest.mark.parametrize("rule", cases(["rejection", "block"], "block"))

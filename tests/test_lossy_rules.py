@@ -33,6 +33,8 @@ from exact import (
 )
 from lossless import noisy_copy
 from selection import in_one_test
+from specdec_mlx.checks.one_step import ends
+from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
 from specdec_mlx.rules import Lenient, Typical
 from specdec_mlx.rules.arithmetic import point_mass
@@ -94,19 +96,17 @@ def test_one_lenient_token_has_the_stated_law(pair, rule):
     capped = np.minimum(p / rule.lenience, q)
     assert kept == pytest.approx(capped.sum(), abs=EXACT)
     assert np.all(law <= np.where(q <= p, p, capped) + EXACT)
-    distance = np.abs(law - p).sum() / 2
-    assert distance == pytest.approx(np.where(q > p, capped - p, 0).sum(), abs=EXACT)
+    distance = np.where(q > p, capped - p, 0).sum()
+    assert total_variation(law, p) == pytest.approx(distance, abs=EXACT)
 
 
 def one_token(rule: CoinRule, p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, float]:
     """Law [V] of the first token of a round with one draft token, and the chance to keep that."""
     law, kept = np.zeros_like(p), 0.0
     for token in np.flatnonzero(q):
-        block = np.stack([p, p]), np.array([token]), q[None]
-        chance = float(rule.accept_probs(*block)[0])
-        law[token] += q[token] * chance
-        law += q[token] * (1 - chance) * rule.next_probs(block[0], block[1], block[2], 0)
-        kept += q[token] * chance
+        for n, chance, after in ends(rule, np.stack([p, p]), (token,), q[None]):
+            law += q[token] * chance * (after if n == 0 else np.eye(len(p))[token])
+            kept += q[token] * chance * n
     return law, kept
 
 

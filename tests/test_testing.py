@@ -7,7 +7,7 @@ import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -90,12 +90,19 @@ class Drawing(Copying):
     def after(self, last: int) -> mx.array:
         return mx.roll(LOGPROBS, last)
 
+    def parents(self, limit: int) -> list[int]:
+        return list(range(-1, limit - 1))
+
+    def place(self, start: int, node: int) -> tuple[int, int]:
+        """Start and index of a node's noise, `start` tokens into the generation."""
+        return start, node
+
     def propose(self, limit: int) -> Draft:
         tokens: list[int] = []
         logprobs: list[mx.array] = []
-        for i in range(limit):
-            logprobs.append(self.after(tokens[-1] if tokens else self.text[-1]))
-            noise = self.context.draft_gumbel(len(self.text) - self.num_prompt, i)
+        for node, parent in enumerate(self.parents(limit)):
+            logprobs.append(self.after(self.text[-1] if parent < 0 else tokens[parent]))
+            noise = self.context.draft_gumbel(*self.place(len(self.text) - self.num_prompt, node))
             tokens.append(int(mx.argmax(logprobs[-1] + noise).item()))
         return self.hand_over(tokens, logprobs)
 
@@ -106,20 +113,12 @@ class Drawing(Copying):
 class Forking(Drawing):
     """Draws siblings after the text, and one more after the first of them."""
 
-    def place(self, start: int, node: int) -> tuple[int, int]:
-        """Start and index of a node's noise, `start` tokens into the generation."""
-        return start, node
+    def parents(self, limit: int) -> list[int]:
+        return [-1, -1, 0][:limit]
 
-    def propose(self, limit: int) -> Draft:
-        parents = [-1, -1, 0][:limit]
-        tokens: list[int] = []
-        logprobs: list[mx.array] = []
-        for node, parent in enumerate(parents):
-            logprobs.append(self.after(self.text[-1] if parent < 0 else tokens[parent]))
-            start, index = self.place(len(self.text) - self.num_prompt, node)
-            noise = self.context.draft_gumbel(start, index)
-            tokens.append(int(mx.argmax(logprobs[-1] + noise).item()))
-        return Draft(tokens, mx.stack(logprobs), parents=parents) if tokens else Draft()
+    def hand_over(self, tokens: list[int], logprobs: list[mx.array]) -> Draft:
+        draft = stacked(tokens, logprobs)
+        return replace(draft, parents=self.parents(len(tokens))) if tokens else draft
 
 
 @dataclass(frozen=True)
@@ -165,15 +164,14 @@ def test_the_sound_sessions_pass() -> None:
 class KeepsThePrompt(Copying):
     """Writes into the loop's own text."""
 
-    def __init__(self, prompt: Sequence[int], context: DraftContext) -> None:
+    def __init__(self, prompt: Any, context: DraftContext) -> None:
         super().__init__(prompt, context)
-        self.text = prompt  # type: ignore[assignment]
+        self.text = prompt
 
 
-class ChangesTokens(Copying):
-    def observe(self, tokens: Any) -> None:
-        super().observe(tokens)
-        tokens.clear()
+def changes_tokens(self: Copying, tokens: Any) -> None:
+    self.text += tokens
+    tokens.clear()
 
 
 class NeedsADraft(Copying):
@@ -231,26 +229,18 @@ def drop_unlikely(tokens: list[int], logprobs: list[mx.array]) -> Draft:
     return stacked(tokens[:kept], logprobs[:kept])
 
 
-class CopiesTheText(Copying):
+def copies_the_text(self: Any, tokens: Sequence[int]) -> None:
     """Keeps every version of the text, so that memory is quadratic."""
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        super().observe(tokens)
-        self.versions = [*getattr(self, "versions", []), list(self.text)]
+    self.text += tokens
+    self.versions = [*getattr(self, "versions", []), list(self.text)]
 
 
-class Held(Copying):
-    held: list[Any] = []  # noqa: RUF012
-
-    def __init__(self, prompt: Sequence[int], context: DraftContext) -> None:
-        super().__init__(prompt, context)
-        self.held.append(self)
+def closes_at_the_end(self: Copying, length: int) -> None:
+    if length != len(self.text):
+        raise AssertionError(f"memory: closed at {length} of {len(self.text)}")
 
 
-class FailsToClose(Copying):
-    def close(self, length: int) -> None:
-        if length != len(self.text):
-            raise AssertionError(f"memory: closed at {length} of {len(self.text)}")
+held: list[Any] = []
 
 
 @dataclass
@@ -271,17 +261,14 @@ class SharesItsTable:
     table: dict[int, int] = field(default_factory=dict)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Copying:
-        table = self.table
+        def propose(session: Copying, limit: int) -> Draft:
+            return Draft([self.table.get(session.text[-1], 0)] * min(1, limit))
 
-        class Session(Copying):
-            def propose(self, limit: int) -> Draft:
-                return Draft([table.get(self.text[-1], 0)] * min(1, limit))
+        def observe(session: Copying, tokens: Sequence[int]) -> None:
+            self.table.update(itertools.pairwise([session.text[-1], *tokens]))
+            session.text += tokens
 
-            def observe(self, tokens: Sequence[int]) -> None:
-                table.update(itertools.pairwise([self.text[-1], *tokens]))
-                super().observe(tokens)
-
-        return Session(prompt, context)
+        return copying(propose=propose, observe=observe).begin(prompt, context)
 
 
 @dataclass(frozen=True)
@@ -291,16 +278,13 @@ class SharesAScratchpad:
     scratchpad: list[int] = field(default_factory=list)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Copying:
-        session = Copying(prompt, context)
-
-        def propose(limit: int) -> Draft:
+        def propose(session: Copying, limit: int) -> Draft:
             self.scratchpad[:] = session.tokens(limit)
             if threading.active_count() > 1:
                 time.sleep(0.001)  # where another thread would take over, sooner or later
             return Draft(list(self.scratchpad)[:limit])
 
-        session.propose = propose  # type: ignore[method-assign]
-        return session
+        return copying(propose=propose).begin(prompt, context)
 
 
 BROKEN: dict[str, list[Any]] = {
@@ -318,7 +302,7 @@ BROKEN: dict[str, list[Any]] = {
         copying(propose=lambda self, k: Draft(self.tokens(k), evidence=(1,) * (k + 1))),
         drawing(lambda tokens, rows: Draft(tokens, rows[0]) if tokens else Draft()),
         Of(KeepsThePrompt),
-        Of(ChangesTokens),
+        copying(observe=changes_tokens),
         Counts(),
     ],
     "noise": [
@@ -340,7 +324,11 @@ BROKEN: dict[str, list[Any]] = {
         drawing(drop_unlikely),
         declaring(impossible),
     ],
-    "memory": [Of(CopiesTheText), Of(Held), Of(FailsToClose)],
+    "memory": [
+        copying(observe=copies_the_text),
+        copying(close=lambda self, length: held.append(self)),
+        copying(close=closes_at_the_end),
+    ],
     "threads": [SharesAScratchpad()],
 }
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from selection import in_one_test
 from specdec_mlx.stats import theory
 
 TABLE_1 = [
@@ -79,9 +80,14 @@ def test_best_draft_length_on_a_curve_with_steps():
     assert theory.best_draft_length_on_curve(0.99, float) == 0
 
 
-def test_impossible_numbers_are_refused():
-    calls = [(theory.expected_tokens, wrong) for wrong in [(1.1, 2), (-0.1, 2), (0.5, -1)]]
-    calls += [(theory.expected_speedup, (0.5, 1, -0.1)), (theory.expected_operations, (0.5, 1, -1))]
-    for function, wrong in [*calls, (theory.acceptance_from_counts, (-1, 0))]:
-        with pytest.raises(ValueError, match=r"expected|>= 0"):
-            function(*wrong)
+@in_one_test(
+    ("function", "wrong"),
+    [
+        *((theory.expected_tokens, wrong) for wrong in [(1.1, 2), (-0.1, 2), (0.5, -1)]),
+        *((each, (0.5, 1, -0.1)) for each in (theory.expected_speedup, theory.expected_operations)),
+        (theory.acceptance_from_counts, (-1, 0)),
+    ],
+)
+def test_impossible_numbers_are_refused(function, wrong):
+    with pytest.raises(ValueError, match=r"expected|>= 0"):
+        function(*wrong)
