@@ -6,6 +6,7 @@ from collections import deque
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
+from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -48,14 +49,12 @@ def find_differences(
     """All samples whose text is not the reference, plain decoding's own repeats included."""
     prompts = {task.id: task.prompt for task in tasks}
     references = reference_texts(samples)
-    gaps: dict[tuple[str, int], float] = {}
+    gap_in = cache(lambda text, position: top_two_gap(model, prompts[text], position))
     differences = []
     for s in samples:
         position = first_difference(s.tokens, references[s.id])
         if position is not None:
-            if (s.id, position) not in gaps:
-                gaps[s.id, position] = top_two_gap(model, prompts[s.id], position)
-            gap = gaps[s.id, position]
+            gap = gap_in(s.id, position)
             whose = s.id, s.category, s.drafter, s.draft_length, s.repeat
             differences.append(Difference(*whose, position, gap, gap < EXCUSED_GAP, s.rule))
     return differences

@@ -3,18 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from specdec_mlx.bench.contenders import MLX_LM_SPECULATION
 from specdec_mlx.bench.summary import Result
 from specdec_mlx.drafters.registry import NO_DRAFTER
-from specdec_mlx.notebook.plots import (
-    Axes,
-    Figure,
-    axes_or_new,
-    figure_of,
-    label_axes,
-    legend_above,
-)
+from specdec_mlx.notebook.plots import Axes, Figure, axes_or_new, label_axes, legend_above
 from specdec_mlx.notebook.views import COLOURS, GREY, MARKERS
 
 LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", NO_DRAFTER: "no drafter, our loop"}
@@ -39,23 +33,16 @@ def speed_by_text(results: Sequence[Result], ax: Axes | None = None, title: str 
         ratios = [r.ratio or 0.0 for r in chosen]
         below = [max(0.0, x - (r.ratio_low or x)) for x, r in zip(ratios, chosen, strict=True)]
         above = [max(0.0, (r.ratio_high or x) - x) for x, r in zip(ratios, chosen, strict=True)]
-        ax.errorbar(
-            ratios,
-            rows,
-            xerr=[below, above],
-            fmt=MARKERS[i % 6],
-            color=COLOURS[i % 6],
-            capsize=2,
-            label=contender_name(*(key if with_rule else key[:2])),
-        )
+        look: dict[str, Any] = {"fmt": MARKERS[i % 6], "color": COLOURS[i % 6], "capsize": 2}
+        label = contender_name(*(key if with_rule else key[:2]))
+        ax.errorbar(ratios, rows, xerr=[below, above], label=label, **look)
     for edge in range(1, len(categories)):
         ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)
     names = [category.replace("_", " ") for category in categories]
     ax.set_yticks([i + 0.5 for i in range(len(names))], names)
     ax.set_ylim(len(categories), 0)
     label_axes(ax, "", "tokens per second relative to plain mlx-lm, 95% interval over texts", "")
-    legend_above(ax, title)
-    return figure_of(ax)
+    return legend_above(ax, title)
 
 
 def contender_name(drafter: str, draft_length: str, rule: str = "") -> str:

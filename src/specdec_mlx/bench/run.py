@@ -124,18 +124,12 @@ def run_bench(
     samples = list(tqdm(steps, "bench", total, unit="text", disable=not progress))
     differences = find_differences(model, tasks, samples) if temp == 0 else []
     references = reference_texts(samples)
+    numbers = {name: getattr(settings, name) for name in ("max_tokens", "repeats", "seed")}
+    of_model = {"dtype": describe_dtype(model), "vocab_size": model(mx.array([[0]])).shape[-1]}
     return Record(
         command=command,
         machine=machine,
-        settings={
-            **(about or {}),
-            "temp": temp,
-            "max_tokens": settings.max_tokens,
-            "repeats": settings.repeats,
-            "seed": settings.seed,
-            "dtype": describe_dtype(model),
-            "vocab_size": model(mx.array([[0]])).shape[-1],
-        },
+        settings={**(about or {}), "temp": temp, **numbers, **of_model},
         texts=[RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
         cost=meter.curve() if meter else None,
         results=summarise(samples, differences, greedy=temp == 0),

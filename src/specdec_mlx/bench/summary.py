@@ -98,10 +98,9 @@ def _result(
     passes, known = sum(s.passes for s in own), [s for s in own if s.host_seconds is not None]
     host_seconds = sum(s.host_seconds or 0.0 for s in known)
     identical, excused = (None, None) if parted is None else _identity(own, parted)
-    drafter, draft_length, rule = own[0].key
     return Result(
-        drafter=drafter,
-        draft_length=draft_length,
+        drafter=own[0].drafter,
+        draft_length=own[0].draft_length,
         category=category,
         texts=len({s.id for s in own}),
         tokens=sum(len(s.tokens) for s in own if s.repeat == 0),
@@ -116,7 +115,7 @@ def _result(
         first_token_seconds=statistics.median(s.first_seconds for s in own),
         identical=identical,
         excused=excused,
-        rule=rule,
+        rule=own[0].rule,
         first_token_ratio=_to_first(own) / _to_first(baseline) if baseline else None,
     )
 
