@@ -103,7 +103,7 @@ TABLE = [*((name, None) for name in COPIES), *(("qwen2", w) for w in (1, 8, 64))
 
 @pytest.mark.parametrize(("name", "window"), cases(TABLE, ("qwen2", None), ("qwen2", 8)))
 @in_one_test("temp", [0.0, 1.0])
-def test_drafts_are_those_of_an_exit_that_reads_for_itself(
+def test_drafts_are_as_if_an_exit_read_for_itself(
     name: str, window: int | None, temp: float
 ) -> None:
     """And the same text; only what a trained exit attends to is run through the layers."""

@@ -107,9 +107,7 @@ def test_numbers_without_meaning_are_refused() -> None:
 
 
 @in_one_test("trees", [False, True])
-def test_the_default_combination_keeps_what_the_target_thought_of_if_asked(
-    trees: bool, model: Any
-) -> None:
+def test_the_default_keeps_what_the_target_thought_of_if_asked(trees: bool, model: Any) -> None:
     """From one generation to the next; the text is the target's own."""
     plain = [item.token for item in text_of(model, None)]
     kept, default = (

@@ -79,15 +79,13 @@ def test_text_with_a_tree_of_drafters_is_plain_text(name):
 
 def test_look_ups_in_one_tree_keep_the_contract_of_a_drafter():
     """Both of them at once; the text repeats itself, so that they have something to say."""
-    check_drafter(TreeOf(PromptLookupDrafter(), NGramDrafter()), vocab_size=16)
+    check_drafter(TreeOf(PromptLookupDrafter(), NGramDrafter()), vocab_size=16, num_draws=100)
 
 
 def test_what_may_not_be_thrown_away_is_refused():
     """A drafter takes what is observed for the part of its draft that was kept."""
     with pytest.raises(ValueError, match="OracleDrafter proposes may not be thrown away"):
         TreeOf(OracleDrafter([1], 9)).begin([1], DraftContext())
-    with pytest.raises(ValueError, match="at least one"):
-        TreeOf()
 
 
 def test_a_draft_that_was_drawn_is_not_merged():
