@@ -105,12 +105,10 @@ def test_all_kinds_of_requests_run_together(client: openai.OpenAI) -> None:
         assert_fits(alone[i][0])
 
 
-NUMBERS = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
-
-
 def test_a_stream_goes_on_as_a_row_when_others_come(client: openai.OpenAI) -> None:
     """The numbers of a seed, and a grammar, go on where they were."""
-    kind = {"seed": 3, "temperature": 0.9, "response_format": schema_of(NUMBERS)}
+    numbers = {"type": "array", "items": {"type": "integer"}, "minItems": 60, "maxItems": 60}
+    kind = {"seed": 3, "temperature": 0.9, "response_format": schema_of(numbers)}
     options: dict[str, Any] = kind | {"stream": True, "max_tokens": 500}
     expected = said(list(ask(client, 0, **options)))
     with ThreadPoolExecutor(3) as pool:

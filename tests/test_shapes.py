@@ -9,7 +9,6 @@ from jaxtyping import TypeCheckError
 
 from selection import in_one_test
 from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.lossy import Typical
 
 K, V = 3, 5
 
@@ -28,6 +27,6 @@ def test_tokens_are_integers_and_chances_are_not():
     """Neither may stand for the other."""
     probs = mx.ones((2, V)) / V
     with pytest.raises(TypeCheckError, match="Integer"):
-        Typical().accept_probs(probs, mx.array([0.5]), probs[:1])
+        Block().accept_probs(probs, mx.array([0.5]), probs[:1])
     with pytest.raises(TypeCheckError, match="Float"):
-        Typical().accept_probs(mx.ones((2, V), mx.int32), mx.array([1]), probs[:1])
+        Block().accept_probs(mx.ones((2, V), mx.int32), mx.array([1]), probs[:1])

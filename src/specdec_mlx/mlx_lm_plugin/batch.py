@@ -53,11 +53,6 @@ class _Served:
         self.requested.channel.put(next(filter(None, own), error))
         self.requested.channel.stop()
 
-    @property
-    def is_read(self) -> bool:
-        """True if all of the prompt is read but for its last token."""
-        return not self.reading.num_left
-
     def progress(self, *, end_of_segment: bool, is_let_in: bool = False) -> Any:
         """mlx-lm's news of how far the prompt is read, in tokens."""
         total = len(self.text.prompt) - self.begun
@@ -138,16 +133,8 @@ class SpeculatingBatch:
         matcher = stop_sequences[0].matcher()
         for token in prompt[len(prompt) - num_said :]:
             matcher.advance(token)
-        text = Request(
-            prompt,
-            max_tokens[0] + num_said,
-            samplers[0],
-            args.seed,
-            list(logits_processors[0]),
-            num_said=num_said,
-            matcher=matcher,
-            stats=requested.stats,
-        )
+        how = (max_tokens[0] + num_said, samplers[0], args.seed, list(logits_processors[0]))
+        text = Request(prompt, *how, num_said=num_said, matcher=matcher, stats=requested.stats)
         _, *ends = accumulate(map(len, segments[0]), initial=len(all_tokens[0]))
         ends[-1] -= 1  # the last token is fed with the first round
         unread = PromptReading(self.model, prompt, [], self.stream, len(all_tokens[0]))
@@ -231,7 +218,8 @@ class SpeculatingBatch:
 
     def _read_prompts(self) -> list[Any]:
         """Let in the texts whose prompts are read; once a round, read a step of the others."""
-        news = [self._let_in(served) for served in list(self._reading) if served.is_read]
+        read = [served for served in self._reading if not served.reading.num_left]
+        news = [self._let_in(served) for served in read]
         if self._rows and self._batch.num_rounds == self._read_in:
             return news
         self._read_in = self._batch.num_rounds
@@ -261,13 +249,10 @@ class SpeculatingBatch:
 
     def extract_cache(self, uids: Sequence[int]) -> dict[int, tuple[list[Any], list[int]]]:
         """Copies of the caches of prompts that are being read, and their tokens."""
+        readings = {served.uid: served.reading for served in self._reading if served.uid in uids}
         return {
-            served.uid: (
-                copy.deepcopy(served.reading.caches),
-                list(served.reading.prompt[: served.reading.num_read]),
-            )
-            for served in self._reading
-            if served.uid in uids
+            uid: (copy.deepcopy(reading.caches), list(reading.prompt[: reading.num_read]))
+            for uid, reading in readings.items()
         }
 
     def remove(self, uids: Sequence[int]) -> None:
@@ -301,7 +286,7 @@ class SpeculatingBatch:
         self._rows, self._reading = {}, []
         if self._tokens is not None:
             self._tokens.close()
-        self._tokens = None
+            self._tokens = None
 
 
 def _say_whether_rows(model: nn.Module) -> bool:

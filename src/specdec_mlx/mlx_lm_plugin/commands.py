@@ -20,6 +20,8 @@ from specdec_mlx.mlx_lm_plugin.flags import Flags, add_grammar_arguments, replac
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, check_version, in_force
 from specdec_mlx.models import explained, load_on_ranks
 
+COMMANDS = "generate", "chat", "server", "benchmark"  # of mlx-lm, run with our flags
+
 
 class _Terminated(KeyboardInterrupt):
     """SIGTERM came."""
@@ -29,8 +31,7 @@ class _Terminated(KeyboardInterrupt):
 def terminated_as_interrupted() -> Iterator[None]:
     """Let SIGTERM raise KeyboardInterrupt in this block, and end the process if nobody caught it.
 
-    Only in the main thread, without another handler, and on one rank: one of several would not come
-    to it.
+    Only in the main thread, without another handler, and on one rank: several would not all end.
     """
 
     def interrupt(number: int, frame: Any) -> None:
@@ -57,7 +58,12 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
         if mx.distributed.init().rank() > 0:  # the first rank speaks for all
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         stack.enter_context(terminated_as_interrupted())
-        COMMANDS[name](arguments)
+        if name == "server":
+            from specdec_mlx.mlx_lm_plugin.server import run_server
+
+            run_server(arguments)
+        else:
+            Command(name).run(arguments)
 
 
 class Command:
@@ -82,10 +88,9 @@ class Command:
         self.flags, self.arguments = flags, namespace
         if self.name == "benchmark":
             check_benchmark(namespace, flags)
-        self.speculation.drafter = None if flags.waits_for_target else flags.drafter()
-        self.speculation.draft_length = flags.draft_length
-        self.speculation.rule = flags.rule
-        self.speculation.grammar = flags.grammar
+        drafter = None if flags.waits_for_target else flags.drafter()
+        how = flags.draft_length, flags.rule, None, flags.grammar
+        self.speculation = Speculation(drafter, *how)
         self.stack.callback(flags.save_memory)
         self.stack.enter_context(in_force(self.speculation))
 
@@ -183,18 +188,3 @@ def print_account(speculation: Speculation, file: Any) -> None:
     print(f"Rounds by accepted tokens: {rounds}", file=file)
     rates = ", ".join(f"{rate:.0%}" for rate in stats.acceptance_by_position)
     print(f"Acceptance by position: {rates or 'nothing drafted'}", file=file)
-
-
-def _run_server(arguments: Sequence[str]) -> None:
-    from specdec_mlx.mlx_lm_plugin.server import run_server
-
-    run_server(arguments)
-
-
-COMMANDS: dict[str, Callable[[Sequence[str]], None]] = {
-    "generate": lambda arguments: Command("generate").run(arguments),
-    "chat": lambda arguments: Command("chat").run(arguments),
-    "server": _run_server,
-    "benchmark": lambda arguments: Command("benchmark").run(arguments),
-}
-"""Commands of mlx-lm that are run with our flags."""

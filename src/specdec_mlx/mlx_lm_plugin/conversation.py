@@ -26,8 +26,7 @@ from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.target.strategies import leaves
 from specdec_mlx.token_ids import to_ids
 
-_held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
-"""Tokens on a model's caches, by the first of these."""
+_held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # tokens, by a model's first cache
 
 
 def tokens_on(caches: Sequence[Any] | None) -> list[int]:
@@ -127,22 +126,18 @@ def continued(drafter: Drafter | None, earlier: Sequence[int]) -> Drafter | None
     def shown(part: Drafter) -> Drafter:
         return part if isinstance(part, contracts.ReadsTarget) else Continued(part, earlier)
 
-    return drafter if drafter is None or not earlier else with_parts(drafter, shown)
+    return with_parts(drafter, shown) if drafter is not None and earlier else drafter
 
 
 @dataclass(frozen=True)
 class Predicted(Wrapper):
-    """A look-up that may also copy from a text that the answer is expected to resemble.
-
-    It reads the prompt's last tokens, the prediction, and the prompt, so that an answer's first
-    tokens find it.
-    """
+    """A look-up that may also copy from a text that the answer is expected to resemble."""
 
     drafter: PromptLookupDrafter
     prediction: Sequence[int]
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
-        """Begin after the prediction and the prompt."""
+        """Begin after the prediction, found by the prompt's end before it, and the prompt."""
         end = prompt[-self.drafter.max_ngram :]
         return self.drafter.begin([*end, *self.prediction, *prompt], context)
 

@@ -25,7 +25,6 @@ from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
 from specdec_mlx.drafters import registry
 from specdec_mlx.drafters.draft_models import Lighter, NamedModel, add_lighter_arguments, lighter_of
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
-from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.options import argument, checked, refusal
@@ -148,8 +147,8 @@ class Learner:
         if not isinstance(latest, OnlineDraftModel):
             return latest
         tokenizer = latest.drafter.tokenizer
-        chosen = registry.make_drafter(spec, draft_model=latest.model, draft_tokenizer=tokenizer)
-        assert isinstance(chosen, ModelDrafter)
+        pair = {"draft_model": latest.model, "draft_tokenizer": tokenizer}
+        chosen: Any = registry.make_drafter(spec, **pair)
         return latest.drafting_as(chosen)
 
     def save(self) -> None:
@@ -269,7 +268,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         length = getattr(namespace, "num_draft_tokens", None)
     same = "draft_model", "stats", "memory", "memory_for", "online"
     flags = Flags(
-        drafters=namespace.drafter,
+        namespace.drafter,
         lighter=lighter_of(namespace),
         draft_length="auto" if length is None else length,
         rule=namespace.rule or "auto",
@@ -365,10 +364,8 @@ def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
 def replaced_names(module: Any, names: dict[str, Any]) -> Iterator[None]:
     """Bind names of a module to other objects, and restore them exactly."""
     before = {name: getattr(module, name) for name in names}
-    for name, value in names.items():
-        setattr(module, name, value)
+    vars(module).update(names)
     try:
         yield
     finally:
-        for name, value in before.items():
-            setattr(module, name, value)
+        vars(module).update(before)

@@ -1,8 +1,4 @@
-"""A connection to the server: requests, answers, several choices of one, and errors.
-
-Each choice is answered by a copy of the handler in a thread; chunks of a stream come as they are
-written, else one reply has all choices.
-"""
+"""A connection to the server: requests, answers, several choices of one, and errors."""
 
 from __future__ import annotations
 
@@ -66,7 +62,10 @@ class Choice:
 
 @dataclass(eq=False)
 class Choices:
-    """All choices of a request, `num_choices` of each prompt; `answer` answers one of them."""
+    """All choices of a request, `num_choices` of each prompt; `answer` answers one of them.
+
+    Each has a copy of the handler, and a thread; chunks of a stream come as they are written.
+    """
 
     handler: SpeculatingHandler
     answer: Callable[[SpeculatingHandler, Any], None]
@@ -83,11 +82,15 @@ class Choices:
         if self.failure is not None:
             raise self.failure
         replies = [part.reply for part in parts if part.reply is not None]
+        whole = json.dumps(self._whole(replies)).encode() if replies else b""
         if not self.handler.stream:
-            self._reply(json.dumps(self._whole(replies)).encode())
+            self.handler._set_completion_headers(200)
+            self.handler.send_header("Content-Length", str(len(whole)))
+            self.handler.end_headers()
+            self.send(whole)
             return
         if replies:  # the usage was asked for
-            self.send(DATA + json.dumps(self._whole(replies)).encode() + b"\n\n")
+            self.send(DATA + whole + b"\n\n")
         self.send(DATA + DONE + b"\n\n")
 
     def _part(self, index: int) -> Choice:
@@ -109,7 +112,7 @@ class Choices:
                 self.failure = self.failure or error
 
     def send(self, data: bytes) -> None:
-        """Send a part of a stream, the first one after the head of the reply."""
+        """Send a reply, or a part of a stream, the first one after the head of the reply."""
         with self._lock:
             if not self.handler.replying:
                 self.handler._set_stream_headers(200)
@@ -117,32 +120,18 @@ class Choices:
             self.handler.wfile.write(data)
             self.handler.wfile.flush()
 
-    def _reply(self, data: bytes) -> None:
-        self.handler._set_completion_headers(200)
-        self.handler.send_header("Content-Length", str(len(data)))
-        self.handler.end_headers()
-        self.handler.wfile.write(data)
-        self.handler.wfile.flush()
-
     def _whole(self, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
         """One of all replies: a prompt is counted once, and cached tokens of the first."""
         choices = [choice for reply in replies for choice in reply["choices"]]
         usages = [reply["usage"] for reply in replies]
-        num_read = sum(usage["prompt_tokens"] for usage in usages[:: self.num_choices])
-        num_written = sum(usage["completion_tokens"] for usage in usages)
-        accounts = [usage["speculation"] for usage in usages]
-        account = {
-            "drafter": accounts[0]["drafter"],
-            "batched": any(account["batched"] for account in accounts),
-            "choices": accounts,
-        }
-        usage = {
-            **usages[0],
-            "prompt_tokens": num_read,
-            "completion_tokens": num_written,
-            "total_tokens": num_read + num_written,
-            "speculation": account,
-        }
+        usage = dict(usages[0])
+        usage["prompt_tokens"] = sum(one["prompt_tokens"] for one in usages[:: self.num_choices])
+        usage["completion_tokens"] = sum(one["completion_tokens"] for one in usages)
+        usage["total_tokens"] = usage["prompt_tokens"] + usage["completion_tokens"]
+        accounts = [one["speculation"] for one in usages]
+        batched = any(account["batched"] for account in accounts)
+        name = accounts[0]["drafter"]
+        usage["speculation"] = {"drafter": name, "batched": batched, "choices": accounts}
         return {**replies[0], "choices": choices, "usage": usage}
 
 
@@ -154,10 +143,8 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
     """mlx-lm's handler, with speculation, several choices, and errors in OpenAI's form."""
 
     speculation: Requested | None = None
-    replying = False
-    """True if the client has the head of a reply."""
-    choice: Choice | None = None
-    """The one of several choices that it answers with; another handler writes to the client."""
+    replying = False  # true if the client has the head of a reply
+    choice: Choice | None = None  # of several; another handler writes to the client
 
     def __init__(self, menu: Menu, *args: Any, **kwargs: Any) -> None:
         """Handle one connection; the base class does it all in its constructor."""
@@ -270,21 +257,19 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         assert self.speculation is not None
         return self.speculation.usage()
 
-    def generate_response(
-        self, text: str, finish_reason: str | None, *counts: Any, **kwargs: Any
-    ) -> dict[str, Any]:
+    def generate_response(self, text: str, reason: str | None, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's reply or chunk of one; the account is in `usage`, or in the last chunk."""
-        reply: dict[str, Any] = super().generate_response(text, finish_reason, *counts, **kwargs)
+        reply = super().generate_response(text, reason, *args, **kwargs)
         if self.choice is not None:
             reply["choices"][0]["index"] = self.choice.index
         if "usage" in reply:
             reply["usage"]["speculation"] = self.account()
-        elif finish_reason is not None:
+        elif reason is not None:
             reply["speculation"] = self.account()
         return reply
 
-    def completion_usage_response(self, *counts: Any) -> dict[str, Any]:
+    def completion_usage_response(self, *counts: Any) -> Any:
         """The last chunk of a stream whose client asked for the usage."""
-        reply: dict[str, Any] = super().completion_usage_response(*counts)
+        reply = super().completion_usage_response(*counts)
         reply["usage"]["speculation"] = self.account()
         return reply

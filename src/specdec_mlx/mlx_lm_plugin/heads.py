@@ -29,16 +29,14 @@ from specdec_mlx.per_model import PerModel
 class HeadToLoad:
     """A trained head, or a draft model that learns on, which is loaded for each target."""
 
-    def __init__(
-        self, path: str, load: Callable[[nn.Module], Drafter | None], draft_tokenizer: Any = None
-    ) -> None:
-        """Load later, for a target with the draft tokenizer, None for any."""
-        self.path, self.loaded, self.draft_tokenizer = path, PerModel(load), draft_tokenizer
+    def __init__(self, path: str, load: Callable[..., Drafter | None], tokenizer: Any) -> None:
+        """Load later, for a target with the tokenizer, None for any."""
+        self.path, self.loaded, self.own_tokenizer = path, PerModel(load), tokenizer
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError for a target with another tokenizer."""
-        if None not in (self.draft_tokenizer, context.tokenizer):
-            check_same_tokenizer(context.tokenizer, self.draft_tokenizer)
+        if None not in (self.own_tokenizer, context.tokenizer):
+            check_same_tokenizer(context.tokenizer, self.own_tokenizer)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Raise HeadError: it is to be loaded first."""
@@ -63,10 +61,10 @@ def without_readers(drafter: Drafter | None) -> Drafter | None:
     return None if reads else drafter
 
 
+# Names of the most positions of a text in configurations
 POSITIONS = "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"
-"""Names of the most positions of a text in configurations."""
-
 LONGEST_TEXT = 2**20  # positions for models whose configuration names none
+longest_text: PerModel[int] = PerModel(lambda model: LONGEST_TEXT)  # of a model
 
 
 def longest_in(config: dict[str, Any]) -> int:
@@ -80,19 +78,13 @@ def longest_in(config: dict[str, Any]) -> int:
     return max(named[0], int(original * (scaling.get("factor") or 1)))
 
 
-longest_text: PerModel[int] = PerModel(lambda model: LONGEST_TEXT)
-"""Most positions of a text of a model."""
-
-
 class ConversationCache(LRUPromptCache):  # type: ignore[misc]
     """mlx-lm's prompt caches, with the tokens that they hold; one token is always left to feed."""
 
     def fetch_nearest_cache(self, model: Any, tokens: list[Any]) -> tuple[Any, list[Any]]:
         """The cache [layers] that holds most of `tokens`, or None, and the tokens it lacks."""
-        cache, rest = super().fetch_nearest_cache(model, tokens)
-        if cache is not None and not rest:
-            cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
-            rest = [*rest, tokens[-1]]
+        cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
+        rest = [*rest, *tokens[-1:]]
         if len(rest) == len(tokens):  # a cache that was trimmed to nothing
             return None, rest
         if cache is not None:
@@ -120,9 +112,8 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
             self.batch.close()
         if self._kept is not None:
             self._kept.close()
-        for model in (self.model, self.draft_model):
-            if model is not None:
-                model.clear()
+        for model in filter(None, (self.model, self.draft_model)):
+            model.clear()
         self.head = None
         super().reset()
 
@@ -133,24 +124,22 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
         except (ValueError, OSError) as error:
             raise error if is_clients(error) else RequestError(str(error)) from error
 
-    def _load(
-        self, model_path: Any, adapter_path: Any = None, draft_model_path: Any = None
-    ) -> None:
-        if model_path is None:
+    def _load(self, model: Any, adapter: Any = None, draft_model: Any = None) -> None:
+        if model is None:
             raise RequestError("This server was started without --model. Name a model.")
-        check_adapter(adapter_path)
-        is_head = NamedModel(draft_model_path).is_head
-        with explained(model_path):
-            super()._load(model_path, adapter_path, None if is_head else draft_model_path)
+        check_adapter(adapter)
+        is_head = NamedModel(draft_model).is_head
+        with explained(model):
+            super()._load(model, adapter, None if is_head else draft_model)
         if self._kept is not None:
-            self._kept.enter_context(kept_tuning(self.model, str(model_path), adapter_path))
+            self._kept.enter_context(kept_tuning(self.model, str(model), adapter))
         try:
             if is_head:
-                self.head = load_head(draft_model_path, self.model, torch_files=False)
-                self.model_key = (model_path, adapter_path, draft_model_path)
+                self.head = load_head(draft_model, self.model, torch_files=False)
+                self.model_key = (model, adapter, draft_model)
                 self.is_batchable = False
-            elif draft_model_path is not None:
-                check_same_tokenizer(self.tokenizer, load_tokenizer(draft_model_path))
+            elif draft_model is not None:
+                check_same_tokenizer(self.tokenizer, load_tokenizer(draft_model))
         except ValueError:
             self.reset()
             raise

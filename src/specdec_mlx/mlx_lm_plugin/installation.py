@@ -34,6 +34,7 @@ from specdec_mlx.token_ids import to_list
 
 SERIES = "0.32"
 INSTALL = f"pip install 'mlx-lm>={SERIES},<0.33'"
+NAMES = "generate_step", "speculative_generate_step"
 STEPS: Any = importlib.import_module("mlx_lm.generate")  # in the package a function has its name
 
 
@@ -87,10 +88,9 @@ class Speculation:
     def steps(
         self,
         shape: Callable[[Token], Any],
-        prompt: mx.array,
-        model: nn.Module,
         drafter: Drafter | None,
         *,
+        prompt: mx.array,
         draft_length: int | None = None,
         prompt_cache: list[Any] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
@@ -106,9 +106,8 @@ class Speculation:
             processors.append(GrammarProcessor(self.grammar, self.tokenizer))
         earlier, text = tokens_on(prompt_cache), to_list(prompt)
         tokens = speculate(
-            model,
-            prompt,
-            continued(drafter, earlier),
+            prompt_tokens=prompt,
+            drafter=continued(drafter, earlier),
             draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
             tokenizer=self.tokenizer,
@@ -122,8 +121,8 @@ class Speculation:
                 for n, token in enumerate(tokens, start=1):
                     self.stats = token.stats
                     text.append(token.token)
-                    was_judged = token.stats.cut > 0  # and then cut off
-                    if n == max_tokens and not was_judged and not all(map(is_pure, processors)):
+                    is_last = n == max_tokens and not token.stats.cut  # else it was judged, and cut
+                    if is_last and not all(map(is_pure, processors)):
                         for processor in processors:
                             processor(mx.array(text), token.logprobs[None])
                     yield shape(token)
@@ -131,102 +130,68 @@ class Speculation:
             remember(prompt_cache, [*earlier, *text])
 
 
-class _InForce:
-    """Speculations in force, the latest last, and mlx-lm's own steps while there are any."""
-
-    def __init__(self) -> None:
-        self.lock = threading.RLock()
-        self.stack: list[Speculation] = []
-        self.steps: dict[str, tuple[Any, Any]] = {}  # mlx-lm's own and ours, by name
-
-    def add(self, speculation: Speculation) -> None:
-        with self.lock:
-            if not self.stack:
-                self._replace()
-            self.stack.append(speculation)
-
-    def remove(self, speculation: Speculation) -> None:
-        """Take out, wherever it stands; the last one restores names that are still ours."""
-        with self.lock:
-            self.stack = [s for s in self.stack if s is not speculation]
-            for name, (original, ours) in self.steps.items() if not self.stack else ():
-                if getattr(STEPS, name) is ours:
-                    setattr(STEPS, name, original)
-
-    def latest(self) -> Speculation | None:
-        with self.lock:
-            return self.stack[-1] if self.stack else None
-
-    def _replace(self) -> None:
-        makers = {"generate_step": _step, "speculative_generate_step": _speculative_step}
-        for name in makers:
-            check_step(name)
-        for name, make in makers.items():
-            original = getattr(STEPS, name)
-            self.steps[name] = original, make(original)
-            setattr(STEPS, name, self.steps[name][1])
-
-
-_in_force = _InForce()
+_lock = threading.RLock()
+_stack: list[Speculation] = []  # in force, the latest last
+_steps: dict[str, tuple[Any, Any]] = {}  # mlx-lm's own and ours, by name
 _installed = ExitStack()  # what `uninstall` undoes
 
 
-def _step(original: Any) -> Any:
-    """`generate_step`, with the drafter that is in force."""
+@contextmanager
+def in_force(speculation: Speculation) -> Iterator[Speculation]:
+    """Like `installed`, for a speculation that was made before."""
+    with _lock:
+        if not _stack:
+            _replace()
+        _stack.append(speculation)
+    try:
+        yield speculation
+    finally:
+        with _lock:
+            _stack.remove(speculation)
+            for name, (original, ours) in _steps.items() if not _stack else ():
+                if getattr(STEPS, name) is ours:  # not what others put over it
+                    setattr(STEPS, name, original)
+
+
+def _replace() -> None:
+    for name in NAMES:
+        check_step(name)
+    for name in NAMES:
+        original = getattr(STEPS, name)
+        _steps[name] = original, _stepping(original)
+        setattr(STEPS, name, _steps[name][1])
+
+
+def _stepping(original: Any) -> Any:
+    """One of mlx-lm's steps, with the drafter in force, or any in the place of a draft model."""
+    signature = inspect.signature(original)
 
     @functools.wraps(original)
-    def generate_step(
-        prompt: mx.array, model: nn.Module, stream: Any = generation_stream, **options: Any
-    ) -> Any:
-        speculation = _in_force.latest()
-        if speculation is None or not _can_draft(prompt, model, options):
-            return original(prompt, model, stream, **options)
-        return speculation.steps(
-            lambda token: (token.token, token.logprobs),
-            *(prompt, model, speculation.drafter),
-            stream=stream,
-            **options,
-        )
+    def step(*args: Any, **kwargs: Any) -> Any:
+        speculation = next(reversed(_stack), None)
+        options = {"stream": generation_stream, **signature.bind(*args, **kwargs).arguments}
+        if speculation is None or not _can_draft(options):
+            return original(*args, **kwargs)
+        if "draft_model" not in options:
+            pair = lambda token: (token.token, token.logprobs)  # noqa: E731
+            return speculation.steps(pair, speculation.drafter, **options)
+        drafter = choose_drafter(None, options.pop("draft_model"))
+        draft_length = options.pop("num_draft_tokens", None)
+        triple = lambda token: (token.token, token.logprobs, token.from_draft)  # noqa: E731
+        return speculation.steps(triple, drafter, draft_length=draft_length, **options)
 
-    return generate_step
-
-
-def _speculative_step(original: Any) -> Any:
-    """`speculative_generate_step`, with any drafter in the place of the draft model."""
-
-    @functools.wraps(original)
-    def speculative_generate_step(
-        prompt: mx.array,
-        model: nn.Module,
-        draft_model: nn.Module | Drafter | str,
-        stream: Any = generation_stream,
-        *,
-        num_draft_tokens: int | None = None,
-        **options: Any,
-    ) -> Any:
-        speculation = _in_force.latest()
-        if speculation is None:
-            if num_draft_tokens is not None:
-                options["num_draft_tokens"] = num_draft_tokens
-            return original(prompt, model, draft_model, stream, **options)
-        return speculation.steps(
-            lambda token: (token.token, token.logprobs, token.from_draft),
-            *(prompt, model, choose_drafter(None, draft_model)),
-            draft_length=num_draft_tokens,
-            stream=stream,
-            **options,
-        )
-
-    return speculative_generate_step
+    return step
 
 
-def _can_draft(prompt: mx.array, model: nn.Module, options: dict[str, Any]) -> bool:
+def _can_draft(options: dict[str, Any]) -> bool:
     """True if there is a text to draft from, and nothing that mlx-lm refuses itself."""
     if options.get("input_embeddings") is None:
         return True
     from mlx_lm.utils import does_model_support_input_embeddings
 
-    return len(prompt) > 0 and bool(does_model_support_input_embeddings(model))
+    return len(options["prompt"]) > 0 and bool(
+        does_model_support_input_embeddings(options["model"])
+    )
 
 
 def install(
@@ -251,15 +216,17 @@ def install(
         ValueError: options that they do not take.
     """
     block = installed(drafter, **options)
-    speculation = block.__enter__()
-    uninstall()
-    _installed.push(block)
+    with _lock:
+        speculation = block.__enter__()
+        _installed.close()
+        _installed.push(block)
     return speculation
 
 
 def uninstall() -> None:
     """Undo `install`; without one, do nothing. mlx-lm is then exactly as it was."""
-    _installed.close()
+    with _lock:
+        _installed.close()
 
 
 @contextmanager
@@ -279,13 +246,3 @@ def installed(
     given = (None, drafter) if isinstance(drafter, nn.Module) else (drafter, None)
     with in_force(Speculation(choose_drafter(*given), draft_length, rule, tokenizer)) as made:
         yield made
-
-
-@contextmanager
-def in_force(speculation: Speculation) -> Iterator[Speculation]:
-    """Like `installed`, for a speculation that was made before."""
-    _in_force.add(speculation)
-    try:
-        yield speculation
-    finally:
-        _in_force.remove(speculation)

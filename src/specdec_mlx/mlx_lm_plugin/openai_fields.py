@@ -21,12 +21,9 @@ MOST_CHOICES = 32  # most choices of one request: each is a row of a batch
 MOST_PROMPTS = 128  # most prompts of one request
 MOST_DRAFTERS = 8  # most drafters tried in order by one request: all of them read the prompt
 
+# Most characters, levels, and names of `patternProperties` of a JSON schema: each pattern is
+# compared with all others; 100 take 0.2 s, 500 took 77 s.
 LONGEST_SCHEMA, DEEPEST_SCHEMA, MOST_PATTERNS = 2**17, 100, 100
-"""Most characters, levels, and names of `patternProperties` of a JSON schema.
-
-Each pattern is compared with all others: 100 take 0.2 s, 200 took 6 s and 500 took 77 s.
-"""
-
 COMPILE_SECONDS = 10.0  # longest that a client waits for its grammar to be compiled
 LONGEST_ANSWER = 1000  # most characters of an error's message: some repeat what the client sent
 
@@ -54,13 +51,13 @@ def grammar_in(response_format: Any) -> Grammar | None:
     """The grammar that OpenAI's `response_format` asks for; None for any text."""
     if response_format is None:
         return None
-    kind = response_format.get("type") if isinstance(response_format, dict) else None
+    asked = response_format if isinstance(response_format, dict) else {}
+    kind, described = asked.get("type"), asked.get("json_schema")
     if kind == "text":
         return None
     if kind == "json_object":
-        schema = response_format.get("schema", {"type": "object"})
+        schema = asked.get("schema", {"type": "object"})
     elif kind == "json_schema":
-        described = response_format.get("json_schema")
         schema = described.get("schema") if isinstance(described, dict) else None
     else:
         raise RequestError("response_format: type must be text, json_object or json_schema.")

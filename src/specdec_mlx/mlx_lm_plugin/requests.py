@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
 from inspect import signature
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from mlx_lm.server import GenerationContext
 from mlx_lm.utils import load_tokenizer
@@ -36,13 +36,8 @@ from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
 
-T = TypeVar("T")
-
-DEFAULT_MODEL = "default_model"
-"""mlx-lm's name for the model given at the start, also where a request names none."""
-
+DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model given at the start
 LONGEST_DRAFT = 64  # longest draft of a request: each token of it is a position in a pass
-
 MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
 
 
@@ -173,7 +168,7 @@ class Requested:
     max_tokens: int | None = None
     check_client: Callable[[], None] = lambda: None
 
-    def watched(self, responses: Iterable[T]) -> Iterator[T]:
+    def watched(self, responses: Iterable[Any]) -> Iterator[Any]:
         """The responses, for as long as the client is there."""
         for response in responses:
             self.check_client()
@@ -195,7 +190,7 @@ ANY, TARGETS, GIVEN = "any", "targets", "given"
 NAMED = {ANY: (), TARGETS: ("draft_model",), GIVEN: ("model", "draft_model", "adapters")}
 """Values of --request-models, and the fields that may then name only what the start gave."""
 
-VARIABLES = {"kwargs", "documents", "continue_final_message"}  # of a template
+VARIABLES = {"kwargs", "documents", "continue_final_message"}  # which any request may set
 TEMPLATE_ARGUMENTS = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 """Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
 

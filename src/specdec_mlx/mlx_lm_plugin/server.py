@@ -1,9 +1,8 @@
 """`specdec-mlx server`: mlx-lm's OpenAI-compatible server, with drafters.
 
 A request that is alone is served with speculation; when others arrive it goes on as a row of one
-batch, in which each is drafted for. mlx-lm batches, without drafts, models whose texts cannot be
-rows and those on several ranks; there seeds and grammars, and always quantized caches and images,
-are served alone.
+batch, in which each is drafted for. Models whose texts cannot be rows, and those on several ranks,
+are batched by mlx-lm, seeds and grammars served alone there; as are quantized caches and images.
 """
 
 from __future__ import annotations
@@ -27,25 +26,17 @@ from mlx_lm.server import ResponseGenerator, _image_parts
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.batch.rows import Request, RowDrafting
-from specdec_mlx.contracts import Drafter, LogitsProcessor
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor, compiled_tokenizer
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import stream_generate
-from specdec_mlx.mlx_lm_plugin import conversation, heads
+from specdec_mlx.mlx_lm_plugin import conversation, heads, requests
 from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, SpeculatingBatch, has_rows
 from specdec_mlx.mlx_lm_plugin.flags import Flags, replaced_names, run_main
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias, room_after, within
-from specdec_mlx.mlx_lm_plugin.requests import (
-    Access,
-    Channel,
-    Continuation,
-    Menu,
-    Requested,
-    ServerEndingError,
-    add_server_arguments,
-)
+from specdec_mlx.mlx_lm_plugin.requests import Channel, Continuation, Menu, Requested
 from specdec_mlx.models import explained
 from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
@@ -60,7 +51,7 @@ def run_server(arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
 
         def on_flags(namespace: argparse.Namespace, flags: Flags) -> None:
-            menu = Menu(flags, Access.of(namespace, flags.draft_model))
+            menu = Menu(flags, requests.Access.of(namespace, flags.draft_model))
             stack.callback(flags.save_memory)
             if namespace.model is not None:  # to say now what the generating thread could not
                 with explained(namespace.model):
@@ -69,7 +60,7 @@ def run_server(arguments: Sequence[str]) -> None:
             kept = stack.enter_context(ExitStack()) if flags.keeps_tuning else None
             stack.enter_context(replaced_names(MODULE, _names(menu, kept, stack)))
 
-        run_main(MODULE, arguments, on_flags, add_server_arguments)
+        run_main(MODULE, arguments, on_flags, requests.add_server_arguments)
 
 
 def _names(menu: Menu, kept: ExitStack | None, stack: ExitStack) -> dict[str, Any]:
@@ -137,7 +128,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         model, tokenizer = self.model_provider.model, self.model_provider.tokenizer
         self.menu.check(tokenizer)
         drafter = heads.without_readers(heads.with_heads(requested.drafter, model))
-        drafter = self._drafter(drafter, requested, tokenizer)
+        drafter = self._drafter(drafter, requested)
         processors = list(text.logits_processors)
         if requested.grammar is not None:
             start = len(text.prompt) - text.num_said
@@ -238,16 +229,15 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _serve_single(self, taken: Any, stream: Any) -> None:
         """Serve with speculation; go on with others when they come."""
-        channel, request, args = taken
+        channel, _, args = taken
         try:
             self.menu.check(self.model_provider.tokenizer)
             heads.with_heads(args.speculation.drafter, self.model_provider.model)
         except ValueError as error:
             channel.put(error)
             return
-        streaming = partial(self._stream, channel, request, args)
         channel.is_alone = True
-        with replaced_names(MODULE, {"stream_generate": streaming}):
+        with replaced_names(MODULE, {"stream_generate": partial(self._stream, taken)}):
             super()._serve_single(taken, stream)
         if self._from_first(channel.pausing):
             if self._rank == 0:
@@ -256,46 +246,40 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             logging.info(f"Speculation: {args.speculation.stats}")
 
     def _stream(
-        self,
-        channel: Channel,
-        request: Any,
-        args: Any,
-        *,
-        model: nn.Module,
-        prompt_cache: list[Any],
-        sampler: Any,
-        logits_processors: Sequence[LogitsProcessor],
-        **options: Any,
+        self, taken: Any, *, model: nn.Module, prompt_cache: list[Any], **options: Any
     ) -> Iterator[SpeculativeResponse]:
         """The responses of one request; mlx-lm's server calls it for `stream_generate`."""
+        channel, request, args = taken
         requested: Requested = args.speculation
         requested.batched = channel.num_before > 0
-        on_progress, tokenizer = options["prompt_progress_callback"], options["tokenizer"]
+        on_progress, sampler = options["prompt_progress_callback"], options["sampler"]
 
         def read(done: int, total: int) -> None:
             on_progress(done, total)
             self._check_goes_on(channel)
 
         options["prompt_progress_callback"] = read
+        options["sampler"] = read_sampler(sampler) or sampler
         del options["num_draft_tokens"]  # the request's own counts
         drafter = heads.with_heads(requested.drafter, model) or self.model_provider.head
         if (draft_model := options.pop("draft_model")) is not None:
             drafter = ModelDrafter(draft_model)
         earlier = conversation.tokens_on(prompt_cache)
-        processors = [conversation.with_history(f, earlier) for f in logits_processors]
+        processors = options.pop("logits_processors")
+        processors = [conversation.with_history(f, earlier) for f in processors]
         if requested.grammar is not None:
-            processors.append(GrammarProcessor(requested.grammar, tokenizer))
+            processors.append(GrammarProcessor(requested.grammar, options["tokenizer"]))
         responses = stream_generate(
             model,
-            drafter=conversation.continued(self._drafter(drafter, requested, tokenizer), earlier),
+            drafter=conversation.continued(self._drafter(drafter, requested), earlier),
             draft_length=requested.draft_length,
             rule=requested.rule,
             seed=args.seed,
             prompt_cache=prompt_cache,
-            sampler=read_sampler(sampler) or sampler,
             logits_processors=processors,
             **options,
         )
+        is_movable = not any(_image_parts(request.messages))
         with closing(responses):
             for response in responses:
                 requested.stats = response.stats
@@ -303,7 +287,8 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
                 if self._is_distributed and not channel.alive:
                     return  # mlx-lm itself cannot stop here
                 self._check_goes_on(channel)
-                if response.finish_reason is None and self._others_wait(request, args):
+                others_wait = is_movable and not self.requests.empty()
+                if others_wait and response.finish_reason is None and self._may_be_batched(args):
                     channel.pausing = True
                     return
 
@@ -312,27 +297,20 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         if self._is_distributed:
             return
         if self._stop:
-            raise ServerEndingError
+            raise requests.ServerEndingError
         if not channel.alive:
             raise ConnectionError("The client has gone.")
 
-    def _drafter(
-        self, drafter: Drafter | None, requested: Requested, tokenizer: Any
-    ) -> Drafter | None:
+    def _drafter(self, drafter: Drafter | None, requested: Requested) -> Drafter | None:
         """The drafter with the request's prediction and grammar, and caches that are kept."""
         if drafter is None:
             return None
         if requested.prediction:
-            tokens = tokenizer.encode(requested.prediction, add_special_tokens=False)
+            encode = self.model_provider.tokenizer.encode
+            tokens = encode(requested.prediction, add_special_tokens=False)
             drafter = conversation.predicting(drafter, tokens)
         drafter = conversation.keeping_caches(drafter, self.draft_caches)
         return drafter if requested.grammar is None else FirstOf(GrammarDrafter(), drafter)
-
-    def _others_wait(self, request: Any, args: Any) -> bool:
-        """True if this request should go on in a batch with others."""
-        if self.requests.empty() or any(_image_parts(request.messages)):
-            return False
-        return self._may_be_batched(args)
 
     def _hand_over(self, channel: Channel, args: Any) -> None:
         """Queue the rest of a request after those that wait; its cache was just put away."""
@@ -340,10 +318,8 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             channel.pausing = False
             channel.put(None)
             return
-        tokenizer = self.model_provider.tokenizer
-        stop_sequences, _ = self._make_state_machine(
-            self.model_provider.model_key, tokenizer, args.stop_words
-        )
+        tokenizer, key = self.model_provider.tokenizer, self.model_provider.model_key
+        stop_sequences, _ = self._make_state_machine(key, tokenizer, args.stop_words)
         rest = replace(args, max_tokens=args.max_tokens - len(channel.tokens) + channel.num_before)
         rest.speculation = args.speculation
         rest.speculation.batched = True
