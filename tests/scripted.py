@@ -1,10 +1,7 @@
-"""Drafters whose proposals are known beforehand, and a target whose text is.
+"""Drafters whose proposals are known beforehand.
 
 An oracle knows the text that the target will write. What it proposes is right, but for positions
 chosen by a fixed rule, so that every number of accepted tokens occurs.
-
-The target's cache shows which tokens it holds. It keeps of a tree what its own text goes through,
-and says so by a verdict that names nodes.
 """
 
 from __future__ import annotations
@@ -12,23 +9,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.contracts import (
-    ROOT,
-    Closes,
-    Draft,
-    DraftContext,
-    Drafter,
-    FeatureRows,
-    Features,
-    Outcome,
-    Verdict,
-)
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.strategies import STRATEGIES, Snapshot, Trim
+from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter
 from specdec_mlx.token_ids import to_list
 
 
@@ -46,6 +30,7 @@ class OracleDrafter:
         return ScriptedSession(lambda start, limit: script[start : start + limit])
 
     def script(self) -> list[int]:
+        """[n] what is proposed at each position."""
         coins = random.Random(self.seed)
         return [
             (token + 1) % self.vocab_size if coins.random() < self.wrong else token
@@ -54,6 +39,7 @@ class OracleDrafter:
 
 
 def always_wrong(text: Sequence[int], vocab_size: int) -> OracleDrafter:
+    """A drafter that never proposes the token that is coming."""
     return OracleDrafter(text, vocab_size, wrong=1.1)
 
 
@@ -68,7 +54,9 @@ class ScriptedDrafter:
 
 
 class ScriptedSession:
-    def __init__(self, script: Callable[[int, int], Draft | Sequence[int]]) -> None:
+    """Follows the script by the number of tokens emitted."""
+
+    def __init__(self, script: Callable[[int, int], Sequence[int]]) -> None:
         self.script = script
         self.limits: list[int] = []
         self.observed: list[int] = []
@@ -76,8 +64,7 @@ class ScriptedSession:
 
     def propose(self, limit: int) -> Draft:
         self.limits.append(limit)
-        scripted = self.script(len(self.observed), limit)
-        return scripted if isinstance(scripted, Draft) else Draft(list(scripted))
+        return Draft(list(self.script(len(self.observed), limit)))
 
     def observe(self, tokens: Sequence[int]) -> None:
         self.observed += tokens
@@ -90,7 +77,8 @@ class _Position:
     """A cache that knows how much was fed, and nothing else."""
 
     def __init__(self) -> None:
-        self.offset, self.state = 0, mx.array(0)
+        self.offset = 0
+        self.state = mx.array(0)
 
     def is_trimmable(self) -> bool:
         return True
@@ -102,7 +90,9 @@ class _Position:
 
 class _ScriptedModel:
     def __init__(self, text: list[int], vocab_size: int) -> None:
-        self.text, self.vocab_size, self.layers = text, vocab_size, [None]
+        self.text = text
+        self.vocab_size = vocab_size
+        self.layers = [None]
 
     def make_cache(self) -> list[_Position]:
         return [_Position()]
@@ -110,9 +100,11 @@ class _ScriptedModel:
     def __call__(self, ids: mx.array, cache: list[_Position]) -> mx.array:
         start = cache[0].offset
         cache[0].offset += ids.shape[1]
-        coming = self.text[start + 1 : cache[0].offset + 1]
-        coming = [*coming, *[0] * (ids.shape[1] - len(coming))]
+        coming = [self.next_token(i) for i in range(start + 1, cache[0].offset + 1)]
         return (mx.array([coming])[..., None] == mx.arange(self.vocab_size)).astype(mx.float32)
+
+    def next_token(self, index: int) -> int:
+        return self.text[index] if index < len(self.text) else 0
 
 
 def scripted_model(prompt: Sequence[int], drafter: OracleDrafter) -> _ScriptedModel:
@@ -164,8 +156,8 @@ class OracleTrees:
     vocab_size: int
     seed: int = 0
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
-        return ScriptedSession(self.draft)
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> OracleTreeSession:
+        return OracleTreeSession(self)
 
     def draft(self, start: int, limit: int) -> Draft:
         """A tree in which one path, that ends anywhere, is right."""
@@ -183,165 +175,12 @@ class OracleTrees:
         return Draft(tokens, parents=TREE).head(limit)
 
 
-class TokenCache:
-    """Holds the tokens that were fed, one row each."""
+class OracleTreeSession(ScriptedSession):
+    """Follows the text by the number of tokens emitted."""
 
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
+    def __init__(self, drafter: OracleTrees) -> None:
+        super().__init__(lambda start, limit: [])
+        self.drafter = drafter
 
-    @property
-    def state(self) -> list[mx.array]:
-        return []
-
-
-class RecurrentTokenCache(TokenCache):
-    """One whose strategy can only return to a checkpoint."""
-
-
-class ChainCache(TokenCache):
-    """One whose strategy cannot drop rows from between others."""
-
-
-class DropTokens(Trim):
-    def save(self, cache: TokenCache) -> list[int]:
-        return list(cache.tokens)
-
-    def restore(self, cache: TokenCache, saved: list[int]) -> None:
-        cache.tokens = list(saved)
-
-    def trim(self, cache: TokenCache, back: int) -> int:
-        del cache.tokens[len(cache.tokens) - back :]
-        return back
-
-
-class GatherTokens(DropTokens):
-    def gather(self, cache: TokenCache, last: int, kept: Sequence[int]) -> None:
-        drafted = cache.tokens[-last:]
-        cache.tokens[-last:] = [drafted[node] for node in kept]
-
-
-class ReturnToCheckpoint(Snapshot):
-    save = DropTokens.save
-    restore = DropTokens.restore
-
-
-STRATEGIES[TokenCache] = GatherTokens()
-STRATEGIES[ChainCache] = DropTokens()
-STRATEGIES[RecurrentTokenCache] = ReturnToCheckpoint()
-
-
-@dataclass
-class ScriptedPass:
-    """See `contracts.PendingPass`; each row's logprobs hold the number of the row."""
-
-    draft: Draft
-    num_fed: int
-    own: int
-    verdict: Verdict
-    features: FeatureRows | None = None
-
-    @property
-    def logprobs(self) -> mx.array:
-        return mx.arange(len(self.draft) + 1)[:, None]
-
-    @property
-    def next_token(self) -> mx.array:
-        return mx.array([self.own], mx.uint32)
-
-    def wait(self) -> None: ...
-
-    def read(self) -> Outcome:
-        numbers = {name: array.tolist() for name, array in self.verdict.arrays().items()}
-        return self.verdict.outcome(numbers, to_list(self.draft.tokens))
-
-
-@dataclass
-class ScriptedTarget:
-    """See `contracts.Target`."""
-
-    text: Sequence[int]
-    cache: TokenCache = field(default_factory=TokenCache)
-    drafts: list[Draft] = field(default_factory=list)
-    history: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.rollback = Rollback([self.cache])
-
-    def launch(
-        self, pending: Any, draft: Draft, position: int, embeddings: Any = None
-    ) -> ScriptedPass:
-        if len(draft):
-            self.rollback.checkpoint()
-            self.drafts.append(draft)
-        fed = [*to_list(pending), *to_list(draft.tokens)]
-        self.advance(fed)
-        verdict, rows = self.verdict(draft, position), self.rows(fed)
-        return ScriptedPass(draft, len(fed), self.text[position], verdict, rows)
-
-    def feed(self, tokens: mx.array, embeddings: Any = None) -> mx.array:
-        self.advance(to_list(tokens))
-        return mx.zeros((len(tokens), 1))
-
-    def advance(self, tokens: list[int]) -> None:
-        self.cache.tokens += tokens
-        self.rollback.advance(len(tokens))
-
-    def verdict(self, draft: Draft, position: int) -> Verdict:
-        """Go from the root to the child that the text goes to, as long as there is one."""
-        drafted = to_list(draft.tokens)
-        parents = range(ROOT, len(drafted) - 1) if draft.parents is None else draft.parents
-        path: list[int] = []
-        for node, parent in enumerate(parents):  # which come before children
-            is_next = parent == (path[-1] if path else ROOT)
-            if is_next and drafted[node] == self.text[position + len(path)]:
-                path.append(node)
-        next_token = mx.array(self.text[position + len(path)])
-        if draft.parents is None:
-            return Verdict(mx.array(len(path)), next_token)
-        nodes = path + [0] * (len(drafted) - len(path))
-        return Verdict(mx.array(len(path)), next_token, mx.array(nodes))
-
-    def rows(self, fed: list[int]) -> FeatureRows | None:
-        return None  # it cannot be read
-
-    def extend_history(self, tokens: Any) -> None:
-        self.history += to_list(tokens)
-
-    def vocab_size(self) -> int:
-        return 1000
-
-    def widest_pass(self) -> int | None:
-        return None
-
-    def quantize(self) -> None: ...
-
-
-@dataclass
-class TappedTarget(ScriptedTarget):
-    """One that can be read: a position's row, in each layer that is wanted, holds its token."""
-
-    wanted: Features | None = None
-    latest: tuple[FeatureRows, int] | None = None
-
-    def tap(self, wanted: Features) -> None:
-        self.wanted = wanted
-
-    def fed_features(self) -> tuple[FeatureRows, int]:
-        assert self.latest is not None
-        return self.latest
-
-    def feed(self, tokens: mx.array, embeddings: Any = None) -> mx.array:
-        rows = self.rows(to_list(tokens))
-        assert rows is not None, "fed before it was tapped"
-        self.latest = rows, len(tokens)
-        return super().feed(tokens, embeddings)
-
-    def rows(self, fed: list[int]) -> FeatureRows | None:
-        if self.wanted is None:
-            return None
-        states = mx.array(fed)[:, None]
-        return FeatureRows(
-            layers={layer: states + 1000 * layer for layer in self.wanted.layers},
-            head_input=-states if self.wanted.head_input else None,
-            top_tokens=mx.repeat(states, self.wanted.top, axis=1) if self.wanted.top else None,
-        )
+    def propose(self, limit: int) -> Draft:
+        return self.drafter.draft(len(self.observed), limit)

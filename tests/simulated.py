@@ -35,6 +35,8 @@ def line(slope: float, step: float = 0.0) -> Callable[[int], float]:
 
 @dataclass(frozen=True)
 class Part:
+    """A drafter that proposes as many tokens as it may."""
+
     is_right: Callable[[int], bool]
     cheap: bool = True
     evidence: int | None = 3
@@ -49,6 +51,7 @@ class Part:
 
 
 def token(position: int) -> int:
+    """What the text has there."""
     return position % 100
 
 
@@ -62,6 +65,7 @@ class World:
     position: int = 0
 
     def propose(self, policy: DraftLength) -> tuple[Draft, str]:
+        """A draft that is worth verifying, and whose it is, as the loop asks for it."""
         for key, part in self.parts.items():
             if limit := policy.limit(key, part.cheap):
                 draft = part.propose(self.position, limit)
@@ -78,9 +82,16 @@ class World:
         tokens = [token(self.position + i) for i in range(accepted + 1)]
         self.position += len(tokens)
         drafting = self.parts[part].token_cost * len(draft) if part else 0.0
-        counts = len(draft), accepted, len(tokens), len(draft) + 1
-        seconds = self.cost(len(draft)) + drafting
-        record = RoundRecord(*counts, tokens, seconds, steady=steady, part=part)
+        record = RoundRecord(
+            drafted=len(draft),
+            accepted=accepted,
+            emitted=len(tokens),
+            fed=len(draft) + 1,
+            tokens=tokens,
+            seconds=self.cost(len(draft)) + drafting,
+            steady=steady,
+            part=part,
+        )
         policy.record(record)
         self.records.append(record)
 
@@ -93,6 +104,7 @@ class World:
 
 
 def know(learned: Learned, step: float) -> None:
+    """Have a draft step's cost measured."""
     learned.steps.first.extend([step] * 3)
     learned.steps.further.extend([step] * 3)
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain, islice, repeat
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -20,12 +20,13 @@ import scripted
 import specdec_mlx as sd
 import strategies
 import tiny
-from scripted import (
+from scripted_target import (
     ChainCache,
     RecurrentTokenCache,
     ScriptedTarget,
     TappedTarget,
     TokenCache,
+    rounds_of,
 )
 from selection import in_one_test
 from specdec_mlx import token_ids
@@ -59,7 +60,7 @@ class Given:
     """A drafter that proposes given drafts, one a round from the second token on."""
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
-        self.drafts = chain(drafts, repeat(Draft()))
+        self.drafts = rounds_of(drafts)
         self.observed: list[int] = []
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Given:
@@ -292,7 +293,7 @@ class Proposes:
         self.draft = draft
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        drafts = chain([Draft(plain()[1:3]), self.draft], repeat(Draft()))
+        drafts = rounds_of([Draft(plain()[1:3]), self.draft])
         session = scripted.ScriptedSession(lambda emitted, limit: [])
         session.propose = lambda limit: next(drafts)  # type: ignore[method-assign]
         return session

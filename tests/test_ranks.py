@@ -9,110 +9,22 @@ from __future__ import annotations
 import fcntl
 import json
 import os
-import socket
-import subprocess
-import sys
-import tempfile
 import threading
-import time
 import urllib.request
-from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
-from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
+from on_ranks import WORKER, free_ports, jobs_on_ranks, on_ranks, ranks, wait_for
 from selection import FULL, in_one_test
 from specdec_mlx import generate, lab
 from specdec_mlx.draft_length.store import tuning_path
 from specdec_mlx.rounds.ranks import ranks_of
 from specdec_mlx.target.ranks import group_of
-
-WORKER = str(Path(__file__).parent / "rank_worker.py")
-TIMEOUT = 1200.0
-"""Seconds after which ranks count as hanging: ten times what the longest job takes by itself."""
-
-TURN = Path(tempfile.gettempdir()) / "specdec-mlx-ranks.lock"
-"""Held while ranks run. They wait for each other by looking again and again: on a machine with two
-cores two groups at once take longer than one after the other."""
-
-
-class Rank(NamedTuple):
-    """One process. out, err: the files that it writes to."""
-
-    process: subprocess.Popen[bytes]
-    out: Path
-    err: Path
-
-
-@contextmanager
-def ranks(
-    command: Sequence[str], folder: Path, num_ranks: int = 2, **environment: str
-) -> Iterator[list[Rank]]:
-    """The processes in the order of ranks, started as `mlx.launch --backend ring` starts them."""
-    hosts = folder / "hosts.json"
-    hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(num_ranks)]))
-    shared = {**os.environ, "MLX_HOSTFILE": str(hosts), "SPECDEC_MLX_CACHE": str(folder / "cache")}
-    with ExitStack() as stack:
-        fcntl.flock(stack.enter_context(TURN.open("a")), fcntl.LOCK_EX)
-        started = []
-        for rank in range(num_ranks):
-            out, err = folder / f"{rank}.out", folder / f"{rank}.err"
-            process = subprocess.Popen(
-                [sys.executable, *command],
-                env={**shared, **environment, "MLX_RANK": str(rank)},
-                stdin=subprocess.DEVNULL,
-                stdout=stack.enter_context(out.open("wb")),
-                stderr=stack.enter_context(err.open("wb")),
-            )
-            stack.callback(process.wait)
-            stack.callback(process.kill)
-            started.append(Rank(process, out, err))
-        yield started
-
-
-def on_ranks(
-    command: Sequence[str], folder: Path, num_ranks: int = 2, **environment: str
-) -> list[tuple[int, str, str]]:
-    """Exit status, stdout and stderr of each rank; raises TimeoutExpired where one hangs."""
-    with ranks(command, folder, num_ranks, **environment) as started:
-        statuses = [rank.process.wait(timeout=TIMEOUT) for rank in started]
-        texts = [(rank.out.read_text(), rank.err.read_text()) for rank in started]
-        return [(status, *said) for status, said in zip(statuses, texts, strict=True)]
-
-
-def jobs_on_ranks(names: Sequence[str], folder: Path, num_ranks: int = 2) -> list[Any]:
-    """On each rank, what `rank_worker` found out in these jobs: name -> case -> [got, expected]."""
-    ended = on_ranks([WORKER, *names], folder, num_ranks)
-    for status, _, err in ended:
-        assert status == 0, err[-4000:]
-    return [json.loads(out.splitlines()[-1]) for _, out, _ in ended]
-
-
-def free_ports(num_ports: int) -> list[int]:
-    with ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(num_ports)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [int(each.getsockname()[1]) for each in sockets]
-
-
-def wait_for(port: int, started: Sequence[Rank]) -> None:
-    until = time.monotonic() + TIMEOUT
-    while time.monotonic() < until:
-        for rank in started:
-            assert rank.process.poll() is None, rank.err.read_text()[-4000:]
-        with socket.socket() as each:
-            if each.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.2)
-    raise TimeoutError(f"nobody listens on port {port}")
-
 
 JOBS = ("texts", "failures", "leaving", "recurrent", "arguments")
 FURTHER_JOBS = ("block", "heads", "every_rank", "every_rank_fails", "families", "pipelined")
@@ -136,11 +48,12 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
     return list(json.loads(kept.read_text()))
 
 
-def agree(results: list[Any], *jobs: str) -> None:
-    for (rank, found), job in product(enumerate(results), jobs):
-        assert found[job], "a job without cases shows nothing"
-        for case, (got, expected) in found[job].items():
-            assert got == expected, f"rank {rank}, {job}: {case}"
+def agree(results: list[Any], job: str) -> None:
+    """Every rank has found in this job what there should be."""
+    for rank, jobs in enumerate(results):
+        assert jobs[job], "a job without cases shows nothing"
+        for case, (got, expected) in jobs[job].items():
+            assert got == expected, f"rank {rank}, {case}"
 
 
 @in_one_test("job", JOBS)
@@ -150,18 +63,29 @@ def test_ranks_do_alike_what_one_machine_does(found: list[Any], job: str) -> Non
 
 
 @FULL
-@pytest.mark.parametrize(
-    ("num_ranks", "jobs"),
-    [(2, FURTHER_JOBS), (2, ["many_texts"]), (2, ["more_families"])]
-    + [(num_ranks, ["many_ranks"]) for num_ranks in (3, 4)],
-)
-def test_further_jobs_are_done_alike(num_ranks: int, jobs: list[str], tmp_path: Path) -> None:
-    """Drawn drafts, heads, drafters on every rank, families and pipelined targets; 20 prompts; and
-    a target that is pipelined over three and four ranks."""
-    agree(jobs_on_ranks(jobs, tmp_path, num_ranks), *jobs)
+def test_further_jobs_are_done_alike(tmp_path: Path) -> None:
+    """Drawn drafts, heads, drafters on every rank, families and pipelined targets."""
+    results = jobs_on_ranks(FURTHER_JOBS, tmp_path)
+    for job in FURTHER_JOBS:
+        agree(results, job)
+
+
+@FULL
+@pytest.mark.parametrize("job", ["many_texts", "more_families"])
+def test_twenty_prompts_and_every_family_are_as_on_one_machine(job: str, tmp_path: Path) -> None:
+    """Greedy and sampled texts of 20 prompts, and of a tiny model of each family with `shard`."""
+    agree(jobs_on_ranks([job], tmp_path), job)
+
+
+@FULL
+@pytest.mark.parametrize("num_ranks", [3, 4])
+def test_more_ranks_are_as_two(num_ranks: int, tmp_path: Path) -> None:
+    """Tokens and ends on three and four ranks, of a target that is pipelined over them."""
+    agree(jobs_on_ranks(["many_ranks"], tmp_path, num_ranks), "many_ranks")
 
 
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
+    """They end by themselves, with an error, and do not wait for the dead one."""
     (alive, _, said), (dead, *_) = on_ranks([WORKER, "dies"], tmp_path)
     assert dead == 17
     assert alive == 1
@@ -169,21 +93,30 @@ def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
 
 
 def test_what_is_learned_is_kept_for_each_number_of_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A pass costs otherwise on two machines than on one: they have files of their own."""
     alone = tuning_path("model")
     monkeypatch.setattr(mx.distributed, "init", lambda: SimpleNamespace(size=lambda: 2))
     assert tuning_path("model") != alone
 
 
+class Split(nn.Module):
+    """A model after `pipeline`, as far as it says among how many it is spread."""
+
+    def __init__(self, size: int) -> None:
+        super().__init__()
+        self.pipeline_size = size
+
+
 def test_a_pipelined_model_is_spread_over_the_ranks() -> None:
-    for size in (2, 1):
-        model = nn.Module()
-        model.pipeline_size = size
-        assert (group_of(model) is not None) == (size == 2)
+    """Its layers name no group, but it says how many share them; whole models meet nobody."""
+    assert group_of(Split(2)) is not None
+    assert group_of(Split(1)) is None
     assert ranks_of(lab.load_pair().target, None) is None
 
 
 @FULL
 def test_only_the_first_rank_speaks(tmp_path: Path) -> None:
+    """`generate` spreads the model over the ranks, and prints once."""
     arguments = ["--model", str(lab.target_path()), "--prompt", SENTENCES, "--max-tokens", "24"]
     command = ["-m", "specdec_mlx", "generate", *arguments, "--ignore-chat-template"]
     (first, said, error), (second, silence, _) = on_ranks(command, tmp_path)

@@ -16,7 +16,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import scripted
 import specdec_mlx as sd
 import tiny
-from scripted import ScriptedPass, ScriptedTarget
+from scripted_target import ScriptedPass, ScriptedTarget
 from selection import in_one_test
 from specdec_mlx import loop
 from specdec_mlx.contracts import (

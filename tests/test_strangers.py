@@ -5,7 +5,7 @@ What they extend is used as it is: nothing of the package knows of them, or is c
 
 from __future__ import annotations
 
-import re
+import ast
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
@@ -48,15 +48,23 @@ NUM_TOKENS = 24
 SAMPLINGS = {"temperature 0": sd.Sampling(), "temperature 1": sd.Sampling(temp=1.0)}
 
 
+def imported(path: Path) -> Iterator[tuple[str, str]]:
+    """(module, name) of what a file imports."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom):
+            yield from ((node.module or "", alias.name) for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from ((alias.name, "") for alias in node.names)
+
+
 def test_an_extension_is_one_short_file_that_imports_what_is_public() -> None:
     """At most 35 lines each; no private name, and no module that its page does not name."""
     assert {path.name for path in FILES} == EXTENSIONS | {"cache.py"}
     for path in FILES:
-        text = path.read_text(encoding="utf-8")
-        assert len(text.splitlines()) <= MOST_LINES, path.name
-        for module, names in re.findall(r"^\s*(?:from|import) (\S+)(?: import (.*))?$", text, re.M):
+        assert len(path.read_text(encoding="utf-8").splitlines()) <= MOST_LINES, path.name
+        for module, name in imported(path):
+            assert not name.startswith("_"), path.name
             assert module in PUBLIC or not module.startswith("specdec_mlx"), module
-            assert not re.search(r"\b_\w", names), path.name
 
 
 @pytest.fixture
@@ -86,12 +94,14 @@ def forget_packages() -> None:
         getattr(lookup, "cache_clear", lambda: None)()
 
 
-target = cache(tiny.build)
+@cache
+def target() -> nn.Module:
+    return tiny.build("qwen2")
 
 
 def run(drafter: Any, model: nn.Module | None = None, **options: Any) -> list[sd.responses.Token]:
     options = {"max_tokens": NUM_TOKENS, "draft_length": 4, "seed": 3} | options
-    return list(sd.speculate(model or target("qwen2"), PROMPT, drafter, **options))
+    return list(sd.speculate(model or target(), PROMPT, drafter, **options))
 
 
 def tokens(items: list[sd.responses.Token]) -> list[int]:
@@ -99,21 +109,23 @@ def tokens(items: list[sd.responses.Token]) -> list[int]:
 
 
 def oracle(sampling: sd.Sampling, wrong: float = 0.0) -> scripted.OracleDrafter:
+    """Knows the text that plain decoding writes."""
     text = tokens(run(None, sampler=sampling, max_tokens=NUM_TOKENS + 10))
     return scripted.OracleDrafter(text, VOCAB, wrong=wrong)
 
 
-def test_the_contracts_are_kept() -> None:
-    """Of the rule whole rounds are enumerated, for a share of 1 too, which is rejection; passes
-    over the strategy's cache are the default's: a layer of attention."""
+# The rule -----------------------------------------------------------------------------------------
+
+
+def test_the_rule_keeps_the_contract() -> None:
+    """Whole rounds enumerated, for a share of 1 too, which is rejection."""
     for rule in (Reluctant(), Reluctant(share=1.0)):
         assert "total variation at most" in check_rule(rule)[-1]
-    assert not check_drafter(Periodic(period=3))[0].startswith("protocol: 0 drafts")
-    assert check_strategy(DropBlocks(), BlockCache)[0] == "protocol: drop blocks"
 
 
 def test_the_rule_is_asked_at_any_temperature() -> None:
-    drafted = [(oracle(sd.Sampling()), 0.0), (sd.ModelDrafter(target("qwen2")), 1.0)]
+    """Drafts that are all right are kept with chance `share`; a greedy text is the plain one."""
+    drafted = [(oracle(sd.Sampling()), 0.0), (sd.ModelDrafter(target()), 1.0)]
     for drafter, temp in drafted:
         for share, least, most in ((1.0, 0.999, 1.0), (0.5, 0.2, 0.8), (0.0, 0.0, 0.0)):
             items = run(drafter, rule=Reluctant(share=share), sampler=sd.Sampling(temp))
@@ -146,23 +158,52 @@ def test_the_rule_has_a_name_with_options() -> None:
     ],
 )
 def test_what_is_wrong_with_a_name_is_said(choice: str, error: type, words: str) -> None:
+    """Unknown, with an option too many, of a package that is broken, of something else."""
     with pytest.raises(error, match=words):
         rule_registry.make_rule(choice)
+
+
+def test_packages_are_looked_through_once_and_not_for_built_in_rules(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Reading the metadata of all packages takes milliseconds, which each request would pay."""
+    rule_registry.rule_names()
+    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
+    assert "auto" in rule_registry.rule_names()
+    monkeypatch.setattr(rule_registry, "_installed", pytest.fail)
+    assert rule_registry.make_rule("block") == sd.rules.Block()
+
+
+# The drafter --------------------------------------------------------------------------------------
+
+
+def test_the_drafter_keeps_the_contract() -> None:
+    """As it is."""
+    assert not check_drafter(Periodic(period=3))[0].startswith("protocol: 0 drafts")
 
 
 @pytest.mark.usefixtures("installed")
 @pytest.mark.parametrize("sampling", SAMPLINGS)
 def test_the_drafter_drafts_by_name_and_by_object(sampling: str) -> None:
-    options = {"sampler": SAMPLINGS[sampling], "seed": 3, "draft_length": 4, "max_tokens": 40}
-    given = tiny_text.model(), tiny_text.tokenizer(), PROMPT
-    plain, *drafted = (
-        list(sd.stream_generate(*given, drafter=drafter, **options))
-        for drafter in (None, "periodic:period=1", Periodic(period=1))
-    )
-    for responses in drafted:
-        assert [r.token for r in responses] == [r.token for r in plain]
-        assert responses[-1].stats.drafted == drafted[0][-1].stats.drafted > 0
+    """The text is that of plain decoding, and drafts are kept."""
+    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+
+    def text(drafter: Any) -> list[sd.responses.SpeculativeResponse]:
+        options = {"sampler": SAMPLINGS[sampling], "seed": 3, "draft_length": 4, "max_tokens": 40}
+        return list(sd.stream_generate(model, tokenizer, PROMPT, drafter=drafter, **options))
+
+    plain, by_name, by_object = (text(d) for d in (None, "periodic:period=1", Periodic(period=1)))
+    assert [r.token for r in plain] == [r.token for r in by_name] == [r.token for r in by_object]
+    assert by_name[-1].stats.drafted == by_object[-1].stats.drafted > 0
     assert "periodic" in sd.drafters.drafter_names()
+
+
+# The strategy -------------------------------------------------------------------------------------
+
+
+def test_the_strategy_keeps_the_contract() -> None:
+    """Passes over its cache are the default's: a layer of attention."""
+    assert check_strategy(DropBlocks(), BlockCache)[0] == "protocol: drop blocks"
 
 
 @pytest.mark.parametrize("sampling", SAMPLINGS)
