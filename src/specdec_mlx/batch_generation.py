@@ -22,7 +22,7 @@ from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
 from specdec_mlx.options import whole, wrong
-from specdec_mlx.responses import SpeculativeResponse, TextUnderWay
+from specdec_mlx.responses import SpeculativeResponse, TextUnderWay, speeds
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.inputs import CacheOptions, max_tokens_of
@@ -216,16 +216,11 @@ def batch_generate(
 
 
 def _print(result: SpeculativeBatchResponse) -> None:
-    stats = result.stats
     drafted = sum(account.drafted for account in result.speculation)
     accepted = sum(account.accepted for account in result.speculation)
-    for line in (
-        f"Prompt: {stats.prompt_tokens} tokens, {stats.prompt_tps:.3f} tokens-per-sec",
-        f"Generation: {stats.generation_tokens} tokens, {stats.generation_tps:.3f} tokens-per-sec",
-        f"Peak memory: {stats.peak_memory:.3f} GB",
-        f"Speculation: {accepted} of {drafted} draft tokens accepted, "
-        f"{stats.generation_steps} passes",
-    ):
+    drafts = f"{accepted} of {drafted} draft tokens accepted"
+    passes = f"{result.stats.generation_steps} passes"
+    for line in (*speeds(result.stats), f"Speculation: {drafts}, {passes}"):
         print(f"[batch_generate] {line}")
 
 

@@ -159,10 +159,13 @@ def printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeRes
 
 def summary(response: SpeculativeResponse) -> str:
     """Closing lines for a finished generation: mlx-lm's three, then ours."""
-    return (
-        f"Prompt: {response.prompt_tokens} tokens, {response.prompt_tps:.3f} tokens-per-sec\n"
-        f"Generation: {response.generation_tokens} tokens, "
-        f"{response.generation_tps:.3f} tokens-per-sec\n"
-        f"Peak memory: {response.peak_memory:.3f} GB\n"
-        f"Speculation: {response.stats}"
-    )
+    return "\n".join([*speeds(response), f"Speculation: {response.stats}"])
+
+
+def speeds(told: Any) -> list[str]:
+    """mlx-lm's closing lines, of a response or a `BatchStats`."""
+    return [
+        f"Prompt: {told.prompt_tokens} tokens, {told.prompt_tps:.3f} tokens-per-sec",
+        f"Generation: {told.generation_tokens} tokens, {told.generation_tps:.3f} tokens-per-sec",
+        f"Peak memory: {told.peak_memory:.3f} GB",
+    ]

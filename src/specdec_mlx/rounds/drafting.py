@@ -179,9 +179,8 @@ class Drafting:
 
     def _limit(self, part: _Part) -> int:
         """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo."""
-        wanted = self.sequence.num_wanted(
-            0 if self.keeps_cache else 1
-        )  # one comes with the verdict
+        besides = 0 if self.keeps_cache else 1  # one comes with the verdict
+        wanted = self.sequence.num_wanted(besides)
         limit = self.length.limit(part.key, part.is_cheap)
         if limit == 0 or (wanted is not None and wanted <= 0):  # the caches need not be asked
             self.why_none = self.why_none if limit else NOT_WORTH
