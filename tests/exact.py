@@ -339,6 +339,24 @@ class Swapped(Rejection):
         return xp.where(n == len(draft_probs), target_probs[-1], swapped)
 
 
+@dataclass(frozen=True)
+class OnMLX:
+    """A rule computed by MLX in float32, for callers with NumPy arrays."""
+
+    rule: CoinRule
+    name: str = "on MLX"
+
+    def accept_probs(self, *block: np.ndarray) -> np.ndarray:
+        return np.array(self.rule.accept_probs(*map(to_mlx, block)), np.float64)
+
+    def num_accepted(self, coins: np.ndarray) -> int:
+        return int(self.rule.num_accepted(mx.array(coins)))
+
+    def next_probs(self, *given: Any) -> np.ndarray:
+        p, tokens, q = map(to_mlx, given[:3])
+        return np.array(self.rule.next_probs(p, tokens, q, mx.array(given[3])), np.float64)
+
+
 @dataclass(frozen=True, eq=False)
 class Given:
     """Randomness that is known beforehand: uniform [K], gumbel [V]."""

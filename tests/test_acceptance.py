@@ -22,6 +22,7 @@ from exact import (
     Deciding,
     Drafting,
     Drawn,
+    OnMLX,
     Rounds,
     RoundsOfLength,
     Source,
@@ -34,7 +35,8 @@ from exact import (
     to_mlx,
     up_to,
 )
-from selection import in_one_test
+from selection import cases, in_one_test
+from specdec_mlx.checks.chi_square import ChiSquare
 from specdec_mlx.contracts import (
     Agreement,
     Draft,
@@ -48,7 +50,7 @@ from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
 from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.testing.enumeration import sources
+from specdec_mlx.testing.enumeration import enumerated, sources
 
 EXACT = 1e-12
 FLOAT32 = 2e-6
@@ -200,6 +202,21 @@ def test_shared_noise_draws_from_both_laws(pair):
     assert np.all(joint >= 0)
     np.testing.assert_allclose(joint.sum(axis=1), p, atol=EXACT)
     np.testing.assert_allclose(joint.sum(axis=0), q, atol=EXACT)
+
+
+def test_shared_noise_is_what_the_loop_has():
+    """20,000 pairs of draws from MLX's Gumbel noise follow the joint law; false alarms 1e-6."""
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
+    noise = np.array(mx.random.gumbel((20_000, 3), key=mx.random.key(0)))
+    pairs = 3 * np.argmax(np.log(p) + noise, axis=1) + np.argmax(np.log(q) + noise, axis=1)
+    test = ChiSquare.of(np.bincount(pairs, minlength=9), 20_000 * coupled_joint(p, q).ravel())
+    assert test.p_value > 1e-6
+
+
+@pytest.mark.parametrize("name", cases(COIN_RULES, "block"))
+def test_float32_on_mlx_leaves_the_law_alone(name):
+    """The enumeration through MLX in float32, as in the loop: a round to 1e-5."""
+    assert max(found.total_variation for found in enumerated(OnMLX(COIN_RULES[name]))) < 1e-5
 
 
 def seconds_of(num_draft: int) -> float:

@@ -44,7 +44,7 @@ from selection import FULL, cases, in_one_test
 from specdec_mlx.checks import command, joint, one_step
 from specdec_mlx.checks.chi_square import FALSE_ALARM, ChiSquare, limit, power
 from specdec_mlx.checks.declared import Draws, check_declared
-from specdec_mlx.checks.joint import Cells, check_joint
+from specdec_mlx.checks.joint import Cells, check_joint, compared
 from specdec_mlx.checks.one_step import VARIANTS, check_one_step, lossless
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.run import run_parts
@@ -308,6 +308,22 @@ def draft_of(probs: np.ndarray, token: int) -> sd.Draft:
     return sd.Draft([token], mx.array(np.log(probs)[None], dtype=mx.float32))
 
 
+def test_false_alarms_are_as_rare_as_stated() -> None:
+    """Right texts of two contexts, 300 times: one in ten has a p-value below 0.1."""
+    random, (drafting, rule), low = np.random.default_rng(0), EXACT["lossless"], 0
+    joints = {
+        target: Rounds(target, drafting, ByRule(rule)).joint(3, 3) for target in (TARGET, DRAFT)
+    }
+    for _ in range(300):
+        groups = []
+        for target, probs in joints.items():
+            drawn = random.choice(probs.size, p=probs.ravel(), size=250)
+            texts = list(zip(*np.unravel_index(drawn, probs.shape), strict=True))
+            groups.append(Cells(texts_of(target, DRAFT, texts)))
+        low += compared(groups, [group.expected() for group in groups]).p_value < 0.1
+    assert 15 < low < 48
+
+
 def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no named fault would be found, and where there are next to none."""
     random, probs, draws = np.random.default_rng(0), np.array([0.97, 0.03]), Draws()
@@ -316,10 +332,10 @@ def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None
     part = check_declared(draws)
     assert part.status == "not run"
     assert "too few for any of the named faults" in part.verdict
-    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 99)
+    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 9)
     part = drawn_parts(subject())["joint distribution"]
     assert part.status == "not run"
-    assert "Only 99 texts" in part.verdict
+    assert "Only 9 texts" in part.verdict
 
 
 def test_chi_square_is_scipys() -> None:

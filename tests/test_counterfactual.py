@@ -207,10 +207,12 @@ def test_it_costs_no_synchronisation(monkeypatch):
         run(True, sampler=lambda x: mx.argmax(x, axis=-1))
 
 
-def test_what_was_observed_is_what_was_expected():
+@pytest.mark.parametrize(
+    ("rule", "drafter"), [("rejection", "sharper model"), ("coupled", "model")]
+)
+def test_what_was_observed_is_what_was_expected(rule, drafter):
     """At the first position and by round: within 4 standard errors on 200 tokens, K = 2."""
-    rule = "rejection"
-    _, stats = run(True, "sharper model", rule=rule, max_tokens=200, draft_length=2)
+    _, stats = run(True, drafter, rule=rule, max_tokens=200, draft_length=2)
     account = stats.counterfactual
     first = account.positions[0]
     error = np.sqrt(first.observed.mean * (1 - first.observed.mean) / first.reached)

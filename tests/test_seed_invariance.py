@@ -71,7 +71,7 @@ def drafters(coming: list[int]) -> dict[str, Any]:
 
 
 @given(request=REQUESTS, data=st.data())
-@settings(max_examples=12)
+@settings(max_examples=5)
 def test_a_seed_is_a_text(request, data):
     """With every drafter, each at a draft length of its own."""
     expected, _ = text(request, None, 0, "coupled")

@@ -148,6 +148,8 @@ class DrafterConformance(Conformance):
 
     def __post_init__(self) -> None:
         super().__init__(self.drafter)
+        samplings = Sampling(), Sampling(temp=1.0), None
+        self.contexts = [self._context(sampling) for sampling in samplings]
 
     def protocol(self) -> str:
         """The two classes are there, and every draft is one that can be verified."""
@@ -155,7 +157,7 @@ class DrafterConformance(Conformance):
         self.require(is_drafter, f"{self.drafter!r} has no begin(prompt, context).")
         before = dict(getattr(self.drafter, "__dict__", {}))
         num_drafts = 0
-        for context, prompt in itertools.product(self._contexts(), self.prompts):
+        for context, prompt in itertools.product(self.contexts, self.prompts):
             num_drafts += sum(bool(r.tokens) for r in self._rounds(self._begin(prompt, context)))
         after = getattr(self.drafter, "__dict__", {})
         changed = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
@@ -193,7 +195,7 @@ class DrafterConformance(Conformance):
     def rewinds(self) -> str:
         """After any verdict, the proposal is that of a session that saw the same text."""
         compared = 0
-        for context, prompt in itertools.product(self._contexts(), self.prompts):
+        for context, prompt in itertools.product(self.contexts, self.prompts):
             generation = self._begin(prompt, context)
             for round_ in self._rounds(generation):
                 watcher = self._begin(prompt, context)  # it sees the text, and is never asked
@@ -297,9 +299,6 @@ class DrafterConformance(Conformance):
             self.require(one.tokens == other.tokens, what)
 
     # What the checks are made of
-
-    def _contexts(self) -> list[DraftContext]:
-        return [self._context(sampling) for sampling in (Sampling(), Sampling(temp=1.0), None)]
 
     def _context(self, sampling: Sampling | None, seed: int = 0) -> DraftContext:
         told = {"vocab_size": self.vocab_size, "tokenizer": self.tokenizer}
