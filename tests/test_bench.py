@@ -23,7 +23,7 @@ import specdec_mlx as sd
 from benchmarks import replay as experiment
 from benchmarks.oracles import LENGTH_ORACLE, TEXT_ORACLE, length_oracle, text_oracle
 from selection import FULL, cases, in_one_test
-from specdec_mlx.bench import identity, recorded, replay, run, timing
+from specdec_mlx.bench import identity, replay, run, timing
 from specdec_mlx.bench.contenders import (
     MLX_LM_SPECULATION,
     PLAIN,
@@ -46,7 +46,7 @@ from specdec_mlx.bench.summary import (
     throughput_ratio,
 )
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved, take_turns, time_generation
-from specdec_mlx.contracts import Draft, DraftContext, Evidence, Outcome, RoundRecord
+from specdec_mlx.contracts import Draft, DraftContext, Outcome, RoundRecord
 from specdec_mlx.draft_length.costs import CURVES, WIDTHS
 from specdec_mlx.draft_length.policy import Fixed, make_draft_length
 from specdec_mlx.draft_length.store import Tuning
@@ -594,16 +594,6 @@ def test_a_copy_is_drafted_widely_whatever_chip_of_the_family_it_was_expected_on
         length = make_draft_length("auto", Tuning(CURVES[name]))
         copied = replay_text(text, sd.SuffixDrafter(), length, cost, **sizes)
         assert copied.plain_seconds > 0.35 * best * copied.seconds, name
-
-
-def test_free_steps_cost_nothing() -> None:
-    for is_free, num_steps in ((True, 0), (False, 3)):
-        evidence = Evidence(match=1, is_free=is_free)
-        session: Any = SimpleNamespace()
-        length = recorded.ModelledLength(Fixed(3), FLAT, 1.0)
-        session.propose_while = lambda n, go, given=evidence: [go([given]) for _ in range(n)]
-        recorded._ModelledSteps(session, length).propose(3)
-        assert length.num_steps == num_steps
 
 
 def test_draft_length_hears_the_curve_and_not_the_clock() -> None:

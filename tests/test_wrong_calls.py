@@ -228,8 +228,12 @@ def test_what_a_callable_returns_is_looked_at_when_it_is_called(
         is_answered(lambda given=given: list(CALLS[name][0](**given)), words)  # type: ignore[misc]
 
 
-def test_bits_of_caches_that_rotate_are_no_fault_before_they_are_due() -> None:
-    """MLX quantizes none of these; a text that ends before `quantized_kv_start` is as in mlx-lm."""
+def test_what_is_meant_is_done() -> None:
+    """A temperature is a sampler with it. Bits of caches that rotate, of which MLX quantizes none,
+    are no fault before they are due: a text that ends sooner is as in mlx-lm.
+    """
+    assert generated(temp=0.9, seed=3) == generated(sampler=sd.Sampling(temp=0.9), seed=3)
+    assert generated(temp=0.0) == generated()
     options = {"max_kv_size": 64, "kv_group_size": 32}
     assert generated(kv_bits=4, **options) == generated(**options)
 
@@ -322,12 +326,6 @@ def test_what_hints_would_refuse_and_tokens_that_a_sampler_makes_up_are_answered
         env=os.environ | {"PYTHONPATH": path},
     )
     assert done.returncode == 0, done.stderr[-2000:]
-
-
-def test_a_temperature_is_a_sampler_with_it() -> None:
-    """`temp=0.7` draws as `sampler=Sampling(temp=0.7)` does."""
-    assert generated(temp=0.9, seed=3) == generated(sampler=sd.Sampling(temp=0.9), seed=3)
-    assert generated(temp=0.0) == generated()
 
 
 def test_chat_messages_go_through_the_chat_template() -> None:
