@@ -9,7 +9,6 @@ import socket
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -18,6 +17,12 @@ from typing import Any, NamedTuple
 WORKER = str(Path(__file__).parent / "rank_worker.py")
 TIMEOUT = 1200.0
 """Seconds after which ranks count as hanging: ten times what the longest job takes by itself."""
+
+SENTENCES = (
+    "The following statements are executed in the order in which they are written. An assignment "
+    "statement evaluates the expression list and assigns the result. The following statements are "
+)
+"""The lab pair can go on from here, and from every place in between."""
 
 TURN = Path(tempfile.gettempdir()) / "specdec-mlx-ranks.lock"
 """Held while ranks run. They wait for each other by looking again and again: on a machine with two
@@ -31,19 +36,13 @@ class Rank(NamedTuple):
     out: Path
     err: Path
 
-    def wait(self) -> int:
-        """Its exit status. Raises TimeoutExpired if it hangs."""
-        return self.process.wait(timeout=TIMEOUT)
-
 
 @contextmanager
-def ranks(
-    command: Sequence[str], folder: Path, num_ranks: int = 2, **environment: str
-) -> Iterator[list[Rank]]:
+def ranks(command: Sequence[str], folder: Path, num_ranks: int = 2) -> Iterator[list[Rank]]:
     """The processes in the order of ranks, started as `mlx.launch --backend ring` starts them."""
     hosts = folder / "hosts.json"
     hosts.write_text(json.dumps([[f"127.0.0.1:{port}"] for port in free_ports(num_ranks)]))
-    shared = {**os.environ, "MLX_HOSTFILE": str(hosts), "SPECDEC_MLX_CACHE": str(folder / "cache")}
+    places = {"MLX_HOSTFILE": str(hosts), "SPECDEC_MLX_CACHE": str(folder / "cache")}
     with ExitStack() as stack:
         fcntl.flock(stack.enter_context(TURN.open("a")), fcntl.LOCK_EX)
         started = []
@@ -51,7 +50,7 @@ def ranks(
             out, err = folder / f"{rank}.out", folder / f"{rank}.err"
             process = subprocess.Popen(
                 [sys.executable, *command],
-                env={**shared, **environment, "MLX_RANK": str(rank)},
+                env=os.environ | places | {"MLX_RANK": str(rank)},
                 stdin=subprocess.DEVNULL,
                 stdout=stack.enter_context(out.open("wb")),
                 stderr=stack.enter_context(err.open("wb")),
@@ -63,15 +62,13 @@ def ranks(
 
 
 def on_ranks(
-    command: Sequence[str], folder: Path, num_ranks: int = 2, **environment: str
+    command: Sequence[str], folder: Path, num_ranks: int = 2
 ) -> list[tuple[int, str, str]]:
     """Exit status, stdout and stderr of each rank; raises TimeoutExpired where one hangs."""
-    with ranks(command, folder, num_ranks, **environment) as started:
-        statuses = [rank.wait() for rank in started]
-        return [
-            (status, rank.out.read_text(), rank.err.read_text())
-            for status, rank in zip(statuses, started, strict=True)
-        ]
+    with ranks(command, folder, num_ranks) as started:
+        statuses = [rank.process.wait(TIMEOUT) for rank in started]
+    texts = [(rank.out.read_text(), rank.err.read_text()) for rank in started]
+    return [(status, *text) for status, text in zip(statuses, texts, strict=True)]
 
 
 def jobs_on_ranks(names: Sequence[str], folder: Path, num_ranks: int = 2) -> list[Any]:
@@ -91,14 +88,9 @@ def free_ports(num_ports: int) -> list[int]:
         return [int(each.getsockname()[1]) for each in sockets]
 
 
-def wait_for(port: int, started: Sequence[Rank]) -> None:
-    """Wait until somebody listens there; fails where a rank has ended before."""
-    until = time.monotonic() + TIMEOUT
-    while time.monotonic() < until:
-        for rank in started:
-            assert rank.process.poll() is None, rank.err.read_text()[-4000:]
-        with socket.socket() as each:
-            if each.connect_ex(("127.0.0.1", port)) == 0:
-                return
-        time.sleep(0.2)
-    raise TimeoutError(f"nobody listens on port {port}")
+def is_heard(port: int, started: Sequence[Rank]) -> bool:
+    """True if somebody listens there; fails where a rank has ended."""
+    for rank in started:
+        assert rank.process.poll() is None, rank.err.read_text()[-4000:]
+    with socket.socket() as each:
+        return each.connect_ex(("127.0.0.1", port)) == 0
