@@ -1,19 +1,19 @@
 """One rank's side of the tests of several: `python rank_worker.py JOB...`; prints JSON.
 
-Each job is a function below, run in the same order on all ranks. It notes in `FOUND`, by the name
-of a case, [what came out, what should have].
+Each job is a function below, run in the same order on all ranks. It returns a map from the name of
+a case to [what came out, what should have].
 """
 
 from __future__ import annotations
 
 import json
 import os
-import random
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from contextlib import closing
 from dataclasses import replace
-from functools import cache, partial
+from functools import cache
 from itertools import islice, product
 from typing import Any
 from unittest.mock import patch
@@ -22,17 +22,11 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
+import specdec_mlx as sd
 import tiny
+from on_ranks import SENTENCES
 from scripted import ScriptedSession
-from specdec_mlx import (
-    FirstOf,
-    ModelDrafter,
-    PromptLookupDrafter,
-    Sampling,
-    lab,
-    load_head,
-    speculate,
-)
+from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, Features
 from specdec_mlx.drafters.heads.early_exit import early_exit
 from specdec_mlx.drafters.model import ModelSession
@@ -42,20 +36,26 @@ from specdec_mlx.rounds.ranks import Ranks
 
 GROUP = mx.distributed.init()
 RANK = GROUP.rank()
-LOOK_UPS = ("prompt-lookup", "ngram", "suffix", "recycling", "lookahead", "auto")
-DRAFTERS = (*LOOK_UPS, "auto:trees=true,recycling=true", "model", "cascade", "first of")
-LENGTHS = ("auto", 4)
+HEADS = ("mtp", "eagle3")
+DRAFTERS = (
+    *("prompt-lookup", "ngram", "suffix", "recycling", "lookahead", "auto", "model", "cascade"),
+    *("auto:trees=true,recycling=true", "first of", *HEADS),
+)
+WAYS = list(product(((0.0, "auto"), (1.0, "coupled")), ("auto", 4)))
+DRAWN = {"sampler": sd.Sampling(temp=1.0), "seed": 5}
 REPEATING = [5, 9, 11, 5, 9, 11, 5, 9]
-FOUND: dict[str, Any] = {}
+Cases = dict[str, tuple[Any, Any]]
 
 
 @cache
 def pair() -> lab.Pair:
+    """The lab pair, its target whole."""
     return lab.load_pair()
 
 
 @cache
 def sharded() -> nn.Module:
+    """The lab's target, spread over the ranks."""
     target = lab.load_pair().target
     target.shard(GROUP)
     mx.eval(target.parameters())
@@ -63,106 +63,96 @@ def sharded() -> nn.Module:
 
 
 def drafter(name: str, model: nn.Module) -> Any:
+    """A drafter by name; model: the draft model. Heads read the sharded target."""
+    if name in HEADS:
+        return sd.load_head(lab.head_path(name), sharded())
     if name == "first of":
-        return FirstOf(PromptLookupDrafter(), ModelDrafter(model))
+        return sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(model))
     return make_drafter(name, draft_model=model)
 
 
 def tokens(model: nn.Module, prompt: list[int], drafting: Any = None, **options: Any) -> list[int]:
+    """A generation's tokens."""
     options = {"max_tokens": 16, "probe": False} | options
-    return [token.token for token in speculate(model, prompt, drafting, **options)]
+    return [token.token for token in sd.speculate(model, prompt, drafting, **options)]
 
 
 def plain(prompt: list[int], drafting: Any = None, **options: Any) -> list[int]:
+    """Tokens of the whole target."""
     return tokens(pair().target, prompt, drafting, **options)
 
 
 @cache
 def prompts(num_prompts: int = 1) -> list[list[int]]:
-    text = (
-        "The following statements are executed in the order in which they are written. "
-        "An assignment statement evaluates the expression list and assigns the result. "
-        "The following statements are executed in the "
-    )
-    step = len(text) // (2 * num_prompts)
-    return [list(pair().tokenizer.encode(text[i * step :])) for i in range(num_prompts)]
+    """Beginnings of texts that the lab pair can write."""
+    step = len(SENTENCES) // (2 * num_prompts)
+    return [list(pair().tokenizer.encode(SENTENCES[i * step :])) for i in range(num_prompts)]
 
 
-def text_cases(num_prompts: int, num_lengths: int) -> None:
+def texts(num_prompts: int = 1, names: tuple[str, ...] = DRAFTERS[::2]) -> Cases:
+    """Texts of the lab pair; of four prompts each drafter is tried in each of the ways."""
+    found: Cases = {}
     for i, prompt in enumerate(prompts(num_prompts)):
-        for temp, rule in ((0.0, "auto"), (1.0, "coupled")):
-            options = {"sampler": Sampling(temp=temp), "rule": rule, "seed": i}
-            expected = plain(prompt, **options)
-            for (turn, name), k in product(enumerate(DRAFTERS, start=i), range(num_lengths)):
-                length, drafting = LENGTHS[(turn + k) % len(LENGTHS)], drafter(name, pair().draft)
-                got = tokens(sharded(), prompt, drafting, draft_length=length, **options)
-                FOUND[f"prompt {i}, temp={temp}, {name}, K={length}"] = got, expected
+        for turn, name in enumerate(names, start=i):
+            (temp, rule), length = WAYS[turn % 4]
+            options = {"sampler": sd.Sampling(temp=temp), "rule": rule, "seed": i}
+            drafting = drafter(name, pair().draft)
+            got = tokens(sharded(), prompt, drafting, draft_length=length, **options)
+            found[f"prompt {i}, temp={temp}, {name}, K={length}"] = got, plain(prompt, **options)
+    return found
 
 
-texts = partial(text_cases, 1, len(LENGTHS))
-many_texts = partial(text_cases, 20, 1)
+def many_texts() -> Cases:
+    return texts(8, DRAFTERS)
 
 
-def block() -> None:
-    """Drafts that are drawn, under the rule that uses their distribution: the same as alone."""
-    options = {"sampler": Sampling(temp=1.0), "rule": "block", "seed": 0, "draft_length": 4}
-    drafting = drafter("model", pair().draft)
-    got = tokens(sharded(), prompts()[0], drafting, **options)
-    FOUND["text"] = got, plain(prompts()[0], drafting, **options)
-
-
-class ReadsCaches(PromptLookupDrafter):
+class ReadsCaches(sd.PromptLookupDrafter):
     """Wants keys and values, as a Gemma assistant does."""
 
     features = Features(caches=(0,))
 
 
-def heads() -> None:
-    """Trained heads, whose target is read on rank 0; what no rank can run alone is refused."""
+def refused() -> Cases:
+    """Drafters that no rank can run alone; the next text is right."""
+    found: Cases = {}
     prompt = prompts()[0]
-    for kind, (temp, rule, length) in product(
-        ("mtp", "eagle3"), ((0.0, "auto", "auto"), (1.0, "coupled", 4))
-    ):
-        options = {"sampler": Sampling(temp=temp), "rule": rule, "seed": 5}
-        head = load_head(lab.head_path(kind), sharded())
-        got = tokens(sharded(), prompt, head, draft_length=length, **options)
-        FOUND[f"{kind}, temp={temp}, K={length}"] = got, plain(prompt, **options)
     for name, alone in (("early exit", early_exit(sharded(), 1)), ("assistant", ReadsCaches())):
         try:
             said = str(tokens(sharded(), prompt, alone))
         except DraftError as error:
             said = str(error)
-        FOUND[f"{name} is refused"] = "Use a draft model" in said, True
-    FOUND["afterwards"] = tokens(sharded(), prompt), plain(prompt)
+        found[name] = "Use a draft model" in said, True
+    return found | {"afterwards": (tokens(sharded(), prompt), plain(prompt))}
 
 
-def every_rank() -> None:
-    """Drafts that each rank draws anew: the texts of one machine, and no distribution is sent."""
+def every_rank() -> Cases:
+    """Drafts drawn on rank 0, whose distributions are sent, and those that each rank draws anew, of
+    which none is: the texts of one machine."""
+    found: Cases = {}
     prompt = prompts()[0]
-    head = load_head(lab.head_path("mtp"), sharded())
-    one_head = load_head(lab.head_path("mtp"), pair().target)
-    model = ModelDrafter(pair().draft, on_every_rank=True)
+    head = sd.load_head(lab.head_path("mtp"), sharded())
+    one_head = sd.load_head(lab.head_path("mtp"), pair().target)
+    sent, model = (sd.ModelDrafter(pair().draft, on_every_rank=each) for each in (False, True))
     drafters = {
+        "sent": (sent, sent),
         "model": (model, model),
-        "first of": (FirstOf(PromptLookupDrafter(), model),) * 2,
+        "first of": (sd.FirstOf(sd.PromptLookupDrafter(), model),) * 2,
         "head": (replace(head, on_every_rank=True), one_head),
     }
     send = Ranks.from_first
     for (name, (here, alone)), (rule, length) in product(
         drafters.items(), (("block", 4), ("coupled", "auto"))
     ):
-        options = {"sampler": Sampling(temp=1.0), "rule": rule, "seed": 5, "draft_length": length}
-        with patch.object(Ranks, "from_first", autospec=True, side_effect=send) as sent:
+        options = {"rule": rule, "draft_length": length, **DRAWN}
+        with patch.object(Ranks, "from_first", autospec=True, side_effect=send) as sends:
             got = tokens(sharded(), prompt, here, **options)
-        FOUND[f"{name}, {rule}"] = got, plain(prompt, alone, **options)
-        FOUND[f"{name}, {rule}, sent"] = sent.call_count, 0
-    with patch.object(Ranks, "from_first", autospec=True, side_effect=send) as sent:
-        drafting = ModelDrafter(pair().draft)
-        tokens(sharded(), prompt, drafting, sampler=Sampling(temp=1.0), draft_length=4)
-    FOUND["by default they are sent"] = sent.call_count > 0, True
+        found[f"{name}, {rule}"] = got, plain(prompt, alone, **options)
+        if length == 4 or name != "sent":  # "auto" may draft nothing
+            found[f"{name}, {rule}, sent"] = sends.called, name == "sent"
+    return found
 
 
-def every_rank_fails() -> None:
+def every_rank_fails() -> Cases:
     """A session that raises on rank 1, or is not there: all end, and the next text is right."""
     prompt, calls, propose = prompts()[0], [0], ModelSession.propose
 
@@ -172,62 +162,104 @@ def every_rank_fails() -> None:
             raise ArithmeticError("propose")
         return propose(session, limit)
 
-    drafting = ModelDrafter(pair().draft, on_every_rank=True)
-    options = {"sampler": Sampling(temp=1.0), "seed": 5, "rule": "coupled"}
+    drafting = sd.ModelDrafter(pair().draft, on_every_rank=True)
+    options = {"draft_length": 2, "rule": "coupled", **DRAWN}
     with patch.object(ModelSession, "propose", raising):
-        got, error = ending(speculate(sharded(), prompt, drafting, draft_length=2, **options))
+        got, error = ending(sd.speculate(sharded(), prompt, drafting, **options))
     expected = plain(prompt, max_tokens=len(got), **options)
-    differing = ModelDrafter(pair().draft, on_every_rank=RANK == 0)
-    _, other = ending(speculate(sharded(), prompt, differing, draft_length=2, **options))
-    FOUND["tokens"] = (got, expected) if RANK == 0 else ([], [])
-    FOUND["some were handed out"] = len(got) > 3, True
-    FOUND["error"] = error, "RankError" if RANK == 0 else "ArithmeticError"
-    FOUND["another drafter on each"] = other, "RankError"
-    FOUND["afterwards"] = tokens(sharded(), prompt, drafting), plain(prompt)
+    differing = sd.ModelDrafter(pair().draft, on_every_rank=RANK == 0)
+    _, other = ending(sd.speculate(sharded(), prompt, differing, **options))
+    return {
+        "tokens": (got if RANK == 0 else [], expected if RANK == 0 else []),
+        "some were handed out": (len(got) > 3, True),
+        "error": (error, "RankError" if RANK == 0 else "ArithmeticError"),
+        "another drafter on each": (other, "RankError"),
+        "afterwards": (tokens(sharded(), prompt, drafting), plain(prompt)),
+    }
 
 
-FAMILIES = ("llama", "qwen3_moe", "qwen3_5")
-MORE_FAMILIES = (
-    *("gpt_oss", "qwen2", "qwen3", "deepseek_v2", "deepseek_v3", "glm4_moe"),
-    *("ministral3", "minimax"),
+FAMILIES = (
+    *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "deepseek_v2", "deepseek_v3"),
+    *("gpt_oss", "glm4_moe", "ministral3", "minimax"),
 )
 
 
-def family_cases(
-    names: tuple[str, ...], spread: Callable[[nn.Module], None], probe: bool = False
-) -> None:
-    """Texts of tiny models that are spread over the ranks, against those that are whole."""
-    chooser = random.Random(0)
-    for name in names:
+def alike(name: str, whole: nn.Module, parts: nn.Module, *, probe: bool = False) -> Cases:
+    """Texts of a model that is spread over the ranks, against those of one that is whole."""
+    mx.eval(parts.parameters())
+    found, expected = {}, tokens(whole, REPEATING)
+    for kind, length in (("prompt-lookup", "auto"), ("ngram", 4), ("model", 2), ("model", "auto")):
+        drafting = drafter(kind, whole)
+        got = tokens(parts, REPEATING, drafting, draft_length=length, probe=probe)
+        found[f"{name}, {kind}, K={length}"] = got, expected
+    return found
+
+
+def families() -> Cases:
+    """Tiny models whose layers are split."""
+    found: Cases = {}
+    for name in FAMILIES:
         whole, parts = tiny.build(name), tiny.build(name)
-        spread(parts)
-        mx.eval(parts.parameters())
-        prompt = [chooser.randrange(3, 60) for _ in range(9)] * 2
-        expected = tokens(whole, prompt)
-        for kind, length in (("prompt-lookup", "auto"), ("ngram", 4), ("model", 2)):
-            got = tokens(parts, prompt, drafter(kind, whole), draft_length=length, probe=probe)
-            FOUND[f"{name}, {kind}, K={length}"] = got, expected
+        parts.shard(GROUP)
+        found |= alike(name, whole, parts)
+    return found
 
 
-families = partial(family_cases, FAMILIES, lambda model: model.shard(GROUP))
-more_families = partial(family_cases, MORE_FAMILIES, lambda model: model.shard(GROUP))
-
-# Measured first: passes of one graph must not be run in two orders.
-pipelined = partial(family_cases, ("qwen2",), lambda model: model.model.pipeline(GROUP), probe=True)
-
-
-def many_ranks() -> None:
-    """Pipelined over more than two, one layer each; and then rank 0's caller leaves."""
-    whole, parts = (tiny.build("qwen2", num_hidden_layers=4) for _ in range(2))
+def pipelined(num_layers: int = 2) -> Cases:
+    """Measured first: passes of one graph must not be run in two orders. Then rank 0 leaves."""
+    whole, parts = (tiny.build("qwen2", num_hidden_layers=num_layers) for _ in range(2))
     parts.model.pipeline(GROUP)
-    expected = tokens(whole, REPEATING)
-    for kind, length in (("prompt-lookup", "auto"), ("model", 4), ("model", "auto")):
-        got = tokens(parts, REPEATING, drafter(kind, whole), draft_length=length)
-        FOUND[f"{kind}, K={length}"] = got, expected
-    generation = speculate(parts, REPEATING, ModelDrafter(whole), max_tokens=20)
-    got = [token.token for token in islice(generation, 7 if RANK == 0 else None)]
-    generation.close()
-    FOUND["leaving"] = got, expected[:7]
+    found = alike("qwen2", whole, parts, probe=True)
+    return found | left(whole, parts, REPEATING, sd.ModelDrafter(whole), 7)
+
+
+def many_ranks() -> Cases:
+    """More than two, one layer each."""
+    return pipelined(4)
+
+
+def left(
+    whole: nn.Module,
+    parts: nn.Module,
+    prompt: list[int],
+    drafting: Any,
+    number: int,
+    leavers: tuple[int, ...] = (0,),
+) -> Cases:
+    """After `number` tokens the caller leaves, on some ranks: all end where rank 0 did, if it is
+    among them, and the next turn goes on from there."""
+    cache_, expected = make_prompt_cache(parts), tokens(whole, prompt)
+    options = {"draft_length": 4, "prompt_cache": cache_, "max_tokens": 16}
+    with closing(sd.speculate(parts, prompt, drafting, **options)) as items:
+        got = [item.token for item in islice(items, number if RANK in leavers else None)]
+    case = f"{leavers} after {number}"
+    if 0 not in leavers:
+        return {case: (got, expected[: len(got)])}
+    options = {"prompt_cache": cache_, "max_tokens": 4}
+    rest = tokens(parts, expected[number : number + 1], sd.PromptLookupDrafter(), **options)
+    return {
+        case: (got, expected[:number]),
+        f"{case}, next turn": (rest, expected[number + 1 : number + 5]),
+    }
+
+
+def leaving() -> Cases:
+    """On all ranks or on one: none hangs."""
+    found: Cases = {}
+    drafting = sd.ModelDrafter(pair().draft)
+    for leavers, number in (((0, 1), 7), ((0,), 1), ((0,), 7), ((1,), 1)):
+        found |= left(pair().target, sharded(), prompts()[0], drafting, number, leavers)
+    return found
+
+
+def recurrent() -> Cases:
+    """Rank 0's caller leaves, on caches that can only go back to a checkpoint."""
+    found: Cases = {}
+    whole, parts = tiny.build("qwen3_5"), tiny.build("qwen3_5")
+    parts.shard(GROUP)
+    for number in (1, 3, 4, 6):
+        found |= left(whole, parts, REPEATING, sd.ModelDrafter(whole), number)
+    return found
 
 
 class Raising(ScriptedSession):
@@ -238,23 +270,24 @@ class Raising(ScriptedSession):
         self.where, self.error = where, error
 
     def begin(self, prompt: Any, context: Any) -> Raising:
-        self._raise("begin")
+        self.reach("begin")
         return self
 
     def propose(self, limit: int) -> Draft:
         draft = super().propose(limit)
-        self._raise("propose")
+        self.reach("propose")
         return draft
 
     def observe(self, emitted: Any) -> None:
-        self._raise("observe")
+        self.reach("observe")
 
-    def _raise(self, where: str) -> None:
+    def reach(self, where: str) -> None:
         if where == self.where and (where == "begin" or len(self.limits) >= 3):
             raise self.error(where)
 
 
 def ending(generation: Iterator[Any]) -> tuple[list[int], str]:
+    """The tokens until the end, and the name of the error if it ended by one."""
     got: list[int] = []
     try:
         for token in generation:
@@ -264,90 +297,60 @@ def ending(generation: Iterator[Any]) -> tuple[list[int], str]:
     return got, ""
 
 
-def failures() -> None:
+def failures() -> Cases:
     """A drafter that raises: all ranks hand out the same tokens, and raise; then they go on."""
+    found: Cases = {}
     prompt = prompts()[0]
-    for where, error in product(("begin", "propose", "observe"), (ArithmeticError, RuntimeError)):
+    for where, error in (
+        ("begin", RuntimeError),
+        ("propose", RuntimeError),
+        ("propose", ArithmeticError),
+        ("observe", ArithmeticError),
+    ):
         cache_, case = make_prompt_cache(sharded()), f"{where}, {error.__name__}"
         options = {"max_tokens": 12, "draft_length": 2, "prompt_cache": cache_}
-        got, raised = ending(speculate(sharded(), prompt, Raising(where, error), **options))
-        expected = plain(prompt, max_tokens=max(1, len(got)))[: len(got)]
-        FOUND[f"{case}: tokens"] = got, expected
-        FOUND[f"{case}: error"] = raised, error.__name__ if RANK == 0 else "RankError"
-        held = len(prompt) + len(got) if where != "begin" else 0
-        FOUND[f"{case}: caches"] = cache_[0].offset, held
-        again = tokens(sharded(), prompt, PromptLookupDrafter())
-        FOUND[f"{case}: afterwards"] = again, plain(prompt)
+        got, raised = ending(sd.speculate(sharded(), prompt, Raising(where, error), **options))
+        expected, held = plain(prompt), len(prompt) + len(got) if where != "begin" else 0
+        again = tokens(sharded(), prompt, sd.PromptLookupDrafter())
+        found |= {
+            f"{case}: tokens": (got, expected[: len(got)]),
+            f"{case}: error": (raised, error.__name__ if RANK == 0 else "RankError"),
+            f"{case}: caches": (cache_[0].offset, held),
+            f"{case}: afterwards": (again, expected),
+        }
+    return found
 
 
-def leaving() -> None:
-    """A caller that leaves, on all ranks or on one: none hangs, and caches end where rank 0's."""
-    prompt = prompts()[0]
-    expected = plain(prompt)
-    for (case, leavers), number in product(
-        (("all", (0, 1)), ("rank 0", (0,)), ("rank 1", (1,))), (1, 7)
-    ):
-        cache_, drafting = make_prompt_cache(sharded()), ModelDrafter(pair().draft)
-        options = {"draft_length": 4, "prompt_cache": cache_, "max_tokens": 16}
-        generation = speculate(sharded(), prompt, drafting, **options)
-        taken = islice(generation, number if RANK in leavers else None)
-        got = [token.token for token in taken]
-        generation.close()
-        name = f"{case} after {number}"
-        FOUND[f"{name}: tokens"] = got, expected[: len(got)]
-        if 0 in leavers:
-            FOUND[f"{name}: number"] = len(got), number
-            FOUND[f"{name}: caches"] = cache_[0].offset, len(prompt) + number
-            options = {"prompt_cache": cache_, "max_tokens": 4}
-            last = expected[number : number + 1]
-            rest = tokens(sharded(), last, PromptLookupDrafter(), **options)
-            FOUND[f"{name}: next turn"] = rest, expected[number + 1 : number + 5]
-
-
-def recurrent() -> None:
-    """Rank 0's caller leaves, on caches that can only go back to a checkpoint."""
-    whole, parts = tiny.build("qwen3_5"), tiny.build("qwen3_5")
-    parts.shard(GROUP)
-    expected = tokens(whole, REPEATING)
-    for number in (1, 3, 4, 6):
-        cache_ = make_prompt_cache(parts)
-        options = {"draft_length": 3, "prompt_cache": cache_, "max_tokens": 12}
-        generation = speculate(parts, REPEATING, ModelDrafter(whole), **options)
-        got = [token.token for token in islice(generation, None if RANK else number)]
-        generation.close()
-        rest = tokens(parts, expected[number : number + 1], prompt_cache=cache_, max_tokens=4)
-        FOUND[f"after {number}"] = [got, rest], [expected[:number], expected[number + 1 :][:4]]
-
-
-def arguments() -> None:
+def arguments() -> Cases:
     """Ranks that are called with different ones say so, all of them; seeds are rank 0's."""
-    prompt = prompts()[0]
-    options: dict[str, Any] = {"sampler": Sampling(temp=1.0)}
+    found: Cases = {}
+    prompt, look_up = prompts()[0], sd.PromptLookupDrafter()
     for name, given in {
         "prompt": {"prompt_tokens": [5 + RANK, 6]},
         "max_tokens": {"prompt_tokens": [5, 6], "max_tokens": 5 + RANK},
-        "drafter": {"prompt_tokens": [5, 6], "drafter": PromptLookupDrafter() if RANK else None},
+        "drafter": {"prompt_tokens": [5, 6], "drafter": look_up if RANK else None},
     }.items():
-        FOUND[f"another {name}"] = ending(speculate(sharded(), **given)), ([], "RankError")
-    got = tokens(sharded(), prompt, PromptLookupDrafter(), seed=1 + RANK, **options)
-    FOUND["another seed"] = got, plain(prompt, seed=1, **options)
+        found[f"another {name}"] = ending(sd.speculate(sharded(), **given)), ([], "RankError")
+    got = tokens(sharded(), prompt, look_up, **DRAWN | {"seed": 5 + RANK})
+    found["another seed"] = got, plain(prompt, **DRAWN)
     mx.random.seed(3 + RANK)
-    unseeded = tokens(sharded(), prompt, PromptLookupDrafter(), **options)
+    unseeded = tokens(sharded(), prompt, look_up, **DRAWN | {"seed": None})
     every = mx.distributed.all_gather(mx.array([unseeded])).tolist()
-    FOUND["no seed"] = every[0], every[-1]
+    return found | {"no seed": (every[0], every[-1])}
 
 
-def dies() -> None:
-    for n, _ in enumerate(speculate(sharded(), prompts()[0], PromptLookupDrafter())):
+def dies() -> Cases:
+    """A rank that ends in the middle of a generation."""
+    for n, _ in enumerate(sd.speculate(sharded(), prompts()[0], sd.PromptLookupDrafter())):
         if RANK == 1 and n == 5:
             os._exit(17)
+    return {}
 
 
 if __name__ == "__main__":
     results = {}
     for name in sys.argv[1:]:
         began = time.perf_counter()
-        globals()[name]()
-        results[name], FOUND = FOUND, {}
+        results[name] = globals()[name]()
         print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
     print(json.dumps(results))

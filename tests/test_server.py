@@ -23,6 +23,7 @@ from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.server import GenerationContext, Response
 
 import specdec_mlx as sd
+from on_ranks import free_ports
 from selection import cases, in_one_test
 from serving import (
     MESSAGES,
@@ -37,7 +38,6 @@ from serving import (
     until,
 )
 from specdec_mlx.mlx_lm_plugin.requests import Channel
-from test_ranks import free_ports
 from tiny_model_folder import write_model_folder
 
 ENDLESS = 800_000  # tokens that nobody waits for
