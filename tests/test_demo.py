@@ -21,108 +21,77 @@ from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import TURN_TOKENS, Sample
 from specdec_mlx.cli import blas, demo, demo_report
 from specdec_mlx.cli import commands as cli
-from specdec_mlx.cli.demo import PAIR, Show, after_rehearsal
 from specdec_mlx.cli.demo_report import LEAST_TOKENS, Budget, Pace, Scene, fit
 from specdec_mlx.draft_length.store import Tuning, tuning_for
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from tiny_model_folder import write_model_folder
 
 END = 9
-A_SECOND_A_TOKEN = Pace(1.0, 0.0)
 
 
 class Clock:
-    """Time that passes only where the contenders work."""
-
-    def __init__(self) -> None:
-        self.now = 0.0
+    now = 0.0
 
     def __call__(self) -> float:
         return self.now
 
 
-def contender(
-    clock: Clock,
-    drafter: str,
-    step: float = 0.0,
-    prompt_seconds: float = 0.0,
-    ends_after: int = 999,
-) -> Contender:
-    """One whose prompt and whose tokens take so long; its text is 0, 1, ..., 7, 0, 1, ..., END."""
-
-    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
-        clock.now += prompt_seconds
-        for i in range(max_tokens):
-            clock.now += step
-            yield Emitted(END if i == ends_after else i % 8)
-
-    return Contender(drafter, "auto", start)
-
-
 def scene(
     clock: Clock,
     name: str = "text",
-    pace: Pace = A_SECOND_A_TOKEN,
+    step: float = 1.0,
     slower: float = 1.0,
     num_prompt: int = 10,
-    max_tokens: int = 64,
     ways: int = 3,
     ends_after: int = 999,
 ) -> Scene:
-    """One whose contenders take `slower` times what the plan takes them for."""
-    prompt_seconds = slower * num_prompt * pace.position
+    """Contenders that take `slower` times what the plan takes them for, `step` for a token and an
+    eighth for one of the prompt. Their text is 0, 1, ..., 7, 0, 1, ..., END.
+    """
+
+    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+        clock.now += slower * num_prompt * step / 8
+        for i in range(max_tokens):
+            clock.now += slower * step
+            yield Emitted(END if i == ends_after else i % 8)
+
     names = [PLAIN, *(f"drafter {i}" for i in range(1, ways))]
-    contenders = [
-        contender(clock, drafter, slower * pace.step, prompt_seconds, ends_after)
-        for drafter in names
-    ]
-    task = Task(name, name, [0] * num_prompt)
-    return Scene(task, contenders, pace, max_tokens, (END,))
+    contenders = [Contender(drafter, "auto", start) for drafter in names]
+    return Scene(Task(name, name, [0] * num_prompt), contenders, Pace(step, step / 8), 64, (END,))
 
 
-def show(*scenes: Scene) -> Show:
-    return Show(nn.Module(), None, {}, [0], 5, scenes)
+def play(scenes: Sequence[Scene], budget: Budget, repeats: int = 1) -> list[Sample]:
+    return demo.play(demo.Show(nn.Module(), None, {}, [0], 5, scenes), budget, repeats)
 
 
 @in_one_test(
-    ("seconds", "expected"),
-    [
-        (9 * LEAST_TOKENS, [3, 3, 3]),
-        (9 * LEAST_TOKENS - 1, [2, 2, 2]),
-        (6 * LEAST_TOKENS - 1, [2, 2]),
-        (4 * LEAST_TOKENS - 1, [2]),
-        (0, [2]),
-    ],
+    ("tokens", "expected"), [(9, [3, 3, 3]), (8.9, [2, 2, 2]), (5.9, [2, 2]), (3.9, [2]), (0, [2])]
 )
-def test_what_does_not_fit_is_left_out_from_the_end(seconds: float, expected: list[int]) -> None:
-    """First further contenders, then texts; one text by two contenders always stays."""
-    scenes = [scene(Clock(), name) for name in ("a", "b", "c")]
-    shown = fit(scenes, seconds)
+def test_what_does_not_fit_is_left_out_from_the_end(tokens: float, expected: list[int]) -> None:
+    shown = fit([scene(Clock(), name, num_prompt=0) for name in "abc"], tokens * LEAST_TOKENS)
     assert [len(scene.contenders) for scene in shown] == expected
-    assert [s.task.id for s in shown] == ["a", "b", "c"][: len(expected)]
+    assert [s.task.id for s in shown] == [*"abc"][: len(expected)]
 
 
 @given(
-    step=st.floats(0.01, 2),
-    num_prompts=st.lists(st.integers(1, 200), min_size=1, max_size=4),
-    slower=st.floats(0.1, 1.0),
-    seconds=st.floats(1, 600),
-    repeats=st.integers(1, 4),
+    st.floats(0.01, 2),
+    st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    st.floats(0.1, 1.0),
+    st.floats(1, 600),
+    st.integers(1, 4),
 )
 def test_no_more_time_is_spent_than_was_said(
     step: float, num_prompts: list[int], slower: float, seconds: float, repeats: int
 ) -> None:
     """If nothing is slower than plain decoding; texts have two turns after their first token."""
     clock = Clock()
-    scenes = [
-        scene(clock, str(i), Pace(step, step / 8), slower, n) for i, n in enumerate(num_prompts)
-    ]
+    scenes = [scene(clock, str(i), step, slower, n) for i, n in enumerate(num_prompts)]
     shown = fit(scenes, seconds)
     limit = max(seconds, sum(s.least_seconds for s in shown))
-    samples = demo.play(show(*shown), Budget(limit, clock), repeats)
+    samples = play(shown, Budget(limit, clock), repeats)
     assert clock.now <= limit * (1 + 1e-9)
-    assert {s.id for s in samples if s.repeat == 0} == {s.task.id for s in shown}
     first = [s for s in samples if s.repeat == 0]
+    assert {s.id for s in first} == {s.task.id for s in shown}
     assert min(len(sample.tokens) for sample in first) > 2 * TURN_TOKENS
 
 
@@ -130,28 +99,20 @@ def test_all_texts_stop_at_the_same_token(capsys: pytest.CaptureFixture[str]) ->
     """So that none is judged by fewer of them; unless it had come to its end."""
     clock = Clock()
     scenes = [scene(clock, "a"), scene(clock, "b", ends_after=20), scene(clock, "c")]
-    samples = demo.play(show(*scenes), Budget(450, clock), 1)
+    samples = play(scenes, Budget(450, clock))
     a, b, c = ({len(s.tokens) for s in samples if s.id == name} for name in "abc")
     assert (a, b) == (c, {21})
     (length,) = a
     assert 21 < length < 64
     said = capsys.readouterr().err
     assert f"a {length}, b 21, c {length} tokens; cut, since the time was over" in said
-
-
-def test_time_that_is_over_before_anything_is_an_error_with_the_next_step() -> None:
-    """A live text on a very slow machine may take all of it."""
-    clock = Clock()
-    budget = Budget(5, clock)
-    clock.now = 6
     with pytest.raises(ValueError, match=r"over before the first text. .* --seconds"):
-        demo.play(show(scene(clock)), budget, 1)
+        play(scenes, Budget(-1, clock))  # a live text on a very slow machine may take all of it
 
 
 def test_every_drafter_has_written_something_else_before_it_is_timed(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """On its own model and tokenizer, the first one live; what it learns stays with the model."""
     written: list[tuple[Any, ...]] = []
 
     def stream(*arguments: Any, drafter: Any, draft_length: Any) -> Iterator[str]:
@@ -160,8 +121,8 @@ def test_every_drafter_has_written_something_else_before_it_is_timed(
 
     monkeypatch.setattr(demo, "stream_generate", stream)
     monkeypatch.setattr(demo, "show_live", lambda name, it: written.append((name, list(it))))
-    main = Show(nn.Module(), "tokens", {"lookup": "A", "ngram": "B"}, [1], 40, [])  # type: ignore[dict-item]
-    pair = Show(nn.Module(), "letters", {"model": "C"}, [2], 192, [])  # type: ignore[dict-item]
+    main = demo.Show(nn.Module(), "tokens", {"lookup": "A", "ngram": "B"}, [1], 40, [])  # type: ignore[dict-item]
+    pair = demo.Show(nn.Module(), "letters", {"model": "C"}, [2], 192, [])  # type: ignore[dict-item]
     demo.rehearse([main, pair], "auto", Budget(1, Clock()))
     assert written == [
         ("tokens", [1], 40, "A", "auto"),
@@ -184,58 +145,33 @@ def test_each_text_begins_with_what_the_rehearsal_taught_and_no_more(
     monkeypatch.setattr(demo, "ours", spied)
     taught = tuning_for(model)
     taught.of("the rehearsal's")
-    way = after_rehearsal(model, None, PromptLookupDrafter(), "prompt-lookup", "auto")
+    way = demo.after_rehearsal(model, None, PromptLookupDrafter(), "prompt-lookup", "auto")
     for _ in range(2):
         assert len(list(way.start([1, 2, 3, 1, 2, 3], 12, 0))) == 12
-    for tuning in taken:
-        assert set(tuning.drafters) > {"the rehearsal's"}
+    assert all(set(tuning.drafters) > {"the rehearsal's"} for tuning in taken)
     assert taken[0] is not taken[1]
     assert set(taught.drafters) == {"the rehearsal's"}
 
 
 def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range(11)) -> Sample:
     """One whose first token came with the prompt, and each other one after `pace` seconds."""
-    return Sample(
-        *("text", "text", drafter, "auto", repeat, list(tokens)),
-        first_round=1,
-        first_seconds=3.0,
-        decode_seconds=pace * (len(tokens) - 1),
-        passes=5,
-        drafted=8,
-        accepted=6,
-        drafting_rounds=4,
-        host_seconds=None,
-        peak_bytes=0,
-    )
+    text = ("text", "text", drafter, "auto", repeat, list(tokens))
+    times = {"first_round": 1, "first_seconds": 3.0, "decode_seconds": pace * (len(tokens) - 1)}
+    drafts = {"passes": 5, "drafted": 8, "accepted": 6, "drafting_rounds": 4}
+    return Sample(*text, **times, **drafts, host_seconds=None, peak_bytes=0)
 
 
-def rows_of(samples: Sequence[Sample]) -> list[demo_report.Row]:
-    return demo_report.compare(nn.Module(), scene(Clock(), ways=2), samples)
+def row_of(samples: Sequence[Sample]) -> demo_report.Row:
+    (row,) = demo_report.compare(nn.Module(), scene(Clock(), ways=2), samples)
+    return row
 
 
 def test_the_speed_is_the_median_of_the_repeats_own_ratios() -> None:
-    """A repeat in which the machine was slow for both says the same as one in which it was not."""
-    paces = [(1.0, 0.5), (9.0, 3.0), (1.0, 1.0)]
-    samples = [
-        sample(drafter, i, pace)
-        for i, pair in enumerate(paces)
-        for drafter, pace in zip((PLAIN, "drafter 1"), pair, strict=True)
-    ]
-    (row,) = rows_of(samples)
+    paces = {PLAIN: (1.0, 9.0, 1.0), "drafter 1": (0.5, 3.0, 1.0)}
+    row = row_of([sample(name, i, pace) for name in paces for i, pace in enumerate(paces[name])])
     assert row.speed == 2.0
     line = demo_report.format_table([row]).splitlines()[-1]
-    assert line.split()[3:] == [
-        "auto",
-        "11",
-        "2.00",
-        "times",
-        "plain",
-        "2.20",
-        "6",
-        "of",
-        "8",
-        row.verdict,
-    ]
+    assert line.split()[3:] == ["auto", *f"11 2.00 times plain 2.20 6 of 8 {row.verdict}".split()]
 
 
 @in_one_test("tokens", [[*range(10), 5], range(10)])
@@ -248,28 +184,17 @@ def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
     verdict: str,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A tie of the target's own logits may fall either way on a GPU."""
     monkeypatch.setattr("specdec_mlx.bench.identity.top_two_gap", lambda *args: gap)
     samples = [sample(name, i, 1.0) for name in (PLAIN, "drafter 1") for i in (0, 1)]
     samples[2 + repeat] = sample("drafter 1", repeat, 1.0, tokens)
-    (row,) = rows_of(samples)
+    row = row_of(samples)
     assert row.verdict == verdict
     assert demo_report.format_table([row]).endswith(f"  {verdict}")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
-
-
-WITHOUT_HASTE = ("--seconds", "900", "--repeats", "1")
-"""So that nothing is cut, however busy the machine is that runs the tests."""
 
 
 def test_without_a_good_blas_it_says_what_that_means_and_how_to_get_one(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The command that installs it, and that nothing else has to be done."""
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
     monkeypatch.setattr(demo, "blas_name", lambda: blas.REFERENCE_BLAS)
@@ -278,6 +203,16 @@ def test_without_a_good_blas_it_says_what_that_means_and_how_to_get_one(
     assert "a pass over m positions costs m times one" in said
     assert 'pip install "specdec-mlx[cpu]"' in said
     assert "then preloads it by itself" in said
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+def run(*arguments: str) -> int:
+    """The command, with so much time that nothing is cut, however busy the machine is."""
+    return cli.main(["demo", "--seconds", "900", "--repeats", "1", *arguments])
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
@@ -289,7 +224,7 @@ def test_only_a_terminal_gets_control_characters(
 ) -> None:
     """Accepted tokens are underlined there; anywhere else every character is one to read."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
-    assert cli.main(["demo", "--model", str(folder), "--draft-length", "4", *WITHOUT_HASTE]) == 0
+    assert run("--model", str(folder), "--draft-length", "4") == 0
     out, err = capsys.readouterr()
     assert ("\033[4m" in out) == is_terminal
     assert ("accepted drafts underlined" in out) == is_terminal
@@ -300,7 +235,6 @@ def test_only_a_terminal_gets_control_characters(
 def test_a_demo_whose_texts_differ_says_so_and_fails(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The table is a check, not a decoration."""
     ours = demo.ours
 
     def spoiled(*args: Any, **kwargs: Any) -> Contender:
@@ -313,7 +247,7 @@ def test_a_demo_whose_texts_differ_says_so_and_fails(
         return replace(honest, start=start)
 
     monkeypatch.setattr(demo, "ours", spoiled)
-    assert cli.main(["demo", "--model", str(folder), "--max-tokens", "8", *WITHOUT_HASTE]) == 1
+    assert run("--model", str(folder), "--max-tokens", "8") == 1
     out = capsys.readouterr().out
     assert out.count(" DIFFERENT\n") == 7
     assert "0 of 7 texts are plain mlx-lm's" in out
@@ -323,11 +257,8 @@ def test_a_demo_whose_texts_differ_says_so_and_fails(
 def test_the_demo_model_comes_with_the_pair_that_ships(
     folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With a model of one's own it is not shown."""
     monkeypatch.setattr("specdec_mlx.lab.demo_model.demo_model_path", lambda: folder)
-    assert cli.main(["demo", "--max-tokens", "8", *WITHOUT_HASTE]) == 0
-    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(PAIR)]
-    assert [row[len(PAIR) :].split()[:2] for row in rows] == [
-        ["model", "auto"],
-        ["model", "4"],
-    ]
+    assert run("--max-tokens", "8") == 0
+    found = [line.split() for line in capsys.readouterr().out.splitlines()]
+    pair = demo.PAIR.split()
+    assert [row[2:4] for row in found if row[:2] == pair] == [["model", "auto"], ["model", "4"]]
