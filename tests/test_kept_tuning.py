@@ -56,81 +56,67 @@ def test_a_file_that_cannot_be_read_or_written_costs_a_line(
         learn(model)
     assert "learn anew" in capsys.readouterr().err
     assert Tuning.load(tuning_path("name")).drafters
-    (tmp_path / "no folder").write_text("a file where the folder should be")
-    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "no folder"))
+    monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tuning_path("name")))  # a file for a folder
     with kept_tuning(tiny.build("qwen2"), "name"):
         pass
     assert "cannot keep" in capsys.readouterr().err
 
 
-def test_a_folder_is_known_by_its_place_and_not_by_how_it_is_written(
+def test_folders_are_known_by_their_place_and_each_adapter_makes_another_model(
     cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "model").mkdir()
     monkeypatch.chdir(tmp_path)
-    assert tuning_path("model") == tuning_path(str(tmp_path / "model")) != tuning_path("org/model")
+    for name in ("model", "one", "other"):
+        (tmp_path / name).mkdir()
+    given = [("model",), ("org/model",), ("model", "one"), ("model", "other")]
+    files = [tuning_path(*names) for names in given]
+    assert len(set(files)) == 4
+    assert tuning_path(str(tmp_path / "model"), str(tmp_path / "one")) == files[2]
+    with kept_tuning(tiny.build("qwen2"), *given[2]):
+        pass
+    assert [file.exists() for file in files] == [False, False, True, False]
 
 
-def test_a_model_with_an_adapter_is_another_one(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Each adapter has a file, known by its place, beside that of the bare model."""
-    for folder in ("one", "other"):
-        (tmp_path / folder).mkdir()
-    monkeypatch.chdir(tmp_path)
-    files = [tuning_path("name"), *(tuning_path("name", folder) for folder in ("one", "other"))]
-    assert len(set(files)) == 3
-    assert tuning_path("name", str(tmp_path / "one")) == files[1]
-    with kept_tuning(model := tiny.build("qwen2"), "name", "one"):
-        learn(model)
-    assert [file.exists() for file in files] == [False, True, False]
-
-
-def write_adapter(folder: Path, model: Any) -> Path:
+def write_adapter(folder: Path, model: Any) -> str:
     """An adapter that mlx-lm loads, of a model, which gets its layers."""
     lora = {"rank": 2, "scale": 1.0, "dropout": 0.0}
     model.freeze()
     linear_to_lora_layers(model, 1, lora)
-    weights = dict(tree_flatten(model.trainable_parameters()))
     folder.mkdir()
+    weights = dict(tree_flatten(model.trainable_parameters()))
     mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
     config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": lora}
     (folder / "adapter_config.json").write_text(json.dumps(config))
-    return folder
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
+    """A model's folder, and that of an adapter."""
+    folder = tmp_path_factory.mktemp("loaded")
+    model = str(write_model_folder(folder / "model"))
+    return model, write_adapter(folder / "adapter", load(model)[0])
 
 
 @both_ways
-def test_a_command_keeps_it_for_the_adapter_that_it_loads(tmp_path: Path) -> None:
-    """And leaves the bare model's file alone."""
-    write_model_folder(tmp_path / "model")
-    adapter = write_adapter(tmp_path / "adapter", load(str(tmp_path / "model"))[0])
-    arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "the cat the cat"]
-    arguments += ["--max-tokens", "4"]
-    for flags, num_files in (["--adapter-path", str(adapter)], 1), ([], 2):
-        done = run(*arguments, *flags, SPECDEC_MLX_CACHE=str(tmp_path / "cache"))
+def test_a_command_keeps_it_for_what_it_loads_unless_told_not_to(
+    cache: Path, loaded: tuple[str, str]
+) -> None:
+    model, adapter = loaded
+    command = ["generate", "--model", model, "--prompt", "the cat the cat", "--max-tokens", "30"]
+    for flags, num_files in (["--no-tuning"], 0), (["--adapter-path", adapter], 1), ([], 2):
+        done = run(*command, *flags)
         assert done.returncode == 0, done.stderr
-        assert len(list((tmp_path / "cache").glob("tuning/*.json"))) == num_files
-
-
-def test_a_server_keeps_it_for_the_adapter_that_it_loads(cache: Path, tmp_path: Path) -> None:
-    """As the other commands do."""
-    folder = write_model_folder(tmp_path / "model")
-    adapter = write_adapter(tmp_path / "adapter", load(str(folder))[0])
-    with serving("--model", str(folder), "--adapter-path", str(adapter)) as client:
-        client.completions.create(model="default_model", prompt="the cat", max_tokens=2)
-    assert list((cache / "tuning").iterdir()) == [tuning_path(str(folder), str(adapter))]
-
-
-@both_ways
-@pytest.mark.parametrize("flags", [[], ["--no-tuning"]])
-def test_generate_keeps_it_unless_told_not_to(flags: list[str], tmp_path: Path) -> None:
-    write_model_folder(tmp_path / "model")
-    arguments = ["generate", "--model", str(tmp_path / "model"), "--prompt", "the cat the cat"]
-    arguments += ["--max-tokens", "30", *flags]
-    done = run(*arguments, SPECDEC_MLX_CACHE=str(tmp_path / "cache"))
-    assert done.returncode == 0, done.stderr
-    files = list((tmp_path / "cache").glob("tuning/*.json"))
-    assert len(files) == (0 if flags else 1)
+        files = list(cache.glob("tuning/*.json"))
+        assert len(files) == num_files
     for file in files:
-        kept = Tuning.load(file)
-        assert set(kept.drafters) == {key_of(default_drafter())}
+        assert set(Tuning.load(file).drafters) == {key_of(default_drafter())}
+
+
+def test_a_server_keeps_it_for_the_adapter_that_it_loads(
+    cache: Path, loaded: tuple[str, str]
+) -> None:
+    model, adapter = loaded
+    with serving("--model", model, "--adapter-path", adapter) as client:
+        client.completions.create(model="default_model", prompt="the cat", max_tokens=2)
+    assert list((cache / "tuning").iterdir()) == [tuning_path(model, adapter)]
