@@ -342,6 +342,8 @@ class TappedTarget(ScriptedTarget):
         states = mx.array(fed)[:, None]
         return FeatureRows(
             layers={layer: states + 1000 * layer for layer in self.wanted.layers},
-            head_input=-states if self.wanted.head_input else None,
-            top_tokens=mx.repeat(states, self.wanted.top, axis=1) if self.wanted.top else None,
+            head_input=-states if self.wanted.head_input else None,  # type: ignore[arg-type]
+            top_tokens=mx.repeat(states, self.wanted.top, axis=1)  # type: ignore[arg-type]
+            if self.wanted.top
+            else None,
         )

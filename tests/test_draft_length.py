@@ -32,7 +32,8 @@ KINDS: dict[str, dict[str, Any]] = {
     "model": {"cheap": False, "evidence": None},
 }
 every_kind = in_one_test("kind", KINDS)
-Rule, Cost = Callable[[int], bool], Callable[[int], float]
+Rule = Callable[[int], bool]
+Cost = Callable[[int], float]
 
 
 def alone(is_right: Rule, cost: Cost, kind: str = "look-up", token_cost: float = 0.0) -> World:
@@ -52,7 +53,8 @@ def at_rate(rate: float, costs: Curve, chances: Sequence[float], cheap: bool = T
     policy = Auto(Tuning(costs))
     policy.prices.rate, policy.prices.most = rate, LENGTHS[-1]
     learned = policy.tuning.of("it", look_up=cheap)
-    learned.chances.of_draft = learned.unseen.of_draft = of_draft
+    for chances_of in (learned.chances, learned.unseen):
+        chances_of.of_draft = of_draft  # type: ignore[method-assign, assignment]
     return policy
 
 
