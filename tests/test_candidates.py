@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from importlib.metadata import EntryPoint
@@ -10,7 +9,9 @@ from pathlib import Path
 
 import pytest
 from huggingface_hub import scan_cache_dir, try_to_load_from_cache
+from tokenizers import normalizers
 
+import tiny_text
 from specdec_mlx.cli.commands import main
 from specdec_mlx.drafters import candidates, registry
 from specdec_mlx.drafters.candidates import Candidate, find_candidates, locate, report, weight_bytes
@@ -40,7 +41,7 @@ REASONS = {
 
 
 @pytest.fixture
-def shelf(tmp_path: Path, target: Path) -> Path:
+def shelf(tmp_path: Path, target: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with models that can serve, cannot serve, and cannot be read."""
     write_model_folder(tmp_path / "small", **HALF)
     write_model_folder(tmp_path / "middle", num_hidden_layers=2)
@@ -56,9 +57,12 @@ def shelf(tmp_path: Path, target: Path) -> Path:
     (tmp_path / "stranger" / "config.json").write_text('{"model_type": "nobody_knows"}')
     (tmp_path / "wordless" / "tokenizer.json").unlink()
     (tmp_path / "odd" / "config.json").write_text("[]")
-    tokenizer = tmp_path / "changing" / "tokenizer.json"
-    lowercase = json.loads(tokenizer.read_text()) | {"normalizer": {"type": "Lowercase"}}
-    tokenizer.write_text(json.dumps(lowercase))
+    load, changing = candidates.load_tokenizer, tiny_text.bpe()
+    changing.normalizer = normalizers.Lowercase()
+    changed = tiny_text.tokenizer(changing)
+    monkeypatch.setattr(
+        candidates, "load_tokenizer", lambda f: changed if f.name == "changing" else load(f)
+    )
     (tmp_path / "notes").mkdir()
     (tmp_path / "notes.txt").write_text("no model")
     return tmp_path
@@ -148,9 +152,7 @@ def test_what_to_expect_follows_from_the_cost() -> None:
     assert Candidate("a", Path(), 1, cost=0.9).expectation().count("does not pay") == 2
 
 
-def test_wrong_arguments_are_refused_in_words(
-    target: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_arguments_are_refused(target: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for arguments, words in (
         (["--in", "."], "--in needs --model"),
         (["--model", "./nowhere"], "hf download"),
@@ -160,7 +162,7 @@ def test_wrong_arguments_are_refused_in_words(
         assert words in capsys.readouterr().err
 
 
-def test_a_drafter_that_cannot_be_loaded_is_said_to(
+def test_a_drafter_that_cannot_be_loaded_is_named(
     target: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Somebody's broken package breaks its own line."""

@@ -17,13 +17,7 @@ from mlx_lm.models.cache import LRUPromptCache
 import specdec_mlx as sd
 import tiny
 from counting import Counting
-from exact import (
-    TARGET,
-    Drawn,
-    Rounds,
-    by_state,
-    rolled,
-)
+from exact import TARGET, Drawn, Rounds, by_state, rolled
 from lossless import PROMPT, plain_text
 from scripted import ScriptedDrafter, ScriptedSession
 from selection import cases, in_one_test
@@ -37,7 +31,6 @@ from specdec_mlx.contracts import (
     GoesOn,
     RoundRecord,
     Step,
-    Stepwise,
     all_drafters,
     key_of,
 )
@@ -55,9 +48,6 @@ from specdec_mlx.token_ids import to_list
 from test_stepwise import WAYS
 
 EXACT = 1e-6  # declared distributions come out of the session in float32
-
-
-# The joint distribution, exactly ------------------------------------------------------------------
 
 
 class Found:
@@ -140,9 +130,6 @@ def test_wrong_cascades_are_caught(name: str, alter: Any) -> None:
     assert Rounds(TARGET, drafting, WAYS[name]).total_variation(1, 4) > 0.01
 
 
-# Whole generations --------------------------------------------------------------------------------
-
-
 @cache
 def target(name: str, seed: int = 0) -> nn.Module:
     return tiny.build(name, seed=seed)
@@ -178,9 +165,6 @@ def test_a_trained_head_may_write_the_first_tokens(kind: str, length: int | str)
     )
     assert [token.token for token in tokens] == [token.token for token in expected]
     assert length == "auto" or tokens[-1].stats.drafted > 2 * tokens[-1].stats.target_passes
-
-
-# What is drafted ----------------------------------------------------------------------------------
 
 
 @in_one_test("temp", [0.0, 0.8])
@@ -232,9 +216,6 @@ def test_the_model_runs_for_the_first_tokens_alone() -> None:
     assert model.num_passes <= 2 * stats.target_passes + 1  # one says how wide its logits are
 
 
-# What it is worth ---------------------------------------------------------------------------------
-
-
 def begun(step: float, slope: float) -> Model:
     """A part that knows what steps and passes cost; a step takes `step` plain rounds."""
     auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * slope)))))
@@ -282,9 +263,6 @@ def test_a_replay_charges_no_steps_for_later_tokens() -> None:
     assert modelled.seconds == pytest.approx(cost(4) + 2 * 0.01)
 
 
-# How it is made -----------------------------------------------------------------------------------
-
-
 def test_it_has_a_name_where_there_is_a_draft_model() -> None:
     """On the command line as `--draft-model MODEL --drafter cascade:num_first=3`, which is all
     that drafts then.
@@ -312,7 +290,6 @@ def test_a_server_keeps_the_draft_models_caches_for_the_next_turn() -> None:
     for drafting, prompt in ((kept, PROMPT), (kept, said), (drafter, said)):
         model.num_passes = 0
         begun: Any = drafting.begin(prompt, context)
-        assert isinstance(begun, Stepwise)
         draft = begun.propose_while(6, lambda evidence: Step.GO_ON)
         proposed.append(to_list(draft.tokens))
         passes.append(model.num_passes)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import cache
 from itertools import islice
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +30,6 @@ from scripted_target import (
     rounds_of,
 )
 from selection import in_one_test
-from specdec_mlx import token_ids
 from specdec_mlx.contracts import (
     ROOT,
     Agreement,
@@ -45,7 +45,6 @@ from specdec_mlx.loop import Generation, Token
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target import verifier
 
 PROMPT = [900, 901, 902, 903, 904, 905, 906]
 TEXT = list(range(9, 60))
@@ -80,27 +79,15 @@ def generation(
     """The loop over a target of one's own, and the caller's list of caches."""
     sequence = SequenceState(list(PROMPT), len(PROMPT), max_tokens)
     caches: list[Any] = []
-    drafting = Drafting(
-        drafter, Fixed(most), target, sequence, keeps_cache=True, stream=generation_stream
-    )
-    loop = Generation(
-        target,
-        sequence,
-        drafting,
-        SpeculationStats(),
-        generation_stream,
-        prefill_step_size=3,
-        callers_cache=caches,
-    )
-    return loop, caches
+    stream: Any = generation_stream
+    drafting = Drafting(drafter, Fixed(most), target, sequence, keeps_cache=True, stream=stream)
+    parts = (target, sequence, drafting, SpeculationStats(), stream)
+    return Generation(*parts, prefill_step_size=3, callers_cache=caches), caches
 
 
 def run(target: Target, drafter: Any, **options: Any) -> list[Token]:
     loop, _ = generation(target, drafter, **options)
     return list(loop.run(DraftContext(vocab_size=1000)))
-
-
-# Trees --------------------------------------------------------------------------------------------
 
 
 def test_a_tree_reaches_the_target_as_it_was_proposed() -> None:
@@ -129,9 +116,18 @@ def test_a_tree_is_cut_from_its_end() -> None:
     target = ScriptedTarget(TEXT)
     items = run(target, Given([TREE]), most=4)
     assert target.drafts == [TREE.head(4)]
-    assert target.drafts[0].parents == [ROOT, ROOT, 1, 0]
     assert [item.origin for item in items[:4]] == ["plain", "draft", "draft", "correction"]
     assert [item.token for item in items] == TEXT[:12]
+
+
+@given(draft=strategies.tree_drafts())
+def test_the_head_of_a_tree_is_a_tree(draft: Draft) -> None:
+    """Tokens, parents, evidence and distributions stay together; no parent is cut off."""
+    for n in range(len(draft) + 2):
+        head = draft.head(n)
+        for name in ("tokens", "logprobs", "evidence", "parents"):
+            part, whole = (getattr(one, name) for one in (head, draft))
+            assert np.array_equal(part, whole[:n])
 
 
 def test_a_cache_that_cannot_gather_is_named() -> None:
@@ -142,26 +138,6 @@ def test_a_cache_that_cannot_gather_is_named() -> None:
     with pytest.raises(sd.errors.CacheRollbackError, match=r"ChainCache\) cannot keep rows \[1\]"):
         run(target, Given([Draft([WRONG, 10], parents=[ROOT, ROOT])]))
     assert target.cache.tokens == [*PROMPT, 9]
-
-
-@given(draft=strategies.tree_drafts())
-def test_the_head_of_a_tree_is_a_tree(draft: Draft) -> None:
-    """Tokens, parents, evidence and distributions stay together; no parent is cut off."""
-    assert draft.logprobs is not None
-    assert draft.evidence is not None
-    assert draft.parents is not None
-    for n in range(len(draft) + 2):
-        head = draft.head(n)
-        size = min(n, len(draft))
-        assert len(head) == size
-        assert list(head.tokens) == list(draft.tokens[:size])
-        assert list(head.evidence) == list(draft.evidence[:size])
-        assert head.logprobs.tolist() == draft.logprobs[:size].tolist()
-        assert list(head.parents) == list(draft.parents[:size])
-        assert all(ROOT <= parent < i for i, parent in enumerate(head.parents))
-
-
-# States that are read -----------------------------------------------------------------------------
 
 
 class Reader:
@@ -235,12 +211,6 @@ def test_whatever_is_drafted_the_text_the_cache_and_what_is_seen_are_the_targets
             assert taken[-1].stats.accepted == sum(item.from_draft for item in taken)
 
 
-def test_a_recurrent_cache_is_fed_again_what_was_rejected() -> None:
-    for held in (TokenCache(), RecurrentTokenCache()):
-        items = run(TappedTarget(TEXT, held), Reader([[(ROOT, True), (0, False)]] * 4))
-        assert (items[-1].stats.replayed > 0) == isinstance(held, RecurrentTokenCache)
-
-
 def test_a_reader_sees_the_prompt_chunk_by_chunk() -> None:
     """As it is fed, three at a time; its last token comes with the first round."""
     reader = Reader()
@@ -249,27 +219,21 @@ def test_a_reader_sees_the_prompt_chunk_by_chunk() -> None:
     assert reader.seen[:6] == PROMPT[:6]
 
 
-def test_a_target_that_cannot_be_read_is_refused() -> None:
-    """DraftError before the prompt is read, which says what to do."""
+class Blind(Given):
+    """Says what it wants, and has no way to take it."""
+
+    features = Features(layers=(0,))
+
+
+def test_a_reader_that_cannot_read_is_refused() -> None:
+    """Before the prompt is read, in words that say what to do."""
     target = ScriptedTarget(TEXT)
-    with pytest.raises(
-        sd.errors.DraftError, match=r"Reader reads the target's states.*prompt-lookup"
-    ):
+    with pytest.raises(sd.errors.DraftError, match=r"Reader reads the target's.*prompt-lookup"):
         run(target, Reader())
     assert target.cache.tokens == []
-
-
-def test_a_reader_without_see_is_refused() -> None:
-    """It says what it wants, and has no way to take it."""
-
-    class Blind(Given):
-        features = Features(layers=(0,))
-
     with pytest.raises(sd.errors.DraftError, match=r"Blind wants features.*no see\(features\)"):
         run(TappedTarget(TEXT), Blind([]))
 
-
-# What is refused ----------------------------------------------------------------------------------
 
 VOCAB = 128
 MODEL_PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -312,10 +276,10 @@ def assert_refused(draft: Draft, words: str, **options: Any) -> None:
     assert [item.token for item in again] == plain(4, (*MODEL_PROMPT, *got, 9))
 
 
-@in_one_test(
-    "parents",
-    [[ROOT], [ROOT, 0, 1, 2], [ROOT, 1, 0], [ROOT, 2, ROOT], [0, ROOT, ROOT], [-2, 0, 0], []],
-)
+NO_TREES = [[ROOT], [ROOT, 0, 1, 2], [ROOT, 1, 0], [ROOT, 2, ROOT], [0, ROOT, ROOT], [-2, 0, 0], []]
+
+
+@in_one_test("parents", NO_TREES)
 def test_parents_that_are_no_tree_are_refused(parents: list[int]) -> None:
     """Too few, too many, a token before its parent or its own, below the root."""
     assert_refused(Draft([1, 2, 3], parents=parents), "parents are .*; expected 3 indices")
@@ -393,74 +357,31 @@ def test_what_is_no_draft_is_refused(answer: Any) -> None:
     assert_refused(answer, "proposed a (NoneType|list|array); expected a specdec_mlx.Draft")
 
 
-class AnswersWith:
-    """A rule that gives one verdict, whatever was drafted."""
-
-    name = "fixed"
-
-    def __init__(self, verdict: Any) -> None:
-        self.verdict = verdict
-
-    def decide(self, target: Any, draft: Draft, randomness: Any) -> Any:
-        return self.verdict
-
-
-def verdict(n: int, token: int, nodes: list[int] | None = None) -> Verdict:
+def kept(n: int, token: int, nodes: list[int] | None = None) -> Verdict:
     return Verdict(mx.array(n), mx.array(token), None if nodes is None else mx.array(nodes))
 
 
-@in_one_test("options", [{}, {"sampler": sd.Sampling(temp=1.0)}])
-@in_one_test(
-    ("answer", "words"),
-    [
-        (verdict(3, 5), "kept 3 tokens of a draft of 2"),
-        (verdict(-1, 5), "kept -1 tokens of a draft of 2"),
-        (verdict(1, 5, [2, 0]), "kept 1 tokens, \\[2\\], of a draft of 2"),
-        (verdict(1, VOCAB), "next token is 128; the target has 0 to 127"),
-        (verdict(1, -1), "next token is -1"),
-        (verdict(0, 2**30), "next token is 1073741824"),
-        (Agreement(mx.array([VOCAB, 1, 1])), "next token is 128"),
-        (Agreement(mx.array([1, 1])), "answered with 2 tokens for a draft of 2"),
-    ],
-)
-def test_a_verdict_that_cannot_be_is_refused(
-    answer: Any, words: str, options: dict[str, Any]
-) -> None:
+VERDICTS = [
+    (kept(3, 5), "kept 3 tokens of a draft of 2"),
+    (kept(-1, 5), "kept -1 tokens of a draft of 2"),
+    (kept(1, 5, [2, 0]), "kept 1 tokens, \\[2\\], of a draft of 2"),
+    (kept(1, VOCAB), "next token is 128; the target has 0 to 127"),
+    (kept(1, -1), "next token is -1"),
+    (kept(0, 2**30), "next token is 1073741824"),
+    (Agreement(mx.array([VOCAB, 1, 1])), "next token is 128"),
+    (Agreement(mx.array([1, 1])), "answered with 2 tokens for a draft of 2"),
+]
+
+
+@in_one_test("temp", [0.0, 1.0])
+@in_one_test(("answer", "words"), VERDICTS)
+def test_a_verdict_that_cannot_be_is_refused(answer: Any, words: str, temp: float) -> None:
     """By name, before a wrong token is fed or emitted; the caches can be continued from."""
     caches, got = make_prompt_cache(model()), []
     drafter = scripted.ScriptedDrafter(lambda n, k: [1, 2][:k])
-    options = options | {"rule": AnswersWith(answer), "prompt_cache": caches}
+    rule: Any = SimpleNamespace(name="fixed", decide=lambda *given: answer)
+    options: Any = {"sampler": sd.Sampling(temp=temp), "rule": rule, "prompt_cache": caches}
     with pytest.raises(sd.errors.VerdictError, match=words):
         for item in sd.speculate(model(), MODEL_PROMPT, drafter, **options):
             got.append(item.token)
     assert {c.offset for c in caches} == {len(MODEL_PROMPT) + len(got)}
-
-
-class ArrayOracle(scripted.OracleDrafter):
-    """Knows the text, and proposes it as arrays that are not computed yet."""
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        session = super().begin(prompt, context)
-        propose = session.propose
-        session.propose = lambda limit: Draft(mx.array(propose(limit).tokens) + 0)  # type: ignore[method-assign]
-        return session
-
-
-@pytest.mark.parametrize("kind", [ArrayOracle, scripted.OracleDrafter], ids=["arrays", "lists"])
-def test_looking_at_a_draft_costs_no_further_wait(
-    kind: type[scripted.OracleDrafter], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A round waits once, whether its draft is a list or an array; so does the prefill."""
-    drafter = kind(plain(), VOCAB, wrong=0.3)
-    options: dict[str, Any] = {"max_tokens": 16, "draft_length": 3}
-    list(sd.speculate(model(), MODEL_PROMPT, drafter, **options))  # measures the model
-    reads, lists, evals = [], [], []
-    read_all, to_list, wait = verifier.read_all, verifier.to_list, token_ids.mx.eval
-    monkeypatch.setattr(verifier, "read_all", lambda *a: reads.append(1) or read_all(*a))
-    monkeypatch.setattr(verifier, "to_list", lambda a: lists.append(1) or to_list(a))
-    monkeypatch.setattr(token_ids.mx, "eval", lambda *a: evals.append(1) or wait(*a))
-    items = list(sd.speculate(model(), MODEL_PROMPT, drafter, **options))
-    passes = items[-1].stats.target_passes
-    assert [item.token for item in items] == plain()
-    assert items[-1].stats.accepted > 0
-    assert (len(reads), len(lists), len(evals)) == (passes, 0, passes + 1)

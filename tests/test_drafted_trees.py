@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -14,15 +14,13 @@ import pytest
 
 import test_distribution as distribution
 import tiny
-from benchmarks.head_trees import compare_trees, format_tree_rows
 from exact import Source
 from exact_trees import TREE_RULES, ByTreeRule
 from heads import HEADS, mtp, random_head
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
-from scripted import ScriptedSession
-from selection import FULL, cases
+from selection import FULL, cases, in_one_test
 from specdec_mlx import ModelDrafter, Sampling, speculate
-from specdec_mlx.contracts import ROOT, Draft, DraftContext, Drafter, Evidence
+from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence
 from specdec_mlx.contracts.trees import chain, children_of, depths_of, path_to
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import (
@@ -34,9 +32,7 @@ from specdec_mlx.draft_length.chances import (
     Chances,
     class_of,
 )
-from specdec_mlx.draft_length.costs import Curve
 from specdec_mlx.draft_length.parts import Model
-from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.growing import TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.writing import Marginals
@@ -59,27 +55,9 @@ def drafter(kind: str, name: str, **options: Any) -> Any:
 
 
 KINDS = ("eagle3", "eagle3 variants", "eagle1", "medusa", "dflash", "model")
-TARGETS = (
-    "llama",
-    "qwen2",
-    "qwen3",
-    "phi3",
-    "gemma3_text",
-    "gpt_oss",
-    "deepseek_v3",
-    "olmo2",
-    "cohere2",
-    "glm4",
-    "qwen3_5",
-    "mamba2",
-)
+TARGETS = ("llama", "qwen2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5", "mamba2")
 TABLE = [*itertools.product(KINDS, TARGETS), ("mtp", "qwen3_5"), ("mtp", "deepseek_v3")]
-IN_SHORT = [
-    *[(kind, "qwen2") for kind in KINDS],
-    ("eagle3", "gemma3_text"),
-    ("model", "mamba2"),
-    ("mtp", "qwen3_5"),
-]
+IN_SHORT = [*((kind, "qwen2") for kind in KINDS), ("model", "mamba2"), ("mtp", "qwen3_5")]
 
 
 @pytest.mark.parametrize(("kind", "name"), cases(TABLE, *IN_SHORT))
@@ -115,18 +93,11 @@ LEVELS = (([5, 9, 20], [ROOT] * 3), ([7, 8], [1, 1]), ([30, 31, 32], [0, 3, 4]),
 """Tokens of each level, and their parents among those before."""
 
 
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [
-        ("eagle3", "qwen2"),
-        ("eagle3 variants", "qwen2"),
-        ("eagle1", "gemma3_text"),
-        ("mtp", "deepseek_v3"),
-        ("model", "llama"),
-        ("model", "gemma3_text"),
-        ("model", "deepseek_v3"),
-    ],
-)
+BY_LEVELS = [("eagle3", "qwen2"), ("eagle3 variants", "qwen2"), ("eagle1", "gemma3_text")]
+BY_LEVELS += [("mtp", "deepseek_v3"), *(("model", n) for n in ("llama", "gemma3_text"))]
+
+
+@in_one_test(("kind", "name"), BY_LEVELS)
 def test_each_node_is_drafted_from_its_own_path(kind: str, name: str) -> None:
     """A level's logits are those of the same session fed the path alone, to 1e-4."""
     session = session_of(kind, name)
@@ -152,7 +123,7 @@ def point_masses(logits: mx.array, limit: int, branches: int = BRANCHES) -> tupl
     return draws.write(logits[:1], Marginals(logits).logits_after, limit, len(logits)), draws
 
 
-@pytest.mark.parametrize("limit", [1, 2, 5, 12, 99])
+@in_one_test("limit", [1, 2, 5, 12, 99])
 def test_a_tree_of_marginals_is_the_product_of_the_likeliest_guesses(limit: int) -> None:
     """Of all texts out of each place's three best, those of the greatest chances; none twice."""
     logits = 3 * mx.random.normal((3, 9), key=mx.random.key(1))
@@ -175,16 +146,14 @@ def test_a_tree_of_marginals_is_the_product_of_the_likeliest_guesses(limit: int)
     np.testing.assert_allclose(sorted((reach[t] for t in texts), reverse=True), likeliest)
 
 
-def test_one_branch_is_a_chain_and_bad_numbers_are_refused() -> None:
+def test_bad_numbers_are_refused() -> None:
     """With the key saying which trees are drafted."""
-    logits = mx.random.normal((3, 9), key=mx.random.key(1))
-    assert point_masses(logits, 3, branches=1)[0].parents is None
     with pytest.raises(ValueError, match="branches=0"):
         replace(drafter("medusa", "qwen2"), branches=0)
     with pytest.raises(HeadError, match="draft chains"):
         HeadDrafter(random_head(HEADS["assistant"], tiny.build("gemma4_text")), branches=2)
-    assert "branches=3" in drafter("medusa", "qwen2").key
-    assert "branches=3" in drafter("model", "llama").key
+    for kind in ("medusa", "model"):
+        assert "branches=3" in drafter(kind, "qwen2").key
 
 
 def test_what_was_right_is_learned() -> None:
@@ -199,9 +168,6 @@ def test_what_was_right_is_learned() -> None:
         assert odds[likeliest] < before[likeliest]
         assert (odds[second] > before[second]) == (text[0] == 1)
         assert (odds[PLACES[1]] < before[PLACES[1]]) == deeper
-
-
-# Drawn at random ----------------------------------------------------------------------------------
 
 
 class Scripted(TreeDraws):
@@ -296,15 +262,6 @@ def law_of_a_round(rule: Any, limit: int, cut: Any = lambda draft: draft) -> tup
     return got, continued(target, {(): 1.0}, limit + 1)
 
 
-@pytest.mark.parametrize("name", TREE_RULES)
-def test_trees_whose_shape_follows_from_what_was_drawn_leave_the_distribution_alone(
-    name: str,
-) -> None:
-    """Every tree of three draws at V = 4, to the precision of float32."""
-    got, own = law_of_a_round(TREE_RULES[name], 3)
-    assert np.abs(got - own).sum() < 1e-5
-
-
 def without_unlikely(draft: Draft) -> Draft:
     """Wrong: a last token that was drawn by a chance below 0.4 is dropped."""
     assert draft.logprobs is not None
@@ -312,14 +269,18 @@ def without_unlikely(draft: Draft) -> Draft:
     return draft.head(len(draft) - 1) if own < np.log(0.4) else draft
 
 
-@pytest.mark.parametrize("name", TREE_RULES)
-def test_dropping_what_was_drawn_is_found(name: str) -> None:
-    """By the comparison above."""
+@in_one_test("name", TREE_RULES)
+def test_shapes_that_follow_from_what_was_drawn_leave_the_distribution_alone(name: str) -> None:
+    """Every tree of three draws at V = 4, to the precision of float32; dropping what was drawn is
+    found.
+    """
+    got, own = law_of_a_round(TREE_RULES[name], 3)
+    assert np.abs(got - own).sum() < 1e-5
     got, own = law_of_a_round(TREE_RULES[name], 3, without_unlikely)
     assert np.abs(got - own).sum() > 1e-3
 
 
-@pytest.mark.parametrize("sampling", [Sampling(temp=1.0), Sampling(temp=0.7, top_k=2)], ids=str)
+@in_one_test("sampling", [Sampling(temp=1.0), Sampling(temp=0.7, top_k=2)])
 def test_siblings_say_what_they_were_drawn_from(sampling: Sampling) -> None:
     """Each row is the draft's distribution without its earlier siblings, and allows its token."""
     session = session_of("model", "llama", sampling=sampling, noise=Noise(3))
@@ -352,25 +313,7 @@ def test_two_draws_of_a_place_follow_the_law_that_they_declare() -> None:
     assert distribution.p_value(seen, joint) > 1e-6
 
 
-def texts_with(one: Drafter, sampling: Sampling, rule: Any, count: int) -> tuple[np.ndarray, int]:
-    """First tokens [V, V, V] of texts with trees of 8, and how often a later branch was kept."""
-    model, seen, kept = distribution.tiny_llama(distribution.TARGET), np.zeros((6,) * 3), 0
-    for seed in range(count):
-        items = list(
-            speculate(
-                model,
-                distribution.PROMPT,
-                one,
-                max_tokens=9,
-                sampler=sampling,
-                seed=seed,
-                rule=rule,
-                draft_length=8,
-            )
-        )
-        seen[tuple(item.token for item in items[:3])] += 1
-        kept += sum(b.row > a.row + 1 for a, b in itertools.pairwise(items))
-    return seen, kept
+RULE_CASES = list(itertools.product(["model", "eagle3", "medusa"], ["block", "rejection"]))
 
 
 RULE_CASES = list(itertools.product(["model", "eagle3", "medusa"], ["block", "rejection"]))
@@ -380,111 +323,23 @@ RULE_CASES = list(itertools.product(["model", "eagle3", "medusa"], ["block", "re
 @pytest.mark.parametrize("setting", ["temperature 1", pytest.param("top-k", marks=FULL)])
 def test_texts_with_drawn_trees_follow_the_targets_law(kind: str, rule: str, setting: str) -> None:
     """Chi-square of the joint of three tokens of a model with six; false alarms 1e-6."""
-    sampling = distribution.SETTINGS[setting]
+    sampling, seen, kept = distribution.SETTINGS[setting], np.zeros((6,) * 3), 0
+    model = distribution.tiny_llama(distribution.TARGET)
     if kind == "model":
         one: Any = ModelDrafter(distribution.tiny_llama(distribution.DRAFT), branches=3)
     else:
-        head = random_head(HEADS[kind], distribution.tiny_llama(distribution.TARGET))
-        one = HeadDrafter(head, branches=3)
-    seen, kept = texts_with(one, sampling, rule, 150)
+        one = HeadDrafter(random_head(HEADS[kind], model), branches=3)
+    for seed in range(150):
+        how: Any = {"max_tokens": 9, "seed": seed, "rule": rule, "draft_length": 8}
+        items = list(speculate(model, distribution.PROMPT, one, sampler=sampling, **how))
+        seen[tuple(item.token for item in items[:3])] += 1
+        kept += sum(b.row > a.row + 1 for a, b in itertools.pairwise(items))
     assert distribution.p_value(seen, distribution.joint_law(sampling)) > 1e-6
-    assert kept > 10
+    assert kept > 10  # of later branches
 
 
-class SiblingDraws(ScriptedSession):
-    """Three siblings drawn independently with the context's noise, each with its own index."""
-
-    def __init__(self, prompt: Sequence[int], context: DraftContext, start: Any) -> None:
-        super().__init__(lambda emitted, limit: [])
-        self.prompt, self.context, self.start = prompt, context, start
-
-    def propose(self, limit: int) -> Draft:
-        num, text = min(limit, 3), mx.array([[*self.prompt, *self.observed]])
-        if num == 0:
-            return Draft()
-        assert self.context.sampling is not None
-        logits = distribution.tiny_llama(distribution.DRAFT)(text)[0, -1:]
-        q = self.context.sampling.log_distribution(logits)
-        start = self.start(len(self.observed))
-        noise = [self.context.draft_gumbels(start, 1, i) for i in range(num)]
-        tokens = mx.argmax(q + mx.concatenate(noise), axis=-1)
-        return Draft(tokens, mx.concatenate([q] * num), parents=[ROOT] * num)
-
-
-@dataclass(frozen=True)
-class Siblings:
-    """The drafter of these."""
-
-    start: Any
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> SiblingDraws:
-        return SiblingDraws(list(prompt), context, self.start)
-
-
-@pytest.mark.parametrize("rule", cases(["block", "rejection"], "block"))
-def test_siblings_are_drawn_by_the_number_of_tokens_emitted_and_an_index_each(rule: str) -> None:
-    """Chi-square of the joint of three tokens over 300 texts; false alarms 1e-4."""
-    sampling, p_values = Sampling(temp=1.0), []
-    for start in (lambda emitted: emitted, lambda emitted: 0):
-        seen = np.zeros((6,) * 3)
-        for seed in range(300):
-            items = speculate(
-                distribution.tiny_llama(distribution.TARGET),
-                distribution.PROMPT[:-1],
-                Siblings(start),
-                max_tokens=6,
-                sampler=sampling,
-                seed=seed,
-                rule=rule,
-                draft_length=3,
-                logits_processors=[distribution.the_prompts_last],
-            )
-            seen[tuple(item.token for item in items)[1:4]] += 1
-        p_values.append(distribution.p_value(seen, distribution.joint_law(sampling)))
-    assert p_values[1] < 1e-4 < p_values[0]
-
-
-def test_the_benchmark_holds_trees_against_chains_of_the_same_size() -> None:
-    """Tokens a pass are those of generations of each kind; the table names every row."""
-    model, head = tiny.build("qwen2"), replace(drafter("eagle3", "qwen2"), branches=1)
-    rows = list(
-        compare_trees(
-            model, {"eagle3": head}, [PROMPT], sizes=[4, 6, "auto"], temps=[0], max_tokens=20
-        )
-    )
-    assert [(row.drafter, row.size) for row in rows] == [("eagle3", n) for n in (4, 6, "auto")]
-    for row in rows[:2]:
-        for branches, found in ((1, row.chain), (4, row.tree)):
-            one = replace(head, branches=branches)
-            *_, last = speculate(model, PROMPT, one, max_tokens=20, draft_length=row.size)
-            assert found == pytest.approx(last.stats.tokens_per_pass)
-    assert all(min(row.chain_speed, row.tree_speed) > 0 for row in rows)
-    assert "| eagle3" in format_tree_rows(rows)
-
-
-# Under the automatic draft length -----------------------------------------------------------------
-
-
-@pytest.mark.parametrize("price", [0.02, 0.5])
-def test_the_size_that_pays_is_asked_for(price: float) -> None:
-    """Of a tree that brings little beyond its third node: more where positions are cheaper."""
-    auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * price)))))
-    auto.prices.most, told = 63, [0] * 14
-    forking = Model(auto.prices, auto.tuning.of("it"))
-    forking.learned.steps.first.extend([0.0, 0.0])
-    forking.learned.steps.further.extend([0.0, 0.0])
-    coins = np.random.default_rng(0)
-    for size in 100 * [2, 6, 14]:
-        right = min(int(coins.poisson(1.6)), size)
-        verdict = [True] * right + [False] * (right < size)
-        forking.learned.unseen.learn(told[: len(verdict)], verdict)
-    length = forking.limit()
-    assert length >= 5 if price < 0.1 else 1 <= length <= 3
-
-
-@pytest.mark.parametrize(
-    ("kind", "name"),
-    [("eagle3", "qwen2"), ("medusa", "gemma3_text"), ("model", "qwen3"), ("eagle3", "qwen3_5")],
+@in_one_test(
+    ("kind", "name"), [("medusa", "gemma3_text"), ("model", "qwen2"), ("eagle3", "qwen3_5")]
 )
 def test_text_with_the_automatic_length_is_plain_text(kind: str, name: str) -> None:
     """Trees are asked for; of a target that takes none, chains are."""

@@ -14,7 +14,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from simulated import Part, World, always, at_random, drafted, emitted, line, never, seconds
+from selection import cases, in_one_test
+from simulated import Part, World, at_random, drafted, emitted, line, never, seconds
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.parts import LENGTHS, LONGEST
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
@@ -66,15 +67,6 @@ def test_a_useless_model_behind_a_look_up_costs_no_more_than_its_account(
     assert (both - alone) * tokens <= 1.25 * (BUDGET + EXPLORATION * tokens) + 8 * token_cost
 
 
-@pytest.mark.parametrize("token_cost", [0.15, 0.3])
-def test_a_good_model_behind_a_look_up_is_used(token_cost: float) -> None:
-    """Where the look-up has nothing, at the pace of the model alone."""
-    good = model(at_random(0.8), token_cost)
-    together = pace({"look-up": look_up(60, 10), "model": good}, 1, 3000)
-    assert together < pace({"model": good}, 1, 3000)
-    assert together < 0.8 * pace_of_look_up(60, 10, 1, 3000)
-
-
 def in_turn(seed: int, *pieces: tuple[float, int]) -> Callable[[int], bool]:
     """Right at one share of the positions up to a place, at another up to the next, and so on."""
     tables = [(at_random(share, seed + i), end) for i, (share, end) in enumerate(pieces)]
@@ -100,9 +92,9 @@ def tokens_until_back(
     return float("inf")
 
 
-@pytest.mark.parametrize("begins_well", [False, True])
-@pytest.mark.parametrize("lengths", [(50, 50), (40, 150)])
-@pytest.mark.parametrize(("token_cost", "share"), [(0.15, 0.6), (0.3, 0.7), (0.45, 0.86)])
+@pytest.mark.parametrize("begins_well", cases([False, True], False))
+@in_one_test("lengths", [(50, 50), (40, 150)])
+@in_one_test(("token_cost", "share"), [(0.15, 0.6), (0.3, 0.7), (0.45, 0.86)])
 def test_a_good_model_is_back_soon_after_a_bad_text(
     begins_well: bool, lengths: tuple[int, int], token_cost: float, share: float
 ) -> None:
@@ -125,10 +117,8 @@ def test_a_good_model_is_back_soon_after_a_bad_text(
     assert seconds(late) / emitted(late) < 1.04 * best
 
 
-@pytest.mark.parametrize(("token_cost", "share"), [(0.15, 0.8), (0.3, 0.7), (0.45, 0.86)])
-def test_a_text_that_turns_costs_what_was_earned_and_no_more(
-    token_cost: float, share: float
-) -> None:
+@in_one_test(("token_cost", "share"), [(0.15, 0.8), (0.3, 0.7), (0.45, 0.86)])
+def test_a_text_that_turns_costs_what_was_earned_at_most(token_cost: float, share: float) -> None:
     """However well the model did for a thousand tokens: the most that gains add up to, and what the
     last round lost beyond what was expected.
     """
@@ -142,20 +132,14 @@ def test_a_text_that_turns_costs_what_was_earned_and_no_more(
         assert seconds(after) - emitted(after) < 2 * BUDGET + EXPLORATION * 300 + 2
 
 
-def test_what_was_lost_is_carried_on() -> None:
-    """Forty texts of 40 tokens lose no more than one that is as long."""
-    world = World(line(0.0), {"model": model(never, 0.45)})
-    tuning = Tuning()
-    for _ in range(40):
-        world.run(Auto(tuning), 40)
-    records = world.records
-    assert sum(map(bool, drafted(records[800:]))) > 3  # retried all the same
-    lost = seconds(records) - emitted(records)
-    assert lost < BUDGET + EXPLORATION * 1600 + 8 * 0.45
-
-
-def test_plain_rounds_that_a_look_up_waits_for_are_not_taken_by_a_model() -> None:
-    """The pace is measured anew after many drafts; each plain round taken delays it."""
+def test_between_look_ups_a_model_drafts_and_its_price_is_known() -> None:
+    """Plain rounds that a look-up waits for, to measure the pace anew, are not taken; where it has
+    nothing, a good model drafts at its own pace.
+    """
+    policy = Auto()
+    parts = {"look-up": look_up(4), "model": model(at_random(0.5), 0.3)}
+    World(line(0.0), parts).run(policy, 300)
+    assert policy.tuning.of("model").steps.step == pytest.approx(0.3, abs=0.03)
     parts = {"look-up": look_up(2), "model": model(at_random(0.8), 0.15)}
     world, policy = World(PASS, parts), Auto()
     world.run(policy, 100)
@@ -163,17 +147,14 @@ def test_plain_rounds_that_a_look_up_waits_for_are_not_taken_by_a_model() -> Non
         world.run(policy, 1)
     assert drafted(world.run(policy, 3)) == [0, 0, 0]
     assert not policy.prices.stairs.needs_plain
+    for token_cost in (0.15, 0.3):
+        good = model(at_random(0.8), token_cost)
+        together = pace({"look-up": look_up(60, 10), "model": good}, 1, 3000)
+        assert together < pace({"model": good}, 1, 3000)
+        assert together < 0.8 * pace_of_look_up(60, 10, 1, 3000)
 
 
-def test_prices_are_known_of_a_model_that_drafts_only_between_look_ups() -> None:
-    """A few tokens of others are read in passing; only a pause's worth says nothing of a draft."""
-    parts = {"look-up": look_up(4), "model": model(at_random(0.5), 0.3)}
-    policy = Auto()
-    World(line(0.0), parts).run(policy, 300)
-    assert policy.tuning.of("model").steps.step == pytest.approx(0.3, abs=0.03)
-
-
-@pytest.mark.parametrize("wrong", [0.0, 1.4])
+@in_one_test("wrong", [0.0, 1.4])
 def test_a_price_that_was_wrong_is_put_right(wrong: float) -> None:
     """What the machine's bad moments said of a good model, or too low a guess of a useless one:
     within a dozen texts.
@@ -189,12 +170,3 @@ def test_a_price_that_was_wrong_is_put_right(wrong: float) -> None:
             assert seconds(records[-50:]) < 0.65 * emitted(records[-50:])
         else:
             assert seconds(records) - emitted(records) <= 2 * (BUDGET + EXPLORATION * 2000)
-
-
-def test_nothing_is_drafted_before_plain_rounds_were_measured() -> None:
-    """By no drafter, however sure it is: there is nothing to compare a cost with."""
-    for cheap in (True, False):
-        part = Part(always, cheap, evidence=64 if cheap else None)
-        found = drafted(World(PASS, {"it": part}).run(Auto(), 30))
-        assert found[:3] == [0, 0, 0]
-        assert found[3] > 0

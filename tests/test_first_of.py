@@ -125,9 +125,6 @@ class Limits:
         self.records.append(round_)
 
 
-# The first that has a draft ---------------------------------------------------------------------
-
-
 @in_one_test("wrap", [lambda d: d, lambda d: Continued(d, [1, 2]), sd.FirstOf])
 @in_one_test("order", [1, -1])
 def test_cheap_ones_go_on_where_expensive_ones_do_not_pay(
@@ -150,7 +147,7 @@ def test_each_is_asked_within_its_own_limit(model: Any, text: list[int]) -> None
     assert set(expensive.asked) <= {2, 1}  # 1 where no more are wanted
 
 
-def test_a_draft_that_is_not_worth_verifying_leaves_the_turn_to_the_next(
+def test_a_draft_not_worth_verifying_leaves_the_turn_to_the_next(
     model: Any, text: list[int]
 ) -> None:
     """Else a look-up that nearly always finds something weak would shut a draft model out."""
@@ -160,7 +157,7 @@ def test_a_draft_that_is_not_worth_verifying_leaves_the_turn_to_the_next(
     assert sum(record.drafted for record in length.records) > NUM_TOKENS / 2
 
 
-def test_an_expensive_one_that_does_not_pay_leaves_passes_pipelined(
+def test_an_expensive_one_that_does_not_pay_leaves_the_pipeline(
     model: Any, text: list[int]
 ) -> None:
     """Passes overlap as in plain decoding while the cheap one has nothing, but for the rounds that
@@ -207,22 +204,15 @@ class Refusing:
     "wrap",
     [lambda d: d, lambda d: sd.FirstOf(nothing(), d), lambda d: Continued(sd.FirstOf(d), [1])],
 )
-def test_a_drafter_that_cannot_serve_is_refused_before_anything_is_computed(
-    wrap: Any, model: Any
-) -> None:
+def test_a_drafter_that_cannot_serve_is_refused_before_any_pass(wrap: Any, model: Any) -> None:
     """A prompt may take minutes to read."""
     with pytest.MonkeyPatch.context() as patch, pytest.raises(sd.errors.TokenizerMismatchError):
         patch.setattr(type(model), "__call__", pytest.fail)
         list(sd.speculate(model, PROMPT, wrap(Refusing()), max_tokens=3))
 
 
-# The best of several ------------------------------------------------------------------------------
-
-
 @in_one_test("order", [1, -1])
-def test_with_a_fixed_length_the_longest_match_wins(
-    order: int, model: Any, text: list[int]
-) -> None:
+def test_of_a_fixed_length_the_longest_match_wins(order: int, model: Any, text: list[int]) -> None:
     """Whichever comes first; of equal ones the first; outside of the loop, too."""
     pair = [right(text, evidence=9), wrong(text, evidence=4)][::order]
     by_drafter = run(model, text, sd.BestOf(*pair), 3).by_drafter

@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,23 +39,6 @@ def learn(target: nn.Module, drafter: Drafter, tuning: Tuning) -> None:
     assert len(list(tokens)) == 12
 
 
-def test_two_draft_models_on_one_target_share_no_history(target: nn.Module, tmp_path: Path) -> None:
-    """Each learns under its own name, in memory and on disk; an unknown key begins anew."""
-    one, two = (sd.ModelDrafter(tiny.build("qwen2", seed=seed)) for seed in (1, 2))
-    tuning = Tuning()
-    learn(target, one, tuning)
-    first = deepcopy(tuning.of(one.key).as_dict())
-    learn(target, two, tuning)
-    assert tuning.of(one.key).as_dict() == first != tuning.of(two.key).as_dict()
-    tuning.save(tmp_path / "tuning.json")
-    loaded = Tuning.load(tmp_path / "tuning.json")
-    assert set(loaded.drafters) == {one.key, two.key}
-    for key in (one.key, two.key):
-        assert loaded.of(key).as_dict() == tuning.of(key).as_dict()
-    third = sd.PromptLookupDrafter()
-    assert loaded.of(key_of(third), look_up=True) == Tuning().of("new", look_up=True)
-
-
 def kept(drafter: Drafter) -> Drafter:
     return keeping_caches(drafter, LRUPromptCache())
 
@@ -75,68 +57,65 @@ WRAPPERS: list[Callable[[Drafter], Drafter]] = [
 def test_a_wrapper_goes_on_with_the_history_of_what_it_wraps(
     wrap: Callable[[Drafter], Drafter], target: nn.Module
 ) -> None:
-    """The server's, and `FirstOf`: what a look-up or a model learned alone holds among others."""
-    for drafter in (sd.PromptLookupDrafter(), sd.ModelDrafter(tiny.build("qwen2", seed=1))):
+    """The server's, and `FirstOf`: what a look-up or a model learned alone holds among others; each
+    part learns under its own key, and there is no history of the whole.
+    """
+    look_up, model = sd.PromptLookupDrafter(), sd.ModelDrafter(tiny.build("qwen2", seed=1))
+    for drafter, parts in (
+        (look_up, [look_up]),
+        (model, [model]),
+        (sd.FirstOf(look_up, sd.FirstOf(model)), [look_up, model]),
+    ):
         tuning = Tuning()
-        learn(target, drafter, tuning)
+        learn(target, parts[0], tuning)
         learn(target, wrap(drafter), tuning)
-        assert set(tuning.drafters) == {key_of(drafter)}
+        assert set(tuning.drafters) == {key_of(part) for part in parts}
 
 
-def test_the_parts_of_a_drafter_learn_under_their_own_keys(target: nn.Module) -> None:
-    """In nested ones too; and there is no history of the whole."""
-    parts = [
-        sd.PromptLookupDrafter(min_ngram=1),
-        sd.NGramDrafter(),
-        sd.ModelDrafter(tiny.build("qwen2")),
-    ]
+def test_two_draft_models_on_one_target_share_no_history(target: nn.Module, tmp_path: Path) -> None:
+    """Each learns under its own name, in memory and on disk; an unknown key begins anew."""
+    one, two = (sd.ModelDrafter(tiny.build("qwen2", seed=seed)) for seed in (1, 2))
     tuning = Tuning()
-    learn(target, sd.FirstOf(parts[0], sd.FirstOf(*parts[1:])), tuning)
-    assert set(tuning.drafters) == {key_of(part) for part in parts}
+    learn(target, one, tuning)
+    first = deepcopy(tuning.of(one.key).as_dict())
+    learn(target, two, tuning)
+    assert tuning.of(one.key).as_dict() == first != tuning.of(two.key).as_dict()
+    tuning.save(tmp_path / "tuning.json")
+    loaded = Tuning.load(tmp_path / "tuning.json")
+    assert set(loaded.drafters) == {one.key, two.key}
+    for key in (one.key, two.key):
+        assert loaded.of(key).as_dict() == tuning.of(key).as_dict()
+    assert loaded.of("another", look_up=True) == Tuning().of("new", look_up=True)
 
 
-def test_the_same_content_has_the_same_key() -> None:
-    """Loaded twice, made twice, and in a wrapper that adds nothing."""
-    drafters: list[Callable[[], Any]] = [
-        lambda: sd.ModelDrafter(tiny.build("qwen2")),
-        sd.PromptLookupDrafter,
-        lambda: sd.NGramDrafter(max_order=3),
-        GrammarDrafter,
-        lambda: sd.FirstOf(sd.NGramDrafter(), sd.ModelDrafter(tiny.build("qwen2"))),
-    ]
-    for make in drafters:
+MODEL = tiny.build("qwen2")
+DIFFERENT: list[Callable[[], Any]] = [
+    sd.PromptLookupDrafter,
+    lambda: sd.PromptLookupDrafter(max_ngram=4),
+    sd.NGramDrafter,
+    lambda: sd.NGramDrafter(stochastic=True),
+    lambda: sd.ModelDrafter(tiny.build("qwen2"), tokenizer=object()),
+    lambda: sd.ModelDrafter(MODEL, greedy=True),
+    lambda: sd.ModelDrafter(MODEL, draft_temp=0.5),
+    GrammarDrafter,
+    lambda: sd.FirstOf(sd.PromptLookupDrafter(), sd.NGramDrafter()),
+    lambda: sd.FirstOf(sd.NGramDrafter(), sd.PromptLookupDrafter()),
+]
+
+
+def test_the_same_drafts_have_the_same_key_and_others_another() -> None:
+    """Made twice, with a model loaded twice, and in a wrapper that adds nothing; options count."""
+    for make in DIFFERENT:
         drafter = make()
         others = make(), Continued(drafter, [1]), kept(drafter)
         assert {key_of(other) for other in others} == {key_of(drafter)}
-    keys = [key_of(make()) for make in drafters]
-    assert len(set(keys)) == len(keys)
-
-
-def test_options_are_part_of_the_key() -> None:
-    """Those that change what is drafted, of every drafter that has some."""
-    model = tiny.build("qwen2")
-    different = [
-        *(sd.PromptLookupDrafter(), sd.PromptLookupDrafter(max_ngram=4)),
-        *(sd.NGramDrafter(), sd.NGramDrafter(stochastic=True)),
-        *(sd.ModelDrafter(model), sd.ModelDrafter(model, greedy=True)),
-        sd.ModelDrafter(model, draft_temp=0.5),
-        sd.FirstOf(sd.PromptLookupDrafter(), sd.NGramDrafter()),
-        sd.FirstOf(sd.NGramDrafter(), sd.PromptLookupDrafter()),
-    ]
-    assert len({key_of(drafter) for drafter in different}) == len(different)
-    drafter = sd.ModelDrafter(model)
-    assert replace(drafter, tokenizer=object()).key == drafter.key  # it changes no draft
+    assert len({key_of(make()) for make in DIFFERENT}) == len(DIFFERENT)
 
 
 def changed(change: Callable[[str, mx.array], mx.array]) -> nn.Module:
     model = tiny.build("qwen2")
     parameters = [(name, change(name, array)) for name, array in tree_flatten(model.parameters())]
     model.update(tree_unflatten(parameters))
-    return model
-
-
-def quantized() -> nn.Module:
-    nn.quantize(model := tiny.build("qwen2"), group_size=32, bits=4)
     return model
 
 
@@ -147,7 +126,6 @@ CHANGES: dict[str, Callable[[], nn.Module]] = {
     "one layer, fine-tuned": lambda: changed(
         lambda name, array: array * 1.01 if "layers.1.mlp.up_proj" in name else array
     ),
-    "quantized": quantized,
 }
 
 
@@ -156,26 +134,20 @@ def test_a_fingerprint_tells_models_apart(name: str) -> None:
     assert fingerprint(CHANGES[name]()) != fingerprint(tiny.build("qwen2"))
 
 
-def test_parameters_of_any_shape_have_a_fingerprint() -> None:
-    """Scalars, empty ones, and none at all."""
+def test_a_fingerprint_is_computed_once_for_a_loaded_model() -> None:
+    """Of parameters of any shape, and none at all; each generation asks for it."""
 
     class Odd(nn.Module):
         def __init__(self, value: float) -> None:
             super().__init__()
             self.scalar, self.empty = mx.array(value), mx.zeros((0, 3))
 
-    assert fingerprint(Odd(1.0)) == fingerprint(Odd(1.0)) != fingerprint(Odd(2.0))
+    one = Odd(1.0)
+    assert fingerprint(one) == fingerprint(Odd(1.0)) != fingerprint(Odd(2.0))
     assert fingerprint(nn.ReLU())
-
-
-def test_a_fingerprint_is_computed_once_for_a_loaded_model(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """Each generation asks for it, so that it must not read weights again."""
-    model = tiny.build("qwen2")
-    key = sd.ModelDrafter(model).key
-    monkeypatch.setattr(fingerprint_module, "_sample", None)
-    assert sd.ModelDrafter(model).key == key
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(fingerprint_module, "_sample", None)
+        assert fingerprint(one)
 
 
 def test_keys_are_the_same_in_every_process() -> None:
@@ -185,6 +157,6 @@ def test_keys_are_the_same_in_every_process() -> None:
         "drafter = sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(tiny.build('qwen2')));"
         "print(key_of(drafter), end='')"
     )
-    here = sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(tiny.build("qwen2")))
+    here = sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(MODEL))
     options: dict[str, Any] = {"cwd": Path(__file__).parent, "text": True, "timeout": 240}
     assert subprocess.check_output([sys.executable, "-c", script], **options) == key_of(here)

@@ -27,9 +27,6 @@ def target(name: str) -> nn.Module:
     return tiny.build(name)
 
 
-# The text is the target's own ---------------------------------------------------------------------
-
-
 @in_one_test("length", [3, 24, "auto"])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_greedy_text_is_the_targets_own(name: str, length: int | str) -> None:
@@ -54,9 +51,6 @@ def test_a_seed_has_one_text_under_the_coupled_rule(name: str) -> None:
         for one, length in ((None, 0), (sd.LookaheadDrafter(), 5), (sd.LookaheadDrafter(), 20))
     ]
     assert texts[0] == texts[1] == texts[2]
-
-
-# The rows are what they are said to be ------------------------------------------------------------
 
 
 def own_choice(model: nn.Module, text: Sequence[int]) -> int:
@@ -109,9 +103,6 @@ def test_the_window_moves_with_the_text() -> None:
     window.advance([None, None, None], [9, 30, 31, 32, 33], 1)
     assert [level[:2] for level in window.levels] == [[33, 2], [4, 5]]
     assert all(len(level) == 3 for level in window.levels)
-
-
-# What is proposed ---------------------------------------------------------------------------------
 
 
 def session(**options: Any) -> LookaheadSession:
@@ -171,16 +162,11 @@ def test_what_is_said_after_rejected_rows_is_noted(
         assert to_list(begun.propose(20).tokens)[:2] == [52, 62]
 
 
-# Their price --------------------------------------------------------------------------------------
-
-
 KEY = key_of(sd.LookaheadDrafter())
 
 
 @in_one_test(("slope", "are_rows"), [(0.0, True), (0.005, True), (0.1, False), (None, False)])
-def test_rows_ride_where_positions_cost_less_than_they_are_worth(
-    slope: float | None, are_rows: bool
-) -> None:
+def test_rows_ride_where_positions_cost_little(slope: float | None, are_rows: bool) -> None:
     """A price is that of the whole pass at the going rate; too much where nothing was measured."""
     auto = Auto(Tuning())
     for size in (0, 4, 8, 14, 16, 24) * 8 if slope is not None else ():

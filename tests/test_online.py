@@ -269,18 +269,16 @@ def test_for_another_target_it_goes_on_from_what_it_has_learnt(folder, loaded, d
     """A server may load another model, and the first one again."""
     target, tokenizer = loaded
     learner = Learner(str(draft))
-    first = learner.drafter(target, "model")
+    first: Any = learner.drafter(target, "model")
     assert learner.drafter(target, "model").trainer is first.trainer
     sd.generate(target, tokenizer, TEXT, drafter=first, max_tokens=20)
-    second = learner.drafter(load_model(folder)[0], "model:greedy=true")
+    second: Any = learner.drafter(load_model(folder)[0], "model:greedy=true")
     assert second.trainer is not first.trainer
     assert same(weights_of(second.model), weights_of(first.model))
     assert "greedy=True" in key_of(second)
 
 
-def test_what_cannot_learn_on_is_refused_with_the_next_step(
-    folder, loaded, draft, tmp_path, monkeypatch
-):
+def test_what_cannot_learn_on_is_told_the_next_step(folder, loaded, draft, tmp_path, monkeypatch):
     """By its folder: a name of the Hub, its cache, another model's, a quantized one, an exit; over
     several ranks, where a pass of one alone would wait for the others forever.
     """
@@ -389,20 +387,8 @@ def test_the_menu_of_a_server_makes_what_learns_on_for_its_target(loaded, draft)
     """One for all requests, with the options of the server's flags."""
     specs = ["ngram", "model:greedy=true"]
     menu = Menu(Flags(drafters=specs, draft_model=str(draft), online=True))
-    one, other = (with_heads(menu.requested({}).drafter, loaded[0]).drafters[1] for _ in range(2))
+    made: list[Any] = [with_heads(menu.requested({}).drafter, loaded[0]) for _ in range(2)]
+    one, other = (first_of.drafters[1] for first_of in made)
     assert one is other
     assert isinstance(one, OnlineDraftModel)
     assert one.drafter.greedy
-
-
-def test_the_measurement_counts_the_same_tokens_before_and_after(folder, draft, tmp_path):
-    """Texts do not depend on what drafts, so that only the drafts' fate is compared."""
-    flags = ["--model", folder, "--draft-model", draft, "--texts", "2", "--held-out", "1"]
-    counts = tmp_path / "counts.json"
-    flags += ["--max-tokens", "12", "--json", counts]
-    done = command_line.run(*flags, program="benchmarks.online")
-    assert done.returncode == 0, done.stderr
-    rows = json.loads(counts.read_text())["rows"]
-    assert [row["tokens"] for row in rows] == [12] * 6
-    assert all(row["drafted"] > 0 and row["accepted"] + row["passes"] >= 12 for row in rows)
-    assert "| others, before" in done.stdout

@@ -16,19 +16,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from tokenizers import normalizers, trainers
+from tokenizers import Tokenizer, normalizers, trainers
 
 import specdec_mlx as sd
 import tiny
 import tiny_text
 from exact import NUM_STATES, ByRule, Rounds, Source
 from selection import FULL, in_one_test
-from specdec_mlx.drafters.retokenized import (
-    MOST_OPEN,
-    DraftText,
-    Retokenized,
-    continuation,
-)
+from specdec_mlx.drafters.retokenized import MOST_OPEN, DraftText, Retokenized, continuation
 from specdec_mlx.drafters.shared_vocabulary import (
     ORDINARY,
     SharedVocabulary,
@@ -45,6 +40,15 @@ from tiny_text import SPECIAL, bpe, plain, sentencepiece
 LETTERS = tuple(reversed(tiny_text.BYTES))
 """The bytes in another order, so that no id means the same."""
 
+
+def trained() -> Tokenizer:
+    """Byte-level, with a token for nearly every word of ordinary text."""
+    learned, letters = bpe(merges=()), list(tiny_text.BYTES)
+    options: Any = {"initial_alphabet": letters, "special_tokens": list(SPECIAL)}
+    learned.train_from_iterator(ORDINARY * 3, trainers.BpeTrainer(vocab_size=700, **options))
+    return learned
+
+
 TOKENIZERS: dict[str, Any] = {
     "byte-level": lambda: tiny_text.tokenizer(),
     "byte-level, other merges": lambda: tiny_text.tokenizer(
@@ -54,6 +58,7 @@ TOKENIZERS: dict[str, Any] = {
     "sentencepiece": lambda: tiny_text.tokenizer(
         sentencepiece(), bos_token="<s>", eos_token="</s>"
     ),
+    "words": lambda: tiny_text.tokenizer(trained()),
     "plain": lambda: tiny_text.tokenizer(plain(), bos_token="<s>", eos_token="</s>"),
 }
 BYTE_LEVEL = ("byte-level", "byte-level, other merges", "bytes")
@@ -71,22 +76,12 @@ PROMPT = "the cat in the hat and the other hat"
 
 @cache
 def tokenizer(name: str) -> Any:
-    return words() if name == "words" else TOKENIZERS[name]()
+    return TOKENIZERS[name]()
 
 
 @cache
 def spelling_of(name: str) -> Spelling:
     return Spelling(tokenizer(name))
-
-
-def words() -> Any:
-    """Byte-level, with a token for nearly every word of ordinary text."""
-    learned = bpe(merges=())
-    trainer = trainers.BpeTrainer(
-        vocab_size=700, initial_alphabet=list(tiny_text.BYTES), special_tokens=list(SPECIAL)
-    )
-    learned.train_from_iterator(ORDINARY * 3, trainer)
-    return tiny_text.tokenizer(learned)
 
 
 def shared(target: str, draft: str) -> SharedVocabulary:
@@ -103,17 +98,21 @@ def encoded(name: str, text: str) -> list[int]:
     return list(tokenizer(name).encode(text, add_special_tokens=False))
 
 
-# Text in other tokens -----------------------------------------------------------------------------
-
-
 @in_one_test("name", TOKENIZERS)
-def test_text_in_tokens_is_as_the_tokenizer_has_it(name: str) -> None:
-    """At the beginning of a text: the same ids, and each ends where its characters do."""
-    spelling = spelling_of(name)
+@given(text=st.sampled_from([TEXT, "in the hat", " then", "é and 東京, the"]), place=st.data())
+def test_text_is_written_as_the_tokenizer_has_it(name: str, text: str, place: Any) -> None:
+    """At the beginning of a text the same ids, each of which ends where its characters do; and a
+    draft of text goes on where the text ends: all of it where characters are known.
+    """
+    spelling, whole = spelling_of(name), encoded(name, TEXT)
     ids, ends = spelling.encode(TEXT, at_start=True)
-    assert ids == encoded(name, TEXT)
+    assert ids == whole
     for count, end in enumerate(ends, 1):
         assert spelled(spelling, ids[:count]).decode()[-end:] == TEXT[:end]
+    before = whole[: place.draw(st.integers(0, len(whole)))]
+    said = spelled(spelling, continuation(spelling, before, text))
+    assert text.encode().startswith(said)
+    assert said == text.encode() or (name == "plain" and not text.isascii())
 
 
 @given(text=st.text("the cat\n", min_size=1, max_size=20).filter(lambda text: "\n" not in text[:1]))
@@ -125,29 +124,7 @@ def test_sentencepiece_puts_a_space_only_before_a_text(text: str) -> None:
     assert spelled(spelling, spelling.encode(text, at_start=True)[0]) == b" " + text.encode()
 
 
-def test_a_tokenizer_that_changes_the_text_is_refused() -> None:
-    """The error shows both: the first difference, and what does not come back."""
-    changing = bpe()
-    changing.normalizer = normalizers.Lowercase()
-    drafter = sd.ModelDrafter(model(1), tiny_text.tokenizer(changing))
-    with pytest.raises(
-        sd.errors.TokenizerMismatchError, match=r"'The quick .* comes back as 'the quick"
-    ):
-        run(model(0), drafter, tokenizer=tokenizer("bytes"))
-
-
-def test_composing_characters_is_no_reason_to_refuse() -> None:
-    """What is encoded otherwise than it stood there is read as it is, and drafting goes on."""
-    composing = bpe(single=LETTERS)
-    composing.normalizer = normalizers.NFC()
-    draft = Spelling(tiny_text.tokenizer(composing))
-    text = DraftText(SharedVocabulary(spelling_of("byte-level"), draft, {}, ""))
-    for token in encoded("byte-level", "the cafe\u0301 in the hat and the cat"):
-        text.read([token])
-    assert spelled(draft, text.ids).decode().endswith("the hat and the cat")
-
-
-@pytest.mark.parametrize(("target", "draft"), PAIRS)
+@in_one_test(("target", "draft"), PAIRS)
 def test_text_read_token_by_token_is_the_text_as_it_is_encoded(target: str, draft: str) -> None:
     """After every token, though only the end of the text is ever encoded again."""
     follow = DraftText(shared(target, draft))
@@ -179,7 +156,7 @@ def written(vocabulary: SharedVocabulary, tokens: Sequence[int]) -> str:
     return "".join(part.decode(errors="replace") for part in parts)
 
 
-@pytest.mark.parametrize(("target", "draft"), PAIRS)
+@in_one_test(("target", "draft"), PAIRS)
 @given(data=st.data())
 def test_any_tokens_of_the_target_can_be_followed(target: str, draft: str, data: Any) -> None:
     """Halves of characters and special tokens too; what is settled stays."""
@@ -198,43 +175,32 @@ def test_any_tokens_of_the_target_can_be_followed(target: str, draft: str, data:
         assert seen.decode() == written(vocabulary, said)
 
 
-@pytest.mark.parametrize("name", TOKENIZERS)
-@given(text=st.sampled_from([TEXT, "in the hat", " then", "é and 東京, the"]), place=st.data())
-def test_a_draft_of_text_goes_on_where_the_text_ends(name: str, text: str, place: Any) -> None:
-    """Its tokens spell the draft from its beginning, all of it where characters are known."""
-    before = encoded(name, TEXT)
-    before = before[: place.draw(st.integers(0, len(before)))]
-    ids = continuation(spelling_of(name), before, text)
-    assert text.encode().startswith(spelled(spelling_of(name), ids))
-    if name != "plain" or text.isascii():
-        assert spelled(spelling_of(name), ids) == text.encode()
-
-
-def test_a_draft_is_written_as_the_target_would() -> None:
-    """ " the" is one token behind a word."""
-    target = spelling_of("byte-level")
-    ids = continuation(target, encoded("byte-level", "and"), " the x")
-    assert [target.spelled[i] for i in ids] == [b" the", b" ", b"x"]
-
-
 def test_special_tokens_are_the_same_by_content_or_by_role() -> None:
-    """BOS and the end of a text by role; what only the target has is read as it is written."""
+    """BOS and the end of a text by role, the end as a draft's last token; what only the target has
+    is read as it is written, and characters that are composed otherwise as they are.
+    """
     vocabulary = shared("byte-level", "sentencepiece")
     ours, theirs = tokenizer("byte-level"), tokenizer("sentencepiece")
     assert vocabulary.to_draft[ours.eos_token_id] == theirs.eos_token_id
     assert vocabulary.to_draft[ours.bos_token_id] == theirs.bos_token_id
     follow = DraftText(vocabulary)
     follow.read(encoded("byte-level", "<|bos|>a<|user|>b<|end|>c"))
-    assert follow.ids.count(theirs.bos_token_id) == 1
-    written = [theirs.convert_ids_to_tokens(i) for i in follow.ids]
-    assert "".join(written) == "<s>▁a<|user|>b</s>c"
+    assert "".join(map(theirs.convert_ids_to_tokens, follow.ids)) == "<s>▁a<|user|>b</s>c"
+    session, _ = begun("text", "byte-level", "sentencepiece")
+    tokens = session.in_targets_tokens([*encoded("sentencepiece", "a"), theirs.eos_token_id, 5])
+    assert tokens[-1] == ours.eos_token_id
+    assert ours.decode(tokens[:-1]).strip() == "a"
     same = shared("byte-level", "byte-level, other merges")
-    for content in tiny_text.SPECIAL:
+    for content in SPECIAL:
         index = ours.convert_tokens_to_ids(content)
         assert same.draft.special[same.to_draft[index]] == content
-
-
-# Generations --------------------------------------------------------------------------------------
+    composing = bpe(single=LETTERS)
+    composing.normalizer = normalizers.NFC()
+    draft = Spelling(tiny_text.tokenizer(composing))
+    text = DraftText(SharedVocabulary(spelling_of("byte-level"), draft, {}, ""))
+    for token in encoded("byte-level", "the cafe\u0301 in the hat and the cat"):
+        text.read([token])
+    assert spelled(draft, text.ids).decode().endswith("the hat and the cat")
 
 
 @cache
@@ -248,18 +214,18 @@ def run(target: nn.Module, drafter: Any, **options: Any) -> list[sd.responses.To
     return list(sd.speculate(target, prompt, drafter, **{"max_tokens": 24} | options))
 
 
-@pytest.mark.parametrize(("target", "draft"), PAIRS)
-def test_greedy_text_is_the_targets_own(target: str, draft: str) -> None:
+@in_one_test("length", [4, "auto"])
+@in_one_test(("target", "draft"), PAIRS)
+def test_greedy_text_is_the_targets_own(target: str, draft: str, length: int | str) -> None:
     """Whatever the draft model's tokens are, and whatever caches the caller has for it."""
-    for length in (4, "auto"):
-        options = {"tokenizer": tokenizer(target), "draft_length": length}
-        expected = [t.token for t in run(model(0), None, **options)]
-        small = model(1, vocab_size=len(tokenizer(draft)))
-        caches = [*make_prompt_cache(model(0)), *make_prompt_cache(small)]
-        drafter = sd.ModelDrafter(small, tokenizer(draft))
-        tokens = run(model(0), drafter, prompt_cache=caches, **options)
-        assert [t.token for t in tokens] == expected
-        assert length == "auto" or tokens[-1].stats.drafted > 0
+    options = {"tokenizer": tokenizer(target), "draft_length": length}
+    expected = [t.token for t in run(model(0), None, **options)]
+    small = model(1, vocab_size=len(tokenizer(draft)))
+    caches = [*make_prompt_cache(model(0)), *make_prompt_cache(small)]
+    drafter = sd.ModelDrafter(small, tokenizer(draft))
+    tokens = run(model(0), drafter, prompt_cache=caches, **options)
+    assert [t.token for t in tokens] == expected
+    assert length == "auto" or tokens[-1].stats.drafted > 0
 
 
 class Ascii(nn.Module):
@@ -364,9 +330,6 @@ def test_enough_common_tokens_are_drawn_from_and_else_text_is_written() -> None:
         assert not begun("shared", target, draft, temp=0.0)[0].draws
 
 
-# What is drawn from common tokens ----------------------------------------------------------------
-
-
 def test_what_is_declared_is_the_draft_models_distribution_given_a_common_token() -> None:
     """Under the target's temperature and top-p, by token of the same bytes; in float64."""
     session, context = begun("shared", "byte-level", "byte-level, other merges", temp=0.7)
@@ -383,7 +346,6 @@ def test_what_is_declared_is_the_draft_models_distribution_given_a_common_token(
     law = context.sampling.log_distribution(mx.array(expected.astype(np.float32)))
     np.testing.assert_allclose(np.exp(declared), np.exp(np.array(law)), atol=1e-5)
     assert np.exp(declared).sum() == pytest.approx(1, abs=1e-5)
-    assert np.isinf(declared).sum() > VOCAB - len(session.shared.to_draft)
 
 
 class Forced(sd.DraftContext):
@@ -436,37 +398,27 @@ def test_texts_keep_the_targets_distribution(rule: Any) -> None:
         assert Rounds(target, wrong, ByRule(rule)).total_variation(1, 3) > 1e-3
 
 
-# What users see -----------------------------------------------------------------------------------
-
-
-def test_another_tokenizer_is_said_in_one_line_and_once(
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    """With the first difference; nothing is said where they are the same."""
-    ours, theirs = TOKENIZERS["byte-level"](), TOKENIZERS["sentencepiece"]()
-    with caplog.at_level(logging.WARNING):
-        for _ in range(2):
-            run(model(0), sd.ModelDrafter(model(1), theirs), tokenizer=ours, max_tokens=2)
-        run(model(0), sd.ModelDrafter(model(1), TOKENIZERS["byte-level"]()), tokenizer=ours)
-    (record,) = caplog.records
-    assert "has a tokenizer of its own (token " in record.getMessage()
-    assert "\n" not in record.getMessage()
-
-
-def test_the_same_tokenizer_may_be_asked_for() -> None:
-    """Then another one is refused; other words are an error."""
-    drafter = sd.ModelDrafter(model(1), tokenizer("plain"), tokenizers="same")
-    with pytest.raises(sd.errors.TokenizerMismatchError, match="has id"):
-        run(model(0), drafter, tokenizer=tokenizer("bytes"))
+@in_one_test(
+    ("changes", "how", "words"),
+    [(True, "any", r"'The quick .* comes back as 'the quick"), (False, "same", "has id")],
+)
+def test_a_tokenizer_is_refused(changes: bool, how: str, words: str) -> None:
+    """That changes the text; or any other one, if asked. The error has the first difference."""
+    other = bpe(single=LETTERS)
+    other.normalizer = normalizers.Lowercase() if changes else None
+    drafter = sd.ModelDrafter(model(1), tiny_text.tokenizer(other), tokenizers=how)
+    with pytest.raises(sd.errors.TokenizerMismatchError, match=words):
+        run(model(0), drafter, tokenizer=tokenizer("byte-level"))
     with pytest.raises(ValueError, match="expected one of"):
         sd.ModelDrafter(model(1), tokenizers="some")
 
 
-def test_an_end_that_the_draft_model_writes_is_the_targets_end() -> None:
-    """The last token of a draft; after it nothing is drafted."""
-    session, _ = begun("text", "byte-level", "sentencepiece")
-    ours, theirs = tokenizer("byte-level"), tokenizer("sentencepiece")
-    ids = [*theirs.encode("the cat", add_special_tokens=False), theirs.eos_token_id, 5]
-    tokens = session.in_targets_tokens(ids)
-    assert tokens[-1] == ours.eos_token_id
-    assert ours.decode(tokens[:-1]).strip() == "the cat"
+def test_another_tokenizer_is_said_in_one_line_and_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With the first difference; nothing is said where they are the same."""
+    ours, *others = (TOKENIZERS[name]() for name in ("byte-level", "sentencepiece", "byte-level"))
+    with caplog.at_level(logging.WARNING):
+        for theirs in (*others, *others):
+            run(model(0), sd.ModelDrafter(model(1), theirs), tokenizer=ours, max_tokens=2)
+    (record,) = caplog.records
+    assert "has a tokenizer of its own (token " in record.getMessage()
+    assert "\n" not in record.getMessage()

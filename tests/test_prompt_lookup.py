@@ -61,10 +61,7 @@ def test_index_equals_a_scan_of_the_text(
     session.propose(limit)
     session.observe(observed)
     text = prompt + observed
-    for tokens, draft in (
-        (more, session.propose_after(more, limit)),
-        ([], session.propose(limit)),
-    ):
+    for tokens, draft in ((more, session.propose_after(more, limit)), ([], session.propose(limit))):
         expected, length = scan(text, tokens, drafter, limit)
         assert list(draft.tokens) == expected
         assert list(draft.evidence or []) == [Evidence(length)] * len(expected)

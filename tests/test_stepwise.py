@@ -19,14 +19,7 @@ from hypothesis import strategies as st
 import specdec_mlx as sd
 import tiny
 from benchmarks import recorded_drafts
-from benchmarks.recorded_drafts import (
-    Chain,
-    RecordedDrafter,
-    RecordedDrafts,
-    load_drafts,
-    record_drafts,
-    save_drafts,
-)
+from benchmarks.recorded_drafts import Chain, RecordedDrafter, RecordedDrafts, record_drafts
 from exact import COIN_RULES, TARGET, ByCoupling, ByRule, Deciding, Rounds, Source
 from selection import in_one_test
 from simulated import know
@@ -49,9 +42,6 @@ from specdec_mlx.testing.enumeration import Tokens, state_after
 EXACT = 1e-12
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
-
-
-# The distribution of what comes out ---------------------------------------------------------------
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,9 +199,7 @@ def stop_at(n: int, step: Step) -> GoesOn:
 @in_one_test("temp", [0.0, 1.0])
 @in_one_test("overlaps", [False, True])
 @pytest.mark.parametrize("name", ["qwen2", "mamba", "gemma3_text"])
-def test_a_stopped_draft_is_the_head_of_the_whole_one(
-    name: str, overlaps: bool, temp: float
-) -> None:
+def test_a_stopped_draft_is_a_head_of_the_whole_one(name: str, overlaps: bool, temp: float) -> None:
     """Tokens and distributions, wherever it stops, whether a step too many was under way or not;
     and so is the next one, after a rejection in between. It is decided once a position, in order,
     by the largest probability of what is drawn from.
@@ -365,9 +353,7 @@ SHARES = st.lists(st.sampled_from([varied, useless, guess]), min_size=1, max_siz
 @example([varied] * 6 + [useless] * 2, 0.1, "measured")
 @example([useless] * 10, 0.5, "slope")
 @example([varied] * 6, 1.0, "measured")
-def test_no_text_loses_more_than_its_budget(
-    shares: list[Share], draft_cost: float, curve: str
-) -> None:
+def test_no_text_loses_more_than_it_may(shares: list[Share], draft_cost: float, curve: str) -> None:
     """Whatever came before: what the account holds at most, a hundredth of the time, and what its
     last round lost beyond what was expected; all texts but once what it begins with.
     """
@@ -495,13 +481,3 @@ def test_recorded_drafts_are_what_the_model_proposes(monkeypatch: pytest.MonkeyP
             assert n == 4 or place + n == len(generated)
             assert chain.tokens == draft.tokens.tolist()[:n]
             assert chain.confidence == pytest.approx(sure[:n], abs=1e-4)
-
-
-def test_drafts_are_saved_and_loaded(tmp_path: Any) -> None:
-    """And refused for other texts."""
-    texts, drafter = made_up([varied] * 2, num_tokens=20)
-    drafts = [drafter._by_prompt[tuple(text.prompt)][1] for text in texts]
-    save_drafts("small", drafts, tmp_path / "drafts.json")
-    assert load_drafts(tmp_path / "drafts.json", texts)._by_prompt == drafter._by_prompt
-    with pytest.raises(ValueError, match="Record them"):
-        load_drafts(tmp_path / "drafts.json", [RecordedText("other", "c", [1], [2])])

@@ -113,7 +113,7 @@ def begin(prompt: Sequence[int], **options: Any) -> SuffixSession:
 
 
 @given(texts.filter(bool), st.lists(st.integers(0, 3), unique=True), st.integers(0, 12))
-def test_a_draft_is_what_followed_the_longest_matches(
+def test_a_draft_followed_one_of_the_longest_matches(
     text: list[int], more: list[int], limit: int
 ) -> None:
     """As long as the limit; of what may come ahead as afterwards, where all matches stand in the
@@ -216,7 +216,7 @@ ballots = pools.flatmap(  # some of the continuations are alike
 
 @given(ballots, st.integers(1, 6))
 @example([([0, 1], 0.5), ([0, 1], 0.5), ([0, 2], 1.0)], 2)
-def test_a_draft_is_what_wins_every_vote(
+def test_a_draft_is_what_wins_each_vote(
     ballots: list[tuple[list[int], float]], length: int
 ) -> None:
     """Token, share and places are those of a count over all continuations, one by one."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import mlx.core as mx
@@ -34,10 +35,44 @@ def swapped(i: int, j: int) -> tuple[str, ...]:
     return tuple(single)
 
 
-def test_the_same_tokenizer_twice_is_no_difference() -> None:
-    """By content: two objects, and their bare Hugging Face tokenizers."""
-    check_same_tokenizer(tokenizer(), tokenizer())
-    check_same_tokenizer(tokenizer()._tokenizer, tokenizer()._tokenizer)
+PADDED = [*SPECIAL, "<|pad0|>", "<|pad1|>"]
+
+
+@in_one_test(
+    "make",
+    [
+        tokenizer,
+        lambda: tokenizer()._tokenizer,
+        lambda: tokenizer(bos_token=None),  # many have none
+        lambda: tokenizer(bpe(special=PADDED)),  # ids that only one of them has
+    ],
+)
+def test_what_is_no_difference(make: Callable[[], Any]) -> None:
+    """By content; in either direction."""
+    check_same_tokenizer(tokenizer(), make())
+    check_same_tokenizer(make(), tokenizer())
+
+
+def fewer_merges() -> Any:
+    """Equal vocabularies; a sample shows it."""
+    fewer = bpe()
+    vocab = {token: i for token, i in fewer.get_vocab().items() if token not in SPECIAL}
+    fewer.model = models.BPE(vocab, [(a, b) for a, b in (m.split() for m in MERGES[1:])])
+    return tokenizer(fewer)
+
+
+@in_one_test(
+    ("make", "said"),
+    [
+        (fewer_merges, "is encoded as"),
+        (lambda: tokenizer(bos_token=SPECIAL[2]), "bos_token_id is 264 there and 266 here"),
+        (lambda: tokenizer(eos_token=SPECIAL[2]), "eos_token_id is 265 there and 266 here"),
+    ],
+)
+def test_a_difference_beside_the_vocabulary_is_found(make: Callable[[], Any], said: str) -> None:
+    """A draft model that ends with another token drafts past the end."""
+    with pytest.raises(sd.errors.TokenizerMismatchError, match=said):
+        check_same_tokenizer(tokenizer(), make())
 
 
 @given(st.tuples(st.integers(0, 255), st.integers(0, 255)).filter(lambda ij: ij[0] != ij[1]))
@@ -51,58 +86,20 @@ def test_any_two_ids_exchanged_are_found_and_the_first_is_shown(pair: tuple[int,
     assert f"token {BYTES[i]!r} has id {i} there and {j} here" in str(caught.value)
 
 
-def test_one_vocabulary_encoded_otherwise_is_found() -> None:
-    """Equal vocabularies with fewer merges: a sample shows it."""
-    fewer = bpe()
-    vocab = {token: i for token, i in fewer.get_vocab().items() if token not in SPECIAL}
-    fewer.model = models.BPE(vocab, [(a, b) for a, b in (m.split() for m in MERGES[1:])])
-    draft = tokenizer(fewer)
-    assert draft.get_vocab() == tokenizer().get_vocab()
-    with pytest.raises(sd.errors.TokenizerMismatchError, match="is encoded as"):
-        check_same_tokenizer(tokenizer(), draft)
-
-
-@in_one_test("role", ["bos_token", "eos_token"])
-def test_special_tokens_with_other_roles_are_found(role: str) -> None:
-    """A draft model that ends with another token drafts past the end."""
-    draft = tokenizer(**{role: SPECIAL[2]})
-    with pytest.raises(
-        sd.errors.TokenizerMismatchError, match=f"{role}_id is 26[45] there and 266 here"
-    ):
-        check_same_tokenizer(tokenizer(), draft)
-
-
-def test_a_role_that_only_one_of_them_knows_is_no_difference() -> None:
-    """Many tokenizers have no BOS token."""
-    assert first_difference(tokenizer(), tokenizer(bos_token=None)) is None
-    assert first_difference(tokenizer(bos_token=None), tokenizer()) is None
-
-
-def test_padding_is_no_difference() -> None:
-    """Ids at the end of the vocabulary that only one of them has, in either direction."""
-    padded = tokenizer(bpe(special=[*SPECIAL, "<|pad0|>", "<|pad1|>"]))
-    assert len(padded) > len(tokenizer())
-    check_same_tokenizer(tokenizer(), padded)
-    check_same_tokenizer(padded, tokenizer())
-
-
-@in_one_test("length", [1, 4, "auto"])
-def test_a_foreign_draft_model_may_be_refused_before_anything_is_generated(
-    length: int | str,
-) -> None:
-    """No token comes out, and nothing was computed: the caller's caches are as they were."""
-    model = tiny_text.model()
-    foreign = tokenizer(bpe(single=swapped(7, 8)))
-    drafter = sd.ModelDrafter(tiny_text.model(5), foreign, tokenizers="same")
-    caches = make_prompt_cache(model)
-    responses = []
+def test_a_foreign_draft_model_may_be_refused_before_anything_is_generated() -> None:
+    """No token comes out, and nothing was computed: the caller's caches are as they were; without
+    its tokenizer nothing can be compared.
+    """
+    model, draft = tiny_text.model(), tiny_text.model(5)
+    drafter = sd.ModelDrafter(draft, tokenizer(bpe(single=swapped(7, 8))), tokenizers="same")
+    caches, got = make_prompt_cache(model), []
     with pytest.raises(sd.errors.TokenizerMismatchError, match="has id 7 there and 8 here"):
-        for response in sd.stream_generate(
-            model, tokenizer(), PROMPT, drafter=drafter, draft_length=length, prompt_cache=caches
-        ):
-            responses.append(response)
-    assert not responses
+        options: Any = {"drafter": drafter, "prompt_cache": caches}
+        got += sd.stream_generate(model, tokenizer(), PROMPT, **options)
+    assert got == []
     assert {c.offset for c in caches} == {0}
+    text = sd.generate(model, tokenizer(), PROMPT, max_tokens=8, drafter=sd.ModelDrafter(draft))
+    assert text.tokens == [t.token for t in sd.speculate(model, PROMPT, max_tokens=8)]
 
 
 def test_a_pair_is_compared_once() -> None:
@@ -115,15 +112,6 @@ def test_a_pair_is_compared_once() -> None:
     assert len(compared) == 1
     assert compare(target, tokenizer(bpe(single=swapped(7, 8))))
     assert len(compared) == 2
-
-
-def test_a_related_draft_model_is_taken() -> None:
-    """With its tokenizer, and without one: then nothing can be compared."""
-    model, draft = tiny_text.model(), tiny_text.model(5)
-    expected = [t.token for t in sd.speculate(model, PROMPT, max_tokens=8)]
-    for drafter in (sd.ModelDrafter(draft, tokenizer()), sd.ModelDrafter(draft)):
-        got = sd.stream_generate(model, tokenizer(), PROMPT, 8, drafter=drafter, draft_length=3)
-        assert [r.token for r in got] == expected
 
 
 NARROW, WIDE = 120, 128
@@ -142,9 +130,11 @@ def widths(target_width: int, draft_width: int) -> tuple[nn.Module, nn.Module]:
     return by_width[target_width], by_width[draft_width]
 
 
-def run(model: nn.Module, drafter: Any, **kwargs: Any) -> list[sd.responses.Token]:
-    kwargs.setdefault("max_tokens", NUM_TOKENS)
-    return list(sd.speculate(model, PROMPT, drafter, draft_length=4, **kwargs))
+def run(
+    model: nn.Module, drafter: Any, prompt: list[int] = PROMPT, **options: Any
+) -> list[sd.responses.Token]:
+    options = {"max_tokens": NUM_TOKENS, "draft_length": 4} | options
+    return list(sd.speculate(model, prompt, drafter, **options))
 
 
 @in_one_test("target_width", [NARROW, WIDE])
@@ -165,42 +155,31 @@ def test_greedy_text_is_the_targets_own_at_any_width(target_width: int, processe
 def test_a_wider_draft_model_draws_from_the_targets_law(sampling: sd.Sampling) -> None:
     """Cut to the target's ids, its law is the target's own here: every draft is accepted."""
     target, draft = widths(NARROW, WIDE)
-    tokens = run(target, sd.ModelDrafter(draft), sampler=sampling, seed=3, max_tokens=50)
+    tokens = run(target, sd.ModelDrafter(draft), sampler=sampling, seed=3, max_tokens=40)
     stats = tokens[-1].stats
     assert stats.accepted == stats.drafted > 30
 
 
 def test_a_narrower_draft_model_lives_with_tokens_that_it_does_not_have() -> None:
-    """At temperature 1 the target emits some of its own, and drafting goes on behind them."""
+    """At temperature 1 the target emits some of its own, and drafting goes on behind them; its
+    embeddings are not read past their end.
+    """
     target, draft = widths(WIDE, NARROW)
-    options = {"sampler": sd.Sampling(temp=1.0), "max_tokens": 300, "seed": 2}
-    tokens = run(target, sd.ModelDrafter(draft), **options)
-    foreign = [i for i, t in enumerate(tokens) if t.token >= NARROW]
-    assert foreign
-    assert {tokens[i].origin for i in foreign} <= {"correction", "bonus"}
-    stats = tokens[-1].stats
-    assert stats.tokens_per_pass > 2
-    assert {"draft"} < {t.origin for t in tokens[foreign[0] + 1 :]}
-
-
-def test_a_prompt_with_tokens_that_only_the_target_has() -> None:
-    """They are no reason to read past the end of the draft model's embeddings."""
-    target, draft = widths(WIDE, NARROW)
-    prompt = [WIDE - 1, 5, NARROW, 6]
     seen: list[int] = []
 
     class Watched(nn.Module):
-        """Passes on what it is called with."""
-
         layers = draft.layers
 
         def __call__(self, ids: mx.array, **kwargs: Any) -> mx.array:
             seen.extend(ids.flatten().tolist())
             return draft(ids, **kwargs)
 
-    expected = [t.token for t in sd.speculate(target, prompt, max_tokens=12)]
-    got = sd.speculate(target, prompt, sd.ModelDrafter(Watched()), max_tokens=12, draft_length=3)
-    assert [t.token for t in got] == expected
+    options = {"sampler": sd.Sampling(temp=1.0), "max_tokens": 120, "seed": 2}
+    tokens = run(target, sd.ModelDrafter(Watched()), [WIDE - 1, *PROMPT], **options)
+    foreign = [i for i, t in enumerate(tokens) if t.token >= NARROW]
+    assert {tokens[i].origin for i in foreign} <= {"correction", "bonus"}
+    assert tokens[-1].stats.tokens_per_pass > 2
+    assert {"draft"} < {t.origin for t in tokens[foreign[0] + 1 :]}
     assert max(seen) == NARROW - 1
 
 

@@ -16,20 +16,13 @@ from mlx_lm.sample_utils import make_logits_processors
 import narrow
 import specdec_mlx as sd
 import tiny
-from benchmarks.oracles import length_oracle
 from benchmarks.recorded_tops import with_tops
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
+from selection import cases, in_one_test
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import ModelledLength, RecordedTarget, replay_text
-from specdec_mlx.contracts import (
-    Draft,
-    DraftContext,
-    Evidence,
-    Features,
-    RoundRecord,
-)
-from specdec_mlx.contracts.trees import chain, path_to
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, Features, RoundRecord
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import PRIORS, Chances, classes_of
 from specdec_mlx.draft_length.costs import Curve
@@ -37,13 +30,11 @@ from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.recycling import SuccessorTable
-from specdec_mlx.drafters.registry import make_drafter
-from specdec_mlx.drafters.tree_of import TreeOf
+from specdec_mlx.drafters.tree_of import TreeOf, texts_of
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.rounds.clock import RoundClock
 from specdec_mlx.rounds.ranks import Ranks
 from specdec_mlx.target.verifier import Verifier
-from specdec_mlx.token_ids import to_list
 
 FREE = linear_cost(0.0)
 
@@ -66,15 +57,8 @@ def chains_of(seed: int) -> list[tuple[str, Draft]]:
     return [(key, draft()) for key in "abc" for _ in range(3)]
 
 
-def texts_of(draft: Draft) -> list[tuple[int, ...]]:
-    """The text up to each node."""
-    parents = chain(len(draft)) if draft.parents is None else draft.parents
-    tokens = to_list(draft.tokens)
-    return [tuple(tokens[i] for i in path_to(n, parents)) for n in range(len(draft))]
-
-
-@pytest.mark.parametrize("seed", range(4))
-@pytest.mark.parametrize("price", [0.001, 0.03, 0.1, 0.3])
+@in_one_test("seed", range(4))
+@in_one_test("price", [0.001, 0.03, 0.1, 0.3])
 def test_the_tree_is_worth_most_of_all_trees(seed: int, price: float) -> None:
     """No tree of the sizes that are chosen from has more value: the likeliest nodes of that size.
 
@@ -90,15 +74,13 @@ def test_the_tree_is_worth_most_of_all_trees(seed: int, price: float) -> None:
         sets.append(reaches)
         for text, one in zip(texts_of(draft), reaches, strict=True):
             reach[text] = max(one, reach.get(text, 0.0))
-    likeliest = sorted(reach.values(), reverse=True)
     values = [
         sum(one[:n]) - 1.3 * price * n
-        for one in (likeliest, *sets[::3])
+        for one in (sorted(reach.values(), reverse=True), *sets[::3])
         for n in (*LENGTHS, len(one))
         if n <= len(one)
     ]
-    draft = auto.grow("tree", drafts, lambda: True)
-    found = texts_of(draft)
+    found = texts_of(auto.grow("tree", drafts, lambda: True))
     assert len(set(found)) == len(found)
     assert auto._chosen_gain == pytest.approx(max(0.0, *values), abs=1e-9)
     value = sum(reach[text] for text in found) - 1.3 * price * len(found)
@@ -199,12 +181,9 @@ def test_trees_are_verified_where_positions_are_free() -> None:
     assert trees.passes < 0.92 * chains.passes
 
 
-@pytest.mark.parametrize(("slope", "most"), [(0.24, 0.55), (1.0, 1.08)])
-def test_where_positions_are_expensive_trees_cost_little(
-    slope: float, most: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@in_one_test(("slope", "most"), [(0.24, 0.55), (1.0, 1.08)])
+def test_where_positions_are_expensive_trees_cost_little(slope: float, most: float) -> None:
     """Against plain decoding, with what finding that out costs; texts of 150 tokens."""
-    monkeypatch.setattr(RoundClock, "was_undisturbed", True)
     trees = replayed(TreeOf(*LOOK_UPS()), linear_cost(slope))
     assert sum(m.seconds for m in trees) < most * sum(m.plain_seconds for m in trees)
     assert sum(m.drafted for m in trees) > 0
@@ -223,36 +202,14 @@ def narrow_text(model: Any, drafter: Any, **options: Any) -> list[sd.responses.T
     return list(sd.speculate(model, PROMPT, drafter, **options))
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3_text", "deepseek_v3", "mamba2"])
-def test_text_with_the_default_trees_is_plain_text(name: str) -> None:
-    """Greedy, of few tokens, so that there is much to look up; also where trees do not work."""
-    model = tiny.build(name)
-    plain, items = (narrow_text(model, one) for one in (None, default_drafter(trees=True)))
-    assert spoken(items).deviation(spoken(plain)) < TOLERANCE
-    stats = items[-1].stats
-    assert stats.drafted > stats.accepted > 20
-
-
-@pytest.mark.parametrize("rule", ["match", "coupled"])
-def test_a_seeds_text_is_the_same_with_trees(rule: str) -> None:
-    """Drafts of point masses, with any tree or none."""
-    model = tiny.build("qwen2")
-    options = {"sampler": sd.Sampling(temp=0.6), "seed": 5, "rule": rule}
-    plain, items = (
-        narrow_text(model, one, **options) for one in (None, default_drafter(trees=True))
-    )
-    assert [item.token for item in items] == [item.token for item in plain]
-    assert items[-1].stats.accepted > 5
-
-
 class Shapes(Auto):
-    """The automatic length, with the drafts that it grew, and how often it asked for trees."""
+    """The automatic length, with whether it asked for trees, and whether it grew one."""
+
+    num_asked = 0
+    has_forked = False
 
     def grow(
-        self,
-        part: str,
-        drafts: Sequence[tuple[str, Draft]],
-        may_fork: Callable[[], bool],
+        self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: Callable[[], bool]
     ) -> Draft:
         def asks() -> bool:
             self.num_asked += 1
@@ -262,47 +219,42 @@ class Shapes(Auto):
         self.has_forked = self.has_forked or draft.parents is not None
         return draft
 
-    num_asked = 0
-    has_forked = False
+
+TARGETS = ["llama", "gemma3_text", "deepseek_v3", "mamba2"]
 
 
-@pytest.mark.parametrize(("name", "takes"), [("llama", True), ("mamba2", False)])
-def test_a_target_that_takes_no_trees_is_given_none(name: str, takes: bool) -> None:
-    """It says so, and all that is grown are chains."""
-    model = tiny.build(name)
-    shapes = Shapes()
-    narrow_text(model, default_drafter(trees=True), draft_length=ModelledLength(shapes, FREE))
+@pytest.mark.parametrize("name", cases(TARGETS, "llama", "mamba2"))
+def test_text_with_the_default_trees_is_plain_text(name: str) -> None:
+    """Greedy, of few tokens, so that there is much to look up; a target that takes no trees is
+    given none; and a seed's text is the same, with any tree or none.
+    """
+    model, trees, shapes = tiny.build(name), default_drafter(trees=True), Shapes()
+    plain = narrow_text(model, None)
+    items = narrow_text(model, trees, draft_length=ModelledLength(shapes, FREE))
+    assert spoken(items).deviation(spoken(plain)) < TOLERANCE
+    stats = items[-1].stats
+    assert stats.drafted > stats.accepted > 20
     assert shapes.num_asked
-    assert shapes.has_forked == takes
+    assert shapes.has_forked == (name != "mamba2")
+    for rule in ("match", "coupled") if name == "llama" else ("coupled",):
+        options = {"sampler": sd.Sampling(temp=0.6), "seed": 5, "rule": rule, "max_tokens": 40}
+        plain, items = (narrow_text(model, one, **options) for one in (None, trees))
+        assert [item.token for item in items] == [item.token for item in plain]
+        assert items[-1].stats.accepted > 5
 
 
-@pytest.mark.parametrize("on_ranks", [False, True])
-def test_ranks_never_ask_whether_trees_are_exact(
-    on_ranks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_ranks_never_ask_whether_trees_are_exact(monkeypatch: pytest.MonkeyPatch) -> None:
     """To find out takes passes of all ranks, and rank 0 alone would ask; so ranks draft chains."""
-    asked: list[bool] = []
-    takes_trees = Verifier.takes_trees
-
-    def counted(self: Verifier) -> bool:
-        asked.append(takes_trees(self))
-        return asked[-1]
-
-    monkeypatch.setattr(Verifier, "takes_trees", counted)
-    if on_ranks:
-        one = Ranks(mx.distributed.init(), generation_stream)
-        monkeypatch.setattr("specdec_mlx.loop.ranks_of", lambda model, stream: one)
-    model = tiny.build("llama")
-    shapes = Shapes()
-    narrow_text(model, default_drafter(trees=True), draft_length=ModelledLength(shapes, FREE))
+    monkeypatch.setattr(Verifier, "takes_trees", pytest.fail)
+    one = Ranks(mx.distributed.init(), generation_stream)
+    monkeypatch.setattr("specdec_mlx.loop.ranks_of", lambda model, stream: one)
+    shapes, trees = Shapes(), default_drafter(trees=True)
+    narrow_text(tiny.build("llama"), trees, draft_length=ModelledLength(shapes, FREE))
     assert shapes.num_asked
-    assert shapes.has_forked == (not on_ranks)
-    assert bool(asked) == (not on_ranks)
+    assert not shapes.has_forked
 
 
-def test_counts_of_a_replay_with_trees_are_those_of_a_live_run(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_replay_with_trees_counts_as_a_live_run_does(monkeypatch: pytest.MonkeyPatch) -> None:
     """Passes, drafted and accepted tokens, of trees of drafters that read only the text."""
     monkeypatch.setattr(RoundClock, "was_undisturbed", True)
     model, drafter = narrow.model(), TreeOf(*LOOK_UPS())
@@ -313,34 +265,19 @@ def test_counts_of_a_replay_with_trees_are_those_of_a_live_run(
         items = list(sd.speculate(model, task.prompt, drafter, max_tokens=32, draft_length=length))
         has_forked = has_forked or shapes.has_forked
         text = RecordedText(task.id, "", list(task.prompt), [item.token for item in items])
-        stats = items[-1].stats
-        modelled = replay_text(
-            text, drafter, Auto(Tuning()), FREE, max_tokens=32, vocab_size=narrow.VOCAB
-        )
-        assert (modelled.passes, modelled.drafted, modelled.accepted) == (
-            stats.target_passes,
-            stats.drafted,
-            sum(item.from_draft for item in items),
-        )
+        how: Any = {"max_tokens": 32, "vocab_size": narrow.VOCAB}
+        modelled, stats = replay_text(text, drafter, Auto(Tuning()), FREE, **how), items[-1].stats
+        live = stats.target_passes, stats.drafted, sum(item.from_draft for item in items)
+        assert (modelled.passes, modelled.drafted, modelled.accepted) == live
     assert has_forked
-
-
-# --- names, combinations, replay ----------------------------------------------------------------
-
-
-def test_the_default_drafter_has_trees_as_an_option() -> None:
-    """By name too; without it nothing of trees is made."""
-    assert isinstance(make_drafter("auto:trees=true"), TreeOf)
-    assert make_drafter("auto") == sd.SuffixDrafter()
 
 
 def test_trees_compete_with_others_as_a_whole() -> None:
     """In a `BestOf` the look-ups of a tree are asked together."""
     tree = TreeOf(*LOOK_UPS())
     session: Any = sd.BestOf(tree, sd.PromptLookupDrafter()).begin([1, 2], DraftContext())
-    (group,) = session.groups
-    assert group[0][0] == tree.key
-    assert len(group) == 2
+    (((key, _), _),) = session.groups
+    assert key == tree.key
 
 
 def test_a_replay_shows_what_was_recorded_and_nothing_else() -> None:
@@ -353,14 +290,6 @@ def test_a_replay_shows_what_was_recorded_and_nothing_else() -> None:
     assert known == {2: [3, 9], 3: [5, 6], 4: [3, 7]}
     with pytest.raises(UnreadableError, match="no states"):
         RecordedTarget(text, 50).tap(Features(head_input=True))
-
-
-def test_the_oracle_of_shape_takes_the_right_path_of_all_guesses() -> None:
-    """It needs no more passes than trees do where positions are free, and drafts nothing wrong."""
-    for text, modelled in zip(texts(), replayed(TreeOf(*LOOK_UPS()), FREE), strict=True):
-        bound = length_oracle(text, TreeOf(*LOOK_UPS()), FREE, vocab_size=40, longest=150)
-        assert bound.drafted == bound.accepted > 0
-        assert bound.passes <= modelled.passes
 
 
 def test_recorded_guesses_are_the_models_own() -> None:

@@ -69,10 +69,9 @@ def test_every_small_tree_leaves_the_distribution_alone(name, way):
 
 @FULL
 @pytest.mark.parametrize("name", TREE_RULES)
-@in_one_test("size", [5, 6, 7])
-def test_every_tree_leaves_the_distribution_alone(name, size):
+def test_every_tree_leaves_the_distribution_alone(name):
     """All 603 shapes of 5 to 7 tokens, V = 2, drawn independently: to 1e-12."""
-    for parents in shapes(size):
+    for parents in (shape for size in (5, 6, 7) for shape in shapes(size)):
         assert distance(2, parents, "independent", name) < EXACT, parents
 
 
@@ -86,27 +85,23 @@ def test_several_rounds_leave_the_distribution_alone(name):
 def test_excluded_tokens_leave_the_distribution_alone(name):
     """Target and draft exclude tokens, other ones, and p = q: to 1e-12."""
     p, q = rolled([0.7, 0.3, 0.0]), rolled([0.0, 0.5, 0.5])
-    for target, draft in [(p, q), (q, p), (p, p)]:
-        for replace in (True, False):
-            drawn = TreeDrawn(draft, (ROOT, 0, 0, ROOT, 3), replace)
-            assert rounds(target, drawn, TREE_RULES[name]).total_variation(1, 3) < EXACT
+    for (target, draft), replace in product([(p, q), (q, p), (p, p)], (True, False)):
+        drawn = TreeDrawn(draft, (ROOT, 0, 0, ROOT, 3), replace)
+        assert rounds(target, drawn, TREE_RULES[name]).total_variation(1, 3) < EXACT
 
 
-@in_one_test("wrong", WRONG_TREE_RULES)
-def test_wrong_rules_are_found(wrong):
-    """Each named fault moves the distribution by more than 0.001 on a tree of 4."""
-    rule, way = WRONG_TREE_RULES[wrong]
+def test_wrong_rules_are_found():
+    """Each named fault, and an order that depends on the target: of two independent draws the one
+    that it likes better is tried first; by more than 0.001.
+    """
     target, draft = sources(4, 4)
-    drawn = TreeDrawn(draft, (ROOT, 0, 0, ROOT), **way)
-    assert rounds(target, drawn, rule).total_variation(1, 3) > 1e-3
-
-
-@in_one_test("name", TREE_RULES)
-def test_an_order_that_depends_on_the_target_is_found(name):
-    """Wrong: of two independent draws the one that the target likes better is tried first."""
+    for rule, way in WRONG_TREE_RULES.values():
+        drawn = TreeDrawn(draft, (ROOT, 0, 0, ROOT), **way)
+        assert rounds(target, drawn, rule).total_variation(1, 3) > 1e-3, rule
     target, draft = sources(3, 4)
-    drawn = TriedLikeliestFirst(draft, (ROOT, ROOT), target=target)
-    assert rounds(target, drawn, TREE_RULES[name]).total_variation(1, 2) > 1e-3
+    for rule in TREE_RULES.values():
+        drawn = TriedLikeliestFirst(draft, (ROOT, ROOT), target=target)
+        assert rounds(target, drawn, rule).total_variation(1, 2) > 1e-3, rule
 
 
 @pytest.mark.parametrize("name", TREE_RULES)
@@ -182,21 +177,18 @@ def test_of_siblings_no_more_is_kept_than_can_be(pair, count):
     assert kept["k-sequential"] >= (1 - (1 - 1 / count) ** count) * most - 1e-9
 
 
-def gain_of_climbing(parents: tuple[int, ...], *, replace: bool) -> float:
-    """Tokens that traversal keeps beyond those that multi-round keeps, on average; V = 2."""
-    target, draft = sources(2, 0)
-    drawn = TreeDrawn(draft, parents, replace)
-    rules = (TREE_RULES[name] for name in ("multi-round", "traversal"))
-    walked, climbed = (rounds(target, drawn, rule).expected_accepted() for rule in rules)
-    return climbed - walked
-
-
 @in_one_test("replace", [True, False])
 def test_climbing_keeps_more_unless_a_later_sibling_goes_deeper(replace):
     """Of the trees of up to 4 tokens one has its deeper branch second; there walking keeps more."""
-    deeper_second = (ROOT, 0, 0, 2)
-    gains = {parents: gain_of_climbing(parents, replace=replace) for parents in SMALL}
-    assert gains.pop(deeper_second) < -0.01
+    gains, draft = {}, sources(2, 0)
+    for parents in SMALL:
+        drawn = TreeDrawn(draft[1], parents, replace)
+        walked, climbed = (
+            rounds(draft[0], drawn, TREE_RULES[name]).expected_accepted()
+            for name in ("multi-round", "traversal")
+        )
+        gains[parents] = climbed - walked
+    assert gains.pop((ROOT, 0, 0, 2)) < -0.01
     assert min(gains.values()) >= -EXACT
     assert max(gains.values()) > 0.1
 
@@ -235,22 +227,17 @@ def test_numpy_and_mlx_agree(laws, parents):
 
 
 def test_own_tokens_lead_through_the_tree():
-    """Match goes down where a child carries the row's own token, the first of two alike."""
+    """Match goes down where a child carries the row's own token, the first of two alike; with all
+    mass on one token every rule is match, and reads no distribution.
+    """
     parents = [ROOT, ROOT, 1, 1, 2, 3]
     own = mx.array([7, 0, 5, 6, 0, 9, 0])
     draft = Draft([4, 7, 5, 5, 6, 6], parents=parents)
-    verdict = OwnTokens().decide_tree(Known(own, own), draft, Given(own, own))
-    outcome = outcome_of(verdict, draft.tokens)
-    assert (list(outcome.kept), outcome.tokens) == ([1, 2, 4], [7, 5, 6, 9])
-
-
-def test_greedy_targets_are_matched():
-    """With all mass on one token every rule is match, and reads no distribution."""
-    draft = Draft([1, 2, 0], mx.log(mx.full((3, 3), 1 / 3)), parents=[ROOT, ROOT, 1])
-    own = Known(mx.array(0), mx.array([2, 1, 0, 1]), greedy=True)
-    for rule in TREE_RULES.values():
-        verdict = rule.decide_tree(own, draft, Given(mx.array(0), mx.array(0)))
-        assert outcome_of(verdict, draft.tokens).tokens == [2, 0, 1]
+    rules: list[Any] = [OwnTokens(), *TREE_RULES.values()]
+    for rule in rules:
+        verdict = rule.decide_tree(Known(own, own, greedy=True), draft, Given(own, own))
+        outcome = outcome_of(verdict, draft.tokens)
+        assert (list(outcome.kept), outcome.tokens) == ([1, 2, 4], [7, 5, 6, 9])
 
 
 @in_one_test("name", TREE_RULES)

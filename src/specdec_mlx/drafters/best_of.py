@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 
 from specdec_mlx.contracts import Draft, DraftSession, is_cheap
 from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
@@ -19,7 +20,8 @@ class BestOf(FirstOf):
     came. drafters: at least one, else ValueError; of equal drafts the earlier one's is taken.
     """
 
-    def _session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> BestOfSession:
+    def session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> BestOfSession:
+        """See `FirstOf.session`."""
         return BestOfSession(sessions, keys)
 
 
@@ -38,7 +40,5 @@ class BestOfSession(FirstOfSession):
         certain = [draft for draft in free if len(draft) and draft.logprobs is None]
         if certain:
             return max(certain, key=lambda draft: draft.match)
-        for part in self._costly:
-            if len(draft := part.propose(limit)):
-                return draft
-        return next(filter(len, free), Draft())
+        asked = (part.propose(limit) for part in self._costly)
+        return next(filter(len, chain(asked, free)), Draft())

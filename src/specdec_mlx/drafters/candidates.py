@@ -81,7 +81,7 @@ def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
         head = config.get("transformer_layer_config") or config.get("text_config") or config
         model = target.get("text_config") or target
         width = config.get("target_hidden_size") or config.get("backbone_hidden_size")
-        width, theirs = width or head.get("hidden_size"), model.get("hidden_size")
+        widths = {width or head.get("hidden_size"), model.get("hidden_size")} - {None}
         vocabularies = [n for c in (head, model) if (n := c.get("vocab_size")) is not None]
         if vocabularies and max(vocabularies) - min(vocabularies) > VOCABULARY_MARGIN:
             return "another vocabulary"
@@ -90,8 +90,7 @@ def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     is_gemma4 = str(model.get("model_type")).startswith("gemma4")
     if known_kind(config) == "gemma4_assistant" and not is_gemma4:
         return "for Gemma 4"
-    reads_states = "pard_token" not in config and None not in (width, theirs)
-    return "another width" if reads_states and width != theirs else None
+    return "another width" if "pard_token" not in config and len(widths) > 1 else None
 
 
 ACCEPTANCES = (0.6, 0.8)
@@ -143,9 +142,8 @@ def locate(model: str) -> Path:
     """The folder of a model that is here; raises ModelFolderError for one that is not."""
     folder = Path(model).expanduser()
     if not folder.exists():
-        config = None
-        if model.count("/") <= 1 and not model.startswith(("/", ".", "~")):
-            config = try_to_load_from_cache(model, "config.json")
+        may_be_name = model.count("/") <= 1 and not model.startswith(("/", ".", "~"))
+        config = try_to_load_from_cache(model, "config.json") if may_be_name else None
         if not isinstance(config, str):
             raise ModelFolderError(
                 f"{model} is no folder here and not in the Hugging Face cache. Fetch it first: "
@@ -180,7 +178,7 @@ def weight_bytes(folder: Path) -> int:
 
 
 def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any) -> Candidate:
-    size = 0
+    size, refusal = 0, None
     try:
         check_folder(folder)
         size = weight_bytes(folder)
@@ -197,8 +195,7 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
     except TokenizerMismatchError as error:
         refusal = f"another tokenizer: {error}"
     except Exception as error:  # of transformers, tokenizers or the file system: anything at all
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
-        refusal = f"cannot be read: {reason}"
+        refusal = f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
     return Candidate(name, folder, size, refusal=refusal)
 
 
@@ -219,8 +216,8 @@ def report(model: str, where: Path | None = None) -> str:
             continue
         cost = f"a token costs about {one.cost:.2f} of the target's{one.note}"
         able += [f"  {one.name}  {_size(one.size)}, {cost}", f"    {one.expectation()}"]
-    lines += ["", f"Draft models for {model} ({_size(weight_bytes(target))}):"]
-    lines += able or [f"  none in {where or 'the Hugging Face cache'}"]
+    able = able or [f"  none in {where or 'the Hugging Face cache'}"]
+    lines += ["", f"Draft models for {model} ({_size(weight_bytes(target))}):", *able]
     lines += heads_lines(model, target, models_in(where))
     return "\n".join([*lines, *(["", "Left out:", *refused] if refused else [])])
 

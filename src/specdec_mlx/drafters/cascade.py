@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import repeat
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.contracts import (
-    Checks,
-    Closes,
     Draft,
     DraftContext,
     Drafter,
@@ -31,6 +30,7 @@ from specdec_mlx.contracts import (
     key_of,
     models_of,
 )
+from specdec_mlx.drafters.first_of import Several, SeveralSession
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.options import require
@@ -42,7 +42,7 @@ NUM_FIRST = 4
 
 
 @dataclass(frozen=True)
-class Cascade:
+class Cascade(Several):
     """Drafts whose first tokens a model writes, and look-up the later ones where it finds any.
 
     first: a drafter that costs time, which drafts chains. then: a look-up that can be asked about a
@@ -91,12 +91,6 @@ class Cascade:
         """The keys of both, and the number of first tokens."""
         return f"Cascade({', '.join(map(key_of, self.drafters))}, num_first={self.num_first})"
 
-    def check(self, context: DraftContext) -> None:
-        """Let both refuse the target."""
-        for drafter in self.drafters:
-            if isinstance(drafter, Checks):
-                drafter.check(context)
-
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
         first, then = [drafter.begin(prompt, context) for drafter in self.drafters]
@@ -120,14 +114,13 @@ def cascade(
     return Cascade(first, then, num_first)
 
 
-class CascadeSession:
+class CascadeSession(SeveralSession):
     """One generation of both; it can do what the first one's session can, but for trees."""
 
     def __init__(self, first: DraftSession, then: Any, num_first: int) -> None:
         """then: has `propose_after`. num_first: most tokens of a draft by the first."""
-        self.first = first
-        self.then = then
-        self.num_first = num_first
+        self.first, self.then, self.num_first = first, then, num_first
+        self.sessions = first, then
         if isinstance(first, Stepwise):
             self.propose_while = self._propose_while
         if isinstance(first, SeesTarget):
@@ -153,34 +146,21 @@ class CascadeSession:
         written = to_list(draft.tokens)
         found: Draft = self.then.propose_after(written, room)
         assert found.logprobs is None, "a look-up's draft is a point mass"
-        known = found.evidence or [0] * len(found)
         evidence = [_evidence(each) for each in draft.evidence or ()]
         tail: list[int] = []
-        step = Step.GO_ON
-        for token, match in zip(to_list(found.tokens), known, strict=True):
+        for token, match in zip(to_list(found.tokens), found.evidence or repeat(0), strict=False):
             evidence.append(_evidence(match)._replace(is_free=True))
             step = goes_on(evidence)
             tail += [] if step is Step.STOP_BEFORE else [token]
             if step is not Step.GO_ON:
                 break
-        tokens, logprobs = [*written, *tail], draft.logprobs
         if not tail:
             return draft
+        tokens, logprobs = [*written, *tail], draft.logprobs
         if logprobs is not None:
             is_token = mx.arange(logprobs.shape[-1]) == to_ids(tail)[:, None]
             logprobs = mx.concatenate([logprobs, mx.where(is_token, 0.0, -mx.inf)])
         return Draft(tokens, logprobs, draft.evidence and evidence[: len(tokens)])
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Tell both."""
-        self.first.observe(tokens)
-        self.then.observe(tokens)
-
-    def close(self, length: int) -> None:
-        """Tell both of the end."""
-        for session in (self.first, self.then):
-            if isinstance(session, Closes):
-                session.close(length)
 
 
 def _evidence(match: Evidence | int) -> Evidence:

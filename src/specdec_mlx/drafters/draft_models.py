@@ -107,13 +107,8 @@ def choose_drafter(
 
     draft_model: a model, the folder or Hugging Face name of one or of a trained head, or what
     `drafter` takes. With `drafter` as well, that one is asked first. target: the model to draft
-    for, which trained heads need.
-
-    Raises:
-        UnknownNameError: no drafter has this name.
-        ModelFolderError: there is no model of this name.
-        HeadError: it is a trained head, which does not fit the target.
-        ValueError: for what is neither.
+    for, which trained heads need. Raises UnknownNameError, ModelFolderError, HeadError for a head
+    that does not fit the target, and ValueError for what is neither.
     """
     return first_of([_drafter(drafter), _model_drafter(draft_model, target)])
 

@@ -6,10 +6,10 @@ Draft models and trained heads differ in where the next logits come from, a *ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
+from typing import Any
 
 import mlx.core as mx
 
@@ -31,8 +31,7 @@ class Draws:
     """One draft while it is drawn.
 
     sampling: of drafts; greedy makes a point mass. text: [n] prompt of `num_prompt` tokens, and
-    tokens emitted. at_once: tokens whose noise is drawn together. is_drawn: tokens are drawn at
-    random. one_by_one: there are processors.
+    tokens emitted. at_once: tokens whose noise is drawn together. one_by_one: for processors.
     """
 
     def __init__(
@@ -81,9 +80,8 @@ class Draws:
         return token
 
     def log_confidence(self) -> mx.array:
-        """Log of the largest probability of what the last token was drawn from; [1]."""
-        last = self._rows[-1]
-        return self._log_confidences(last if last.shape[0] == 1 else last[-1:])
+        """Log of the largest probability of what was drawn from last; [1] for one token."""
+        return self._log_confidences(self._rows[-1])
 
     def log_confidences(self) -> mx.array:
         """The largest log-probability at each token; [n], at least one."""
@@ -154,21 +152,6 @@ class Pace:
         chance = GOES_ON if latest is None else latest
         return chance * min(self.build, self.wait) > (1 - chance) * (self.build + self.wait)
 
-    @contextmanager
-    def building(self) -> Iterator[None]:
-        """Time the building of a step."""
-        began = perf_counter()
-        yield
-        self.build = _mix(self.build, perf_counter() - began)
-
-    @contextmanager
-    def waiting(self, alone: bool) -> Iterator[None]:
-        """Time the wait for a step; only if it is alone, with no other one built already."""
-        began = perf_counter()
-        yield
-        if alone:
-            self.wait = _mix(self.wait or 0.0, perf_counter() - began)
-
 
 def _mix(average: float, sample: float) -> float:
     """Moving average; the first sample is taken as it is."""
@@ -182,30 +165,29 @@ def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pa
     """
     evidence: list[Evidence] = []
     confidences: list[mx.array] = []
-    token, latest = None, None
-    decision = Step.GO_ON
+    token, latest, decision = None, None, Step.GO_ON
     while decision is Step.GO_ON and len(evidence) < length:
         ahead = 2 if pace.overlaps(latest) else 1
         while len(draws) < min(len(evidence) + ahead, length):
-            with pace.building():
-                token = draws.draw(step(token))
-                confidences.append(draws.log_confidence())
-                mx.async_eval(token, confidences[-1])
-        with pace.waiting(alone=len(draws) == len(evidence) + 1):
-            confidence = math.exp(confidences[len(evidence)].item())  # type: ignore[arg-type]
-        evidence.append(Evidence(confidence=confidence, is_drawn=draws.is_drawn))
+            began = perf_counter()
+            token = draws.draw(step(token))
+            confidences.append(draws.log_confidence())
+            mx.async_eval(token, confidences[-1])
+            pace.build = _mix(pace.build, perf_counter() - began)
+        began = perf_counter()
+        latest = math.exp(confidences[len(evidence)].item())  # type: ignore[arg-type]
+        if len(draws) == len(evidence) + 1:  # it was waited for alone
+            pace.wait = _mix(pace.wait or 0.0, perf_counter() - began)
+        evidence.append(Evidence(confidence=latest, is_drawn=draws.is_drawn))
         decision = goes_on(evidence)
-        latest = confidence
     return _kept(draws, evidence, decision)
 
 
 def cut_while(draws: Draws, goes_on: GoesOn) -> Draft:
     """As much of a draft that came at once as is worth verifying, by confidences, not draws."""
-    if not len(draws):
-        return Draft()
     evidence: list[Evidence] = []
     decision = Step.GO_ON
-    confidences: list[float] = draws.log_confidences().tolist()  # type: ignore[assignment]
+    confidences: Any = draws.log_confidences().tolist() if len(draws) else ()
     for confidence in confidences:
         evidence.append(Evidence(confidence=math.exp(confidence), is_drawn=draws.is_drawn))
         decision = goes_on(evidence)

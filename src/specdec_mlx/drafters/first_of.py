@@ -19,8 +19,52 @@ from specdec_mlx.contracts import (
 )
 
 
+class Several:
+    """A drafter made of `drafters`, each of which may refuse the target."""
+
+    drafters: Sequence[Drafter]
+
+    def check(self, context: DraftContext) -> None:
+        """Let each of them refuse the target."""
+        for drafter in self.drafters:
+            if isinstance(drafter, Checks):
+                drafter.check(context)
+
+
+class SeveralSession:
+    """One generation, seen by all of the sessions."""
+
+    sessions: Sequence[DraftSession]
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Tell all of them."""
+        for session in self.sessions:
+            session.observe(tokens)
+
+    def close(self, length: int) -> None:
+        """Close those that want to know."""
+        for session in self.sessions:
+            if isinstance(session, Closes):
+                session.close(length)
+
+
+class FirstOfSession(SeveralSession):
+    """One generation of several drafters; see `contracts.SessionGroups`."""
+
+    def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
+        self.sessions = list(sessions)
+        keyed = list(zip(sessions, keys, strict=True))
+        self.parts = [part for session, key in keyed for part in session_parts(session, key)]
+        self.groups = [group for session, key in keyed for group in session_groups(session, key)]
+        self.cheap = all(is_cheap(session) for session in sessions)
+
+    def propose(self, limit: int) -> Draft:
+        """The first draft that is not empty; sessions after it are not asked."""
+        return next(filter(len, (session.propose(limit) for session in self.sessions)), Draft())
+
+
 @dataclass(frozen=True)
-class FirstOf:
+class FirstOf(Several):
     """The draft of the first drafter that has one; each is asked only if those before had none."""
 
     drafters: tuple[Drafter, ...]
@@ -39,47 +83,12 @@ class FirstOf:
     def begin(self, prompt: Sequence[int], context: DraftContext) -> FirstOfSession:
         """Begin with each of them."""
         sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
-        return self._session(sessions, [key_of(drafter) for drafter in self.drafters])
+        return self.session(sessions, [key_of(drafter) for drafter in self.drafters])
 
-    def _session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> FirstOfSession:
+    def session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> FirstOfSession:
+        """The session that is made of theirs."""
         return FirstOfSession(sessions, keys)
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
         """This combination, of changed drafters."""
         return type(self)(*map(change, self.drafters))
-
-    def check(self, context: DraftContext) -> None:
-        """Let each of them refuse the target."""
-        for drafter in self.drafters:
-            if isinstance(drafter, Checks):
-                drafter.check(context)
-
-
-class FirstOfSession:
-    """One generation, seen by all of the drafters; see `contracts.SessionGroups`."""
-
-    def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
-        self.sessions = list(sessions)
-        keyed = list(zip(sessions, keys, strict=True))
-        self.parts = [part for session, key in keyed for part in session_parts(session, key)]
-        self.groups = [group for session, key in keyed for group in session_groups(session, key)]
-        self.cheap = all(is_cheap(session) for session in sessions)
-
-    def propose(self, limit: int) -> Draft:
-        """The first draft that is not empty; sessions after it are not asked."""
-        for session in self.sessions:
-            draft = session.propose(limit)
-            if len(draft):
-                return draft
-        return Draft()
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Tell all of them."""
-        for session in self.sessions:
-            session.observe(tokens)
-
-    def close(self, length: int) -> None:
-        """Close those that want to know."""
-        for session in self.sessions:
-            if isinstance(session, Closes):
-                session.close(length)

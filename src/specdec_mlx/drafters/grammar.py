@@ -124,15 +124,24 @@ class GrammarDrafter:
 
     def check(self, context: DraftContext) -> None:
         """Raise GrammarError if nothing is forced in this generation."""
-        _processor(context)
+        self._processor(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> GrammarSession:
         """Start where the processor starts."""
-        processor = _processor(context)
-        session = GrammarSession(processor)
+        processor = self._processor(context)
+        session = GrammarSession(processor.beginning())
         if processor.start is not None:  # the text has begun elsewhere
             session.observe(prompt[processor.start :])
         return session
+
+    def _processor(self, context: DraftContext) -> GrammarProcessor:
+        for processor in context.logits_processors:
+            if isinstance(processor, GrammarProcessor):
+                return processor
+        raise GrammarError(
+            "GrammarDrafter drafts what a grammar forces, and this generation has none. Give "
+            "logits_processors=[GrammarProcessor(grammar, tokenizer)] as well."
+        )
 
 
 class GrammarSession:
@@ -140,8 +149,8 @@ class GrammarSession:
 
     cheap = True
 
-    def __init__(self, processor: GrammarProcessor) -> None:
-        self.place = processor.beginning()
+    def __init__(self, place: Place) -> None:
+        self.place = place
         self.text: list[int] = []
         self.is_lost = False
 
@@ -215,16 +224,6 @@ def compiled_tokenizer(tokenizer: Any) -> LLTokenizer:
         except ValueError as error:
             raise GrammarError(f"{type(fast).__name__} cannot be used here: {error}") from error
     return _compiled[fast]
-
-
-def _processor(context: DraftContext) -> GrammarProcessor:
-    for processor in context.logits_processors:
-        if isinstance(processor, GrammarProcessor):
-            return processor
-    raise GrammarError(
-        "GrammarDrafter drafts what a grammar forces, and this generation has none. Give "
-        "logits_processors=[GrammarProcessor(grammar, tokenizer)] as well."
-    )
 
 
 def _llguidance() -> Any:

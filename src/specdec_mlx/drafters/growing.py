@@ -78,24 +78,20 @@ class Tree:
         return after(to_ids([self.tokens[node] for node in nodes]), parents)
 
     def learn(self, text: Sequence[int]) -> None:
-        """Learn from how the text went on."""
-        node = ROOT
+        """Learn from how the text went on, until it left the tree."""
+        node: int | None = ROOT
         for token in text:
-            place = self.places.get(node)
+            place = self.places.get(node) if node is not None else None
             if place is None:
                 return
-            node = ROOT
+            node = None
             for child, evidence in zip(place.children, place.evidence, strict=False):
                 right = self.tokens[child] == token
                 self.known.learn([evidence], [right], first=place.depth)
                 node = child if right else node
-            if node == ROOT:
-                return
 
     def draft(self, nodes: Sequence[int], logprobs: mx.array | None = None) -> Draft:
         """Some of the nodes, in order, with all their ancestors; a chain where they do not fork."""
-        if not nodes:
-            return Draft()
         place = {node: i for i, node in enumerate(nodes)} | {ROOT: ROOT}
         parents = [place[self.parents[node]] for node in nodes]
         forks = parents != chain(len(parents))
@@ -189,13 +185,12 @@ class TreeDraws:
         logits = fit_width(logits, self.context.vocab_size)
         if not self.context.logits_processors:
             return logits
-        rows = []
+        rows: list[mx.array] = list(mx.split(logits, len(nodes)))
         for i, node in enumerate(nodes):
             path = [self.tree.tokens[above] for above in path_to(node, self.tree.parents)]
-            seen, row = to_ids([*self.text, *path]), logits[i : i + 1]
+            seen = to_ids([*self.text, *path])
             for processor in self.context.logits_processors:
-                row = processor(seen, row)
-            rows.append(row)
+                rows[i] = processor(seen, rows[i])
         return mx.concatenate(rows)
 
 

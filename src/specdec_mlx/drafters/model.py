@@ -86,8 +86,7 @@ class ModelDrafter:
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError for a target with a tokenizer that is not taken."""
-        shared = self.shared_with(context)
-        if shared is not None:
+        if (shared := self.shared_with(context)) is not None:
             shared.log_once()
 
     def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
@@ -101,11 +100,10 @@ class ModelDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ModelSession | Retokenized:
         """Start a generation; the draft model reads the prompt with its first proposal."""
-        shared = self.shared_with(context)
-        if shared is not None:
-            sampling = self.sampling_for(context.sampling)
-            return Retokenized(self.model, shared, prompt, context, sampling, self.tokenizers)
-        return self.session(prompt, context)
+        shared, sampling = self.shared_with(context), self.sampling_for(context.sampling)
+        if shared is None:
+            return self.session(prompt, context)
+        return Retokenized(self.model, shared, prompt, context, sampling, self.tokenizers)
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
         """The model's side of a generation."""
@@ -168,13 +166,6 @@ class ModelSession(Writes):
         """Logits [1, V] of the token after `token`, or after the text, as a lazy graph."""
         ids = to_ids(self.tokens[self.rollback.position :]) if token is None else token
         return self.feed(ids)[-1:]
-
-    def noise(self, first: int, num: int) -> mx.array | None:
-        """Gumbel noise [num, V] of the tokens of a draft from `first` on; None for no draws."""
-        if self.sampling.greedy:
-            return None
-        start = len(self.tokens) - self.num_prompt
-        return self.context.draft_gumbels(start, num, first)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal in the caches."""

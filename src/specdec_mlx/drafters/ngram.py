@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import mlx.core as mx
 import numpy as np
@@ -15,13 +16,8 @@ from jaxtyping import Float
 
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.contracts.drafting import places_class, share_class
-from specdec_mlx.drafters.ngram_table import (
-    Context,
-    Continuation,
-    NGramCounts,
-    NGramTable,
-    as_table,
-)
+from specdec_mlx.drafters.ngram_table import Context, Continuation, NGramCounts, NGramTable
+from specdec_mlx.memory.kept import opened
 from specdec_mlx.options import require
 
 MAX_ORDER = 8
@@ -61,7 +57,9 @@ class NGramDrafter:
         require(self, self.max_entries >= 1, "max_entries", "an int >= 1")
         without = "None with stochastic=True: its distribution is that of one text's counts"
         require(self, self.table is None or not self.stochastic, "table", without)
-        object.__setattr__(self, "table", as_table(self.table, self.max_order, self.min_order))
+        if self.table is not None and not isinstance(self.table, NGramTable):
+            make = partial(NGramTable, self.max_order, self.min_order)
+            object.__setattr__(self, "table", opened(self.table, NGramTable, make))
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError if the table was counted with another tokenizer."""
@@ -88,17 +86,16 @@ class NGramSession:
         self._num_prompt = len(prompt)
         self._table = config.table if isinstance(config.table, NGramTable) else None
         self._written: list[int] = []
-        self._learn(prompt)
+        for token in prompt:
+            self._learn(token)
 
     def propose(self, limit: int) -> Draft:
         """Continue with up to `limit` tokens, each the most frequent after those before it."""
         context = self._context
         draft: list[int] = []
         evidence: list[Evidence] = []
-        for _ in range(min(limit, self._config.num_draft)):
-            found = self._longest(context)
-            if found is None:
-                break
+        most = min(limit, self._config.num_draft)
+        while len(draft) < most and (found := self._longest(context)) is not None:
             draft.append(found.token)
             share = share_class(found.seen / found.total)
             evidence.append(Evidence(max(1, found.width), share, places_class(found.seen)))
@@ -107,7 +104,8 @@ class NGramSession:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Count the tokens [n]: one table update a token and order."""
-        self._learn(tokens)
+        for token in tokens:
+            self._learn(token)
         if self._table is not None:
             self._written += tokens
 
@@ -125,10 +123,9 @@ class NGramSession:
         kept = table.continuation(context)
         return kept if kept and (own is None or kept.width > own.width) else own
 
-    def _learn(self, tokens: Sequence[int]) -> None:
-        for token in tokens:
-            self._counts.learn(self._context, token)
-            self._context = self._counts.shift(self._context, token)
+    def _learn(self, token: int) -> None:
+        self._counts.learn(self._context, token)
+        self._context = self._counts.shift(self._context, token)
 
 
 class StochasticNGramSession(NGramSession):

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
 from jaxtyping import Float, Int
 
-from specdec_mlx.memory.kept import Kept, opened
+from specdec_mlx.memory.kept import Kept
 
 Context = tuple[int, ...]
 
@@ -195,18 +195,16 @@ class NGramTable(Kept):
 
     def add(self, tokens: Sequence[int]) -> None:
         """Count the n-grams of a text [n]."""
+        ends, orders = range(1, len(tokens) + 1), range(self.min_order, self.max_order + 1)
+        ngrams = (tuple(tokens[end - n : end]) for end in ends for n in orders if n <= end)
         with self._lock:
-            for end in range(len(tokens)):
-                for order in range(self.min_order, min(self.max_order, end + 1) + 1):
-                    self._add(tuple(tokens[end + 1 - order : end + 1]), 1)
+            self._add((ngram, 1) for ngram in ngrams)
             self.save_now_and_then()
 
     def _merge(self, other: NGramTable) -> None:
-        theirs = other.counts()
+        theirs = other.counts().items()
         with self._lock:
-            for ngram, times in theirs.items():
-                if self.min_order <= len(ngram) <= self.max_order:
-                    self._add(ngram, times)
+            self._add(one for one in theirs if self.min_order <= len(one[0]) <= self.max_order)
 
     def continuation(self, context: Context) -> Continuation | None:
         """The best continuation of the longest known end of a context."""
@@ -253,10 +251,11 @@ class NGramTable(Kept):
             raise ValueError(f"{len(data)} numbers instead of {at}")
         return table
 
-    def _add(self, ngram: Context, times: int) -> None:
-        self._counts.add(ngram[:-1], ngram[-1], times)
-        if self.path is not None:
-            self._unsaved[ngram] += times
+    def _add(self, ngrams: Iterable[tuple[Context, int]]) -> None:
+        for ngram, times in ngrams:
+            self._counts.add(ngram[:-1], ngram[-1], times)
+            if self.path is not None:
+                self._unsaved[ngram] += times
 
     def _take_over(self, saved: NGramTable, *, is_own: bool) -> None:
         self._recount(saved.counts(), self._unsaved if is_own else self.counts())
@@ -267,12 +266,3 @@ class NGramTable(Kept):
         for part in counts:
             for ngram, times in part.items():
                 self._counts.add(ngram[:-1], ngram[-1], times)
-
-
-def as_table(
-    table: NGramTable | Path | str | None, max_order: int, min_order: int
-) -> NGramTable | None:
-    """The table that is named: itself, or that of a file, of these orders where it is made."""
-    if table is None or isinstance(table, NGramTable):
-        return table
-    return opened(table, NGramTable, lambda: NGramTable(max_order, min_order))

@@ -149,14 +149,10 @@ def _byte_level(token: str) -> bytes:
         return token.encode()
 
 
-def _alphabet() -> dict[int, int]:
-    """Characters of byte-level vocabularies -> bytes (Radford et al. 2019, section 2.2)."""
-    printable = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: byte for byte in printable} | {256 + i: byte for i, byte in enumerate(others)}
-
-
-_ALPHABET = _alphabet()
+_PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
+_OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
+_ALPHABET = {byte: byte for byte in _PRINTABLE} | {256 + i: b for i, b in enumerate(_OTHERS)}
+"""Characters of byte-level vocabularies -> bytes (Radford et al. 2019, section 2.2)."""
 
 
 ORDINARY = (
@@ -235,13 +231,13 @@ class SharedVocabulary:
     def log_once(self) -> None:
         """Log in one line what becomes of drafts in other tokens."""
         if not self.is_logged:
-            self.is_logged = True
             logging.getLogger(__name__).warning(
                 "specdec_mlx: the draft model has a tokenizer of its own (%s); what it drafts is "
                 "carried over as text, or drawn from the %d tokens that both have.",
                 self.difference,
                 len(self.to_draft),
             )
+        self.is_logged = True
 
 
 def _compared(target: Any, draft: Any) -> SharedVocabulary | None:
@@ -256,11 +252,9 @@ def _compared(target: Any, draft: Any) -> SharedVocabulary | None:
             f"carried over as text: {error} Use a draft model of the same family, or a drafter "
             "that needs no model, such as 'prompt-lookup'."
         ) from error
-    roles = [
-        (getattr(target, role, None), getattr(draft, role, None))
-        for role in ("eos_token_id", "bos_token_id")
-    ]
-    same = {a: b for a, b in roles if a is not None and b is not None}
+    roles = ("eos_token_id", "bos_token_id")
+    pairs = [(getattr(target, role, None), getattr(draft, role, None)) for role in roles]
+    same = {a: b for a, b in pairs if a is not None and b is not None}
     return SharedVocabulary(ours, theirs, same, difference)
 
 

@@ -27,7 +27,8 @@ class TreeOf(FirstOf):
     drafters: at least one, the likelier first, else ValueError; each proposes without a model.
     """
 
-    def _session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> TreeOfSession:
+    def session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> TreeOfSession:
+        """See `FirstOf.session`; ValueError for a drafter whose drafts cost time."""
         for drafter, session in zip(self.drafters, sessions, strict=True):
             if not is_cheap(session):
                 raise ValueError(
@@ -47,8 +48,7 @@ class TreeOfSession(FirstOfSession):
 
     def propose(self, limit: int) -> Draft:
         """All that they propose, the tokens of one depth before those of the next."""
-        drafts = [session.propose(limit) for session in self.sessions]
-        some = [draft for draft in drafts if len(draft)]
+        some = list(filter(len, (session.propose(limit) for session in self.sessions)))
         if not some or len(some) == 1 or some[0].logprobs is not None:
             return some[0] if some else Draft()
         return merged([draft for draft in some if draft.logprobs is None]).head(limit)
