@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import chain, islice, repeat
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any
 
@@ -16,18 +16,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
-
-import scripted
-import specdec_mlx as sd
-import strategies
-import tiny
-from scripted import (
+from scripted_target import (
     ChainCache,
     RecurrentTokenCache,
     ScriptedTarget,
     TappedTarget,
     TokenCache,
+    rounds_of,
 )
+
+import scripted
+import specdec_mlx as sd
+import strategies
+import tiny
 from selection import in_one_test
 from specdec_mlx.contracts import (
     ROOT,
@@ -58,7 +59,7 @@ class Given:
     """A drafter that proposes given drafts, one a round from the second token on."""
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
-        self.drafts = chain(drafts, repeat(Draft()))
+        self.drafts = rounds_of(drafts)
         self.observed: list[int] = []
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Given:
@@ -256,7 +257,7 @@ class Proposes:
         self.draft = draft
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        drafts = chain([Draft(plain()[1:3]), self.draft], repeat(Draft()))
+        drafts = rounds_of([Draft(plain()[1:3]), self.draft])
         session = scripted.ScriptedSession(lambda emitted, limit: [])
         session.propose = lambda limit: next(drafts)  # type: ignore[method-assign]
         return session

@@ -129,7 +129,7 @@ def test_a_context_forgotten_at_one_order_is_still_known_at_another() -> None:
 
 
 @pytest.mark.parametrize("max_order", cases([1, 4, 8], 4))
-@pytest.mark.parametrize("repeats", [1, 2])
+@pytest.mark.parametrize("repeats", cases([1, 2], 1))
 def test_memory_stays_below_the_stated_bound(max_order: int, repeats: int) -> None:
     """At most 640 bytes a pair, in texts that make pairs dear: all different, and all twice."""
     entries = 700  # just past a doubling of the dict's table

@@ -35,8 +35,10 @@ def tops(model: Any, tokens: list[int]) -> list[list[int]]:
     return mx.argsort(-logits, axis=-1)[:, :TOP].tolist()
 
 
-@in_one_test("context", [1, 2])
-@in_one_test("options", [{}, {"sampler": sd.Sampling(temp=0.5), "seed": 3}])
+DRAWN = {"sampler": sd.Sampling(temp=0.5), "seed": 3}
+
+
+@in_one_test(("options", "context"), [({}, 1), ({}, 2), (DRAWN, 1)])
 def test_the_text_is_the_targets_own(options: dict[str, Any], context: int, model: Any) -> None:
     """Greedy or drawn with a seed; the second time the table knows what is coming."""
     drafter = RecyclingDrafter(table=SuccessorTable(), context=context)

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 import tiny
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from scripted import OracleDrafter, ScriptedDrafter
-from selection import in_one_test
+from selection import FULL, in_one_test
 from specdec_mlx import NGramDrafter, PromptLookupDrafter, speculate
 from specdec_mlx.contracts import ROOT, Draft, DraftContext
 from specdec_mlx.contracts.trees import path_to
@@ -77,6 +77,7 @@ def test_text_with_a_tree_of_drafters_is_plain_text(name):
     assert accepted == 0 if name == "mamba2" else accepted > 25
 
 
+@FULL
 def test_look_ups_in_one_tree_keep_the_contract_of_a_drafter():
     """Both of them at once; the text repeats itself, so that they have something to say."""
     check_drafter(TreeOf(PromptLookupDrafter(), NGramDrafter()), vocab_size=16, num_draws=100)

@@ -236,7 +236,7 @@ def test_text_with_the_default_trees_is_plain_text(name: str) -> None:
     assert stats.drafted > stats.accepted > 20
     assert shapes.num_asked
     assert shapes.has_forked == (name != "mamba2")
-    for rule in ("match", "coupled"):
+    for rule in ("match", "coupled") if name == "llama" else ("coupled",):
         options = {"sampler": sd.Sampling(temp=0.6), "seed": 5, "rule": rule, "max_tokens": 40}
         plain, items = (narrow_text(model, one, **options) for one in (None, trees))
         assert [item.token for item in items] == [item.token for item in plain]

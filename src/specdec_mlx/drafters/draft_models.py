@@ -109,13 +109,9 @@ def choose_drafter(
 
     draft_model: a model, the folder or Hugging Face name of one or of a trained head, or what
     `drafter` takes. With "auto" the better draft of the two is taken, any other drafter is asked
-    first. target: the model to draft for, which trained heads need.
-
-    Raises:
-        UnknownNameError: no drafter has this name.
-        ModelFolderError: there is no model of this name.
-        HeadError: it is a trained head, which does not fit the target.
-        ValueError: for what is neither.
+    first. target: the model to draft for, which trained heads need. Raises UnknownNameError,
+    ModelFolderError, HeadError for a head that does not fit the target, and ValueError for what is
+    neither.
     """
     look_up, of_model = _drafter(drafter), _model_drafter(draft_model, target)
     if drafter == DEFAULT_DRAFTER and look_up is not None and of_model is not None:

@@ -111,8 +111,8 @@ class Window:
 class LookaheadSession:
     """One generation: the text, the pool, the window, and the latest proposal.
 
-    pool: first token -> what follows it [1 to N - 1] -> how often guessed, latest last. tree: texts
-    of the proposal's nodes. columns: texts of the last nodes of the window's columns in it.
+    _pool: first token -> what follows it [1 to N - 1] -> how often guessed, latest last. _tree, and
+    _columns of the window in it: by the texts of nodes, of a column the last one's.
     """
 
     cheap = True

@@ -1,12 +1,8 @@
 """Drafters by name, through the entry-point group `specdec_mlx.drafters`.
 
-A package that declares
-
-    [project.entry-points."specdec_mlx.drafters"]
-    my-drafter = "my_package:MyDrafter"
-
-gives its drafter a name in `make_drafter`, on the command line and in requests to the server. A
-built-in name stays with the built-in drafter, any other with the first package by name.
+A package that declares `my-drafter = "my_package:MyDrafter"` there gives its drafter a name in
+`make_drafter`, on the command line and in requests to the server. A built-in name stays with the
+built-in drafter, any other with the first package by name.
 """
 
 from __future__ import annotations
@@ -61,13 +57,11 @@ def make_drafter(
     """Drafter of a name, with options: `make_drafter("ngram:max_order=3,num_draft=8")`.
 
     Args:
-        spec: NAME or NAME:key=value,...; values are numbers, true, false or none, else text.
+        spec: NAME or NAME:key=value,...; values are numbers, true, false or none, else text. None
+            comes of the name "none", which is plain decoding.
         draft_model: the model of the names "model" and "cascade"; other names need none.
         draft_tokenizer: the draft model's, to be compared with the target's.
         options: more options, as keywords.
-
-    Returns:
-        The drafter; None for the name "none", which is plain decoding.
 
     Raises:
         UnknownNameError: no drafter has this name.
