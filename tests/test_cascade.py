@@ -12,13 +12,13 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 import pytest
-from counting import Counting
 from mlx_lm.models.cache import LRUPromptCache
 
 import specdec_mlx as sd
 import tiny
 from exact import TARGET, Drawn, Rounds, by_state, rolled
 from lossless import PROMPT, plain_text
+from narrow import Counting
 from scripted import ScriptedDrafter, ScriptedSession
 from selection import cases, in_one_test
 from specdec_mlx import lab

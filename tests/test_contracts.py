@@ -16,7 +16,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 from mlx_lm.generate import generate_step, generation_stream
 from mlx_lm.models.cache import make_prompt_cache
-from scripted_target import (
+
+import scripted
+import specdec_mlx as sd
+import strategies
+import tiny
+from scripted import (
     ChainCache,
     RecurrentTokenCache,
     ScriptedTarget,
@@ -24,11 +29,6 @@ from scripted_target import (
     TokenCache,
     rounds_of,
 )
-
-import scripted
-import specdec_mlx as sd
-import strategies
-import tiny
 from selection import in_one_test
 from specdec_mlx.contracts import (
     ROOT,
