@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import cache
-from itertools import islice
+from itertools import chain, islice, repeat
 from types import SimpleNamespace
 from typing import Any
 
@@ -27,7 +27,6 @@ from scripted import (
     ScriptedTarget,
     TappedTarget,
     TokenCache,
-    rounds_of,
 )
 from selection import in_one_test
 from specdec_mlx.contracts import (
@@ -59,7 +58,7 @@ class Given:
     """A drafter that proposes given drafts, one a round from the second token on."""
 
     def __init__(self, drafts: Sequence[Draft]) -> None:
-        self.drafts = rounds_of(drafts)
+        self.drafts = chain(drafts, repeat(Draft()))
         self.observed: list[int] = []
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Given:
@@ -257,7 +256,7 @@ class Proposes:
         self.draft = draft
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        drafts = rounds_of([Draft(plain()[1:3]), self.draft])
+        drafts = chain([Draft(plain()[1:3]), self.draft], repeat(Draft()))
         session = scripted.ScriptedSession(lambda emitted, limit: [])
         session.propose = lambda limit: next(drafts)  # type: ignore[method-assign]
         return session
