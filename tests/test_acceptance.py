@@ -257,6 +257,7 @@ def accepted(target: Source, drafting: Drafting, deciding: Deciding) -> np.ndarr
 
 
 @given(shape=strategies.small_shapes, data=st.data())
+@settings(max_examples=25)
 def test_rules_accept_in_their_order(shape, data):
     """Of drawn drafts, for any K: block >= token by token >= shared noise >= noise of their own.
 

@@ -41,7 +41,7 @@ def test_our_lossless_rules_keep_the_contract(name: str) -> None:
     assert ("drawn" in lines[-1]) != bool(coins)
 
 
-@pytest.mark.parametrize("name", LOSSY)
+@pytest.mark.parametrize("name", cases(LOSSY, "lenient"))
 def test_lossy_rules_keep_all_of_it_but_the_distribution(name: str) -> None:
     """They pass where they say what they are, and fail where they do not."""
     assert parts(check_rule(make_rule(name), lossless=False))[-1] == "coins"
