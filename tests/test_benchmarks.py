@@ -42,8 +42,8 @@ PROMPT = "the cat in the hat and the other cat in the hat and the"
 
 COMMANDS = {
     "batches": "--model {model} --prompts {prompts} --rows 2 --groups 1 --repeats 1 --max-tokens 8",
-    "head_trees": "--every 16 --sizes 2 --max-tokens 8",
-    "heads": "--every 16 --lengths 2 --max-tokens 8",
+    "head_trees": "{medusa} --prompts {prompts} --every 5 --sizes 2 --max-tokens 8",
+    "heads": "{medusa} --prompts {prompts} --every 5 --lengths 2 --max-tokens 8",
     "host_time": "--context 300 --rounds 2",
     "memory": "{folder} --tokenizer {model} --max-tokens 100000",
     "online": "--model {model} --draft-model {model} --texts 2 --held-out 1 --max-tokens 8",
@@ -71,7 +71,8 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     texts, prompts = str(folder / "texts.json"), str(folder / "prompts.jsonl")
     flags = ["--model", model, "--prompts", prompts, "--max-tokens", "24", "--drafter", "ngram"]
     assert command_line.run("bench", *flags, "--json", texts).returncode == 0
-    made = {"model": str(model), "prompts": prompts, "texts": texts}
+    medusa = f"--model {lab.target_path()} --head {lab.head_path('medusa')}"
+    made = {"model": str(model), "prompts": prompts, "texts": texts, "medusa": medusa}
     return made | {"out": str(folder / "out.json"), "folder": str(ROOT / "benchmarks")}
 
 

@@ -80,7 +80,8 @@ def summarise(
 def throughput_ratio(ours: np.ndarray, plain: np.ndarray) -> np.ndarray:
     """All tokens over all seconds, over the same of plain decoding; [..., n, 2] each."""
     own, base = ours.sum(axis=-2), plain.sum(axis=-2)
-    return np.asarray(own[..., 0] / own[..., 1] * base[..., 1] / base[..., 0])
+    pace, plain_pace = own[..., 0] / own[..., 1], base[..., 0] / base[..., 1]
+    return np.asarray(pace / plain_pace)
 
 
 def bootstrap_interval(
