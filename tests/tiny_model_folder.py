@@ -21,8 +21,7 @@ SPECIAL = ["<s>", "</s>", "<|user|>", "<|assistant|>", "<|system|>"]
 MERGES = ["t h", "th e", "i n", "a n", "e r", "o n", "Ġ t"]
 
 CONTEXT = 0.03
-"""Weight of the layers against the last token: little enough that the text comes to repeat itself,
-as real text does, and there is something to look up; enough that each token depends on all."""
+"""Weight of the layers: so little that the text repeats itself, enough to depend on all of it."""
 
 CHAT_TEMPLATE = (
     "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] }}</s>{% endfor %}"

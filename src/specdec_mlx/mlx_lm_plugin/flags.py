@@ -268,7 +268,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         length = getattr(namespace, "num_draft_tokens", None)
     same = "draft_model", "stats", "memory", "memory_for", "online"
     flags = Flags(
-        namespace.drafter,
+        tuple(namespace.drafter),
         lighter=lighter_of(namespace),
         draft_length="auto" if length is None else length,
         rule=namespace.rule or "auto",
