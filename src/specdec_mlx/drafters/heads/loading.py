@@ -33,8 +33,8 @@ Tensors = dict[str, mx.array]
 IGNORED = re.compile(r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t)")  # tensors that are not needed
 SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")  # copies of the target's ends
 
-VOCABULARY_MARGIN = 512  # rows by which vocabularies may differ, by padding
-MOST_LAYERS = 1000  # or heads of a config
+VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
+"""Rows by which vocabularies may differ, by padding; most layers or heads of a config."""
 
 
 class Source(NamedTuple):
