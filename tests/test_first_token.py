@@ -32,7 +32,6 @@ def draft_model() -> nn.Module:
 
 @cache
 def plain() -> list[int]:
-    """The tokens of mlx-lm's own generation."""
     return [int(token) for token, _ in generate_step(mx.array(PROMPT), target(), max_tokens=24)]
 
 
@@ -94,60 +93,40 @@ def test_no_drafter_is_asked_before_the_first_token(
         assert drafter.shown[0] == drafter.handed_out[:1]
 
 
-class Watched:
-    """Notes the passes of one model: tokens handed out before each, and its positions."""
+def watched(
+    drafter: Drafter, monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> tuple[list[int], list[tuple[nn.Module, int, int]]]:
+    """A text, and its passes: of which model, after how many tokens, over how many positions."""
+    handed_out: list[int] = []
+    passes = []
+    kind = type(target())
+    call = kind.__call__
 
-    def __init__(self, model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.handed_out: list[int] = []
-        self.passes: list[tuple[int, int]] = []
-        call = type(model).__call__
+    def noting(model: nn.Module, tokens: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        passes.append((model, len(handed_out), tokens.size))
+        return call(model, tokens, *args, **kwargs)  # type: ignore[no-any-return]
 
-        def noting(instance: nn.Module, tokens: mx.array, *args: Any, **kwargs: Any) -> mx.array:
-            if instance is model:
-                self.passes.append((len(self.handed_out), tokens.size))
-            return call(instance, tokens, *args, **kwargs)  # type: ignore[no-any-return]
-
-        monkeypatch.setattr(type(model), "__call__", noting)
-
-    def run(self, drafter: Drafter, **options: Any) -> None:
-        self.handed_out.clear()
-        for item in sd.speculate(target(), PROMPT, drafter, **options):
-            self.handed_out.append(item.token)
-
-
-@any_length
-@in_one_test("name", ["draft model", "look-up, then model"])
-def test_no_draft_model_runs_before_the_first_token(
-    name: str, length: int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It reads the prompt after it; for a single token it is not run at all."""
     with monkeypatch.context() as patch:
-        model = Watched(draft_model(), patch)
-        model.run(DRAFTERS[name](), max_tokens=1, draft_length=length)
-        assert model.passes == []
-        model.run(DRAFTERS[name](), max_tokens=20, draft_length=length)
-    assert model.handed_out == plain()[:20]
-    assert 0 not in [before for before, _ in model.passes]
-    if length == 4:
-        assert model.passes[0][0] == 1
+        patch.setattr(kind, "__call__", noting)
+        for item in sd.speculate(target(), PROMPT, drafter, **options):
+            handed_out.append(item.token)
+    return handed_out, passes
 
 
 @any_drafter
-def test_the_target_has_read_the_prompt_and_nothing_more(
-    name: str, monkeypatch: pytest.MonkeyPatch
+@any_length
+def test_only_the_target_runs_before_the_first_token(
+    name: str, length: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """When the first token is handed out: the prompt but for its last token, and that one."""
-    options: dict[str, Any] = {"draft_length": 4, "max_tokens": 8}
-    list(sd.speculate(target(), PROMPT, DRAFTERS[name](), **options))  # measures the model
-    model = Watched(target(), monkeypatch)
-    model.run(DRAFTERS[name](), **options)
-    assert [size for before, size in model.passes if before == 0] == [len(PROMPT) - 1, 1]
-
-
-@in_one_test("drafter", [DRAFTERS["oracle"], lambda: sd.ModelDrafter(target())])
-def test_the_second_token_comes_with_drafts(drafter: Callable[[], Drafter]) -> None:
-    """One plain pass, and then drafts in every round: all are accepted here."""
-    tokens = list(sd.speculate(target(), PROMPT, drafter(), max_tokens=11, draft_length=4))
-    assert [t.token for t in tokens] == plain()[:11]
-    assert [t.origin for t in tokens] == ["plain", *[*["draft"] * 4, "bonus"] * 2]
-    assert tokens[-1].stats.rounds == [(0, 0), (4, 4), (4, 4)]
+    """It reads the prompt but for its last token, and that one; a draft model reads it afterwards,
+    and for a single token not at all.
+    """
+    drafter = DRAFTERS[name]()
+    _, passes = watched(drafter, monkeypatch, max_tokens=1, draft_length=length)
+    assert all(model is target() for model, _, _ in passes)
+    text, passes = watched(drafter, monkeypatch, max_tokens=20, draft_length=length)
+    assert text == plain()[:20]
+    first = [(model is target(), size) for model, before, size in passes if before == 0]
+    assert first == [(True, len(PROMPT) - 1), (True, 1)]
+    if length == 4 and "model" in name:
+        assert min(before for model, before, _ in passes if model is draft_model()) == 1

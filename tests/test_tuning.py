@@ -64,15 +64,11 @@ def test_a_staircase_begins_at_one_and_never_falls(
 
 @in_one_test("name", CURVES)
 def test_nothing_measured_is_the_prior_and_its_tiles(name: str) -> None:
-    """On the widths that are chosen from, and one row past each tile. A curve that falls, as
-    speeds of somebody's may, is evened out.
-    """
-    curve, stairs = CURVES[name], Staircase(CURVES[name])
+    """On the widths that are chosen from; a curve that falls, as somebody's may, is evened out."""
+    curve, tile = CURVES[name], 64 if name.startswith("m5") else 32
     for rows in (*WIDTHS, 33, 65):
-        assert stairs(rows) == pytest.approx(curve(rows), rel=0.05)
-    tile = 64 if name.startswith("m5") else 32
-    if name != "mildest":
-        assert curve(tile + 1) == curve(2 * tile) == 2 * curve(tile)
+        assert Staircase(curve)(rows) == pytest.approx(curve(rows), rel=0.05)
+    assert name == "mildest" or curve(tile + 1) == curve(2 * tile) == 2 * curve(tile)
 
 
 @given(some_priors, st.sampled_from(WIDTHS[1:6]), st.sampled_from(WIDTHS[6:]), st.floats(0.4, 3))
@@ -168,16 +164,15 @@ def test_costs_are_learned_by_the_length_of_the_context_and_the_number_of_texts(
 
 def test_a_draft_costs_its_first_step_and_the_further_ones() -> None:
     """Medians: one slow draft is no verdict, and none counts for more than can matter."""
-    steps, whole = costs.Steps(), costs.Steps()
+    steps = costs.Steps()
     assert steps(0) == 0 < steps(1) < steps(2) < 1
-    for first, further in ((0.3, 0.0), (9.0, 0.01), (0.3, 9.0)):
+    steps.add(steps.first, 0.3)
+    assert steps(4) == pytest.approx(1.2)
+    for first, further in ((9.0, 9.0), (0.3, 0.01), (0.3, 0.0)):
         steps.add(steps.first, first)
         steps.add(steps.further, further)
+        assert steps.step <= 2
     assert [steps(1), steps(4)] == pytest.approx([0.3, 0.33])
-    whole.add(whole.first, 0.1)
-    assert whole(4) == pytest.approx(0.4)
-    whole.add(whole.further, 99.0)
-    assert whole.step <= 2
 
 
 def test_the_prior_knows_the_machine_and_the_kind_of_model(
@@ -256,17 +251,6 @@ def test_what_was_seen_outweighs_the_prior_and_a_trial_does_not(
     assert chance(chances, evidence) == pytest.approx(share, abs=0.15)
 
 
-def test_old_trials_are_forgotten() -> None:
-    """150 of another text outweigh a thousand."""
-    chances = look_up()
-    for i in range(1150):
-        chances.learn([4], [i < 1000 and i % 2 == 0])
-        chances.recent = 0.5
-        if i == 999:
-            assert chance(chances, 4) == pytest.approx(0.5, abs=0.15)
-    assert chance(chances, 4) < 0.22
-
-
 RIGHT_AND_WRONG: dict[str, tuple[tuple[Evidence | int, int], tuple[Evidence | int, int]]] = {
     "match": ((20, 0), (2, 0)),
     "place": ((4, 0), (4, 9)),
@@ -291,44 +275,6 @@ def test_each_feature_is_learned(feature: str) -> None:
     assert chance(chances, *wrong) < 0.2
 
 
-def test_the_same_evidence_means_more_in_a_predictable_text() -> None:
-    """Texts in turn, predictable or not: told by what was lately right, of any evidence."""
-    chances = look_up()
-
-    def learn(evidence: int, right: bool) -> None:
-        for _ in range(10):
-            chances.learn([evidence], [right])
-
-    for _ in range(20):
-        learn(4, True)
-        learn(4, False)
-    low, recent = chance(chances, 4), chances.recent
-    learn(20, True)
-    assert chance(chances, 4) > low + 0.2
-    learn(20, False)
-    chances.doubt()
-    assert recent < chances.recent < 0.5
-    for _ in range(5):
-        chances.doubt()
-    assert chances.recent == pytest.approx(0.5, abs=0.02)
-    assert chance(chances, 4) > low
-
-
-def test_a_token_that_was_wrong_is_believed_less_wherever_it_is_copied() -> None:
-    """Most after the same token, less after another, and others hardly suffer for it."""
-    chances = look_up()
-
-    def of(token: int, before: int = -2) -> float:
-        return chances.of_draft([4], [token], before)[0]
-
-    for _ in range(20):
-        chances.learn([4], [False], [7], 1)
-        chances.learn([4], [True], [8], 2)
-    unknown = of(50, 51)
-    assert of(7, 1) < of(7, 51) < unknown
-    assert of(8, 2) > of(8) > unknown
-
-
 def test_no_more_tokens_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Those not seen for longest go first."""
     monkeypatch.setattr(chances_module, "MOST_TOKENS", 6)
@@ -338,9 +284,8 @@ def test_no_more_tokens_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPa
         chances.learn([4], [False], [7], 1)
     assert len(chances.tokens) == 6
     assert {7, 119} <= chances.tokens.keys()
-    assert (
-        chances.tokens[7][1] < 0.5 * chances_module.TOKEN_VARIANCE
-    )  # of all trials since the first
+    _, variance = chances.tokens[7]  # of all trials since the first
+    assert variance < 0.5 * chances_module.TOKEN_VARIANCE
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.floats(-30, 30)), max_size=200))
@@ -404,7 +349,7 @@ def test_what_was_saved_is_loaded_but_for_the_tokens(tmp_path: Path) -> None:
     for _ in range(20):
         chances.learn([4], [False], [123_456_789], 987_654_321)
     original.save(path)
-    assert not {"123456789", "987654321"} & set(re.findall("[0-9]+", path.read_text()))
+    assert not re.search("123456789|987654321", path.read_text())
     loaded = Tuning.load(path)
     assert not loaded.of("PromptLookupDrafter").chances.tokens
     assert answers(loaded) == answers(original) != answers(Tuning())
@@ -478,14 +423,13 @@ def test_a_damaged_file_is_an_error_that_names_it_or_does_no_harm(tmp_path: Path
 
 def test_a_models_tuning_lives_as_long_as_the_model() -> None:
     """The same object for the same model, another for another, and none for one that is gone."""
-    first, second = tiny.build("qwen2"), tiny.build("qwen2")
+    first, second = nn.Linear(2, 2), nn.Linear(2, 2)
     assert tuning_for(first) is tuning_for(first)
     assert tuning_for(first) is not tuning_for(second)
     kept, model = weakref.ref(tuning_for(first)), weakref.ref(first)
     del first
     gc.collect()
-    assert model() is None, "the tuning holds on to its model"
-    assert kept() is None, "the tuning outlives its model"
+    assert model() is kept() is None
     for _ in range(20):
         layer = nn.Linear(2, 2)
         assert not tuning_for(layer).drafters
