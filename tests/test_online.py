@@ -232,8 +232,8 @@ def test_caches_between_turns_are_those_of_the_weights_of_each(loaded, learning)
     keeps end where the text does, which is plain decoding's.
     """
     (target, tokenizer), store = loaded, LRUPromptCache()
-    assert keeping_caches(learning, store) is learning
-    assert keeping_caches(learning.drafter, store) is not learning.drafter
+    kept = [keeping_caches(one, store) is one for one in (learning, learning.drafter)]
+    assert kept == [True, False]
     caches = [*make_prompt_cache(target), *make_prompt_cache(learning.model)]
     plain = make_prompt_cache(target)
     for turn in (TEXT, "and then the hat ", "in the end "):

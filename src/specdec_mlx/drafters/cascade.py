@@ -81,7 +81,7 @@ class Cascade(Several):
         return make_drafter(self.then) if isinstance(self.then, str) else self.then
 
     @property
-    def drafters(self) -> Sequence[Drafter]:
+    def drafters(self) -> Sequence[Drafter]:  # type: ignore[override]
         """The two."""
         assert self.look_up is not None
         return self.first, self.look_up
