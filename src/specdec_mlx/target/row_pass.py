@@ -129,6 +129,10 @@ class OneByOne(RowPasses):
         """Take over a text with its caches."""
         self.verifiers.append(verifier)
 
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these texts, in this order."""
+        self.verifiers = [self.verifiers[row] for row in rows]
+
     def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
         """Start the pass of each text."""
         both = zip(self.verifiers, rounds, strict=True)
