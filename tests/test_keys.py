@@ -6,7 +6,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from copy import deepcopy
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -42,36 +41,34 @@ def learn(target: nn.Module, drafter: Drafter, tuning: Tuning) -> None:
 
 def test_two_draft_models_on_one_target_share_no_history(target: nn.Module, tmp_path: Path) -> None:
     """Each learns under its own name, in memory and on disk; an unknown key begins anew."""
-    one, two = (sd.ModelDrafter(tiny.build("qwen2", seed=seed)) for seed in (1, 2))
-    tuning = Tuning()
-    learn(target, one, tuning)
-    first = deepcopy(tuning.of(one.key).as_dict())
-    learn(target, two, tuning)
-    assert tuning.of(one.key).as_dict() == first != tuning.of(two.key).as_dict()
+    keys, tuning, known = [], Tuning(), []
+    for seed in (1, 2):
+        drafter = sd.ModelDrafter(tiny.build("qwen2", seed=seed))
+        learn(target, drafter, tuning)
+        keys.append(drafter.key)
+        known.append(deepcopy(tuning.of(keys[0]).as_dict()))
+    assert known[0] == known[1] != tuning.of(keys[1]).as_dict()
     tuning.save(tmp_path / "tuning.json")
     loaded = Tuning.load(tmp_path / "tuning.json")
-    assert set(loaded.drafters) == {one.key, two.key}
-    for key in (one.key, two.key):
+    assert set(loaded.drafters) == set(keys)
+    for key in keys:
         assert loaded.of(key).as_dict() == tuning.of(key).as_dict()
-    third = sd.PromptLookupDrafter()
-    assert loaded.of(key_of(third), look_up=True) == Tuning().of("new", look_up=True)
+    third = key_of(sd.PromptLookupDrafter())
+    assert loaded.of(third, look_up=True) == Tuning().of("new", look_up=True)
 
 
 def kept(drafter: Drafter) -> Drafter:
     return keeping_caches(drafter, LRUPromptCache())
 
 
-WRAPPERS: list[Callable[[Drafter], Drafter]] = [
-    lambda drafter: Continued(Continued(drafter, [1]), [2]),
-    kept,
-    lambda drafter: Continued(kept(drafter), [1]),
-    lambda drafter: sd.FirstOf(sd.FirstOf(drafter)),
-    lambda drafter: Continued(sd.FirstOf(drafter), [1]),
-    lambda drafter: kept(sd.FirstOf(drafter)),
-]
-
-
-@in_one_test("wrap", WRAPPERS)
+@in_one_test(
+    "wrap",
+    [
+        lambda drafter: Continued(kept(Continued(drafter, [1])), [2]),
+        lambda drafter: sd.FirstOf(sd.FirstOf(drafter)),
+        lambda drafter: kept(Continued(sd.FirstOf(drafter), [1])),
+    ],
+)
 def test_a_wrapper_goes_on_with_the_history_of_what_it_wraps(
     wrap: Callable[[Drafter], Drafter], target: nn.Module
 ) -> None:
@@ -85,47 +82,40 @@ def test_a_wrapper_goes_on_with_the_history_of_what_it_wraps(
 
 def test_the_parts_of_a_drafter_learn_under_their_own_keys(target: nn.Module) -> None:
     """In nested ones too; and there is no history of the whole."""
-    parts = [
-        sd.PromptLookupDrafter(min_ngram=1),
-        sd.NGramDrafter(),
-        sd.ModelDrafter(tiny.build("qwen2")),
-    ]
-    tuning = Tuning()
+    look_up, model = sd.PromptLookupDrafter(min_ngram=1), sd.ModelDrafter(tiny.build("qwen2"))
+    parts, tuning = (look_up, sd.NGramDrafter(), model), Tuning()
     learn(target, sd.FirstOf(parts[0], sd.FirstOf(*parts[1:])), tuning)
     assert set(tuning.drafters) == {key_of(part) for part in parts}
 
 
-def test_the_same_content_has_the_same_key() -> None:
-    """Loaded twice, made twice, and in a wrapper that adds nothing."""
-    drafters: list[Callable[[], Any]] = [
-        lambda: sd.ModelDrafter(tiny.build("qwen2")),
-        sd.PromptLookupDrafter,
-        lambda: sd.NGramDrafter(max_order=3),
-        GrammarDrafter,
-        lambda: sd.FirstOf(sd.NGramDrafter(), sd.ModelDrafter(tiny.build("qwen2"))),
-    ]
-    for make in drafters:
+def model_drafter(**options: Any) -> sd.ModelDrafter:
+    return sd.ModelDrafter(tiny.build("qwen2"), **options)
+
+
+DRAFTERS: list[Callable[[], Drafter]] = [
+    GrammarDrafter,
+    sd.PromptLookupDrafter,
+    lambda: sd.PromptLookupDrafter(max_ngram=4),
+    sd.NGramDrafter,
+    lambda: sd.NGramDrafter(stochastic=True),
+    model_drafter,
+    lambda: model_drafter(greedy=True),
+    lambda: model_drafter(draft_temp=0.5),
+    lambda: sd.FirstOf(sd.NGramDrafter(), model_drafter()),
+    lambda: sd.FirstOf(model_drafter(), sd.NGramDrafter()),
+]
+
+
+def test_what_drafts_the_same_has_the_same_key_and_nothing_else_has() -> None:
+    """Loaded twice, made twice, and in a wrapper that adds nothing; options are part of it."""
+    keys = set()
+    for make in DRAFTERS:
         drafter = make()
         others = make(), Continued(drafter, [1]), kept(drafter)
         assert {key_of(other) for other in others} == {key_of(drafter)}
-    keys = [key_of(make()) for make in drafters]
-    assert len(set(keys)) == len(keys)
-
-
-def test_options_are_part_of_the_key() -> None:
-    """Those that change what is drafted, of every drafter that has some."""
-    model = tiny.build("qwen2")
-    different = [
-        *(sd.PromptLookupDrafter(), sd.PromptLookupDrafter(max_ngram=4)),
-        *(sd.NGramDrafter(), sd.NGramDrafter(stochastic=True)),
-        *(sd.ModelDrafter(model), sd.ModelDrafter(model, greedy=True)),
-        sd.ModelDrafter(model, draft_temp=0.5),
-        sd.FirstOf(sd.PromptLookupDrafter(), sd.NGramDrafter()),
-        sd.FirstOf(sd.NGramDrafter(), sd.PromptLookupDrafter()),
-    ]
-    assert len({key_of(drafter) for drafter in different}) == len(different)
-    drafter = sd.ModelDrafter(model)
-    assert replace(drafter, tokenizer=object()).key == drafter.key  # it changes no draft
+        keys.add(key_of(drafter))
+    assert len(keys) == len(DRAFTERS)
+    assert key_of(model_drafter(tokenizer=object())) == key_of(model_drafter())
 
 
 def changed(change: Callable[[str, mx.array], mx.array]) -> nn.Module:
@@ -135,37 +125,28 @@ def changed(change: Callable[[str, mx.array], mx.array]) -> nn.Module:
     return model
 
 
-def quantized() -> nn.Module:
-    nn.quantize(model := tiny.build("qwen2"), group_size=32, bits=4)
+def odd(value: float) -> nn.Module:
+    """Its parameters are a scalar and an empty one."""
+    model = nn.Module()
+    model.scalar, model.empty = mx.array(value), mx.zeros((0, 3))
     return model
 
 
-CHANGES: dict[str, Callable[[], nn.Module]] = {
-    "other weights": lambda: tiny.build("qwen2", seed=1),
-    "another architecture": lambda: tiny.build("llama"),
-    "another dtype": lambda: changed(lambda name, array: array.astype(mx.bfloat16)),
-    "one layer, fine-tuned": lambda: changed(
-        lambda name, array: array * 1.01 if "layers.1.mlp.up_proj" in name else array
-    ),
-    "quantized": quantized,
-}
-
-
-@in_one_test("name", CHANGES)
-def test_a_fingerprint_tells_models_apart(name: str) -> None:
-    assert fingerprint(CHANGES[name]()) != fingerprint(tiny.build("qwen2"))
-
-
-def test_parameters_of_any_shape_have_a_fingerprint() -> None:
-    """Scalars, empty ones, and none at all."""
-
-    class Odd(nn.Module):
-        def __init__(self, value: float) -> None:
-            super().__init__()
-            self.scalar, self.empty = mx.array(value), mx.zeros((0, 3))
-
-    assert fingerprint(Odd(1.0)) == fingerprint(Odd(1.0)) != fingerprint(Odd(2.0))
-    assert fingerprint(nn.ReLU())
+def test_a_fingerprint_tells_models_apart() -> None:
+    """By weights, of one layer too, architecture, dtype and quantization; of any parameters, or
+    none."""
+    nn.quantize(quantized := tiny.build("qwen2"), group_size=32, bits=4)
+    models = [
+        tiny.build("qwen2"),
+        tiny.build("qwen2", seed=1),
+        tiny.build("llama"),
+        changed(lambda name, array: array.astype(mx.bfloat16)),
+        changed(lambda name, array: array * 1.01 if "layers.1.mlp.up_proj" in name else array),
+        quantized,
+        *(odd(1.0), odd(2.0), nn.ReLU()),
+    ]
+    assert len({fingerprint(model) for model in models}) == len(models)
+    assert fingerprint(odd(1.0)) == fingerprint(odd(1.0))
 
 
 def test_a_fingerprint_is_computed_once_for_a_loaded_model(
@@ -180,11 +161,11 @@ def test_a_fingerprint_is_computed_once_for_a_loaded_model(
 
 def test_keys_are_the_same_in_every_process() -> None:
     """Nothing of a process is in them: no address, no hash of a str."""
+    make = "sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(tiny.build('qwen2')))"
     script = (
         "import tiny, specdec_mlx as sd; from specdec_mlx.contracts import key_of;"
-        "drafter = sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(tiny.build('qwen2')));"
-        "print(key_of(drafter), end='')"
+        f"print(key_of({make}), end='')"
     )
-    here = sd.FirstOf(sd.PromptLookupDrafter(), sd.ModelDrafter(tiny.build("qwen2")))
     options: dict[str, Any] = {"cwd": Path(__file__).parent, "text": True, "timeout": 240}
-    assert subprocess.check_output([sys.executable, "-c", script], **options) == key_of(here)
+    there = subprocess.check_output([sys.executable, "-c", script], **options)
+    assert there == key_of(eval(make))

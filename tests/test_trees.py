@@ -92,21 +92,17 @@ def test_excluded_tokens_leave_the_distribution_alone(name):
             assert rounds(target, drawn, TREE_RULES[name]).total_variation(1, 3) < EXACT
 
 
-@in_one_test("wrong", WRONG_TREE_RULES)
-def test_wrong_rules_are_found(wrong):
-    """Each named fault moves the distribution by more than 0.001 on a tree of 4."""
-    rule, way = WRONG_TREE_RULES[wrong]
+def test_wrong_rules_are_found():
+    """Each named fault moves the distribution by more than 0.001 on a tree of 4; so does, under any
+    rule, to try first of two independent draws the one that the target likes better."""
     target, draft = sources(4, 4)
-    drawn = TreeDrawn(draft, (ROOT, 0, 0, ROOT), **way)
-    assert rounds(target, drawn, rule).total_variation(1, 3) > 1e-3
-
-
-@in_one_test("name", TREE_RULES)
-def test_an_order_that_depends_on_the_target_is_found(name):
-    """Wrong: of two independent draws the one that the target likes better is tried first."""
+    for wrong, (rule, way) in WRONG_TREE_RULES.items():
+        drawn = TreeDrawn(draft, (ROOT, 0, 0, ROOT), **way)
+        assert rounds(target, drawn, rule).total_variation(1, 3) > 1e-3, wrong
     target, draft = sources(3, 4)
-    drawn = TriedLikeliestFirst(draft, (ROOT, ROOT), target=target)
-    assert rounds(target, drawn, TREE_RULES[name]).total_variation(1, 2) > 1e-3
+    for name, rule in TREE_RULES.items():
+        drawn = TriedLikeliestFirst(draft, (ROOT, ROOT), target=target)
+        assert rounds(target, drawn, rule).total_variation(1, 2) > 1e-3, name
 
 
 @pytest.mark.parametrize("name", TREE_RULES)
@@ -129,11 +125,10 @@ def test_a_tree_that_does_not_fork_is_its_chain_rule(name, block, seed):
     gumbel = mx.random.gumbel(shape=target_probs.shape[1:], key=keys[1])
     p, ids, q = to_mlx(target_probs), to_mlx(tokens), to_mlx(draft_probs)
     verdict = decide(chain_rule, p, ids, q, uniform, gumbel)
-    given_noise, draft = Given(uniform, gumbel), Draft(ids, mx.log(q))
-    on_tree = TREE_RULES[name].decide_tree(Known(p, ids), draft, given_noise)
-    assert (
-        outcome_of(verdict, tokens.tolist()).tokens == outcome_of(on_tree, tokens.tolist()).tokens
-    )
+    draft, noise = Draft(ids, mx.log(q)), Given(uniform, gumbel)
+    on_tree = TREE_RULES[name].decide_tree(Known(p, ids), draft, noise)
+    chained, walked = (outcome_of(one, tokens.tolist()) for one in (verdict, on_tree))
+    assert chained.tokens == walked.tokens
 
 
 def outcome_of(verdict: Any, drafted: list[int]) -> Outcome:
@@ -182,20 +177,17 @@ def test_of_siblings_no_more_is_kept_than_can_be(pair, count):
     assert kept["k-sequential"] >= (1 - (1 - 1 / count) ** count) * most - 1e-9
 
 
-def gain_of_climbing(parents: tuple[int, ...], *, replace: bool) -> float:
-    """Tokens that traversal keeps beyond those that multi-round keeps, on average; V = 2."""
-    target, draft = sources(2, 0)
-    drawn = TreeDrawn(draft, parents, replace)
-    rules = (TREE_RULES[name] for name in ("multi-round", "traversal"))
-    walked, climbed = (rounds(target, drawn, rule).expected_accepted() for rule in rules)
-    return climbed - walked
-
-
 @in_one_test("replace", [True, False])
 def test_climbing_keeps_more_unless_a_later_sibling_goes_deeper(replace):
-    """Of the trees of up to 4 tokens one has its deeper branch second; there walking keeps more."""
-    deeper_second = (ROOT, 0, 0, 2)
-    gains = {parents: gain_of_climbing(parents, replace=replace) for parents in SMALL}
+    """Tokens that traversal keeps beyond multi-round, on average: of the trees of up to 4 tokens
+    one has its deeper branch second; there walking keeps more."""
+    target, draft = sources(2, 0)
+    deeper_second, gains = (ROOT, 0, 0, 2), {}
+    for parents in SMALL:
+        drawn = TreeDrawn(draft, parents, replace)
+        rules = (TREE_RULES[name] for name in ("multi-round", "traversal"))
+        walked, climbed = (rounds(target, drawn, rule).expected_accepted() for rule in rules)
+        gains[parents] = climbed - walked
     assert gains.pop(deeper_second) < -0.01
     assert min(gains.values()) >= -EXACT
     assert max(gains.values()) > 0.1
@@ -235,21 +227,17 @@ def test_numpy_and_mlx_agree(laws, parents):
 
 
 def test_own_tokens_lead_through_the_tree():
-    """Match goes down where a child carries the row's own token, the first of two alike."""
-    parents = [ROOT, ROOT, 1, 1, 2, 3]
-    own = mx.array([7, 0, 5, 6, 0, 9, 0])
-    draft = Draft([4, 7, 5, 5, 6, 6], parents=parents)
+    """Match goes down where a child carries the row's own token, the first of two alike. With all
+    mass on one token every rule is match, and reads no distribution."""
+    own, nothing = mx.array([7, 0, 5, 6, 0, 9, 0]), mx.array(0)
+    draft = Draft([4, 7, 5, 5, 6, 6], parents=[ROOT, ROOT, 1, 1, 2, 3])
     verdict = OwnTokens().decide_tree(Known(own, own), draft, Given(own, own))
     outcome = outcome_of(verdict, draft.tokens)
     assert (list(outcome.kept), outcome.tokens) == ([1, 2, 4], [7, 5, 6, 9])
-
-
-def test_greedy_targets_are_matched():
-    """With all mass on one token every rule is match, and reads no distribution."""
     draft = Draft([1, 2, 0], mx.log(mx.full((3, 3), 1 / 3)), parents=[ROOT, ROOT, 1])
-    own = Known(mx.array(0), mx.array([2, 1, 0, 1]), greedy=True)
+    greedy = Known(nothing, mx.array([2, 1, 0, 1]), greedy=True)
     for rule in TREE_RULES.values():
-        verdict = rule.decide_tree(own, draft, Given(mx.array(0), mx.array(0)))
+        verdict = rule.decide_tree(greedy, draft, Given(nothing, nothing))
         assert outcome_of(verdict, draft.tokens).tokens == [2, 0, 1]
 
 
