@@ -119,7 +119,8 @@ def test_pythons_of_the_metadata_are_those_that_are_tried() -> None:
     assert minors == list(range(minors[0], minors[-1] + 1))
     assert PROJECT["requires-python"] == f">=3.{minors[0]}"
     tried = workflows()["ci.yml"]["jobs"]["test"]["strategy"]["matrix"]
-    assert tried["python"] == [f"3.{minors[0]}", f"3.{minors[-1]}"]
+    assert {f"3.{minors[0]}", f"3.{minors[-1]}"} <= set(tried["python"])
+    assert {*tried["python"]} <= {f"3.{minor}" for minor in minors}
     assert {name.partition("-")[0] for name in tried["os"]} == {"macos", "ubuntu"}
 
 
