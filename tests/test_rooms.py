@@ -29,7 +29,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 29_117,
+    "lines": 29_119,
     "files": 184,
     "numeric constants": 161,
     "protocols": 20,

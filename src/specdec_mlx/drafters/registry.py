@@ -70,6 +70,8 @@ def make_drafter(
     """
     name, given = split_spec(spec)
     if name not in drafter_names():
+        _entries.cache_clear()  # it may have been installed a moment ago
+    if name not in drafter_names():
         raise UnknownNameError(f"Unknown drafter {name!r}. Known: {', '.join(drafter_names())}.")
     options = given | options
     if name == NO_DRAFTER:
