@@ -188,7 +188,7 @@ def test_the_emitted_distribution_is_exact(
 @pytest.mark.parametrize("case", DRAFTERS_AT_FAULT)
 def test_a_wrong_drafter_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """With what is wrong about its distributions, and what to do; the rule is not blamed."""
-    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 400)
+    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 1200)
     alter, words = DRAFTERS_AT_FAULT[case]
     parts = drawn_parts(subject(Altered(model_drafter(), alter)))
     assert parts["declared distribution"].status == "failed"
