@@ -20,7 +20,7 @@ from unittest.mock import patch
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import specdec_mlx as sd
 import tiny
@@ -235,10 +235,12 @@ def left(
     case = f"{leavers} after {number}"
     if 0 not in leavers:
         return {case: (got, expected[: len(got)])}
+    held = [cache.offset for cache in cache_ if isinstance(cache, KVCache)]
     options = {"prompt_cache": cache_, "max_tokens": 4}
     rest = tokens(parts, expected[number : number + 1], sd.PromptLookupDrafter(), **options)
     return {
         case: (got, expected[:number]),
+        f"{case}, caches": (held, [len(prompt) + number] * len(held)),
         f"{case}, next turn": (rest, expected[number + 1 : number + 5]),
     }
 
