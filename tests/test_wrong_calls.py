@@ -358,6 +358,10 @@ def test_a_draft_model_may_be_named_by_its_folder() -> None:
 def test_a_drafter_and_a_draft_model_take_turns_in_this_order() -> None:
     """As on the command line: the model is asked where the drafter has nothing."""
     model = pair()[0]
+    both = choose_drafter("auto", model)
+    assert isinstance(both, sd.BestOf)  # of the default the better draft is taken
+    assert [type(part) for part in both.drafters] == [sd.SuffixDrafter, sd.ModelDrafter]
+    assert isinstance(choose_drafter(None, model), sd.ModelDrafter)
     chosen = choose_drafter("prompt-lookup", model)
     assert isinstance(chosen, sd.FirstOf)
     assert [type(part) for part in chosen.drafters] == [sd.PromptLookupDrafter, sd.ModelDrafter]

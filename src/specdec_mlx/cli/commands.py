@@ -27,13 +27,13 @@ Commands = argparse._SubParsersAction
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, 2 with one line on stderr where it cannot be done."""
+    given = list(sys.argv[1:] if arguments is None else arguments)
     try:
-        return _run(list(sys.argv[1:] if arguments is None else arguments))
+        return _run(given)
     except (ValueError, RuntimeError, OSError, LogitsError) as error:
-        begin = (
-            "\n" if sys.argv[1:2] == ["generate"] and sys.stdout.isatty() else ""
-        )  # after a text
-        print(f"{begin}specdec-mlx: {error}", file=sys.stderr)
+        if sys.stdout.isatty() and given[:1] in (["generate"], ["chat"]):
+            print()  # ends the line of a text that was streamed
+        print(f"specdec-mlx: {error}", file=sys.stderr)
         return 2
 
 

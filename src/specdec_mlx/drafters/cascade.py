@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import repeat
 from typing import Any
 
 import mlx.core as mx
@@ -148,7 +147,8 @@ class CascadeSession(SeveralSession):
         assert found.logprobs is None, "a look-up's draft is a point mass"
         evidence = [_evidence(each) for each in draft.evidence or ()]
         tail: list[int] = []
-        for token, match in zip(to_list(found.tokens), found.evidence or repeat(0), strict=False):
+        known = found.evidence or [0] * len(found)
+        for token, match in zip(to_list(found.tokens), known, strict=True):
             evidence.append(_evidence(match)._replace(is_free=True))
             step = goes_on(evidence)
             tail += [] if step is Step.STOP_BEFORE else [token]
