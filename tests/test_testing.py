@@ -190,6 +190,17 @@ class NeedsADraft(Copying):
         self.last = None
 
 
+def forgets_the_correction(self: Copying, tokens: Sequence[int]) -> None:
+    """Takes only the accepted part for what was emitted."""
+    self.text += tokens[:-1] if len(tokens) > 1 else tokens
+
+
+class ChangesThePrompt(Copying):
+    def __init__(self, prompt: Any, context: DraftContext) -> None:
+        super().__init__(prompt, context)
+        prompt.append(3)
+
+
 class NeverRewinds(Copying):
     """Its proposals stay in its text."""
 
@@ -302,6 +313,7 @@ BROKEN: dict[str, list[Any]] = {
         copying(propose=lambda self, k: Draft(self.tokens(k), evidence=(1,) * (k + 1))),
         drawing(lambda tokens, rows: Draft(tokens, rows[0]) if tokens else Draft()),
         Of(KeepsThePrompt),
+        Of(ChangesThePrompt),
         copying(observe=changes_tokens),
         Counts(),
     ],
@@ -311,7 +323,11 @@ BROKEN: dict[str, list[Any]] = {
         forking(lambda start, node: (start, node // 2)),  # siblings share it
     ],
     "empty drafts": [Of(NeedsADraft)],
-    "rewinds": [Of(NeverRewinds), Of(ForgetsItsDistribution)],
+    "rewinds": [
+        Of(NeverRewinds),
+        copying(observe=forgets_the_correction),
+        Of(ForgetsItsDistribution),
+    ],
     "sessions": [
         SharesItsTable(),
         copying(propose=lambda self, k: Draft([random.randrange(V) for _ in range(k)])),
