@@ -33,14 +33,17 @@ def show(model: nn.Module) -> Show:
     return Show(model, None, "ngram", sd.NGramDrafter(), [1], [TASK, replace(TASK, id="b")], 40)
 
 
-def test_texts_are_cut_at_one_token_where_the_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
-    """So that none is judged by fewer of them; no time at all is an error with the next step."""
-    turns = iter(range(100))
-    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: next(turns)))
-    samples = demo.play(show(tiny.build("llama")), "auto", 4, 3)
-    assert {len(sample.tokens) for sample in samples} == {17}
-    with pytest.raises(ValueError, match=r"over before the first text. .* --seconds"):
-        demo.play(show(tiny.build("llama")), "auto", -1, 1)
+@in_one_test(("until", "lengths"), [(-1, {"text": 25}), (4, {"text": 33, "b": 25}), (99, None)])
+def test_texts_are_cut_at_one_token_where_the_time_is_over(
+    until: float, lengths: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that none is judged by fewer; the first can be timed, a later one may be missing."""
+    ticks = iter(range(1000))
+    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    samples = demo.play(show(tiny.build("llama")), "auto", until, 1)
+    found = {name: {len(s.tokens) for s in samples if s.id == name} for name in ("text", "b")}
+    expected = lengths or {"text": 40, "b": 40}
+    assert found == {"text": set(), "b": set()} | {name: {n} for name, n in expected.items()}
 
 
 def test_each_text_begins_with_what_the_live_one_taught_and_no_more(

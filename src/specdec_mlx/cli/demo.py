@@ -13,9 +13,10 @@ import sys
 import textwrap
 import time
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +80,7 @@ LIVE_TOKENS = 40
 
 PAIR, PAIR_TOPIC, PAIR_TOKENS = "lab pair", "power", 192  # of one letter each
 
+LEAST_TURNS = 4  # of a text whose speed can be told: its first token, and 24 more
 CONTRAST = "4"  # a fixed draft length, as in most programs
 
 LIVE_SHARE, PAIR_SHARE = 0.12, 0.1
@@ -149,7 +151,9 @@ def run_demo(
         for show in shows[::-1]:  # the pair first, which takes little
             share = 1.0 if show is shows[0] else LIVE_SHARE * len(shows) + PAIR_SHARE
             samples = play(show, draft_length, began + share * seconds, repeats)
-            rows[:0] = [row for task in show.tasks for row in compare(show.model, task, samples)]
+            written = {sample.id for sample in samples}
+            tasks = [task for task in show.tasks if task.id in written]
+            rows[:0] = [row for task in tasks for row in compare(show.model, task, samples)]
             paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN]
     print(f"{format_table(rows)}\n\n{legend(rows, model, paces)}", flush=True)
     return all(row.verdict != DIFFERENT for row in rows)
@@ -219,21 +223,33 @@ def show_live(responses: Iterator[SpeculativeResponse]) -> None:
 
 
 def play(show: Show, draft_length: str, until: float, repeats: int) -> list[Sample]:
-    """All texts by all contenders in turns, cut at one token; ValueError for no time at all."""
+    """Each text by all contenders in turns, cut at one token where its share of the time is over.
+
+    The first text is long enough to be timed, whatever it takes; later ones may be left out.
+    """
     lengths = dict.fromkeys((draft_length, CONTRAST))
     contenders = [plain(show.model), *(after_live(show, length) for length in lengths)]
     settings = Settings(show.max_tokens, end_tokens=show.end_tokens)
     samples: list[Sample] = []
     for repeat in range(repeats):
         began = time.perf_counter()
-        runs = [Run(way, task, settings, repeat) for task in show.tasks for way in contenders]
-        take_turns(runs, repeat, lambda: time.perf_counter() < until)
-        samples += [run.sample() for run in runs]
-        if time.perf_counter() + (time.perf_counter() - began) > until:
+        for left, task in zip(range(len(show.tasks), 0, -1), show.tasks, strict=True):
+            now = time.perf_counter()
+            if samples and now > until:
+                return samples
+            runs = [Run(way, task, settings, repeat) for way in contenders]
+            take_turns(runs, repeat, turns_until(now + (until - now) / left))
+            samples += [run.sample() for run in runs]
+        now = time.perf_counter()
+        if now + (now - began) > until:
             break
-    if not samples[0].tokens:
-        raise ValueError("The time was over before the first text. Give more with --seconds.")
     return samples
+
+
+def turns_until(end: float) -> Callable[[], bool]:
+    """True, asked before each turn, for the first ones and then until `end`."""
+    turns = count()
+    return lambda: next(turns) < LEAST_TURNS or time.perf_counter() < end
 
 
 def after_live(show: Show, draft_length: str) -> Contender:
