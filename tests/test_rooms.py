@@ -29,9 +29,9 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 29_135,
+    "lines": 29_134,
     "files": 184,
-    "numeric constants": 162,
+    "numeric constants": 161,
     "protocols": 20,
     "public names": 30,
 }

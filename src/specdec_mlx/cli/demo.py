@@ -76,7 +76,6 @@ PROMPTS = {
     "chat": "I have two days in Lisbon in spring. What should I see, and in which order?",
 }
 LIVE_PROMPT = f"Rename items to things in this code and show all of it:\n```python\n{LIST}```"
-LIVE_TOKENS = 40
 
 PAIR, PAIR_TOPIC, PAIR_TOKENS = "lab pair", "power", 192  # of one letter each
 
@@ -201,7 +200,7 @@ def say_what_multiplies(preloaded: str | None) -> None:
 def live_text(show: Show, draft_length: str, until: float) -> Iterator[SpeculativeResponse]:
     """A text that is not compared, until it or its time is over."""
     responses = stream_generate(
-        *(show.model, show.tokenizer, show.live, min(LIVE_TOKENS, show.max_tokens)),
+        *(show.model, show.tokenizer, show.live, show.max_tokens),
         drafter=show.drafter,
         draft_length=parse_draft_length(draft_length),
     )
