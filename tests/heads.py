@@ -28,7 +28,7 @@ from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, 
 FIXTURES = Path(__file__).parent / "fixtures"
 WIDTH, VOCAB, NUM_LAYERS = 32, 97, 8
 NUM_MTP_LAYERS = 5  # of families that have several
-CORRECTION = 23  # token emitted in place of the second draft token; see fixtures/make_references.py
+CORRECTION = 23  # token emitted in place of the second draft token; see benchmarks/references.py
 
 ATTENTION = {"num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8}
 ATTENTION["intermediate_size"] = 48
