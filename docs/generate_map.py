@@ -20,7 +20,7 @@ BETWEEN = re.compile(r"(?<=<!-- map -->\n).*?(?=<!-- end of the map -->)", re.S)
 
 def section() -> str:
     """The table, and below it what else holds between rooms."""
-    lines = ["", "| where | what it is for | modules |", "|---|---|---|"]
+    lines = ["", "| where | what it is for |", "|---|---|"]
     lines += [row(name) for layer in layers() for name in layer if path_of(name).exists()]
     others = [c["name"] for c in contracts() if c["type"] != "layers"]
     return "\n".join([*lines, "", *(f"- {name}." for name in others), "", ""])
@@ -50,10 +50,8 @@ def path_of(name: str) -> Path:
 def row(name: str) -> str:
     """A line of the table."""
     path = path_of(name)
-    if path.name != "__init__.py":
-        return f"| `{path.name}` | {first_line(path)} | |"
-    modules = (file.stem for file in path.parent.glob("*.py") if not file.stem.startswith("__"))
-    return f"| `{name}/` | {first_line(path)} | {', '.join(f'`{m}`' for m in sorted(modules))} |"
+    where = path.name if path.name != "__init__.py" else f"{name}/"
+    return f"| `{where}` | {first_line(path)} |"
 
 
 def first_line(path: Path) -> str:
