@@ -142,7 +142,7 @@ def test_between_look_ups_a_model_drafts_and_its_price_is_known() -> None:
     assert policy.tuning.of("model").steps.step == pytest.approx(0.3, abs=0.03)
     parts = {"look-up": look_up(2), "model": model(at_random(0.8), 0.15)}
     world, policy = World(PASS, parts), Auto()
-    world.run(policy, 100)
+    world.run(policy, 300)
     while not policy.prices.stairs.needs_plain:
         world.run(policy, 1)
     assert drafted(world.run(policy, 3)) == [0, 0, 0]

@@ -23,7 +23,8 @@ WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
 """Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
 for machines without tiles. A draft of K tokens is K + 1 rows."""
 NUM_SAMPLES = 7  # measurements that a median is taken over: other programs use the machine too
-NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds measured first, and after `EXPIRES` without one
+NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds measured at first, and after `EXPIRES` without one
+SPACING = 24  # rounds from one of the first plain rounds to the next
 EXPIRES = 256  # rounds after which a measurement of the least recently used width is dropped
 FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few rows take 5 at once
 FIRST_EXCESS = 3.0  # bound of a width's first excess over one row, in the prior's: kernels compile
@@ -81,7 +82,7 @@ class Staircase:
 
     An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
     the measured one. plain: seconds of passes over one row; seconds: their median. ratios: rows ->
-    measured costs. needs_plain: True until plain rounds were measured.
+    measured costs. needs_plain: True if a plain round is due.
     """
 
     prior: Curve = MILDEST
@@ -108,7 +109,6 @@ class Staircase:
         if self._num_rounds % EXPIRES == 0:
             if not self._saw_plain:
                 self.plain.clear()
-                self.needs_plain = True
             self._saw_plain = False
             for oldest in [*self.ratios][:1]:
                 self.ratios[oldest].popleft()
@@ -116,12 +116,16 @@ class Staircase:
         if rows == 1:
             self._saw_plain = True
             self.plain.append(seconds)
-            self.seconds, self.needs_plain = median_low(self.plain), len(self.plain) < NUM_PLAIN
+            self.seconds = median_low(self.plain)
         elif self.plain:
+            if len(self.plain) < NUM_PLAIN:  # several rows take no less time than one
+                self.seconds = min(self.seconds, seconds)
             samples = self.ratios.pop(rows, None) or new_samples()
             samples.append(min(seconds / self.seconds, rows + 1.0))
             self.ratios[rows] = samples  # the latest stands last
             self._fit(rows)
+        due = SPACING * len(self.plain)
+        self.needs_plain = len(self.plain) < NUM_PLAIN and self._num_rounds >= due
 
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
         """Take over the measured ratios of another one, or out of a file."""

@@ -15,7 +15,7 @@ from time import perf_counter
 
 from specdec_mlx.contracts import Draft, Evidence, RoundRecord, Step, Stepwise
 from specdec_mlx.draft_length.chances import told
-from specdec_mlx.draft_length.costs import WIDTHS, Staircase
+from specdec_mlx.draft_length.costs import MOST_EXPENSIVE, WIDTHS, Staircase
 from specdec_mlx.draft_length.store import Learned
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen from
@@ -186,6 +186,8 @@ class Model(LookUp):
         if max(loss, self.charge + steps(1) if self.charge else loss) > self.learned.account.budget:
             self.rest = REST
             self.learned.unseen.doubt()
+            if [*steps.first] == [MOST_EXPENSIVE]:  # it may have been a bad moment
+                steps.first.clear()
             return 0
         return min(LONGEST, prices.most) if self.can_stop else length
 
