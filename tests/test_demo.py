@@ -69,7 +69,11 @@ def test_each_text_begins_with_what_the_live_one_taught_and_no_more(
 def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range(11)) -> Sample:
     """One whose first token came with the prompt, and each other one after `pace` seconds."""
     return Sample(
-        *("text", "text", drafter, "auto", repeat, list(tokens)),
+        *(drafter, "auto"),
+        id="text",
+        category="text",
+        repeat=repeat,
+        tokens=list(tokens),
         first_round=1,
         first_seconds=3.0,
         decode_seconds=pace * (len(tokens) - 1),
@@ -77,7 +81,6 @@ def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range
         drafted=8,
         accepted=6,
         drafting_rounds=4,
-        host_seconds=None,
         peak_bytes=0,
     )
 
@@ -115,7 +118,7 @@ def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tie of the target's own logits may fall either way on a GPU."""
-    monkeypatch.setattr("specdec_mlx.bench.identity.top_two_gap", lambda *args: gap)
+    monkeypatch.setattr("specdec_mlx.bench.summary.top_two_gap", lambda *args: gap)
     samples = [sample(name, i, 1.0) for name in (PLAIN, "drafter 1") for i in (0, 1)]
     samples[2 + repeat] = sample("drafter 1", repeat, 1.0, tokens)
     (row,) = rows_of(samples)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import sys
+from dataclasses import fields
 from io import BytesIO
 from typing import Any
 
@@ -15,7 +16,6 @@ from matplotlib.text import Text
 from PIL import Image
 
 import specdec_mlx as sd
-from specdec_mlx.bench import plots as bench_plots
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.summary import Result
 from specdec_mlx.contracts import RoundRecord
@@ -36,11 +36,10 @@ def stats_of(rounds: list[tuple[int, int]]) -> sd.stats.SpeculationStats:
 
 def result(drafter: str, length: str, category: str, ratio: float) -> Result:
     """A benchmark's result of which only the speed matters."""
-    return Result(
-        *(drafter, length, category, 3, 30, 10.0),
-        *(ratio, ratio - 0.1, ratio + 0.2, ratio),
-        *(1.5, 20, 20, 10, 0.5, 0.1, 1.0, 0.1, 3, 0),
-    )
+    speeds = {"ratio": ratio, "ratio_low": ratio - 0.1, "ratio_high": ratio + 0.2}
+    others = dict.fromkeys((f.name for f in fields(Result)), 10) | {"drafted": 20}
+    way = {"drafter": drafter, "draft_length": length, "rule": "", "category": category}
+    return Result(**others | speeds | way)
 
 
 def axes(plot: plots.Plot) -> Axes:
@@ -61,7 +60,7 @@ def every_plot() -> dict[str, plots.Plot]:
         "cost": plots.cost_curve(linear_cost(0.24), 0.8),
         "lengths": plots.draft_lengths({2: stats}),
         "speeds": plots.draft_lengths({2: stats}, linear_cost(0.1)),
-        "by text": bench_plots.speed_by_text(results),
+        "by text": plots.speed_by_text(results),
         "tree": plots.token_tree(TREE, list("abcd$"), [0, 2]),
         "gain": plots.tree_gain([[0.6, 0.2]] * 4),
         "figure 2": plots.paper_figure_2(),
@@ -128,7 +127,7 @@ def test_speed_by_text_has_ratios_and_intervals():
         for category, offset in (("code", 0.0), ("all", 0.5))
         for key, ratio in ((("mlx-lm", ""), 1.0), (("ngram", "auto"), 1.5 + offset))
     ]
-    ax = axes(bench_plots.speed_by_text(results))
+    ax = axes(plots.speed_by_text(results))
     (container,) = ax.containers
     assert container.get_label() == "ngram, K = auto"
     assert list(container[0].get_xdata()) == [1.5, 2.0]

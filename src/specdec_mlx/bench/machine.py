@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
+import re
 from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
@@ -20,12 +21,11 @@ def describe_machine() -> dict[str, str]:
     """Processor, device, matrix library, versions and load; and the number of ranks."""
     num_ranks = mx.distributed.init().size()
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    named = re.search(r"model name\s*: (.+)", info.read_text() if info.exists() else "")
     return {
         **({"ranks": str(num_ranks)} if num_ranks > 1 else {}),
         "platform": platform.platform(),
-        "processor": next(named, platform.processor() or platform.machine()),
+        "processor": named[1] if named else platform.processor() or platform.machine(),
         "cores": str(os.cpu_count()),
         "load": " ".join(f"{x:.2f}" for x in os.getloadavg()),
         "device": str(mx.default_device()),

@@ -25,9 +25,9 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted, ours, plain
-from specdec_mlx.bench.identity import find_differences
 from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name, describe_dtype, describe_machine
 from specdec_mlx.bench.prompts import Task, encode_chat
+from specdec_mlx.bench.summary import find_differences
 from specdec_mlx.bench.timing import Run, Sample, Settings, take_turns
 from specdec_mlx.cli.blas import THREADS
 from specdec_mlx.contracts import Drafter
@@ -260,7 +260,7 @@ def after_live(show: Show, draft_length: str) -> Contender:
         way = ours(show.model, show.drafter, show.name, draft_length, **options)
         return way.start(prompt, max_tokens, seed)
 
-    return Contender(show.name, draft_length, start, "auto")
+    return Contender(show.name, draft_length, "auto", start=start)
 
 
 def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[Row]:

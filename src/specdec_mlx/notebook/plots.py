@@ -1,7 +1,6 @@
-"""Figures of runs, costs, theory, trees and trainings (`pip install "specdec-mlx[plot]"`).
+"""Figures of runs, benchmarks, theory, trees and trainings (`pip install "specdec-mlx[plot]"`).
 
-Each function returns a `Plot`, which notebooks show, or draws into the axes `ax`. Figures of
-benchmarks are in `bench.plots`.
+Each function returns a `Plot`, which notebooks show, or draws into the axes `ax`.
 """
 
 from __future__ import annotations
@@ -34,6 +33,9 @@ PIXELS_PER_INCH = 90
 SHARPNESS = 2  # pixels drawn for each pixel shown
 MOST_POSITIONS = 17  # widest pass of a drawn cost curve
 TREE_SIZE = (9.2, 4.4)  # inches
+MLX_LM_SPECULATION = "mlx-lm-speculation"
+LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", "none": "no drafter, our loop"}
+"""Names in a legend that differ from those of a benchmark's results."""
 CHANCES = [i / 200 for i in range(201)]
 BELOW_095 = CHANCES[:-10]
 
@@ -230,6 +232,35 @@ def pooled_acceptance(runs: Iterable[SpeculationStats]) -> float:
     rounds = [pair for stats in runs for pair in stats.rounds]
     accepted = sum(a for _, a in rounds)
     return theory.acceptance_from_counts(accepted, sum(a < d for d, a in rounds))
+
+
+def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "") -> Figure:
+    """Speed of each contender by kind of text, relative to plain mlx-lm, with 95% intervals.
+
+    results: of a benchmark, those of plain mlx-lm first. ax: where to draw, a new plot if None.
+    """
+    contenders = list(dict.fromkeys(r.key for r in results))[1:]
+    contenders.sort(key=lambda key: key[0] == MLX_LM_SPECULATION)
+    with_rule = len({r.rule for r in results if r.rule}) > 1
+    categories, step = list(dict.fromkeys(r.category for r in results)), 1 / (len(contenders) + 1)
+    ax = axes_or_new(ax, (7.2, 1.2 + 0.13 * len(categories) / step))
+    ax.axvline(1, color=GREY, linewidth=1.5, label="plain mlx-lm")
+    for i, (drafter, draft_length, rule) in enumerate(contenders):
+        chosen = [r for r in results if r.key == contenders[i] and r.ratio]
+        rows = [categories.index(r.category) + (i + 1) * step for r in chosen]
+        below = [max(0.0, r.ratio - r.ratio_low) for r in chosen]
+        above = [max(0.0, r.ratio_high - r.ratio) for r in chosen]
+        parts = (LEGENDS.get(drafter, drafter), draft_length and f"K = {draft_length}")
+        label = ", ".join(filter(None, (*parts, rule if with_rule else "")))
+        look: dict[str, Any] = {"fmt": MARKERS[i % 6], "color": COLOURS[i % 6], "capsize": 2}
+        ax.errorbar([r.ratio for r in chosen], rows, xerr=[below, above], label=label, **look)
+    for edge in range(1, len(categories)):
+        ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)
+    names = [category.replace("_", " ") for category in categories]
+    ax.set_yticks([i + 0.5 for i in range(len(names))], names)
+    ax.set_ylim(len(categories), 0)
+    label_axes(ax, "", "tokens per second relative to plain mlx-lm, 95% interval over texts", "")
+    return legend_above(ax, title)
 
 
 def rule_picture(target_probs: Any, draft_probs: Any) -> Figure:

@@ -117,6 +117,21 @@ def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], num_text_co
     return _table(lines)
 
 
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int
+) -> str:
+    """Table with aligned columns: the first so many are text, the others numbers."""
+    columns = []
+    for i, cells in enumerate(zip(header, *rows, strict=True)):
+        width = max(3, *map(len, cells))
+        if i < num_text_columns:
+            columns.append([cell.ljust(width) for cell in (cells[0], "-" * width, *cells[1:])])
+        else:
+            rule = "-" * (width - 1) + ":"
+            columns.append([cell.rjust(width) for cell in (cells[0], rule, *cells[1:])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
+
+
 def _table(rows: Iterable[str]) -> str:
     return f'<table style="{TABLE}">{"".join(rows)}</table>'
 
