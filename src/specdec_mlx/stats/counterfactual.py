@@ -194,12 +194,9 @@ class Counterfactual:
 
     def as_dict(self) -> dict[str, Any]:
         """Ready for JSON: each estimate as [mean, low, high]."""
-        return {
-            "rounds": self.rounds,
-            "observed": self.observed,
-            "accepted_per_round": self.accepted_per_round,
-            "positions": [position._asdict() for position in self.positions],
-        }
+        names = ("rounds", "observed", "accepted_per_round")
+        positions = [position._asdict() for position in self.positions]
+        return {name: getattr(self, name) for name in names} | {"positions": positions}
 
     def __str__(self) -> str:
         """Two tables: by round, and by position."""
