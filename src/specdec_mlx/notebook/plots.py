@@ -38,7 +38,7 @@ MLX_LM_SPECULATION = "mlx-lm-speculation"
 LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", "none": "no drafter, our loop"}
 """Names in a legend that differ from those of a benchmark's results."""
 CHANCES = [i / 200 for i in range(191)]  # to 0.95
-Functions = dict[str, Callable[[float], float]]
+Functions = Mapping[str, Callable[[float], float]]
 
 
 class Plot(Figure):
@@ -270,10 +270,9 @@ def rule_picture(target_probs: Any, draft_probs: Any) -> Figure:
 
 def paper_figure_2() -> Figure:
     """Expected tokens a round by acceptance (Leviathan et al. 2023, figure 2)."""
-    lines: Functions = {
-        f"K = {K}": partial(theory.expected_tokens, draft_length=K) for K in (1, 3, 5, 7, 10)
-    }
-    lines |= {"K unlimited": lambda x: 1 / (1 - x)}
+    tokens = theory.expected_tokens
+    lines = {f"K = {K}": partial(tokens, draft_length=K) for K in (1, 3, 5, 7, 10)}
+    lines["K unlimited"] = partial(tokens, draft_length=1000)
     return _by_acceptance("Figure 2: tokens a round", "expected tokens", lines)
 
 
@@ -312,7 +311,7 @@ def learning_curve(report: Mapping[str, Any], ax: Axes | None = None) -> Figure:
     steps = [point["step"] for point in report["curve"]]
     by_position = zip(*(point["greedy"] for point in report["curve"]), strict=True)
     for i, shares in enumerate(by_position):
-        look = {"color": COLOURS[i % 6], "marker": MARKERS[i % 6]}
+        look: dict[str, Any] = {"color": COLOURS[i % 6], "marker": MARKERS[i % 6]}
         ax.plot(steps, shares, label=f"position {i + 1}", **look)
     return finish(ax, "Learning curve, held-out text", "updates", "kept, and all before it")
 
@@ -322,7 +321,7 @@ def acceptance_of_reports(reports: Mapping[str, Any], ax: Axes | None = None) ->
     ax = axes_or_new(ax)
     for i, (name, report) in enumerate(reports.items()):
         shares = report["acceptance"]["greedy"]
-        look = {"color": COLOURS[i % 6], "marker": MARKERS[i % 6]}
+        look: dict[str, Any] = {"color": COLOURS[i % 6], "marker": MARKERS[i % 6]}
         ax.plot(range(1, len(shares) + 1), shares, label=name, **look)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return finish(ax, "Acceptance, held-out text", "position", "kept, and all before it")
@@ -369,12 +368,12 @@ def tree_gain(acceptance: theory.Ranks, ax: Axes | None = None) -> Figure:
     ax = axes_or_new(ax)
     slopes = [n / 100 for n in range(26)]  # m positions cost 1 + slope (m - 1) passes
     likeliest = [row[:1] for row in acceptance]
+
+    def speed(ranks: theory.Ranks, slope: float) -> float:
+        parents, _ = theory.best_first(ranks, 60, lambda m: 1 + slope * (m - 1))
+        return theory.expected_tree_tokens(parents, ranks) / (1 + slope * len(parents))
+
     for label, ranks, colour in (("tree", acceptance, VERMILLION), ("chain", likeliest, BLUE)):
-        speeds = []
-        for slope in slopes:
-            parents, _ = theory.best_first(ranks, 60, lambda m, slope=slope: 1 + slope * (m - 1))
-            tokens = theory.expected_tree_tokens(parents, ranks)
-            speeds.append(tokens / (1 + slope * len(parents)))
-        ax.plot(slopes, speeds, color=colour, label=f"best {label}")
+        ax.plot(slopes, [speed(ranks, x) for x in slopes], color=colour, label=f"best {label}")
     x = "cost of a further position, in passes"
     return finish(ax, "What trees gain", x, "speed, plain = 1")
