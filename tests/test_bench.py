@@ -539,10 +539,16 @@ def test_some_texts_end_early_and_some_drafts_are_rejected_or_made_ahead() -> No
 
 
 def test_seconds_are_read_off_the_curve_and_drafting_costs() -> None:
-    """A drafter that knows the text: the first token, and 32 more in 8 passes of 4 positions."""
+    """A drafter that knows the text: the first token, and 32 more in 8 passes of 4 positions.
+
+    The draft length hears the curve's seconds, not the clock's.
+    """
     text = record_of(33).texts[0]
     oracle = scripted.OracleDrafter(text.generated, narrow.VOCAB)
-    model = replayed(text, oracle, 3, CostCurve("c", (1, 4), (1.0, 1.5)), 33)
+    heard, length = list[RoundRecord](), Fixed(3)
+    object.__setattr__(length, "record", heard.append)
+    model = replayed(text, oracle, length, CostCurve("c", (1, 4), (1.0, 1.5)), 33)
+    assert [r.seconds for r in heard] == [r.verify_seconds for r in heard] == [1.0, *[1.5] * 8]
     assert (model.passes, model.drafted, model.accepted) == (9, 24, 24)
     assert model.seconds == pytest.approx(1 + 8 * 1.5)
     assert model.plain_seconds == pytest.approx(33)
@@ -566,18 +572,6 @@ def test_a_copy_is_drafted_widely_whatever_chip_of_the_family_it_was_expected_on
         length = make_draft_length("auto", Tuning(CURVES[name]))
         copied = replay_text(text, sd.SuffixDrafter(), length, cost, **sizes)
         assert copied.plain_seconds > 0.35 * best * copied.seconds, name
-
-
-def test_draft_length_hears_the_curve_and_not_the_clock() -> None:
-    """A policy that learns costs learns those of the curve."""
-    heard: list[RoundRecord] = []
-    length, curve = Fixed(4), linear_cost(0.5)
-    object.__setattr__(length, "record", heard.append)
-    replayed(record_of().texts[0], LOOK_UP, length, curve)
-    assert len({r.fed for r in heard}) > 1
-    for r in heard:
-        assert r.seconds == r.verify_seconds == curve(r.fed)
-        assert r.draft_seconds == 0
 
 
 def test_plain_decoding_is_the_unit() -> None:

@@ -339,28 +339,6 @@ def test_probe_says_whether_drafting_is_exact(
     assert cli.main(["probe", "--model", str(folder)]) == 1
 
 
-def test_the_demo_says_what_it_does_and_prints_a_table_of_identical_texts(
-    folder: Path, tmp_path: Path
-) -> None:
-    """Three prompts, and a fixed length for contrast; results alone on stdout."""
-    few = ("--max-tokens", "8", "--repeats", "1", "--seconds", "900")
-    done = run("demo", "--model", folder, *few, SPECDEC_MLX_CACHE=str(tmp_path))
-    assert done.returncode == 0, done.stderr
-    live, head, table = done.stdout.partition("text      drafter")
-    assert "target passes" in live
-    top, rule, *rest = (head + table).splitlines()
-    rows = rest[: rest.index("")]
-    assert top.split()[-1] == "text"
-    assert set(rule) == {"-"}
-    expected = [[text, "auto", k] for text in ("edit", "summary", "chat") for k in ("auto", "4")]
-    assert [row.split()[:3] for row in rows] == expected
-    assert all(row.endswith(" identical") for row in rows)
-    assert "6 of 6 texts are plain mlx-lm's, token by token." in done.stdout
-    assert "in about 900 s, or cut: a text live, then edit, summary, chat, by turns" in done.stderr
-    unreadable = {c for c in done.stdout + done.stderr if not c.isprintable()}
-    assert unreadable <= {"\n", "�"}
-
-
 @both_ways
 def test_the_demo_models_folder_is_printed_and_nothing_else(tmp_path: Path) -> None:
     """One line on stdout, for `$(...)`; a prepared cache is not touched, and nothing is fetched."""

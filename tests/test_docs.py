@@ -29,6 +29,7 @@ from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.rules.registry import rule_names
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -221,6 +222,20 @@ def test_help_is_current() -> None:
     assert text_of(generate_help.PAGE).split() == generate_help.page().split()
 
 
+def test_the_table_of_distances_is_current_and_tells_right_from_wrong() -> None:
+    """docs/lossless.md says what the enumeration says: zero for the lossless rules alone."""
+    import generate_lossless as generator
+
+    page = text_of(generator.PAGE)
+    assert generator.section(page, "enumerated") == generator.enumerated()
+    assert len(generator.section(page, "draft-temp").splitlines()) == 2 + len(generator.DRAFT_TEMPS)
+    for line in generator.section(page, "enumerated").splitlines()[2:]:
+        name, *distances = [cell.strip() for cell in line.strip("|").split("|")][:4]
+        is_exact = not name.startswith(("lossy: ", "wrong: "))
+        assert all((cell == "< 1e-12") == is_exact for cell in distances), name
+    assert all(f"`{name}`" in page or f'`"{name}"`' in page for name in rule_names())
+
+
 def test_what_is_mutated_is_there() -> None:
     """The modules, the tests that are to find it or are left out, and the mutants named."""
     import mutations
@@ -258,7 +273,7 @@ def test_figures_are_those_of_the_committed_benchmark() -> None:
 
 # Notebooks run from top to bottom, and are committed as they ran ----------------------------------
 
-FOLDER = Path(__file__).parent.parent / "notebooks"
+FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 MOST_CELLS = 17
 DEFINES = {"05_write_a_drafter.ipynb"}  # A drafter of the reader's own is the point of it
