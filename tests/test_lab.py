@@ -330,7 +330,7 @@ def pip(wheel: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> FakePip:
 
 
 def prepared() -> Path:
-    return demo_model.demo_model_path(progress=False)
+    return demo_model.demo_model_path()
 
 
 def visible(root: Path) -> list[str]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import platform
 import re
-from collections import Counter
 from importlib.metadata import version
 from pathlib import Path
 
@@ -52,11 +51,9 @@ def blas_in(maps: str) -> str:
 
 
 def describe_dtype(model: nn.Module) -> str:
-    """The dtype that most parameters have, and the width of quantized ones."""
-    sizes: Counter[str] = Counter()
-    for _, value in tree_flatten(model.parameters()):
-        if mx.issubdtype(value.dtype, mx.floating):
-            sizes[str(value.dtype).removeprefix("mlx.core.")] += value.size
+    """The dtype of the largest parameter, and the width of quantized ones."""
+    values = (value for _, value in tree_flatten(model.parameters()))
+    floating = (value for value in values if mx.issubdtype(value.dtype, mx.floating))
+    dtype = str(max(floating, key=lambda value: value.size).dtype).removeprefix("mlx.core.")
     bits = {module.bits for module in model.modules() if hasattr(module, "bits")}
-    quantized = [f"{bits} bits" for bits in sorted(bits)]
-    return ", ".join([*(name for name, _ in sizes.most_common(1)), *quantized])
+    return ", ".join([dtype, *(f"{bits} bits" for bits in sorted(bits))])

