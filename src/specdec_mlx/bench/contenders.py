@@ -97,9 +97,8 @@ def mlx_lm_speculation(
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
         options = {"num_draft_tokens": draft_length, "max_tokens": max_tokens}
-        steps = speculative_generate_step(
-            mx.array(prompt), model, draft_model, sampler=make_sampler(temp), **options
-        )
+        options |= {"sampler": make_sampler(temp)}
+        steps = speculative_generate_step(mx.array(prompt), model, draft_model, **options)
         counts, begins_round = Counts(0), True
         with closing(steps):
             for n, (token, _, from_draft) in enumerate(steps):
@@ -170,8 +169,8 @@ def make_contenders(
     contenders = [plain(model, temp)]
     if draft_model is not None:
         numbers = [int(text) for text in draft_lengths if text.isdecimal()]
-        for number in numbers or [MLX_LM_DRAFT_LENGTH]:
-            contenders.append(mlx_lm_speculation(model, draft_model, number, temp))
+        lengths = numbers or [MLX_LM_DRAFT_LENGTH]
+        contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
     own = {} if draft_model is None else {"draft_model": draft_model, "draft_tokenizer": tokenizer}
     for spec in drafters:
         drafter = make(spec) if make else make_drafter(spec, **own)

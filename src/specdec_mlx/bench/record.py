@@ -108,13 +108,10 @@ def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
 
     def texts_of(row: Any, number: int) -> Iterator[RecordedText]:
         name, category = str(row.get("id", number)), str(row.get("category", "sessions"))
-        if "messages" in row:
-            said, session = row["messages"], name
-        else:
-            said, session = (
-                [{"role": "user", "content": row["turns"][0]}],
-                row.get("session", number),
-            )
+        said, session = row.get("messages"), name
+        if said is None:
+            session = row.get("session", number)
+            said = [{"role": "user", "content": row["turns"][0]}]
             said += [{"role": "assistant", "content": row["reference"]}]
         said = [{"role": m["role"], "content": m["content"] or ""} for m in said]
         answers = [i for i, m in enumerate(said) if i and m["role"] == "assistant" and m["content"]]
@@ -137,9 +134,7 @@ SPEED_NOTE = (
     "left out, with a 95% bootstrap interval over texts; end to end: prefill included; tok/s: all "
     "tokens over all seconds; accepted: of the drafted tokens."
 )
-DIFFERENCES_NOTE = (
-    f"Texts that differ; excused: the target's own top two are within {EXCUSED_GAP:g} there."
-)
+DIFFERENCES_NOTE = f"Texts that differ; excused: its own top two are within {EXCUSED_GAP:g} there."
 ROUNDS_NOTE = (
     "drafting: share of target passes that verified a draft (the others are plain steps); first: "
     "time to the first token, in seconds and over plain mlx-lm's (1.020: 2% later)."

@@ -59,20 +59,22 @@ class Score:
 
 
 class Scores(list[Score], Rows):
-    """Scores, which a notebook shows as a table; a row for each in CSV and pandas."""
+    """Scores: a table in text and in a notebook; a row for each in CSV and pandas.
+
+    Speedups per category; tokens per pass, acceptance and the measured ratio over all.
+    """
 
     def rows(self) -> list[Row]:
         """A row for each score, a column for each field."""
         return [asdict(score) for score in self]
 
+    def __str__(self) -> str:
+        """Markdown."""
+        return markdown_table(*_table(self), 3)
+
     def _repr_html_(self) -> str:
         note = "<p>modelled speed relative to plain decoding</p>"
         return table_html(*_table(self), 3) + note
-
-
-def format_scores(scores: Sequence[Score]) -> str:
-    """Speedups per category; tokens per pass, acceptance and the measured ratio over all."""
-    return markdown_table(*_table(scores), 3)
 
 
 def _table(scores: Sequence[Score]) -> tuple[list[str], list[list[str]]]:
@@ -126,20 +128,13 @@ def score_record(
     options["draft_seconds"] = draft_cost * cost(1)
     for name, made in drafters.items():
         for length in draft_lengths if made else [""]:
-            drafter, tuning = fresh(made), Tuning(CURVES.get(cost.name, MILDEST))
-            modelled = []
+            drafter = made if made is None or isinstance(made, Drafter) else made()
+            modelled, tuning = [], Tuning(CURVES.get(cost.name, MILDEST))
             for text in record.texts:
                 policy = make_draft_length(parse_draft_length(length or "0"), tuning)
                 modelled.append(replay_text(text, drafter, policy, cost, **options))
             scores += scores_of(record, cost.name, name, length, modelled)
     return scores
-
-
-def fresh(drafter: Drafter | Callable[[], Drafter | None] | None) -> Drafter | None:
-    """A drafter, made if it is to be made; a class of drafters makes them, too."""
-    if isinstance(drafter, type) or (drafter is not None and not isinstance(drafter, Drafter)):
-        return drafter()
-    return drafter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -153,13 +148,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
     add_lighter_arguments(parser)
     several("--draft-length", metavar="N|POLICY", help=f"repeatable ({', '.join(DEFAULT_LENGTHS)})")
-    costs = (
-        "repeatable: measured, linear:SLOPE, costs of 1, 2 ... positions as 1,1.1, or a chip as "
-    )
-    costs += f"others measured it: m3-max, m4-pro, m5-max-27b, ... (measured, {DEFAULT_SLOPE})"
+    costs = "repeatable: measured, linear:SLOPE, costs of 1, 2 ... positions as 1,1.1, or a chip as"
+    costs += f" others measured it: m3-max, m4-pro, m5-max-27b, ... (measured, {DEFAULT_SLOPE})"
     several("--cost", metavar="CURVE", help=costs)
-    each = "of a token drafted by a model, in passes over one position (%(default)s)"
-    add("--draft-cost", type=float, default=0.0, metavar="C", help=each)
+    add(
+        "--draft-cost",
+        type=float,
+        default=0.0,
+        metavar="C",
+        help="of a draft token, in plain passes",
+    )
     add("--json", metavar="FILE", help="write the scores")
 
 
@@ -170,8 +168,7 @@ def main(args: argparse.Namespace) -> int:
     for cost in costs_of(args, record):
         scores = score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
         everything += scores
-        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n")
-        print(f"{format_scores(scores)}\n")
+        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n\n{scores}\n")
     if args.json:
         Path(args.json).write_text(json.dumps(everything.rows(), indent=1))
     return 0
@@ -189,8 +186,8 @@ def read_record(args: argparse.Namespace) -> Record:
 
 def costs_of(args: argparse.Namespace, record: Record) -> list[CostCurve]:
     """The curves that were named, else the measured one and what Apple GPUs are said to cost."""
-    defaults = [MEASURED, DEFAULT_SLOPE] if record.cost else [DEFAULT_SLOPE]
-    return [parse_cost(text, record.cost) for text in args.cost or defaults]
+    usual = [MEASURED] * bool(record.cost) + [DEFAULT_SLOPE]
+    return [parse_cost(text, record.cost) for text in args.cost or usual]
 
 
 def record_of_sessions(

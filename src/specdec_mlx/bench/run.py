@@ -44,13 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--per-category", type=count, metavar="N", help="prompts of each, evenly spread (all)")
     none = f"repeatable; none: without ({DEFAULT_DRAFTER})"
     several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=none)
-    both = "a draft model or a trained head; with a model mlx-lm's own speculation runs as well"
-    add("--draft-model", metavar="MODEL", help=both)
+    add("--draft-model", metavar="MODEL", help="a head, or a model: mlx-lm's own takes part too")
     add_lighter_arguments(parser)
     length, lengths = checked(parse_draft_length), "repeatable: every drafter with every length"
     several("--draft-length", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
-    rules = "acceptance rule, repeatable: every drafter and length with every rule (auto)"
-    several("--rule", type=checked(make_rule), metavar="NAME", help=rules)
+    several(
+        "--rule", type=checked(make_rule), metavar="NAME", help="repeatable: in all ways (auto)"
+    )
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")

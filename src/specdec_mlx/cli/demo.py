@@ -66,19 +66,13 @@ In 1961 the lamp was replaced by an electric one, and the last keeper, Anna Reye
 village. She gave the diaries to the school, where they are still read every spring. Today the
 tower is open to visitors from May to October, and the reef is a nature reserve."""
 
-LIST = """\
-def shopping_list(items):
-    for item in items:
-        print("- " + item)
-    print("That is all.")
-"""
-
 PROMPTS = {
     "edit": f"Rename radius to r in this code and change nothing else:\n```python\n{CODE}```",
     "summary": f"Summarise this text in three sentences:\n\n{TEXT}",
     "chat": "I have two days in Lisbon in spring. What should I see, and in which order?",
 }
-LIVE_PROMPT = f"Rename items to things in this code and show all of it:\n```python\n{LIST}```"
+LIVE_CODE = CODE.partition("\n\n")[2].partition("\n\n")[0]  # the first function
+LIVE_PROMPT = f"Rename radius to size in this code and show all of it:\n```python\n{LIVE_CODE}\n```"
 
 PAIR, PAIR_TOPIC, PAIR_TOKENS = "lab pair", "power", 192  # of one letter each
 
