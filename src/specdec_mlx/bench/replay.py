@@ -151,13 +151,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     costs = "repeatable: measured, linear:SLOPE, costs of 1, 2 ... positions as 1,1.1, or a chip as"
     costs += f" others measured it: m3-max, m4-pro, m5-max-27b, ... (measured, {DEFAULT_SLOPE})"
     several("--cost", metavar="CURVE", help=costs)
-    add(
-        "--draft-cost",
-        type=float,
-        default=0.0,
-        metavar="C",
-        help="of a draft token, in plain passes",
-    )
+    each = "of a token drafted by a model, in passes over one position (%(default)s)"
+    add("--draft-cost", type=float, default=0.0, metavar="C", help=each)
     add("--json", metavar="FILE", help="write the scores")
 
 

@@ -48,9 +48,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_lighter_arguments(parser)
     length, lengths = checked(parse_draft_length), "repeatable: every drafter with every length"
     several("--draft-length", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
-    several(
-        "--rule", type=checked(make_rule), metavar="NAME", help="repeatable: in all ways (auto)"
-    )
+    rules = "acceptance rule, repeatable: every drafter and length with every rule (auto)"
+    several("--rule", type=checked(make_rule), metavar="NAME", help=rules)
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
