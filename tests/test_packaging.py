@@ -139,7 +139,7 @@ def test_workflows_and_forms_for_issues_name_what_there_is() -> None:
     assert {"doctor", "bench"} <= asked <= set(action.choices)
     assert texts.keys() == {"bug", "benchmark", "idea", "config"}
     for form in (yaml.safe_load(text) for name, text in texts.items() if name != "config"):
-        assert form["name"] and form["description"]  # noqa: PT018
+        assert all(form[name] for name in ("name", "description"))
         labels = {
             f["id"]: f["attributes"]["label"] for f in form["body"] if f["type"] != "markdown"
         }
