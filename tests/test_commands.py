@@ -355,30 +355,28 @@ def test_the_demo_models_folder_is_printed_and_nothing_else(tmp_path: Path) -> N
 
 
 @in_one_test(
-    ("removed", "given", "reason", "next_step"),
+    ("removed", "given", "words"),
     [
-        ("tokenizer*", "", "has no tokenizer", "Copy tokenizer.json"),
-        ("tokenizer.json", "", "has no tokenizer", "Copy"),
-        ("config.json", "", "has no config.json", "Give the folder"),
-        ("*.safetensors", "", "has no weights", "Fetch them"),
-        ("*", "", "has no config.json", "Give the folder"),
-        ("nothing", "config.json", "is a file", "Give the folder"),
-        ("nothing", "elsewhere", "There is no folder", "Give the folder"),
+        ("tokenizer*", "", "has no tokenizer.*Copy tokenizer.json"),
+        ("tokenizer.json", "", "has no tokenizer.*Copy"),
+        ("config.json", "", "has no config.json.*Give the folder"),
+        ("*.safetensors", "", "has no weights.*Fetch them"),
+        ("*", "", "has no config.json.*Give the folder"),
+        ("nothing", "config.json", "is a file.*Give the folder"),
+        ("nothing", "elsewhere", "There is no folder.*Give the folder"),
     ],
 )
 def test_a_folder_that_is_no_model_is_named_with_the_next_step(
-    removed: str, given: str, reason: str, next_step: str, folder: Path, tmp_path: Path
+    removed: str, given: str, words: str, folder: Path, tmp_path: Path
 ) -> None:
-    """ModelFolderError, before anything is loaded."""
+    """ModelFolderError on one line, before anything is loaded."""
     copy = shutil.copytree(folder, tmp_path / "broken", dirs_exist_ok=True)
     for file in copy.glob(removed):
         file.unlink()
-    with pytest.raises(ModelFolderError) as caught:
+    with pytest.raises(ModelFolderError, match=words) as caught:
         load_model(copy / given)
-    message = str(caught.value)
-    assert str(copy / given) in message
-    assert message.index(reason) < message.index(next_step)
-    assert "\n" not in message
+    assert str(copy / given) in str(caught.value)
+    assert "\n" not in str(caught.value)
 
 
 @both_ways
