@@ -7,6 +7,7 @@ import sys
 import time
 from collections.abc import Iterator
 from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -243,13 +244,12 @@ def loaded() -> tuple[nn.Module, Any]:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to install, before anything is run."""
-    for name, module in (MODULES | {"openai": "openai"}).items():
-        monkeypatch.setitem(sys.modules, module, None)
+    uses: dict[str, Any] = {name: partial(make_peer, name, *loaded()) for name in MODULES}
+    uses["openai"] = partial(server.asking, "http://127.0.0.1:1", 3)
+    for name, use in uses.items():
+        monkeypatch.setitem(sys.modules, MODULES.get(name, name), None)
         with pytest.raises(MissingPackageError, match=f"pip install {name}"):
-            if name in MODULES:
-                make_peer(name, *loaded())
-            else:
-                server.asking("http://127.0.0.1:1", 3)
+            use()
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -265,31 +265,21 @@ def test_texts_of_peers_are_plain_decodings_and_their_counts_add_up(name: str) -
     assert result.identical == result.texts == 3
     assert 0 < result.accepted < result.drafted
     assert result.tokens_per_pass > 1
-    for max_tokens in (1, 2, 40):
-        for task in tasks:
-            sample = time_generation(make_peer(name, *loaded()), task, Settings(max_tokens), 0)
-            assert len(sample.tokens) == max_tokens
-            assert sample.passes + sample.accepted - len(sample.tokens) in (0, 1)
-            assert sample.drafting_rounds <= sample.passes
-            assert sample.accepted <= sample.drafted
-            assert sample.first_seconds > 0
-            assert (sample.decode_seconds > 0) == (max_tokens > 1)
+    for max_tokens, task in product((1, 2, 40), tasks):
+        sample = time_generation(make_peer(name, *loaded()), task, Settings(max_tokens), 0)
+        assert len(sample.tokens) == max_tokens
+        assert sample.passes + sample.accepted - max_tokens in (0, 1)
+        assert (sample.decode_seconds > 0) == (max_tokens > 1)
 
 
 def test_rounds_of_callbacks_become_tokens() -> None:
     """Each round is its accepted tokens and one more, at the round's time; the last one is cut."""
-
-    class Target:
-        def verify(self) -> str:
-            return "logits"
-
-    target = Target()
+    target = SimpleNamespace(verify=lambda: "logits")
     rounds = _Rounds(target)
     assert target.verify() == target.verify() == "logits"
     first_at = rounds.first_at
-    rounds.add(drafted=4, accepted=2, cap=4)
-    rounds.add(drafted=0, accepted=0)
-    rounds.add(drafted=3, accepted=3)
+    for drafted, accepted in ((4, 2), (0, 0), (3, 3)):
+        rounds.add(drafted=drafted, accepted=accepted, cap=4)
     emitted = list(rounds.emitted(list(range(7))))
     assert [e.token for e in emitted] == list(range(7))
     assert [e.from_draft for e in emitted] == [False, True, True, False, False, True, True]

@@ -310,19 +310,14 @@ def folder(folders: Path) -> Path:
 @both_ways
 def test_version_help_and_drafters_are_printed() -> None:
     """Drafters one a line, each described; nothing else on stdout."""
-    assert run("--version").stdout == f"{specdec_mlx.__version__}\n"
+    script = Path(sys.executable).with_name("specdec-mlx")  # what `pip install` left in the path
+    installed = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
+    assert run("--version").stdout == installed.stdout == f"{specdec_mlx.__version__}\n"
     lines = dict(line.split(maxsplit=1) for line in run("drafters").stdout.splitlines())
     assert {"model", "ngram", "none", "prompt-lookup"} <= set(lines)
     text = run("--help").stdout
     for command in ("demo", "bench", "replay", "probe", "drafters", *cli.MLX_LM_COMMANDS):
         assert re.search(rf"^    {command}\b", text, re.M)
-
-
-def test_the_console_script_is_installed() -> None:
-    """A process, always: what `pip install` left in the path runs."""
-    script = Path(sys.executable).with_name("specdec-mlx")
-    done = subprocess.run([script, "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"{specdec_mlx.__version__}\n"
 
 
 @both_ways

@@ -57,14 +57,12 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    text = text_of(page)
-    found = []
+    text, found = text_of(page), []
     for match in FENCE.finditer(text):
         if match["language"] == "python":
-            is_run = not NOT_RUN.search(text[: match.start()])
-            output = OUTPUT.match(text, match.end())
-            line = text.count("\n", 0, match.start()) + 2
-            found.append(Block(line, match["code"], is_run, output["text"] if output else None))
+            before, output = text[: match.start()], OUTPUT.match(text, match.end())
+            line, is_run = before.count("\n") + 2, not NOT_RUN.search(before)
+            found.append(Block(line, match["code"], is_run, output and output["text"]))
     return found
 
 
@@ -200,16 +198,14 @@ def links(page: Path) -> list[str]:
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     """Also those to files outside docs/, which the site does not check, and by their address."""
     for target in links(page):
-        if ours := OURS.match(target):
-            assert (ROOT / target[ours.end() :]).exists(), target
-        elif "://" not in target:
-            assert (page.parent / target).exists(), target
+        path = OURS.sub(f"{ROOT}/", target)
+        assert "://" in path or (page.parent / path).exists(), target
 
 
 def test_the_readme_is_whole_on_the_package_index() -> None:
     """There it stands alone: links and figures are addresses, most of them in this repository."""
     targets = links(README)
-    assert [target for target in targets if not target.startswith("https://")] == []
+    assert all(target.startswith("https://") for target in targets)
     assert sum(bool(OURS.match(target)) for target in targets) > 10
     assert set(re.findall(r"(?m)^\[[^\]]+\]: ([^\s#]+)", text_of(README))) <= set(targets)
     assert "[" not in rendered(README), "a link without an address"

@@ -87,7 +87,8 @@ def test_shapes_and_dtype(pair: lab.Pair) -> None:
 def test_fits_into_the_package() -> None:
     """The heads at most 1.1 MB, and nothing of their training beside them."""
     folder = Path(lab.__file__).parent
-    sizes = {f: f.stat().st_size for f in folder.rglob("*[!c]") if f.is_file()}
+    files = (file for file in folder.rglob("*") if file.is_file() and file.suffix != ".pyc")
+    sizes = {file: file.stat().st_size for file in files}
     assert sum(sizes.values()) < LARGEST
     heads = {file: size for file, size in sizes.items() if folder / "heads" in file.parents}
     assert sum(heads.values()) <= LARGEST_HEADS
@@ -165,12 +166,7 @@ def test_held_out_topics_are_not_trained_on() -> None:
     assert 0.03 < len(byte_tokens.to_stream(held_out)) / len(byte_tokens.to_stream(trained)) < 0.1
 
 
-def test_the_parts_of_a_training() -> None:
-    """A model agrees with itself, and rates rise and fall."""
-    model = train.build(train.DRAFT_SHAPE)
-    measured = train.agreement(model, model, np.arange(100) % byte_tokens.VOCAB_SIZE, 32)
-    assert measured.greedy == 1
-    assert measured.acceptance == pytest.approx(1, abs=1e-5)
+def test_the_rates_of_a_training_rise_and_fall() -> None:
     rates = [fitting.rates(2.0, 100)(mx.array(step, mx.uint64)).item() for step in range(100)]
     assert np.argmax(rates) == 4
     assert rates[4] == pytest.approx(2)
