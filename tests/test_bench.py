@@ -225,6 +225,7 @@ def test_times_are_told_beside_plain_decodings() -> None:
     results = [r for r in summarise(samples, []) if r.category == ALL]
     assert {r.drafter: r.first_token_ratio for r in results} == {PLAIN: 1.0, "slow": 5 / 4}
     assert {r.drafter: r.ratio for r in results} == {PLAIN: 1.0, "slow": pytest.approx(4 / 5)}
+    assert (results[1].total_tokens_per_second, results[1].end_to_end_ratio) == (0.4, 0.8)
     assert " 1.250 |" in format_record(dataclasses.replace(record_of(), results=results))
     alone = summarise([s for s in samples if s.drafter == "slow"], [])
     assert {r.first_token_ratio for r in alone} == {None}

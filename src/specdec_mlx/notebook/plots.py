@@ -30,8 +30,7 @@ except ImportError as error:
     ) from error
 
 PANEL = (4.6, 3.2)  # inches
-PIXELS_PER_INCH = 90
-SHARPNESS = 2  # pixels drawn for each pixel shown
+PIXELS_PER_INCH, SHARPNESS = 90, 2  # as shown, and pixels drawn for each of them
 MOST_POSITIONS = 17  # widest pass of a drawn cost curve
 TREE_SIZE = (9.2, 4.4)  # inches
 MLX_LM_SPECULATION = "mlx-lm-speculation"
