@@ -111,7 +111,7 @@ def legend_above(ax: Axes, title: str, num_columns: int = 4) -> Figure:
 def plot_stats(stats: SpeculationStats) -> Plot:
     """Accept histogram, acceptance by position, and tokens per pass over time."""
     drawings = (accept_histogram, acceptance_by_position, tokens_over_time)
-    plot = Plot(figsize=(len(drawings) * PANEL[0], PANEL[1]))
+    plot = Plot(figsize=(2 * PANEL[0], PANEL[1]))  # not wider than a notebook
     for draw, ax in zip(drawings, plot.subplots(1, len(drawings)), strict=True):
         draw(stats, ax)
     return plot

@@ -156,15 +156,23 @@ def _coloured(look: Look, text: str, title: str = "") -> str:
 
 
 def _bars(stats: SpeculationStats) -> str:
+    """Acceptance at the first positions of a draft, and at the later ones in doubling ranges."""
     full, empty = translucent(BLUE, 0.35), translucent(GREY, 0.12)
-    return "".join(
-        f'<div style="background:linear-gradient(to right,{full} {100 * a / d:.0f}%,{empty} 0);'
-        f'width:16em;padding:0 .4em">{i}: {a / d:.0%} &nbsp; ({a} of {d})</div>'
-        for i, (a, d) in enumerate(zip(stats.accepted_at, stats.drafted_at, strict=True), start=1)
-    )
+    lines = []
+    longest = len(stats.drafted_at)
+    for first, end in pairwise(min(n, longest) for n in (0, 1, 2, 3, 4, 8, 16, 32, longest)):
+        a, d = sum(stats.accepted_at[first:end]), sum(stats.drafted_at[first:end])
+        place = f"{first + 1}" if end == first + 1 else f"{first + 1} to {end}"
+        if d:
+            lines.append(
+                f'<div style="background:linear-gradient(to right,{full} {100 * a / d:.0f}%,'
+                f'{empty} 0);width:16em;padding:0 .4em">{place}: {a / d:.0%} &nbsp; ({a} of {d})'
+                "</div>"
+            )
+    return "".join(lines)
 
 
 def _histogram(rounds: Sequence[tuple[int, int]]) -> str:
     counts = Counter(accepted for drafted, accepted in rounds if drafted)
-    parts = [f"{n}: {counts[n]}" for n in range(max(counts, default=0) + 1)]
+    parts = [f"{n}: {counts[n]}" for n in sorted(counts)]
     return f"{', '.join(parts)}; plain: {len(rounds) - counts.total()}"
