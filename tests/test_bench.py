@@ -622,7 +622,9 @@ def test_the_commands_score_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert report.count("| drafter") == 2
     assert "kind 0" in report
     assert {s["cost"] for s in json.loads(scored.read_text())} == {"linear:0", "1,1.5,2"}
-    assert main(["replay", str(path)]) == 0
+    picture = tmp_path / "speeds.svg"
+    assert main(["replay", str(path), "--plot", str(picture)]) == 0
+    assert "auto, K = 8" in picture.read_text()
     assert "cost linear:0.24" in capsys.readouterr().out
     assert experiment.main([str(path), *named, *curves, "--longest", "3"]) == 0
     assert capsys.readouterr().out.count(f"| {LENGTH_ORACLE}") == 2

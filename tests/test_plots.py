@@ -15,7 +15,9 @@ from PIL import Image
 
 import specdec_mlx as sd
 from specdec_mlx.bench.cost import linear_cost
+from specdec_mlx.bench.replay import Score, Scores
 from specdec_mlx.bench.summary import Result
+from specdec_mlx.checks.report import Part
 from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.notebook import plots
 from specdec_mlx.notebook.views import GREY, VERMILLION
@@ -40,6 +42,11 @@ def result(drafter: str, length: str, category: str, ratio: float) -> Result:
     return Result(**others | speeds | way)
 
 
+def score(drafter: str, category: str, speedup: float) -> Score:
+    """A replay's score of which only the speed matters."""
+    return Score("linear:0.24", drafter, "4", category, 1, 10, 5, 5, 5, 2.0, speedup)
+
+
 def axes(plot: plots.Plot) -> Axes:
     return plot.axes[0]
 
@@ -59,6 +66,8 @@ def every_plot() -> dict[str, plots.Plot]:
         "lengths": plots.draft_lengths({2: stats}),
         "speeds": plots.draft_lengths({2: stats}, linear_cost(0.1)),
         "by text": plots.speed_by_text(results),
+        "modelled": Scores([score("ngram", "a", 1.5), score("ngram", "all", 1.2)]).plot(),
+        "power": plots.power_of_check([Part("joint", "passed", "", {"power": {"bonus": 1.0}})]),
         "tree": plots.token_tree(TREE, list("abcd$"), [0, 2]),
         "gain": plots.tree_gain([[0.6, 0.2]] * 4),
         "figure 2": plots.paper_figure_2(),

@@ -11,8 +11,9 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from mlx_lm.utils import load_tokenizer
 
@@ -30,6 +31,9 @@ from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import explained
 from specdec_mlx.notebook.views import markdown_table, table_html
 from specdec_mlx.stats.account import Row, Rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 DEFAULT_LENGTHS = ("2", "4", "8", "auto")
 DEFAULT_SLOPE = "linear:0.24"
@@ -67,6 +71,12 @@ class Scores(list[Score], Rows):
     def rows(self) -> list[Row]:
         """A row for each score, a column for each field."""
         return [asdict(score) for score in self]
+
+    def plot(self, cost: str = "") -> Figure:
+        """Draw the speeds by kind of text at one cost, the first if none is named; matplotlib."""
+        plots: Any = import_module("specdec_mlx.notebook.plots")
+        figure: Figure = plots.modelled_speed([s for s in self if s.cost == (cost or self[0].cost)])
+        return figure
 
     def __str__(self) -> str:
         """Markdown."""
@@ -154,6 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     each = "of a token drafted by a model, in passes over one position (%(default)s)"
     add("--draft-cost", type=float, default=0.0, metavar="C", help=each)
     add("--json", metavar="FILE", help="write the scores")
+    add("--plot", metavar="FILE", help="draw the speeds at the first cost, as PNG, SVG or PDF")
 
 
 def main(args: argparse.Namespace) -> int:
@@ -166,7 +177,14 @@ def main(args: argparse.Namespace) -> int:
         print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n\n{scores}\n")
     if args.json:
         Path(args.json).write_text(json.dumps(everything.rows(), indent=1))
+    if args.plot:
+        draw(args.plot, everything)
     return 0
+
+
+def draw(path: str, scores: Scores) -> None:
+    """Write the picture of scores; its kind is the file's suffix."""
+    scores.plot().savefig(path, dpi=150, facecolor="white")
 
 
 def read_record(args: argparse.Namespace) -> Record:

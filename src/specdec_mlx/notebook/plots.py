@@ -229,25 +229,74 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
     contenders = list(dict.fromkeys(r.key for r in results))[1:]
     contenders.sort(key=lambda key: key[0] == MLX_LM_SPECULATION)
     with_rule = len({r.rule for r in results if r.rule}) > 1
-    categories, step = list(dict.fromkeys(r.category for r in results)), 1 / (len(contenders) + 1)
+    speeds: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for key in contenders:
+        chosen = [r for r in results if r.key == key and r.ratio]
+        label = _way(key[0], key[1], key[2] if with_rule else "")
+        speeds[label] = {r.category: (r.ratio, r.ratio_low, r.ratio_high) for r in chosen}
+    categories = list(dict.fromkeys(r.category for r in results))
+    words = "tokens per second relative to plain mlx-lm, 95% interval over texts"
+    return _speeds(categories, speeds, words, ax, title)
+
+
+def modelled_speed(scores: Sequence[Any]) -> Figure:
+    """Modelled speed of each way of drafting by kind of text. scores: of a replay, at one cost."""
+    speeds: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for score in scores:
+        if not score.session and score.draft_length:
+            way = speeds.setdefault(_way(score.drafter, score.draft_length), {})
+            way[score.category] = (score.speedup,) * 3
+    categories = list(dict.fromkeys(score.category for score in scores))
+    words = "modelled speed relative to plain decoding"
+    return _speeds(categories, speeds, words, None, scores[0].cost if scores else "")
+
+
+def _way(drafter: str, draft_length: str, rule: str = "") -> str:
+    """Name of a way of drafting in a legend."""
+    parts = LEGENDS.get(drafter, drafter), draft_length and f"K = {draft_length}", rule
+    return ", ".join(filter(None, parts))
+
+
+def _speeds(
+    categories: Sequence[str],
+    speeds: Mapping[str, Mapping[str, tuple[float, float, float]]],
+    words: str,
+    ax: Axes | None,
+    title: str,
+) -> Figure:
+    """Speeds by category, a row for each way of drafting: label -> category -> (it, low, high)."""
+    step = 1 / (len(speeds) + 1)
     ax = axes_or_new(ax, (7.2, 1.2 + 0.13 * len(categories) / step))
-    ax.axvline(1, color=GREY, linewidth=1.5, label="plain mlx-lm")
-    for i, (drafter, draft_length, rule) in enumerate(contenders):
-        chosen = [r for r in results if r.key == contenders[i] and r.ratio]
-        rows = [categories.index(r.category) + (i + 1) * step for r in chosen]
-        below = [max(0.0, r.ratio - r.ratio_low) for r in chosen]
-        above = [max(0.0, r.ratio_high - r.ratio) for r in chosen]
-        parts = (LEGENDS.get(drafter, drafter), draft_length and f"K = {draft_length}")
-        label = ", ".join(filter(None, (*parts, rule if with_rule else "")))
+    ax.axvline(1, color=GREY, linewidth=1.5, label="plain decoding")
+    for i, (label, found) in enumerate(speeds.items()):
+        rows = [categories.index(category) + (i + 1) * step for category in found]
+        middle = [speed for speed, _, _ in found.values()]
+        below = [max(0.0, speed - low) for speed, low, _ in found.values()]
+        above = [max(0.0, high - speed) for speed, _, high in found.values()]
         look: dict[str, Any] = {"fmt": MARKERS[i % 6], "color": COLOURS[i % 6], "capsize": 2}
-        ax.errorbar([r.ratio for r in chosen], rows, xerr=[below, above], label=label, **look)
+        ax.errorbar(middle, rows, xerr=[below, above], label=label, **look)
     for edge in range(1, len(categories)):
         ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)
     names = [category.replace("_", " ") for category in categories]
     ax.set_yticks([i + 0.5 for i in range(len(names))], names)
     ax.set_ylim(len(categories), 0)
-    label_axes(ax, "", "tokens per second relative to plain mlx-lm, 95% interval over texts", "")
+    label_axes(ax, "", words, "")
     return legend_above(ax, title)
+
+
+def power_of_check(parts: Sequence[Any]) -> Figure:
+    """Chance that a check would have found each of the named faults. parts: of its report."""
+    found = [
+        (f"{part.name}: {fault}", power)
+        for part in parts
+        for fault, power in part.numbers.get("power", {}).items()
+    ]
+    ax = axes_or_new(None, (7.2, 1.2 + 0.25 * len(found)))
+    ax.barh([name for name, _ in found], [power for _, power in found], color=BLUE)
+    ax.axvline(0.9, color=ORANGE, linestyle="--", label="counts as found")
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1)
+    return finish(ax, "Power of the check", "chance that the fault would have been found", "")
 
 
 def rule_picture(target_probs: Any, draft_probs: Any) -> Figure:
