@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from mlx_lm.utils import load_tokenizer
+from tqdm import tqdm
 
 from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.bench.record import Record, load_record, or_dash, read_sessions
@@ -140,7 +141,8 @@ def score_record(
         for length in draft_lengths if made else [""]:
             drafter = made if made is None or isinstance(made, Drafter) else made()
             modelled, tuning = [], Tuning(CURVES.get(cost.name, MILDEST))
-            for text in record.texts:
+            bar = tqdm(record.texts, f"{name} {length}", unit="text", delay=1, leave=False)
+            for text in bar:
                 policy = make_draft_length(parse_draft_length(length or "0"), tuning)
                 modelled.append(replay_text(text, drafter, policy, cost, **options))
             scores += scores_of(record, cost.name, name, length, modelled)
