@@ -143,15 +143,9 @@ class Predicted(Wrapper):
 
 
 def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
-    """The drafter, whose look-up may copy from the prediction; with one, if it has none."""
+    """The drafter, after a look-up that may also copy from the prediction."""
     several = drafter if isinstance(drafter, FirstOf) else FirstOf(drafter)
-    if not any(isinstance(part, PromptLookupDrafter) for part in several.drafters):
-        several = type(several)(PromptLookupDrafter(), *several.drafters)
-
-    def change(part: Drafter) -> Drafter:
-        return Predicted(part, prediction) if isinstance(part, PromptLookupDrafter) else part
-
-    return several.with_each(change) if len(several.drafters) > 1 else change(drafter)
+    return type(several)(Predicted(PromptLookupDrafter(), prediction), *several.drafters)
 
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:

@@ -32,6 +32,10 @@ class RequestError(ValueError):
     """A request that cannot be served, in words for the client."""
 
 
+class Refused(BaseException):
+    """A request is not served, for a reason, an exception, that the client is told."""
+
+
 def is_clients(error: BaseException) -> bool:
     """True if an error is the request's, not the server's: those are named here or in `errors`."""
     named = type(error).__module__ in (__name__, errors.__name__)

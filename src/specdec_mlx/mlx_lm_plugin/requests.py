@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -48,15 +48,6 @@ class ServerEndingError(RuntimeError):
         super().__init__("The server is ending. Send the request again when it is back.")
 
 
-@dataclass
-class Continuation:
-    """The rest of a request. prompt: [n] tokens of its prompt and of what was said."""
-
-    prompt: list[int]
-    messages: Sequence[Any] = ()
-    request_type: str = "text"
-
-
 @dataclass(eq=False)
 class Channel:
     """A client's queue, which takes a context, progress (tuples), responses, and None at the end.
@@ -67,7 +58,7 @@ class Channel:
     """
 
     queue: Any
-    context: GenerationContext | None = None
+    context: Any = None
     tokens: list[int] = field(default_factory=list)
     num_before: int = 0
     pausing: bool = False
@@ -152,7 +143,7 @@ class Requested:
     """How one request is to be served, and how it was.
 
     name: the drafter's. prediction: expected text. batched: served with others at its end at least.
-    error: why it cannot be served. check_client: raises ConnectionError if the client has gone.
+    check_client: raises ConnectionError if the client has gone.
     """
 
     drafter: Drafter | None
@@ -163,21 +154,14 @@ class Requested:
     prediction: str = ""
     stats: SpeculationStats | None = None
     batched: bool = False
-    error: Exception | None = None
     channel: Channel = field(default_factory=lambda: Channel(None))
     max_tokens: int | None = None
     check_client: Callable[[], None] = lambda: None
 
-    def watched(self, responses: Iterable[Any]) -> Iterator[Any]:
-        """The responses, for as long as the client is there."""
-        for response in responses:
-            self.check_client()
-            yield response
-
     def __getstate__(self) -> dict[str, Any]:
         """Fields for other ranks, which draft nothing: any drafter stands for the first rank's."""
         drafter = None if self.drafter is None else PromptLookupDrafter()
-        ours = dict.fromkeys(("stats", "error", "channel", "check_client"))
+        ours = dict.fromkeys(("stats", "channel", "check_client"))
         return {**vars(self), **ours, "drafter": drafter}
 
     def usage(self) -> dict[str, Any]:
