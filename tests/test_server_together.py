@@ -19,7 +19,7 @@ from mlx_lm.models import qwen2
 import specdec_mlx as sd
 import tiny
 from selection import cases, in_one_test
-from serving import chat, complete, said, serving
+from serving import chat, complete, said, serving, text_of
 from specdec_mlx.batch.rows import PromptReading
 from specdec_mlx.drafters.grammar import GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
@@ -138,14 +138,12 @@ def test_clients_that_hang_up_leave_the_others_alone(client: openai.OpenAI) -> N
     expected = answers(client, range(4))
     with ThreadPoolExecutor(8) as pool:
         streams = [ask(client, 10 + i, stream=True, max_tokens=2000) for i in range(3)]
-        others = [pool.submit(ask, client, i) for i in range(2)]
+        others = [pool.submit(ask, client, i) for i in range(4)]
         for i, stream in enumerate(streams):
             for _ in range(i):
                 next(stream)
             stream.close()
-        others += [pool.submit(ask, client, i) for i in (2, 3)]
         assert [answer(other.result()) for other in others] == expected
-    assert answer(ask(client, 0)) == expected[0]
 
 
 VICTIM = "! this one fails in the middle of what the others write"  # behind a digit
@@ -235,14 +233,14 @@ def test_a_prompt_of_one_token_that_others_begin_with_leaves_them_alone(
     client: openai.OpenAI,
 ) -> None:
     """mlx-lm trims their caches to nothing for it, which still have keys."""
-    expected = answers(client, range(3), max_tokens=100)
+    expected = answers(client, range(3))
     alone = complete(client, "q", max_tokens=20, extra_body={"drafter": "none"})
     complete(client, "q" + TEXT, max_tokens=20)
     with ThreadPoolExecutor(3) as pool:
-        others = [pool.submit(ask, client, i, max_tokens=100) for i in range(3)]
+        others = [pool.submit(ask, client, i) for i in range(3)]
         short = [complete(client, "q", max_tokens=20) for _ in range(2)]
         assert [answer(other.result()) for other in others] == expected
-    assert {reply.choices[0].text for reply in short} == {alone.choices[0].text}
+    assert {text_of(reply) for reply in short} == {text_of(alone)}
 
 
 def test_a_batch_that_fails_is_told_to_all_and_the_next_is_served(
@@ -305,19 +303,13 @@ def test_choices_end_together_where_one_fails(
         ask(client, 8, **broken)
     with pytest.raises(openai.APIError, match="no idea"):
         list(ask(client, 8, stream=True, **broken))
-    with pytest.raises(openai.BadRequestError, match="Unknown rule"):
-        ask(client, 8, n=2, extra_body={"rule": "nothing"})
-    stream = ask(client, 8, n=3, stream=True, max_tokens=2000)
-    next(stream)
-    stream.close()
     assert ask(client, 8, n=2).choices[1].message.content
 
 
 def test_a_draft_model_drafts_for_each_row(folder: Path) -> None:
     """With caches of its own for each, that are kept for the next turn."""
-    draft = write_model_folder(folder.parent / "draft", "llama", seed=3)
-    flags = ("--model", str(folder), "--draft-model", str(draft), "--draft-length", "2")
-    with serving(*flags) as client:
+    draft = str(write_model_folder(folder.parent / "draft", "llama", seed=3))
+    with serving("--model", str(folder), "--draft-model", draft, "--draft-length", "2") as client:
         expected = answers(client, range(3), extra_body={"drafter": "none"}, max_tokens=40)
         for _ in range(2):
             replies = together(client, [{"max_tokens": 40}] * 3)
