@@ -173,10 +173,9 @@ def is_answered(wrong: Callable[[], Any], words: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-@in_one_test("case", [*OF_GENERATE, *OTHERS])
-def test_a_wrong_call_is_answered_in_one_sentence(case: Any) -> None:
+@in_one_test(("wrong", "words"), [*OF_GENERATE, *OTHERS])
+def test_a_wrong_call_is_answered_in_one_sentence(wrong: Any, words: str) -> None:
     """A ValueError, or a class of it, that names what to write instead."""
-    wrong, words = case
     is_answered(wrong if callable(wrong) else lambda: generated(**wrong), words)
 
 
@@ -224,7 +223,6 @@ def test_what_is_meant_is_done() -> None:
     are no fault before they are due: a text that ends sooner is as in mlx-lm.
     """
     assert generated(temp=0.9, seed=3) == generated(sampler=sd.Sampling(temp=0.9), seed=3)
-    assert generated(temp=0.0) == generated()
     options = {"max_kv_size": 64, "kv_group_size": 32}
     assert generated(kv_bits=4, **options) == generated(**options)
 
@@ -340,15 +338,20 @@ def test_a_draft_model_may_be_named_by_its_folder() -> None:
 
 
 def test_a_drafter_and_a_draft_model_take_turns_in_this_order() -> None:
-    """As on the command line: the model is asked where the drafter has nothing."""
+    """As on the command line: the model is asked where the drafter has nothing.
+
+    None among several counts for nothing; one alone is itself; of none there is None.
+    """
     model = pair()[0]
-    both = choose_drafter("auto", model)
-    assert isinstance(both, sd.BestOf)  # of the default the better draft is taken
-    assert [type(part) for part in both.drafters] == [sd.SuffixDrafter, sd.ModelDrafter]
+    for name, kind, look_up in (
+        ("auto", sd.BestOf, sd.SuffixDrafter),  # of the default the better draft is taken
+        ("prompt-lookup", sd.FirstOf, sd.PromptLookupDrafter),
+    ):
+        both: Any = choose_drafter(name, model)
+        assert type(both) is kind
+        assert [type(part) for part in both.drafters] == [look_up, sd.ModelDrafter]
     assert isinstance(choose_drafter(None, model), sd.ModelDrafter)
-    chosen = choose_drafter("prompt-lookup", model)
-    assert isinstance(chosen, sd.FirstOf)
-    assert [type(part) for part in chosen.drafters] == [sd.PromptLookupDrafter, sd.ModelDrafter]
+    assert first_of([]) is first_of([None]) is None
     assert generated(drafter="prompt-lookup", draft_model=model) == generated()
 
 
@@ -365,8 +368,12 @@ def test_the_public_names_are_what_dir_shows() -> None:
 # Drafters by name: the built-in ones and a stranger's come in by the same door --------------------
 
 
-def test_the_built_in_drafters_are_entry_points_of_this_distribution() -> None:
-    """No table in the code knows them."""
+def test_the_built_in_drafters_are_entry_points_of_this_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No table in the code knows them. Reading the metadata of all packages takes milliseconds,
+    which each request would pay: they are looked through once.
+    """
     entries = {e.name: e for e in entry_points(group=GROUP)}
     for name, kind in {"ngram": sd.NGramDrafter, "prompt-lookup": sd.PromptLookupDrafter}.items():
         assert entries[name].dist is not None
@@ -374,6 +381,8 @@ def test_the_built_in_drafters_are_entry_points_of_this_distribution() -> None:
         # not `is`: the tests' import hook may have loaded the class anew
         assert entries[name].load().__qualname__ == kind.__qualname__
     assert drafter_names() == sorted({*entries, *drafter_names(), "none"})
+    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
+    assert make_drafter("ngram") == sd.NGramDrafter()
 
 
 def test_one_factory_serves_python_the_command_line_and_the_server() -> None:
@@ -391,15 +400,6 @@ def test_one_factory_serves_python_the_command_line_and_the_server() -> None:
     assert make_drafter("ngram:max_order=3", num_draft=7) == sd.NGramDrafter(3, num_draft=7)
     assert make_drafter("none", **given) is None
     assert sd.generate(model, tokenizer, [5, 17], max_tokens=3, drafter="none").stats.drafted == 0
-
-
-def test_several_drafters_are_one_that_tries_them_in_order() -> None:
-    """None of them counts; one alone is itself; of none there is None."""
-    ngram, lookup = sd.NGramDrafter(), sd.PromptLookupDrafter()
-    assert first_of([]) is first_of([None]) is None
-    assert first_of([None, ngram]) is ngram
-    both: Any = first_of([ngram, None, lookup])
-    assert both.drafters == (ngram, lookup)
 
 
 @in_one_test(
@@ -439,13 +439,6 @@ def test_what_is_wrong_with_a_name_or_an_option_is_said(spec: str, words: str) -
         make_drafter(spec)
 
 
-def test_installed_packages_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the metadata of all packages takes milliseconds, which each request would pay."""
-    drafter_names()
-    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
-    assert make_drafter("ngram") == sd.NGramDrafter()
-
-
 def entry(package: str, name: str, value: str = "nowhere:Nothing") -> Any:
     """An entry point of an installed package."""
     found = EntryPoint(name, value, GROUP)
@@ -453,22 +446,16 @@ def entry(package: str, name: str, value: str = "nowhere:Nothing") -> Any:
     return found
 
 
-@in_one_test("package", ["a-first-package", "zz-last-package"])
-def test_nobody_takes_a_name_that_another_has(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ours stays, whatever the package's name; of two strangers the first by name has it. The
-    warning names both.
-    """
-    ours, theirs = entry("specdec-mlx", "ngram"), entry(package, "ngram")
-    one, other = entry("another", "constant"), entry("somebody", "constant")
-    found = [theirs, other, one, ours, entry(package, "taken")]
+def test_nobody_takes_a_name_that_another_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours stays; of two strangers the first by name has it. The warning names both."""
+    ours, one = entry("specdec-mlx", "ngram"), entry("another", "constant")
+    taken = {"ngram": "a-first-package", "constant": "somebody", "taken": "zz-last-package"}
+    found = [*(entry(package, name) for name, package in taken.items()), one, ours]
     monkeypatch.setattr("specdec_mlx.options.entry_points", lambda group: found)
     with pytest.warns(UserWarning, match="is left out, since .* has one of that name") as caught:
         assert installed(GROUP, "drafter", ["taken"]) == {"ngram": ours, "constant": one}
     said = {str(warning.message).partition(" is left out")[0] for warning in caught}
-    strangers = {"ngram": package, "constant": "somebody", "taken": package}
-    assert said == {f"specdec_mlx: drafter {name!r} of {it}" for name, it in strangers.items()}
+    assert said == {f"specdec_mlx: drafter {name!r} of {it}" for name, it in taken.items()}
 
 
 def test_a_package_that_cannot_be_imported_is_named() -> None:

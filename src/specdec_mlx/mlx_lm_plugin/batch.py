@@ -131,13 +131,12 @@ class SpeculatingBatch:
         text = Request(prompt, *how, num_said=num_said, matcher=matcher, stats=requested.stats)
         _, *ends = accumulate(map(len, segments[0]), initial=len(all_tokens[0]))
         ends[-1] -= 1  # the last token is fed with the first round
-        unread = PromptReading(self.model, prompt, [], self.stream, len(all_tokens[0]))
+        reading = self._reading_of(prompt, caches[0], len(all_tokens[0]))
         before = 0.0 if text.stats is None else text.stats.prefill_seconds
         top = args.top_logprobs
-        served = _Served(uid, requested, top, text, unread, ends, list(prompt), before)
+        served = _Served(uid, requested, top, text, reading, ends, list(prompt), before)
         with self._alone(served):
             served.text = self.finish(requested, text)
-            served.reading = self._reading_of(unread, caches[0])
             self._reading.append(served)
         return [uid]
 
@@ -152,13 +151,14 @@ class SpeculatingBatch:
             for served in those:
                 self._end(served, error)
 
-    def _reading_of(self, unread: PromptReading, caches: list[Any] | None) -> PromptReading:
+    def _reading_of(self, prompt: list[int], caches: Any, num_read: int) -> PromptReading:
         """The reading of a prompt, shared with a request that reads the same one."""
         for other in self._reading:
-            if other.reading.prompt == unread.prompt:
+            if other.reading.prompt == prompt:
                 return other.reading
         with mx.stream(self.stream):
-            return replace(unread, caches=caches or make_prompt_cache(self.model))
+            caches = caches or make_prompt_cache(self.model)
+        return PromptReading(self.model, prompt, caches, self.stream, num_read)
 
     def next(self) -> tuple[list[Any], list[Any]]:
         """News: parts of prompts that were read, and tokens; nothing when all has ended."""

@@ -33,9 +33,7 @@ def tokens_on(caches: Sequence[Any] | None) -> list[int]:
     """Tokens that the caches hold; [] where that is unknown, or others have fed them since."""
     cache = next(leaves(caches or ()), None)
     held = _held.get(cache, []) if cache is not None else []
-    length = getattr(cache, "offset", None)
-    if not isinstance(length, int):
-        return list(held)
+    length = getattr(cache, "offset", len(held))
     return held[:length] if length <= len(held) else []
 
 

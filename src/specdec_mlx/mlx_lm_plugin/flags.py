@@ -150,21 +150,16 @@ def check_learns(draft_model: str | None, lighter: Lighter) -> None:
     """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
     from specdec_mlx.training.online import stored_plan
 
+    wrong = ""
     if draft_model is None:
-        raise ValueError(
-            "argument --online: expected --draft-model, a head or a draft model that "
-            "`specdec-mlx train` made, to learn."
-        )
-    if lighter.flags:
-        raise ValueError(
-            f"argument --online: {', '.join(lighter.flags)} drafts with another model than the one "
-            "that learns and is saved. Leave one of them out."
-        )
-    if mx.distributed.init().size() > 1:
-        raise ValueError(
-            "argument --online: a target that is spread over ranks cannot be learnt from, since "
-            "all of them would have to learn alike. Leave it out, or use one machine."
-        )
+        wrong = "expected --draft-model, a head or a draft model that `specdec-mlx train` made."
+    elif lighter.flags:
+        others = ", ".join(lighter.flags)
+        wrong = f"{others} drafts with another model than the one that learns. Leave one out."
+    elif mx.distributed.init().size() > 1:
+        wrong = "a target that is spread over ranks cannot be learnt from. Use one machine."
+    if wrong or draft_model is None:
+        raise ValueError(f"argument --online: {wrong}")
     stored_plan(Path(draft_model).expanduser())
 
 

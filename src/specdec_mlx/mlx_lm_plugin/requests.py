@@ -96,7 +96,8 @@ class Channel:
         if self.finished or (item is None and self.pausing):
             return
         if item is None or isinstance(item, Exception):
-            self._finish(item)
+            self.finished = True
+            self.queue.put(item)
         elif isinstance(item, GenerationContext):
             self._take_context(item)
         elif not isinstance(item, tuple):
@@ -122,7 +123,7 @@ class Channel:
         if self._later is not None and not hidden and (stopped or not self.alive):
             self.stop()
         if stopped:
-            self._finish(None)
+            self.put(None)
 
     def _respoken(self, response: Any, finish_reason: str | None) -> Any:
         """The response with the text that follows what the client has."""
@@ -132,10 +133,6 @@ class Channel:
             self._detokenizer.finalize()
         text = self._detokenizer.last_segment
         return replace(response, text=text, finish_reason=finish_reason)
-
-    def _finish(self, item: Exception | None) -> None:
-        self.finished = True
-        self.queue.put(item)
 
 
 @dataclass(eq=False)
@@ -200,12 +197,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 class Access:
     """What requests may bring along.
 
-    given: names from the start, by field. limited: fields that may hold no others. refused: names
-    that `chat_template_kwargs` may not hold.
+    named: the only names that some fields may hold. refused: those that `chat_template_kwargs` may
+    not hold.
     """
 
-    given: Mapping[str, Sequence[str | None]]
-    limited: Sequence[str] = ()
+    named: Mapping[str, Sequence[str | None]]
     refused: Set[str] = frozenset()
 
     @classmethod
@@ -221,15 +217,15 @@ class Access:
             "adapters": (namespace.adapter_path,),
         }
         free = VARIABLES | ({"chat_template"} if namespace.allow_chat_templates else set())
-        return cls(given, NAMED[models], TEMPLATE_ARGUMENTS - free)
+        return cls({name: given[name] for name in NAMED[models]}, TEMPLATE_ARGUMENTS - free)
 
     def allows(self, field: str, name: Any) -> bool:
         """True if a field of a request may hold this name."""
-        return field not in self.limited or name in self.given[field]
+        return name in self.named.get(field, (name,))
 
     def check(self, body: dict[str, Any]) -> None:
         """Raise RequestError for what was not allowed at the start."""
-        for name in self.limited:
+        for name in self.named:
             if name in body and not self.allows(name, body[name]):
                 raise RequestError(
                     f"{name}: this server loads no {body[name]!r} for a request. Leave it out, "
@@ -243,7 +239,6 @@ class Access:
 
 
 def _is_loopback(host: str) -> bool:
-    """True if only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:
@@ -261,11 +256,6 @@ class Menu:
         self._specs = {name_in(spec): spec for spec in flags.names}
         for name in self._specs:
             self._make(name)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The draft model's tokenizer, None without a draft model."""
-        return getattr(self._made.get(MODEL_DRAFTER), "tokenizer", None)
 
     def check(self, tokenizer: Any) -> None:
         """Raise TokenizerMismatchError if the draft model is none for this tokenizer's models."""
@@ -302,14 +292,13 @@ class Menu:
             raise UnknownNameError(f"Unknown drafter {name!r}. Known: {known}.")
         if memory is not None and name in registry.REMEMBERING:
             return flags.make(spec, memory=memory)
-        if name in self._made:
-            return self._made[name]
-        if flags.waits_for_target and name in WITH_MODEL:
-            folder = str(flags.draft_model)
-            tokenizer = None if flags.has_head else load_tokenizer(Path(folder).expanduser())
-            self._made[name] = HeadToLoad(folder, partial(flags.make, spec), tokenizer)
-        else:
-            self._made[name] = flags.make(spec)
+        if name not in self._made:
+            if flags.waits_for_target and name in WITH_MODEL:
+                folder = str(flags.draft_model)
+                tokenizer = None if flags.has_head else load_tokenizer(Path(folder).expanduser())
+                self._made[name] = HeadToLoad(folder, partial(flags.make, spec), tokenizer)
+            else:
+                self._made[name] = flags.make(spec)
         return self._made[name]
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -100,7 +100,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         self.draft_caches: LRUPromptCache = args[1]
         if mx.distributed.init().size() > 1:  # the first rank alone has caches of a draft model
             self.draft_caches = LRUPromptCache(args[1].max_size)
-        elif menu.tokenizer is not None:
+        elif menu.flags.draft_model is not None and not menu.flags.has_head:
             args[1].max_size *= 2  # a conversation has the target's caches and the draft model's
         super().__init__(*args)
         stack.callback(self.stop_and_join)
@@ -137,9 +137,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         sampler = read_sampler(text.sampler) or text.sampler
         return replace(text, sampler=sampler, logits_processors=processors, drafting=how)
 
-    def generate(
-        self, request: Any, generation_args: Any, progress_callback: Callable[[int, int], None]
-    ) -> Any:
+    def generate(self, request: Any, generation_args: Any, progress_callback: Any) -> Any:
         """As in mlx-lm; ends if the client has gone by a token or a part of the prompt.
 
         Raises Refused for all that it raises before the first token.
@@ -173,8 +171,8 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         channel, request, args = taken
         if not isinstance(channel, Channel):
             channel = Channel(channel, is_watched=self._is_distributed)
-        self.channels = [other for other in self.channels if other.alive and other is not channel]
-        self.channels.append(channel)
+        others = [other for other in self.channels if other.alive and other is not channel]
+        self.channels = [*others, channel]
         args.speculation.channel = channel
         return channel, request, args
 
@@ -187,10 +185,11 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return self._share_object((value,))[0]
 
     def _should_batch(self, args: Any) -> bool:
-        if args.speculation.drafter is not None or self._is_drawn_alone(args):
+        is_drawn_alone = self._is_drawn_alone(args)
+        if args.speculation.drafter is not None or is_drawn_alone:
             others = sum(other.alive for other in self.channels) > 1 or not self.requests.empty()
             half_served = args.speculation.channel.num_before > 0
-            if not others and not (half_served and self._is_drawn_alone(args)):
+            if not others and not (half_served and is_drawn_alone):
                 return False  # the noise of one that is half served goes on in the middle
         return self._may_be_batched(args)
 
