@@ -358,7 +358,7 @@ def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
     for drafter in (flags.drafter(target), with_heads(requested, target), checked):
         assert isinstance(drafter, sd.drafters.HeadDrafter)
         assert (drafter.branches, drafter.greedy, drafter.draft_temp) == (4, True, 1.0)
-    with pytest.raises(ValueError, match="made for a loaded target, which this command"):
+    with pytest.raises(ValueError, match="made for a loaded target, which is not known"):
         flags.drafter()
     for wrong, named in (
         ("model:twigs=4", r"twigs.*See help\(load_head\)"),

@@ -18,14 +18,10 @@ from mlx_lm.server import APIHandler
 
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
 from specdec_mlx.mlx_lm_plugin import openai_fields
-from specdec_mlx.mlx_lm_plugin.openai_fields import NUM_SEEDS, RequestError, is_clients, prompts_in
-from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested, ServerEndingError
+from specdec_mlx.mlx_lm_plugin.openai_fields import Refused, RequestError, prompts_in
+from specdec_mlx.mlx_lm_plugin.requests import Menu, ServerEndingError
 
 DATA, DONE = b"data: ", b"[DONE]"
-
-
-class ChoiceEndedError(ConnectionError):
-    """A choice is not wanted any more: another one failed, or the client has gone."""
 
 
 @dataclass(eq=False)
@@ -41,9 +37,9 @@ class Choice:
     reply: dict[str, Any] | None = None
 
     def check_wanted(self) -> None:
-        """Raise ChoiceEndedError if another one has failed."""
+        """Raise ConnectionError if another one has failed."""
         if self.choices.failure is not None:
-            raise ChoiceEndedError("Another choice has ended the request.")
+            raise ConnectionError("Another choice has ended the request.")
 
     def write(self, data: bytes) -> int:
         """Take a whole reply, or a part of a stream, but not its end."""
@@ -70,7 +66,7 @@ class Choices:
     handler: SpeculatingHandler
     answer: Callable[[SpeculatingHandler, Any], None]
     num_choices: int
-    failure: Exception | None = None
+    failure: BaseException | None = None
     _lock: Any = field(default_factory=Lock)
 
     def run(self, requests: Sequence[Any]) -> None:
@@ -97,17 +93,16 @@ class Choices:
         """A choice, with a handler, an account and a seed of its own."""
         handler = copy.copy(self.handler)
         part = Choice(self, index, handler)
-        assert handler.speculation is not None
         handler.speculation = replace(handler.speculation)
         handler.choice, handler.wfile, handler._headers_buffer = part, part, []
         if handler.seed is not None:
-            handler.seed = (handler.seed + index % self.num_choices) % NUM_SEEDS
+            handler.seed = (handler.seed + index % self.num_choices) % openai_fields.NUM_SEEDS
         return part
 
     def _run_one(self, part: Choice, request: Any) -> None:
         try:
             self.answer(part.handler, request)
-        except Exception as error:
+        except (Exception, Refused) as error:
             with self._lock:
                 self.failure = self.failure or error
 
@@ -135,14 +130,10 @@ class Choices:
         return {**replies[0], "choices": choices, "usage": usage}
 
 
-class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer that one itself
-    """A request is not served, for a reason, an exception, that the client is told."""
-
-
 class SpeculatingHandler(APIHandler):  # type: ignore[misc]
     """mlx-lm's handler, with speculation, several choices, and errors in OpenAI's form."""
 
-    speculation: Requested | None = None
+    speculation: Any = None  # a `Requested`, once the body is read
     replying = False  # true if the client has the head of a reply
     choice: Choice | None = None  # of several; another handler writes to the client
 
@@ -158,10 +149,12 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             try:
                 self._read_body()
                 super().do_POST()
+            except ConnectionError:
+                raise
+            except Refused as refused:
+                self._refuse(refused.args[0])
             except Exception as error:
-                if isinstance(error, ConnectionError):
-                    raise
-                self._refuse(error.args[0] if isinstance(error, Refused) else error)
+                self._refuse(error)
         except ConnectionError as error:
             logging.info(f"Client hung up: {error}")
             self.close_connection = True
@@ -191,19 +184,12 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         if self.choice is None:
             super().flush_headers()
 
-    def _set_completion_headers(self, status_code: int = HTTPStatus.OK) -> None:
-        """Begin a reply, unless the request turned out to be one that cannot be served."""
-        if self.speculation is not None and self.speculation.error is not None:
-            raise Refused(self.speculation.error)
-        super()._set_completion_headers(status_code)
-
     def _refuse(self, error: Exception) -> None:
         """Say what went wrong, in the place of a reply or at the end of one."""
         status = self._status(error)
         if status == HTTPStatus.INTERNAL_SERVER_ERROR:
             logging.error("A request failed.", exc_info=error)
         reply = json.dumps(openai_fields.error_object(error, status))
-        self.speculation = None
         self.close_connection = True
         if not self.replying:
             self._headers_buffer: list[bytes] = []  # of the reply that there will not be
@@ -218,7 +204,8 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             return HTTPStatus.SERVICE_UNAVAILABLE
         if isinstance(error, ModelFolderError):
             return HTTPStatus.NOT_FOUND
-        return HTTPStatus.BAD_REQUEST if is_clients(error) else HTTPStatus.INTERNAL_SERVER_ERROR
+        is_clients = openai_fields.is_clients(error)
+        return HTTPStatus.BAD_REQUEST if is_clients else HTTPStatus.INTERNAL_SERVER_ERROR
 
     def validate_model_parameters(self) -> None:
         """Raise Refused for what is wrong in the request."""
@@ -238,7 +225,6 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         """Answer, with several choices if they are asked for."""
 
         def answer(handler: SpeculatingHandler, own: Any) -> None:
-            assert handler.speculation is not None
             own.speculation = handler.speculation
             own.speculation.check_client = handler.check_client
             APIHandler.handle_completion(handler, own, stop_words)
@@ -252,24 +238,19 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         else:
             Choices(self, answer, num_choices).run(requests)
 
-    def account(self) -> dict[str, Any]:
-        """The `speculation` object of what was answered."""
-        assert self.speculation is not None
-        return self.speculation.usage()
-
     def generate_response(self, text: str, reason: str | None, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's reply or chunk of one; the account is in `usage`, or in the last chunk."""
         reply = super().generate_response(text, reason, *args, **kwargs)
         if self.choice is not None:
             reply["choices"][0]["index"] = self.choice.index
         if "usage" in reply:
-            reply["usage"]["speculation"] = self.account()
+            reply["usage"]["speculation"] = self.speculation.usage()
         elif reason is not None:
-            reply["speculation"] = self.account()
+            reply["speculation"] = self.speculation.usage()
         return reply
 
     def completion_usage_response(self, *counts: Any) -> Any:
         """The last chunk of a stream whose client asked for the usage."""
         reply = super().completion_usage_response(*counts)
-        reply["usage"]["speculation"] = self.account()
+        reply["usage"]["speculation"] = self.speculation.usage()
         return reply
