@@ -10,13 +10,12 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftLength, DraftSession
-from specdec_mlx.contracts.trees import children_of, path_to
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.drafters.tree_of import texts_of
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.inputs import begin_session, check_draft
-from specdec_mlx.token_ids import to_list
 
 Tokens = tuple[int, ...]
 
@@ -105,12 +104,9 @@ class BeamDrafting:
 
 def paths_of(draft: Draft, limit: int) -> list[Tokens]:
     """The chains from the root of a draft to its leaves, each cut to `limit` tokens."""
-    tokens = to_list(draft.tokens)
-    if draft.parents is None:
-        return [tuple(tokens[:limit])] if tokens else []
-    leaves = [node for node, below in enumerate(children_of(draft.parents)[1:]) if not below]
-    paths = (path_to(leaf, draft.parents) for leaf in leaves)
-    return list(dict.fromkeys(tuple(tokens[node] for node in path[:limit]) for path in paths))
+    texts = texts_of(draft)
+    inner = {text[:-1] for text in texts}
+    return list(dict.fromkeys(text[:limit] for text in texts if text not in inner))
 
 
 _learned: PerModel[dict[int, DraftLength]] = PerModel(lambda model: {})
