@@ -61,7 +61,7 @@ def always_wrong(text: Sequence[int], vocab_size: int) -> OracleDrafter:
 class ScriptedDrafter:
     """Proposes what `script(number of tokens emitted, limit)` returns."""
 
-    script: Callable[[int, int], Sequence[int]]
+    script: Callable[[int, int], Draft | Sequence[int]]
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
         return ScriptedSession(self.script)
