@@ -18,10 +18,10 @@ import mlx.core as mx
 
 from specdec_mlx.contracts import (
     ROOT,
-    Closes,
     Draft,
     DraftContext,
     Drafter,
+    DraftSession,
     FeatureRows,
     Features,
     Outcome,
@@ -122,34 +122,27 @@ def scripted_model(prompt: Sequence[int], drafter: OracleDrafter) -> _ScriptedMo
 
 @dataclass(frozen=True, eq=False)
 class Recorder:
-    """Passes everything on to another drafter, and keeps what it proposed."""
+    """Passes everything on to another drafter, and keeps what it proposed after which text."""
 
     drafter: Drafter
     proposals: list[tuple[list[int], list[int]]] = field(default_factory=list)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> RecordingSession:
-        return RecordingSession(self, prompt, context)
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+        session, text = self.drafter.begin(prompt, context), list(prompt)
+        propose, observe = session.propose, session.observe
 
+        def noted(limit: int) -> Draft:
+            draft = propose(limit)
+            if len(draft):
+                self.proposals.append((list(text), to_list(draft.tokens)))
+            return draft
 
-class RecordingSession:
-    def __init__(self, recorder: Recorder, prompt: Sequence[int], context: DraftContext) -> None:
-        self.session = recorder.drafter.begin(prompt, context)
-        self.proposals = recorder.proposals
-        self.text = list(prompt)
+        def told(tokens: Sequence[int]) -> None:
+            text.extend(tokens)
+            observe(tokens)
 
-    def propose(self, limit: int) -> Draft:
-        draft = self.session.propose(limit)
-        if len(draft):
-            self.proposals.append((list(self.text), to_list(draft.tokens)))
-        return draft
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        self.session.observe(tokens)
-        self.text += tokens
-
-    def close(self, length: int) -> None:
-        if isinstance(self.session, Closes):
-            self.session.close(length)
+        session.propose, session.observe = noted, told  # type: ignore[method-assign]
+        return session
 
 
 TREE = (-1, -1, 0, 1, 1, 4, 4, 3)  # parents in the trees of `OracleTrees`

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from selection import cases, in_one_test
-from simulated import Part, World, at_random, drafted, emitted, line, never, seconds
+from simulated import Part, World, at_random, drafted, emitted, line, seconds
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.parts import LENGTHS, LONGEST
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
@@ -60,7 +60,7 @@ def test_a_useless_model_behind_a_look_up_costs_no_more_than_its_account(
     """However often the look-up drafts between: the model is not asked anew after each, nor in
     each text.
     """
-    parts = {"look-up": look_up(*look_ups), "model": model(never, token_cost)}
+    parts = {"look-up": look_up(*look_ups), "model": model(at_random(0.0), token_cost)}
     both = pace(parts, *texts)
     alone, tokens = pace_of_look_up(*look_ups, *texts), math.prod(texts)
     assert both != alone  # it was tried

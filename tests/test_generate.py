@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from contextlib import contextmanager
 from functools import cache
 from itertools import islice, product
 from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-import pytest
-from mlx_lm.generate import GenerationResponse, generation_stream
+from mlx_lm.generate import GenerationResponse
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 from mlx_lm.tokenizer_utils import NaiveStreamingDetokenizer, TokenizerWrapper
@@ -206,22 +204,3 @@ def test_code_that_takes_a_response_apart_keeps_working() -> None:
     assert GenerationResponse.__match_args__ == response.__match_args__[: len(names)]
     assert dataclasses.replace(response, text="x").token == response.token == plain_ids()[0]
     assert response.finish_reason == "length"
-
-
-def test_the_wired_limit_covers_target_and_draft(monkeypatch: pytest.MonkeyPatch) -> None:
-    """mlx-lm's context manager gets both models and the stream, around the whole generation."""
-    events: list[Any] = []
-
-    @contextmanager
-    def spy(models: Any, streams: Any = None) -> Any:
-        events.append(([id(model) for model in models], streams))
-        yield
-        events.append("left")
-
-    monkeypatch.setattr("specdec_mlx.responses.wired_limit", spy)
-    target, draft = tiny_text.model(), tiny_text.model(seed=5)
-    stream = sd.stream_generate(target, tokenizer(), PROMPT, max_tokens=4, draft_model=draft)
-    next(stream)
-    assert events == [([id(target), id(draft)], [generation_stream])]
-    list(stream)
-    assert events[1:] == ["left"]
