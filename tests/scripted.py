@@ -27,6 +27,7 @@ from specdec_mlx.contracts import (
     Outcome,
     Verdict,
 )
+from specdec_mlx.contracts.trees import chain, depths_of, path_to
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.strategies import STRATEGIES, Snapshot, Trim
 from specdec_mlx.token_ids import to_list
@@ -163,14 +164,9 @@ class OracleTrees:
     def draft(self, start: int, limit: int) -> Draft:
         """A tree in which one path, that ends anywhere, is right."""
         coins = random.Random(self.seed * 1000 + start)
-        end, path = coins.randrange(len(TREE)), set[int]()
-        while end >= 0:
-            path.add(end)
-            end = TREE[end]
-        depth, tokens = [0] * len(TREE), []
-        for node, parent in enumerate(TREE):
-            depth[node] = 0 if parent < 0 else depth[parent] + 1
-            place = start + depth[node]
+        path, tokens = path_to(coins.randrange(len(TREE)), TREE), []
+        for node, depth in enumerate(depths_of(TREE)):
+            place = start + depth
             own = self.text[place] if place < len(self.text) else 0
             tokens.append(own if node in path else (own + 1 + node) % self.vocab_size)
         return Draft(tokens, parents=TREE).head(limit)
@@ -282,17 +278,15 @@ class ScriptedTarget:
     def verdict(self, draft: Draft, position: int) -> Verdict:
         """Go from the root to the child that the text goes to, as long as there is one."""
         drafted = to_list(draft.tokens)
-        parents = range(ROOT, len(drafted) - 1) if draft.parents is None else draft.parents
+        parents = chain(len(drafted)) if draft.parents is None else draft.parents
         path: list[int] = []
         for node, parent in enumerate(parents):  # which come before children
             is_next = parent == (path[-1] if path else ROOT)
             if is_next and drafted[node] == self.text[position + len(path)]:
                 path.append(node)
         next_token = mx.array(self.text[position + len(path)])
-        if draft.parents is None:
-            return Verdict(mx.array(len(path)), next_token)
-        nodes = path + [0] * (len(drafted) - len(path))
-        return Verdict(mx.array(len(path)), next_token, mx.array(nodes))
+        nodes = mx.array(path + [0] * (len(drafted) - len(path)))
+        return Verdict(mx.array(len(path)), next_token, None if draft.parents is None else nodes)
 
     def rows(self, fed: list[int]) -> FeatureRows | None:
         return None  # it cannot be read
@@ -336,7 +330,5 @@ class TappedTarget(ScriptedTarget):
         return FeatureRows(
             layers={layer: states + 1000 * layer for layer in self.wanted.layers},
             head_input=-states if self.wanted.head_input else None,  # type: ignore[arg-type]
-            top_tokens=mx.repeat(states, self.wanted.top, axis=1)  # type: ignore[arg-type]
-            if self.wanted.top
-            else None,
+            top_tokens=mx.repeat(states, self.wanted.top, axis=1),  # type: ignore[arg-type]
         )
