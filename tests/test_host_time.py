@@ -33,7 +33,6 @@ from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.rounds.clock import RoundClock
-from specdec_mlx.sampling import noise
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import max_window
 from specdec_mlx.target import verifier
@@ -138,26 +137,6 @@ def test_penalties_see_as_far_back_as_they_look(drafter: PromptLookupDrafter | N
         )
         assert windowed == whole
         assert len(set(whole)) > 2
-
-
-def sampled_text(num_tokens: int) -> tuple[list[int], int]:
-    """A plain text at temperature 1, and how many times noise was drawn for it."""
-    model, calls = Table(257), Counter[str]()
-    model.table = mx.random.normal((257, 257), key=mx.random.key(0))
-    with pytest.MonkeyPatch.context() as patch:
-        count_calls(patch, mx.random, "gumbel", calls)
-        stream = speculate(model, [1], None, max_tokens=num_tokens, sampler=Sampling(1.0), seed=3)
-        return [token.token for token in stream], calls["gumbel"]
-
-
-def test_a_sampled_text_draws_noise_once_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven times for 95 tokens, and the text is the one of as many draws as tokens."""
-    together, num_draws = sampled_text(95)
-    monkeypatch.setattr(noise, "MOST_ROWS", 1)
-    one_by_one, num_single = sampled_text(95)
-    assert (num_draws, num_single) == (7, 95)
-    assert together == one_by_one
-    assert len(set(together)) > 10
 
 
 @pytest.mark.parametrize("draft_length", [0, "auto"])

@@ -13,6 +13,8 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -34,6 +36,7 @@ from specdec_mlx.memory.store import as_memory
 from tiny_model_folder import write_model_folder
 
 CONTEXT = sd.DraftContext()
+table = sd.drafters.NGramTable
 some_texts = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=12), max_size=12)
 
 
@@ -198,18 +201,6 @@ def in_a_process(code: str, path: Path) -> int:
     return subprocess.run([sys.executable, "-c", before + code, str(path)], check=False).returncode
 
 
-def test_a_second_process_on_the_same_file_loses_nothing(tmp_path: Path) -> None:
-    """Two that loaded the same file and save it one after the other: both texts are there."""
-    path = tmp_path / "memory"
-    filled([[1, 2, 3]]).save(path)
-    ours = sd.Memory.load(path)
-    ours.add([4, 5, 6])
-    assert not in_a_process("m = sd.Memory.load(path); m.add([7, 8, 9]); m.save()", path)
-    for _ in range(2):
-        ours.save()
-        assert held(sd.Memory.load(path)) == [[1, 2, 3], [7, 8, 9], [4, 5, 6]] == held(ours)
-
-
 @pytest.mark.parametrize("moment", cases(["fsync", "replace"], "replace"))
 def test_a_process_killed_while_saving_leaves_the_old_file(tmp_path: Path, moment: str) -> None:
     """Killed when the new one is written, or on the disk, not in its place; the lock goes too."""
@@ -233,11 +224,8 @@ def test_a_saving_that_fails_leaves_the_old_file_and_nothing_else(tmp_path, monk
     memory.save(path)
     before = path.read_bytes()
     memory.add([4, 5, 6])
-
-    def full(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
     with monkeypatch.context() as patch, pytest.raises(OSError, match="No space"):
+        full = Mock(side_effect=OSError(28, "No space left on device"))
         patch.setattr(memory_file.os, "fsync", full)
         memory.save()
     assert path.read_bytes() == before
@@ -433,9 +421,6 @@ def test_each_user_or_key_of_a_server_has_a_memory(whom: str, model: Path) -> No
 # Counts instead of texts --------------------------------------------------------------------------
 
 
-table = sd.drafters.NGramTable
-
-
 def counted(texts: Sequence[Sequence[int]]) -> sd.drafters.NGramTable:
     made = table(max_order=3)
     for text in texts:
@@ -459,17 +444,28 @@ def test_tables_count_saved_loaded_and_merged(ours, theirs):
         assert table.load(path).counts() == expected
 
 
-def test_two_that_save_the_same_table_count_every_text_once(tmp_path: Path) -> None:
-    path = tmp_path / "table"
-    counted([[1, 2, 3]]).save(path)
-    one, other = table.load(path), table.load(path)
-    one.add([4, 5])
-    other.add([4, 5])
+@in_one_test(
+    ("kind", "content", "expected"),
+    [
+        (sd.Memory, held, [[1, 2, 3], [4, 5], [7, 8]]),
+        (table, table.counts, {(1, 2): 1, (2, 3): 1, (1, 2, 3): 1, (4, 5): 2, (7, 8): 1}),
+    ],
+)
+def test_two_that_loaded_one_file_lose_nothing_and_count_no_text_twice(
+    kind: Any, content: Any, expected: Any, tmp_path: Path
+) -> None:
+    """However often they save it in turns; what was there stands first."""
+    first, path = kind(), tmp_path / kind.__name__
+    first.add([1, 2, 3])
+    first.save(path)
+    one, other = kind.load(path), kind.load(path)
+    for kept, texts in ((one, [[4, 5]]), (other, [[4, 5], [7, 8]])):
+        for text in texts:
+            kept.add(text)
     for _ in range(2):
         one.save()
         other.save()
-    expected = {(1, 2): 1, (2, 3): 1, (1, 2, 3): 1, (4, 5): 2}
-    assert table.load(path).counts() == expected == other.counts()
+    assert content(kind.load(path)) == expected == content(other)
 
 
 def test_a_table_is_drafted_from_and_written_to() -> None:
@@ -519,17 +515,17 @@ def test_a_table_may_be_named_by_its_path(tmp_path: Path) -> None:
     path = tmp_path / "table"
     one, other = (sd.NGramDrafter(max_order=3, table=str(path)) for _ in range(2))
     assert one.table is other.table
-    session = one.begin([9], CONTEXT)
-    session.observe([1, 2, 1])
-    session.close(4)
+    one.table.add([1, 2, 1])
     one.table.save()
     assert table.load(path).counts() == {(1, 2): 1, (2, 1): 1, (1, 2, 1): 1}
     filled([[1, 2]]).save(tmp_path / "memory")
-    for take in (sd.SuffixDrafter, sd.Memory.load):
-        with pytest.raises(MemoryFileError, match="holds 'n-grams'"):
-            take(str(path))
-    with pytest.raises(MemoryFileError, match="holds 'texts'"):
-        table.load(tmp_path / "memory")
+    for take, file, got in (
+        (sd.SuffixDrafter, path, "n-grams"),
+        (sd.Memory.load, path, "n-grams"),
+        (table.load, tmp_path / "memory", "texts"),
+    ):
+        with pytest.raises(MemoryFileError, match=f"holds '{got}'"):
+            take(str(file))
     with pytest.raises(ValueError, match="stochastic"):
         sd.NGramDrafter(table=table(), stochastic=True)
     with pytest.raises(ValueError, match="orders 3 to 2"):

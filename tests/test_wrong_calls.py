@@ -64,7 +64,7 @@ def beams(*, prompt: Any = PROMPT, **options: Any) -> Any:
 
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "generate": (generated, sd.generate),
+    "generate": (generated, sd.stream_generate),
     "stream_generate": (streamed, sd.stream_generate),
     "batch_generate": (batch_generated, sd.batch_stream_generate),
     "speculate": (speculated, sd.speculate),
