@@ -14,7 +14,7 @@ from scipy.stats import chi2, ncx2
 
 from exact import COIN_RULES, WRONG_RULES
 from selection import cases, each
-from specdec_mlx.checks.chi_square import RARE_ALARM, limit
+from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.contracts import Agreement, Draft, Randomness, TargetRows, Verdict
 from specdec_mlx.rules.arithmetic import at, leading_run, namespace_of
 from specdec_mlx.rules.block import Block
@@ -220,7 +220,7 @@ def test_a_broken_rule_fails_by_name(part: str) -> None:
     each(BROKEN[part], fails)
 
 
-def sampled(rule: Any, num_texts: int) -> Iterator[tuple[Comparison, float, float]]:
+def sampled(rule: Any, num_texts: int) -> Iterator[tuple[Comparison, ChiSquare]]:
     return RuleConformance(rule, True, num_texts).sampled()
 
 
@@ -232,10 +232,10 @@ def test_the_sound_rule_passes() -> None:
 def test_the_stated_power_is_what_twenty_thousand_texts_have() -> None:
     """Off by a total variation d, the noncentrality is at least 4 N d^2 (Cauchy-Schwarz)."""
     freedom = 3**3 - 1
-    assert chi2.sf(limit(freedom), freedom) == pytest.approx(RARE_ALARM, rel=1e-6)
-    assert ncx2.sf(limit(freedom), freedom, 4 * 20_000 * 0.05**2) > 0.99
-    for comparison, _, most in sampled(Match(), 20_000):
-        assert most == limit(freedom)  # none of the 27 cells is joined with another
+    limit = chi2.isf(RARE_ALARM, freedom)
+    assert ncx2.sf(limit, freedom, 4 * 20_000 * 0.05**2) > 0.99
+    for comparison, test in sampled(Match(), 20_000):
+        assert test.freedom == freedom  # none of the 27 cells is joined with another
         assert comparison.total_variation < 0.05
 
 

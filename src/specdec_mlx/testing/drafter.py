@@ -18,14 +18,14 @@ import tracemalloc
 import weakref
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import mlx.core as mx
 import numpy as np
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.checks.chi_square import ChiSquare, limit
+from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.contracts import (
     Checks,
     Closes,
@@ -35,7 +35,6 @@ from specdec_mlx.contracts import (
     DraftSession,
     is_cheap,
 )
-from specdec_mlx.errors import DraftError
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.inputs import check_draft, check_drafted
@@ -46,6 +45,8 @@ LIMITS = (3, 1, 5, 2, 4, 8)
 NUM_ROUNDS = 14
 """Draft lengths that are asked for in turn, and rounds of a generation: each twice, and more."""
 
+AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
+SAMPLINGS = (GREEDY, AT_ONE, None)
 TOLERANCE = 1e-3  # largest error of a probability, or of the mass of a distribution: float32
 
 NUM_THREADS = 4
@@ -88,7 +89,7 @@ def check_drafter(
     prompts = prompts or default_prompts(vocab_size)
     check = DrafterConformance(drafter, vocab_size, tokenizer, prompts, num_draws, not remembers)
     left_out = {"noise": True, "sessions": remembers, "rewinds": learns}  # noise: in every draft
-    return check.run([name for name in check.properties if not left_out.get(name)])
+    return check.run(name for name in check.properties if not left_out.get(name))
 
 
 class ScriptedRound(NamedTuple):
@@ -113,13 +114,15 @@ class NotedNoise(Noise):
 
 @dataclass
 class ScriptedGeneration:
-    """A session, and what it has seen; `num_decided` draws of its noise are of decided drafts."""
+    """A session, the list that `begin` was given, and the text, which it has to stay equal to.
+
+    num_decided: draws of its noise that are of decided drafts.
+    """
 
     session: DraftSession
     given: list[int]
-    prompt: list[int]
+    text: list[int]
     noise: NotedNoise
-    emitted: list[int] = field(default_factory=list)
     num_decided: int = 0
 
 
@@ -139,33 +142,25 @@ class DrafterConformance(Conformance):
         "memory": "Keep no list of sessions, and no copy of the text at every round",
         "threads": "Keep in the session all that changes (remembers=True if it is meant)",
     }
-    drafter: Drafter
+    subject: Drafter
     vocab_size: int
     tokenizer: Any
     prompts: Sequence[Sequence[int]]
     num_draws: int
     is_same_again: bool
 
-    def __post_init__(self) -> None:
-        super().__init__(self.drafter)
-        samplings = Sampling(), Sampling(temp=1.0), None
-        self.contexts = [self._context(sampling) for sampling in samplings]
-
     def protocol(self) -> str:
         """The two classes are there, and every draft is one that can be verified."""
-        is_drafter = isinstance(self.drafter, Drafter) and not inspect.isclass(self.drafter)
-        self.require(is_drafter, f"{self.drafter!r} has no begin(prompt, context).")
-        before = dict(getattr(self.drafter, "__dict__", {}))
+        is_drafter = isinstance(self.subject, Drafter) and not inspect.isclass(self.subject)
+        self.require(is_drafter, f"{self.subject!r} has no begin(prompt, context).")
+        before = dict(getattr(self.subject, "__dict__", {}))
         num_drafts = 0
-        for context, prompt in itertools.product(self.contexts, self.prompts):
-            num_drafts += sum(bool(r.tokens) for r in self._rounds(self._begin(prompt, context)))
-        after = getattr(self.drafter, "__dict__", {})
+        for prompt, sampling in itertools.product(self.prompts, SAMPLINGS):
+            num_drafts += sum(bool(r.tokens) for r in self._rounds(self._begin(prompt, sampling)))
+        after = getattr(self.subject, "__dict__", {})
         changed = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
-        self.require(
-            not changed,
-            f"a generation changed the drafter itself: {', '.join(changed)}.",
-            "Keep what changes in the session; the drafter is shared between generations",
-        )
+        what = f"a generation changed the drafter itself: {', '.join(changed)}."
+        self.require(not changed, what, "Keep what changes in the session: generations share it")
         return f"{num_drafts} drafts, each can be verified"
 
     def empty_drafts(self) -> str:
@@ -183,8 +178,7 @@ class DrafterConformance(Conformance):
         """Two generations at once, and one after the other, have nothing to do with each other."""
         prompt, other = self.prompts[0], self.prompts[-1]
         alone = self._script(prompt)
-        context = self._context(Sampling(temp=1.0))
-        first, second = self._begin(prompt, context), self._begin(other, context)
+        first, second = self._begin(prompt, AT_ONE), self._begin(other, AT_ONE)
         pairs = zip(self._rounds(first), self._rounds(second), strict=False)
         beside = [round_ for round_, _ in pairs]
         self._close(second)
@@ -195,11 +189,10 @@ class DrafterConformance(Conformance):
     def rewinds(self) -> str:
         """After any verdict, the proposal is that of a session that saw the same text."""
         compared = 0
-        for context, prompt in itertools.product(self.contexts, self.prompts):
-            generation = self._begin(prompt, context)
-            for round_ in self._rounds(generation):
-                watcher = self._begin(prompt, context)  # it sees the text, and is never asked
-                before = generation.emitted[: len(generation.emitted) - len(round_.emitted)]
+        for prompt, sampling in itertools.product(self.prompts, SAMPLINGS):
+            before: list[int] = []
+            for round_ in self._rounds(self._begin(prompt, sampling)):
+                watcher = self._begin(prompt, sampling)  # it sees the text, and is never asked
                 for token in before:
                     self._observe(watcher, [token])
                 draft = self._propose(watcher, len(round_.tokens) or 1)
@@ -209,6 +202,7 @@ class DrafterConformance(Conformance):
                 self.require(round_.tokens == expected[: len(round_.tokens)], f"{what}.")
                 is_same = round_.logprobs is None or _close(round_.logprobs, draft.logprobs)
                 self.require(is_same, f"{what}, and declares another distribution.")
+                before += round_.emitted
                 compared += 1
         return f"{compared} proposals are those of a session that never drafted"
 
@@ -218,8 +212,8 @@ class DrafterConformance(Conformance):
         firsts: dict[int, mx.array] = {}
         for seed in range(self.num_draws):
             which = seed % len(self.prompts)
-            context = self._context(Sampling(temp=1.0), seed)
-            draft = self._propose(self._begin(self.prompts[which], context), 1 + seed % 2)
+            generation = self._begin(self.prompts[which], AT_ONE, seed)
+            draft = self._propose(generation, 1 + seed % 2)
             if draft.logprobs is None:
                 if seed >= 20 and not drawn.any():
                     return "its drafts are point masses, there is none to test"
@@ -229,19 +223,19 @@ class DrafterConformance(Conformance):
             declared += np.exp(np.array(draft.logprobs, np.float64)).sum(0)
             np.add.at(drawn, to_list(draft.tokens), 1)
         test = ChiSquare.of(drawn, declared)
-        most = limit(test.freedom)
-        found = f"{drawn.sum():.0f} drawn tokens, chi-square {test.statistic:.0f}, limit {most:.0f}"
+        found = f"{drawn.sum():.0f} drawn tokens, chi-square {test.statistic:.0f}, "
+        found += f"p = {test.p_value:.2g}"
         worst = int(np.argmax(np.abs(drawn - declared)))
-        what = f"{found}. Token {worst} was drawn {drawn[worst]:.0f} times, where "
-        what += f"{declared[worst]:.1f} times were declared."
-        self.require(test.statistic <= most, what)
+        counts = f"{drawn[worst]:.0f} times, where {declared[worst]:.1f} times were declared"
+        what = f"{found}. Token {worst} was drawn {counts}."
+        self.require(test.p_value >= RARE_ALARM, what)
         return found
 
     def memory(self) -> str:
         """A session ends with its generation, and needs no more memory a token as texts grow."""
         generation = self._begin(self.prompts[0])
         last = list(self._rounds(generation))[-1]
-        self._close(generation, len(generation.given) - len(last.emitted) + 1)  # inside of a round
+        self._close(generation, len(generation.text) - len(last.emitted) + 1)  # inside of a round
         can_refer = hasattr(generation.session, "__weakref__")  # __slots__ may have none
         held = weakref.ref(generation.session) if can_refer else lambda: None
         del generation
@@ -260,7 +254,7 @@ class DrafterConformance(Conformance):
         tracemalloc.start()
         try:
             for length in lengths:
-                while len(generation.emitted) < length:
+                while len(generation.text) < len(self.prompts[0]) + length:
                     self._observe(generation, coins.choices(range(self.vocab_size), k=2))
                 held.append(tracemalloc.get_traced_memory()[0])
         finally:
@@ -300,19 +294,16 @@ class DrafterConformance(Conformance):
 
     # What the checks are made of
 
-    def _context(self, sampling: Sampling | None, seed: int = 0) -> DraftContext:
-        told = {"vocab_size": self.vocab_size, "tokenizer": self.tokenizer}
-        return DraftContext(sampling=sampling, noise=Noise(seed), **told)
-
     def _begin(
-        self, prompt: Sequence[int], context: DraftContext | None = None
+        self, prompt: Sequence[int], sampling: Sampling | None = GREEDY, seed: int = 0
     ) -> ScriptedGeneration:
-        given, context = list(prompt), context or self._context(Sampling())
-        noise = NotedNoise(context.noise.seed if context.noise else 0)
-        context = replace(context, noise=noise)
-        if isinstance(self.drafter, Checks):
-            self.drafter.check(context)
-        session = self.drafter.begin(given, context)
+        given, noise = list(prompt), NotedNoise(seed)
+        context = DraftContext(
+            sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
+        )
+        if isinstance(self.subject, Checks):
+            self.subject.check(context)
+        session = self.subject.begin(given, context)
         what = f"begin() returned {type(session).__name__}, which lacks propose or observe."
         self.require(isinstance(session, DraftSession), what, part="protocol")
         generation = ScriptedGeneration(session, given, list(prompt), noise)
@@ -327,25 +318,25 @@ class DrafterConformance(Conformance):
             self._check_draft(draft, limit)
         new, decided = drawn[num_drawn:], drawn[: generation.num_decided]
         is_fresh = len({*new}) == len(new) and not {*new} & {*decided}
-        what = f"after {len(generation.emitted)} tokens it drew two tokens from the same noise, "
-        what += "or one from that of an earlier draft. The text is then biased."
+        what = f"after {len(generation.text)} tokens of text it drew two tokens from the same "
+        what += "noise, or one from that of an earlier draft. What is emitted is then biased."
         self.require(draft.logprobs is None or is_fresh, what, part="noise")
         return draft
 
     def _observe(self, generation: ScriptedGeneration, tokens: list[int]) -> None:
         generation.given += tokens
-        generation.emitted += tokens
+        generation.text += tokens
         generation.num_decided = len(generation.noise.drawn)
         shown = list(tokens)
         generation.session.observe(shown)
         what = "observe() changed the tokens given to it."
         self.require(shown == tokens, what, "Copy them", part="protocol")
-        if len(generation.given) < 1000:
+        if len(generation.text) < 1000:
             self._check_given(generation)
 
     def _close(self, generation: ScriptedGeneration, length: int | None = None) -> None:
         if isinstance(generation.session, Closes):
-            generation.session.close(len(generation.given) if length is None else length)
+            generation.session.close(len(generation.text) if length is None else length)
 
     def _rounds(self, generation: ScriptedGeneration) -> Iterator[ScriptedRound]:
         """Play rounds; every number of accepted tokens comes up, and some proposals are dropped."""
@@ -364,36 +355,33 @@ class DrafterConformance(Conformance):
             yield ScriptedRound(tokens, draft.logprobs if tokens else None, emitted)
 
     def _script(self, prompt: Sequence[int]) -> list[ScriptedRound]:
-        generation = self._begin(prompt, self._context(Sampling(temp=1.0)))
+        generation = self._begin(prompt, AT_ONE)
         rounds = list(self._rounds(generation))
         self._close(generation)
         return rounds
 
     def _check_given(self, generation: ScriptedGeneration) -> None:
-        is_same = generation.given == generation.prompt + generation.emitted
         what = "it wrote into the list that begin() was given, the loop's own."
+        is_same = generation.given == generation.text
         self.require(is_same, what, "Copy it: list(prompt)", part="protocol")
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
         """Raise for a draft that no rule could judge."""
         what = f"propose() returned {type(draft).__name__}."
         self.require(isinstance(draft, Draft), what, part="protocol")
-        try:
+        with self.blaming("propose()", part="protocol"):
             check_draft(draft, self.vocab_size)
             check_drafted(to_list(draft.tokens), self.vocab_size)
-        except DraftError as error:
-            self.fail(str(error), part="protocol")
         size = len(draft)
         self.require(size <= limit, f"propose({limit}) returned {size} tokens.", part="protocol")
-        evidence = size if draft.evidence is None else len(draft.evidence)
-        what = f"there is evidence for {evidence} of {size} tokens."
-        self.require(evidence == size, what, part="protocol")
+        is_whole = draft.evidence is None or len(draft.evidence) == size
+        self.require(is_whole, "evidence has to be one for each token.", part="protocol")
         if draft.logprobs is None or not size:
             return
         probs = np.exp(np.array(draft.logprobs.astype(mx.float32), np.float64))
-        mass = probs.sum(-1)
-        what = f"the probabilities declared add up to {np.round(mass, 3).tolist()}, not to 1."
-        self.require(np.allclose(mass, 1, atol=TOLERANCE), what, part="distribution")
+        what = f"the probabilities declared add up to {probs.sum(-1).round(3).tolist()}, not to 1."
+        is_whole = np.allclose(probs.sum(-1), 1, atol=TOLERANCE)
+        self.require(is_whole, what, part="distribution")
         is_possible = np.all(probs[range(size), to_list(draft.tokens)] > 0)
         what = "it proposed a token to which its declared distribution gives no chance."
         self.require(is_possible, what, part="distribution")
