@@ -35,7 +35,7 @@ def test_our_lossless_rules_keep_the_contract(name: str) -> None:
     """Those by coins are enumerated to 1e-12, texts are drawn with the others."""
     lines = check_rule(make_rule(name))
     coins = ["coins"] if name in COIN_RULES else []
-    assert parts(lines) == ["protocol", "purity", "greedy", "samplers", *coins, "distribution"]
+    assert parts(lines) == ["protocol", "purity", "greedy", *coins, "distribution"]
     how = "36 enumerated, total variation at most" if coins else "20000 texts drawn, K = 2"
     assert how in lines[-1]
     assert ("drawn" in lines[-1]) != bool(coins)
@@ -196,8 +196,11 @@ BROKEN: dict[str, list[Any]] = {
         keeping(lambda kept, draft: mx.array(kept.item())),
         keeping(lambda kept, draft: kept * (draft.evidence is None)),
     ],
-    "greedy": [WRONG_RULES["lenience 1.2"], keeping(lambda kept, draft: mx.maximum(kept, 1))],
-    "samplers": [NeedsNothing()],
+    "greedy": [
+        WRONG_RULES["lenience 1.2"],
+        keeping(lambda kept, draft: mx.maximum(kept, 1)),
+        NeedsNothing(),
+    ],
     "coins": [NotANumber(), Unnormalised(), OnlyNumPy(), CountsOtherwise()],
     "distribution": [
         ResidualWithoutTheToken(),

@@ -1,11 +1,6 @@
-"""Does an acceptance rule keep its contract? One call for anybody's test suite, without a model.
+"""Does an acceptance rule keep its contract? Made-up logits, without a model.
 
-from specdec_mlx.testing import check_rule
-
-def test_my_rule_keeps_the_contract():
-    check_rule(MyRule())
-
-The target's rows and the randomness are the loop's own; only the logits are made up.
+The target's rows and the randomness are the loop's own.
 """
 
 from __future__ import annotations
@@ -161,10 +156,9 @@ class RuleConformance(Conformance):
     properties = {  # noqa: RUF012
         "protocol": "See AcceptanceRule in specdec_mlx.contracts",
         "purity": "Draw from `randomness` alone, keep no state, and leave draft.evidence alone",
-        "greedy": "Answer Agreement(target.tokens) there, or say lossless=False if the rule means "
-        "to change the text",
-        "samplers": "Answer Agreement(target.tokens), or say needs_distribution = True; or say "
-        "lossless=False if the rule means to change the text",
+        "greedy": "Answer Agreement(target.tokens) where target.greedy, and where not "
+        "target.has_distribution unless needs_distribution = True; or say lossless=False if the "
+        "rule means to change the text",
         "coins": "One body of code for NumPy and MLX, which minds 0/0: rules.arithmetic has "
         "namespace_of, leading_run, capped_ratio and residual",
         "distribution": "Keep x with a chance of at most min(1, p(x)/q(x)), and draw the token "
@@ -212,17 +206,12 @@ class RuleConformance(Conformance):
         return list(answer.arrays().values())
 
     def greedy(self) -> str:
-        """At temperature 0 the target's own tokens are emitted."""
-        return self._emits_own_tokens(GREEDY)
+        """At temperature 0, and with samplers that can only be called, the target decides.
 
-    def samplers(self) -> str:
-        """So they are with a sampler that can only be called, if the rule takes one."""
-        if needs_distribution(self.subject):
-            return "it needs the target's distribution, and is refused without"
-        return self._emits_own_tokens(second_best)
-
-    def _emits_own_tokens(self, sampler: Callable[[mx.array], mx.array]) -> str:
-        asked = list(questions(sampler))
+        The latter if the rule takes them; one that reads the distribution is refused there.
+        """
+        samplers = [GREEDY, *([] if needs_distribution(self.subject) else [second_best])]
+        asked = [question for sampler in samplers for question in questions(sampler)]
         for question in asked:
             emitted, own = self._outcome(question).tokens, to_list(question.rows().tokens)
             what = f"it emitted {emitted}; expected the target's own, {own}; {question}."

@@ -1,9 +1,4 @@
-"""Does a rollback strategy keep its contract? One call for anybody's test suite, without a model.
-
-    from specdec_mlx.testing import check_strategy
-
-    def test_my_strategy_keeps_the_contract():
-        check_strategy(MyStrategy(), MyCache)
+"""Does a rollback strategy keep its contract? Passes of one layer, without a model.
 
 What later passes compute is compared with a cache that was only given the tokens kept, one by one.
 """
