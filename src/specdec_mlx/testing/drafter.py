@@ -112,8 +112,9 @@ class LoopsOwn(list[int]):
     def _refuse(self, *args: Any) -> NoReturn:
         raise TypeError("it writes into the loop's own list. Copy it, list(prompt)")
 
-    append = extend = insert = pop = remove = clear = sort = reverse = _refuse  # type: ignore
-    __iadd__ = __imul__ = __setitem__ = __delitem__ = _refuse  # type: ignore
+    append = extend = insert = remove = clear = reverse = _refuse
+    pop = sort = _refuse  # type: ignore[assignment]
+    __iadd__ = __imul__ = __setitem__ = __delitem__ = _refuse
 
 
 @dataclass
@@ -178,7 +179,7 @@ class DrafterConformance(Conformance):
         prompts = [self.prompts[i % len(self.prompts)] for i in range(NUM_SESSIONS)]
         alone = [self._script(prompt) for prompt in prompts]
         in_turns = zip(*(self._rounds(self._begin(p, AT_ONE)) for p in prompts), strict=True)
-        runs = {
+        runs: dict[str, Sequence[Sequence[ScriptedRound]]] = {
             "after other generations": [self._script(prompt) for prompt in prompts],
             "while others took turns with it": list(zip(*in_turns, strict=True)),
             "while other threads drafted too": self._in_threads(prompts),

@@ -127,7 +127,8 @@ def enumerated(rule: CoinRule) -> Iterator[Comparison]:
                     rows = target.along(0, tokens)
                     for (emitted, _), chance in deciding.outcomes(rows, tokens, probs).items():
                         begun[emitted] += weight * chance
-            joint, own = (continued(target, b, num_draft + 1) for b in (begun, {(): 1.0}))
+            joint = continued(target, begun, num_draft + 1)
+            own = continued(target, {(): 1.0}, num_draft + 1)
             kind = "point masses" if draft is sure else "drawn"
             yield Comparison(joint, own, f"K = {num_draft} {kind}, V = {vocab_size}")
 
@@ -141,4 +142,5 @@ def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
 
 def one_hots(scores: np.ndarray) -> np.ndarray:
     """Distributions with all mass on the largest of each row."""
-    return np.eye(scores.shape[-1])[np.argmax(scores, axis=-1)]
+    certain: np.ndarray = np.eye(scores.shape[-1])[np.argmax(scores, axis=-1)]
+    return certain

@@ -34,7 +34,6 @@ from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows
 from specdec_mlx.testing.conformance import Conformance
 from specdec_mlx.testing.enumeration import (
     Comparison,
-    Source,
     Tokens,
     continued,
     enumerated,
@@ -210,7 +209,7 @@ class RuleConformance(Conformance):
 
         The latter if the rule takes them; one that reads the distribution is refused there.
         """
-        samplers = [GREEDY, *([] if needs_distribution(self.subject) else [second_best])]
+        samplers: list[Any] = [GREEDY, *([] if needs_distribution(self.subject) else [second_best])]
         asked = [question for sampler in samplers for question in questions(sampler)]
         for question in asked:
             emitted, own = self._outcome(question).tokens, to_list(question.rows().tokens)
@@ -222,7 +221,8 @@ class RuleConformance(Conformance):
     def coins(self) -> str:
         """The functions of a rule by coins give chances, the same in float64 and in float32."""
         self.exact = list(enumerated(self.subject))
-        for exact, on_mlx in zip(self.exact, enumerated(OnMLX(self.subject)), strict=True):
+        rule: Any = OnMLX(self.subject)
+        for exact, on_mlx in zip(self.exact, enumerated(rule), strict=True):
             are_chances = np.all(exact.got >= 0) and abs(exact.got.sum() - 1) < EXACT
             what = f"{exact.how}: chances of the texts add up to {exact.got.sum():.6g}, not to 1, "
             self.require(are_chances, f"{what}or some are below 0.")
@@ -254,26 +254,30 @@ class RuleConformance(Conformance):
         """Texts of drawn drafts, and of point masses, beside the target's own distribution."""
         target, draft = sources(VOCAB_SIZE, 1)
         own = continued(target, {(): 1.0}, LENGTH)
-        for source, kind in ((draft, "at random"), (None, "point masses")):
+        for is_drawn, kind in ((True, "at random"), (False, "point masses")):
+            probs = draft.probs if is_drawn else one_hots(draft.probs)
             seen = np.zeros(own.shape)
             with self.blaming("drawing texts"):
-                np.add.at(seen, tuple(np.array(self._texts(target, source)).T), 1)
+                texts = self._texts(_log(target.probs), _log(probs), is_drawn)
+                np.add.at(seen, tuple(np.array(texts).T), 1)
             how = f"{self.num_texts} texts drawn, K = {NUM_DRAFT} {kind}, V = {VOCAB_SIZE}"
             test = ChiSquare.of(seen.ravel(), self.num_texts * own.ravel())
             yield Comparison(seen / self.num_texts, own, how), test
 
-    def _texts(self, target: Source, draft: Source | None) -> list[Tokens]:
-        """Texts of LENGTH tokens; those that are equally long are asked about together."""
+    def _texts(self, target: mx.array, draft: mx.array, is_drawn: bool) -> list[Tokens]:
+        """Texts of LENGTH tokens; those that are equally long are asked about together.
+
+        target, draft: log-probabilities by state, [NUM_STATES, V].
+        """
         keys = mx.random.split(mx.random.key(0), self.num_texts)
         texts: list[Tokens] = [()] * self.num_texts
-        tables = _log(target.probs), None if draft is None else _log(draft.probs)
         for position in range(LENGTH):
             here = [i for i, text in enumerate(texts) if len(text) == position]
             if not here:
                 continue
             states = mx.array([state_after(0, texts[i]) for i in here])
-            decide = partial(self._round, position, *tables)
-            rounds = _vectorised(decide, keys[mx.array(here)], states, mx.arange(len(here)))
+            decide = partial(self._round, position, target, draft, is_drawn)
+            rounds = _vectorised(decide, keys[mx.array(here)], states)
             for i, numbers in zip(here, rounds, strict=True):
                 kind = Verdict if "verdict" in numbers else Agreement
                 outcome = kind.outcome(numbers, numbers["drafted"])
@@ -284,30 +288,21 @@ class RuleConformance(Conformance):
         self,
         position: int,
         target: mx.array,
-        draft: mx.array | None,
+        draft: mx.array,
+        is_drawn: bool,
         key: mx.array,
         state: mx.array,
-        index: mx.array,
     ) -> dict[str, mx.array]:
-        """Numbers of one answer, and what was drafted, [K]; point masses take turns by index.
-
-        target, draft: log-probabilities by state, [NUM_STATES, V]; no draft is a point mass.
-        """
-        noise = _OwnNoise(0, key)
-        context = DraftContext(
-            noise=noise, coupled=shares_noise(self.subject), vocab_size=VOCAB_SIZE
-        )
-        gumbels = context.draft_gumbels(position, NUM_DRAFT)
+        """Numbers of one answer, and what was drafted, [K]."""
+        noise, coupled = _OwnNoise(0, key), shares_noise(self.subject)
+        context = DraftContext(noise=noise, coupled=coupled, vocab_size=VOCAB_SIZE)
         tokens, states = [], [state]
-        for i in range(NUM_DRAFT):
-            token = index // VOCAB_SIZE**i % VOCAB_SIZE
-            if draft is not None:
-                token = mx.argmax(draft[states[-1]] + gumbels[i])
-            tokens.append(token)
-            states.append(moved_on(states[-1], token.astype(mx.int32)))
+        for gumbel in context.draft_gumbels(position, NUM_DRAFT):
+            tokens.append(mx.argmax(draft[states[-1]] + gumbel))
+            states.append(moved_on(states[-1], tokens[-1].astype(mx.int32)))
         drafted, passed = to_ids(mx.stack(tokens)), mx.stack(states)
         rows = Rows(target[passed], NextToken(AT_ONE, (), noise), position)
-        given = Draft(drafted, None if draft is None else draft[passed[:-1]])
+        given = Draft(drafted, draft[passed[:-1]] if is_drawn else None)
         answer = self.subject.decide(rows, given, RoundNoise(noise, position))
         return {"drafted": drafted, **answer.arrays()}
 

@@ -129,7 +129,7 @@ class StrategyConformance(Conformance):
         self.require(widest is None or widest >= 1, f"widest_pass is {widest}; expected >= 1.")
         if self._plain_rows(2).shape[0] != 2:
             raise ValueError("feed has to return rows [S, D], one for each token of the pass.")
-        return self.subject.name
+        return str(self.subject.name)
 
     def widths(self) -> str:
         """Passes as wide as `widest_pass` allows give what single tokens give."""
@@ -169,7 +169,7 @@ class StrategyConformance(Conformance):
         self,
         cache: Any,
         saved: Any,
-        before: dict[str, str],
+        before: dict[str, Any],
         rejected: list[int],
         where: str,
         at: int = -1,
@@ -296,18 +296,21 @@ def _rejected(size: int) -> list[int]:
     return list(range(REJECTED, REJECTED + size))
 
 
-def contents(cache: Any) -> dict[str, str]:
+def contents(cache: Any) -> dict[str, Any]:
     """A cache's arrays, without spare rows, as types, shapes and checksums, and its numbers."""
     has_rows = hasattr(cache, "keys_and_values") and not cache.empty()
-    arrays = dict(tree_flatten(cache.keys_and_values() if has_rows else cache.state))
+    arrays: Any = dict(tree_flatten(cache.keys_and_values() if has_rows else cache.state))
     plain = (bool, int, float, str, type(None))
-    values = {k: v for k, v in getattr(cache, "__dict__", {}).items() if isinstance(v, plain)}
-    return {
-        f".{name}": f"{value.dtype} {value.shape}, checksum {zlib.crc32(bytes(memoryview(value)))}"
-        if isinstance(value, mx.array)
-        else repr(value)
-        for name, value in (arrays | values).items()
-    }
+    members = getattr(cache, "__dict__", {})
+    held = {name: value for name, value in members.items() if isinstance(value, plain)}
+    held |= {f".state.{name}": value for name, value in arrays.items()}
+    for name, value in held.items():
+        if isinstance(value, mx.array):
+            buffer: Any = value
+            held[name] = (
+                f"{value.dtype} {value.shape}, checksum {zlib.crc32(bytes(memoryview(buffer)))}"
+            )
+    return held
 
 
 class InterruptedPass(BaseException):
