@@ -22,7 +22,6 @@ from exact import (
     Deciding,
     Drafting,
     Drawn,
-    OnMLX,
     Rounds,
     RoundsOfLength,
     Source,
@@ -35,7 +34,7 @@ from exact import (
     to_mlx,
     up_to,
 )
-from selection import cases, in_one_test
+from selection import in_one_test
 from specdec_mlx.checks.chi_square import ChiSquare
 from specdec_mlx.contracts import (
     Agreement,
@@ -50,7 +49,7 @@ from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
 from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.testing.enumeration import enumerated, sources
+from specdec_mlx.testing.enumeration import sources
 
 EXACT = 1e-12
 FLOAT32 = 2e-6
@@ -211,12 +210,6 @@ def test_shared_noise_is_what_the_loop_has():
     pairs = 3 * np.argmax(np.log(p) + noise, axis=1) + np.argmax(np.log(q) + noise, axis=1)
     test = ChiSquare.of(np.bincount(pairs, minlength=9), 20_000 * coupled_joint(p, q).ravel())
     assert test.p_value > 1e-6
-
-
-@pytest.mark.parametrize("name", cases(COIN_RULES, "block"))
-def test_float32_on_mlx_leaves_the_law_alone(name):
-    """The enumeration through MLX in float32, as in the loop: a round to 1e-5."""
-    assert max(found.total_variation for found in enumerated(OnMLX(COIN_RULES[name]))) < 1e-5
 
 
 def seconds_of(num_draft: int) -> float:
