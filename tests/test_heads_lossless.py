@@ -29,9 +29,8 @@ from selection import FULL, cases, in_one_test
 from specdec_mlx.checks import texts
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.stand_ins import standing_alone
-from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Subject, Work
-from specdec_mlx.checks.texts import VARIATIONS_NAME, check_variations
+from specdec_mlx.checks.texts import VARIATIONS_NAME, check_state, check_variations
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSession

@@ -13,20 +13,12 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
-from specdec_mlx.contracts import (
-    AcceptanceRule,
-    Draft,
-    DraftContext,
-    Drafter,
-    rule_for,
-    shares_noise,
-)
-from specdec_mlx.errors import DraftError
+from specdec_mlx.contracts import AcceptanceRule, Draft, DraftContext, Drafter, shares_noise
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.rounds.ranks import Ranks
-from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.target.inputs import check_drafted
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.token_ids import to_list
 
@@ -60,15 +52,10 @@ class Subject:
             tokenizer=self.tokenizer,
         )
 
-    def rule_for(self, draft: Draft) -> CoinRule | None:
-        """The rule that decides by coins; None where the target's own draws are emitted."""
-        rule = rule_for(self.rule, draft)
-        return rule if isinstance(rule, CoinRule) else None
-
-    def greedy_text(self, prompt: Sequence[int], num_tokens: int) -> list[Token]:
-        """So many tokens at temperature 0."""
-        options: dict[str, Any] = {"rule": self.rule, "draft_length": self.draft_length}
-        options |= {"seed": self.seed, "tokenizer": self.tokenizer, "max_tokens": num_tokens}
+    def text(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[Token]:
+        """So many tokens by the loop, at temperature 0 if no sampler is given."""
+        options |= {"rule": self.rule, "draft_length": self.draft_length, "seed": self.seed}
+        options |= {"tokenizer": self.tokenizer, "max_tokens": num_tokens}
         return list(speculate(self.model, prompt, self.drafter, **options))
 
 
@@ -76,11 +63,11 @@ class Subject:
 class Work:
     """The time that a part may take, until `time.perf_counter` says so, and its progress.
 
-    say: takes the text beside the bar. ranks: the first one's clock counts on all.
+    say: takes the number of samples so far. ranks: the first one's clock counts on all.
     """
 
     until: float
-    say: Callable[[str], None] = lambda text: None
+    say: Callable[[int], None] = lambda num_samples: None
     ranks: Ranks | None = None
 
     def has_time(self, seconds: float = 0.0) -> bool:
@@ -96,9 +83,10 @@ class Work:
         for i, item in enumerate(items):
             if i > 0 and not self.has_time():
                 return
+            self.say(i)
             yield item
 
-    def share(self, fraction: float, say: Callable[[str], None]) -> Work:
+    def share(self, fraction: float, say: Callable[[int], None]) -> Work:
         """A part of the time that is left."""
         now = time.perf_counter()
         return replace(self, until=now + fraction * (self.until - now), say=say)
@@ -144,11 +132,9 @@ def first_probs(draft: Draft, vocab_size: int) -> Probs | None:
         return None
     if draft.logprobs is not None:
         return probabilities(draft.logprobs[0])
-    token = to_list(draft.tokens)[0]
-    if not 0 <= token < vocab_size:
-        what = f"The drafter proposed token {token}; the target has 0 to {vocab_size - 1}."
-        raise DraftError(f"{what} Use a drafter for the same tokenizer.")
-    probs: Probs = np.eye(1, vocab_size, token)[0]
+    tokens = to_list(draft.tokens)
+    check_drafted(tokens, vocab_size)
+    probs: Probs = np.eye(1, vocab_size, tokens[0])[0]
     return probs
 
 
