@@ -49,7 +49,7 @@ from specdec_mlx.checks.one_step import VARIANTS, check_one_step, lossless
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.run import run_parts
 from specdec_mlx.checks.stand_ins import Remembered, with_remembered_models
-from specdec_mlx.checks.subject import Subject, Work
+from specdec_mlx.checks.subject import Step, Subject, Work
 from specdec_mlx.checks.texts import check_greedy, check_state, check_widths, depends_on_text_alone
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.rules.coins import CoinRule
@@ -137,22 +137,13 @@ class OutOfStep:
 
 
 RULES_AT_FAULT: dict[str, Any] = {**WRONG_RULES, "none of the named faults": "typical"}
-DRAFTERS_AT_FAULT = {
-    "declared sharper": (
-        declared_at_power(1 / 0.7),
-        "which is flatter. Hand over, as Draft.logprobs",
-    ),
-    "declared flatter": (declared_at_power(0.6), "from another one, which is sharper"),
-    "a drawn token dropped": (dropped, "Decide whether to draft a token before drawing it"),
-}
 
 
-def drawn_parts(given: Subject) -> dict[str, Part]:
+def drawn_parts(given: Subject) -> CheckReport:
     """The three parts that are about what is drawn."""
-    steps: list[Any] = []
-    draws = Draws()
+    steps, draws = list[Step](), Draws()
     parts = [check_one_step(given, WORK, steps), check_joint(given, WORK, steps, draws)]
-    return {part.name: part for part in [*parts, check_declared(draws)]}
+    return CheckReport([*parts, check_declared(draws)])
 
 
 @pytest.mark.parametrize("case", RULES_AT_FAULT)
@@ -184,26 +175,33 @@ def test_the_emitted_distribution_is_exact(
         assert result.kept == pytest.approx(result.overlap)
 
 
-@FULL
-@pytest.mark.parametrize("case", DRAFTERS_AT_FAULT)
-def test_a_wrong_drafter_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what is wrong about its distributions, and what to do; the rule is not blamed."""
-    monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 1200)
-    alter, words = DRAFTERS_AT_FAULT[case]
-    parts = drawn_parts(subject(Altered(model_drafter(), alter)))
-    assert parts["declared distribution"].status == "failed"
-    assert words in parts["declared distribution"].verdict
-    assert parts["one-step distribution"].passed
+FAULTS_IN_DRAWS: dict[str, tuple[Any, Any, str]] = {
+    "declared sharper": (
+        declared_at_power(1 / 0.7),
+        "auto",
+        "which is flatter. Hand over, as Draft.logprobs",
+    ),
+    "declared flatter": (declared_at_power(0.6), "auto", "from another one, which is sharper"),
+    "a drawn token dropped": (dropped, "auto", "whether to draft a token before drawing it"),
+    **{
+        name: (lambda draft: draft, WRONG_RULES[name], f"they look like: {name}")
+        for name in ("residual replaced by p", "p and q swapped")
+    },
+}
 
 
 @FULL
-@pytest.mark.parametrize("name", ["residual replaced by p", "p and q swapped"])
-def test_texts_of_a_wrong_rule_look_like_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The joint distribution fails too, and tells which of the named faults it looks like."""
+@pytest.mark.parametrize("case", FAULTS_IN_DRAWS)
+def test_what_is_wrong_with_draws_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong drafter by its draws, and not the rule; a wrong rule by its texts too."""
     monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 1200)
-    part = drawn_parts(subject(None, WRONG_RULES[name]))["joint distribution"]
+    alter, rule, words = FAULTS_IN_DRAWS[case]
+    report = drawn_parts(subject(Altered(model_drafter(), alter), rule))
+    is_by_drafter = rule == "auto"
+    part = report["declared distribution" if is_by_drafter else "joint distribution"]
     assert part.status == "failed"
-    assert f"they look like: {name}" in part.verdict
+    assert words in part.verdict
+    assert report["one-step distribution"].passed == is_by_drafter
 
 
 @FULL
@@ -339,24 +337,15 @@ def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None
     assert "Only 9 texts" in part.verdict
 
 
-def test_chi_square_is_scipys() -> None:
-    """The statistic, its p-value far into the tail, its quantile and the power."""
+def test_chi_square_joins_rare_cells_and_sees_the_impossible() -> None:
+    """Statistic, p-value, limit and power are scipy's."""
     seen, expected = np.array([18.0, 30.0, 12.0]), np.array([20.0, 25.0, 15.0])
-    test = ChiSquare.of(seen, expected)
-    known = stats.chisquare(seen, expected)
-    assert test.statistic == pytest.approx(known.statistic)
-    assert test.p_value == pytest.approx(known.pvalue)
-    for freedom in (1, 2, 9, 80, 1001):
-        for statistic in (0.0, 0.3 * freedom, freedom, 2 * freedom + 20, 1e5):
-            chance = ChiSquare(statistic, freedom).p_value
-            assert chance == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-8, abs=1e-300)
-        assert limit(freedom) == pytest.approx(stats.chi2.isf(1e-6, freedom), rel=1e-9)
-        right = np.full(freedom + 1, 100.0)
-        for step in (0.5, 3.0, 30.0):
-            wrong = right + step * np.resize([1.0, -1.0], freedom + 1)
-            away = ChiSquare.of(wrong, right).statistic
-            found = stats.ncx2.sf(stats.chi2.isf(FALSE_ALARM, freedom), freedom, away)
-            assert power([wrong], [right]) == pytest.approx(found, abs=1e-9)
+    test, known = ChiSquare.of(seen, expected), stats.chisquare(seen, expected)
+    assert (test.statistic, test.p_value) == pytest.approx((known.statistic, known.pvalue))
+    assert limit(9) == pytest.approx(stats.chi2.isf(1e-6, 9))
+    least = stats.chi2.isf(FALSE_ALARM, 2)
+    found = stats.ncx2.sf(least, 2, ChiSquare.of(4 * seen, 4 * expected).statistic)
+    assert power([4 * seen], [4 * expected]) == pytest.approx(found)
     # cells that expect less than 8 are joined, and what is impossible is not to be seen
     few = ChiSquare.of(np.array([50.0, 1, 3, 2, 9]), np.array([50.0, 2, 2, 2, 9]))
     assert few == ChiSquare(0.0, 1)

@@ -103,12 +103,6 @@ def test_what_is_wrong_with_a_name_is_said(choice: str, error: type, words: str)
         rule_registry.make_rule(choice)
 
 
-def test_packages_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    rule_registry.rule_names()
-    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
-    assert "auto" in rule_registry.rule_names()
-
-
 @pytest.mark.parametrize("temp", [0.0, 1.0])
 @pytest.mark.parametrize("is_registered", [True, False])
 def test_the_documentations_strategy_drafts_losslessly(
