@@ -24,11 +24,10 @@ from specdec_mlx.checks import one_step
 from specdec_mlx.checks.chi_square import LEAST_EXPECTED, ChiSquare, Counts, power, together
 from specdec_mlx.checks.one_step import DRAFT_FAULTS, VARIANTS, Variant, lossless
 from specdec_mlx.checks.report import Part
-from specdec_mlx.checks.stand_ins import Recording, Remembered, with_remembered_models
+from specdec_mlx.checks.stand_ins import Alone, Remembered, with_remembered_models
 from specdec_mlx.checks.subject import Probs, Step, Subject, Work, first_probs, probabilities
 from specdec_mlx.checks.subject import total_variation as distance
 from specdec_mlx.contracts import Draft
-from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
 
 SURE = 0.9  # power from which a fault counts as one that would have been found
@@ -189,10 +188,10 @@ class Texts:
 
     def draw(self, seed: int) -> None:
         """One more text, by the loop."""
-        recorded = Recording(self.drafter, self.draws.add)
-        changed: Any = {"model": self.target, "drafter": recorded, "draft_length": NUM_DRAFT}
-        options = {"sampler": self.subject.sampling, "prefill_step_size": CHUNK, "probe": False}
+        drafter = Alone(self.drafter, self.subject.model, self.draws.add)
+        changed: Any = {"model": self.target, "drafter": drafter, "draft_length": NUM_DRAFT}
         drawing = replace(self.subject, seed=seed, **changed)
+        options = {"sampler": self.subject.sampling, "prefill_step_size": CHUNK, "probe": False}
         items = drawing.text(self.context[:-1], 1 + NUM_TOKENS, **options)
         self.tokens.append(tuple(item.token for item in items[1:]))
         self.drafted += items[-1].stats.drafted
@@ -205,9 +204,8 @@ class Texts:
 
     def draft_probs(self, continuation: Sequence[int]) -> Probs | None:
         """Probabilities [V] that the drafter declares there; None where it proposes nothing."""
-        tokens = [*self.context, *continuation]
-        context = self.subject.context(Noise(self.subject.seed))
-        session = self.drafter.begin(tokens, replace(context, prefill_step_size=CHUNK))
+        asked = replace(self.subject, drafter=self.drafter)
+        session = asked.begin([*self.context, *continuation], prefill_step_size=CHUNK)
         return first_probs(session.propose(1), self.subject.vocab_size)
 
 

@@ -9,6 +9,7 @@ r are asked of the rule, in float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -43,11 +44,6 @@ def swapped(p: Probs, q: Probs) -> Masses:
     return kept, (1 - kept.sum()) * normalised(np.maximum(0, q - p), q), p
 
 
-def misdeclared(p: Probs, q: Probs) -> Masses:
-    """The distribution handed over is that of temperature 0.7, relative to the one drawn from."""
-    return rejecting(p, q, at_temperature(q, 1 / SHARPER) * capped_ratio(p, q))
-
-
 def dropped(p: Probs, q: Probs) -> Masses:
     """A token drawn with a chance below 0.2 is taken back, and the round has no draft."""
     often = q >= RARE
@@ -57,22 +53,23 @@ def dropped(p: Probs, q: Probs) -> Masses:
     return kept, again, p
 
 
-VARIANTS: dict[str, Variant] = {
-    "residual replaced by p": lambda p, q: (lossless(p, q)[0], (1 - np.minimum(p, q).sum()) * p, p),
-    "bonus at temperature 0.5": lambda p, q: (*lossless(p, q)[:2], at_temperature(p, 0.5)),
-    "p and q swapped": swapped,
-    "lenience 1.2": lambda p, q: rejecting(p, q, np.minimum(1.2 * p, q)),
-    "declared q other than the drawn": misdeclared,
-    "a drawn token dropped": dropped,
-}
-
-"""A fault of rule or drafter -> masses of what is emitted with p and q."""
-
 DRAFT_FAULTS: dict[str, Callable[[Probs], Probs]] = {
     "declared at temperature 0.7": lambda q: at_temperature(q, 1 / SHARPER),
     "a drawn token dropped": lambda q: normalised(np.where(q >= RARE, q, 0), q),
 }
 """A drafter's fault -> the distribution that tokens follow where q is declared."""
+
+VARIANTS: dict[str, Variant] = {
+    "residual replaced by p": lambda p, q: (lossless(p, q)[0], (1 - np.minimum(p, q).sum()) * p, p),
+    "bonus at temperature 0.5": lambda p, q: (*lossless(p, q)[:2], at_temperature(p, 0.5)),
+    "p and q swapped": swapped,
+    "lenience 1.2": lambda p, q: rejecting(p, q, np.minimum(1.2 * p, q)),
+    "declared q other than the drawn": lambda p, q: rejecting(
+        p, q, at_temperature(q, 1 / SHARPER) * capped_ratio(p, q)
+    ),
+    "a drawn token dropped": dropped,
+}
+"""A fault of rule or drafter -> masses of what is emitted with p and q."""
 
 
 def at_temperature(probs: Probs, temp: float) -> Probs:
@@ -133,7 +130,7 @@ def check_one_step(subject: Subject, work: Work, steps: list[Step]) -> Part:
     """The exact distribution at places along texts of the target's own, which `steps` takes."""
     seen: list[tuple[AcceptanceRule, Emitted]] = []
     for i, prompt in work.each(enumerate(subject.prompts)):
-        for step in walk(subject, prompt, STEPS, subject.seed + i):
+        for step in walk(replace(subject, seed=subject.seed + i), prompt, STEPS):
             steps.append(step)
             work.say(len(steps))
             rule = rule_for(subject.rule, step.draft)

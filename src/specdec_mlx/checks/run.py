@@ -18,7 +18,6 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from specdec_mlx.bench.prompts import builtin_prompts, encode_chat, read_prompts
 from specdec_mlx.checks import drawn, one_step, texts
 from specdec_mlx.checks.report import CheckReport, Part
-from specdec_mlx.checks.stand_ins import standing_alone
 from specdec_mlx.checks.subject import Step, Subject, Work
 from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
 from specdec_mlx.drafters.draft_models import (
@@ -151,14 +150,13 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
     steps: list[Step] = []
     draws = drawn.Draws()
     probed: list[ProbeReport] = []
-    alone = replace(subject, drafter=standing_alone(subject.drafter, subject.model))
     # part -> share of the time that is left when it begins, and what runs
     parts: dict[str, tuple[float, Check]] = {
         texts.WIDTHS_NAME: (0.5, lambda work: texts.check_widths(subject.model, work, probed)),
-        one_step.NAME: (0.2, lambda work: one_step.check_one_step(alone, work, steps)),
-        drawn.JOINT_NAME: (0.5, lambda work: drawn.check_joint(alone, work, steps, draws)),
+        one_step.NAME: (0.2, lambda work: one_step.check_one_step(subject, work, steps)),
+        drawn.JOINT_NAME: (0.5, lambda work: drawn.check_joint(subject, work, steps, draws)),
         drawn.DECLARED_NAME: (1.0, lambda work: drawn.check_declared(draws)),
-        texts.STATE_NAME: (0.4, lambda work: texts.check_state(alone, work)),
+        texts.STATE_NAME: (0.4, lambda work: texts.check_state(subject, work)),
     }
     for part in all_drafters(subject.drafter):
         if isinstance(part, HeadDrafter):

@@ -1,8 +1,8 @@
 """Stand-ins where a part of the check runs a model or a drafter outside of the loop.
 
 `Remembered` looks up passes that thousands of short texts have in common; loop, session, rule and
-noise run as ever. `standing_alone` has sessions feed the target the text themselves, where nobody
-shows them its states.
+noise run as ever. `Alone` has sessions feed the target the text themselves, where nobody shows them
+its states.
 """
 
 from __future__ import annotations
@@ -18,16 +18,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from specdec_mlx.contracts import (
-    Closes,
-    Draft,
-    DraftContext,
-    Drafter,
-    DraftSession,
-    ReadsTarget,
-    all_drafters,
-    is_cheap,
-)
+from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, ReadsTarget, is_cheap
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.target.model_pass import ModelPass
@@ -116,76 +107,46 @@ def with_remembered_models(part: Any, context: list[int]) -> Any:
     return changed
 
 
-class PassesOn:
-    """A session that passes everything on to another one, and hands its drafts to `see`."""
-
-    def __init__(
-        self, session: DraftSession, see: Callable[[Draft, int], object] | None = None
-    ) -> None:
-        self._session, self._see, self.cheap = session, see, is_cheap(session)
-        if isinstance(session, Closes):
-            self.close = session.close
-
-    def propose(self, limit: int) -> Draft:
-        """The session's draft."""
-        draft = self._session.propose(limit)
-        if self._see is not None:
-            self._see(draft, limit)
-        return draft
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Tell the session what was emitted."""
-        self._session.observe(tokens)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
-class Recording:
-    """A drafter whose drafts are handed to `see`, with the number of tokens asked for."""
+class Alone:
+    """A drafter whose sessions run the target themselves, if they read it.
+
+    model: the target. see: takes each draft, and the number of tokens that was asked for.
+    """
 
     drafter: Drafter
-    see: Callable[[Draft, int], object]
+    model: nn.Module
+    see: Callable[[Draft, int], object] = lambda draft, limit: None
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> PassesOn:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> _AloneSession:
         """Start a generation."""
-        return PassesOn(self.drafter.begin(prompt, context), self.see)
+        return _AloneSession(self, prompt, context)
 
 
-def standing_alone(drafter: Drafter, model: nn.Module) -> Drafter:
-    """The drafter, with sessions that read the target by themselves if it reads it."""
-    reads = any(isinstance(part, ReadsTarget) for part in all_drafters(drafter))
-    return Reading(drafter, model) if reads else drafter
-
-
-class Reading:
-    """A drafter that reads the target, whose sessions run the target themselves."""
-
-    def __init__(self, drafter: Drafter, model: nn.Module) -> None:
-        self.drafter, self.model = drafter, model
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> _ReadingSession:
-        """Start a generation."""
-        return _ReadingSession(self, prompt, context)
-
-
-class _ReadingSession(PassesOn):
+class _AloneSession:
     """A session, and the target's pass over its text."""
 
-    def __init__(self, reading: Reading, prompt: Sequence[int], context: DraftContext) -> None:
-        super().__init__(reading.drafter.begin(prompt, context))
+    def __init__(self, alone: Alone, prompt: Sequence[int], context: DraftContext) -> None:
+        self._session, self._see = alone.drafter.begin(prompt, context), alone.see
+        self.cheap = is_cheap(self._session)
+        if isinstance(self._session, Closes):
+            self.close = self._session.close
         self._tokens = list(prompt)
-        rollback = Rollback(make_prompt_cache(reading.model))
-        target: Any = ModelPass(reading.model, rollback, probe=False)
+        rollback = Rollback(make_prompt_cache(alone.model))
+        target: Any = ModelPass(alone.model, rollback, probe=False)
         self._target: ModelPass = target
-        self._feed = FeatureFeed.between(reading.drafter, self._session, target)
+        self._feed = FeatureFeed.between(alone.drafter, self._session, target)
 
     def propose(self, limit: int) -> Draft:
         self._read()
-        return super().propose(limit)
+        draft = self._session.propose(limit)
+        self._see(draft, limit)
+        return draft
 
     def observe(self, tokens: Sequence[int]) -> None:
         self._tokens += tokens
         self._read()
-        super().observe(tokens)
+        self._session.observe(tokens)
 
     def _read(self) -> None:
         start = self._target.rollback.position

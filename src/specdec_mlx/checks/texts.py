@@ -14,12 +14,10 @@ import numpy as np
 from specdec_mlx.bench.contenders import plain
 from specdec_mlx.bench.identity import EXCUSED_GAP, first_difference, top_two_gap
 from specdec_mlx.checks.report import Part, Status
-from specdec_mlx.checks.stand_ins import Reading
 from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.exactness import ProbeReport, probe
 from specdec_mlx.token_ids import to_list
 
@@ -161,8 +159,7 @@ def check_state(subject: Subject, work: Work) -> Part:
 
 def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
     """Total variation of both sessions' next tokens (None, or 1 for one); tokens rejected."""
-    context, length = subject.context(Noise(subject.seed)), subject.draft_length
-    session = subject.drafter.begin(prompt, context)
+    session, length = subject.begin(prompt), subject.draft_length
     tokens, rejected = list(prompt), 0
     for num_kept in reversed(range(length + 1)):
         drafted = to_list(session.propose(length).tokens)
@@ -172,7 +169,7 @@ def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None
         emitted = [*kept, choices[len(tokens) % len(choices)]]
         session.observe(emitted)
         tokens += emitted
-    sessions = session, subject.drafter.begin(tokens, context)
+    sessions = session, subject.begin(tokens)
     a, b = (first_probs(one.propose(length), subject.vocab_size) for one in sessions)
     if a is None or b is None:
         return None if a is b else 1.0, rejected
@@ -183,8 +180,6 @@ def depends_on_text_alone(drafter: Any) -> bool:
     """True if a drafter is known to draft the same after the same text: look-ups, and models."""
     if isinstance(drafter, PromptLookupDrafter | NGramDrafter | nn.Module):
         return True
-    if isinstance(drafter, Reading):
-        return depends_on_text_alone(drafter.drafter)
     entries = drafter if isinstance(drafter, tuple) else ()
     if dataclasses.is_dataclass(drafter):
         entries = tuple(getattr(drafter, field.name) for field in dataclasses.fields(drafter))
