@@ -183,7 +183,10 @@ nodes = st.tuples(st.integers(ROOT, 5), st.sampled_from([True, True, False]))
 def test_whatever_is_drafted_the_text_the_cache_and_what_is_seen_are_the_targets(
     shapes: list[Any], max_tokens: int, num_taken: int, can_gather: bool
 ) -> None:
-    """Chains and trees in turn; each position is seen once, before its token is observed."""
+    """Chains and trees in turn; each position is seen once, before its token is observed.
+
+    Those of the prompt chunk by chunk, three at a time; its last one comes with the first round.
+    """
     if not can_gather:
         shapes = [[(i - 1, ok) for i, (_, ok) in enumerate(shape)] for shape in shapes]
     target = TappedTarget(TEXT, TokenCache() if can_gather else RecurrentTokenCache())
@@ -194,6 +197,7 @@ def test_whatever_is_drafted_the_text_the_cache_and_what_is_seen_are_the_targets
     items.close()
     assert [item.token for item in taken] == TEXT[: min(num_taken, max_tokens)]
     assert target.wanted == Reader.features
+    assert not taken or reader.sizes[:2] == [3, 3]
     text = [*PROMPT, *TEXT[: len(taken)]]
     if taken:
         assert target.cache.tokens == text
@@ -201,14 +205,6 @@ def test_whatever_is_drafted_the_text_the_cache_and_what_is_seen_are_the_targets
         assert reader.seen == text[:-1]
         if taken:
             assert taken[-1].stats.accepted == sum(item.from_draft for item in taken)
-
-
-def test_a_reader_sees_the_prompt_chunk_by_chunk() -> None:
-    """As it is fed, three at a time; its last token comes with the first round."""
-    reader = Reader()
-    run(TappedTarget(TEXT), reader, max_tokens=3)
-    assert reader.sizes[:2] == [3, 3]
-    assert reader.seen[:6] == PROMPT[:6]
 
 
 class Blind(Given):
