@@ -19,7 +19,7 @@ import heads
 import specdec_mlx as sd
 import tiny
 from selection import cases, in_one_test
-from specdec_mlx.checks import command as check
+from specdec_mlx.checks import run as check
 from specdec_mlx.cli import commands
 from specdec_mlx.drafters.candidates import heads_lines, known_repositories, report
 from specdec_mlx.drafters.draft_models import Lighter, NamedModel, choose_drafter, lighter_of
