@@ -20,12 +20,7 @@ from specdec_mlx.checks import drawn, one_step, texts
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.subject import Step, Subject, Work
 from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
-from specdec_mlx.drafters.draft_models import (
-    NamedModel,
-    add_lighter_arguments,
-    choose_drafter,
-    lighter_of,
-)
+from specdec_mlx.drafters import draft_models
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
@@ -91,7 +86,7 @@ def check(
         raise ValueError(f"budget={budget}: expected a number of seconds above 0.")
     if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    chosen = choose_drafter(drafter, draft_model, model)
+    chosen = draft_models.choose_drafter(drafter, draft_model, model)
     if chosen is None:
         raise ValueError("There is nothing to check without a drafter. Give drafter=.")
     sampling = read_sampler(sampler)
@@ -158,10 +153,9 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
         drawn.DECLARED_NAME: (1.0, lambda work: drawn.check_declared(draws)),
         texts.STATE_NAME: (0.4, lambda work: texts.check_state(subject, work)),
     }
-    for part in all_drafters(subject.drafter):
-        if isinstance(part, HeadDrafter):
-            check_head = partial(texts.check_variations, subject, part)
-            parts.setdefault(texts.VARIATIONS_NAME, (0.5, check_head))
+    heads = [part for part in all_drafters(subject.drafter) if isinstance(part, HeadDrafter)]
+    if heads:
+        parts[texts.VARIATIONS_NAME] = 0.5, partial(texts.check_variations, subject, heads[0])
     parts[texts.GREEDY_NAME] = 1.0, lambda work: texts.check_greedy(subject, work, *probed)
     done = []
     shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
@@ -205,7 +199,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add("--drafter", metavar="NAME[:KEY=VALUE,...]", help="(model if there is one, else ngram)")
     add("--draft-model", metavar="MODEL", help="draft model, for --drafter model")
-    add_lighter_arguments(parser)
+    draft_models.add_lighter_arguments(parser)
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--top-p", type=float, default=0.0, help="(off)")
     add("--min-p", type=float, default=0.0, help="(off)")
@@ -224,6 +218,7 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
+    lighter = draft_models.lighter_of(args)
     prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
     model_name = str(args.model or demo_model_path())
     model, tokenizer = load_target(model_name)
@@ -232,7 +227,7 @@ def main(args: argparse.Namespace) -> int:
     report = check(
         model,
         tokenizer,
-        drafter=NamedModel(args.draft_model, lighter_of(args)).make(name, model),
+        drafter=draft_models.NamedModel(args.draft_model, lighter).make(name, model),
         sampler=sampling,
         rule=args.rule,
         draft_length=args.draft_length,
@@ -243,7 +238,7 @@ def main(args: argparse.Namespace) -> int:
     )
     names: dict[str, Any] = {"model": model_name, "drafter": name}
     if args.draft_model:
-        names |= {"draft_model": args.draft_model, **lighter_of(args).flags}
+        names |= {"draft_model": args.draft_model, **lighter.flags}
     report = replace(report, settings=report.settings | names)
     if is_first:
         print(report)

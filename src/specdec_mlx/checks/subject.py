@@ -17,6 +17,7 @@ from specdec_mlx.contracts import (
     AcceptanceRule,
     Draft,
     DraftContext,
+    Drafter,
     DraftSession,
     shares_noise,
 )
@@ -37,7 +38,7 @@ class Subject:
     """A target, a drafter or None, a sampling, a rule, and prompts; seed: of all draws."""
 
     model: nn.Module
-    drafter: Any
+    drafter: Drafter | None
     sampling: Sampling
     rule: AcceptanceRule
     prompts: Sequence[list[int]]
@@ -57,6 +58,7 @@ class Subject:
             tokenizer=self.tokenizer,
             **options,
         )
+        assert self.drafter is not None
         return Alone(self.drafter, self.model).begin(prompt, context)
 
     def text(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[Token]:
