@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, count
 from operator import mul
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import specdec_mlx as sd
 import tiny
+from scripted import ScriptedDrafter
 from selection import in_one_test
 from simulated import WRONG, Part, World, at_random, drafted, emitted, know, line, lost, verdict
 from specdec_mlx.contracts import Draft, Evidence
@@ -22,7 +25,6 @@ from specdec_mlx.draft_length.costs import CURVES, WIDTHS, Curve
 from specdec_mlx.draft_length.parts import LENGTHS, LONGEST
 from specdec_mlx.draft_length.policy import Fixed, Heuristic, make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.errors import UnknownNameError
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -287,8 +289,8 @@ def test_a_draft_is_cut_for_its_tokens_only_where_they_were_copied() -> None:
     assert lengths[False][0] == lengths[False][1] > 0
 
 
-class _Spy(Fixed):
-    """Keeps two of every draft it is shown, and notes what it was asked and shown."""
+class Noting(Fixed):
+    """Keeps two of every draft that it is shown, and notes what it was asked."""
 
     events: list[str]
 
@@ -297,30 +299,26 @@ class _Spy(Fixed):
         return super().limit(part, cheap)
 
     def cut(self, part: str, draft: Draft) -> int:
-        self.events.append("cut drawn" if draft.logprobs is not None else "cut")
-        return min(2, len(draft))
+        self.events.append("cut")
+        return 2
 
 
-@pytest.mark.parametrize("temp", [0.0, 1.0])
-def test_the_loop_cuts_point_masses_only_and_asks_for_the_limit_first(
-    temp: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@in_one_test("drawn", [False, True])
+def test_the_loop_cuts_point_masses_only_and_asks_for_the_limit_first(drawn: bool) -> None:
     """Limit, then propose; a drawn draft is verified whole."""
-    policy, model, propose = _Spy(4), tiny.build("qwen2"), ModelSession.propose
-    policy.events = events = []
+    policy, events, even = Noting(4), [], mx.full((4, 128), -math.log(128))
 
-    def noted(session: ModelSession, limit: int) -> Draft:
+    def propose(start: int, limit: int) -> Draft:
         events.append("propose")
-        return propose(session, limit)
+        return Draft(mx.array([7] * limit), even[:limit] if drawn else None)
 
-    monkeypatch.setattr(ModelSession, "propose", noted)
-    options: dict[str, Any] = {"draft_length": policy, "sampler": sd.Sampling(temp=temp)}
-    drafter = sd.ModelDrafter(model)
-    *_, last = sd.speculate(model, [5, 17, 99], drafter, max_tokens=21, seed=1, **options)
-    asked = [e for e in events if e != "cut"]
-    assert asked == ["limit", "propose"] * (len(asked) // 2)
-    assert ("cut" in events) == (temp == 0)
-    assert len(last.stats.drafted_at) == (2 if temp == 0 else 4)
+    policy.events = events
+    options: dict[str, Any] = {"draft_length": policy, "sampler": sd.Sampling(temp=1.0)}
+    drafter = ScriptedDrafter(propose)
+    *_, last = sd.speculate(tiny.build("qwen2"), [5, 17, 99], drafter, max_tokens=21, **options)
+    asked = [["limit", "propose"], ["limit", "propose", "cut"]][not drawn]
+    assert events == (asked * len(events))[: len(events)]
+    assert len(last.stats.drafted_at) == (4 if drawn else 2)
 
 
 # Fixed and heuristic lengths, and what callers pass ----------------------------------------------
