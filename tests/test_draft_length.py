@@ -84,9 +84,7 @@ some_curves |= st.sampled_from(list(CURVES.values()))
 
 
 @given(some_chances, some_curves, st.floats(1, 5), st.integers(1, 70), st.floats(0, 0.9))
-def test_the_length_of_the_largest_value_is_chosen(
-    chances: list[float], costs: Curve, rate: float, whole: int, step: float
-) -> None:
+def test_the_length_of_the_largest_value_is_chosen(chances, costs, rate, whole, step):
     """By brute force: of a look-up's draft, 0 included; of a model, or one token to find out."""
     policy = at_rate(rate, costs, chances)
     allowed = {k for k in (0, *LENGTHS, whole) if k <= min(whole, LENGTHS[-1])}
@@ -106,9 +104,7 @@ def test_the_length_of_the_largest_value_is_chosen(
 @in_one_test("name", CURVES)
 @in_one_test("sure", [0.5, 0.8, 0.9, 0.97, 1.0])
 @in_one_test("rate", [1.0, 2.0])
-def test_the_widths_that_are_chosen_from_suit_every_machine(
-    name: str, sure: float, rate: float
-) -> None:
+def test_the_widths_that_are_chosen_from_suit_every_machine(name, sure, rate):
     """Their best is worth 0.9 of the best of all lengths, on every curve; none begins a tile."""
     assert not {14, 33, 65} & set(WIDTHS)
     kept = cut_of_look_up(at_rate(rate, CURVES[name], [sure]), Draft([1] * 63))
@@ -147,9 +143,7 @@ COSTS: dict[str, Cost] = {
 @every_kind
 @in_one_test("share", [0.0, 0.2, 0.5, 0.8, 1.0])
 @in_one_test("seed", [0, 1])
-def test_it_is_never_slower_than_plain_decoding(
-    kind: str, cost: str, share: float, seed: int
-) -> None:
+def test_it_is_never_slower_than_plain_decoding(kind, cost, share, seed):
     """By 2% over 1,500 tokens, with a model 2.5%, at any acceptance; where rows are dear, too."""
     records = alone(at_random(share, seed), COSTS[cost], kind).run(Auto(), 1500)
     assert lost(records) <= (0.025 if kind == "model" else 0.02) * emitted(records)

@@ -105,9 +105,7 @@ def test_the_count_sees_a_processor_that_gets_the_whole_text() -> None:
         {"logit_bias": {3: 1.0}, "frequency_penalty": 1.0, "frequency_context_size": 7},
     ],
 )
-def test_penalties_see_as_far_back_as_they_look(
-    drafter: PromptLookupDrafter | None, penalties: dict[str, Any]
-) -> None:
+def test_penalties_see_as_far_back_as_they_look(drafter, penalties):
     """A penalty in its window gives the text that it gives over the whole history."""
     model = Table(16)
     model.table = mx.random.normal((16, 16), key=mx.random.key(0))
@@ -129,9 +127,7 @@ def test_penalties_see_as_far_back_as_they_look(
 
 
 @pytest.mark.parametrize("draft_length", [0, "auto"])
-def test_a_paused_draft_model_costs_a_question_a_round(
-    draft_length: int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_paused_draft_model_costs_a_question_a_round(draft_length, monkeypatch):
     """The policy is asked whether to draft; no cache is asked, and chances are worked out in one
     round of eight.
     """

@@ -47,9 +47,7 @@ def test_the_next_command_begins_with_what_the_last_one_learned(cache: Path) -> 
         assert not tuning_for(model).drafters
 
 
-def test_a_file_that_cannot_be_read_or_written_costs_a_line(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_read_or_written_costs_a_line(cache, tmp_path, monkeypatch, capsys):
     tuning_path("name").parent.mkdir(parents=True)
     tuning_path("name").write_text("{")
     with kept_tuning(model := tiny.build("qwen2"), "name"):
@@ -99,9 +97,7 @@ def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
 
 
 @both_ways
-def test_a_command_keeps_it_for_what_it_loads_unless_told_not_to(
-    cache: Path, loaded: tuple[str, str]
-) -> None:
+def test_a_command_keeps_it_for_what_it_loads_unless_told_not_to(cache, loaded):
     model, adapter = loaded
     command = ["generate", "--model", model, "--prompt", "the cat the cat", "--max-tokens", "30"]
     for flags, num_files in (["--no-tuning"], 0), (["--adapter-path", adapter], 1), ([], 2):
@@ -113,9 +109,7 @@ def test_a_command_keeps_it_for_what_it_loads_unless_told_not_to(
         assert set(Tuning.load(file).drafters) == {key_of(default_drafter())}
 
 
-def test_a_server_keeps_it_for_the_adapter_that_it_loads(
-    cache: Path, loaded: tuple[str, str]
-) -> None:
+def test_a_server_keeps_it_for_the_adapter_that_it_loads(cache, loaded):
     model, adapter = loaded
     with serving("--model", model, "--adapter-path", adapter) as client:
         client.completions.create(model="default_model", prompt="the cat", max_tokens=2)

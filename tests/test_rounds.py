@@ -199,9 +199,7 @@ def handed_out(policy: Any, away: float, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 @in_one_test("length", [0, 1])
-def test_a_slow_caller_does_not_keep_the_policy_from_learning(
-    length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_caller_does_not_keep_the_policy_from_learning(length, monkeypatch):
     """Four seconds with each token: the rounds wanted are timed all the same, a second each."""
     policy = WantsTwo(length)
     gaps = handed_out(policy, 4.0, monkeypatch)
@@ -226,9 +224,7 @@ def test_nobody_is_waited_for_without_need(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 @in_one_test(("away", "waited", "own"), [(0.05, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)])
-def test_a_round_is_its_own_if_the_caller_was_away_for_less_than_was_waited(
-    away: float, waited: float, own: bool
-) -> None:
+def test_a_round_is_its_own_if_the_caller_was_away_for_less_than_was_waited(away, waited, own):
     """Else the caller's time may stand on top of it: a launch on a CPU takes as long as a pass."""
     assert clock.RoundClock(seconds=1.0, waited=waited, away=away).was_undisturbed is own
 
