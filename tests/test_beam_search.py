@@ -145,9 +145,7 @@ def test_stop_tokens_finish_beams_that_stay() -> None:
     missing=st.sets(st.integers(0, 2), min_size=1),
 )
 @example(logprobs=[[0.0, -8.0, -9.0]] * 3, scores=[0.0, -1.0, -9.0], missing={1, 2})
-def test_a_beam_is_done_without_only_where_it_cannot_matter(
-    logprobs: list[list[float]], scores: list[float], missing: set[int]
-) -> None:
+def test_a_beam_is_done_without_only_where_it_cannot_matter(logprobs, scores, missing):
     """A decision without some continuations is the one that they would have brought."""
     beams = [Beam((i,), score) for i, score in enumerate(scores)]
     known = {(i,): list(enumerate(row)) for i, row in enumerate(logprobs)}

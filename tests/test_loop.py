@@ -83,9 +83,7 @@ def test_greedy_text_is_the_targets_own(name: str, bits: int | None) -> None:
 
 
 @in_one_test(("name", "replays"), [("mamba", True), ("mamba2", False), ("qwen2", False)])
-def test_recurrent_caches_feed_again_what_was_kept_and_make_no_extra_pass(
-    name: str, replays: bool
-) -> None:
+def test_recurrent_caches_feed_again_what_was_kept_and_make_no_extra_pass(name, replays):
     """After a rejection the accepted tokens join the next pass, and are counted; unless states
     can be chosen among, as those of Mamba-2. Counts add up wherever the last block is cut.
     """
@@ -116,9 +114,7 @@ def test_an_oracle_yields_k_plus_one_tokens_a_pass(length: int) -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "llama", "falcon_h1"])
 @in_one_test(("wrong", "taken"), product([0.4, None], [18, 1, 2, 7, 9]))
-def test_wherever_it_ends_the_caches_hold_prompt_and_emitted(
-    taken: int, wrong: float | None, name: str
-) -> None:
+def test_wherever_it_ends_the_caches_hold_prompt_and_emitted(taken, wrong, name):
     """At its length; closed after the first token, in a block, or after one. A second turn on the
     same caches equals a fresh run of the whole conversation."""
     model = target(name)
@@ -147,9 +143,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 @in_one_test(("which", "length", "pure"), product(PROCESSORS, [1, 4], [True, False]))
-def test_processors_see_what_they_would_see_in_plain_decoding(
-    which: str, length: int, pure: bool
-) -> None:
+def test_processors_see_what_they_would_see_in_plain_decoding(which, length, pure):
     made = make_logits_processors(**PROCESSORS[which])
     expected = plain(logits_processors=made, num_tokens=40)
     assert expected != plain(num_tokens=40)
@@ -243,9 +237,7 @@ def drawing(logprobs: mx.array) -> scripted.ScriptedDrafter:
         (drawing(mx.zeros((1, 3))), "shape"),
     ],
 )
-def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(
-    drafter: Any, error: str
-) -> None:
+def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(drafter, error):
     """DraftError after the first token, and the caches can be continued from."""
     options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "draft_length": 4}
     refused(1, sd.errors.DraftError, error, drafter, **options)
