@@ -381,7 +381,7 @@ def test_a_stream_asks_for_prompts_as_places_come_free() -> None:
             asked.append(text)
             yield text
 
-    given = tiny_text.model(), tiny_text.tokenizer()
+    given: Any = tiny_text.model(), tiny_text.tokenizer()
     options: dict[str, Any] = {"max_tokens": 12, "temp": 1.0}
     several = {"drafter": "ngram", "num_samples": 3, "seed": 7, "completion_batch_size": 3}
     texts = {(i, sample): "" for i in range(len(WORDS)) for sample in range(3)}

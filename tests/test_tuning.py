@@ -159,16 +159,16 @@ def test_costs_are_learned_by_the_length_of_the_context_and_the_number_of_texts(
     """A longer context, or a larger batch, starts from what the nearest cost, and learns apart."""
     tuning = Tuning()
 
-    def learn(context: int, num_texts: int, ratio: float) -> Staircase:
+    def learn(ratio: float, context: int, num_texts: int) -> Staircase:
         stairs = tuning.stairs(context, num_texts)
         return add(add(stairs, 1, 0.01), 5, 0.01 * ratio)
 
-    first = learn(*near, 1.8)
+    first = learn(1.8, *near)
     assert tuning.stairs(near[0] + SHORT_CONTEXT - 1, near[1]) is first
     second = tuning.stairs(*far)
     assert second.needs_plain
     assert second(5) == pytest.approx(first(5), rel=0.05)
-    learn(*far, 1.1)
+    learn(1.1, *far)
     assert second(5) < 1.2
     assert first(5) > 1.6
     known = Curve(((1, 1.0), (8, 1.7), (64, 7.3)))  # at first a pass over many texts as its rows
