@@ -381,16 +381,16 @@ def test_a_stream_asks_for_prompts_as_places_come_free() -> None:
             asked.append(text)
             yield text
 
-    given: Any = tiny_text.model(), tiny_text.tokenizer()
+    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     options: dict[str, Any] = {"max_tokens": 12, "temp": 1.0}
     several = {"drafter": "ngram", "num_samples": 3, "seed": 7, "completion_batch_size": 3}
     texts = {(i, sample): "" for i in range(len(WORDS)) for sample in range(3)}
-    for response in sd.batch_stream_generate(*given, arriving(), **several, **options):
+    for response in sd.batch_stream_generate(model, tokenizer, arriving(), **several, **options):
         if not any(texts.values()):
             assert asked == WORDS[:1]
         texts[response.index, response.sample] += response.text
     for (i, sample), text in texts.items():
-        assert text == sd.generate(*given, WORDS[i], seed=7 + 3 * i + sample, **options)
+        assert text == sd.generate(model, tokenizer, WORDS[i], seed=7 + 3 * i + sample, **options)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "lfm2", "mamba"])

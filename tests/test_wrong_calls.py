@@ -329,11 +329,11 @@ def test_a_draft_model_may_be_named_by_its_folder() -> None:
     """It is loaded with its tokenizer, which may be another one than the target's."""
     target, _, tokenizer = lab.load_pair()
     options: dict[str, Any] = {"max_tokens": 12, "draft_length": 3}
-    of_the_lab: Any = target, tokenizer, tokenizer.encode("def f(x):")
     folder = lab.draft_path()
-    for call, name in ((of_the_lab, folder), ((*pair(), PROMPT), str(folder))):
-        text = sd.generate(*call, draft_model=name, **options)
-        assert text == sd.generate(*call, **options)
+    of_the_lab: Any = target, tokenizer, tokenizer.encode("def f(x):"), folder
+    for model, own, prompt, name in (of_the_lab, (*pair(), PROMPT, str(folder))):
+        text = sd.generate(model, own, prompt, draft_model=name, **options)
+        assert text == sd.generate(model, own, prompt, **options)
         assert text.stats.drafted > 0
 
 
