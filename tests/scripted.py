@@ -286,7 +286,7 @@ class ScriptedTarget:
                 path.append(node)
         next_token = mx.array(self.text[position + len(path)])
         nodes = mx.array(path + [0] * (len(drafted) - len(path)))
-        return Verdict(mx.array(len(path)), next_token, None if draft.parents is None else nodes)
+        return Verdict(mx.array(len(path)), next_token, None if draft.parents is None else nodes)  # type: ignore[arg-type]
 
     def rows(self, fed: list[int]) -> FeatureRows | None:
         return None  # it cannot be read
@@ -330,5 +330,5 @@ class TappedTarget(ScriptedTarget):
         return FeatureRows(
             layers={layer: states + 1000 * layer for layer in self.wanted.layers},
             head_input=-states if self.wanted.head_input else None,  # type: ignore[arg-type]
-            top_tokens=mx.repeat(states, self.wanted.top, axis=1),  # type: ignore[arg-type]
+            top_tokens=mx.repeat(states, self.wanted.top, axis=1),
         )
