@@ -250,6 +250,7 @@ def test_an_exception_in_mid_pass_takes_the_taps_off(monkeypatch: pytest.MonkeyP
         reading.read(lambda: fed(model))
     assert classes(model) == before
     assert not watching._num_passes
+    assert not watching._watchers.get()
     assert reading.features is None
     assert mx.array_equal(reading.read(lambda: fed(model)), fed(model))
 
