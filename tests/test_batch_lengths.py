@@ -27,7 +27,7 @@ from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import Modelled
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, Evidence
-from specdec_mlx.draft_length.costs import NUM_PLAIN, WIDTHS, Curve
+from specdec_mlx.draft_length.costs import WIDTHS, Curve
 from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
@@ -103,13 +103,13 @@ def test_what_a_pass_over_rows_costs_is_read_from_the_same_prior(num_rows: int, 
     assert stairs(rows) == pytest.approx(STAIRS(num_rows * rows) / STAIRS(num_rows), rel=1e-6)
 
 
-def test_plain_passes_are_measured_before_anything_is_drafted() -> None:
+def test_a_plain_pass_is_measured_before_anything_is_drafted() -> None:
+    """One, and again for another number of rows."""
     length, certain = SharedLength(Tuning()), [Reaching([1.0] * 4)] * 8
     length.resize(8)
-    for _ in range(NUM_PLAIN):
-        assert shared_width(length, certain) == 0
-        length.record(0, [(RowLength(length.tuning, shared=length), 1)] * 8, 0.1, steady=True)
-        length.resize(8)
+    assert shared_width(length, certain) == 0
+    length.record(0, [(RowLength(length.tuning, shared=length), 1)] * 8, 0.1, steady=True)
+    length.resize(8)
     assert shared_width(length, certain) > 0
     length.resize(7)
     assert shared_width(length, certain[:7]) == 0

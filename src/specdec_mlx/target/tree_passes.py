@@ -11,8 +11,8 @@ from __future__ import annotations
 import copy
 import functools
 import inspect
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -23,6 +23,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKV
 
 from specdec_mlx.contracts.trees import ROOT, chain, children_of, depths_of, path_to
 from specdec_mlx.per_model import PerModel
+from specdec_mlx.target.watching import held
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,14 +96,9 @@ _pass_over: ContextVar[TreeRows | None] = ContextVar("_pass_over", default=None)
 """The rows of the pass that is being built in this thread; None for a chain."""
 
 
-@contextmanager
-def pass_over(rows: TreeRows) -> Iterator[None]:
+def pass_over(rows: TreeRows) -> AbstractContextManager[None]:
     """Have modules that read positions take each row's own while the model is called."""
-    token = _pass_over.set(rows)
-    try:
-        yield
-    finally:
-        _pass_over.reset(token)
+    return held(_pass_over, rows)
 
 
 def _view_class(kind: type) -> type:
