@@ -12,10 +12,14 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
 
+import tiny
 from specdec_mlx.contracts import (
     ROOT,
     Draft,
@@ -31,6 +35,25 @@ from specdec_mlx.contracts.trees import chain, depths_of, path_to
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.strategies import STRATEGIES, Snapshot, Trim
 from specdec_mlx.token_ids import to_list
+
+PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
+
+
+@cache
+def target(name: str = "qwen2", bits: int | None = None) -> nn.Module:
+    """A tiny model, one for all tests."""
+    model = tiny.build(name)
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits)
+    return model
+
+
+def plain(
+    num_tokens: int = 24, prompt: Sequence[int] = PROMPT, model: nn.Module | None = None, **how: Any
+) -> list[int]:
+    """What mlx-lm writes after a prompt, token by token."""
+    steps = generate_step(mx.array(prompt), model or target(), max_tokens=num_tokens, **how)
+    return [int(token) for token, _ in steps]
 
 
 @dataclass(frozen=True, eq=False)

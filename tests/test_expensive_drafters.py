@@ -65,22 +65,6 @@ def test_a_useless_model_behind_a_look_up_costs_no_more_than_its_account(
     assert (both - alone) * tokens <= 1.25 * (BUDGET + EXPLORATION * tokens) + 8 * token_cost
 
 
-@in_one_test(("token_cost", "share"), [(0.15, 0.8), (0.3, 0.7), (0.45, 0.86)])
-def test_a_text_that_turns_costs_what_was_earned_at_most(token_cost: float, share: float) -> None:
-    """However well the model did for a thousand tokens: the most that gains add up to, and what the
-    last round lost beyond what was expected.
-    """
-    for seed in range(5):
-        right = at_random(share, seed)
-        turning = model(lambda i, right=right: i < 1000 and right(i), token_cost)  # type: ignore[misc]
-        world = World(line(0.0), {"model": turning})
-        policy = Auto()
-        world.run(policy, 1000)
-        after = world.run(policy, 300)
-        assert sum(map(bool, drafted(after))) > 1
-        assert seconds(after) - emitted(after) < 2 * BUDGET + EXPLORATION * 300 + 2
-
-
 def test_between_look_ups_a_model_drafts_and_its_price_is_known() -> None:
     """Plain rounds that a look-up waits for, to measure the pace anew, are not taken; where it has
     nothing, a good model drafts at its own pace.

@@ -10,30 +10,18 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import generate_step
 
 import scripted
 import specdec_mlx as sd
 import tiny
+from scripted import PROMPT, plain, target
 from selection import in_one_test
 from specdec_mlx.contracts import DraftContext, Drafter, session_parts
-
-PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
-
-
-@cache
-def target() -> nn.Module:
-    return tiny.build("qwen2")
 
 
 @cache
 def draft_model() -> nn.Module:
     return tiny.build("qwen2", seed=7)
-
-
-@cache
-def plain() -> list[int]:
-    return [int(token) for token, _ in generate_step(mx.array(PROMPT), target(), max_tokens=24)]
 
 
 DRAFTERS: dict[str, Callable[[], Drafter]] = {
@@ -107,7 +95,7 @@ def test_no_drafter_is_asked_and_no_draft_model_runs_before_the_first_token(
     passes = passes_of(drafter, monkeypatch, max_tokens=20, **options)
     assert [token for tokens in drafter.shown for token in tokens] == drafter.handed_out
     assert len(drafter.handed_out) == 20
-    assert drafter.handed_out == plain()[:20] or temp > 0
+    assert drafter.handed_out == plain(20) or temp > 0
     first = [(model is target(), size) for model, before, size in passes if before == 0]
     assert first == [(True, len(PROMPT) - 1), (True, 1)]
     assert 0 not in drafter.asked

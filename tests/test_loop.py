@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from functools import cache
 from itertools import islice, product
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 import scripted
 import specdec_mlx as sd
 import tiny
+from scripted import PROMPT, plain, target
 from selection import FULL, in_one_test
 from specdec_mlx.target import verifier
 
 VOCAB = 128
-PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 NUM_TOKENS = 24
-
-
-@cache
-def target(name: str = "qwen2", bits: int | None = None) -> nn.Module:
-    model = tiny.build(name)
-    if bits:
-        nn.quantize(model, group_size=32, bits=bits)
-        mx.eval(model.parameters())
-    return model
-
-
-def plain(prompt: Sequence[int] = PROMPT, num_tokens: int = NUM_TOKENS, **kwargs: Any) -> list[int]:
-    model = kwargs.pop("model", None) or target()
-    steps = generate_step(mx.array(prompt), model, max_tokens=num_tokens, **kwargs)
-    return [int(token) for token, _ in steps]
 
 
 def emitted(drafter: Any, prompt: Sequence[int] = PROMPT, **kwargs: Any) -> list[int]:
@@ -76,7 +59,7 @@ def test_greedy_text_is_the_targets_own(name: str, bits: int | None) -> None:
     model = target(bits=bits)
     lengths: list[Any] = [0, 1, 4, "auto", "heuristic"]
     for prompt, of_prompt in ((PROMPT, lengths), ([7], [4]), ([1, 2, 3] * 12, ["auto"])):
-        expected = plain(prompt, model=model)
+        expected = plain(NUM_TOKENS, prompt, model)
         for length in of_prompt:
             drafter = DRAFTERS[name](model)
             assert emitted(drafter, prompt, model=model, draft_length=length) == expected
@@ -132,7 +115,7 @@ def test_wherever_it_ends_the_caches_hold_prompt_and_emitted(taken, wrong, name)
     second = [11, 12, 13]
     conversation = [*PROMPT, *tokens, *second]
     again = emitted(sd.PromptLookupDrafter(min_ngram=1), second, model=model, prompt_cache=caches)
-    assert again == plain(conversation, model=model)
+    assert again == plain(NUM_TOKENS, conversation, model)
 
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -180,16 +163,6 @@ def test_a_sampler_with_a_memory_is_called_as_in_plain_decoding() -> None:
     expected = plain(sampler=make_stateful(), num_tokens=NUM_TOKENS)
     drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.4)
     assert emitted(drafter, sampler=make_stateful()) == expected
-
-
-def test_without_a_seed_mlx_lms_global_seed_governs() -> None:
-    drafter = sd.ModelDrafter(target())  # its weights, too, are drawn from the global state
-
-    def run() -> list[int]:
-        mx.random.seed(3)
-        return emitted(drafter, sampler=sd.Sampling(temp=1.0))
-
-    assert run() == run()
 
 
 @in_one_test("start", [0, 10, 14, 1000])

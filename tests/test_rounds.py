@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
-import tiny
-from scripted import ScriptedPass, ScriptedTarget
+from scripted import PROMPT, ScriptedPass, ScriptedTarget, plain, target
 from selection import in_one_test
 from specdec_mlx import loop
 from specdec_mlx.contracts import (
@@ -38,31 +35,20 @@ from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
 
 VOCAB = 128
-PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
-
-
-@cache
-def target() -> nn.Module:
-    return tiny.build("qwen2", mx.float32)
-
-
-@cache
-def plain(num_tokens: int) -> list[int]:
-    return [t.token for t in sd.speculate(target(), PROMPT, max_tokens=num_tokens)]
 
 
 def asked(max_tokens: int, keeps_cache: bool) -> list[int]:
     """Limits that a drafter of wrong tokens is asked with, K = 4."""
-    limits: list[int] = []
+    limits, text = list[int](), plain(20)
 
     def script(emitted: int, limit: int) -> list[int]:
         limits.append(limit)
-        return [(plain(20)[emitted] + 1) % VOCAB] * limit
+        return [(text[emitted] + 1) % VOCAB] * limit
 
     caches = make_prompt_cache(target()) if keeps_cache else None
     options: dict[str, Any] = {"max_tokens": max_tokens, "draft_length": 4, "prompt_cache": caches}
     tokens = sd.speculate(target(), PROMPT, scripted.ScriptedDrafter(script), **options)
-    assert [t.token for t in tokens] == plain(max_tokens)
+    assert [t.token for t in tokens] == text[:max_tokens]
     return limits
 
 

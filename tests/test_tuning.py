@@ -171,8 +171,6 @@ def test_costs_are_learned_by_the_length_of_the_context_and_the_number_of_texts(
     learn(1.1, *far)
     assert second(5) < 1.2
     assert first(5) > 1.6
-    known = Curve(((1, 1.0), (8, 1.7), (64, 7.3)))  # at first a pass over many texts as its rows
-    assert Tuning(known).stairs(num_texts=4)(5) == pytest.approx(known(20) / known(4))
 
 
 def test_a_draft_costs_its_first_step_and_the_further_ones() -> None:
