@@ -17,10 +17,10 @@ from mlx_lm.models.cache import LRUPromptCache
 import specdec_mlx as sd
 import tiny
 from exact import TARGET, Drawn, Rounds, by_state, rolled
-from lossless import PROMPT
+from lossless import PROMPT, plain_text
 from narrow import Counting
 from scripted import ScriptedDrafter, ScriptedSession
-from selection import in_one_test
+from selection import cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.bench.cost import parse_cost
 from specdec_mlx.bench.recorded import ModelledLength
@@ -133,6 +133,21 @@ def test_wrong_cascades_are_caught(name: str, alter: Any) -> None:
 @cache
 def target(name: str, seed: int = 0) -> nn.Module:
     return tiny.build(name, seed=seed)
+
+
+@pytest.mark.parametrize("name", cases(["llama", "mamba2", "qwen3_next"], "llama", "mamba2"))
+@in_one_test("length", [6, "auto"])
+def test_greedy_text_is_the_targets_own(name: str, length: int | str) -> None:
+    """Whatever the model writes and look-up finds, right or wrong, for every kind of cache; with
+    the target's own weights as the draft model both parts are right now and then.
+    """
+    expected = plain_text(target(name), PROMPT, 60).tokens
+    for model in (target(name, 1), target(name)):
+        drafter = sd.Cascade(sd.ModelDrafter(model), "prompt-lookup:min_ngram=1", num_first=2)
+        drafted = sd.speculate(target(name), PROMPT, drafter, max_tokens=60, draft_length=length)
+        tokens = list(drafted)
+        assert [token.token for token in tokens] == expected
+        assert tokens[-1].stats.drafted > 40 or length == "auto"
 
 
 @in_one_test("length", [6, "auto"])
