@@ -52,7 +52,7 @@ def plain(
     num_tokens: int = 24, prompt: Sequence[int] = PROMPT, model: nn.Module | None = None, **how: Any
 ) -> list[int]:
     """What mlx-lm writes after a prompt, token by token."""
-    steps = generate_step(mx.array(prompt), model or target(), max_tokens=num_tokens, **how)
+    steps = generate_step(mx.array(list(prompt)), model or target(), max_tokens=num_tokens, **how)
     return [int(token) for token, _ in steps]
 
 

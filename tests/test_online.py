@@ -115,8 +115,10 @@ def test_texts_stay_the_targets_while_the_draft_model_learns(temp, loaded, draft
         options: Any = {"max_tokens": 30, "temp": temp, "seed": seed}
         options["rule"] = "coupled" if temp else "auto"
         before, prompt = weights_of(learning.model), TEXT[seed:]
-        text = sd.generate(*loaded, prompt, drafter=learning, draft_length=3, **options)
-        plain = sd.generate(*loaded, prompt, drafter=None, **options)
+        text = sd.generate(
+            loaded[0], loaded[1], prompt, drafter=learning, draft_length=3, **options
+        )
+        plain = sd.generate(loaded[0], loaded[1], prompt, drafter=None, **options)
         assert text.tokens == plain.tokens
         assert text.stats.drafted > 0
         assert not same(before, weights_of(learning.model))
@@ -266,7 +268,7 @@ def test_the_menu_of_a_server_makes_what_learns_on_for_its_target(folder, loaded
     first = made(loaded[0])
     assert made(loaded[0]).trainer is first.trainer
     assert isinstance(first, OnlineDraftModel)
-    sd.generate(*loaded, TEXT, drafter=first, max_tokens=20)
+    sd.generate(loaded[0], loaded[1], TEXT, drafter=first, max_tokens=20)
     second = made(load_model(folder)[0])
     assert second.trainer is not first.trainer
     assert same(weights_of(second.model), weights_of(first.model))

@@ -403,15 +403,17 @@ def test_an_update_that_does_not_fit_is_lowered_or_refused(wide, monkeypatch):
     monkeypatch.setattr(fitting, "memory_of_updates", lambda *_: (10 * 2**30, 2**30))
     machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 16 * 2**30 // 4096}
     monkeypatch.setattr(fitting.os, "sysconf", machine.__getitem__)
-    assert [fit(*wide, Schedule(batch=b, minutes=m)).batch for b, m in ((3, None), (9, 1))] == [
+    assert [
+        fit(wide[0], wide[1], Schedule(batch=b, minutes=m)).batch for b, m in ((3, None), (9, 1))
+    ] == [
         3,
         3,
     ]
     with pytest.raises(TrainingError, match=r"takes about 19\.3 GB .*Lower --batch to 3"):
-        fit(*wide, Schedule(batch=9))
+        fit(wide[0], wide[1], Schedule(batch=9))
     machine["SC_PHYS_PAGES"] //= 2
     with pytest.raises(TrainingError, match="Lower --window or --draft-vocab"):
-        fit(*wide, Schedule(batch=9, minutes=1))
+        fit(wide[0], wide[1], Schedule(batch=9, minutes=1))
 
 
 # Time
