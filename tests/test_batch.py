@@ -373,9 +373,14 @@ def test_a_stream_asks_for_prompts_as_places_come_free() -> None:
 
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     options: dict[str, Any] = {"max_tokens": 12, "temp": 1.0}
-    several = {"drafter": "ngram", "num_samples": 3, "seed": 7, "completion_batch_size": 3}
+    several = {
+        "drafter": "ngram",
+        "num_samples": 3,
+        "seed": 7,
+        "completion_batch_size": 3,
+    } | options
     texts = {(i, sample): "" for i in range(len(WORDS)) for sample in range(3)}
-    for response in sd.batch_stream_generate(model, tokenizer, arriving(), **several, **options):
+    for response in sd.batch_stream_generate(model, tokenizer, arriving(), **several):
         if not any(texts.values()):
             assert asked == WORDS[:1]
         texts[response.index, response.sample] += response.text
