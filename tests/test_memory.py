@@ -110,7 +110,7 @@ def test_what_is_no_token_and_no_bound_is_refused() -> None:
     memory.add([MAX_TOKEN, MAX_TOKEN, 3])
     assert follows(memory, [MAX_TOKEN, MAX_TOKEN])
     for options in ({"max_tokens": 0}, {"max_bytes": 8}):
-        with pytest.raises(ValueError, match="max_tokens"):
+        with pytest.raises(ValueError, match=r"max_.*expected an int >="):
             sd.Memory(**options)
 
 
