@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -18,13 +20,12 @@ import specdec_mlx as sd
 import tiny
 from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration, Request
-from specdec_mlx.contracts import DraftContext, KeysValues
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.heads.early_exit import (
     WINDOW,
     Exit,
     ExitDrafter,
     ExitModel,
-    ExitSession,
     fills_alike,
 )
 from specdec_mlx.drafters.lighter import first_layers as cut
@@ -54,26 +55,26 @@ def exit_of(model: nn.Module, layers: int = 1, window: int | None = None) -> Exi
 
 
 @contextmanager
-def fed_to_exits() -> Iterator[list[int]]:
-    """Rows of each pass of a draft model."""
-    rows: list[int] = []
+def fed_to_exits() -> Iterator[list[list[int]]]:
+    """Tokens of each pass of a draft model, its drafts among them."""
+    fed: list[list[int]] = []
     feed = ModelSession.feed
 
     def counted(self: ModelSession, ids: mx.array, tree: Any = None) -> mx.array:
-        rows.append(ids.shape[0])
+        fed.append(ids.tolist())
         return feed(self, ids, tree)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(ModelSession, "feed", counted)
-        yield rows
+        yield fed
 
 
 def written(model: nn.Module, drafter: Any, prompt: list[int] = PROMPT, **options: Any) -> Any:
-    """The text, what became of each draft, and rows of the exit's passes."""
-    with fed_to_exits() as rows:
+    """The text, what became of each draft, and tokens of the exit's passes."""
+    with fed_to_exits() as fed:
         options = {"max_tokens": 24, "draft_length": 3} | options
         tokens = list(sd.speculate(model, prompt, drafter, **options))
-    return [t.token for t in tokens], tokens[-1].stats.rounds, rows
+    return [t.token for t in tokens], tokens[-1].stats.rounds, fed
 
 
 def test_an_early_exit_by_hand() -> None:
@@ -111,14 +112,14 @@ def test_drafts_are_as_if_an_exit_read_for_itself(
     drafter = exit_of(model, 1, window)
     assert drafter.copies
     options = {"sampler": sd.Sampling(temp=temp), "seed": 1}
-    text, rounds, rows = written(model, drafter, **options)
-    own_text, own_rounds, own_rows = written(model, replace(drafter, copies=False), **options)
-    assert (text, rounds) == (own_text, own_rounds)
+    text, rounds, fed = written(model, drafter, **options)
+    own_text, own_rounds, own_fed = written(model, replace(drafter, copies=False), **options)
+    assert (text, rounds, fed[-9:]) == (own_text, own_rounds, own_fed[-9:])
     assert text == written(model, None, **options)[0] or temp
-    assert sum(own_rows) - sum(rows) == max(0, len(PROMPT) + 1 - (window or 1))
+    num_fed, num_own = (sum(map(len, tokens)) for tokens in (fed, own_fed))
+    assert num_own - num_fed == max(0, len(PROMPT) + 1 - (window or 1))
     if window is None:
-        assert rows[0] == 1
-        assert max(rows) <= 2
+        assert (len(fed[0]), max(map(len, fed)) <= 2) == (1, True)
 
 
 @in_one_test("temp", [0.0, 1.0])
@@ -149,10 +150,10 @@ def test_caches_that_the_caller_wants_otherwise() -> None:
     model = tiny.build("qwen2", num_attention_heads=2, num_key_value_heads=1)
     drafter, quantized = exit_of(model), {"kv_bits": 8, "kv_group_size": 32}
     for options in ({"max_kv_size": 48}, quantized | {"quantized_kv_start": 0}):
-        text, rounds, rows = written(model, drafter, **options)
+        text, rounds, fed = written(model, drafter, **options)
         assert text == written(model, None, **options)[0]
         assert rounds
-        assert max(rows) <= 2 or "max_kv_size" in options
+        assert max(map(len, fed)) <= 2 or "max_kv_size" in options
     caches, of_exit = make_prompt_cache(model), make_prompt_cache(drafter.model)
     text = written(model, None, prompt_cache=caches)[0]
     both = [*caches, *of_exit]
@@ -161,60 +162,38 @@ def test_caches_that_the_caller_wants_otherwise() -> None:
     assert caches[0].offset == len(PROMPT) + len(text) + 3 + len(later)
 
 
-class Held:
-    """A target's caches, and how far they are."""
-
-    def __init__(self, model: nn.Module, caches: list[Any]) -> None:
-        self.model, self.caches, self.position = model, caches, 0
-
-    def feed(self, tokens: list[int]) -> None:
-        self.model(mx.array([tokens]), cache=self.caches)
-        self.position += len(tokens)
-
-    def keys_values(self, index: int) -> KeysValues:
-        return keys_values_of(self.caches, index)
-
-
-def session_beside(drafter: ExitDrafter, caches: list[Any]) -> tuple[ExitSession, Held]:
-    """A session, and the target that has read all of the prompt but its last token."""
-    held = Held(tiny.build("qwen2"), caches)
-    held.feed(PROMPT[:-1])
-    session = drafter.begin(PROMPT, DraftContext(vocab_size=128, target_caches=held))
-    assert isinstance(session, ExitSession)
-    return session, held
-
-
 @in_one_test("window", [None, 8])
 def test_an_earlier_turn_is_copied(window: int | None) -> None:
-    """Into the caches of the target's layers; its own layer reads what it attends to."""
-    model = tiny.build("qwen2")
-    caches = make_prompt_cache(model)
-    written(model, None, prompt_cache=caches)
-    before = caches[0].offset
-    session, _ = session_beside(exit_of(model, 1, window), caches)
-    session.propose(2)
-    of_layers, *own = session.rollback.caches
-    assert session.rollback.position == len(PROMPT) + 1  # one of two drafted was fed
-    assert of_layers.offset == before + len(PROMPT) + 1
-    assert [cache.offset for cache in own] == ([] if window is None else [7 + 1 + 1])
-    assert session.fork().context.target_caches is None  # they hold the text of this session
+    """Of which only the target's caches know: it reads and drafts as with all of it in view."""
+    model, caches = tiny.build("qwen2"), make_prompt_cache(tiny.build("qwen2"))
+    drafter, turn = exit_of(model, 1, window), [7, 8, 9, *PROMPT[:8]]
+    earlier = written(model, None, prompt_cache=caches)[0]
+    text, _, fed = written(model, drafter, turn, prompt_cache=caches)
+    whole, _, fed_of_whole = written(model, drafter, [*PROMPT, *earlier, *turn])
+    assert (text, fed[:30]) == (whole, fed_of_whole[:30])
 
 
-def test_what_was_missed_in_a_pause_is_copied_unless_the_target_forgot() -> None:
+@in_one_test(("size", "fed"), [(None, [1, 1]), (16, [5, 1])])
+def test_what_was_missed_in_a_pause_is_copied_unless_the_target_forgot(size, fed):
     """Rows that are fed: the last token, and one that was drafted and not fed."""
     model = tiny.build("qwen2")
-    session, held = session_beside(exit_of(model), make_prompt_cache(model))
-    session.propose(2)
-    session.observe([9, 8, 7, 6, 5, 4])
-    held.feed([PROMPT[-1], 9, 8, 7, 6, 5])
-    with fed_to_exits() as rows:
+    caches = make_prompt_cache(model, max_kv_size=size)
+    held = SimpleNamespace(position=0, keys_values=partial(keys_values_of, caches))
+    session: Any = exit_of(model).begin(PROMPT, DraftContext(vocab_size=128, target_caches=held))
+
+    def read(tokens: list[int]) -> None:
+        model(mx.array([tokens]), cache=caches)
+        held.position += len(tokens)
+
+    read(PROMPT[:-1])
+    kept = mx.array(session.propose(2).tokens).tolist()[0]
+    session.observe([kept, 8, 7, 6, 5, 4])
+    read([PROMPT[-1], kept, 8, 7, 6, 5])
+    with fed_to_exits() as tokens:
         mx.eval(session.propose(2).tokens)
-    assert rows == [1, 1]
+    assert [len(ids) for ids in tokens] == fed
     assert session.rollback.caches[0].offset == len(PROMPT) + 6 + 1  # one of two drafted was fed
-    session, _ = session_beside(exit_of(model), make_prompt_cache(model, max_kv_size=16))
-    with fed_to_exits() as rows:
-        session.propose(1)
-    assert rows == [len(PROMPT) - 1, 1]
+    assert session.fork().context.target_caches is None  # they hold the text of this session
 
 
 def test_caches_that_hold_something_else_are_told() -> None:
@@ -249,9 +228,9 @@ def test_several_texts_at_once_draft_with_an_exit(window: int | None) -> None:
     for i in (0, 3):
         batch.insert(Request(PROMPT[i:], 8))
     texts: dict[int, list[Any]] = {}
-    with fed_to_exits() as rows:
+    with fed_to_exits() as fed:
         for row in batch.run():
             texts.setdefault(row.uid, []).append(row.token)
     got = [([t.token for t in text], text[-1].stats.rounds) for text in texts.values()]
     assert got == alone
-    assert max(rows) > 2
+    assert max(map(len, fed)) > 2

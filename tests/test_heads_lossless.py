@@ -147,11 +147,9 @@ SEEDED: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "seed": 3, "rule": "
 @pytest.mark.parametrize(("kind", "name"), SOME)
 def test_the_text_is_the_targets_own_at_any_draft_length(kind: str, name: str) -> None:
     """With heads that are nearly always wrong; so is a seed's, under the coupled rule."""
-    for length in (0, 1, 2, 5, 8, "auto"):
-        text = text_of(target(name), drafter(kind, name), draft_length=length)
-        assert text == plain(name)[:24], length
-    with_head = text_of(target(name), drafter(kind, name), draft_length=4, **SEEDED)
-    assert with_head == text_of(target(name), None, **SEEDED)
+    for options in ({"draft_length": 8}, {"draft_length": "auto"}, {"draft_length": 4, **SEEDED}):
+        texts = (text_of(target(name), one, **options) for one in (drafter(kind, name), None))
+        assert len({tuple(text) for text in texts}) == 1, options
 
 
 @pytest.mark.parametrize("lets_go", [True, False])

@@ -63,19 +63,15 @@ def loaded(folder: Path) -> Loaded:
     return load_model(folder)
 
 
-def plan_for(folder: Path, kind: str, **schedule: Any) -> Plan:
-    """A few updates on the text beside a folder."""
-    data = Data(texts=(str(folder.parent / "text.txt"),), window=32)
+def plan_for(folder: Path, kind: str, prompts: bool = False, **schedule: Any) -> Plan:
+    """A few updates on the text beside a folder, or on what the target answers."""
+    files = {name: (str(folder.parent / f"{name}.txt"),) for name in ("text", "prompts", "others")}
+    data = Data(texts=files["text"], window=32)
+    if prompts:
+        data = Data(prompts=files["prompts"], held_out=files["others"], window=160)
     width = 16 if kind in ("eagle3", "draft") else None
     size = Size(mlp=16, heads=2, draft_vocab=64, width=width)
     return Plan(str(folder), kind, data, size, Schedule(**{"steps": 6, "batch": 2, **schedule}))
-
-
-def plan_of_prompts(folder: Path, kind: str, **schedule: Any) -> Plan:
-    """A few updates on what the target answers."""
-    files = [(str(folder.parent / f"{name}.txt"),) for name in ("prompts", "others")]
-    data = Data(prompts=files[0], held_out=files[1], window=160)
-    return replace(plan_for(folder, kind, **schedule), data=data)
 
 
 @pytest.fixture(scope="module")
@@ -167,7 +163,7 @@ def test_a_training_that_is_killed_goes_on(kind, folder, tmp_path, monkeypatch, 
     monkeypatch.setattr(fitting, "SECONDS", -1.0)
     flags = ["--model", folder, "--kind", kind, "--texts", folder.parent / "text.txt"]
     flags += ["--steps", 6, "--batch", 2, "--window", 32, "--mlp", 16, "--heads", 2]
-    flags += ["--width", 16] if kind in ("eagle3", "draft") else []
+    flags += ["--width", 16] if kind in ("eagle3", "draft") else ["--loss", "forward-kl+tv"]
     honest, kept = fitting.keep, []
 
     def trained_to(name: str) -> int:
@@ -183,9 +179,11 @@ def test_a_training_that_is_killed_goes_on(kind, folder, tmp_path, monkeypatch, 
     with monkeypatch.context() as patch:
         patch.setattr(fitting, "keep", killed)
         assert trained_to("killed") == 130
-    said = capsys.readouterr().err.splitlines()[-1]
-    assert said.endswith("type the same command again, and it goes on from the last checkpoint.")
-    assert str(tmp_path / "killed") in said
+    said = capsys.readouterr()
+    assert f"{tmp_path / 'through'}: on held-out text 0." in said.out
+    assert re.search(r"windows takes about 0\.\d GB of memory", said.out)
+    assert "On text that it is trained on: 0." in said.out
+    assert f"kept in {tmp_path / 'killed'}: type the same command again, and" in said.err
     assert trained_to("killed") == 0
     assert same(weights_in(tmp_path / "through"), weights_in(tmp_path / "killed"))
     for name in ("through", "killed"):
@@ -196,7 +194,7 @@ def test_a_training_that_is_killed_goes_on(kind, folder, tmp_path, monkeypatch, 
 
 def test_nothing_is_made_twice(folder, loaded: Loaded, tmp_path, monkeypatch):
     """Features and answers of a shared folder, and a training that has ended."""
-    plan, refuse = plan_of_prompts(folder, "medusa", steps=1), None
+    plan, refuse = plan_for(folder, "medusa", prompts=True, steps=1), None
     found = train(plan, *loaded, tmp_path / "a", work=tmp_path / "w", keep_work=True)
     for name in ("features.read", "texts.BatchGenerator"):
         monkeypatch.setattr(f"specdec_mlx.training.{name}", refuse)
@@ -308,7 +306,7 @@ def test_answers_are_the_targets_own_text_and_go_on_where_they_stopped(
 def test_what_is_printed_is_what_drafting_keeps(kind, folder, loaded: Loaded, tmp_path):
     """Greedy drafting of the held-out answers: as many drafts, as many tokens kept of them."""
     target, tokenizer = loaded
-    plan = plan_of_prompts(folder, kind, steps=30)
+    plan = plan_for(folder, kind, prompts=True, steps=30)
     printed = train(plan, *loaded, tmp_path)
     drafter: Any = load_model(tmp_path)[0] if kind == "draft" else tmp_path
     drafted, kept = 0, 0
@@ -424,7 +422,7 @@ def test_minutes_are_for_all_of_it(folder, loaded: Loaded, tmp_path, monkeypatch
     now = iter(np.arange(0, 1000, 0.5).tolist())
     monkeypatch.setattr(Clock, "seconds", lambda self: next(now))
     (tmp_path / "many.txt").write_text("\n".join(f"{WORDS} {i}" for i in range(300)))
-    plan = plan_of_prompts(folder, "medusa", minutes=3)
+    plan = plan_for(folder, "medusa", prompts=True, minutes=3)
     data = replace(plan.data, prompts=(str(tmp_path / "many.txt"),))
     train(replace(plan, data=data), *loaded, tmp_path / "out", work=tmp_path / "w", keep_work=True)
     assert 180 <= next(now) < 190
@@ -568,21 +566,6 @@ def test_a_head_learns_from_each_text_and_stays_lossless(
 # The command
 
 
-@command_line.both_ways
-def test_the_command_trains_and_prints_the_acceptance(folder, tmp_path):
-    prompts, out = folder.parent / "prompts.txt", tmp_path / "head"
-    flags = ["--model", folder, "--kind", "medusa", "--prompts", prompts, "--out", out]
-    flags += ["--window", "160", "--steps", "3", "--batch", "2", "--temps", "1,0"]
-    flags += ["--loss", "forward-kl+tv"]
-    done = command_line.run("train", *flags)
-    assert done.returncode == 0, done.stderr
-    assert "on held-out text 0." in done.stdout
-    assert "On text that it is trained on: 0." in done.stdout
-    assert re.search(r"windows takes about 0\.\d GB of memory", done.stdout)
-    assert len(report_in(out)["acceptance"]["greedy"]) == 3
-    assert (out / "model.safetensors").exists()
-
-
 @in_one_test(
     ("flags", "expected"),
     [
@@ -606,7 +589,7 @@ def test_what_cannot_be_trained_is_said_in_a_line(flags, expected, folder, tmp_p
 
 
 def test_prompts_that_leave_no_room_for_an_answer_are_counted(folder, loaded: Loaded, tmp_path):
-    plan = plan_of_prompts(folder, "medusa")
+    plan = plan_for(folder, "medusa", prompts=True)
     short = replace(plan, data=replace(plan.data, window=20))
     with pytest.raises(TrainingError, match="Of 15 prompts 0 are no longer than half a window"):
         train(short, *loaded, tmp_path)

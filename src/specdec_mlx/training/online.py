@@ -6,15 +6,15 @@ distribution: weights change between generations, and drafts declare what they w
 
 from __future__ import annotations
 
-import copy
 import math
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from threading import Lock
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakSet, ref
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -54,7 +54,7 @@ class Bounds:
 class OnlineTrainer:
     """Improves a drafter's weights in place, from the last texts of its target.
 
-    under_way: generations that have not ended, during which the weights stay, as cached keys need.
+    under_way: sessions that have not ended, during which the weights stay, as cached keys need.
     """
 
     def __init__(self, trainee: Trainee, target: nn.Module, bounds: Bounds = Bounds()) -> None:
@@ -64,7 +64,7 @@ class OnlineTrainer:
         self.windows: deque[np.ndarray] = deque(maxlen=bounds.windows)
         self.num_updates = 0
         self.lock = Lock()
-        self.under_way: WeakSet[Lesson] = WeakSet()
+        self.under_way: WeakSet[Any] = WeakSet()
         self.has_new_text = False
         self._optimizer = optim.AdamW(bounds.learning_rate, weight_decay=0)
         self._optimizer.init(trainee.module.trainable_parameters())
@@ -90,22 +90,6 @@ class OnlineTrainer:
         losses = [loss for loss in losses if not math.isnan(loss)]
         self.num_updates += len(losses)
         return float(np.mean(losses)) if losses else None
-
-
-@dataclass(eq=False)
-class Lesson:
-    """The `on_close` of a generation's session."""
-
-    drafter: OnlineDrafter
-    num_prompt: int
-
-    def __call__(self, tokens: Sequence[int]) -> None:
-        """Take the text [n], prompt included, and learn if no other generation is under way."""
-        trainer = self.drafter.trainer
-        trainer.under_way.discard(self)
-        trainer.add(tokens, self.num_prompt)
-        if trainer.has_new_text and not trainer.under_way:
-            self.drafter.learn()
 
 
 @dataclass(eq=False)
@@ -144,9 +128,17 @@ class OnlineDrafter:
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         """Start a generation."""
         session: Any = self.drafter.begin(prompt, context)
-        session.on_close = Lesson(self, len(prompt))
-        self.trainer.under_way.add(session.on_close)
+        session.on_close = partial(self._take, ref(session))
+        self.trainer.under_way.add(session)
         return session
+
+    def _take(self, session: ref[Any], tokens: Sequence[int]) -> None:
+        """Take the text of a session that ends, and learn if no other is under way."""
+        trainer, ended = self.trainer, session()
+        trainer.under_way.discard(ended)
+        trainer.add(tokens, ended.num_prompt)
+        if trainer.has_new_text and not trainer.under_way:
+            self.learn()
 
     def learn(self) -> None:
         """Make the updates of one generation."""
@@ -172,9 +164,7 @@ class OnlineDraftModel(OnlineDrafter):
 
     def drafting_as(self, drafter: ModelDrafter) -> OnlineDraftModel:
         """Use other options, those of a drafter of `model`, with the same weights and learning."""
-        other = copy.copy(self)
-        other.drafter = replace(drafter, tokenizers="same")
-        return other
+        return replace(self, drafter=replace(drafter, tokenizers="same"))
 
 
 def learning_on(folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()) -> OnlineDrafter:

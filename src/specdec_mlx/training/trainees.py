@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -29,6 +30,7 @@ NORM_EPS = 1e-5
 LLAMA = {"hidden_act": "silu", "rms_norm_eps": NORM_EPS, "rope_theta": 10000.0}
 LLAMA |= {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
 MTP_TYPE = "llama_mtp"
+MEDUSA_NAMES = {r"^blocks\.(\d+)\.(\d+)\.": r"\1.\2.linear."}
 DRAFT_VOCAB = 32_000  # most tokens that an EAGLE-3 head proposes by default, as in published heads
 HEAD_DIM = 64  # default width of an attention head
 AT_ONCE = 2**22  # logits that are made at a time, 16 MB for each position of a draft
@@ -96,8 +98,9 @@ class Trainee:
     module: its weights, float32. features: that it reads. predictions: of the first, second, ...
     token of drafts. reads_text: it reads draft tokens like any others, so one prediction stands for
     all. vocabulary: ids [Vd] of its logits, None for all. draft_logits: [..., Vd] of states, None
-    for the target's head; head_names: its parameters. rename: parameter -> name in the file. ids:
-    more tensors of the file. rows_at_once: states whose logits are made together.
+    for the target's head; head_names: its parameters. renamed: patterns of parameters -> their
+    names in the file. ids: more tensors of the file. rows_at_once: states whose logits are made
+    together.
     """
 
     module: Any
@@ -106,11 +109,11 @@ class Trainee:
     config: dict[str, Any]
     predictions: Callable[[Batch], Iterator[Prediction]]
     num_steps: int = 3
+    renamed: Mapping[str, str] = field(default_factory=dict)
     reads_text: bool = False
     vocabulary: mx.array | None = None
     draft_logits: Callable[[mx.array], mx.array] | None = None
     head_names: tuple[str, ...] = ()
-    rename: Callable[[str], str] = str
     ids: Mapping[str, mx.array] = field(default_factory=dict)
     tokenizer: Any = None
 
@@ -134,7 +137,9 @@ class Trainee:
         tensors = dict(self.ids)
         for name, x in tree_flatten(self.module.parameters()):
             kind = TYPES[dtype] if mx.issubdtype(x.dtype, mx.floating) else x.dtype
-            tensors[self.rename(name)] = x.astype(kind)
+            for ours, theirs in self.renamed.items():
+                name = re.sub(ours, theirs, name)
+            tensors[name] = x.astype(kind)
         save_arrays(folder / "model.safetensors", tensors, {"format": "mlx"})
 
 
@@ -149,13 +154,9 @@ def medusa(recipe: Recipe) -> Trainee:
         for i in range(count):
             yield head.state(states[:, : -1 - i], i), 1 + i
 
-    def rename(name: str) -> str:
-        _, number, layer, part = name.split(".")
-        return f"{number}.{layer}.linear.{part}"
-
     config = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_num_heads": count}
     config |= {"medusa_num_layers": 1, "hidden_size": ends.width, "vocab_size": ends.vocab_size}
-    return Trainee(head, ends, head.features, config, predictions, count, rename=rename)
+    return Trainee(head, ends, head.features, config, predictions, count, MEDUSA_NAMES)
 
 
 def early_exit(recipe: Recipe) -> Trainee:
@@ -255,8 +256,8 @@ def mtp(recipe: Recipe) -> Trainee:
     head = MTPHead(family, config, ends)
     if size.draft_vocab is not None and size.draft_vocab < ends.vocab_size:
         head.choose_among(_frequent(recipe, size.draft_vocab))
-    ours = {new: old for old, new in family.ours().items()}
-    return _recursive(head, recipe, config, ours)
+    renamed = {f"^{re.escape(new)}": old for old, new in family.ours().items()}
+    return _recursive(head, recipe, config, renamed)
 
 
 def eagle3(recipe: Recipe) -> Trainee:
@@ -282,18 +283,18 @@ def eagle3(recipe: Recipe) -> Trainee:
     head = Eagle3(Eagle3Config.read(config, depth), ends, vocabulary, **own)
     known = np.zeros(ends.vocab_size, bool)
     known[np.array(vocabulary.ids)] = True
-    ours = {"layers.0.": "midlayer.", "hidden_norm.": "midlayer.hidden_norm."}
-    return _recursive(head, recipe, config, ours, t2d=mx.array(known))
+    renamed = {r"^layers\.0\.": "midlayer.", "^hidden_norm": "midlayer.hidden_norm"}
+    return _recursive(head, recipe, config, renamed, t2d=mx.array(known))
 
 
 def _recursive(
     head: MTPHead | Eagle3,
     recipe: Recipe,
     config: dict[str, Any],
-    ours: Mapping[str, str],
+    renamed: Mapping[str, str],
     **ids: mx.array,
 ) -> Trainee:
-    """The trainee of a head, whose parameters' names begin otherwise in the file: see `ours`."""
+    """The trainee of a head; renamed: see `Trainee`."""
     known = None if head.vocabulary is None else head.vocabulary.ids
     if known is not None:
         ids["d2t"] = (known - mx.arange(known.size)).astype(mx.int64)
@@ -307,16 +308,12 @@ def _recursive(
             yield states[:, step:], 1 + step
             states = mx.concatenate([states[:, :1], states[:, :-1]], axis=1)
 
-    def rename(name: str) -> str:
-        old = next((old for old in ours if name.startswith(old)), "")
-        return ours.get(old, "") + name.removeprefix(old)
-
     return Trainee(
         *(head, recipe.ends, head.features, config, predictions, recipe.num_steps),
         vocabulary=known,
         draft_logits=head.draft_logits,
         head_names=("norm", "lm_head"),
-        rename=rename,
+        renamed=renamed,
         ids=ids,
     )
 
