@@ -140,7 +140,7 @@ def test_blocks_nest_and_the_inner_one_counts(pair: Pair) -> None:
     with installed("ngram", draft_length=2) as outer, installed(draft_length=4) as inner:
         stock(pair)
         assert inner.stats is not None
-        assert outer.stats is outermost.stats is None
+        assert [outer.stats, outermost.stats] == [None, None]
     stock(pair)
     assert outermost.stats.drafted == 0
     again: Any = install(draft_length=3)

@@ -332,7 +332,7 @@ def test_a_draft_model_may_be_named_by_its_folder() -> None:
     of_the_lab = target, tokenizer, tokenizer.encode("def f(x):")
     folder = lab.draft_path()
     for call, name in ((of_the_lab, folder), ((*pair(), PROMPT), str(folder))):
-        text = sd.generate(*call, draft_model=name, **options)
+        text = sd.generate(*call, draft_model=name, **options)  # type: ignore[misc]
         assert text == sd.generate(*call, **options)
         assert text.stats.drafted > 0
 
