@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx import contracts
 from specdec_mlx.contracts import DraftContext, Drafter, DraftSession, LogitsProcessor
 from specdec_mlx.drafters.cascade import Cascade
-from specdec_mlx.drafters.first_of import FirstOf
+from specdec_mlx.drafters.first_of import FirstOf, Several
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import CacheRollbackError
@@ -65,7 +65,7 @@ def with_parts(drafter: Drafter, change: Callable[[Drafter], Drafter]) -> Drafte
     return change(drafter)
 
 
-class Wrapper:
+class Wrapper(Several):
     """A drafter around another one, with its key, its parts and its demands on the target."""
 
     drafter: Drafter
@@ -76,14 +76,9 @@ class Wrapper:
         return contracts.key_of(self.drafter)
 
     @property
-    def drafters(self) -> Sequence[Drafter]:
+    def drafters(self) -> Sequence[Drafter]:  # type: ignore[override]
         """The wrapped drafter."""
         return (self.drafter,)
-
-    def check(self, context: DraftContext) -> None:
-        """Raise what the wrapped drafter raises for this target."""
-        if isinstance(self.drafter, contracts.Checks):
-            self.drafter.check(context)
 
 
 class WrappedSession:
