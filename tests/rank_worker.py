@@ -272,20 +272,19 @@ class Raising(ScriptedSession):
         self.where, self.error = where, error
 
     def begin(self, prompt: Any, context: Any) -> Raising:
-        self.reach("begin")
+        if self.where == "begin":
+            raise self.error
         return self
 
     def propose(self, limit: int) -> Draft:
         draft = super().propose(limit)
-        self.reach("propose")
+        if self.where == "propose" and len(self.limits) >= 3:
+            raise self.error
         return draft
 
     def observe(self, emitted: Any) -> None:
-        self.reach("observe")
-
-    def reach(self, where: str) -> None:
-        if where == self.where and (where == "begin" or len(self.limits) >= 3):
-            raise self.error(where)
+        if self.where == "observe" and len(self.limits) >= 3:
+            raise self.error
 
 
 def ending(generation: Iterator[Any]) -> tuple[list[int], str]:

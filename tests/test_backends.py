@@ -124,31 +124,37 @@ WRONG: list[tuple[doctor.Installation, tuple[str, ...]]] = [
 ]
 
 
+@pytest.fixture
+def examined(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Any:
+    """Exit status and lines of `specdec-mlx doctor` for what is installed."""
+
+    def examine(found: doctor.Installation) -> tuple[int, list[str]]:
+        monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
+        return main(["doctor"]), capsys.readouterr().out.splitlines()
+
+    return examine
+
+
 @in_one_test(("found", "fragments"), WRONG)
 def test_the_doctor_names_one_problem_and_the_command_that_mends_it(
-    found: doctor.Installation,
-    fragments: tuple[str, ...],
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
+    found: doctor.Installation, fragments: tuple[str, ...], examined: Any
 ) -> None:
-    """Exit status 1."""
-    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
-    assert main(["doctor"]) == 1
-    warnings = [x for x in capsys.readouterr().out.splitlines() if x.startswith("warning: ")]
-    assert len(warnings) == 1
-    positions = [warnings[0].index(fragment) for fragment in fragments]
+    status, lines = examined(found)
+    (warning,) = [line for line in lines if line.startswith("warning: ")]
+    assert status == 1
+    positions = [warning.index(fragment) for fragment in fragments]
     assert positions == sorted(positions)
 
 
 @in_one_test("found", [RIGHT, CUDA, MAC])
 def test_the_doctor_prints_what_a_bug_report_needs(
-    found: doctor.Installation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    found: doctor.Installation, examined: Any
 ) -> None:
     """One line each; exit status 0 where nothing is wrong."""
-    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
-    assert main(["doctor"]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
+    status, printed = examined(found)
+    lines = dict(line.split(maxsplit=1) for line in printed)
     backend = "".join(f" ({name} {number})" for name, number in found.backends.items())
+    assert status == 0
     assert lines.pop("system").endswith(f"{os.cpu_count()} cores")
     assert lines == {
         "specdec-mlx": specdec_mlx.__version__,
@@ -161,14 +167,11 @@ def test_the_doctor_prints_what_a_bug_report_needs(
     }
 
 
-def test_the_doctor_recommends_a_better_blas_that_is_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_the_doctor_recommends_a_better_blas_that_is_there(examined: Any) -> None:
     """Nothing is wrong: exit status 0, and a line to copy."""
-    found = replace(SLOW, openblas="/c/lib.so")
-    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
-    assert main(["doctor"]) == 0
-    assert "export LD_PRELOAD=/c/lib.so OPENBLAS_NUM_THREADS=1" in capsys.readouterr().out
+    status, lines = examined(replace(SLOW, openblas="/c/lib.so"))
+    assert status == 0
+    assert "export LD_PRELOAD=/c/lib.so OPENBLAS_NUM_THREADS=1" in "\n".join(lines)
 
 
 def test_the_doctor_looks_at_this_installation(

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -18,12 +16,10 @@ from hypothesis import strategies as st
 
 import specdec_mlx as sd
 import tiny
-from benchmarks import recorded_drafts
-from benchmarks.recorded_drafts import Chain, RecordedDrafter, RecordedDrafts, record_drafts
-from exact import COIN_RULES, TARGET, ByCoupling, ByRule, Deciding, Rounds, Source
+from benchmarks.recorded_drafts import Chain, RecordedDrafter, RecordedDrafts
+from exact import COIN_RULES, ByCoupling, ByRule, Deciding, Source
 from selection import in_one_test
 from simulated import know
-from specdec_mlx import loop
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import Modelled, replay_text
@@ -35,51 +31,11 @@ from specdec_mlx.draft_length.parts import LENGTHS, LONGEST, READING, REST, Mode
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.rounds import clock
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing.enumeration import Tokens, state_after
 
 EXACT = 1e-12
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
-
-
-@dataclass(frozen=True, eq=False)
-class Stopped:
-    """Up to 4 tokens drawn from a source, as long as `goes_on` says so."""
-
-    source: Source
-    goes_on: GoesOn
-    peeks: bool = False
-
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        """Every path that has a chance."""
-        yield from self._longer(state, (), 1.0, [], [])
-
-    def _longer(
-        self,
-        state: int,
-        tokens: Tokens,
-        weight: float,
-        rows: list[np.ndarray],
-        evidence: list[Evidence],
-    ) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        probs = self.source.probs[state_after(state, tokens)]
-        dropped = 0.0
-        for token in np.flatnonzero(probs):
-            seen = float(probs[token] if self.peeks else probs.max())
-            known = [*evidence, Evidence(confidence=seen)]
-            step = Step.STOP_AFTER if len(known) == 4 else self.goes_on(known)
-            longer, chance = (*tokens, int(token)), weight * probs[token]
-            if step is Step.STOP_BEFORE:
-                dropped += chance
-            elif step is Step.STOP_AFTER:
-                yield chance, longer, np.stack([*rows, probs])
-            else:
-                yield from self._longer(state, longer, chance, [*rows, probs], known)
-        if dropped:
-            stacked = np.stack(rows) if rows else np.zeros((0, self.source.vocab_size))
-            yield dropped, tokens, stacked
 
 
 PEAKED = Source(
@@ -157,27 +113,13 @@ def by_threshold(evidence: Sequence[Evidence]) -> Step:
     return Step.GO_ON if product > 0.3 else Step.STOP_AFTER if product > 0.1 else Step.STOP_BEFORE
 
 
+# With these, `test_heads_stepwise` enumerates the drafts of the loops that draft models share.
 DECIDERS: dict[str, GoesOn] = {"value": by_value, "threshold": by_threshold}
 WAYS: dict[str, Deciding] = {
     "rejection": ByRule(COIN_RULES["rejection"]),
     "block": ByRule(COIN_RULES["block"]),
     "coupled": ByCoupling(),
 }
-
-
-@in_one_test("how", DECIDERS)
-@pytest.mark.parametrize("name", WAYS)
-def test_stopping_by_confidence_leaves_the_joint_distribution_alone(name: str, how: str) -> None:
-    """Two rounds, three tokens, a draft whose distribution varies with the text, K up to 4; told
-    the drawn token's probability instead of the largest, the same enumeration finds it.
-    """
-    drafting = Stopped(PEAKED, DECIDERS[how])
-    lengths = {len(tokens) for state in range(7) for _, tokens, _ in drafting.drafts(state)}
-    assert len(lengths) > 1  # it does stop at different places
-    assert Rounds(TARGET, drafting, WAYS[name]).total_variation(2, 3) < EXACT
-    if name != "coupled":
-        peeking = Stopped(PEAKED, by_threshold, peeks=True)
-        assert Rounds(TARGET, peeking, WAYS[name]).total_variation(1, 3) > 0.01
 
 
 @cache
@@ -321,18 +263,6 @@ def speed(runs: Sequence[Modelled]) -> float:
     return sum(run.plain_seconds for run in runs) / sum(run.seconds for run in runs)
 
 
-@in_one_test("draft_cost", [0.1, 0.5])
-def test_what_a_replay_says_does_not_depend_on_the_clock(draft_cost: float) -> None:
-    """On a busy machine it is the same: seconds are those of the cost curve alone."""
-    how: Any = ([varied] * 6 + [useless], "auto", CURVES["slope"], draft_cost)
-    expected = modelled(*how)
-    coins, ticks = random.Random(0), itertools.count()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (clock, loop):
-            patch.setattr(module, "perf_counter", lambda: next(ticks) * coins.choice([1e-6, 1.0]))
-        assert modelled(*how) == expected
-
-
 @in_one_test("draft_cost", [0.02, 0.1, 0.25, 0.5])
 @in_one_test("curve", CURVES)
 def test_stopping_beats_the_best_fixed_length(curve: str, draft_cost: float) -> None:
@@ -362,13 +292,6 @@ def test_no_text_loses_more_than_it_may(shares: list[Share], draft_cost: float, 
     assert max(lost) < 2 * BUDGET + EXPLORATION * 120 + 1
     if varied not in shares and guess not in shares:
         assert 0 < sum(lost) < BUDGET + EXPLORATION * 120 * len(runs)
-
-
-def test_a_good_text_after_a_bad_one_gains_at_once() -> None:
-    """What the model earned in other texts is there for this one."""
-    shares = [varied] * 6 + [useless] * 2 + [varied]
-    runs = modelled(shares, "auto", CURVES["slope"], 0.1)
-    assert speed(runs[-1:]) > 0.95 * speed(runs[:6])
 
 
 class Given(Chances):
@@ -459,25 +382,3 @@ def test_reading_that_was_tried_on_account_is_booked() -> None:
     assert account.budget == pytest.approx(before - 30 * READING * 0.3 - 0.3 + EXPLORATION)
     assert part.unread == 0
     assert not auto.limit("it", False)  # it rests
-
-
-def test_recorded_drafts_are_what_the_model_proposes(monkeypatch: pytest.MonkeyPatch) -> None:
-    """At every place of a text, in rows and one by one, with the confidence of each token."""
-    target = tiny.build("qwen2", seed=5)
-    generated = [t.token for t in sd.speculate(target, PROMPT, max_tokens=12)]
-    text = RecordedText("t", "c", PROMPT, generated)
-    in_rows = record_drafts(model(), text, longest=4)
-    monkeypatch.setattr(recorded_drafts, "_in_rows", recorded_drafts._one_by_one)
-    one_by_one = record_drafts(model(), text, longest=4)
-    assert in_rows.wrong  # they do not always agree
-    for place in range(len(generated)):
-        begun = session(sd.Sampling())
-        begun.observe(generated[:place]) if place else None
-        draft = begun.propose_while(4, lambda evidence: Step.GO_ON)
-        sure = [kind.confidence for kind in draft.evidence or ()]
-        for recorded in (in_rows, one_by_one):
-            chain = recorded.chain(place, generated, 4)
-            n = len(chain.tokens)  # the text's end cuts it
-            assert n == 4 or place + n == len(generated)
-            assert chain.tokens == draft.tokens.tolist()[:n]
-            assert chain.confidence == pytest.approx(sure[:n], abs=1e-4)

@@ -146,16 +146,6 @@ class Known:
     greedy: bool = False
 
 
-@given(PARENTS)
-@settings(max_examples=6)
-def test_of_point_masses_all_rules_keep_as_many(parents):
-    """What drafters that do not draw propose is kept as far as the target's mass goes."""
-    target, draft = sources(2, len(parents))
-    fixed = TreeDrawn(draft, parents, fixed=True)
-    alike = [rounds(target, fixed, rule).expected_accepted() for rule in TREE_RULES.values()]
-    np.testing.assert_allclose(alike, alike[0], atol=EXACT)
-
-
 @given(st.integers(2, 4).flatmap(strategies.law_pairs), st.integers(1, 3))
 @settings(max_examples=10)
 def test_of_siblings_no_more_is_kept_than_can_be(pair, count):
@@ -175,35 +165,6 @@ def test_of_siblings_no_more_is_kept_than_can_be(pair, count):
     assert kept["traversal"] == pytest.approx(kept["multi-round"], abs=EXACT)
     assert max(kept.values()) <= most + 1e-9
     assert kept["k-sequential"] >= (1 - (1 - 1 / count) ** count) * most - 1e-9
-
-
-@in_one_test("replace", [True, False])
-def test_climbing_keeps_more_unless_a_later_sibling_goes_deeper(replace):
-    """Of the trees of up to 4 tokens one has its deeper branch second; there walking keeps more."""
-    gains, draft = {}, sources(2, 0)
-    for parents in SMALL:
-        drawn = TreeDrawn(draft[1], parents, replace)
-        walked, climbed = (
-            rounds(draft[0], drawn, TREE_RULES[name]).expected_accepted()
-            for name in ("multi-round", "traversal")
-        )
-        gains[parents] = climbed - walked
-    assert gains.pop((ROOT, 0, 0, 2)) < -0.01
-    assert min(gains.values()) >= -EXACT
-    assert max(gains.values()) > 0.1
-
-
-@given(PARENTS)
-@settings(max_examples=10)
-def test_one_more_token_in_a_tree_keeps_no_less(parents):
-    """Under multi-round the last token of a tree never costs anything."""
-    target, draft = sources(2, 1)
-    rule = TREE_RULES["multi-round"]
-    kept = [
-        rounds(target, TreeDrawn(draft, shape), rule).expected_accepted() if shape else 0.0
-        for shape in (parents[:-1], parents)
-    ]
-    assert kept[0] <= kept[1] + EXACT
 
 
 @given(laws=strategies.blocks(), parents=PARENTS)

@@ -22,7 +22,7 @@ from scripted import OracleDrafter
 from selection import in_one_test
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import Record, RecordedText
-from specdec_mlx.bench.replay import Scores, score_record
+from specdec_mlx.bench.replay import score_record
 from specdec_mlx.bench.run import bench_texts
 from specdec_mlx.bench.summary import Result
 from specdec_mlx.bench.timing import Settings
@@ -57,12 +57,20 @@ class Checker(HTMLParser):
         self.text += data
 
 
-def stats_of(*rounds: tuple[int, int]) -> sd.stats.SpeculationStats:
-    """The account of rounds (drafted, accepted)."""
-    stats = sd.stats.SpeculationStats()
-    for drafted, accepted in rounds:
-        stats.record(RoundRecord(drafted, accepted, accepted + 1, drafted + 1))
+def a_round(drafted: int, accepted: int, seconds: float = 0.0, **more: Any) -> RoundRecord:
+    return RoundRecord(drafted, accepted, accepted + 1, drafted + 1, seconds=seconds, **more)
+
+
+def account(*records: RoundRecord) -> SpeculationStats:
+    stats = SpeculationStats()
+    for record in records:
+        stats.record(record)
     return stats
+
+
+def stats_of(*rounds: tuple[int, int]) -> SpeculationStats:
+    """The account of rounds (drafted, accepted)."""
+    return account(*(a_round(*pair) for pair in rounds))
 
 
 @pytest.fixture(scope="module")
@@ -167,34 +175,21 @@ def test_a_benchmark_of_texts_from_python():
     assert "drafterKruleratio" in Checker(record._repr_html_()).text
 
 
-def test_bench_and_replay_are_tables():
-    """A row for each result; a column for each category."""
+def test_names_in_tables_are_no_html() -> None:
+    """Of a benchmark, a row for each result, and of a replay, a column for each category."""
     recorded = RecordedText("a", "code & <b>", [1, 2, 3, 1, 2], [3, 1, 2, 3, 1, 2, 3])
-    results = [result("mlx-lm", "", "all", 1.0), result("ngram", "4", "all", 1.5)]
-    settings = {"vocab_size": 8, "max_tokens": 7}
-    record = Record("bench", {"device": "<gpu>"}, settings, [recorded], results=results)
-    page = Checker(record._repr_html_())
-    assert [tag for tag, _ in page.tags].count("tr") == 3
-    assert "1.50" in page.text
-    assert "<gpu>" in page.text
+    about = {"vocab_size": 8, "max_tokens": 7}
+    record = Record(
+        "bench", {"device": "<gpu>"}, about, [recorded], results=[result("b", "4", "all", 1.5)]
+    )
     drafters = {"prompt-lookup": sd.PromptLookupDrafter(min_ngram=1)}
     scores = score_record(record, drafters, ["2"], linear_cost(0.1))
-    assert isinstance(scores, Scores)
-    assert "code & <b>" in Checker(scores._repr_html_()).text
+    for table, words in ((record, ("<gpu>", "1.50")), (scores, ("code & <b>",))):
+        page = Checker(table._repr_html_())
+        assert all(word in page.text for word in words)
 
 
 # The account of a generation, from records with known numbers -------------------------------------
-
-
-def a_round(drafted: int, accepted: int, seconds: float, *, steady: bool = True) -> RoundRecord:
-    return RoundRecord(drafted, accepted, accepted + 1, drafted + 1, seconds=seconds, steady=steady)
-
-
-def account(*records: RoundRecord) -> SpeculationStats:
-    stats = SpeculationStats()
-    for record in records:
-        stats.record(record)
-    return stats
 
 
 def test_the_observed_speedup_is_tokens_over_their_time_in_plain_rounds():

@@ -159,12 +159,6 @@ def randomised(
     ]
 
 
-def _deviation(value: mx.array, kind: type | None) -> float:
-    convolution = kind is not None and issubclass(kind, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    inputs = math.prod(value.shape[1:]) if convolution else value.shape[-1]
-    return GAIN / math.sqrt(inputs)
-
-
 def _packed(path: str, parameters: dict[str, mx.array]) -> bool:
     """Tell whether a parameter belongs to quantized weights."""
     owner, _, leaf = path.rpartition(".")

@@ -23,11 +23,10 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.errors import DraftError
 from specdec_mlx.loop import Token, speculate
-from specdec_mlx.rounds.ranks import Ranks
+from specdec_mlx.rounds.ranks import Ranks, group_of
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.ranks import group_of
 from specdec_mlx.token_ids import to_list
 
 Item = TypeVar("Item")

@@ -31,7 +31,7 @@ from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import load_model
-from specdec_mlx.target.ranks import group_of
+from specdec_mlx.rounds.ranks import group_of
 from specdec_mlx.training.features import live_batch, load_json
 from specdec_mlx.training.fitting import forward_kl, update
 from specdec_mlx.training.run import KINDS, PLAN, begin_with
