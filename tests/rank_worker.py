@@ -103,7 +103,6 @@ def texts(num_prompts: int = 1, names: tuple[str, ...] = DRAFTERS[::2]) -> Cases
 
 
 def many_texts() -> Cases:
-    """More of them, each drafter in each of the ways."""
     return texts(8, DRAFTERS)
 
 
@@ -206,13 +205,17 @@ def families() -> Cases:
     return found
 
 
-def pipelined() -> Cases:
-    """A layer on each rank. Measured first: passes of one graph must not be run in two orders. Then
-    rank 0 leaves."""
-    whole, parts = (tiny.build("qwen2", num_hidden_layers=GROUP.size()) for _ in range(2))
+def pipelined(num_layers: int = 2) -> Cases:
+    """Measured first: passes of one graph must not be run in two orders. Then rank 0 leaves."""
+    whole, parts = (tiny.build("qwen2", num_hidden_layers=num_layers) for _ in range(2))
     parts.model.pipeline(GROUP)
     found = alike("qwen2", whole, parts, probe=True)
     return found | left(whole, parts, REPEATING, sd.ModelDrafter(whole), 7)
+
+
+def many_ranks() -> Cases:
+    """More than two, one layer each."""
+    return pipelined(4)
 
 
 def left(
@@ -269,18 +272,19 @@ class Raising(ScriptedSession):
         self.where, self.error = where, error
 
     def begin(self, prompt: Any, context: Any) -> Raising:
-        return self.reach("begin", self)
+        if self.where == "begin":
+            raise self.error
+        return self
 
     def propose(self, limit: int) -> Draft:
-        return self.reach("propose", super().propose(limit))
+        draft = super().propose(limit)
+        if self.where == "propose" and len(self.limits) >= 3:
+            raise self.error
+        return draft
 
     def observe(self, emitted: Any) -> None:
-        self.reach("observe")
-
-    def reach(self, where: str, result: Any = None) -> Any:
-        if where == self.where and (where == "begin" or len(self.limits) >= 3):
-            raise self.error(where)
-        return result
+        if self.where == "observe" and len(self.limits) >= 3:
+            raise self.error
 
 
 def ending(generation: Iterator[Any]) -> tuple[list[int], str]:

@@ -186,7 +186,7 @@ def test_what_was_missed_in_a_pause_is_copied_unless_the_target_forgot(size, fed
         held.position += len(tokens)
 
     read(PROMPT[:-1])
-    kept = mx.array(session.propose(2).tokens).tolist()[0]
+    kept: Any = mx.array(session.propose(2).tokens).tolist()[0]
     session.observe([kept, 8, 7, 6, 5, 4])
     read([PROMPT[-1], kept, 8, 7, 6, 5])
     with fed_to_exits() as tokens:

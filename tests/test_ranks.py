@@ -20,13 +20,12 @@ from selection import FULL, cases
 from serving import complete, text_of, until
 from specdec_mlx import generate, lab
 from specdec_mlx.draft_length.store import tuning_path
-from specdec_mlx.rounds.ranks import ranks_of
-from specdec_mlx.target.ranks import group_of
+from specdec_mlx.rounds.ranks import group_of, ranks_of
 
 JOBS = [
     (("texts", "failures", "leaving", "recurrent", "arguments"), 2),
     (("refused", "every_rank", "every_rank_fails", "families", "pipelined", "many_texts"), 2),
-    *((("pipelined",), num_ranks) for num_ranks in (3, 4)),
+    *((("many_ranks",), num_ranks) for num_ranks in (3, 4)),
 ]
 
 

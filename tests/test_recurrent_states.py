@@ -67,27 +67,26 @@ def is_as_stepped(
     return bool(mx.allclose(got, expected, rtol=tolerance, atol=tolerance).item())
 
 
-@pytest.mark.parametrize("name", cases(KNOWN, *NAMED))
-def test_any_number_kept_of_a_pass_is_as_if_no_more_had_been_fed(name: str) -> None:
-    """Logits of the pass and those that follow are bit-equal to one token at a time. A choice can
-    be made again, of fewer positions."""
-    model, tolerance = built(name), 1e-4 if name in ROUND_OTHERWISE else 0.0
-    for width in (2, 5, MOST_POSITIONS) if name in NAMED else (5,):
+HALF = [(name, mx.bfloat16) for name in ("qwen3_5", "mamba2", "lfm2")]
+MODELS = [*((name, mx.float32) for name in KNOWN), *HALF]
+
+
+@pytest.mark.parametrize(
+    ("name", "dtype"), cases(MODELS, *((name, mx.float32) for name in NAMED), *HALF)
+)
+def test_any_number_kept_of_a_pass_is_as_if_no_more_had_been_fed(
+    name: str, dtype: mx.Dtype
+) -> None:
+    """Logits of the pass and those that follow are bit-equal to one token at a time, in half
+    precision too. A choice can be made again, of fewer positions."""
+    model, tolerance = built(name, dtype), 1e-4 if name in ROUND_OTHERWISE else 0.0
+    for width in (2, 5, MOST_POSITIONS) if name in NAMED and dtype == mx.float32 else (5,):
         for num_kept in range(1, width + 1):
             rollback, logits = passed(model, width)
             start = rollback.position - width
             for kept in (min(num_kept + 1, width), num_kept):
                 assert rollback.rewind_to(start + kept) == start + kept, "nothing is fed again"
             assert is_as_stepped(model, rollback, logits, num_kept, tolerance)
-
-
-@in_one_test("name", ["qwen3_5", "mamba2", "lfm2"])
-def test_in_half_precision_states_are_chosen_too(name: str) -> None:
-    """And are bit-equal to single steps: Mamba-2 runs a short pass step by step."""
-    model = tiny.build(name, mx.bfloat16)
-    rollback, logits = passed(model, 5)
-    rollback.rewind_to(rollback.position - 2)
-    assert is_as_stepped(model, rollback, logits, 3)
 
 
 @in_one_test("name", ["qwen3_next", "mamba2", "lfm2"])
@@ -135,19 +134,15 @@ def test_no_position_is_fed_again_in_a_generation(name: str) -> None:
     assert stats.fed == with_keys.fed
 
 
-@pytest.mark.parametrize("name", cases(UNKNOWN, "rwkv7"))
+@pytest.mark.parametrize("name", cases([*UNKNOWN, "mamba2"], "rwkv7", "mamba2"))
 def test_other_recurrences_feed_again_what_was_kept(name: str) -> None:
-    assert recurrent_states_of(built(name)) is None
-    items = half_right(name)
-    assert [item.token for item in items] == long_text(name)
-    assert items[-1].stats.replayed > 0
-
-
-@in_one_test("options", [{"draft_length": MOST_POSITIONS}, {"probe": False}])
-def test_wider_passes_and_unmeasured_models_feed_again_what_was_kept(options: Any) -> None:
-    items = half_right("mamba2", **options)
-    assert [item.token for item in items] == long_text("mamba2")
-    assert items[-1].stats.replayed > 0
+    """As passes too wide for a known one do, and models that were not measured."""
+    assert (recurrent_states_of(built(name)) is None) == (name in UNKNOWN)
+    wide, unmeasured = {"draft_length": MOST_POSITIONS}, {"probe": False}
+    for options in ({},) if name in UNKNOWN else (wide, unmeasured):
+        items = half_right(name, **options)
+        assert [item.token for item in items] == long_text(name)
+        assert items[-1].stats.replayed > 0
 
 
 @pytest.mark.parametrize("name", ["qwen3_next", "mamba2", "lfm2"])

@@ -224,27 +224,22 @@ def test_nothing_is_watched_for_a_drafter_that_does_not_ask(monkeypatch):
     assert list(sd.speculate(built("llama"), PROMPT, sd.PromptLookupDrafter(), max_tokens=9))
 
 
-def test_between_passes_the_model_is_its_own() -> None:
-    """While tokens are handed out, after `close` and after the end no module has another class."""
+def test_between_passes_and_after_an_exception_in_one_the_model_is_its_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """While tokens are handed out and after `close` no module has another class. An exception
+    reaches the caller, and the next pass is read again."""
+
+    def interrupted(*args: Any) -> None:
+        raise KeyboardInterrupt
+
     model = built("llama")
-    before = classes(model)
+    reading, before = Taps(model, ALL), classes(model)
     items = speculate("llama", reader("llama"))
     for _ in range(5):
         next(items)
         assert classes(model) == before
     items.close()
-    assert classes(model) == before
-    assert not watching._num_passes
-
-
-def test_an_exception_in_mid_pass_takes_the_taps_off(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It reaches the caller, and the next generation reads again."""
-
-    def interrupted(*args: Any) -> None:
-        raise KeyboardInterrupt
-
-    model = tiny.build("llama")
-    reading, before = Taps(model, ALL), classes(model)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(type(model.layers[1].mlp), "__call__", interrupted)
         reading.read(lambda: fed(model))

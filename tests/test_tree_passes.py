@@ -1,28 +1,22 @@
-"""Passes over trees, masked or as rows of a batch: every node as its own path alone, plain text."""
+"""Passes over trees: every node as its own path alone, and the text is plain decoding's."""
 
 from __future__ import annotations
 
-import copy
 import math
 import random
 import warnings
 from functools import partial
-from itertools import pairwise, product
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 import tiny
-from exact_trees import shapes
 from lossless import (
-    INEXACT,
     PROMPT,
-    SECOND_PROMPT,
     TOLERANCE,
     plain_text,
     rows_of,
@@ -32,14 +26,11 @@ from lossless import (
 from scripted import TREE, OracleDrafter, OracleTrees
 from selection import FULL, cases, in_one_test
 from specdec_mlx import Sampling, speculate
-from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.loop import Token
 from specdec_mlx.target import exactness, tree_passes
-from specdec_mlx.target.exactness import exact_until, probe, rows_pay, tree_report
+from specdec_mlx.target.exactness import exact_until, probe, tree_report
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.strategies import leaves
-from specdec_mlx.target.tree_passes import BranchRows, tree_logits
 
 REPRESENTATIVE = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "ministral3")
 """One of each kind of attention that trees work on; `test_architectures` measures all others."""
@@ -48,12 +39,10 @@ CHAINS_ALONE = ("llama4", "mamba2", "gpt2", "nanochat", "falcon_h1", "minimax_m3
 """Own chunk masks, recurrent states, learned positions, ropes that are no module, both caches, and
 blocks of rows that are chosen by their scores."""
 
-UNMASKED = ("mamba2", "qwen3_next", "rwkv7", "falcon_h1", "gpt2", "llama4")
-"""Recurrent states, alone and beside attention; learned positions; a mask of its own."""
-
 CLOSE = 1e-4
 ROWS = rows_of((Path(__file__).parent.parent / "docs" / "architectures.md").read_text())
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
+
 
 NUM_TOKENS = 60
 VOCAB = tiny.CONFIGS["llama"]["vocab_size"]
@@ -71,21 +60,15 @@ def test_what_the_page_calls_exact_is_what_is_drafted_as_trees():
     for row in ROWS:
         if row.architecture in RUNS:
             model = tiny.build(row.architecture)
-            rows_pay.put(model, False)
             target = ModelPass(model, Rollback(make_prompt_cache(model)))
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
                 assert target.takes_trees() == (row.trees == "exact"), row
 
 
-@pytest.mark.parametrize(
-    ("name", "by_rows"),
-    [*product((*REPRESENTATIVE, *CHAINS_ALONE), [False]), *product(UNMASKED, [True])],
-)
-def test_greedy_text_with_trees_is_plain_text(name, by_rows, monkeypatch):
-    """60 tokens, past the windows, masked or as rows; where trees cannot be verified chains are,
-    with one warning."""
-    monkeypatch.setattr(exactness, "rows_cost", lambda model: 0.9 if by_rows else 3.0)
+@pytest.mark.parametrize("name", [*REPRESENTATIVE, *CHAINS_ALONE])
+def test_greedy_text_with_trees_is_plain_text(name):
+    """60 tokens, past the windows; where trees cannot be verified chains are, with one warning."""
     model = tiny.build(name)
     plain = plain_text(model, PROMPT, NUM_TOKENS)
     drafter = OracleTrees(plain.tokens, plain.logprobs.shape[-1])
@@ -93,19 +76,16 @@ def test_greedy_text_with_trees_is_plain_text(name, by_rows, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tokens = list(speculate(model, PROMPT, drafter, **options))
-    takes_trees = by_rows or name in REPRESENTATIVE
     assert spoken(tokens).deviation(plain) < TOLERANCE
     assert any(token.from_draft for token in tokens)
-    assert (kept_branches(tokens) > 3) == takes_trees
-    assert len(caught) == (not takes_trees)
+    assert (kept_branches(tokens) > 3) == (name in REPRESENTATIVE)
+    assert len(caught) == (name in CHAINS_ALONE)
 
 
 SCALED = ("ministral3", "mistral3", "mistral4")  # queries scaled by position, from 32 on
 
 BY_LENGTH = ("llama", "qwen2", "internlm2", "internlm3")
 """Some of those whose ropes can take their base from the length of a text; see `tiny.DYNAMIC`."""
-
-WAYS = ("chains", "trees", "rows")
 
 READ_ELSEWHERE = (
     *SCALED,
@@ -122,32 +102,30 @@ READ_ELSEWHERE = (
 
 
 @pytest.mark.parametrize(
-    ("name", "ways", "num_prompts"),
+    ("name", "way", "num_prompts"),
     [
-        ("ministral3", ["trees"], 3),
-        ("mistral4", ["trees"], 3),
-        ("internlm3", ["chains"], 2),
-        *(pytest.param(name, WAYS, 3, marks=FULL) for name in READ_ELSEWHERE),
+        ("ministral3", OracleTrees, 3),
+        ("mistral4", OracleTrees, 3),
+        ("internlm3", OracleDrafter, 2),
+        *(
+            pytest.param(name, way, 3, marks=FULL)
+            for name in READ_ELSEWHERE
+            for way in (OracleDrafter, OracleTrees)
+        ),
     ],
 )
 @pytest.mark.filterwarnings("ignore:specdec_mlx")
-def test_greedy_text_across_every_boundary_is_plain_text(name, ways, num_prompts, monkeypatch):
+def test_greedy_text_across_every_boundary_is_plain_text(name, way, num_prompts):
     """80 tokens, across the window (16), the original length (32) and all positions (64)."""
     model = tiny.build(name, **tiny.DYNAMIC if name in BY_LENGTH else {})
-    plain = [(prompt, plain_text(model, prompt, 80)) for prompt in prompts(num_prompts)]
-    for way in ways:
-        rows_pay.put(model, way == "rows")
-        if way == "rows":
-            monkeypatch.setattr(Rollback, "takes_trees", lambda self: False)
-        oracle = OracleDrafter if way == "chains" else OracleTrees
-        kept = 0
-        for prompt, text in plain:
-            drafter = oracle(text.tokens, text.logprobs.shape[-1])
-            items = list(speculate(model, prompt, drafter, max_tokens=80, draft_length=len(TREE)))
-            assert spoken(items).tokens == text.tokens, (way, prompt)
-            kept += kept_branches(items)
-        if way == "rows" or (way == "trees" and name in SCALED):
-            assert kept > 3 or name in INEXACT
+    kept = 0
+    for prompt in prompts(num_prompts):
+        text = plain_text(model, prompt, 80)
+        drafter = way(text.tokens, text.logprobs.shape[-1])
+        items = list(speculate(model, prompt, drafter, max_tokens=80, draft_length=len(TREE)))
+        assert spoken(items).tokens == text.tokens, prompt
+        kept += kept_branches(items)
+    assert kept > 3 or way is OracleDrafter or name not in SCALED
 
 
 def prompts(number: int) -> list[list[int]]:
@@ -224,14 +202,11 @@ def by_the_last_two(tokens: mx.array, logits: mx.array) -> mx.array:
 by_the_last_two.pure = True  # type: ignore[attr-defined]
 
 
+@pytest.mark.parametrize("rule", ["coupled", "match"])
 @pytest.mark.parametrize("processed", [False, True])
-@pytest.mark.parametrize(
-    ("name", "rule"), [("llama", "match"), *product(["llama", *UNMASKED], ["coupled"])]
-)
-def test_a_seeds_text_is_the_same_with_trees(name, rule, processed):
+def test_a_seeds_text_is_the_same_with_trees(rule, processed):
     """Each depth has the noise of its position, and processors see each node's own path."""
-    model = tiny.build(name)
-    rows_pay.put(model, name in UNMASKED)
+    model = tiny.build("llama")
     given: dict[str, Any] = {
         "max_tokens": NUM_TOKENS,
         "sampler": Sampling(temp=0.8, top_p=0.95),
@@ -288,64 +263,3 @@ def test_a_model_that_is_not_given_trees_stays_as_it_is():
     assert [type(module) for module in model.modules()] != classes
     assert mx.array_equal(model(fed), before).item()
     assert not math.isnan(before.max().item())
-
-
-PARENTS = st.integers(1, 7).flatmap(lambda size: st.sampled_from(shapes(size)))
-
-
-@given(PARENTS)
-def test_every_node_stands_behind_its_own_path(parents: tuple[int, ...]) -> None:
-    """In the row and column where its logits are taken; each path once, from its leaf."""
-    rows = BranchRows.of(parents)
-    fed = rows.fed(mx.array([99, *range(len(parents))])).tolist()
-    for node, (row, column) in zip(range(-1, len(parents)), rows.places, strict=True):
-        assert fed[row][: column + 1] == [99, *path_to(node, parents)]
-    assert len(set(map(tuple, rows.paths))) == len(rows.paths) == len(fed)
-
-
-def test_the_caches_are_left_alone() -> None:
-    model = tiny.build("falcon_h1")
-    caches = make_prompt_cache(model)
-    model(mx.array([PROMPT]), cache=caches)
-    before = copy.deepcopy(caches)
-    mx.eval(tree_logits(model, caches, mx.array([3, *range(8)]), TREE))
-    one, other = (model(mx.array([[5]]), cache=held) for held in (caches, before))
-    assert mx.array_equal(one, other).item()
-
-
-@pytest.mark.parametrize("name", ["qwen3_5", "gpt2"])
-def test_an_early_end_leaves_the_caches_at_what_was_handed_out(name: str) -> None:
-    """In the middle of a tree that was kept; the second turn is as after plain decoding."""
-    model = tiny.build(name)
-    rows_pay.put(model, True)
-    plain = plain_text(model, PROMPT, 40)
-    drafter = OracleTrees(plain.tokens, plain.logprobs.shape[-1])
-    for taken in (5, 6, 7, 12):
-        caches = make_prompt_cache(model)
-        loop = speculate(model, PROMPT, drafter, prompt_cache=caches, draft_length=len(TREE))
-        assert [next(loop).token for _ in range(taken)] == plain.tokens[:taken]
-        loop.close()
-        offsets = {cache.offset for cache in leaves(caches) if hasattr(cache, "offset")}
-        assert offsets == {len(PROMPT) + taken}
-        afresh = plain_text(model, PROMPT + plain.tokens[:taken] + SECOND_PROMPT, 8)
-        again = speculate(model, SECOND_PROMPT, None, prompt_cache=caches, max_tokens=8)
-        assert spoken(again).deviation(afresh) < TOLERANCE
-
-
-@pytest.mark.parametrize("cost", [0.9, 2.3])
-def test_rows_are_taken_only_where_they_cost_no_more_than_a_chain(
-    monkeypatch: pytest.MonkeyPatch, cost: float
-) -> None:
-    """Measured once for a model; elsewhere chains are drafted, and one line says why."""
-    model = tiny.build("mamba2")
-    assert exactness.rows_cost(model) > 0.2
-    monkeypatch.setattr(exactness, "rows_cost", lambda model: cost)
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for _ in range(2):
-            target = ModelPass(model, Rollback(make_prompt_cache(model)))
-            assert target.takes_trees() == target.by_rows == (cost < 1)
-    target.taps = object()  # type: ignore[assignment]
-    assert not target.takes_trees(), "a head's rows are those of one text"
-    assert len(caught) == (cost > 1)
-    assert all("2.3 times as much as a chain" in str(warning.message) for warning in caught)

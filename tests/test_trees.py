@@ -142,16 +142,6 @@ class Known:
     greedy: bool = False
 
 
-@given(PARENTS)
-@settings(max_examples=6)
-def test_of_point_masses_all_rules_keep_as_many(parents):
-    """What drafters that do not draw propose is kept as far as the target's mass goes."""
-    target, draft = sources(2, len(parents))
-    fixed = TreeDrawn(draft, parents, fixed=True)
-    alike = [rounds(target, fixed, rule).expected_accepted() for rule in TREE_RULES.values()]
-    np.testing.assert_allclose(alike, alike[0], atol=EXACT)
-
-
 @given(st.integers(2, 4).flatmap(strategies.law_pairs), st.integers(1, 3))
 @settings(max_examples=10)
 def test_of_siblings_no_more_is_kept_than_can_be(pair, count):

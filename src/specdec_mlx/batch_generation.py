@@ -73,30 +73,22 @@ def batch_stream_generate(
 ) -> Generator[BatchStreamResponse, None, None]:
     """Stream the texts of several prompts, written together; each is what it would be alone.
 
+    Arguments that are not named here are those of `stream_generate`.
+
     Args:
-        model: the target, as `mlx_lm.load` gives it.
-        tokenizer: the target's.
         prompts: each is text, token ids or chat messages. An iterator is asked for the next one
             when there is a place for it.
         max_tokens: most tokens of each text, -1 for no limit; one number, or one for each prompt.
         drafter: a drafter or its name with options; every text has a session of its own.
-        draft_model: a small model, or the folder or Hugging Face name of one.
-        rule: acceptance rule, by name or as an object; see `speculate`.
         draft_length: most tokens to draft a round in each row, or "auto" for what pays for all rows
             together; a policy that is an object is copied for each text.
         num_samples: texts of each prompt, which is read once for all of them.
         seed: one for each text, or a number to which the text's place is added, prompt by prompt.
             None takes seeds from MLX's global random state.
-        temp: temperature; short for `sampler=Sampling(temp=...)`.
-        sampler: how tokens are drawn, greedy if None.
-        logits_processors: mlx-lm's, for all texts.
         prompt_caches: caches that each prompt continues; they are not changed.
         return_prompt_caches: give each text's caches with its last token.
         completion_batch_size: most texts that are written at a time.
-        prefill_step_size: most positions of a prompt in one pass.
         max_kv_size: positions after which caches rotate; the texts are then written one by one.
-        probe: measure once if the model is exact for several positions at once.
-        stream: MLX's stream to run on.
 
     Yields:
         A response for each token, with the `index` of its prompt; those of a round row by row.

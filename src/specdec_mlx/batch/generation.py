@@ -7,7 +7,6 @@ would be alone.
 from __future__ import annotations
 
 import copy
-import warnings
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
@@ -21,15 +20,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.batch.rows import Request, Rounds, Row, RowDrafting, RowToken
-from specdec_mlx.contracts import (
-    NO_DRAFT,
-    AcceptanceRule,
-    Draft,
-    Drafter,
-    Outcome,
-    ReadsTarget,
-    all_drafters,
-)
+from specdec_mlx.contracts import NO_DRAFT, AcceptanceRule, Draft, Drafter, Outcome
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
@@ -49,8 +40,7 @@ from specdec_mlx.target.inputs import (
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.row_caches import RowCaches
-from specdec_mlx.target.row_pass import OneByOne, RowPasses, ToVerify, passes_over
+from specdec_mlx.target.row_pass import RowPasses, ToVerify, passes_over
 from specdec_mlx.target.verifier import Verifier
 
 MOST_AT_ONCE = 8  # prompts that are read at the same time, as in mlx-lm's batches
@@ -99,16 +89,8 @@ class BatchGeneration:
 
     def make_passes(self) -> RowPasses:
         """The passes over all rows, or over one text after the other."""
-        for part in all_drafters(self.drafter):
-            if isinstance(part, ReadsTarget):
-                warnings.warn(
-                    f"specdec_mlx: {type(part).__name__} reads the target's states, which it "
-                    "cannot of several texts at once. They are written one by one.",
-                    stacklevel=4,
-                )
-                return OneByOne(self.model, RowCaches([]))
         with mx.stream(self.stream):
-            return passes_over(self.model, self.max_kv_size)
+            return passes_over(self.model, self.max_kv_size, self.drafter)
 
     def insert(self, request: Request) -> int:
         """Add a text; returns the uid that its tokens come with."""
@@ -280,7 +262,8 @@ class BatchGeneration:
             if row.generation.sequence.num_generated > 0:
                 with self._alone(row.uid, row):
                     proposed = row.generation.propose()
-                    draft = proposed if self.on_error is None else row.verifier.chain_of(proposed)
+                    is_told = self.on_error is not None
+                    draft = row.verifier.checked(proposed, may_fork=False) if is_told else proposed
             drafts.append(draft)
         if self._shared is not None:
             self._share(self._shared, drafts)

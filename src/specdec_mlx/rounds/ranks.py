@@ -34,15 +34,15 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.policy import DraftLength, Fixed
 from specdec_mlx.errors import DraftError, RankError
+from specdec_mlx.per_model import PerModel
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.inputs import check_draft, noise_of
-from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.rollback import refuse
 from specdec_mlx.token_ids import to_list
 
-MOST_TOKENS = 26  # tokens of a draft that go with the meeting; longer ones take a second collective
+MOST_TOKENS = 64  # longest draft of a generation on several ranks; its message has room for them
 
 
 class State(IntEnum):
@@ -54,32 +54,34 @@ class State(IntEnum):
 
 
 class Said(NamedTuple):
-    """One rank's message when the ranks meet, of numbers below 2^32.
+    """One rank's message when the ranks meet.
 
-    end: prompt + tokens that its caller has. checksum: of its text. num_tokens, is_drawn, is_tree,
-    tokens: of rank 0's draft. part: which of the parts that draft on every rank has drawn it, from
-    1; 0 where its distribution is sent.
+    end: prompt + tokens that its caller has. checksum: of its text. is_drawn, tokens, parents: of
+    rank 0's draft. part: which of the parts that draft on every rank has drawn it, from 1; 0 where
+    its distribution is sent.
     """
 
     state: int
     end: int
     checksum: int
-    num_tokens: int
-    is_drawn: int
-    is_tree: int
-    part: int
-    tokens: Sequence[int]
+    is_drawn: int = 0
+    part: int = 0
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] | None = None
 
     def numbers(self) -> list[int]:
         """All of it, as many numbers each time."""
-        *head, tokens = self
-        return [*head, *tokens[:MOST_TOKENS], *[0] * (MOST_TOKENS - len(tokens))]
+        *head, tokens, _ = self
+        parents = [parent + 1 for parent in self.parents or ()]
+        lists = [[*part, *[0] * (MOST_TOKENS - len(part))] for part in (tokens, parents)]
+        return [*head, len(tokens), len(parents), *lists[0], *lists[1]]
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Said:
         """Read what `numbers` gave."""
-        state, end, checksum, num_tokens, is_drawn, is_tree, part, *tokens = numbers
-        return cls(state, end, checksum, num_tokens, is_drawn, is_tree, part, tokens[:num_tokens])
+        state, end, checksum, is_drawn, part, num_tokens, num_parents, *both = numbers
+        parents = [parent - 1 for parent in both[MOST_TOKENS:][:num_parents]]
+        return cls(state, end, checksum, is_drawn, part, both[:num_tokens], parents or None)
 
 
 WORD = 32  # bits of a number that is sent
@@ -106,13 +108,27 @@ class Ranks:
             gathered: list[list[int]] = mx.distributed.all_gather(own, group=self.group).tolist()  # type: ignore[assignment]
         return gathered
 
-    def from_first(self, own: mx.array | None, shape: Sequence[int], dtype: mx.Dtype) -> mx.array:
-        """Rank 0's array on every rank, where others have None; under way at once."""
+    def from_first(self, own: mx.array | None, shape: Sequence[int]) -> mx.array:
+        """Rank 0's numbers on every rank, where others have None; under way at once."""
         with mx.stream(self.stream):
-            sent = mx.zeros(shape, dtype) if own is None else own.astype(dtype)
+            sent = mx.zeros(shape) if own is None else own.astype(mx.float32)
             received = mx.distributed.all_sum(sent, group=self.group)
             mx.async_eval(received)
         return received
+
+
+def _group_of(model: nn.Module) -> mx.distributed.Group | None:
+    for module in model.modules():
+        for group in (getattr(module, "group", None), getattr(module, "sharding_group", None)):
+            if isinstance(group, mx.distributed.Group) and group.size() > 1:
+                return group
+        if getattr(module, "pipeline_size", 1) > 1:
+            return mx.distributed.init()
+    return None
+
+
+group_of: Any = PerModel(_group_of)
+"""The ranks that a tensor-parallel or pipelined model is spread over; None if whole on each."""
 
 
 def ranks_of(model: nn.Module, stream: Any) -> Ranks | None:
@@ -203,28 +219,28 @@ class SharedDrafting(Drafting):
         if self.ranks.is_first and not leaves:
             draft = super().propose()
             check_draft(draft, self.target.vocab_size())
-        tokens = to_list(draft.tokens)
+            draft = draft.head(MOST_TOKENS)
         state = State.FAILED if self.failure else State.LEAVES if leaves else State.GOES_ON
-        first = self._meet(state, draft, tokens)
+        first = self._meet(state, draft)
         if self.failure is not None:
             raise self.failure
         if self.is_over:
             return NO_DRAFT
-        if not first.num_tokens:
+        if not first.tokens:
             self.target.rollback.drop_checkpoints()
-        return self._received(first, draft, tokens)
+        return self._received(first, draft)
 
-    def _meet(self, state: State, draft: Draft = NO_DRAFT, tokens: Sequence[int] = ()) -> Said:
+    def _meet(self, state: State, draft: Draft = NO_DRAFT) -> Said:
         """Tell the others this rank's state, and rank 0's draft; returns rank 0's message."""
-        flags = draft.logprobs is not None, draft.parents is not None
-        part = 0
-        if flags == (True, False) and self.part in self._everywhere:
+        is_drawn, part = draft.logprobs is not None, 0
+        if is_drawn and draft.parents is None and self.part in self._everywhere:
             part = 1 + self._everywhere.index(self.part)
         sequence = self.sequence
         known = [sequence.max_tokens % (1 << WORD), self.drafter is not None]
         known += sequence.tokens[self._num_met :]
         checksum, self._num_met = zlib.crc32(array("I", known).tobytes()), len(sequence.tokens)
-        said = Said(state, sequence.end, checksum, len(tokens), *flags, part, tokens)
+        about = is_drawn, part, to_list(draft.tokens), draft.parents
+        said = Said(state, sequence.end, checksum, *about)
         try:
             gathered = self.ranks.gather(said.numbers())
         except RuntimeError:
@@ -250,31 +266,22 @@ class SharedDrafting(Drafting):
             sequence.num_handed_out = self.first_end - sequence.prompt_length
         return all_said[0]
 
-    def _received(self, first: Said, own: Draft, tokens: Sequence[int]) -> Draft:
-        """The draft of rank 0's message, with what takes collectives of its own."""
-        num_tokens, ids = first.num_tokens, list(first.tokens)
-        is_first = self.ranks.is_first
-        if num_tokens > MOST_TOKENS:
-            sent = mx.array(list(tokens), mx.uint32) if is_first else None
-            ids = to_list(self.ranks.from_first(sent, (num_tokens,), mx.uint32))
-        parents = None
-        if first.is_tree:
-            sent = mx.array(list(own.parents or ()), mx.int32) if is_first else None
-            parents = to_list(self.ranks.from_first(sent, (num_tokens,), mx.int32))
-        logprobs = None
-        if first.part:
-            logprobs = None if is_first else self._drawn_anew(first)
-        elif first.is_drawn:
-            shape = num_tokens, self.target.vocab_size()
-            logprobs = self.ranks.from_first(own.logprobs, shape, mx.float32)
-        return replace(own, tokens=ids) if is_first else Draft(ids, logprobs, parents=parents)
+    def _received(self, first: Said, own: Draft) -> Draft:
+        """The draft of rank 0's message, with its distribution."""
+        logprobs = own.logprobs
+        if not self.ranks.is_first and first.part:
+            logprobs = self._drawn_anew(first)
+        elif first.is_drawn and not first.part:
+            shape = len(first.tokens), self.target.vocab_size()
+            logprobs = self.ranks.from_first(own.logprobs, shape)
+        return replace(own, tokens=first.tokens, logprobs=logprobs, parents=first.parents)
 
     def _drawn_anew(self, first: Said) -> mx.array:
         """The distribution [K, V] of a draft that rank 0 has drawn, from this rank's own session.
 
         Where that fails, this rank stays with the others for one more pass, and says so then.
         """
-        num_tokens = first.num_tokens
+        num_tokens = len(first.tokens)
         try:
             if first.part > len(self._everywhere):
                 raise RankError(

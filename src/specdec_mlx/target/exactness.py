@@ -20,7 +20,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.row_caches import RowCaches
@@ -97,14 +96,14 @@ class ProbeReport:
 
 
 def probe(
-    model: nn.Module, widths: Sequence[int] = WIDTHS, seed: int = 0, past_window: bool = True
+    model: nn.Module, widths: Sequence[int] = WIDTHS, past_window: bool = True
 ) -> ProbeReport:
     """Compare passes over several positions with single ones, wherever a model may change.
 
     widths: positions a pass. About 20 passes for each place, and a prefill of the window, if any.
     """
     places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
-    rows = [row for place in places for row in _compare(model, place, widths, seed)]
+    rows = [row for place in places for row in _compare(model, place, widths)]
     kinds = [type(cache).__name__ for cache in leaves(make_prompt_cache(model))]
     ways = dict(zip(reversed(kinds), reversed(ways_back(model)), strict=True))
     caches = tuple(f"{kind} ({ways[kind]})" for kind in dict.fromkeys(kinds))
@@ -161,7 +160,7 @@ def _is_exact(model: nn.Module, place: Place, on_trees: bool) -> bool:
         if on_trees:
             report = tree_report(model, place.context, shift=place.shift)
             return report.exact and not chooses_blocks(model)
-        reports = _compare(model, place, QUICK_WIDTHS, seed=0)
+        reports = _compare(model, place, QUICK_WIDTHS)
     except Exception:  # positions by row, or those claimed, are more than all models take
         if not (on_trees or place.shift):
             raise
@@ -169,22 +168,21 @@ def _is_exact(model: nn.Module, place: Place, on_trees: bool) -> bool:
     if all(report.exact for report in reports):
         return True
     worst = max(report.max_difference for report in reports)
-    warnings.warn(
-        f"specdec_mlx: this model ({type(model).__module__}){place.name} gives other logits "
-        f"for several positions at once than one by one (by up to {worst:.2g}), so nothing is "
-        "drafted there. The text is right, as fast as plain decoding. See "
-        "specdec_mlx.probe(model).",
-        stacklevel=2,
+    _warn(
+        model,
+        f"{place.name} gives other logits for several positions at once than one by one (by up to "
+        f"{worst:.2g}), so nothing is drafted there. The text is right, as fast as plain decoding. "
+        "See specdec_mlx.probe(model)",
     )
     return False
 
 
+def _warn(model: nn.Module, what: str) -> None:
+    warnings.warn(f"specdec_mlx: this model ({type(model).__module__}){what}.", stacklevel=3)
+
+
 def _warn_of_chains(model: nn.Module) -> None:
-    warnings.warn(
-        f"specdec_mlx: this model ({type(model).__module__}) verifies no tree of drafts in one "
-        "pass, so only chains are drafted. The text is the same.",
-        stacklevel=2,
-    )
+    _warn(model, " verifies no tree of drafts in one pass; chains are drafted, for the same text")
 
 
 warn_of_chains = PerModel(_warn_of_chains)  # once for each loaded model
@@ -201,11 +199,7 @@ def _can_hold_rows(model: nn.Module) -> bool:
             reason = "its texts differ from what they are alone"
         except Exception as error:
             reason = f"it fails with {type(error).__name__}"
-    warnings.warn(
-        f"specdec_mlx: several texts at once cannot be had of this model "
-        f"({type(model).__module__}): {reason}. They are written one by one.",
-        stacklevel=2,
-    )
+    _warn(model, f" cannot write several texts at once: {reason}. They are written one by one")
     return False
 
 
@@ -215,7 +209,7 @@ can_hold_rows = PerModel(_can_hold_rows)
 
 def _texts_report(model: nn.Module, rows: RowCaches) -> WidthReport:
     """Feed three texts a padded pass, go back in each by another number, and feed one token."""
-    texts: Any = _random_tokens(model, 16 * len(TEXT_LENGTHS), seed=0).reshape(-1, 16).tolist()
+    texts: Any = _random_tokens(model, 16 * len(TEXT_LENGTHS)).reshape(-1, 16).tolist()
     about = list(zip(texts, TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT, strict=True))
     expected = []
     for text, length, width, kept in about:
@@ -239,7 +233,7 @@ def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthRepor
     shift: positions that the caches claim besides.
     """
     size = len(TREE)
-    tokens = _random_tokens(model, context + 1 + size, seed=0)
+    tokens = _random_tokens(model, context + 1 + size)
     start = _prefilled(model, tokens[:context], shift)
     ids = tokens[context:]
     paths = [[0, *(node + 1 for node in path_to(i, TREE))] for i in range(-1, size)]
@@ -257,18 +251,16 @@ def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
     return caches
 
 
-def _compare(model: nn.Module, place: Place, widths: Sequence[int], seed: int) -> list[WidthReport]:
+def _compare(model: nn.Module, place: Place, widths: Sequence[int]) -> list[WidthReport]:
     """One report for each width."""
     longest, context, shift = max(widths), place.context, place.shift
-    is_spread = group_of(model) is not None
-    tokens = _random_tokens(model, context + longest, seed)
+    tokens = _random_tokens(model, context + longest)
     start = _prefilled(model, tokens[:context], shift)
     single = copy.deepcopy(start)
     steps = []
     for i in range(longest):
         steps.append(model(tokens[None, context + i, None], cache=single)[0])
-        if is_spread:  # passes in one graph may be run in another order on each rank
-            mx.eval(steps[-1])
+        mx.eval(steps[-1])  # passes in one graph may be run in another order on each rank
     expected = mx.concatenate(steps)
     reports = []
     for width in widths:
@@ -311,10 +303,10 @@ def _report(width: int, context: int, logits: mx.array, expected: mx.array) -> W
     )
 
 
-def _random_tokens(model: nn.Module, num_tokens: int, seed: int) -> mx.array:
+def _random_tokens(model: nn.Module, num_tokens: int) -> mx.array:
     """Token ids [n]; V is read off the shape of logits that are never computed."""
     vocab_size = model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
-    return mx.random.randint(0, vocab_size, shape=(num_tokens,), key=mx.random.key(seed))
+    return mx.random.randint(0, vocab_size, shape=(num_tokens,), key=mx.random.key(0))
 
 
 def _windows(model: nn.Module) -> list[int]:

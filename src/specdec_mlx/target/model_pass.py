@@ -57,11 +57,6 @@ class ModelPass:
         """Contents of a cache now; UnreadableError for one without keys and values."""
         return keys_values_of(self.rollback.caches, index)
 
-    @property
-    def features(self) -> FeatureRows | None:
-        """Rows of the latest pass; None if nobody asked."""
-        return None if self.taps is None else self.taps.features
-
     def fed_features(self) -> tuple[FeatureRows, int]:
         """Rows of the latest `feed`, and how many positions it had."""
         assert self.taps is not None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
 
@@ -142,20 +143,20 @@ class Rows:
         return self._next_token.draw(self.logprobs, self._position, self._parents)
 
 
+@dataclass(frozen=True)
 class RoundNoise:
     """Randomness of one round's rule, keyed by the position of its first token."""
 
-    def __init__(self, noise: Noise, position: int) -> None:
-        self._noise = noise
-        self._position = position
+    noise: Noise
+    position: int
 
     def uniform(self, n: int) -> mx.array:
         """Numbers in [0, 1), one for each draft token's coin; [n]."""
-        return self._noise.uniform("accept", self._position, n)
+        return self.noise.uniform("accept", self.position, n)
 
     def gumbel(self, vocab: int) -> mx.array:
         """Standard Gumbel noise for the token after the kept ones; [V]."""
-        return self._noise.gumbel("next", self._position, vocab)
+        return self.noise.gumbel("next", self.position, vocab)
 
 
 def is_pure(f: Any) -> bool:

@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from operator import is_
 from typing import Any, TypeVar
 from weakref import WeakKeyDictionary
 
@@ -28,13 +27,12 @@ T = TypeVar("T")
 class Rollback:
     """A model's caches, and how many positions they hold of what this object was fed.
 
-    caches: the caller's own list, whose entries may be replaced (kv_bits does). broken: why one is
-    not where the others are. states: how recurrent states are had after a short pass, or None.
+    caches: the caller's own list, whose entries may be replaced (kv_bits does). states: how
+    recurrent states are had after a short pass, or None.
     """
 
     caches: list[Any]
     position: int = 0
-    broken: str | None = None
     states: RecurrentStates | None = None
     _checkpoints: list[tuple[int, list[Any]]] = field(default_factory=list)
     """Positions, and what each cache needs to go back there; None for one that needs nothing."""
@@ -83,12 +81,8 @@ class Rollback:
 
     def widest_pass(self) -> int | None:
         """Most positions that one pass may have here; None for any number."""
-        widest = None
-        for cache, strategy in self._strategies():
-            limit = strategy.widest_pass(cache)
-            if limit is not None and (widest is None or limit < widest):
-                widest = limit
-        return widest
+        limits = (strategy.widest_pass(cache) for cache, strategy in self._strategies())
+        return min((limit for limit in limits if limit is not None), default=None)
 
     def takes_trees(self) -> bool:
         """True if a pass over a tree can be made here, and a path of it kept."""
@@ -107,8 +101,6 @@ class Rollback:
         kept: ascending indices, `range(n)` or a path; CacheRollbackError if rows between cannot be
         dropped.
         """
-        if self.position <= position:  # the pass was made on copies
-            return self.position
         if not kept or kept[-1] == len(kept) - 1:  # ascending, so that this is a chain's head
             return self.rewind_to(position + len(kept))
 
@@ -147,10 +139,7 @@ class Rollback:
 
     def _strategies(self) -> list[tuple[Any, Strategy]]:
         """Every cache that holds state, with its strategy; found anew where one was replaced."""
-        is_same = len(self._found_in) == len(self.caches) and all(
-            map(is_, self._found_in, self.caches)
-        )
-        if not is_same:
+        if [*map(id, self._found_in)] != [*map(id, self.caches)]:
             self._found_in = list(self.caches)
             self._found = [(cache, strategy_for(cache)) for cache in leaves(self.caches)]
         if not self._chosen:
@@ -158,7 +147,7 @@ class Rollback:
         return [(cache, self._chosen.get(i) or s) for i, (cache, s) in enumerate(self._found)]
 
     def _all_or_nothing(self, change: Callable[[], T]) -> T:
-        """Put every cache back if a change of them raises; one that cannot be is noted."""
+        """Put every cache back if a change of them raises; a note says which cannot be."""
         before = [(cache, s, s.save(cache)) for cache, s in self._strategies()]
         try:
             return change()
@@ -168,8 +157,7 @@ class Rollback:
                 try:
                     strategy.restore(cache, saved)
                 except CacheRollbackError as failure:
-                    self.broken = str(failure)
-                    error.add_note(self.broken)
+                    error.add_note(str(failure))
             raise
 
     def _return_to_checkpoint(self, position: int) -> int:

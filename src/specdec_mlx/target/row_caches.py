@@ -37,12 +37,11 @@ class Slots:
     def add_row(self, num_positions: int, num_rows: int) -> None:
         """Add a row that holds so many positions, after so many others."""
         first = 0 if self.window is None else max(0, num_positions - self.window)
-        row = np.arange(first, num_positions, dtype=np.int32)
-        others = self.positions if num_rows else np.zeros((0, 0), np.int32)
-        width = max(others.shape[1], len(row))
-        self.positions = np.full((num_rows + 1, width), EMPTY, np.int32)
-        self.positions[:num_rows, : others.shape[1]] = others
-        self.positions[num_rows, : len(row)] = row
+        rows = [*self.positions[:num_rows], np.arange(first, num_positions, dtype=np.int32)]
+        width = max(map(len, rows))
+        self.positions = np.stack(
+            [np.pad(row, (0, width - len(row)), constant_values=EMPTY) for row in rows]
+        )
 
     def append(self, new: np.ndarray) -> None:
         """Add the slots of a pass, [rows, S]; padding, on the right, is `EMPTY`."""

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.contracts import Draft, PendingPass
+from specdec_mlx.contracts import Draft, Drafter, PendingPass, ReadsTarget, all_drafters
 from specdec_mlx.target.exactness import can_hold_rows
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.row_caches import RowCaches
@@ -21,24 +21,22 @@ from specdec_mlx.token_ids import to_ids
 
 @dataclass
 class RowPlace(Rollback):
-    """A row's place in its text: it asks to go back, and all rows go at once.
+    """A row's place in its text: it says where to go back to, and all rows go at once.
 
-    base: positions of earlier texts in the caches. wanted: where it asked to go, None if it stays.
+    base: positions of earlier texts in the caches.
     """
 
     base: int = 0
-    wanted: int | None = None
 
     def rewind_to(self, position: int) -> int:
         """Note the position to go back to; `RowPasses.settle` goes there."""
-        if position < self.position:
-            self.wanted = position
-        return position
+        self.position = min(self.position, position)
+        return self.position
 
     @property
     def end(self) -> int:
         """Where the row's caches are to end."""
-        return self.base + (self.position if self.wanted is None else self.wanted)
+        return self.base + self.position
 
 
 class ToVerify(NamedTuple):
@@ -92,7 +90,9 @@ class RowPasses:
     def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
         """Start a pass over all rows; raises DraftError before anything is fed."""
         both = zip(self.verifiers, rounds, strict=True)
-        rounds = [round_._replace(draft=v.chain_of(round_.draft)) for v, round_ in both]
+        rounds = [
+            round_._replace(draft=v.checked(round_.draft, may_fork=False)) for v, round_ in both
+        ]
         drafted = [v.drafted_ids(r.draft) for v, r in zip(self.verifiers, rounds, strict=True)]
         fed = [round_.fed(ids) for round_, ids in zip(rounds, drafted, strict=True)]
         logits = self.caches.feed(self.model, fed)
@@ -112,7 +112,7 @@ class RowPasses:
 
     def _move(self) -> None:
         for place, end in zip(self.places, self.caches.ends, strict=True):
-            place.position, place.wanted = end - place.base, None
+            place.position = end - place.base
 
     def extract(self, row: int) -> Rollback:
         """Caches of one text, with what they hold of a row."""
@@ -146,16 +146,19 @@ class OneByOne(RowPasses):
         return self.verifiers[row].rollback
 
 
-def passes_over(model: nn.Module, max_kv_size: int | None) -> RowPasses:
+def passes_over(model: nn.Module, max_kv_size: int | None, drafter: Drafter | None) -> RowPasses:
     """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
-    if not can_hold_rows(model):
+    readers = [part for part in all_drafters(drafter) if isinstance(part, ReadsTarget)]
+    if readers:
+        reason = f"{type(readers[0]).__name__} reads the target's states, of one text at a time"
+    elif not can_hold_rows(model):
         return OneByOne(model, RowCaches([]))
-    caches = RowCaches.like(make_prompt_cache(model, max_kv_size=max_kv_size))
-    if caches is not None:
+    elif caches := RowCaches.like(make_prompt_cache(model, max_kv_size=max_kv_size)):
         return RowPasses(model, caches)
+    else:
+        reason = "caches with max_kv_size cannot be rows; leave it out to write texts together"
     warnings.warn(
-        "specdec_mlx: caches with max_kv_size cannot be held in rows, so the texts are written one "
-        "by one. Leave it out to have them written together.",
+        f"specdec_mlx: {reason}. The texts are written one by one.",
         stacklevel=5,
     )
     return OneByOne(model, RowCaches([]))

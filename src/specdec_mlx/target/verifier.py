@@ -212,11 +212,8 @@ class Verifier:
 
         A tree that cannot be verified here is cut to a chain. DraftError, before anything is fed.
         """
-        if num_drafted := len(draft.tokens):
-            check_draft(draft, self.vocab_size())
-            if draft.parents is not None and not self.takes_trees():
-                draft = draft.first_chain()
-                num_drafted = len(draft.tokens)
+        draft = self.checked(draft)
+        num_drafted = len(draft.tokens)
         pending = to_ids(pending)
         num_fed = pending.shape[0] + num_drafted
         fed, rows = self._feed_all_but_last_pass(pending)
@@ -231,8 +228,8 @@ class Verifier:
         pass_ = self.judge(logits, draft, drafted, position, num_fed)
         to_compute = pass_.to_compute
         if self.model_pass.taps is not None:
-            pass_.features = _joined([*rows, self.model_pass.features])
-            if pass_.features is not None and pass_.features.top_tokens is not None:
+            pass_.features = FeatureRows.joined([*rows, self.fed_features()[0]])
+            if pass_.features.top_tokens is not None:
                 to_compute.append(pass_.features.top_tokens)
         mx.async_eval(to_compute)
         return pass_
@@ -270,12 +267,13 @@ class Verifier:
             results["chances"] = chances(rows.probs, drafted, q)
         return LazyPass(draft, num_fed, rows.logprobs, verdict, results, self.counterfactual)
 
-    def chain_of(self, draft: Draft) -> Draft:
-        """A draft as a chain, of a tree the first one; DraftError for what cannot be a draft."""
-        if not len(draft):
-            return draft
-        check_draft(draft, self.vocab_size())
-        return draft.first_chain()
+    def checked(self, draft: Draft, *, may_fork: bool = True) -> Draft:
+        """A draft, of a tree the first chain where it must be one; DraftError for what is none."""
+        if len(draft.tokens):
+            check_draft(draft, self.vocab_size())
+            if draft.parents is not None and not (may_fork and self.takes_trees()):
+                return draft.first_chain()
+        return draft
 
     def drafted_ids(self, draft: Draft) -> mx.array:
         """The draft's tokens as ids that exist; wrong ones are an error once they can be read."""
@@ -290,25 +288,18 @@ class Verifier:
         is_taken = self.tree_rule is not None and self.counterfactual is None
         return is_taken and not self.distribution.by_row and self.model_pass.takes_trees()
 
-    def _feed_all_but_last_pass(
-        self, pending: mx.array
-    ) -> tuple[mx.array, list[FeatureRows | None]]:
+    def _feed_all_but_last_pass(self, pending: mx.array) -> tuple[mx.array, list[FeatureRows]]:
         """Feed pending tokens that one pass has no room for; those that are left, and the rows."""
-        rows: list[FeatureRows | None] = []
+        rows: list[FeatureRows] = []
         while pending.shape[0] > 1:
             room = self.widest_pass()
             if room is None or pending.shape[0] <= room:
                 break
             self.feed(pending[:room])
-            rows.append(self.model_pass.features)
+            if self.model_pass.taps is not None:
+                rows.append(self.fed_features()[0])
             pending = pending[room:]
         return pending, rows
-
-
-def _joined(parts: Sequence[FeatureRows | None]) -> FeatureRows | None:
-    """Rows of all passes of a round; None if nobody asked."""
-    there = [part for part in parts if part is not None]
-    return there[0] if len(there) == 1 else FeatureRows.joined(there) if there else None
 
 
 def _check_needs(rule: AcceptanceRule, counterfactual: Counterfactual | None) -> None:

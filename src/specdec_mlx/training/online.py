@@ -30,7 +30,7 @@ from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import load_model
-from specdec_mlx.target.ranks import group_of
+from specdec_mlx.rounds.ranks import group_of
 from specdec_mlx.training.features import live_batch, load_json
 from specdec_mlx.training.fitting import forward_kl, update
 from specdec_mlx.training.run import PLAN, begin_with
@@ -134,7 +134,8 @@ class OnlineDrafter:
 
     def _take(self, session: ref[Any], tokens: Sequence[int]) -> None:
         """Take the text of a session that ends, and learn if no other is under way."""
-        trainer, ended = self.trainer, session()
+        trainer = self.trainer
+        ended: Any = session()  # which calls this, and so is there
         trainer.under_way.discard(ended)
         trainer.add(tokens, ended.num_prompt)
         if trainer.has_new_text and not trainer.under_way:
