@@ -1,4 +1,4 @@
-"""A connection to the server: requests, answers, several choices of one, and errors."""
+"""A connection to the server: requests in two protocols, answers, several choices, and errors."""
 
 from __future__ import annotations
 
@@ -12,14 +12,15 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from threading import Lock
+from types import SimpleNamespace
 from typing import Any
 
-from mlx_lm.server import APIHandler
+from mlx_lm.server import APIHandler, CompletionRequest, ResponseGenerator
 
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
-from specdec_mlx.mlx_lm_plugin import openai_fields
+from specdec_mlx.mlx_lm_plugin import messages, openai_fields
 from specdec_mlx.mlx_lm_plugin.openai_fields import NUM_SEEDS, RequestError, is_clients, prompts_in
-from specdec_mlx.mlx_lm_plugin.requests import Menu, Requested, ServerEndingError
+from specdec_mlx.mlx_lm_plugin.requests import Channel, Menu, Requested, ServerEndingError
 
 DATA, DONE = b"data: ", b"[DONE]"
 
@@ -53,7 +54,7 @@ class Choice:
         if "usage" in part:
             self.reply = part
         elif is_chunk or not data.startswith(DATA):
-            self.choices.send(data)
+            self.choices.send_part(data, part)
         return len(data)
 
     def flush(self) -> None:
@@ -71,26 +72,31 @@ class Choices:
     answer: Callable[[SpeculatingHandler, Any], None]
     num_choices: int
     failure: Exception | None = None
+    parts: list[Choice] = field(default_factory=list)
     _lock: Any = field(default_factory=Lock)
 
     def run(self, requests: Sequence[Any]) -> None:
         """Answer all requests; raises what the first choice that failed raised."""
         own = [copy.deepcopy(request) for request in requests for _ in range(self.num_choices)]
-        parts = [self._part(index) for index in range(len(own))]
+        self.parts = [self._part(index) for index in range(len(own))]
         with ThreadPoolExecutor(len(own)) as pool:
-            pool.map(self._run_one, parts, own)
+            pool.map(self._run_one, self.parts, own)
         if self.failure is not None:
             raise self.failure
-        replies = [part.reply for part in parts if part.reply is not None]
-        whole = json.dumps(self._whole(replies)).encode() if replies else b""
-        if not self.handler.stream:
-            self.handler._set_completion_headers(200)
-            self.handler.send_header("Content-Length", str(len(whole)))
-            self.handler.end_headers()
-            self.send(whole)
-            return
-        if replies:  # the usage was asked for
-            self.send(DATA + whole + b"\n\n")
+        replies = [part.reply for part in self.parts if part.reply is not None]
+        if self.handler.stream:
+            self._end(replies)
+        else:
+            self.handler.reply_json(self._whole(replies))
+
+    def send_part(self, data: bytes, part: dict[str, Any]) -> None:
+        """Send a part of a stream, or a line that keeps the connection alive."""
+        self.send(data)
+
+    def _end(self, replies: Sequence[dict[str, Any]]) -> None:
+        """End a stream, with the usage if it was asked for."""
+        if replies:
+            self.send(DATA + json.dumps(self._whole(replies)).encode() + b"\n\n")
         self.send(DATA + DONE + b"\n\n")
 
     def _part(self, index: int) -> Choice:
@@ -135,6 +141,43 @@ class Choices:
         return {**replies[0], "choices": choices, "usage": usage}
 
 
+@dataclass(eq=False)
+class AsMessage(Choices):
+    """The one answer to a request in Anthropic's protocol."""
+
+    def __post_init__(self) -> None:
+        asked = self.handler.asked or {}
+        self.reply = messages.Reply(str(asked.get("model", "")), self._stopped_by, self._counts)
+
+    @property
+    def _channel(self) -> Channel:
+        speculation = self.parts[0].handler.speculation
+        assert speculation is not None
+        return speculation.channel
+
+    def _stopped_by(self) -> str | None:
+        decode = self.handler.response_generator.model_provider.tokenizer.decode
+        text = decode(self._channel.tokens)
+        return messages.stop_in(text, (self.handler.asked or {}).get("stop_sequences"))
+
+    def _counts(self) -> dict[str, int]:
+        context = self._channel.context
+        assert context is not None
+        return messages.prompt_usage(len(context.prompt), max(0, context.prompt_cache_count))
+
+    def send_part(self, data: bytes, part: dict[str, Any]) -> None:
+        """Send the events of a part of a stream."""
+        for event in self.reply.events(part) if part else [data]:
+            self.send(event)
+
+    def _end(self, replies: Sequence[dict[str, Any]]) -> None:
+        for event in self.reply.end(replies[0]["usage"]):
+            self.send(event)
+
+    def _whole(self, replies: Sequence[dict[str, Any]]) -> dict[str, Any]:
+        return self.reply.whole(replies[0])
+
+
 class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer that one itself
     """A request is not served, for a reason, an exception, that the client is told."""
 
@@ -142,9 +185,11 @@ class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer tha
 class SpeculatingHandler(APIHandler):  # type: ignore[misc]
     """mlx-lm's handler, with speculation, several choices, and errors in OpenAI's form."""
 
+    path: str
     speculation: Requested | None = None
     replying = False  # true if the client has the head of a reply
     choice: Choice | None = None  # of several; another handler writes to the client
+    asked: dict[str, Any] | None = None  # the body of a request in Anthropic's protocol
 
     def __init__(self, menu: Menu, *args: Any, **kwargs: Any) -> None:
         """Handle one connection; the base class does it all in its constructor."""
@@ -153,11 +198,11 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
 
     def do_POST(self) -> None:  # noqa: N802 - http.server's name
         """Answer a request; a client that hangs up is no error of ours."""
-        self.speculation, self.replying = None, False
+        self.speculation, self.replying, self.asked = None, False, None
         try:
             try:
-                self._read_body()
-                super().do_POST()
+                if not self._read_body():
+                    super().do_POST()
             except Exception as error:
                 if isinstance(error, ConnectionError):
                     raise
@@ -166,13 +211,47 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             logging.info(f"Client hung up: {error}")
             self.close_connection = True
 
-    def _read_body(self) -> None:
-        """Check the body of a request, and leave to mlx-lm what it is to read."""
-        size = self.headers.get("Content-Length", "")
-        if size.isdecimal() and self.path.endswith("completions"):
-            body = json.dumps(openai_fields.read_body(self.rfile.read(int(size)))).encode()
-            self.headers.replace_header("Content-Length", str(len(body)))
-            self.rfile: Any = io.BytesIO(body)
+    def _read_body(self) -> bool:
+        """Check the body of a request, and leave to mlx-lm what it is to read; True if answered."""
+        size, path = self.headers.get("Content-Length", ""), self.path.partition("?")[0]
+        in_messages = path in (messages.MESSAGES, messages.COUNT_TOKENS)
+        if not size.isdecimal() or not (in_messages or path.endswith("completions")):
+            return False
+        raw = self.rfile.read(int(size))
+        if in_messages:
+            self.asked = {}  # errors are in its form from here on
+            self.asked, self.path = openai_fields.read_body(raw), messages.CHAT
+            counting = path == messages.COUNT_TOKENS
+            chat = messages.chat_body(self.asked, counting=counting)
+            raw = json.dumps(chat).encode()
+            if counting:
+                self.reply_json({"input_tokens": self._num_tokens(chat)})
+                return True
+        body = json.dumps(openai_fields.read_body(raw)).encode()
+        self.headers.replace_header("Content-Length", str(len(body)))
+        self.rfile: Any = io.BytesIO(body)
+        return False
+
+    def _num_tokens(self, chat: dict[str, Any]) -> int:
+        """Number of tokens of a chat's prompt."""
+        generator = self.response_generator
+        if (tokenizer := generator.model_provider.tokenizer) is None:
+            raise RequestError("No model is loaded yet. Ask for a message first.")
+        request = CompletionRequest("chat", "", chat["messages"], chat.get("tools"), None)
+        args = SimpleNamespace(chat_template_kwargs=chat.get("chat_template_kwargs"))
+        try:
+            return len(ResponseGenerator._tokenize(generator, tokenizer, request, args)[0])
+        except Exception as error:  # of the template, which is a program
+            raise RequestError(f"The prompt cannot be read: {error}") from error
+
+    def reply_json(self, reply: dict[str, Any]) -> None:
+        """Send a whole reply."""
+        whole = json.dumps(reply).encode()
+        self._set_completion_headers(200)
+        self.send_header("Content-Length", str(len(whole)))
+        self.end_headers()
+        self.wfile.write(whole)
+        self.wfile.flush()
 
     def check_client(self) -> None:
         """Raise ConnectionError if the client has gone, or waits for no more of this choice."""
@@ -202,7 +281,8 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         status = self._status(error)
         if status == HTTPStatus.INTERNAL_SERVER_ERROR:
             logging.error("A request failed.", exc_info=error)
-        reply = json.dumps(openai_fields.error_object(error, status))
+        form = openai_fields.error_object if self.asked is None else messages.message_error
+        reply = json.dumps(form(error, status))
         self.speculation = None
         self.close_connection = True
         if not self.replying:
@@ -210,6 +290,8 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             self._set_completion_headers(status)
             self.end_headers()
             self.wfile.write(reply.encode())
+        elif self.stream and self.asked is not None:
+            self.wfile.write(f"event: error\ndata: {reply}\n\n".encode())
         elif self.stream:
             self.wfile.write(f"data: {reply}\n\ndata: [DONE]\n\n".encode())
 
@@ -228,7 +310,8 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
                 openai_fields.check_messages(self.body.get("messages"))
             else:
                 prompts_in(self.body.get("prompt"))
-            self.speculation = self.menu.requested(self.body, self.headers.get("Authorization", ""))
+            key = self.headers.get("Authorization") or self.headers.get("x-api-key", "")
+            self.speculation = self.menu.requested(self.body, key)
         except (ValueError, MissingPackageError) as error:
             raise Refused(RequestError(str(error))) from error
         if not (self.body.get("stream_options") or {}).get("include_usage"):
@@ -247,7 +330,9 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         requests = [request]
         if request.request_type == "text":
             requests = [replace(request, prompt=prompt) for prompt in prompts_in(request.prompt)]
-        if len(requests) * num_choices == 1:
+        if self.asked is not None:
+            AsMessage(self, answer, 1).run(requests)
+        elif len(requests) * num_choices == 1:
             answer(self, requests[0])
         else:
             Choices(self, answer, num_choices).run(requests)
