@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ import pytest
 from mlx_lm.models import qwen2
 
 import tiny_model_folder
-from serving import MESSAGES, MODEL, chat, post, serving, text_of
+from serving import MESSAGES, MODEL, chat, post, serving, text_of, until
 from tiny_model_folder import write_model_folder
 
 TEMPLATE = (
@@ -84,7 +85,7 @@ def folder(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def other(folder: Path) -> Iterator[openai.OpenAI]:
     """A client in OpenAI's protocol."""
-    flags = ("--chat-template-args", '{"enable_thinking": false}')
+    flags = ("--draft-length", "4", "--chat-template-args", '{"enable_thinking": false}')
     with serving("--model", str(folder), *flags) as client:
         chat(client, max_tokens=2)  # the model is loaded
         yield client
@@ -259,3 +260,40 @@ def test_any_body_gets_an_answer(client: anthropic.Anthropic, other: openai.Open
     assert statuses.count(200) > 50
     assert statuses.count(400) > 50
     assert text_of(chat(other)) == before
+
+
+def test_totals_are_told_in_vllms_names_and_on_a_page(
+    client: anthropic.Anthropic, other: openai.OpenAI
+) -> None:
+    """Counts of both protocols, whole, streamed, and of several choices."""
+    before = metrics(other)
+    reply = chat(other)
+    details = reply.usage.completion_tokens_details
+    account = reply.usage.speculation
+    assert details.accepted_prediction_tokens == account["accepted"] > 0
+    assert details.rejected_prediction_tokens == account["drafted"] - account["accepted"]
+    streamed(client)
+    several = chat(other, n=2, seed=1, temperature=1.0).usage
+    answered = "vllm:request_success_total"
+    until(lambda: metrics(other)[answered] == before[answered] + 4)
+    after = metrics(other)
+    grown = {name: after[name] - before.get(name, 0) for name in after}
+    told = account["emitted"] + 200 + several.completion_tokens
+    assert grown["vllm:generation_tokens_total"] == told
+    assert grown["vllm:iterations_total"] < told
+    accepted = grown["vllm:spec_decode_num_accepted_tokens_total"]
+    at = "vllm:spec_decode_num_accepted_tokens_per_pos_total"
+    assert sum(n for name, n in grown.items() if name.startswith(at)) == accepted > 0
+    assert after["vllm:num_requests_running"] == after["vllm:num_requests_waiting"] == 0
+    with urllib.request.urlopen(str(other.base_url).removesuffix("v1/")) as page:
+        html = page.read().decode()
+    assert "tokens per pass" in html
+    assert "SuffixDrafter" in html
+    assert "<script" not in html
+
+
+def metrics(client: openai.OpenAI) -> dict[str, float]:
+    with urllib.request.urlopen(str(client.base_url).replace("v1/", "metrics")) as reply:
+        lines = reply.read().decode().splitlines()
+    samples = (line.rsplit(" ", 1) for line in lines if not line.startswith("#"))
+    return {name: float(value) for name, value in samples}

@@ -18,7 +18,7 @@ from typing import Any
 from mlx_lm.server import APIHandler, CompletionRequest, ResponseGenerator
 
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
-from specdec_mlx.mlx_lm_plugin import messages, openai_fields
+from specdec_mlx.mlx_lm_plugin import messages, openai_fields, status
 from specdec_mlx.mlx_lm_plugin.openai_fields import NUM_SEEDS, RequestError, is_clients, prompts_in
 from specdec_mlx.mlx_lm_plugin.requests import Channel, Menu, Requested, ServerEndingError
 
@@ -138,6 +138,10 @@ class Choices:
         batched = any(account["batched"] for account in accounts)
         name = accounts[0]["drafter"]
         usage["speculation"] = {"drafter": name, "batched": batched, "choices": accounts}
+        details = [one["completion_tokens_details"] for one in usages]
+        usage["completion_tokens_details"] = {
+            name: sum(one[name] for one in details) for name in details[0]
+        }
         return {**replies[0], "choices": choices, "usage": usage}
 
 
@@ -191,10 +195,29 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
     choice: Choice | None = None  # of several; another handler writes to the client
     asked: dict[str, Any] | None = None  # the body of a request in Anthropic's protocol
 
-    def __init__(self, menu: Menu, *args: Any, **kwargs: Any) -> None:
+    def __init__(self, menu: Menu, totals: status.Totals, *args: Any, **kwargs: Any) -> None:
         """Handle one connection; the base class does it all in its constructor."""
-        self.menu = menu
+        self.menu, self.totals = menu, totals
         super().__init__(*args, **kwargs)
+
+    def do_GET(self) -> None:  # noqa: N802 - http.server's name
+        """The page and the metrics; all else is mlx-lm's."""
+        generator = self.response_generator
+        running = sum(channel.alive for channel in list(generator.channels))
+        gauges = {"running": running, "waiting": generator.requests.qsize()}
+        if self.path == status.METRICS:
+            self._reply(self.totals.metrics(gauges), status.METRICS_TYPE)
+        elif self.path == status.PAGE:
+            self._reply(self.totals.page(gauges), "text/html; charset=utf-8")
+        else:
+            super().do_GET()
+
+    def _reply(self, text: str, kind: str) -> None:
+        self.send_response(HTTPStatus.OK)
+        self.send_header("Content-Type", kind)
+        self.send_header("Content-Length", str(len(text.encode())))
+        self.end_headers()
+        self.wfile.write(text.encode())
 
     def do_POST(self) -> None:  # noqa: N802 - http.server's name
         """Answer a request; a client that hangs up is no error of ours."""
@@ -325,6 +348,7 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             own.speculation = handler.speculation
             own.speculation.check_client = handler.check_client
             APIHandler.handle_completion(handler, own, stop_words)
+            self.totals.add(handler.speculation)
 
         num_choices = self.body.get("n", 1)
         requests = [request]
@@ -338,9 +362,13 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             Choices(self, answer, num_choices).run(requests)
 
     def account(self) -> dict[str, Any]:
-        """The `speculation` object of what was answered."""
+        """Fields of the usage of what was answered, in OpenAI's names and in ours."""
         assert self.speculation is not None
-        return self.speculation.usage()
+        stats = self.speculation.stats
+        accepted = stats.accepted if stats is not None else 0
+        rejected = stats.drafted - accepted if stats is not None else 0
+        names = {"accepted_prediction_tokens": accepted, "rejected_prediction_tokens": rejected}
+        return {"completion_tokens_details": names, "speculation": self.speculation.usage()}
 
     def generate_response(self, text: str, reason: str | None, *args: Any, **kwargs: Any) -> Any:
         """mlx-lm's reply or chunk of one; the account is in `usage`, or in the last chunk."""
@@ -348,13 +376,13 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         if self.choice is not None:
             reply["choices"][0]["index"] = self.choice.index
         if "usage" in reply:
-            reply["usage"]["speculation"] = self.account()
+            reply["usage"] |= self.account()
         elif reason is not None:
-            reply["speculation"] = self.account()
+            reply |= {"speculation": self.account()["speculation"]}
         return reply
 
     def completion_usage_response(self, *counts: Any) -> Any:
         """The last chunk of a stream whose client asked for the usage."""
         reply = super().completion_usage_response(*counts)
-        reply["usage"]["speculation"] = self.account()
+        reply["usage"] |= self.account()
         return reply

@@ -37,6 +37,7 @@ from specdec_mlx.mlx_lm_plugin.flags import Flags, replaced_names, run_main
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias, room_after, within
 from specdec_mlx.mlx_lm_plugin.requests import Channel, Continuation, Menu, Requested
+from specdec_mlx.mlx_lm_plugin.status import Totals
 from specdec_mlx.models import explained
 from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
@@ -66,7 +67,7 @@ def run_server(arguments: Sequence[str]) -> None:
 def _names(menu: Menu, kept: ExitStack | None, stack: ExitStack) -> dict[str, Any]:
     """Replacements for names that `main` of mlx-lm's server uses; kept saves tunings at the end."""
     load_processor, scan = MODULE.load_processor, MODULE.scan_cache_dir
-    handler = partial(SpeculatingHandler, menu)
+    handler = partial(SpeculatingHandler, menu, Totals())
 
     def noting_length(model: nn.Module, config: dict[str, Any]) -> Any:
         heads.longest_text.put(model, heads.longest_in(config))
