@@ -26,7 +26,6 @@ from benchmarks.heads import (
     target_and_prompts,
     tokens_a_pass,
 )
-from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
@@ -35,6 +34,7 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import draft_path, head_path
 from specdec_mlx.loop import speculate
 from specdec_mlx.models import load_model
+from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats

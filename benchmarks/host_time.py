@@ -20,10 +20,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
-from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.contracts import Drafter, LogitsProcessor
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.loop import Token, speculate
+from specdec_mlx.notebook.views import markdown_table
 
 VOCAB_SIZE = 512
 BEST, OTHERS = 20.0, -20.0

@@ -20,12 +20,12 @@ import mlx.nn as nn
 
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import read_prompts
-from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import draft_path, target_path
 from specdec_mlx.loop import speculate
 from specdec_mlx.models import load_model
+from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.training.online import OnlineDraftModel, OnlineTrainer

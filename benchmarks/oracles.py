@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.recorded import Modelled, greedy_context, num_matching, top_rows
+from specdec_mlx.bench.recorded import Modelled, greedy_context, right_path, top_rows
 from specdec_mlx.contracts import (
     Closes,
     Drafter,
@@ -19,7 +19,6 @@ from specdec_mlx.contracts import (
     SeesTarget,
     session_parts,
 )
-from specdec_mlx.token_ids import to_list
 
 LENGTH_ORACLE, TEXT_ORACLE = "length oracle", "text oracle"
 LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured
@@ -75,11 +74,11 @@ def length_oracle(
 def _num_right(session: DraftSession, most: int, coming: Sequence[int]) -> int:
     """How many of the coming tokens a session proposes, or guesses one after the other."""
     if not hasattr(session, "propose_tree"):
-        return num_matching(to_list(session.propose(most).tokens), coming)
+        return len(right_path(session.propose(most), coming))
     drafts = [part.propose(most) for _, part in session_parts(session, "")]
     for _, part in session_parts(session, ""):
         drafts += part.candidates(most) if isinstance(part, OffersSeveral) else ()
-    return max(num_matching(to_list(draft.tokens), coming) for draft in drafts)
+    return max(len(right_path(draft, coming)) for draft in drafts)
 
 
 def _show(readers: Sequence[SeesTarget], text: RecordedText, places: Sequence[int | None]) -> None:

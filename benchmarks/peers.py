@@ -68,7 +68,7 @@ def mlx_dspark(model: nn.Module, tokenizer: Any, temp: float) -> Contender:
         rounds.finish()
         yield from rounds.emitted(result.token_ids[:max_tokens])
 
-    return Contender(MLX_DSPARK, "", start)
+    return Contender(MLX_DSPARK, start=start)
 
 
 class _Rounds:
@@ -131,7 +131,7 @@ def mlx_optiq(model: nn.Module, tokenizer: Any, temp: float) -> Contender:
                 counts = Counts(target_passes, stats.drafted, stats.verify_steps)
                 yield Emitted(int(token), from_draft, counts=counts)
 
-    return Contender(MLX_OPTIQ, "", start)
+    return Contender(MLX_OPTIQ, start=start)
 
 
 PEERS: dict[str, Callable[[nn.Module, Any, float], Contender]] = {

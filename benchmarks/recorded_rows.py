@@ -20,10 +20,10 @@ from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.prompts import spread
 from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.recorded import Modelled, RecordedTarget, greedy_context
-from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
 from specdec_mlx.loop import Generation
+from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats

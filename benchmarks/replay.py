@@ -29,7 +29,7 @@ from benchmarks.recorded_rows import RowsScore, format_rows, score_rows
 from specdec_mlx.bench import replay
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import Record
-from specdec_mlx.bench.replay import Score, Scores, format_scores
+from specdec_mlx.bench.replay import Score, Scores
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.options import argument, positive_int
 
@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if args.drafter or not drafters:
         drafters = replay.drafters_of(args) | drafters
-    lengths = args.draft_length or replay.DEFAULT_DRAFT_LENGTHS
+    lengths = args.draft_length or replay.DEFAULT_LENGTHS
     everything: list[Score | RowsScore] = []
     for cost in replay.costs_of(args, record):
         print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n")
@@ -95,9 +95,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 record, drafters, cost, draft_cost=args.draft_cost, longest=args.longest
             )
         everything += scores
-        print(f"{format_scores(scores)}\n")
+        print(f"{scores}\n")
     if args.json:
         Path(args.json).write_text(json.dumps([asdict(score) for score in everything], indent=1))
+    if args.plot:
+        replay.draw(args.plot, Scores(s for s in everything if isinstance(s, Score)))
     return 0
 
 

@@ -21,13 +21,13 @@ import mlx.nn as nn
 
 from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import Task, builtin_prompts, choose, encode_chat, read_prompts
-from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments, lighter_of
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.loop import speculate
 from specdec_mlx.models import four_bit_copy, load_model
+from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.counterfactual import BY_ROUND, Counterfactual
 

@@ -23,11 +23,11 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx import loop
-from specdec_mlx.bench.report import markdown_table
 from specdec_mlx.contracts import Draft
 from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.lab import target_path
 from specdec_mlx.models import load_model
+from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.distribution import Sampling

@@ -24,7 +24,7 @@ from mlx.utils import tree_map
 from specdec_mlx import lab
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted, ours, plain
 from specdec_mlx.bench.prompts import Task, builtin_prompts, encode_chat
-from specdec_mlx.bench.report import markdown_table, or_dash
+from specdec_mlx.bench.record import or_dash
 from specdec_mlx.bench.summary import ALL, Result, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved, time_generation
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
@@ -32,6 +32,7 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.model import ModelDrafter, logit_width
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.models import load_model
+from specdec_mlx.notebook.views import markdown_table
 
 NO_DRAFTER, ALWAYS_WRONG, RANDOM_WORDS = "no drafter", "always wrong", "random words"
 NEVER_ASKED, PAUSED = "draft model, never asked", "draft model, paused"
@@ -194,13 +195,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
             f"{or_dash(r.ratio_low, 3)} to {or_dash(r.ratio_high, 3)}",
             f"{r.drafted}",
             f"{r.tokens_per_pass:.2f}",
-            or_dash(r.host_ms_per_round, 3),
         ]
         for name, r in measure(
             model, tokenizer, args.num_prompts, args.temp, settings, useless
         ).items()
     ]
-    header = ["case", "of plain's speed", "95%", "drafted", "tokens per pass", "host ms"]
+    header = ["case", "of plain's speed", "95%", "drafted", "tokens per pass"]
     print(markdown_table(header, rows, num_text_columns=1))
 
 

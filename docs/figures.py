@@ -20,7 +20,6 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-from specdec_mlx.bench import plots as bench_plots
 from specdec_mlx.bench.record import read_cost, read_result
 from specdec_mlx.bench.summary import ALL, Result
 from specdec_mlx.draft_length.costs import CURVES
@@ -93,8 +92,8 @@ def speed_by_text(data: dict[str, dict[str, Any]]) -> Plot:
     figure = Plot(figsize=(7.6, 6))
     heights = [len({result.category for result in by_text}), 3.5]
     above, below = figure.subplots(2, 1, height_ratios=heights, sharex=True)
-    bench_plots.speed_by_text(by_text, above, TITLES[0])
-    bench_plots.speed_by_text(pair, below, TITLES[1])
+    plots.speed_by_text(by_text, above, TITLES[0])
+    plots.speed_by_text(pair, below, TITLES[1])
     above.set_xlabel("")
     figure.supxlabel(caption(data.values()), fontsize=7.5, color=GREY)
     return figure

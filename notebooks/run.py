@@ -39,6 +39,7 @@ def run(path: Path) -> None:
 
 
 if __name__ == "__main__":
+    os.environ["TQDM_DISABLE"] = "1"  # bars are for those who wait
     os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # of tqdm, without ipywidgets
     for name in sys.argv[1:] or sorted(path.name for path in FOLDER.glob("*.ipynb")):
         print(name)

@@ -6,7 +6,8 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from functools import cache
+from functools import cache, partial
+from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -17,7 +18,7 @@ import numpy as np
 import pytest
 
 import command_line
-from benchmarks import heads, server, worst_case
+from benchmarks import heads, server
 from benchmarks.peers import MLX_DSPARK, MLX_OPTIQ, PEERS, _Rounds, make_peer
 from benchmarks.rules import account_of, by_rule
 from benchmarks.server import OURS, STOCK, Answer, Phase
@@ -55,7 +56,8 @@ COMMANDS = {
     "replay": "{texts} --drafter ngram --draft-length 2",
     "rollback": "--model {model} --context 64 --repeats 2",
     "rules": "--model {model} --draft-model {model} --prompts {prompts} --max-tokens 8",
-    "server": "--help",
+    "server": "--model {model} --prompts {prompts} --num 3 --clients 2 --max-tokens 40"
+    " --draft-length 3 --in-process",
     "tree_cost": "--model {model} --repeats 1",
     "worst_case": "--model {model} --num-prompts 1 --repeats 1 --max-tokens 8",
 }
@@ -144,20 +146,13 @@ def recorded(rounds: Rounds) -> Counterfactual:
     return account
 
 
-def test_merged_accounts_are_one_account_of_all_rounds() -> None:
-    """Texts of different lengths, one of none: not the mean of their means."""
-    first, second = some_rounds(5, seed=0), some_rounds(20, seed=1)
-    merged = Counterfactual()
-    for part in (first, [], second):
-        merged.merge(recorded(part))
-    assert merged.as_dict() == recorded(first + second).as_dict()
-    assert merged.rounds == 25
-
-
-def test_results_are_the_accounts() -> None:
-    """Every number of the table, worked out from the rounds by hand."""
-    rounds = some_rounds(30, seed=2)
-    account = recorded(rounds)
+def test_results_are_the_accounts_all_rounds_together() -> None:
+    """Every number of the table from the rounds by hand: not the mean of the texts' means."""
+    texts = (some_rounds(5, seed=0), [], some_rounds(20, seed=1))
+    account, rounds = Counterfactual(), [*texts[0], *texts[2]]
+    for part in texts:
+        account.merge(recorded(part))
+    assert account.as_dict() == recorded(rounds).as_dict()
     results = {result.rule: result for result in by_rule(account)}
     assert list(results) == list(BY_ROUND)
     for column, rule in enumerate(BY_TOKEN):
@@ -169,35 +164,29 @@ def test_results_are_the_accounts() -> None:
         assert (result.accepted_per_round, result.tokens_per_pass) == (kept, 1 + kept)
         for reference in ("rejection", "match"):
             other = results[reference]
-            ratio = result.tokens_per_pass / other.tokens_per_pass
-            assert result.pass_ratios[reference] == pytest.approx(ratio)
-            if result.acceptance is not None and result.acceptance_ratios is not None:
-                ratio = result.acceptance / (other.acceptance or 0)
-                assert result.acceptance_ratios[reference] == pytest.approx(ratio)
+            ratios = {result.pass_ratios[reference]: result.tokens_per_pass / other.tokens_per_pass}
+            if result.acceptance_ratios is not None:
+                share = (result.acceptance or 0) / (other.acceptance or 1)
+                ratios[result.acceptance_ratios[reference]] = share
+            assert [*ratios] == pytest.approx([*ratios.values()])
     assert (results["block"].by_position, results["block"].acceptance_ratios) == (None, None)
     with pytest.raises(ValueError, match="No round had a draft"):
         by_rule(Counterfactual())
 
 
-def test_the_lab_pair_keeps_the_proven_order_and_texts_end_with_their_end_token() -> None:
-    """Block keeps at least what rejection does, which accepts at least as coupled and match."""
+def test_a_text_ends_with_its_end_token() -> None:
+    """The first token is not drafted; the second is in the first round's draft."""
     pair = lab.load_pair()
     tasks = [Task(text, "text", pair.tokenizer.encode(text)) for text in TEXTS]
     options: dict[str, Any] = {"max_tokens": 48, "temp": 1.0, "draft_length": 3}
-    drafter, texts = ModelDrafter(pair.draft), []
-    account = account_of(pair.target, drafter, tasks, on_text=lambda: texts.append(1), **options)
-    assert len(texts) == 3
-    results = {result.rule: result for result in by_rule(account)}
-    assert results["block"].accepted_per_round >= results["rejection"].accepted_per_round
-    chances = {rule: results[rule].acceptance or 0 for rule in BY_TOKEN}
-    assert chances["rejection"] >= chances["coupled"] > chances["match"] > 0
+    call, done = (pair.target, ModelDrafter(pair.draft)), list[int]()
+    account = account_of(*call, tasks, on_text=lambda: done.append(1), **options)
+    assert len(done) == 3
     assert account.positions[0].reached == account.rounds > 30
-    # the first token is not drafted; the second is in the first round's draft
     (first,) = speculate(pair.target, tasks[0].prompt, max_tokens=1, sampler=Sampling(1.0), seed=0)
     every_token = set(range(1000))
     for end_tokens, rounds in ((every_token, 0), (every_token - {first.token}, 1)):
-        cut = account_of(pair.target, drafter, tasks[:1], end_tokens=end_tokens, **options)
-        assert cut.rounds == rounds
+        assert account_of(*call, tasks[:1], end_tokens=end_tokens, **options).rounds == rounds
 
 
 # The server ---------------------------------------------------------------------------------------
@@ -205,22 +194,17 @@ def test_the_lab_pair_keeps_the_proven_order_and_texts_end_with_their_end_token(
 
 def test_servers_are_asked_in_turn_and_timed_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Who is first alternates; the time of each is the sum of its own."""
-    asked: list[tuple[str, str]] = []
-    clock = [0.0]
-    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    asked: list[str] = []
+    seconds = {STOCK: 3.0, OURS: 2.0}
+    monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds[name] for name in asked))
 
-    def asking(name: str, seconds: float) -> server.Ask:
-        def ask(prompt: str) -> Answer:
-            asked.append((name, prompt))
-            clock[0] += seconds
-            return Answer(prompt, 3)
+    def ask(name: str, prompt: str) -> Answer:
+        asked.append(name)
+        return Answer(prompt, 3)
 
-        return ask
-
-    servers = {STOCK: asking(STOCK, 3.0), OURS: asking(OURS, 2.0)}
+    servers: dict[str, server.Ask] = {name: partial(ask, name) for name in seconds}
     phase = server.one_after_another(servers, ["a", "b", "c"])
-    order = [(STOCK, "a"), (OURS, "a"), (OURS, "b"), (STOCK, "b"), (STOCK, "c"), (OURS, "c")]
-    assert asked == order
+    assert asked == [STOCK, OURS, OURS, STOCK, STOCK, OURS]
     assert phase.seconds == {STOCK: 9.0, OURS: 6.0}
     assert (phase.ratio, phase.num_same) == (1.5, 3)
     groups = server.several_at_once(servers, list("abcdefgh"), clients=3)
@@ -229,73 +213,23 @@ def test_servers_are_asked_in_turn_and_timed_each(monkeypatch: pytest.MonkeyPatc
     assert groups.seconds == {STOCK: 24.0, OURS: 16.0}
 
 
-def phase_of(stock: list[Answer], ours: list[Answer]) -> Phase:
-    phase = Phase("it")
-    phase.answers = {STOCK: stock, OURS: ours}
-    return phase
-
-
 def test_a_phase_counts_errors_other_texts_and_times() -> None:
     """A failed request is never the same text, and counts in no time."""
     no = Answer(error="no")
-    phase = phase_of([Answer("a"), Answer("b"), no, no], [Answer("a"), Answer("c"), Answer(""), no])
+    a, b, c = (
+        Answer(text, 3, per_token=x, last=x) for text, x in zip("aab", (2, 4, 9), strict=True)
+    )
+    phase = Phase("it", answers={STOCK: [a, c, b, no], OURS: [b, a, no, no]})
     assert phase.num_same == 1
-    assert phase.num_errors == {STOCK: 2, OURS: 1}
-    assert "1/4" in server.table([phase])
+    assert phase.num_errors == {STOCK: 1, OURS: 2}
+    assert phase.per_token(STOCK) == (4, 9)  # the median client's, and the slowest
+    assert phase.per_token(OURS) == (3, 4)
+    assert phase.latest == max(4 / 2, 4 / 9)  # of the request that fares worst
+    table = server.table([phase])
+    assert "1/4" in table
+    assert " 2.00 " in table
     assert '"text"' not in json.dumps(server.record([phase], texts=False))
-    assert '"text": "c"' in json.dumps(server.record([phase], texts=True))
-    timed = [Answer("a", 3, per_token=seconds) for seconds in (0.1, 0.2, 0.6)]
-    phase = phase_of(timed, [timed[0], no, no])
-    assert phase.per_token(STOCK) == (0.2, 0.6)  # the median client's, and the slowest
-    assert phase.per_token(OURS) == (0.1, 0.1)
-    assert server.table([phase]).splitlines()[1].split()[-3:] == ["200.0", "600.0", "0"]
-    last = [Answer("a", 3, last=seconds) for seconds in (1.0, 1.5, 2.0)]
-    phase = phase_of([last[2], last[0], no], [last[0], last[1], no])
-    assert phase.latest == 1.5  # of the request that fares worst
-    assert " 1.50 " in server.table([phase])
-
-
-@FULL
-def test_both_servers_are_measured_and_one_that_does_not_start_is_an_error(
-    files: dict[str, str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """As processes, with a tiny model: the same texts, no errors, and our account."""
-    figures = tmp_path / "figures.json"
-    arguments = f"--model {files['model']} --prompts {files['prompts']} --num 3 --clients 2"
-    arguments += f" --max-tokens 40 --draft-length 3 --in-process --json {figures}"
-    assert server.main(arguments.split()) == 0
-    measured = json.loads(figures.read_text())
-    for phase in measured["phases"]:
-        assert (phase["same"], phase["errors"]) == (3, {STOCK: 0, OURS: 0})
-    alone = measured["phases"][0]["answers"]
-    assert any(answer["speculation"]["drafted"] for answer in alone[OURS])
-    assert all(not answer["speculation"] for answer in alone[STOCK])
-    assert measured["library"] > 0
-    out = capsys.readouterr().out
-    assert all(title in out for title in ("one after another", "2 at once"))
-    assert server.main(["--model", files["model"], "--draft-length", "-3"]) == 2
-    assert "expected an int >= 0" in capsys.readouterr().err
-
-
-# Where speculation can only lose ------------------------------------------------------------------
-
-
-@FULL
-@pytest.mark.parametrize("temp", [0.0, 1.0])
-def test_every_case_is_what_it_is_called(temp: float) -> None:
-    """A useless model is paused; rounds are counted less the tokens that their drafts brought."""
-    target, draft, tokenizer = lab.load_pair()
-    settings = Settings(max_tokens=80, repeats=1)
-    useless = worst_case.shuffled(draft)
-    results = worst_case.measure(target, tokenizer, 1, temp, settings, useless)
-    assert len(results) == 5 - (temp > 0)
-    for name in (worst_case.NO_DRAFTER, worst_case.NEVER_ASKED):
-        assert results[name].drafting_share == 0
-    paused = results[worst_case.PAUSED]
-    assert paused.drafting_share - paused.accepted / paused.target_passes < 0.1
-    if temp == 0:
-        assert results[worst_case.ALWAYS_WRONG].accepted == 0
-    assert all(r.tokens == 80 and r.ratio is not None for r in results.values())
+    assert '"text": "b"' in json.dumps(server.record([phase], texts=True))
 
 
 # Other packages, each of them no dependency of ours: without one its tests are left out -----------
@@ -310,13 +244,12 @@ def loaded() -> tuple[nn.Module, Any]:
 
 def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error says what to install, before anything is run."""
-    for name, module in (MODULES | {"openai": "openai"}).items():
-        monkeypatch.setitem(sys.modules, module, None)
+    uses: dict[str, Any] = {name: partial(make_peer, name, *loaded()) for name in MODULES}
+    uses["openai"] = partial(server.asking, "http://127.0.0.1:1", 3)
+    for name, use in uses.items():
+        monkeypatch.setitem(sys.modules, MODULES.get(name, name), None)
         with pytest.raises(MissingPackageError, match=f"pip install {name}"):
-            if name in MODULES:
-                make_peer(name, *loaded())
-            else:
-                server.asking("http://127.0.0.1:1", 3)
+            use()
 
 
 @pytest.mark.parametrize("name", PEERS)
@@ -332,34 +265,23 @@ def test_texts_of_peers_are_plain_decodings_and_their_counts_add_up(name: str) -
     assert result.identical == result.texts == 3
     assert 0 < result.accepted < result.drafted
     assert result.tokens_per_pass > 1
-    assert result.host_ms_per_round is None
-    for max_tokens in (1, 2, 40):
-        for task in tasks:
-            sample = time_generation(make_peer(name, *loaded()), task, Settings(max_tokens), 0)
-            assert len(sample.tokens) == max_tokens
-            assert sample.passes + sample.accepted - len(sample.tokens) in (0, 1)
-            assert sample.drafting_rounds <= sample.passes
-            assert sample.accepted <= sample.drafted
-            assert sample.first_seconds > 0
-            assert (sample.decode_seconds > 0) == (max_tokens > 1)
+    for max_tokens, task in product((1, 2, 40), tasks):
+        sample = time_generation(make_peer(name, *loaded()), task, Settings(max_tokens), 0)
+        assert len(sample.tokens) == max_tokens
+        assert sample.passes + sample.accepted - max_tokens in (0, 1)
+        assert (sample.decode_seconds > 0) == (max_tokens > 1)
 
 
 def test_rounds_of_callbacks_become_tokens() -> None:
     """Each round is its accepted tokens and one more, at the round's time; the last one is cut."""
-
-    class Target:
-        def verify(self) -> str:
-            return "logits"
-
-    target = Target()
+    target = SimpleNamespace(verify=lambda: "logits")
     rounds = _Rounds(target)
     assert target.verify() == target.verify() == "logits"
     first_at = rounds.first_at
-    rounds.add(drafted=4, accepted=2, cap=4)
-    rounds.add(drafted=0, accepted=0)
-    rounds.add(drafted=3, accepted=3)
+    for drafted, accepted in ((4, 2), (0, 0), (3, 3)):
+        rounds.add(drafted=drafted, accepted=accepted, cap=4)
     emitted = list(rounds.emitted(list(range(7))))
     assert [e.token for e in emitted] == list(range(7))
     assert [e.from_draft for e in emitted] == [False, True, True, False, False, True, True]
     assert [e.at for e in emitted[:2]] == [first_at, rounds.rounds[0][2]]
-    assert [e.counts for e in emitted[::3]] == [(1, 0, 0, None), (2, 4, 1, None), (4, 7, 2, None)]
+    assert [e.counts for e in emitted[::3]] == [(1, 0, 0), (2, 4, 1), (4, 7, 2)]

@@ -144,21 +144,20 @@ def test_an_account_by_hand():
     """Two rounds of two tokens; what was not reached is not in its position's mean."""
     account = Counterfactual()
     assert account.as_dict()["observed"] is None
-    first = [[0.5, 0.4, 0.3, 0.2, 0.5, 0.4, 0.3, 0.0, 0.5], [1, 1, 1, 1, 1, 1, 1, 1, 1.0]]
-    second = [[0.7, 0.6, 0.5, 0.4, 1.0, 0.5, 0.5, 1.0, 0.2], [0.5] * COLUMNS]
-    account.record(np.array(first), 0)
-    account.record(np.array(second), 2)
+    tables = [np.random.default_rng(seed).random((2, COLUMNS)) for seed in range(2)]
+    for table, accepted in zip(tables, (0, 2), strict=True):
+        account.record(table, accepted)
     assert (account.rounds, account.observed.mean) == (2, 1.0)
-    kept = {name: e.mean for name, e in account.accepted_per_round.items()}
-    assert kept["rejection"] == pytest.approx((0.5 + 0.5 * 1 + 0.7 + 1.0 * 0.5) / 2)
-    assert kept["greedy draft"] == pytest.approx((0.2 + 0 + 0.4 + 1.0 * 0.5) / 2)
-    assert kept["block"] == pytest.approx((0.5 + 1 + 0.2 + 0.5) / 2)
+    kept = np.mean([[table[:, -1].sum(), *kept_by_token(table)] for table in tables], axis=0)
+    assert [e.mean for e in account.accepted_per_round.values()] == pytest.approx(kept.tolist())
     one, two = account.positions
     assert (one.reached, two.reached) == (2, 1)
     assert (one.observed.mean, two.observed.mean) == (0.5, 1.0)
-    assert (one.expected["match"].mean, two.expected["match"].mean) == pytest.approx((0.4, 0.5))
-    spread = norm.ppf(0.975) * np.std([0.3, 0.5], ddof=1) / np.sqrt(2)
-    assert one.expected["match"].high == pytest.approx(0.4 + spread)
+    column = BY_TOKEN.index("match")
+    first = [table[0, column] for table in tables]
+    assert two.expected["match"].mean == tables[1][1, column]
+    spread = norm.ppf(0.975) * np.std(first, ddof=1) / np.sqrt(2)
+    assert one.expected["match"].high == pytest.approx(np.mean(first) + spread)
 
 
 # In the loop --------------------------------------------------------------------------------------

@@ -15,6 +15,7 @@ import mlx.nn as nn
 import pytest
 
 import specdec_mlx as sd
+import test_bench
 import tiny
 from selection import FULL, in_one_test
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted
@@ -68,18 +69,9 @@ def test_each_text_begins_with_what_the_live_one_taught_and_no_more(
 
 def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range(11)) -> Sample:
     """One whose first token came with the prompt, and each other one after `pace` seconds."""
-    return Sample(
-        *("text", "text", drafter, "auto", repeat, list(tokens)),
-        first_round=1,
-        first_seconds=3.0,
-        decode_seconds=pace * (len(tokens) - 1),
-        passes=5,
-        drafted=8,
-        accepted=6,
-        drafting_rounds=4,
-        host_seconds=None,
-        peak_bytes=0,
-    )
+    seconds = pace * (len(tokens) - 1)
+    made = test_bench.sample("text", drafter, tokens, repeat=repeat, decode_seconds=seconds)
+    return replace(made, draft_length="auto", passes=5, drafted=8, accepted=6)
 
 
 def rows_of(samples: Sequence[Sample]) -> list[demo.Row]:
@@ -115,7 +107,7 @@ def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A tie of the target's own logits may fall either way on a GPU."""
-    monkeypatch.setattr("specdec_mlx.bench.identity.top_two_gap", lambda *args: gap)
+    monkeypatch.setattr("specdec_mlx.bench.summary.top_two_gap", lambda *args: gap)
     samples = [sample(name, i, 1.0) for name in (PLAIN, "drafter 1") for i in (0, 1)]
     samples[2 + repeat] = sample("drafter 1", repeat, 1.0, tokens)
     (row,) = rows_of(samples)
@@ -147,20 +139,31 @@ def test_without_a_good_blas_it_says_what_that_means_and_how_to_get_one(
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])
-def test_only_a_terminal_gets_control_characters(
+def test_it_says_what_it_does_and_prints_a_table_of_identical_texts(
     is_terminal: bool,
     folder: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Accepted tokens are underlined there; anywhere else every character is one to read."""
+    """Three prompts, and a fixed length for contrast; results alone on stdout.
+
+    On a terminal accepted tokens are underlined; elsewhere every character is one to read.
+    """
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
-    assert cli.main(["demo", "--model", str(folder), "--draft-length", "4", *WITHOUT_HASTE]) == 0
+    few = ("--draft-length", "3")
+    assert cli.main(["demo", "--model", str(folder), *few, *WITHOUT_HASTE]) == 0
     out, err = capsys.readouterr()
-    assert ("\033[4m" in out) == is_terminal
-    assert ("accepted drafts underlined" in out) == is_terminal
+    assert ("\033[4m" in out) == ("accepted drafts underlined" in out) == is_terminal
     if not is_terminal:
         assert {c for c in out + err if not c.isprintable()} <= {"\n", "�"}
+    assert "in about 900 s, or cut: a text live, then edit, summary, chat, by turns" in err
+    live, _, table = out.partition("text      drafter")
+    assert "target passes" in live
+    rows = table.split("\n\n")[0].splitlines()[2:]
+    expected = [[text, "auto", k] for text in ("edit", "summary", "chat") for k in ("3", "4")]
+    assert [row.split()[:3] for row in rows] == expected
+    assert all(row.endswith(" identical") for row in rows)
+    assert "6 of 6 texts are plain mlx-lm's, token by token." in out
 
 
 def test_a_demo_whose_texts_differ_says_so_and_fails(

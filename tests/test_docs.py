@@ -29,6 +29,7 @@ from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.rules.registry import rule_names
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -56,14 +57,12 @@ class Block(NamedTuple):
 
 
 def blocks(page: Path) -> list[Block]:
-    text = text_of(page)
-    found = []
+    text, found = text_of(page), []
     for match in FENCE.finditer(text):
         if match["language"] == "python":
-            is_run = not NOT_RUN.search(text[: match.start()])
-            output = OUTPUT.match(text, match.end())
-            line = text.count("\n", 0, match.start()) + 2
-            found.append(Block(line, match["code"], is_run, output["text"] if output else None))
+            before, output = text[: match.start()], OUTPUT.match(text, match.end())
+            line, is_run = before.count("\n") + 2, not NOT_RUN.search(before)
+            found.append(Block(line, match["code"], is_run, output and output["text"]))
     return found
 
 
@@ -199,16 +198,14 @@ def links(page: Path) -> list[str]:
 def test_links_to_files_lead_somewhere(page: Path) -> None:
     """Also those to files outside docs/, which the site does not check, and by their address."""
     for target in links(page):
-        if ours := OURS.match(target):
-            assert (ROOT / target[ours.end() :]).exists(), target
-        elif "://" not in target:
-            assert (page.parent / target).exists(), target
+        path = OURS.sub(f"{ROOT}/", target)
+        assert "://" in path or (page.parent / path).exists(), target
 
 
 def test_the_readme_is_whole_on_the_package_index() -> None:
     """There it stands alone: links and figures are addresses, most of them in this repository."""
     targets = links(README)
-    assert [target for target in targets if not target.startswith("https://")] == []
+    assert all(target.startswith("https://") for target in targets)
     assert sum(bool(OURS.match(target)) for target in targets) > 10
     assert set(re.findall(r"(?m)^\[[^\]]+\]: ([^\s#]+)", text_of(README))) <= set(targets)
     assert "[" not in rendered(README), "a link without an address"
@@ -219,6 +216,20 @@ def test_help_is_current() -> None:
     import generate_help
 
     assert text_of(generate_help.PAGE).split() == generate_help.page().split()
+
+
+def test_the_table_of_distances_is_current_and_tells_right_from_wrong() -> None:
+    """docs/lossless.md says what the enumeration says: zero for the lossless rules alone."""
+    import generate_lossless as generator
+
+    page = text_of(generator.PAGE)
+    assert generator.section(page, "enumerated") == generator.enumerated()
+    assert len(generator.section(page, "draft-temp").splitlines()) == 2 + len(generator.DRAFT_TEMPS)
+    for line in generator.section(page, "enumerated").splitlines()[2:]:
+        name, *distances = [cell.strip() for cell in line.strip("|").split("|")][:4]
+        is_exact = not name.startswith(("lossy: ", "wrong: "))
+        assert all((cell == "< 1e-12") == is_exact for cell in distances), name
+    assert all(f"`{name}`" in page or f'`"{name}"`' in page for name in rule_names())
 
 
 def test_what_is_mutated_is_there() -> None:
@@ -258,7 +269,7 @@ def test_figures_are_those_of_the_committed_benchmark() -> None:
 
 # Notebooks run from top to bottom, and are committed as they ran ----------------------------------
 
-FOLDER = Path(__file__).parent.parent / "notebooks"
+FOLDER = ROOT / "notebooks"
 NOTEBOOKS = sorted(path.name for path in FOLDER.glob("*.ipynb"))
 MOST_CELLS = 17
 DEFINES = {"05_write_a_drafter.ipynb"}  # A drafter of the reader's own is the point of it

@@ -21,7 +21,7 @@ from packaging.utils import canonicalize_name
 
 import specdec_mlx
 from specdec_mlx.cli.backends import EXTRAS
-from specdec_mlx.cli.commands import make_parser
+from specdec_mlx.cli.commands import main, make_parser
 from specdec_mlx.mlx_lm_plugin.installation import SERIES
 
 ROOT = Path(__file__).parent.parent
@@ -139,8 +139,37 @@ def test_workflows_and_forms_for_issues_name_what_there_is() -> None:
     assert {"doctor", "bench"} <= asked <= set(action.choices)
     assert texts.keys() == {"bug", "benchmark", "idea", "config"}
     for form in (yaml.safe_load(text) for name, text in texts.items() if name != "config"):
-        assert form["name"]
-        assert form["description"]
-        fields = [field for field in form["body"] if field["type"] != "markdown"]
-        assert len({field["id"] for field in fields}) == len(fields) > 0
-        assert all(field["attributes"]["label"] for field in fields)
+        assert all(form[name] for name in ("name", "description"))
+        labels = {
+            f["id"]: f["attributes"]["label"] for f in form["body"] if f["type"] != "markdown"
+        }
+        assert all(labels.values())
+        assert len(labels) == sum(field["type"] != "markdown" for field in form["body"]) > 0
+
+
+def test_the_package_is_a_drafter_and_its_own_tests_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Installed beside this one, its name is a drafter's; a second time nothing is overwritten."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["new-drafter", "last-words"]) == 0
+    folder = tmp_path / "specdec-mlx-last-words"
+    project = tomllib.loads((folder / "pyproject.toml").read_text())["project"]
+    metadata = folder / "src" / "last_words-0.1.0.dist-info"  # as an installer writes it
+    metadata.mkdir()
+    (metadata / "METADATA").write_text(f"Name: {project['name']}\nVersion: 0.1.0\n")
+    [(group, entries)] = project["entry-points"].items()
+    lines = [f"{name} = {place}" for name, place in entries.items()]
+    (metadata / "entry_points.txt").write_text("\n".join([f"[{group}]", *lines]))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(folder / "src"), *sys.path])}
+    own = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
+    done = subprocess.run(own, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert main(["new-drafter", "last-words"]) == 2
+    assert "exists already" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["auto", "My", "a b", "-x", ""])
+def test_names_that_no_drafter_can_have_are_refused(name: str) -> None:
+    with pytest.raises(SystemExit):
+        main(["new-drafter", "--", name])

@@ -1,6 +1,6 @@
 """Rules and rollback strategies of somebody else's: the package knows nothing of them.
 
-Drafters of others are in test_new_drafter.py and test_registry.py.
+Drafters of others are in test_packaging.py and test_registry.py.
 """
 
 from __future__ import annotations

@@ -133,11 +133,14 @@ def test_code_is_shown_as_it_is_and_nothing_of_a_text_is_html(text: sd.responses
 
 
 def test_stats_show_every_count():
-    """Totals, each position, the histogram without the plain rounds, and which rounds drafted."""
+    """Totals, each of the first positions, ranges of later ones, and the histogram."""
     stats = stats_of(*[(0, 0)] * 3, (4, 2), (4, 4), (2, 0))
+    long = Checker(stats_of((4, 4), (11, 6))._repr_html_()).text
+    assert "5 to 8: 50% \xa0 (2 of 4)" in long
+    assert "9 to 11: 0% \xa0 (0 of 3)" in long
     page = Checker(stats._repr_html_())
-    shown = ["12 in 6 target passes", "2.00", "6 of 10 drafted (60%)", "···━━━"]
-    shown += ["0: 1, 1: 0, 2: 1, 3: 0, 4: 1; plain: 3"]
+    shown = ["12 in 6 target passes", "2.00", "6 of 10 drafted (60%)"]
+    shown += ["0: 1, 2: 1, 4: 1; plain: 3"]
     for i, (accepted, drafted) in enumerate([(2, 3), (2, 3), (1, 2), (1, 2)], start=1):
         shown.append(f"{i}: {accepted / drafted:.0%} \xa0 ({accepted} of {drafted})")
     assert [words for words in shown if words not in page.text] == []

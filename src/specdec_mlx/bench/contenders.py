@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
 from contextlib import closing
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -28,14 +28,12 @@ MLX_LM_DRAFT_LENGTH = 3  # of mlx-lm's command line, where no number is given
 class Counts(NamedTuple):
     """A loop's own counts so far.
 
-    target_passes: with that of the first token. drafting: passes that had a draft. host_seconds: in
-    the loop, outside the target's passes; None where it does not say.
+    target_passes: with that of the first token. drafting: passes that had a draft.
     """
 
     target_passes: int
     drafted: int = 0
     drafting: int = 0
-    host_seconds: float | None = None
 
 
 @dataclass(frozen=True)
@@ -55,27 +53,25 @@ Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
 """(prompt [n], max_tokens, seed) -> a stream of tokens."""
 
 
-class Keyed:
-    """A contender, or a result of one, by its flags on the command line; "" where one has none."""
+@dataclass(frozen=True)
+class Way:
+    """A way to generate, by its flags on the command line; "" where it has none."""
 
     drafter: str
-    draft_length: str
-    rule: str
+    draft_length: str = ""
+    rule: str = ""
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """Drafter, draft length and rule, which tell contenders apart."""
+        """All three, which tell contenders apart."""
         return self.drafter, self.draft_length, self.rule
 
 
 @dataclass(frozen=True)
-class Contender(Keyed):
-    """A way to generate."""
+class Contender(Way):
+    """A way to generate, and how it starts."""
 
-    drafter: str
-    draft_length: str
-    start: Start
-    rule: str = ""
+    start: Start = field(kw_only=True)
 
 
 def plain(model: nn.Module, temp: float = 0.0) -> Contender:
@@ -89,7 +85,7 @@ def plain(model: nn.Module, temp: float = 0.0) -> Contender:
             for token, _ in steps:
                 yield Emitted(int(token))
 
-    return Contender(PLAIN, "", start)
+    return Contender(PLAIN, start=start)
 
 
 def mlx_lm_speculation(
@@ -101,20 +97,19 @@ def mlx_lm_speculation(
     def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
         options = {"num_draft_tokens": draft_length, "max_tokens": max_tokens}
-        steps = speculative_generate_step(
-            mx.array(prompt), model, draft_model, sampler=make_sampler(temp), **options
-        )
+        options |= {"sampler": make_sampler(temp)}
+        steps = speculative_generate_step(mx.array(prompt), model, draft_model, **options)
         counts, begins_round = Counts(0), True
         with closing(steps):
             for n, (token, _, from_draft) in enumerate(steps):
                 if begins_round:
                     length = min(draft_length, max_tokens - n)
-                    passes, drafted, drafting, _ = counts
+                    passes, drafted, drafting = counts
                     counts = Counts(passes + 1, drafted + length, drafting + (length > 0))
                 begins_round = not from_draft
                 yield Emitted(int(token), bool(from_draft), counts)
 
-    return Contender(MLX_LM_SPECULATION, str(draft_length), start)
+    return Contender(MLX_LM_SPECULATION, str(draft_length), start=start)
 
 
 def ours(
@@ -150,13 +145,10 @@ def ours(
             for token in tokens:
                 stats = token.stats
                 drafting = stats.drafted_at[0] if stats.drafted_at else 0
-                host_seconds = stats.draft_seconds + stats.other_seconds
-                counts = Counts(stats.target_passes, stats.drafted, drafting, host_seconds)
+                counts = Counts(stats.target_passes, stats.drafted, drafting)
                 yield Emitted(token.token, token.from_draft, counts)
 
-    if drafter is None:
-        return Contender(name, "", start)
-    return Contender(name, draft_length, start, rule)
+    return Contender(name, *((draft_length, rule) if drafter else ()), start=start)
 
 
 def make_contenders(
@@ -177,12 +169,11 @@ def make_contenders(
     contenders = [plain(model, temp)]
     if draft_model is not None:
         numbers = [int(text) for text in draft_lengths if text.isdecimal()]
-        for number in numbers or [MLX_LM_DRAFT_LENGTH]:
-            contenders.append(mlx_lm_speculation(model, draft_model, number, temp))
-    draft_tokenizer = None if draft_model is None else tokenizer
-    options = {"draft_model": draft_model, "draft_tokenizer": draft_tokenizer}
+        lengths = numbers or [MLX_LM_DRAFT_LENGTH]
+        contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
+    own = {} if draft_model is None else {"draft_model": draft_model, "draft_tokenizer": tokenizer}
     for spec in drafters:
-        drafter = make(spec) if make else make_drafter(spec, **options)
+        drafter = make(spec) if make else make_drafter(spec, **own)
         for length, rule in product(draft_lengths, rules) if drafter else [("", "auto")]:
             contenders.append(ours(model, drafter, spec, length, temp, tokenizer, rule))
     return contenders

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import math
 import statistics
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from itertools import cycle, islice
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
@@ -19,6 +19,7 @@ from specdec_mlx.draft_length.costs import CURVES, Curve
 from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.stats.counterfactual import median_of
 from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.next_token import NextToken
 from specdec_mlx.target.rollback import Rollback
@@ -34,8 +35,8 @@ RELATIVE_UNIT = 0.02  # seconds of c(1) where only ratios are known; of a small 
 class CostCurve:
     """Seconds of a pass over m positions: a `Curve` through measured points, with a name.
 
-    positions: [n] increasing from 1, else ValueError. low, high: [n] 95% interval of `seconds`, or
-    ().
+    positions: [n] increasing from 1, at least two, else ValueError. low, high: [n] 95% interval of
+    `seconds`, or ().
     """
 
     name: str
@@ -45,23 +46,15 @@ class CostCurve:
     high: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
-        ordered = list(self.positions) == sorted(set(self.positions))
-        if not ordered or len(self.positions) != len(self.seconds) or self.positions[:1] != (1,):
-            raise ValueError(
-                f"Cost curve {self.name!r}: got positions {self.positions} with "
-                f"{len(self.seconds)} costs, expected increasing positions from 1, one cost each."
-            )
-        if min(self.seconds) <= 0:
-            raise ValueError(f"Cost curve {self.name!r}: costs must be > 0, got {self.seconds}.")
-
-    @cached_property
-    def _curve(self) -> Curve:
-        points = list(zip(self.positions, self.seconds, strict=True))
-        return Curve((*points, (2, self.seconds[0])) if len(points) == 1 else tuple(points))
+        positions, costs = list(self.positions), self.seconds
+        is_sorted = positions == sorted({1, *positions}) and len(positions) == len(costs) > 1
+        if not is_sorted or min(costs) <= 0:
+            what = f"Cost curve {self.name!r}: got positions {self.positions} with costs {costs}, "
+            raise ValueError(f"{what}expected increasing positions from 1, two or more, costs > 0.")
 
     def __call__(self, num_positions: int) -> float:
         """Seconds of a pass over `num_positions` >= 1."""
-        return self._curve(num_positions)
+        return Curve(tuple(zip(self.positions, self.seconds, strict=True)))(num_positions)
 
     def relative(self) -> tuple[float, ...]:
         """[n] costs over that of one position."""
@@ -81,25 +74,19 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
     measured: the curve of the recorded texts, and the unit of relative ones. Raises ValueError.
     """
     unit = measured.seconds[0] if measured else RELATIVE_UNIT
-    if text == MEASURED:
-        if measured is None:
-            raise ValueError("No measured cost curve in this file. Give linear:SLOPE or a list.")
+    if text == MEASURED and measured is not None:
         return measured
-    if text in CURVES:
-        rows, costs = zip(*CURVES[text].points, strict=True)
-        return CostCurve(text, rows, tuple(unit * cost for cost in costs))
-    kind, _, rest = text.partition(":")
     try:
-        if kind == "linear":
-            return linear_cost(float(rest), unit)
-        costs = tuple(float(part) for part in text.split(","))
-    except ValueError as error:
-        raise ValueError(
-            f"Cost {text!r}: expected measured, linear:SLOPE, costs as 1,1.1,1.3, or one of "
-            f"{', '.join(CURVES)}."
-        ) from error
-    scaled = tuple(unit * cost / costs[0] for cost in costs)
-    return CostCurve(text, tuple(range(1, len(costs) + 1)), scaled)
+        if text.startswith("linear:"):
+            return linear_cost(float(text.removeprefix("linear:")), unit)
+        points = CURVES[text].points if text in CURVES else enumerate(text.split(","), start=1)
+        rows, costs = zip(*((m, float(cost)) for m, cost in points), strict=True)
+        seconds = tuple(unit * cost / costs[0] for cost in costs)
+    except (ValueError, ZeroDivisionError) as error:
+        what = f"Cost {text!r}: expected measured (by a benchmark, whose file is given), "
+        what += f"linear:SLOPE, costs as 1,1.1,1.3, or one of {', '.join(CURVES)}."
+        raise ValueError(what) from error
+    return CostCurve(text, rows, seconds)
 
 
 class CostMeter:
@@ -116,8 +103,7 @@ class CostMeter:
         self._widths = tuple(widths)
         target = ModelPass(model, Rollback(make_prompt_cache(model)))
         self._verifier = Verifier(target, NextToken(Sampling(), (), Noise(0)), Match())
-        cached = max(NUM_CACHED, max(widths))
-        self._tokens = (list(tokens) * (cached // len(tokens) + 1))[:cached]
+        self._tokens = list(islice(cycle(tokens), max(NUM_CACHED, *widths)))
         with mx.stream(generation_stream):
             self._verifier.feed(mx.array(self._tokens))
             mx.eval([cache.state for cache in self._verifier.rollback.caches])
@@ -139,12 +125,9 @@ class CostMeter:
 
     def curve(self) -> CostCurve:
         """Medians so far, with their intervals."""
-        single = statistics.median(self._single)
-        rows = [(statistics.median(r), *median_interval(r)) for r in self._ratios.values()]
-        seconds, low, high = zip(
-            *([single * x for x in row] for row in [(1, 1, 1), *rows]), strict=True
-        )
-        return CostCurve(MEASURED, self._widths, seconds, low, high)
+        ratios = [median_of(samples) for samples in self._ratios.values()]
+        columns = statistics.median(self._single) * np.array([(1, 1, 1), *ratios]).T
+        return CostCurve(MEASURED, self._widths, *(tuple(column) for column in columns.tolist()))
 
     def _time(self, width: int) -> float:
         """Seconds of one pass; afterwards the cache is as before."""
@@ -160,11 +143,3 @@ class CostMeter:
         rollback.rewind_to(start)
         rollback.drop_checkpoints()
         return seconds
-
-
-def median_interval(samples: Sequence[float], confidence: float = 0.95) -> tuple[float, float]:
-    """Interval that holds the median with at least this chance, by binomial (n, 1/2)."""
-    ordered, n = sorted(samples), len(samples)
-    tails = (sum(math.comb(n, i) for i in range(k + 1)) / 2**n for k in range(n // 2))
-    first = max(0, sum(tail <= (1 - confidence) / 2 for tail in tails) - 1)
-    return ordered[first], ordered[n - 1 - first]

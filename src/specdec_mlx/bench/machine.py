@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import platform
-from collections import Counter
+import re
 from importlib.metadata import version
 from pathlib import Path
 
@@ -20,12 +20,11 @@ def describe_machine() -> dict[str, str]:
     """Processor, device, matrix library, versions and load; and the number of ranks."""
     num_ranks = mx.distributed.init().size()
     info = Path("/proc/cpuinfo")
-    lines = info.read_text().splitlines() if info.exists() else []
-    named = (line.partition(":")[2].strip() for line in lines if line.startswith("model name"))
+    named = re.search(r"model name\s*: (.+)", info.read_text() if info.exists() else "")
     return {
         **({"ranks": str(num_ranks)} if num_ranks > 1 else {}),
         "platform": platform.platform(),
-        "processor": next(named, platform.processor() or platform.machine()),
+        "processor": named[1] if named else platform.processor() or platform.machine(),
         "cores": str(os.cpu_count()),
         "load": " ".join(f"{x:.2f}" for x in os.getloadavg()),
         "device": str(mx.default_device()),
@@ -37,10 +36,9 @@ def describe_machine() -> dict[str, str]:
 
 def blas_name() -> str:
     """Library that multiplies matrices on the CPU; on Linux read off what is loaded."""
-    if platform.system() == "Darwin":
-        return "Accelerate"
     maps = Path("/proc/self/maps")
-    return blas_in(maps.read_text()) if maps.exists() else REFERENCE_BLAS
+    found = blas_in(maps.read_text() if maps.exists() else "")
+    return "Accelerate" if platform.system() == "Darwin" else found
 
 
 def blas_in(maps: str) -> str:
@@ -52,11 +50,9 @@ def blas_in(maps: str) -> str:
 
 
 def describe_dtype(model: nn.Module) -> str:
-    """The dtype that most parameters have, and the width of quantized ones."""
-    sizes: Counter[str] = Counter()
-    for _, value in tree_flatten(model.parameters()):
-        if mx.issubdtype(value.dtype, mx.floating):
-            sizes[str(value.dtype).removeprefix("mlx.core.")] += value.size
+    """The dtype of the largest parameter, and the width of quantized ones."""
+    values = (value for _, value in tree_flatten(model.parameters()))
+    floating = (value for value in values if mx.issubdtype(value.dtype, mx.floating))
+    dtype = str(max(floating, key=lambda value: value.size).dtype).removeprefix("mlx.core.")
     bits = {module.bits for module in model.modules() if hasattr(module, "bits")}
-    quantized = [f"{bits} bits" for bits in sorted(bits)]
-    return ", ".join([*(name for name, _ in sizes.most_common(1)), *quantized])
+    return ", ".join([dtype, *(f"{bits} bits" for bits in sorted(bits))])

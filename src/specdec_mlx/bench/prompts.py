@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -27,9 +27,6 @@ class Task:
     id: str
     category: str
     prompt: list[int]
-
-
-WithCategory = TypeVar("WithCategory", Prompt, Task)
 
 
 def builtin_prompts() -> list[Prompt]:
@@ -67,20 +64,16 @@ def read_lines(
 
 
 def choose(
-    prompts: Iterable[WithCategory],
-    categories: Sequence[str] | None = None,
-    per_category: int | None = None,
-) -> list[WithCategory]:
-    """At most so many prompts of each category, evenly spread; ValueError for unknown ones."""
-    by_category: dict[str, list[WithCategory]] = {}
-    for prompt in prompts:
-        by_category.setdefault(prompt.category, []).append(prompt)
-    wanted = list(by_category) if categories is None else categories
-    for name in wanted:
-        if name not in by_category:
-            known = ", ".join(sorted(by_category))
-            raise ValueError(f"Unknown category {name!r}. The prompts have: {known}.")
-    return [prompt for name in wanted for prompt in spread(by_category[name], per_category)]
+    prompts: Sequence[Any], categories: Sequence[str] | None = None, per_category: int | None = None
+) -> list[Any]:
+    """At most so many prompts or tasks of each category, evenly spread; ValueError for unknown."""
+    known = dict.fromkeys(prompt.category for prompt in prompts)
+    wanted = known if categories is None else categories
+    if unknown := set(wanted) - set(known):
+        names = ", ".join(sorted(known))
+        raise ValueError(f"Unknown category {min(unknown)!r}. The prompts have: {names}.")
+    of_each = ([p for p in prompts if p.category == name] for name in wanted)
+    return [prompt for some in of_each for prompt in spread(some, per_category)]
 
 
 def spread(items: list[Any], count: int | None) -> list[Any]:

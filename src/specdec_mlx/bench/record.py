@@ -1,33 +1,30 @@
-"""The record of a benchmark, which `bench --json` writes and `replay` reads."""
+"""The record of a benchmark: a file that `bench --json` writes and `replay` reads, and tables."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
+from html import escape
 from pathlib import Path
 from typing import Any
 
 from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.identity import Difference
-from specdec_mlx.bench.prompts import encode_messages, read_lines
-from specdec_mlx.bench.report import record_html
-from specdec_mlx.bench.summary import Result
+from specdec_mlx.bench.prompts import Task, encode_messages, read_lines
+from specdec_mlx.bench.summary import EXCUSED_GAP, Difference, Result
 from specdec_mlx.bench.timing import Sample
+from specdec_mlx.notebook.views import markdown_table, table_html
 from specdec_mlx.stats.account import Row, Rows
 
 
 @dataclass(frozen=True)
-class RecordedText:
+class RecordedText(Task):
     """A prompt with its text by plain decoding; any drafter can be scored on it.
 
-    prompt, generated: token ids. session: its conversation, or "". top_tokens: [m, top] the
-    target's likeliest at each generated token, or [].
+    generated: token ids. session: its conversation, or "". top_tokens: [m, top] the target's
+    likeliest at each generated token, or [].
     """
 
-    id: str
-    category: str
-    prompt: list[int]
     generated: list[int]
     session: str = ""
     top_tokens: list[list[int]] = field(default_factory=list, repr=False)
@@ -65,7 +62,8 @@ class Record(Rows):
         return [asdict(r) | {"accepted_share": r.accepted_share} for r in self.results]
 
     def _repr_html_(self) -> str:
-        return record_html(self)
+        notes = f"{escape(SPEED_NOTE)}<br><small>{escape(_listed(self.machine))}</small>"
+        return f"{table_html(*_table(self.results, SPEEDS))}<p>{notes}</p>"
 
 
 def save_record(record: Record, path: Path | str) -> None:
@@ -81,9 +79,7 @@ def load_record(path: Path | str) -> Record:
     try:
         data = json.loads(Path(path).read_text(encoding="utf-8"))
         return Record(
-            command=data["command"],
-            machine=data["machine"],
-            settings=data["settings"],
+            *(data["command"], data["machine"], data["settings"]),
             texts=[RecordedText(**text) for text in data["texts"]],
             cost=read_cost(data["cost"]),
             results=[read_result(result) for result in data["results"]],
@@ -103,8 +99,8 @@ def read_cost(data: dict[str, Any] | None) -> CostCurve | None:
     """A cost curve as JSON has it; None if it was not measured."""
     if data is None:
         return None
-    points = {name: tuple(values) for name, values in data.items() if name != "name"}
-    return CostCurve(str(data["name"]), **points)
+    points = {name: tuple(data[name]) for name in ("positions", "seconds", "low", "high")}
+    return CostCurve(data["name"], **points)
 
 
 def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
@@ -112,18 +108,20 @@ def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
 
     def texts_of(row: Any, number: int) -> Iterator[RecordedText]:
         name, category = str(row.get("id", number)), str(row.get("category", "sessions"))
-        if "messages" in row:
-            said = [{"role": m["role"], "content": m["content"] or ""} for m in row["messages"]]
-            answers, session = list(_answers(said)), name
-        else:
-            prompt = {"role": "user", "content": row["turns"][0]}
-            answers, session = [([prompt], str(row["reference"]))], str(row.get("session", number))
+        said, session = row.get("messages"), name
+        if said is None:
+            session = row.get("session", number)
+            said = [{"role": "user", "content": row["turns"][0]}]
+            said += [{"role": "assistant", "content": row["reference"]}]
+        said = [{"role": m["role"], "content": m["content"] or ""} for m in said]
+        answers = [i for i, m in enumerate(said) if i and m["role"] == "assistant" and m["content"]]
         end = getattr(tokenizer, "eos_token_id", None)
-        for turn, (before, answer) in enumerate(answers):
+        for turn, i in enumerate(answers):
             own = name if len(answers) == 1 else f"{name}/{turn}"
-            tokens = list(tokenizer.encode(answer, add_special_tokens=False))
+            tokens = list(tokenizer.encode(said[i]["content"], add_special_tokens=False))
             tokens += [] if end is None else [int(end)]
-            yield RecordedText(own, category, encode_messages(tokenizer, before), tokens, session)
+            prompt = encode_messages(tokenizer, said[:i])
+            yield RecordedText(own, category, prompt, tokens, str(session))
 
     texts = read_lines(path, texts_of, "`messages` (role and content), or `turns` and `reference`")
     if not texts:
@@ -131,8 +129,93 @@ def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
     return texts
 
 
-def _answers(said: Sequence[dict[str, str]]) -> Iterator[tuple[Sequence[dict[str, str]], str]]:
-    """Each message of the assistant, with all messages before it."""
-    for i, message in enumerate(said):
-        if message["role"] == "assistant" and i and message["content"]:
-            yield said[:i], message["content"]
+SPEED_NOTE = (
+    "ratio: tokens per second over all texts, relative to plain mlx-lm, prefill and first round "
+    "left out, with a 95% bootstrap interval over texts; end to end: prefill included; tok/s: all "
+    "tokens over all seconds; accepted: of the drafted tokens."
+)
+DIFFERENCES_NOTE = f"Texts that differ; excused: its own top two are within {EXCUSED_GAP:g} there."
+ROUNDS_NOTE = (
+    "drafting: share of target passes that verified a draft (the others are plain steps); first: "
+    "time to the first token, in seconds and over plain mlx-lm's (1.020: 2% later)."
+)
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def or_dash(value: float | None, digits: int = 2) -> str:
+    """A number with so many decimals; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _identical(result: Result) -> str:
+    excused = f" (+{result.excused})" if result.excused else ""
+    return "-" if result.identical is None else f"{result.identical}{excused} of {result.texts}"
+
+
+Columns = dict[str, Callable[[Any], str]]
+
+SPEEDS: Columns = {
+    "ratio": lambda r: or_dash(r.ratio),
+    "95%": lambda r: f"{or_dash(r.ratio_low)} to {or_dash(r.ratio_high)}",
+    "end to end": lambda r: or_dash(r.end_to_end_ratio),
+    "tok/s": lambda r: or_dash(r.total_tokens_per_second, 1),
+    "tok/pass": lambda r: f"{r.tokens_per_pass:.2f}",
+    "accepted": lambda r: f"{r.accepted} of {r.drafted}" if r.drafted else "-",
+    "identical": _identical,
+}
+ROUNDS: Columns = {
+    "drafting": lambda r: f"{r.drafting_share:.2f}",
+    "peak GB": lambda r: f"{r.peak_memory_gb:.2f}",
+    "first s": lambda r: f"{r.first_token_seconds:.3f}",
+    "of plain's": lambda r: or_dash(r.first_token_ratio, 3),
+}
+
+
+def format_record(record: Record) -> str:
+    """The whole report."""
+    parts = [
+        f"    {record.command}\n\n{_listed(record.machine)}\n\n{_listed(record.settings)}",
+        markdown_table(*_table(record.results, SPEEDS)),
+        SPEED_NOTE,
+        markdown_table(*_table(record.results, ROUNDS)),
+        ROUNDS_NOTE,
+    ]
+    if record.differences:
+        parts += [DIFFERENCES_NOTE, "\n".join(map(_differing, record.differences))]
+    return "\n\n".join([*parts, *([format_cost(record.cost)] if record.cost else [])])
+
+
+def _differing(found: Difference) -> str:
+    whose = ", ".join(filter(None, (found.id, *found.key)))
+    where = f"repeat {found.repeat}, token {found.position}, top-two gap {found.top_two_gap:.2e}"
+    return f"- {whose}: {where}, {'excused' if found.excused else 'NOT excused'}"
+
+
+def _table(rows: Sequence[Result], columns: Columns) -> tuple[list[str], list[list[str]], int]:
+    """Header, rows, and the number of leading columns that are text."""
+    whose: Columns = {
+        "category": lambda r: r.category,
+        "drafter": lambda r: r.drafter,
+        "K": lambda r: r.draft_length or "-",
+    }
+    if len({row.rule for row in rows if row.rule}) > 1:
+        whose["rule"] = lambda r: r.rule or "-"
+    shown = whose | columns
+    return [*shown], [[column(row) for column in shown.values()] for row in rows], len(whose)
+
+
+def format_cost(curve: CostCurve) -> str:
+    """c(m) in milliseconds and relative to one position."""
+    header = ["positions", *(str(m) for m in curve.positions)]
+    rows = [
+        ["ms", *(f"{1e3 * s:.1f}" for s in curve.seconds)],
+        ["relative", *(f"{x:.2f}" for x in curve.relative())],
+    ]
+    if curve.low:
+        one = curve.seconds[0]
+        ends = zip(curve.low, curve.high, strict=True)
+        rows.append(["95%", *(f"{low / one:.2f} to {high / one:.2f}" for low, high in ends)])
+    return f"A pass of the target, {curve.name}:\n\n{markdown_table(header, rows, 1)}"

@@ -6,7 +6,7 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from functools import partial
-from itertools import islice, takewhile
+from itertools import islice
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -16,7 +16,7 @@ from specdec_mlx import contracts
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, FeatureRows, Features, Step
-from specdec_mlx.contracts.trees import children_of
+from specdec_mlx.contracts.trees import chain, children_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.errors import UnreadableError
@@ -71,6 +71,7 @@ class RecordedTarget:
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
         self.rollback = Rollback([], position=len(text.prompt) - 1)
         self._text, self._vocab_size = text, vocab_size
+        self._known = [*text.generated, 0]  # after the end: unknown, and nobody reads it
         self._is_tapped, self._num_fed = False, 0
 
     def vocab_size(self) -> int:
@@ -91,10 +92,8 @@ class RecordedTarget:
         Of a text without `top_tokens` only its own token is known: scores are lower bounds.
         """
         if wanted != Features(top=wanted.top):
-            raise UnreadableError(
-                "A recorded text has no states to read, only the likeliest tokens. Replay drafters "
-                "that work on tokens."
-            )
+            what = "A recorded text has no states to read, only the likeliest tokens. "
+            raise UnreadableError(f"{what}Replay drafters that work on tokens.")
         self._is_tapped, self.rollback = True, Rollback([])
 
     def fed_features(self) -> tuple[FeatureRows, int]:
@@ -104,14 +103,14 @@ class RecordedTarget:
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
         """No processors want to know."""
 
+    def quantize(self) -> None:
+        """There are no caches."""
+
     def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
         """A pass whose logits are never asked for."""
         self._num_fed = tokens.shape[0]
         self.rollback.advance(self._num_fed)
         return mx.zeros((tokens.shape[0], self._vocab_size))
-
-    def quantize(self) -> None:
-        """There are no caches."""
 
     def launch(
         self,
@@ -123,11 +122,9 @@ class RecordedTarget:
         """A pass of the recording, see `contracts.Target`; ValueError for a drawn draft."""
         if draft.logprobs is not None:
             raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
-        num_fed, end = len(pending) + len(draft), position + len(draft)
+        num_fed = len(pending) + len(draft)
         self.rollback.advance(num_fed)
-        coming = self._text.generated[position : end + 1]
-        if end >= len(self._text.generated):
-            coming = [*coming, 0]  # after the end: unknown, and nobody reads it
+        coming = self._known[position : position + len(draft) + 1]
         pass_ = _RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
         if self._is_tapped:
             places: list[int | None] = [position - i for i in reversed(range(len(pending)))]
@@ -252,21 +249,13 @@ def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
     return FeatureRows({}, top_tokens=mx.array(rows, mx.int32))
 
 
-def right_path(draft: Draft, coming: Sequence[int]) -> Sequence[int]:
+def right_path(draft: Draft, coming: Sequence[int]) -> list[int]:
     """The draft's tokens that are right, from the first one down."""
-    tokens = to_list(draft.tokens)
-    if draft.parents is None:
-        return range(num_matching(tokens, coming))
-    children, path, node = children_of(draft.parents), [], ROOT
+    tokens, path, node = to_list(draft.tokens), list[int](), ROOT
+    children = children_of(chain(len(tokens)) if draft.parents is None else draft.parents)
     for token in coming:
         node = next((child for child in children[node + 1] if tokens[child] == token), ROOT)
         if node == ROOT:
             break
         path.append(node)
     return path
-
-
-def num_matching(draft: Sequence[int], coming: Sequence[int]) -> int:
-    """Number of the draft's tokens that are right, up to the first that is not."""
-    pairs = zip(draft, coming, strict=False)
-    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))

@@ -11,14 +11,16 @@ import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import partial
+from importlib import import_module
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from mlx_lm.utils import load_tokenizer
+from tqdm import tqdm
 
 from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
-from specdec_mlx.bench.record import Record, load_record, read_sessions
+from specdec_mlx.bench.record import Record, load_record, or_dash, read_sessions
 from specdec_mlx.bench.recorded import Modelled, replay_text
-from specdec_mlx.bench.report import markdown_table, or_dash
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
@@ -28,10 +30,13 @@ from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments,
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import explained
-from specdec_mlx.notebook.views import table_html
+from specdec_mlx.notebook.views import markdown_table, table_html
 from specdec_mlx.stats.account import Row, Rows
 
-DEFAULT_DRAFT_LENGTHS = ("2", "4", "8", "auto")
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+DEFAULT_LENGTHS = ("2", "4", "8", "auto")
 DEFAULT_SLOPE = "linear:0.24"
 
 
@@ -59,20 +64,28 @@ class Score:
 
 
 class Scores(list[Score], Rows):
-    """Scores, which a notebook shows as a table; a row for each in CSV and pandas."""
+    """Scores: a table in text and in a notebook; a row for each in CSV and pandas.
+
+    Speedups per category; tokens per pass, acceptance and the measured ratio over all.
+    """
 
     def rows(self) -> list[Row]:
         """A row for each score, a column for each field."""
         return [asdict(score) for score in self]
 
+    def plot(self, cost: str = "") -> Figure:
+        """Draw the speeds by kind of text at one cost, the first if none is named; matplotlib."""
+        plots: Any = import_module("specdec_mlx.notebook.plots")
+        figure: Figure = plots.modelled_speed([s for s in self if s.cost == (cost or self[0].cost)])
+        return figure
+
+    def __str__(self) -> str:
+        """Markdown."""
+        return markdown_table(*_table(self), 3)
+
     def _repr_html_(self) -> str:
         note = "<p>modelled speed relative to plain decoding</p>"
         return table_html(*_table(self), 3) + note
-
-
-def format_scores(scores: Sequence[Score]) -> str:
-    """Speedups per category; tokens per pass, acceptance and the measured ratio over all."""
-    return markdown_table(*_table(scores), 3)
 
 
 def _table(scores: Sequence[Score]) -> tuple[list[str], list[list[str]]]:
@@ -122,62 +135,58 @@ def score_record(
         ValueError: a drafter draws at random; only drafts that are certain can be replayed.
     """
     scores = Scores()
-    sizes = {name: int(record.settings[name]) for name in ("max_tokens", "vocab_size")}
+    options: Any = {name: int(record.settings[name]) for name in ("max_tokens", "vocab_size")}
+    options["draft_seconds"] = draft_cost * cost(1)
     for name, made in drafters.items():
         for length in draft_lengths if made else [""]:
-            drafter, tuning = fresh(made), Tuning(CURVES.get(cost.name, MILDEST))
-            modelled = []
-            for text in record.texts:
+            drafter = made if made is None or isinstance(made, Drafter) else made()
+            modelled, tuning = [], Tuning(CURVES.get(cost.name, MILDEST))
+            bar = tqdm(record.texts, f"{name} {length}", unit="text", delay=1, leave=False)
+            for text in bar:
                 policy = make_draft_length(parse_draft_length(length or "0"), tuning)
-                seconds = draft_cost * cost(1)
-                modelled.append(
-                    replay_text(text, drafter, policy, cost, draft_seconds=seconds, **sizes)
-                )
+                modelled.append(replay_text(text, drafter, policy, cost, **options))
             scores += scores_of(record, cost.name, name, length, modelled)
     return scores
-
-
-def fresh(drafter: Drafter | Callable[[], Drafter | None] | None) -> Drafter | None:
-    """A drafter, made if it is to be made; a class of drafters makes them, too."""
-    if isinstance(drafter, type) or (drafter is not None and not isinstance(drafter, Drafter)):
-        return drafter()
-    return drafter
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx replay`."""
     add, several = parser.add_argument, partial(parser.add_argument, action="append")
     add("record", nargs="?", metavar="FILE", help="what specdec-mlx bench --json wrote")
-    sessions = "texts of conversations instead, as JSON lines with messages, or with turns and "
-    sessions += "reference; of FILE only the measured costs are taken"
-    add("--sessions", metavar="FILE", help=sessions)
+    sessions = "conversations instead, as JSON lines with messages, or turns and reference; of the "
+    add("--sessions", metavar="FILE", help=f"{sessions}other file only the costs are taken")
     add("--model", help="for --sessions: whose tokenizer (default: a small one)")
-    default = f"repeatable ({DEFAULT_DRAFTER})"
-    several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=default)
+    several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=f"repeatable ({DEFAULT_DRAFTER})")
     add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
     add_lighter_arguments(parser)
-    defaults = f"repeatable ({', '.join(DEFAULT_DRAFT_LENGTHS)})"
-    several("--draft-length", metavar="N|POLICY", help=defaults)
-    costs = "repeatable: measured, linear:SLOPE, costs of 1, 2, 3 ... positions as 1,1.1,1.3, or "
-    costs += "a chip as others measured it: m3-max, m4-pro, m5-max-27b, ... "
-    several("--cost", metavar="CURVE", help=f"{costs}(measured, {DEFAULT_SLOPE})")
+    several("--draft-length", metavar="N|POLICY", help=f"repeatable ({', '.join(DEFAULT_LENGTHS)})")
+    costs = "repeatable: measured, linear:SLOPE, costs of 1, 2 ... positions as 1,1.1, or a chip as"
+    costs += f" others measured it: m3-max, m4-pro, m5-max-27b, ... (measured, {DEFAULT_SLOPE})"
+    several("--cost", metavar="CURVE", help=costs)
     each = "of a token drafted by a model, in passes over one position (%(default)s)"
     add("--draft-cost", type=float, default=0.0, metavar="C", help=each)
     add("--json", metavar="FILE", help="write the scores")
+    add("--plot", metavar="FILE", help="draw the speeds at the first cost, as PNG, SVG or PDF")
 
 
 def main(args: argparse.Namespace) -> int:
     """Score, and print a table per cost curve."""
     record, drafters = read_record(args), drafters_of(args)
-    lengths, everything = args.draft_length or DEFAULT_DRAFT_LENGTHS, Scores()
+    lengths, everything = args.draft_length or DEFAULT_LENGTHS, Scores()
     for cost in costs_of(args, record):
         scores = score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
         everything += scores
-        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n")
-        print(f"{format_scores(scores)}\n")
+        print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n\n{scores}\n")
     if args.json:
         Path(args.json).write_text(json.dumps(everything.rows(), indent=1))
+    if args.plot:
+        draw(args.plot, everything)
     return 0
+
+
+def draw(path: str, scores: Scores) -> None:
+    """Write the picture of scores; its kind is the file's suffix."""
+    scores.plot().savefig(path, dpi=150, facecolor="white")
 
 
 def read_record(args: argparse.Namespace) -> Record:
@@ -186,15 +195,14 @@ def read_record(args: argparse.Namespace) -> Record:
     if args.sessions:
         return record_of_sessions(args.sessions, args.model, record.cost if record else None)
     if record is None:
-        what = "Nothing to replay. Give what specdec-mlx bench --json wrote, or --sessions."
-        raise ValueError(what)
+        raise ValueError("Nothing to replay. Give what bench --json wrote, or --sessions.")
     return record
 
 
 def costs_of(args: argparse.Namespace, record: Record) -> list[CostCurve]:
     """The curves that were named, else the measured one and what Apple GPUs are said to cost."""
-    defaults = [MEASURED, DEFAULT_SLOPE] if record.cost else [DEFAULT_SLOPE]
-    return [parse_cost(text, record.cost) for text in args.cost or defaults]
+    usual = [MEASURED] * bool(record.cost) + [DEFAULT_SLOPE]
+    return [parse_cost(text, record.cost) for text in args.cost or usual]
 
 
 def record_of_sessions(
@@ -223,20 +231,20 @@ def scores_of(
     record: Record, cost: str, drafter: str, length: str, modelled: Sequence[Modelled]
 ) -> list[Score]:
     """One score per category, "all", and one for each session, of what became of each text."""
-    pairs = list(zip(record.texts, modelled, strict=True))
-    sessions = dict.fromkeys(text.session for text in record.texts if text.session)
-    groups = [
-        *((c, "", [m for m in modelled if m.category == c]) for c in record.categories),
-        (ALL, "", list(modelled)),
-        *(("", session, [m for t, m in pairs if t.session == session]) for session in sessions),
-    ]
+    groups: dict[tuple[str, str], list[Modelled]] = {(c, ""): [] for c in record.categories}
+    groups[ALL, ""] = list(modelled)
+    for text, found in zip(record.texts, modelled, strict=True):
+        groups[text.category, ""].append(found)
+        if text.session:
+            groups.setdefault((text.category, text.session), []).append(found)
     scores = []
-    for category, session, group in groups:
-        tokens, passes = sum(m.tokens for m in group), sum(m.passes for m in group)
-        drafted, accepted = sum(m.drafted for m in group), sum(m.accepted for m in group)
-        speedup = sum(m.plain_seconds for m in group) / sum(m.seconds for m in group)
-        what = cost, drafter, length, category or group[0].category
+    for (category, session), group in groups.items():
+        tokens, passes, drafted, accepted, seconds, plain_seconds = (
+            sum(numbers) for numbers in zip(*(m[1:] for m in group), strict=True)
+        )
         counts = len(group), tokens, passes, drafted, accepted
-        live = record.live_ratio(drafter, length, category) if cost == MEASURED else None
-        scores.append(Score(*what, *counts, tokens / passes, speedup, live, session))
+        numbers = tokens / passes, plain_seconds / seconds
+        is_live = cost == MEASURED and not session
+        live = record.live_ratio(drafter, length, category) if is_live else None
+        scores.append(Score(cost, drafter, length, category, *counts, *numbers, live, session))
     return scores

@@ -6,6 +6,7 @@ import argparse
 import shlex
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,12 +18,10 @@ from mlx_lm.generate import generation_stream, wired_limit
 from specdec_mlx.bench import prompts
 from specdec_mlx.bench.contenders import PLAIN, Contender, make_contenders
 from specdec_mlx.bench.cost import CostMeter
-from specdec_mlx.bench.identity import find_differences, reference_texts
 from specdec_mlx.bench.machine import describe_dtype, describe_machine
 from specdec_mlx.bench.prompts import Prompt, Task
-from specdec_mlx.bench.record import Record, RecordedText, read_sessions, save_record
-from specdec_mlx.bench.report import format_record
-from specdec_mlx.bench.summary import summarise
+from specdec_mlx.bench.record import Record, RecordedText, format_record, read_sessions, save_record
+from specdec_mlx.bench.summary import find_differences, reference_texts, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments, lighter_of
@@ -32,8 +31,6 @@ from specdec_mlx.models import load_target
 from specdec_mlx.options import argument, checked, positive_int
 from specdec_mlx.rules.registry import make_rule
 
-SPEC = "NAME[:KEY=VALUE,...]"
-
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx bench`."""
@@ -41,15 +38,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several = partial(add, action="append")
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
-    sessions = "prompts of conversations instead, as JSON lines with messages, or with turns and "
-    sessions += "reference; in their order, so that a drafter that remembers is of use"
+    sessions = "conversations in order instead: JSON lines with messages, or turns and reference"
     add("--sessions", metavar="FILE", help=sessions)
     add("--categories", nargs="+", metavar="NAME", help="only these")
     add("--per-category", type=count, metavar="N", help="prompts of each, evenly spread (all)")
-    none = f"repeatable; none: our loop without a drafter ({DEFAULT_DRAFTER})"
-    several("--drafter", metavar=SPEC, help=none)
-    both = "a draft model or a trained head; with a model mlx-lm's own speculation runs as well"
-    add("--draft-model", metavar="MODEL", help=both)
+    none = f"repeatable; none: without ({DEFAULT_DRAFTER})"
+    several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=none)
+    add("--draft-model", metavar="MODEL", help="a head, or a model: mlx-lm's own takes part too")
     add_lighter_arguments(parser)
     length, lengths = checked(parse_draft_length), "repeatable: every drafter with every length"
     several("--draft-length", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
@@ -80,17 +75,18 @@ def main(
     )
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
-    settings = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
+    how = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
     with wired_limit([m for m in (model, draft_model) if m is not None], [generation_stream]):
         record = run_bench(
-            *(model, tasks, contenders, settings),
+            *(model, tasks, contenders, how),
             temp=args.temp,
             measure_cost=not args.no_cost,
             progress=is_first,
-            about={"model": str(args.model or "demo model")},
-            command=shlex.join(["specdec-mlx", *sys.argv[1:]]),
         )
     if is_first:
+        settings = {"model": str(args.model or "demo model")} | record.settings
+        command = shlex.join(["specdec-mlx", *sys.argv[1:]])
+        record = replace(record, command=command, settings=settings)
         if args.json:
             save_record(record, args.json)
         print(format_record(record))
@@ -106,13 +102,11 @@ def run_bench(
     temp: float = 0.0,
     measure_cost: bool = True,
     progress: bool = False,
-    about: Mapping[str, Any] | None = None,
-    command: str = "",
 ) -> Record:
     """Run all contenders, plain mlx-lm the first, on all tasks, and compare.
 
     temp: that the contenders were made with; at 0 texts are compared. measure_cost: measure c(m), a
-    sweep before each task. progress: show a bar. about, command: for the record.
+    sweep before each task. progress: show a bar.
     """
     from tqdm.auto import tqdm
 
@@ -127,9 +121,9 @@ def run_bench(
     numbers = {name: getattr(settings, name) for name in ("max_tokens", "repeats", "seed")}
     of_model = {"dtype": describe_dtype(model), "vocab_size": model(mx.array([[0]])).shape[-1]}
     return Record(
-        command=command,
+        command="",
         machine=machine,
-        settings={**(about or {}), "temp": temp, **numbers, **of_model},
+        settings={"temp": temp, **numbers, **of_model},
         texts=[RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
         cost=meter.curve() if meter else None,
         results=summarise(samples, differences, greedy=temp == 0),
@@ -192,17 +186,15 @@ def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[Task]:
 
 def _drafters(args: argparse.Namespace) -> list[str]:
     """Those asked for; a draft model takes part in any case."""
-    if args.drafter is None:
-        return ["model"] if args.draft_model else [DEFAULT_DRAFTER]
-    names = {spec.partition(":")[0] for spec in args.drafter}
-    is_named = not names.isdisjoint(WITH_MODEL)
-    return [*args.drafter, *(["model"] if args.draft_model and not is_named else [])]
+    asked = args.drafter or ([] if args.draft_model else [DEFAULT_DRAFTER])
+    is_named = any(spec.partition(":")[0] in WITH_MODEL for spec in asked)
+    return [*asked, "model"] if args.draft_model and not is_named else asked
 
 
 def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:
-    which = args.categories, args.per_category
     if args.sessions:
-        texts = read_sessions(args.sessions, tokenizer)
-        return prompts.choose([Task(text.id, text.category, text.prompt) for text in texts], *which)
-    found = prompts.read_prompts(args.prompts) if args.prompts else prompts.builtin_prompts()
-    return make_tasks(tokenizer, prompts.choose(found, *which))
+        tasks: list[Task] = [*read_sessions(args.sessions, tokenizer)]
+    else:
+        found = prompts.read_prompts(args.prompts) if args.prompts else prompts.builtin_prompts()
+        tasks = make_tasks(tokenizer, found)
+    return prompts.choose(tasks, args.categories, args.per_category)

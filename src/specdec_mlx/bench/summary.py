@@ -1,25 +1,46 @@
-"""Samples to results: the numbers of each contender and category."""
+"""Samples to results: where texts differ, and the numbers of each contender and category."""
 
 from __future__ import annotations
 
 import statistics
+from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from contextlib import closing
+from dataclasses import dataclass, fields
+from functools import cache
+from math import isnan, nan
+from typing import Any, TypeVar
 
+import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
+from mlx_lm.generate import generate_step
 
-from specdec_mlx.bench.contenders import PLAIN, Keyed
-from specdec_mlx.bench.identity import Difference
-from specdec_mlx.bench.timing import Sample
+from specdec_mlx.bench.contenders import PLAIN, Way
+from specdec_mlx.bench.prompts import Task
+from specdec_mlx.bench.timing import Sample, Written
+from specdec_mlx.stats.counterfactual import ratio_of
 
-OfText = TypeVar("OfText", Sample, Difference)
-
+EXCUSED_GAP = 1e-4  # logits; several rows at once round otherwise than one row on some backends
 ALL = "all"
+OfText = TypeVar("OfText", bound=Written)
 
 
-@dataclass(frozen=True)
-class Result(Keyed):
+@dataclass(frozen=True, kw_only=True)
+class Difference(Written):
+    """First place where a sample's text parts from that of plain decoding.
+
+    position: among the generated tokens. top_two_gap: of the target's logits there, in a
+    single-token pass. excused: True if that is a tie but for rounding.
+    """
+
+    position: int
+    top_two_gap: float
+    excused: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Way):
     """One contender on one category of texts ("all" is every text).
 
     Speeds leave out prefill and first round, take the median of the repeats of each text, and are
@@ -27,14 +48,12 @@ class Result(Keyed):
 
     texts, tokens: in one repeat; other counts are of all. ratio: tokens per second over plain
     decoding's, with a 95% bootstrap interval over texts; end_to_end_ratio: prefill included.
-    drafting_share: of the passes. host_ms_per_round: in the loop outside the target's passes, None
-    for mlx-lm's own. peak_memory_gb: with all that ran side by side. first_token_seconds: median;
-    first_token_ratio: over plain decoding's. identical: texts that are plain decoding's in every
-    repeat, None where drawn at random; excused: further ones that part at a near tie only.
+    drafting_share: of the passes. peak_memory_gb: with all that ran side by side.
+    first_token_seconds: median; first_token_ratio: over plain decoding's. identical: texts that are
+    plain decoding's in every repeat, None where drawn at random; excused: further ones that part at
+    a near tie only.
     """
 
-    drafter: str
-    draft_length: str
     category: str
     texts: int
     tokens: int
@@ -48,18 +67,55 @@ class Result(Keyed):
     drafted: int
     accepted: int
     drafting_share: float
-    host_ms_per_round: float | None
     peak_memory_gb: float
     first_token_seconds: float
     identical: int | None
     excused: int | None
-    rule: str = ""
     first_token_ratio: float | None = None
 
     @property
     def accepted_share(self) -> float:
         """Share of all drafted tokens that was accepted."""
         return self.accepted / self.drafted if self.drafted else 0.0
+
+
+def reference_texts(samples: Sequence[Sample]) -> dict[str, list[int]]:
+    """Tokens by plain decoding per task id, those of the first repeat."""
+    return {s.id: s.tokens for s in samples if s.drafter == PLAIN and s.repeat == 0}
+
+
+def find_differences(
+    model: nn.Module, tasks: Sequence[Task], samples: Sequence[Sample]
+) -> list[Difference]:
+    """All samples whose text is not the reference, plain decoding's own repeats included."""
+    prompts = {task.id: task.prompt for task in tasks}
+    references = reference_texts(samples)
+    gap_in = cache(lambda text, position: top_two_gap(model, prompts[text], position))
+    differences = []
+    for s in samples:
+        position = first_difference(s.tokens, references[s.id])
+        if position is not None:
+            gap = gap_in(s.id, position)
+            where: dict[str, Any] = {f.name: getattr(s, f.name) for f in fields(Written)}
+            where |= {"position": position, "top_two_gap": gap, "excused": gap < EXCUSED_GAP}
+            differences.append(Difference(**where))
+    return differences
+
+
+def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
+    """Index of the first difference; where one is the other's beginning, its length; else None."""
+    pairs = enumerate(zip(tokens, reference, strict=False))
+    position = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference)))
+    return None if position == len(tokens) == len(reference) else position
+
+
+def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float:
+    """Difference of the two greatest logits at generated token `position`, decoded plainly."""
+    with closing(generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)) as steps:
+        ((_, logprobs),) = deque(steps, maxlen=1)
+    second, best = mx.sort(logprobs.astype(mx.float32))[-2:]
+    gap: float = (best - second).item()  # type: ignore[assignment]
+    return gap
 
 
 def summarise(
@@ -77,81 +133,62 @@ def summarise(
     return results
 
 
-def throughput_ratio(ours: np.ndarray, plain: np.ndarray) -> np.ndarray:
-    """All tokens over all seconds, over the same of plain decoding; [..., n, 2] each."""
-    own, base = ours.sum(axis=-2), plain.sum(axis=-2)
-    pace, plain_pace = own[..., 0] / own[..., 1], base[..., 0] / base[..., 1]
-    return np.asarray(pace / plain_pace)
-
-
-def bootstrap_interval(
-    ours: np.ndarray, plain: np.ndarray, seed: int = 0, num_resamples: int = 4000
-) -> np.ndarray:
-    """95% percentile interval [2] of the throughput ratio, texts [n, 2] drawn with replacement."""
-    rows = np.random.default_rng(seed).integers(0, len(ours), (num_resamples, len(ours)))
-    return np.asarray(np.quantile(throughput_ratio(ours[rows], plain[rows]), [0.025, 0.975]))
-
-
 def _result(
     category: str, own: list[Sample], baseline: list[Sample], parted: list[Difference] | None
 ) -> Result:
     """One contender's samples of a category; parted: None where texts were not compared."""
-    passes, known = sum(s.passes for s in own), [s for s in own if s.host_seconds is not None]
-    host_seconds = sum(s.host_seconds or 0.0 for s in known)
+    passes = sum(s.passes for s in own)
     identical, excused = (None, None) if parted is None else _identity(own, parted)
     return Result(
-        drafter=own[0].drafter,
-        draft_length=own[0].draft_length,
+        *own[0].key,
         category=category,
         texts=len({s.id for s in own}),
         tokens=sum(len(s.tokens) for s in own if s.repeat == 0),
-        **_speeds(own, baseline),
+        **_speeds(_times(own), _times(baseline)),
         tokens_per_pass=sum(len(s.tokens) for s in own) / passes,
         target_passes=passes,
         drafted=sum(s.drafted for s in own),
         accepted=sum(s.accepted for s in own),
         drafting_share=sum(s.drafting_rounds for s in own) / passes,
-        host_ms_per_round=1e3 * host_seconds / sum(s.passes for s in known) if known else None,
         peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
         first_token_seconds=statistics.median(s.first_seconds for s in own),
         identical=identical,
         excused=excused,
-        rule=own[0].rule,
-        first_token_ratio=_to_first(own) / _to_first(baseline) if baseline else None,
     )
 
 
-def _speeds(own: list[Sample], baseline: list[Sample]) -> dict[str, float | None]:
-    """The fields of a result that are speeds, by name, of texts that both sides have a pace for."""
+def _times(samples: list[Sample]) -> dict[str, np.ndarray]:
+    """[4] of each text: mean tokens; median seconds for decoding them, in all, and to the first.
+
+    Decoding seconds are NaN where a text is no longer than its first round.
+    """
+    times = {}
+    for name, text in _by_id(samples).items():
+        tokens = statistics.mean(len(s.tokens) for s in text)
+        pace = statistics.median(
+            [s.seconds_per_token for s in text if s.seconds_per_token] or [nan]
+        )
+        in_all = statistics.median(s.first_seconds + s.decode_seconds for s in text)
+        first = statistics.median(s.first_seconds for s in text)
+        times[name] = np.array([tokens, tokens * pace, in_all, first])
+    return times
+
+
+def _speeds(own: dict[str, np.ndarray], baseline: dict[str, np.ndarray]) -> dict[str, Any]:
+    """The fields of a result that are speeds, by name, of texts that both sides have times for."""
     names = ("total_tokens_per_second", "ratio", "ratio_low", "ratio_high", "end_to_end_ratio")
-    timed = [_by_id(s for s in side if s.seconds_per_token is not None) for side in (own, baseline)]
-    ids = [name for name in timed[0] if name in timed[1]]
-    if not ids:
-        return dict.fromkeys(names)
-    # [n, 3] each: tokens, seconds for decoding them, and seconds in all
-    ours, plain = (
-        np.array([_tokens_and_seconds(side[name]) for name in ids])
-        for side in (_by_id(own), _by_id(baseline))
-    )
-    tokens, seconds, _ = ours.sum(axis=0)
-    decoding = ours[:, :2], plain[:, :2]
-    ends = throughput_ratio(*decoding), *bootstrap_interval(*decoding)
-    values = tokens / seconds, *ends, throughput_ratio(ours[:, ::2], plain[:, ::2])
-    return {name: float(value) for name, value in zip(names, values, strict=True)}
-
-
-def _tokens_and_seconds(text: list[Sample]) -> tuple[float, float, float]:
-    """Mean tokens of the repeats, at their median seconds a token, and median seconds in all."""
-    tokens = statistics.mean(len(s.tokens) for s in text)
-    pace = statistics.median(s.seconds_per_token for s in text if s.seconds_per_token)
-    in_all = statistics.median(s.first_seconds + s.decode_seconds for s in text)
-    return tokens, tokens * pace, in_all
-
-
-def _to_first(samples: list[Sample]) -> float:
-    """Seconds to the first token, of all texts together."""
-    texts = _by_id(samples).values()
-    return sum(statistics.median(s.first_seconds for s in text) for text in texts)
+    speeds: dict[str, Any] = dict.fromkeys((*names, "first_token_ratio"))
+    if baseline:
+        firsts = (sum(times[-1] for times in side.values()) for side in (own, baseline))
+        speeds["first_token_ratio"] = float(np.divide(*firsts))
+    ids = [name for name in own if name in baseline and not isnan(own[name][1] + baseline[name][1])]
+    if ids:
+        ours, plain = (np.array([side[name] for name in ids]) for side in (own, baseline))
+        tokens, seconds, *_ = ours.sum(axis=0)
+        end_to_end = ratio_of(ours[:, :3:2], plain[:, :3:2]).mean
+        values = float(tokens / seconds), *ratio_of(ours[:, :2], plain[:, :2]), end_to_end
+        speeds |= zip(names, values, strict=True)
+    return speeds
 
 
 def _identity(own: list[Sample], parted: list[Difference]) -> tuple[int, int]:

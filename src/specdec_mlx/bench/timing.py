@@ -11,7 +11,7 @@ from itertools import islice
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.bench.contenders import Contender, Counts, Emitted, Keyed
+from specdec_mlx.bench.contenders import Contender, Counts, Emitted, Way
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.options import whole
 
@@ -34,21 +34,25 @@ class Settings:
             whole(name, getattr(self, name), 1)
 
 
-@dataclass(frozen=True)
-class Sample(Keyed):
+@dataclass(frozen=True, kw_only=True)
+class Written(Way):
+    """A text by its prompt, how it was written, and which repeat it is."""
+
+    id: str
+    category: str
+    repeat: int
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Written):
     """One generation as it happened.
 
     tokens: [n] ids, the end token included; the `first_round` first came with the first round,
     whose time, prefill included, is `first_seconds`. decode_seconds: from there to the last token.
-    passes, drafting_rounds: of the target, and those with a draft. host_seconds: of the loop
-    outside the target's passes; None where unknown. peak_bytes: with all that run side by side.
+    passes, drafting_rounds: of the target, and those with a draft. peak_bytes: with all that run
+    side by side.
     """
 
-    id: str
-    category: str
-    drafter: str
-    draft_length: str
-    repeat: int
     tokens: list[int]
     first_round: int
     first_seconds: float
@@ -57,9 +61,7 @@ class Sample(Keyed):
     drafted: int
     accepted: int
     drafting_rounds: int
-    host_seconds: float | None
     peak_bytes: int
-    rule: str = ""
 
     @property
     def seconds_per_token(self) -> float | None:
@@ -131,14 +133,13 @@ class Run:
         """Take a turn of so many tokens; the first turn ends with the first token."""
         if self.is_over:
             return
-        is_first, has_ended = not self._emitted, False
+        is_first, ends = not self._emitted, self.settings.end_tokens
         mx.reset_peak_memory()
         began = time.perf_counter()
         left = self.settings.max_tokens - len(self._emitted)
         for item in islice(self._stream, 1 if is_first else min(num_tokens, left)):
             self._emitted.append(item)
-            has_ended = item.token in self.settings.end_tokens
-            if has_ended:
+            if item.token in ends:
                 break
         emitted_at = time.perf_counter()
         mx.synchronize(generation_stream)
@@ -147,7 +148,7 @@ class Run:
             began = emitted_at  # the pass under way is for the tokens after
         self._decode_seconds += time.perf_counter() - began
         self._peak_bytes = max(self._peak_bytes, mx.get_peak_memory())
-        if has_ended or len(self._emitted) >= self.settings.max_tokens:
+        if self._emitted[-1].token in ends or len(self._emitted) >= self.settings.max_tokens:
             self.stop()
 
     def stop(self) -> None:
@@ -157,16 +158,17 @@ class Run:
 
     def sample(self) -> Sample:
         """The generation's tokens, counts and times."""
-        emitted, contender = self._emitted, self.contender
+        emitted = self._emitted
         counts = (emitted[-1].counts if emitted else None) or Counts(len(emitted))
-        is_whole = len(emitted) == self.settings.max_tokens
         first_seconds, decode_seconds = self._first_seconds, self._decode_seconds
         times = [item.at for item in emitted if item.at is not None]
         if times:  # a loop that does not stream has run in its first turn
             first_seconds, decode_seconds = times[0] - self._began, times[-1] - times[0]
         own = (i for i, item in enumerate(emitted, 1) if not item.from_draft)
         return Sample(
-            *(self.task.id, self.task.category, contender.drafter, contender.draft_length),
+            *self.contender.key,
+            id=self.task.id,
+            category=self.task.category,
             repeat=self.repeat,
             tokens=[item.token for item in emitted],
             first_round=next(own, len(emitted)),
@@ -176,7 +178,5 @@ class Run:
             drafted=counts.drafted,
             accepted=sum(item.from_draft for item in emitted),
             drafting_rounds=counts.drafting,
-            host_seconds=counts.host_seconds if is_whole else None,
             peak_bytes=self._peak_bytes,
-            rule=contender.rule,
         )

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import mlx.nn as nn
 
 from specdec_mlx.bench.contenders import plain
-from specdec_mlx.bench.identity import EXCUSED_GAP, first_difference, top_two_gap
+from specdec_mlx.bench.summary import EXCUSED_GAP, first_difference, top_two_gap
 from specdec_mlx.checks.report import Part, Status
 from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.drafters.heads.drafter import HeadDrafter

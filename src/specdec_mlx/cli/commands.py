@@ -9,10 +9,9 @@ from pathlib import Path
 from types import ModuleType
 
 import specdec_mlx
-from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.registry import describe_drafters
 from specdec_mlx.errors import LogitsError
-from specdec_mlx.options import argument, positive_int, refusal
+from specdec_mlx.options import refusal
 
 MLX_LM_COMMANDS = {
     "generate": "mlx-lm's generate command, with drafters",
@@ -54,7 +53,7 @@ def make_parser() -> argparse.ArgumentParser:
     """The parser for all commands but those that are mlx-lm's own."""
     from specdec_mlx.bench import replay, run
     from specdec_mlx.checks import command as check
-    from specdec_mlx.cli import doctor, memory, new_drafter
+    from specdec_mlx.cli import demo, doctor, memory, new_drafter
     from specdec_mlx.training import command as train
 
     parser = argparse.ArgumentParser(
@@ -70,7 +69,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     for name, text in MLX_LM_COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
-    _add_demo(commands)
+    add("demo", demo, "plain against speculative, on real text")
     add("bench", run, "speed and identity on many prompts, interleaved")
     add("replay", replay, "score drafters on recorded texts, offline")
     _add_probe(commands)
@@ -81,45 +80,6 @@ def make_parser() -> argparse.ArgumentParser:
     add("doctor", doctor, "what is installed here, and is it right?")
     add("new-drafter", new_drafter, "a package for a drafter of your own")
     return parser
-
-
-def _add_demo(commands: Commands[argparse.ArgumentParser]) -> None:
-    count, length = argument(positive_int), argument(parse_draft_length)
-    demo = commands.add_parser("demo", help="plain against speculative, on real text")
-    add = demo.add_argument
-    add("--model", help="model folder or Hugging Face name (default: a small one)")
-    most = "most that the generation may take; texts are cut to fit (%(default)s)"
-    add("--seconds", type=count, default=45, help=most)
-    add("--max-tokens", type=count, default=64, help="most tokens of a text (%(default)s)")
-    repeats = "timed runs of each text, as many as fit (%(default)s at most)"
-    add("--repeats", type=count, default=3, help=repeats)
-    tokens = "tokens a round, or auto (%(default)s)"
-    add("--draft-length", type=length, default="auto", metavar="K", help=tokens)
-    prepare = "prepare the demo model, print its folder, and do nothing else"
-    add("--print-model-path", action="store_true", help=prepare)
-    demo.set_defaults(run=_demo)
-
-
-def _demo(args: argparse.Namespace) -> int:
-    from specdec_mlx.cli.blas import start_again_with_openblas
-    from specdec_mlx.cli.demo import run_demo
-    from specdec_mlx.lab.demo_model import demo_model_path
-
-    preloaded = None if args.print_model_path else start_again_with_openblas("demo")
-    path = args.model or demo_model_path()
-    if args.print_model_path:
-        print(path)
-        return 0
-    identical = run_demo(
-        path,
-        max_tokens=args.max_tokens,
-        seconds=args.seconds,
-        repeats=args.repeats,
-        draft_length=str(args.draft_length),
-        is_default=args.model is None,
-        preloaded=preloaded,
-    )
-    return 0 if identical else 1
 
 
 def _add_probe(commands: Commands[argparse.ArgumentParser]) -> None:

