@@ -292,6 +292,23 @@ def test_totals_are_told_in_vllms_names_and_on_a_page(
     assert "<script" not in html
 
 
+@pytest.mark.parametrize("flags", [(), ("--memory", "none")])
+def test_on_a_loopback_address_what_was_said_is_remembered(
+    flags: tuple[str, ...], folder: Path, script: Script
+) -> None:
+    """Within the process, and not with --memory none: words that stand in no prompt."""
+    with serving("--model", str(folder), "--draft-length", "4", *flags) as openai_client:
+        url = str(openai_client.base_url).removesuffix("/v1/")
+        client = anthropic.Anthropic(base_url=url, api_key="none", max_retries=0)
+        ask(client, max_tokens=1)
+        count = client.messages.count_tokens(model=MODEL, messages=MESSAGES).input_tokens
+        accepted = []
+        for _ in range(2):
+            script.says("A quick brown fox jumps over lazy dogs.", count)
+            accepted.append(ask(client).usage.speculation["accepted"])
+    assert (accepted[1] > accepted[0] + 10) == (not flags)
+
+
 def metrics(client: openai.OpenAI) -> dict[str, float]:
     with urllib.request.urlopen(str(client.base_url).replace("v1/", "metrics")) as reply:
         lines = reply.read().decode().splitlines()

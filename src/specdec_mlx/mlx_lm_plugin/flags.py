@@ -216,9 +216,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--memory",
-        metavar=f"FILE|{PROCESS}",
+        metavar=f"FILE|{PROCESS}|{NO_DRAFTER}",
         help="Draft from what was written before, as kept in FILE, and add what is written now; "
-        f"'{PROCESS}' keeps it for as long as the process runs (default: nothing is remembered)",
+        f"'{PROCESS}' keeps it for as long as the process runs (default: that for a server on a "
+        f"loopback address, else '{NO_DRAFTER}')",
     )
     add(
         "--memory-for",
@@ -266,7 +267,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
-    same = "draft_model", "stats", "memory", "memory_for", "online"
+    same = "draft_model", "stats", "memory_for", "online"
     flags = Flags(
         tuple(namespace.drafter),
         lighter=lighter_of(namespace),
@@ -274,6 +275,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         rule=namespace.rule or "auto",
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
+        memory=None if namespace.memory == NO_DRAFTER else namespace.memory,
         **{name: getattr(namespace, name) for name in same},
     )
     if flags.online:

@@ -31,6 +31,7 @@ from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor, compiled_tokenizer
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import stream_generate
+from specdec_mlx.memory.store import PROCESS
 from specdec_mlx.mlx_lm_plugin import conversation, heads, requests
 from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, SpeculatingBatch, has_rows
 from specdec_mlx.mlx_lm_plugin.flags import Flags, replaced_names, run_main
@@ -52,6 +53,8 @@ def run_server(arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
 
         def on_flags(namespace: argparse.Namespace, flags: Flags) -> None:
+            if namespace.memory is None and requests.is_loopback(namespace.host):
+                flags = replace(flags, memory=PROCESS)  # one person's
             menu = Menu(flags, requests.Access.of(namespace, flags.draft_model))
             stack.callback(flags.save_memory)
             if namespace.model is not None:  # to say now what the generating thread could not
