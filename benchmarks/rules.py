@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.bench.machine import describe_machine
@@ -26,7 +27,7 @@ from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments,
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.loop import speculate
-from specdec_mlx.models import four_bit_copy, load_model
+from specdec_mlx.models import load_model
 from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.counterfactual import BY_ROUND, Counterfactual
@@ -160,6 +161,15 @@ def format_results(results: Sequence[RuleResult]) -> str:
         for result in results
     ]
     return markdown_table(header, rows, num_text_columns=1)
+
+
+def four_bit_copy(model_path: Path | str) -> nn.Module:
+    """The model with 4-bit weights: a draft model that is at hand for any target."""
+    model = load_model(model_path)[0]
+    if not any(isinstance(layer, nn.QuantizedLinear) for layer in model.modules()):
+        nn.quantize(model, group_size=32, bits=4)
+        mx.eval(model.parameters())
+    return model
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -46,6 +46,7 @@ from specdec_mlx.testing.enumeration import Outcomes, Tokens
 from specdec_mlx.testing.enumeration import Source as Source
 from specdec_mlx.testing.enumeration import continued as continued
 from specdec_mlx.testing.enumeration import state_after as state_after
+from specdec_mlx.testing.rule import to_mlx as to_mlx
 from specdec_mlx.token_ids import to_ids
 
 COIN_RULES: dict[str, CoinRule] = {"rejection": Rejection(), "block": Block()}
@@ -339,24 +340,6 @@ class Swapped(Rejection):
         return xp.where(n == len(draft_probs), target_probs[-1], swapped)
 
 
-@dataclass(frozen=True)
-class OnMLX:
-    """A rule computed by MLX in float32, for callers with NumPy arrays."""
-
-    rule: CoinRule
-    name: str = "on MLX"
-
-    def accept_probs(self, *block: np.ndarray) -> np.ndarray:
-        return np.array(self.rule.accept_probs(*map(to_mlx, block)), np.float64)
-
-    def num_accepted(self, coins: np.ndarray) -> int:
-        return int(self.rule.num_accepted(mx.array(coins)))
-
-    def next_probs(self, *given: Any) -> np.ndarray:
-        p, tokens, q = map(to_mlx, given[:3])
-        return np.array(self.rule.next_probs(p, tokens, q, mx.array(given[3])), np.float64)
-
-
 @dataclass(frozen=True, eq=False)
 class Given:
     """Randomness that is known beforehand: uniform [K], gumbel [V]."""
@@ -376,11 +359,6 @@ class Given:
 def decide(rule: CoinRule, p: Any, tokens: Any, q: Any, *randomness: mx.array) -> Verdict:
     """Verdict of a rule on target_probs, tokens and draft_probs, given uniform and gumbel."""
     return decide_by_coins(rule, p, tokens, q, Given(*randomness))
-
-
-def to_mlx(array: np.ndarray) -> mx.array:
-    """Token ids as the loop has them, all else in float32."""
-    return mx.array(array).astype(mx.uint32 if array.dtype.kind == "i" else mx.float32)
 
 
 WRONG_RULES: dict[str, CoinRule] = {

@@ -19,11 +19,13 @@ import specdec_mlx as sd
 import tiny
 from specdec_mlx.contracts import DraftContext, FeatureRows, KeysValues, ReadsCache
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
-from specdec_mlx.drafters.heads.eagle import FLAGS, IDS_KEY, Eagle3, Eagle3Config, eagle1_family
+from specdec_mlx.drafters.heads.eagle import FLAGS, Eagle3, Eagle3Config, eagle1_family
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPFamily, MTPHead
 from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
+from specdec_mlx.training import trainees
+from specdec_mlx.training.trainees import Recipe, Size
 
 FIXTURES = Path(__file__).parent / "fixtures"
 WIDTH, VOCAB, NUM_LAYERS = 32, 97, 8
@@ -201,7 +203,7 @@ def _layers(ends: TargetEnds) -> tuple[int, ...]:
 def eagle3(ends: TargetEnds) -> Head:
     """With a third of the tokens."""
     ids = mx.arange(0, ends.vocab_size, 3)
-    vocabulary = DraftVocabulary(ids - mx.arange(len(ids)), ends.vocab_size)
+    vocabulary = DraftVocabulary(ids, ends.vocab_size)
     config = Eagle3Config(layer_config(ends), _layers(ends))
     return Eagle3(config, ends, vocabulary, own_head=len(ids))
 
@@ -265,35 +267,21 @@ def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> di
     stored: dict[str, mx.array] = {}
     for depth, layer in enumerate(head.levels):
         prefix = family.prefix_at(config, depth)
-        names = {k: x.format(last=len(layer.body.layers) - 1) for k, x in family.names.items()}
-        theirs = {f"body.{family.here}{new}": family.layer + x for x, new in family.renamed.items()}
-        theirs |= {f"body.{family.here}": family.layer}
-        theirs[f"body.{family.final_norm}."] = f"{names.get('norm')}."
-        theirs |= {f"{ours}.": f"{name}." for ours, name in names.items()}
+        ours = family.ours(len(layer.body.layers))
         named: Any = tree_flatten(layer.parameters())
         for path, value in named:
-            ours = next((ours for ours in theirs if path.startswith(ours)), None)
-            if ours is not None:
-                stored[prefix + theirs[ours] + path.removeprefix(ours)] = value
+            theirs = next((old for old, new in ours.items() if path.startswith(new)), None)
+            if theirs is not None:
+                stored[prefix + theirs + path.removeprefix(ours[theirs])] = value
     return stored
 
 
 def write_eagle3(folder: Path, target: nn.Module) -> Path:
-    """A folder with a random EAGLE-3 head for a target, under SafeAILab's names."""
-    ends = target_ends(target)
-    tensors: dict[str, Any] = {}
-    named: Any = tree_flatten(random_head(eagle3, target).parameters())
-    for name, value in named:
-        inside = name.startswith(("layers.0.", "hidden_norm"))
-        tensors["midlayer." * inside + name.removeprefix("layers.0.")] = np.array(value)
-    ids = np.arange(0, ends.vocab_size, 3)
-    tensors["d2t"] = ids - np.arange(len(ids))
-    config = layer_config(ends) | {
-        "architectures": ["LlamaForCausalLMEagle3"],
-        "draft_vocab_size": len(ids),
-        IDS_KEY: [1, 1, ends.num_layers - 1],
-    }
-    return Reference(config, tensors, {}).write(folder)
+    """A folder with a random EAGLE-3 head for a target, as `specdec-mlx train` writes it."""
+    trainee = trainees.eagle3(Recipe(target, Size(heads=4, draft_vocab=90)))
+    trainee.module.load_weights(tiny.randomised(trainee.module), strict=False)
+    trainee.save(folder, "float32")
+    return folder
 
 
 def random_head(make: Callable[[TargetEnds], Head], target: nn.Module, seed: int = 3) -> Head:

@@ -31,7 +31,6 @@ from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.recurrent_states import ways_back
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps
-from specdec_mlx.target.tree_passes import tree_logits
 
 BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
 PROMPT = BLOCK + BLOCK[:6]
@@ -134,7 +133,6 @@ class Row(NamedTuple):
     reads: str
     tapped: str
     trees: str
-    branches: str
 
     def __str__(self) -> str:
         return "| " + " | ".join(self) + " |"
@@ -239,7 +237,7 @@ class Case:
         if self.name in tiny.CANNOT_RUN:
             reason = tiny.CANNOT_RUN[self.name].partition(". ")[0]
             ours = f"cannot run here: `{reason}`"
-            return Row(self.name, "", "", ours, *["cannot run here"] * 5)
+            return Row(self.name, "", "", ours, *["cannot run here"] * 4)
         caches = make_prompt_cache(self.model)
         return Row(
             self.name,
@@ -250,7 +248,6 @@ class Case:
             self.reads,
             self.tapped,
             self.trees,
-            self.branches,
         )
 
     @property
@@ -319,12 +316,6 @@ class Case:
             deviations.append(report.max_difference)
         return "exact" if max(deviations) < TREE_TOLERANCE else "chains, trees are not exact"
 
-    @property
-    def branches(self) -> str:
-        """A tree's branches as rows of a batch, before the window and past it."""
-        deviations = [branch_deviation(self.model, length) for length in TREES_AFTER]
-        return "exact" if max(deviations) < TREE_TOLERANCE else "not exact"
-
     def logits(self, tokens: mx.array, caches: list[Any]) -> mx.array:
         logits: mx.array = self.model(tokens, cache=caches)[0]
         return logits
@@ -344,12 +335,6 @@ def only_counting(rollback: Rollback, position: int) -> int:
     """A `rewind_to` that leaves the caches alone."""
     rollback.position = min(rollback.position, position)
     return rollback.position
-
-
-def branch_deviation(model: nn.Module, length: int) -> float:
-    """Largest difference of a logit of a tree's nodes, as rows, from their own paths run alone."""
-    caches, fed = before_a_tree(model, length)
-    return against_paths(model, caches, fed, tree_logits(model, caches, fed, TREE))[0]
 
 
 def tree_deviation(
@@ -420,8 +405,7 @@ def _counts(rows: Sequence[Row]) -> str:
         f"{count('stock', '**wrong')} and refuses {count('stock', 'refuses')}.\n"
         f"{count('reads', 'yes')} can be read whole, {count('reads', 'not')} in part; logits are "
         f"bit-equal while read on {count('tapped', 'bit-equal')}.\n"
-        f"Trees are exact on {count('trees', 'exact')}, "
-        f"as rows of a batch on {count('branches', 'exact')}."
+        f"Trees are exact on {count('trees', 'exact')}."
     )
 
 

@@ -103,6 +103,7 @@ def texts(num_prompts: int = 1, names: tuple[str, ...] = DRAFTERS[::2]) -> Cases
 
 
 def many_texts() -> Cases:
+    """More of them, each drafter in each of the ways."""
     return texts(8, DRAFTERS)
 
 
@@ -205,17 +206,13 @@ def families() -> Cases:
     return found
 
 
-def pipelined(num_layers: int = 2) -> Cases:
-    """Measured first: passes of one graph must not be run in two orders. Then rank 0 leaves."""
-    whole, parts = (tiny.build("qwen2", num_hidden_layers=num_layers) for _ in range(2))
+def pipelined() -> Cases:
+    """A layer on each rank. Measured first: passes of one graph must not be run in two orders. Then
+    rank 0 leaves."""
+    whole, parts = (tiny.build("qwen2", num_hidden_layers=GROUP.size()) for _ in range(2))
     parts.model.pipeline(GROUP)
     found = alike("qwen2", whole, parts, probe=True)
     return found | left(whole, parts, REPEATING, sd.ModelDrafter(whole), 7)
-
-
-def many_ranks() -> Cases:
-    """More than two, one layer each."""
-    return pipelined(4)
 
 
 def left(
@@ -272,20 +269,18 @@ class Raising(ScriptedSession):
         self.where, self.error = where, error
 
     def begin(self, prompt: Any, context: Any) -> Raising:
-        self.reach("begin")
-        return self
+        return self.reach("begin", self)
 
     def propose(self, limit: int) -> Draft:
-        draft = super().propose(limit)
-        self.reach("propose")
-        return draft
+        return self.reach("propose", super().propose(limit))
 
     def observe(self, emitted: Any) -> None:
         self.reach("observe")
 
-    def reach(self, where: str) -> None:
+    def reach(self, where: str, result: Any = None) -> Any:
         if where == self.where and (where == "begin" or len(self.limits) >= 3):
             raise self.error(where)
+        return result
 
 
 def ending(generation: Iterator[Any]) -> tuple[list[int], str]:

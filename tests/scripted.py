@@ -12,24 +12,48 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step
 
+import tiny
 from specdec_mlx.contracts import (
     ROOT,
-    Closes,
     Draft,
     DraftContext,
     Drafter,
+    DraftSession,
     FeatureRows,
     Features,
     Outcome,
     Verdict,
 )
+from specdec_mlx.contracts.trees import chain, depths_of, path_to
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.strategies import STRATEGIES, Snapshot, Trim
 from specdec_mlx.token_ids import to_list
+
+PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
+
+
+@cache
+def target(name: str = "qwen2", bits: int | None = None) -> nn.Module:
+    """A tiny model, one for all tests."""
+    model = tiny.build(name)
+    if bits:
+        nn.quantize(model, group_size=32, bits=bits)
+    return model
+
+
+def plain(
+    num_tokens: int = 24, prompt: Sequence[int] = PROMPT, model: nn.Module | None = None, **how: Any
+) -> list[int]:
+    """What mlx-lm writes after a prompt, token by token."""
+    steps = generate_step(mx.array(list(prompt)), model or target(), max_tokens=num_tokens, **how)
+    return [int(token) for token, _ in steps]
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +85,7 @@ def always_wrong(text: Sequence[int], vocab_size: int) -> OracleDrafter:
 class ScriptedDrafter:
     """Proposes what `script(number of tokens emitted, limit)` returns."""
 
-    script: Callable[[int, int], Sequence[int]]
+    script: Callable[[int, int], Draft | Sequence[int]]
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
         return ScriptedSession(self.script)
@@ -122,34 +146,27 @@ def scripted_model(prompt: Sequence[int], drafter: OracleDrafter) -> _ScriptedMo
 
 @dataclass(frozen=True, eq=False)
 class Recorder:
-    """Passes everything on to another drafter, and keeps what it proposed."""
+    """Passes everything on to another drafter, and keeps what it proposed after which text."""
 
     drafter: Drafter
     proposals: list[tuple[list[int], list[int]]] = field(default_factory=list)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> RecordingSession:
-        return RecordingSession(self, prompt, context)
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+        session, text = self.drafter.begin(prompt, context), list(prompt)
+        propose, observe = session.propose, session.observe
 
+        def noted(limit: int) -> Draft:
+            draft = propose(limit)
+            if len(draft):
+                self.proposals.append((list(text), to_list(draft.tokens)))
+            return draft
 
-class RecordingSession:
-    def __init__(self, recorder: Recorder, prompt: Sequence[int], context: DraftContext) -> None:
-        self.session = recorder.drafter.begin(prompt, context)
-        self.proposals = recorder.proposals
-        self.text = list(prompt)
+        def told(tokens: Sequence[int]) -> None:
+            text.extend(tokens)
+            observe(tokens)
 
-    def propose(self, limit: int) -> Draft:
-        draft = self.session.propose(limit)
-        if len(draft):
-            self.proposals.append((list(self.text), to_list(draft.tokens)))
-        return draft
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        self.session.observe(tokens)
-        self.text += tokens
-
-    def close(self, length: int) -> None:
-        if isinstance(self.session, Closes):
-            self.session.close(length)
+        session.propose, session.observe = noted, told  # type: ignore[method-assign]
+        return session
 
 
 TREE = (-1, -1, 0, 1, 1, 4, 4, 3)  # parents in the trees of `OracleTrees`
@@ -170,14 +187,9 @@ class OracleTrees:
     def draft(self, start: int, limit: int) -> Draft:
         """A tree in which one path, that ends anywhere, is right."""
         coins = random.Random(self.seed * 1000 + start)
-        end, path = coins.randrange(len(TREE)), set[int]()
-        while end >= 0:
-            path.add(end)
-            end = TREE[end]
-        depth, tokens = [0] * len(TREE), []
-        for node, parent in enumerate(TREE):
-            depth[node] = 0 if parent < 0 else depth[parent] + 1
-            place = start + depth[node]
+        path, tokens = path_to(coins.randrange(len(TREE)), TREE), []
+        for node, depth in enumerate(depths_of(TREE)):
+            place = start + depth
             own = self.text[place] if place < len(self.text) else 0
             tokens.append(own if node in path else (own + 1 + node) % self.vocab_size)
         return Draft(tokens, parents=TREE).head(limit)
@@ -289,17 +301,15 @@ class ScriptedTarget:
     def verdict(self, draft: Draft, position: int) -> Verdict:
         """Go from the root to the child that the text goes to, as long as there is one."""
         drafted = to_list(draft.tokens)
-        parents = range(ROOT, len(drafted) - 1) if draft.parents is None else draft.parents
+        parents = chain(len(drafted)) if draft.parents is None else draft.parents
         path: list[int] = []
         for node, parent in enumerate(parents):  # which come before children
             is_next = parent == (path[-1] if path else ROOT)
             if is_next and drafted[node] == self.text[position + len(path)]:
                 path.append(node)
         next_token = mx.array(self.text[position + len(path)])
-        if draft.parents is None:
-            return Verdict(mx.array(len(path)), next_token)
-        nodes = path + [0] * (len(drafted) - len(path))
-        return Verdict(mx.array(len(path)), next_token, mx.array(nodes))
+        nodes = mx.array(path + [0] * (len(drafted) - len(path)))
+        return Verdict(mx.array(len(path)), next_token, None if draft.parents is None else nodes)  # type: ignore[arg-type]
 
     def rows(self, fed: list[int]) -> FeatureRows | None:
         return None  # it cannot be read
@@ -343,7 +353,5 @@ class TappedTarget(ScriptedTarget):
         return FeatureRows(
             layers={layer: states + 1000 * layer for layer in self.wanted.layers},
             head_input=-states if self.wanted.head_input else None,  # type: ignore[arg-type]
-            top_tokens=mx.repeat(states, self.wanted.top, axis=1)  # type: ignore[arg-type]
-            if self.wanted.top
-            else None,
+            top_tokens=mx.repeat(states, self.wanted.top, axis=1),
         )

@@ -12,14 +12,6 @@ from specdec_mlx.draft_length.store import Learned
 WRONG = -1
 
 
-def never(position: int) -> bool:
-    return False
-
-
-def always(position: int) -> bool:
-    return True
-
-
 def at_random(share: float, seed: int = 0) -> Callable[[int], bool]:
     """Right at this share of the positions."""
     coins = random.Random(seed)
@@ -39,7 +31,7 @@ class Part:
     is_right: Callable[[int], bool]
     cheap: bool = True
     evidence: int | None = 3
-    has_draft: Callable[[int], bool] = always
+    has_draft: Callable[[int], bool] = lambda position: True
     token_cost: float = 0.0
 
     def propose(self, position: int, limit: int) -> Draft:

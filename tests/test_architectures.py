@@ -9,9 +9,7 @@ from itertools import islice
 from pathlib import Path
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
-from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
@@ -22,10 +20,10 @@ from lossless import (
     PROMPT,
     ROUGH,
     SECOND_PROMPT,
-    TOLERANCE,
     Case,
     Text,
     largest_difference,
+    noisy_copy,
     only_counting,
     page,
     plain_text,
@@ -128,7 +126,6 @@ def test_the_page_is_written_by_its_generator() -> None:
     assert len(rows) - len(unread) >= 118
     assert all(reason.startswith("not the ") for reason in unread)
     assert sum(row.trees == "exact" for row in rows) >= 90
-    assert sum(row.branches == "exact" for row in rows) >= 120
 
 
 @on_cpu
@@ -152,18 +149,6 @@ def test_what_is_inexact_is_written_one_token_at_a_time(inexact: Case) -> None:
     room_in_window = 16 - (len(PROMPT) - 1)
     assert all(items[-1].stats.drafted <= room_in_window for items in inexact.runs.values())
     assert inexact.row in rows_of(PAGE.read_text())
-
-
-@FULL
-@pytest.mark.parametrize("name", sorted(ROUGH))
-def test_what_is_rough_is_so_for_the_reason_in_the_table(
-    name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the rounding of activations the tolerance of the others is kept."""
-    assert Case(name, briefly=True).deviations["oracle", 4] > TOLERANCE
-    for rounding in ("_fake_quant_fp8", "_fake_quant_fp4"):
-        monkeypatch.setattr(f"mlx_lm.models.{name}.{rounding}", lambda x, *args, **kwargs: x)
-    assert Case(name, briefly=True).deviations["oracle", 4] <= TOLERANCE
 
 
 @on_cpu
@@ -200,7 +185,7 @@ def test_a_rejected_draft_leaves_no_trace_in_the_draft_model(name: str) -> None:
     items = list(case.speculate(ModelDrafter(case.model), 4))
     assert spoken(items).deviation(case.plain) <= case.tolerance
     assert items[-1].stats.acceptance_rate == 1
-    draft_model = perturbed(name)
+    draft_model = noisy_copy(name, 0.1)
     caches = make_prompt_cache(case.model) + make_prompt_cache(draft_model)
     recorder = Recorder(ModelDrafter(draft_model))
     generation = case.speculate(recorder, 4, prompt_cache=caches)
@@ -217,17 +202,3 @@ def test_a_rejected_draft_leaves_no_trace_in_the_draft_model(name: str) -> None:
     text, proposed = again.proposals[0]
     assert text == [*SECOND_PROMPT, first.token]
     assert proposed == plain_text(draft_model, said, len(proposed)).tokens
-
-
-def perturbed(name: str, share: float = 0.1) -> nn.Module:
-    """The architecture's model with weights near its own, so that it is right now and then."""
-    model = tiny.build(name)
-    others = tree_flatten(tiny.build(name, seed=1).parameters())
-    own = tree_flatten(model.parameters())
-    mixed = [
-        (path, a + share * (b - a))
-        for (path, a), (_, b) in zip(own, others, strict=True)
-        if mx.issubdtype(a.dtype, mx.floating)
-    ]
-    model.update(tree_unflatten(mixed))
-    return model

@@ -109,66 +109,53 @@ CUDA = replace(RIGHT, runs_on="cuda", blas=None, backends={"mlx-cuda-13": "0.32.
 MAC = replace(RIGHT, runs_on="metal", blas=None, backends={})
 SLOW = replace(RIGHT, blas=REFERENCE_BLAS)
 
-WRONG: list[tuple[doctor.Installation, tuple[str, ...]]] = [
+FOUND: list[tuple[doctor.Installation, int, tuple[str, ...]]] = [
+    *((right, 0, ()) for right in (RIGHT, CUDA, MAC)),
+    (replace(SLOW, openblas="/c/l.so"), 0, ("LD_PRELOAD=/c/l.so OPENBLAS_NUM_THREADS=1",)),
     (
         replace(RIGHT, backends=CPU | CUDA.backends),
+        1,
         ("mlx-cpu and mlx-cuda-13 are both installed", 'pip install "specdec-mlx[cuda13]"'),
     ),
     (
         replace(RIGHT, backends={"mlx-cpu": "0.32.3"}),
+        1,
         ("mlx-cpu 0.32.3", "mlx's version, 0.32.4", "pip uninstall -y mlx mlx-cpu && "),
     ),
-    (replace(CUDA, runs_on="cpu"), ("finds no GPU", "nvidia-smi")),
-    (SLOW, ("reference BLAS", 'pip install "specdec-mlx[cpu]"')),
-    (replace(RIGHT, refusal="mlx-lm 0.33.0 is new."), ("0.33.0 is new",)),
+    (replace(CUDA, runs_on="cpu"), 1, ("finds no GPU", "nvidia-smi")),
+    (SLOW, 1, ("reference BLAS", 'pip install "specdec-mlx[cpu]"')),
+    (replace(RIGHT, refusal="mlx-lm 0.33.0 is new."), 1, ("0.33.0 is new",)),
 ]
+"""What is installed, the exit status, and what is said of it."""
 
 
-@in_one_test(("found", "fragments"), WRONG)
-def test_the_doctor_names_one_problem_and_the_command_that_mends_it(
+@in_one_test(("found", "status", "fragments"), FOUND)
+def test_the_doctor_prints_what_a_bug_report_needs_and_names_one_problem(
     found: doctor.Installation,
+    status: int,
     fragments: tuple[str, ...],
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Exit status 1."""
+    """A line for each fact; a problem comes with the command that mends it, and exit status 1."""
     monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
-    assert main(["doctor"]) == 1
-    warnings = [x for x in capsys.readouterr().out.splitlines() if x.startswith("warning: ")]
-    assert len(warnings) == 1
-    positions = [warnings[0].index(fragment) for fragment in fragments]
+    assert main(["doctor"]) == status
+    facts, _, advice = capsys.readouterr().out.strip().partition("\n\n")
+    assert advice.count("warning: ") == status
+    positions = [advice.index(fragment) for fragment in fragments]
     assert positions == sorted(positions)
-
-
-@in_one_test("found", [RIGHT, CUDA, MAC])
-def test_the_doctor_prints_what_a_bug_report_needs(
-    found: doctor.Installation, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """One line each; exit status 0 where nothing is wrong."""
-    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
-    assert main(["doctor"]) == 0
-    lines = dict(line.split(maxsplit=1) for line in capsys.readouterr().out.splitlines())
-    backend = "".join(f" ({name} {number})" for name, number in found.backends.items())
+    lines = dict(line.split(maxsplit=1) for line in facts.splitlines())
+    backends = ", ".join(map(" ".join, found.backends.items()))
     assert lines.pop("system").endswith(f"{os.cpu_count()} cores")
     assert lines == {
         "specdec-mlx": specdec_mlx.__version__,
-        "backend": f"{found.runs_on}{backend}",
+        "backend": f"{found.runs_on} ({backends})" if backends else found.runs_on,
         "device": found.device,
         **({} if found.blas is None else {"BLAS": found.blas}),
         "mlx": found.mlx,
         "mlx-lm": found.mlx_lm,
         "Python": ".".join(map(str, sys.version_info[:3])),
     }
-
-
-def test_the_doctor_recommends_a_better_blas_that_is_there(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Nothing is wrong: exit status 0, and a line to copy."""
-    found = replace(SLOW, openblas="/c/lib.so")
-    monkeypatch.setattr(doctor, "inspect_installation", lambda: found)
-    assert main(["doctor"]) == 0
-    assert "export LD_PRELOAD=/c/lib.so OPENBLAS_NUM_THREADS=1" in capsys.readouterr().out
 
 
 def test_the_doctor_looks_at_this_installation(

@@ -21,6 +21,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
+from scipy.stats import chisquare
 
 import narrow
 import specdec_mlx as sd
@@ -31,7 +32,6 @@ from scripted import OracleDrafter, ScriptedSession
 from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request, RowDrafting, RowToken, samples_of
-from specdec_mlx.checks import chi_square
 from specdec_mlx.contracts import DraftContext, Drafter, Features
 from specdec_mlx.target import row_caches
 from specdec_mlx.target.inputs import CacheOptions
@@ -161,17 +161,16 @@ def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_othe
     pairs = [(4 * texts[:, row, 0] + texts[:, row, 1], exacts[row]) for row in (0, 1)]
     seconds = np.outer(exacts[0].sum(axis=0), exacts[1].sum(axis=0))
     for samples, exact in (*pairs, (4 * texts[:, 0, 1] + texts[:, 1, 1], seconds)):
-        expected = exact.ravel() * num_pairs
         counts = np.bincount(samples, minlength=16)
-        statistic = ((counts - expected) ** 2 / np.maximum(expected, 1e-9)).sum()
-        assert statistic < chi_square.limit(15)
+        assert chisquare(counts, exact.ravel() * num_pairs / exact.sum()).pvalue > 1e-6
 
 
 def two_tokens(target: nn.Module, prompt: Sequence[int]) -> np.ndarray:
+    """[4, 4] distribution of the first two tokens."""
 
     def after(tokens: Sequence[int]) -> np.ndarray:
         logits = target(mx.array([tokens]), cache=make_prompt_cache(target))[0, -1]
-        return np.array(mx.softmax(logits.astype(mx.float32)))[: narrow.NUM_TOKENS]
+        return np.array(mx.softmax(logits.astype(mx.float32)), np.float64)[: narrow.NUM_TOKENS]
 
     first = after(prompt)
     return np.stack([first[token] * after([*prompt, token]) for token in range(len(first))])
@@ -220,17 +219,26 @@ def test_texts_may_come_and_go_at_any_time(arrivals: Any, max_rows: int, length:
         assert (reasons[uid] == "length") == (texts[uid] == whole)
 
 
+@pytest.mark.parametrize("leaves", [False, True])
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_next"])
-def test_a_long_prompt_is_read_between_the_passes_of_the_others(name: str) -> None:
-    """Each of its steps keeps them waiting once; both texts are what they are alone."""
-    batch = BatchGeneration(model(name), prefill_step_size=5)
+def test_a_long_prompt_is_read_between_the_passes_of_the_others(name: str, leaves: bool) -> None:
+    """Each of its steps keeps them waiting once; both texts are what they are alone. It may leave
+    meanwhile."""
+    drafter = Sessions()
+    batch = BatchGeneration(model(name), drafter, prefill_step_size=5)
     batch.insert(Request(PROMPTS[0], 40))
     run = batch.run()
     rows = [next(run)]
     batch.insert(Request(LONG, 6))
+    rows += itertools.islice(run, 4)
+    assert batch.num_open == 2
+    if leaves:
+        batch.remove(1)
     rows += run
-    assert collected(iter(rows), 2) == [alone(name)[0], said(model(name), LONG, 6)]
-    assert 10 <= [row.uid for row in rows].index(1) <= 12
+    expected = [] if leaves else said(model(name), LONG, 6)
+    assert collected(iter(rows), 2) == [alone(name)[0], expected]
+    assert leaves or 10 <= [row.uid for row in rows].index(1) <= 12
+    assert [session.closed_at is not None for session in drafter.begun] == [True, True]
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "qwen3_next"])
@@ -251,20 +259,6 @@ def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPa
         batch.insert(Request(prompt, 3))
     assert collected(batch.run(), 2)[0] == alone(name)[7][:3]
     assert read == [[6, 5, 4]]
-
-
-def test_a_text_may_leave_while_its_prompt_is_read() -> None:
-    drafter = Sessions()
-    batch = BatchGeneration(model("qwen2"), drafter, prefill_step_size=5)
-    batch.insert(Request(PROMPTS[0], 40))
-    run = batch.run()
-    rows = [next(run)]
-    batch.insert(Request(LONG, 6))
-    rows += itertools.islice(run, 4)
-    assert batch.num_open == 2
-    batch.remove(1)
-    assert collected(iter([*rows, *run]), 2) == [alone()[0], []]
-    assert [session.closed_at is not None for session in drafter.begun] == [True, True]
 
 
 def test_samplers_processors_and_stop_tokens_are_each_rows_own() -> None:
@@ -314,41 +308,28 @@ def test_a_drafter_that_reads_the_target_goes_one_by_one() -> None:
     assert [session.seen for session in drafter.begun] == lengths
 
 
-class Failing(ScriptedSession):
-    """Raises after three tokens, or drafts what no token is."""
-
-    def __init__(self, when: str) -> None:
-        super().__init__(lambda start, limit: [-1] * (start >= 3 and when == "draft"))
-        self.when = when
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        super().observe(tokens)
-        if len(self.observed) >= 3 and self.when == "observe":
-            raise RuntimeError("no more")
-
-
-@in_one_test("when", ["draft", "observe", "logits"])
+@in_one_test("when", ["draft", "logits"])
 def test_a_text_that_cannot_go_on_ends_alone(when: str) -> None:
-    """If somebody is told; what was accepted comes first, and the others are whole."""
+    """By a draft of no tokens, or logits that are no numbers, if somebody is told; what was
+    accepted comes first, and the others are whole."""
 
     def broken(tokens: mx.array, logits: mx.array) -> mx.array:
         return logits * (mx.nan if tokens.shape[0] > len(PROMPTS[2]) + 3 else 1)
 
+    def session(prompt: Sequence[int]) -> ScriptedSession:
+        fails_at = 3 if when == "draft" and list(prompt) == PROMPTS[2] else 99
+        return ScriptedSession(lambda start, limit: [-1] * (start >= fails_at))
+
     errors: dict[int, Exception] = {}
-    drafter = Sessions(lambda prompt: Failing(when if list(prompt) == PROMPTS[2] else ""))
     for on_error in (None, errors.setdefault):
         batch = BatchGeneration(
-            model("qwen2"), drafter, draft_length=2, max_rows=2, on_error=on_error
+            model("qwen2"), Sessions(session), draft_length=2, max_rows=2, on_error=on_error
         )
         for i in (0, 2, 4):
             processors = [broken] if when == "logits" and i == 2 else []
             batch.insert(Request(PROMPTS[i], 20, logits_processors=processors))
         texts: list[list[int]] = [[], [], []]
-        with (
-            nullcontext()
-            if on_error
-            else pytest.raises((ArithmeticError, ValueError, RuntimeError))
-        ):
+        with nullcontext() if on_error else pytest.raises((ArithmeticError, ValueError)):
             for row in batch.run():
                 texts[row.uid].append(row.token.token)
         assert (0 if on_error else 3) <= len(texts[1]) < 8
@@ -390,23 +371,21 @@ def test_a_stream_asks_for_prompts_as_places_come_free() -> None:
             asked.append(text)
             yield text
 
-    given = tiny_text.model(), tiny_text.tokenizer()
+    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     options: dict[str, Any] = {"max_tokens": 12, "temp": 1.0}
+    several = {
+        "drafter": "ngram",
+        "num_samples": 3,
+        "seed": 7,
+        "completion_batch_size": 3,
+    } | options
     texts = {(i, sample): "" for i in range(len(WORDS)) for sample in range(3)}
-    for response in sd.batch_stream_generate(
-        *given,
-        arriving(),
-        drafter="ngram",
-        num_samples=3,
-        seed=7,
-        completion_batch_size=3,
-        **options,
-    ):
+    for response in sd.batch_stream_generate(model, tokenizer, arriving(), **several):
         if not any(texts.values()):
             assert asked == WORDS[:1]
         texts[response.index, response.sample] += response.text
     for (i, sample), text in texts.items():
-        assert text == sd.generate(*given, WORDS[i], seed=7 + 3 * i + sample, **options)
+        assert text == sd.generate(model, tokenizer, WORDS[i], seed=7 + 3 * i + sample, **options)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "lfm2", "mamba"])
@@ -429,12 +408,6 @@ def test_samples_of_a_prompt_are_the_texts_of_their_seeds(name: str) -> None:
         expected.append(said(target, prompt, 15, sampler=sampling, seed=seed, prompt_cache=cache))
     assert collected(batch.run(), 3) == expected
     assert expected[0] != expected[1]
-
-
-@in_one_test("wrong", [{"num_samples": 0}, {"max_tokens": [3, 0, 3, 3]}])
-def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(wrong))}=0"):
-        sd.batch_generate(tiny_text.model(), tiny_text.tokenizer(), WORDS, **wrong)
 
 
 def test_a_text_may_go_on_that_was_begun_elsewhere() -> None:

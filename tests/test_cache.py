@@ -102,9 +102,10 @@ class Speculation(RuleBasedStateMachine):
 
     @rule(token=tokens, draft=drafts, share=shares)
     def verify_a_draft(self, token: int, draft: list[int], share: float) -> None:
-        """A round, in which a share of the draft is accepted."""
+        """A round, of which a share is kept: none of it, its token, or some of its draft."""
+        length = len(self.text)
         draft = self.launch(token, draft)
-        self.go_back(len(self.text) - len(draft) + round(share * len(draft)))
+        self.go_back(length + round(share * (1 + len(draft))))
 
     @rule(token=tokens, draft=drafts, share=shares)
     def draft_one_by_one(self, token: int, draft: list[int], share: float) -> None:
@@ -127,12 +128,6 @@ class Speculation(RuleBasedStateMachine):
         after = len(self.text)
         self.launch(token, drafts[1])
         self.go_back(before + 1 + int(taken * (after - before - 1)))
-
-    @rule(token=tokens, draft=drafts)
-    def stop_before_the_pass(self, token: int, draft: list[int]) -> None:
-        length = len(self.text)
-        self.launch(token, draft)
-        self.go_back(length)
 
     @rule()
     def start_another_turn(self) -> None:

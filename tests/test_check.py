@@ -41,17 +41,16 @@ from exact import (
 )
 from lossless import noisy_copy
 from selection import FULL, cases, in_one_test
-from specdec_mlx.checks import command, joint, one_step
-from specdec_mlx.checks.chi_square import FALSE_ALARM, ChiSquare, limit, power
-from specdec_mlx.checks.declared import Draws, check_declared
-from specdec_mlx.checks.joint import Cells, check_joint, compared
+from specdec_mlx.checks import drawn, one_step
+from specdec_mlx.checks import run as run_module
+from specdec_mlx.checks.chi_square import FALSE_ALARM, ChiSquare, limit, power, together
+from specdec_mlx.checks.drawn import Cells, Draws, check_declared, check_joint
 from specdec_mlx.checks.one_step import VARIANTS, check_one_step, lossless
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.run import run_parts
 from specdec_mlx.checks.stand_ins import Remembered, with_remembered_models
-from specdec_mlx.checks.state import check_state, depends_on_text_alone
-from specdec_mlx.checks.subject import Subject, Work
-from specdec_mlx.checks.texts import check_greedy, check_widths
+from specdec_mlx.checks.subject import Step, Subject, Work
+from specdec_mlx.checks.texts import check_greedy, check_state, check_widths, depends_on_text_alone
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import make_rule
@@ -87,8 +86,8 @@ def subject(drafter: Any = None, rule: Any = "auto", **changes: Any) -> Subject:
 
 @pytest.fixture(autouse=True)
 def _few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 200)
-    monkeypatch.setattr(joint, "NUM_CONTEXTS", 1)
+    monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 200)
+    monkeypatch.setattr(drawn, "NUM_CONTEXTS", 1)
 
 
 # What is right passes -----------------------------------------------------------------------------
@@ -111,7 +110,7 @@ def test_what_is_right_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     """Every part, for every kind of drafter and rule."""
     make, rule = RIGHT[case]
     if case == "n-gram, drawn":  # its drafts are nearly certain, so that faults show late
-        monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 500)
+        monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 500)
     parts = run_parts(subject(make(), rule), WORK, progress=False)
     assert [part.name for part in parts] == ALL_PARTS
     assert all(part.passed for part in parts), [part for part in parts if not part.passed]
@@ -138,22 +137,13 @@ class OutOfStep:
 
 
 RULES_AT_FAULT: dict[str, Any] = {**WRONG_RULES, "none of the named faults": "typical"}
-DRAFTERS_AT_FAULT = {
-    "declared sharper": (
-        declared_at_power(1 / 0.7),
-        "which is flatter. Hand over, as Draft.logprobs",
-    ),
-    "declared flatter": (declared_at_power(0.6), "from another one, which is sharper"),
-    "a drawn token dropped": (dropped, "Decide whether to draft a token before drawing it"),
-}
 
 
-def drawn_parts(given: Subject) -> dict[str, Part]:
+def drawn_parts(given: Subject) -> CheckReport:
     """The three parts that are about what is drawn."""
-    steps: list[Any] = []
-    draws = Draws()
+    steps, draws = list[Step](), Draws()
     parts = [check_one_step(given, WORK, steps), check_joint(given, WORK, steps, draws)]
-    return {part.name: part for part in [*parts, check_declared(draws)]}
+    return CheckReport([*parts, check_declared(draws)])
 
 
 @pytest.mark.parametrize("case", RULES_AT_FAULT)
@@ -179,31 +169,39 @@ def test_the_emitted_distribution_is_exact(
         tail = np.sort(q)[:-most_tokens].sum()
         assert result.left_out == pytest.approx(tail, abs=1e-12)
         assert abs(result.distance) < 1e-12
-        assert result.is_lossless
-        assert result.overlap == pytest.approx(np.minimum(p, q).sum())
-        assert result.overlap - tail - 1e-12 <= result.kept <= result.overlap + 1e-12
+        assert result.bonus_distance < 1e-12
+        likeliest = np.where(q >= np.sort(q)[-most_tokens:][0], q, 0)
+        assert result.overlap == pytest.approx(np.minimum(p, likeliest / likeliest.sum()).sum())
+        assert result.kept == pytest.approx(result.overlap)
+
+
+FAULTS_IN_DRAWS: dict[str, tuple[Any, Any, str]] = {
+    "declared sharper": (
+        declared_at_power(1 / 0.7),
+        "auto",
+        "which is flatter. Hand over, as Draft.logprobs",
+    ),
+    "declared flatter": (declared_at_power(0.6), "auto", "from another one, which is sharper"),
+    "a drawn token dropped": (dropped, "auto", "whether to draft a token before drawing it"),
+    **{
+        name: (lambda draft: draft, WRONG_RULES[name], f"they look like: {name}")
+        for name in ("residual replaced by p", "p and q swapped")
+    },
+}
 
 
 @FULL
-@pytest.mark.parametrize("case", DRAFTERS_AT_FAULT)
-def test_a_wrong_drafter_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With what is wrong about its distributions, and what to do; the rule is not blamed."""
-    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 1200)
-    alter, words = DRAFTERS_AT_FAULT[case]
-    parts = drawn_parts(subject(Altered(model_drafter(), alter)))
-    assert parts["declared distribution"].status == "failed"
-    assert words in parts["declared distribution"].verdict
-    assert parts["one-step distribution"].passed
-
-
-@FULL
-@pytest.mark.parametrize("name", ["residual replaced by p", "p and q swapped"])
-def test_texts_of_a_wrong_rule_look_like_it(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The joint distribution fails too, and tells which of the named faults it looks like."""
-    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 1200)
-    part = drawn_parts(subject(None, WRONG_RULES[name]))["joint distribution"]
+@pytest.mark.parametrize("case", FAULTS_IN_DRAWS)
+def test_what_is_wrong_with_draws_is_named(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A wrong drafter by its draws, and not the rule; a wrong rule by its texts too."""
+    monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 1200)
+    alter, rule, words = FAULTS_IN_DRAWS[case]
+    report = drawn_parts(subject(Altered(model_drafter(), alter), rule))
+    is_by_drafter = rule == "auto"
+    part = report["declared distribution" if is_by_drafter else "joint distribution"]
     assert part.status == "failed"
-    assert f"they look like: {name}" in part.verdict
+    assert words in part.verdict
+    assert report["one-step distribution"].passed == is_by_drafter
 
 
 @FULL
@@ -295,12 +293,12 @@ def test_cells_of_the_faults_have_the_chances_of_enumeration(name: str, num_text
     """To 1e-12, with a cell for each text and with shared ones."""
     cells = Cells(texts_of(TARGET, DRAFT, range(num_texts)))
     joint_probs = joint_of_texts(name)
-    expected: dict[Any, Any] = dict.fromkeys(cells.cells, 0.0)
+    expected: dict[Any, Any] = dict.fromkeys(cells.chances(), 0.0)
     for tokens in np.ndindex(joint_probs.shape):
         expected[cells.cell_of(tokens)] += joint_probs[tokens]
     found = cells.expected(VARIANTS.get(name, lossless)) / num_texts
     np.testing.assert_allclose(found, list(expected.values()), atol=1e-12)
-    assert (len(cells.cells) > 4**3) == (num_texts > 60)
+    assert (len(found) > 4**3) == (num_texts > 60)
     assert set(VARIANTS) == set(EXACT) - {"lossless"}
 
 
@@ -320,7 +318,8 @@ def test_false_alarms_are_as_rare_as_stated() -> None:
             drawn = random.choice(probs.size, p=probs.ravel(), size=250)
             texts = list(zip(*np.unravel_index(drawn, probs.shape), strict=True))
             groups.append(Cells(texts_of(target, DRAFT, texts)))
-        low += compared(groups, [group.expected() for group in groups]).p_value < 0.1
+        tests = [ChiSquare.of(group.seen(), group.expected()) for group in groups]
+        low += together(tests).p_value < 0.1
     assert 15 < low < 48
 
 
@@ -332,30 +331,21 @@ def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None
     part = check_declared(draws)
     assert part.status == "not run"
     assert "too few for any of the named faults" in part.verdict
-    monkeypatch.setattr(joint, "TEXTS_PER_CONTEXT", 9)
+    monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 9)
     part = drawn_parts(subject())["joint distribution"]
     assert part.status == "not run"
     assert "Only 9 texts" in part.verdict
 
 
-def test_chi_square_is_scipys() -> None:
-    """The statistic, its p-value far into the tail, its quantile and the power."""
+def test_chi_square_joins_rare_cells_and_sees_the_impossible() -> None:
+    """Statistic, p-value, limit and power are scipy's."""
     seen, expected = np.array([18.0, 30.0, 12.0]), np.array([20.0, 25.0, 15.0])
-    test = ChiSquare.of(seen, expected)
-    known = stats.chisquare(seen, expected)
-    assert test.statistic == pytest.approx(known.statistic)
-    assert test.p_value == pytest.approx(known.pvalue)
-    for freedom in (1, 2, 9, 80, 1001):
-        for statistic in (0.0, 0.3 * freedom, freedom, 2 * freedom + 20, 1e5):
-            chance = ChiSquare(statistic, freedom).p_value
-            assert chance == pytest.approx(stats.chi2.sf(statistic, freedom), rel=1e-8, abs=1e-300)
-        assert limit(freedom) == pytest.approx(stats.chi2.isf(1e-6, freedom), rel=1e-9)
-        right = np.full(freedom + 1, 100.0)
-        for step in (0.5, 3.0, 30.0):
-            wrong = right + step * np.resize([1.0, -1.0], freedom + 1)
-            away = ChiSquare.of(wrong, right).statistic
-            found = stats.ncx2.sf(stats.chi2.isf(FALSE_ALARM, freedom), freedom, away)
-            assert power([wrong], [right]) == pytest.approx(found, abs=1e-9)
+    test, known = ChiSquare.of(seen, expected), stats.chisquare(seen, expected)
+    assert (test.statistic, test.p_value) == pytest.approx((known.statistic, known.pvalue))
+    assert limit(9) == pytest.approx(stats.chi2.isf(1e-6, 9))
+    least = stats.chi2.isf(FALSE_ALARM, 2)
+    found = stats.ncx2.sf(least, 2, ChiSquare.of(4 * seen, 4 * expected).statistic)
+    assert power([4 * seen], [4 * expected]) == pytest.approx(found)
     # cells that expect less than 8 are joined, and what is impossible is not to be seen
     few = ChiSquare.of(np.array([50.0, 1, 3, 2, 9]), np.array([50.0, 2, 2, 2, 9]))
     assert few == ChiSquare(0.0, 1)
@@ -375,7 +365,8 @@ def test_draws_from_the_declared_distribution_are_evenly_spread() -> None:
         skewed.add(draft_of(probs, random.choice(30, p=flat)), 1)
     assert check_declared(even).passed
     assert check_declared(skewed).status == "failed"
-    assert abs(even.seen() / 1200 - 0.1).max() < 0.05
+    drawn_counts, declared = even.counts[:2]
+    assert abs(drawn_counts - declared).max() < 0.05 * 1200
 
 
 # What is remembered -------------------------------------------------------------------------------
@@ -495,7 +486,7 @@ def test_flags_reach_the_check(
     monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
 ) -> None:
     check = Mock(return_value=CheckReport(PARTS))
-    monkeypatch.setattr(command, "check", check)
+    monkeypatch.setattr(run_module, "check", check)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "Hello."}) + "\n")
     flags = "--drafter ngram:max_order=3 --temp 0.7 --top-p 0.9 --min-p 0.1 --top-k 5 --seed 2"

@@ -66,17 +66,6 @@ def attend_in_chunks(cache: ChunkedKVCache, tokens: mx.array) -> mx.array:
     return mx.concatenate([rows, queries], axis=-1)
 
 
-class GathersRows(Trim):
-    """For trees: rows are copied to where they belong."""
-
-    def gather(self, cache: Any, last: int, kept: Sequence[int]) -> None:
-        first = cache.offset - last
-        for place, row in enumerate(kept):
-            for rows in (cache.keys, cache.values):
-                rows[..., first + place, :] = rows[..., first + row, :]
-        cache.offset = first + len(kept)
-
-
 CASES: dict[str, Case] = {
     "KVCache": (TrimToPath, KVCache, attend),
     "QuantizedKVCache": (TrimToPath, partial(QuantizedKVCache, 32, 8), attend),
@@ -86,7 +75,6 @@ CASES: dict[str, Case] = {
     "ChunkedKVCache": (Chunks, partial(ChunkedKVCache, WINDOW), attend_in_chunks),
     "ArraysCache": (Snapshot, partial(ArraysCache, 2), recur),
     "a class that is not known": (Unknown, partial(ArraysCache, 2), recur),
-    "gathers rows": (GathersRows, KVCache, attend),
     "a class that is asked": (Unknown, partial(RotatingKVCache, WINDOW), attend),
 }
 """A strategy, its class of cache, and a pass over it."""
@@ -99,8 +87,8 @@ def test_our_strategies_keep_the_contract(name: str) -> None:
     lines = check_strategy(make(), make_cache, feed)
     parts = [line.partition(":")[0] for line in lines]
     gathers = ["gather"] if isinstance(make(), Gathers) else []
-    assert parts == ["protocol", "widths", "restore", "interrupt", "rollback", *gathers]
-    if name == "gathers rows":
+    assert parts == ["protocol", "widths", "restore", "rollback", *gathers]
+    if name == "KVCache":
         assert lines[-1].startswith("gather: 42 histories")
 
 
@@ -170,7 +158,7 @@ class TrimsTheFront(Trim):
         return back
 
 
-class GathersTheFirst(GathersRows):
+class GathersTheFirst(TrimToPath):
     def gather(self, cache: Any, last: int, kept: Sequence[int]) -> None:
         super().gather(cache, last, range(len(kept)))
 
@@ -201,8 +189,8 @@ BROKEN: dict[str, list[tuple[Any, Callable[[], Any], Feed]]] = {
         (changed(Snapshot, restore=put_back), arrays, recur),
         (ForgetsAnEmptyCache(), KVCache, attend),
         (Trim(), rotating, attend),
+        (RestoresWholePasses(), rotating, attend),  # not those that were interrupted
     ],
-    "interrupt": [(RestoresWholePasses(), rotating, attend)],
     "rollback": [
         (TRIMS_NOTHING, KVCache, attend),
         (changed(Trim, trim=lambda self, cache, back: cache.trim(back) - 1), KVCache, attend),

@@ -54,12 +54,12 @@ TREE = Draft([10, WRONG, 11, 11, WRONG, 12], parents=[ROOT, ROOT, 1, 0, 0, 3])
 wrong branch."""
 
 
-class Given:
-    """A drafter that proposes given drafts, one a round from the second token on."""
+class Given(scripted.ScriptedSession):
+    """A drafter, and its session, that proposes what is given, one a round from the second on."""
 
-    def __init__(self, drafts: Sequence[Draft]) -> None:
+    def __init__(self, *drafts: Any) -> None:
+        super().__init__(lambda emitted, limit: [])
         self.drafts = chain(drafts, repeat(Draft()))
-        self.observed: list[int] = []
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Given:
         self.prompt = list(prompt)
@@ -67,9 +67,6 @@ class Given:
 
     def propose(self, limit: int) -> Draft:
         return next(self.drafts)
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        self.observed += tokens
 
 
 def generation(
@@ -92,7 +89,7 @@ def run(target: Target, drafter: Any, **options: Any) -> list[Token]:
 def test_a_tree_reaches_the_target_as_it_was_proposed() -> None:
     """Of its nodes those of the text are emitted and stay in the cache, each with its own row."""
     target = ScriptedTarget(TEXT)
-    loop, caches = generation(target, Given([TREE]))
+    loop, caches = generation(target, Given(TREE))
     items, held = [], []
     for item in loop.run(DraftContext()):
         items.append(item)
@@ -113,7 +110,7 @@ def test_a_tree_reaches_the_target_as_it_was_proposed() -> None:
 def test_a_tree_is_cut_from_its_end() -> None:
     """A drafter that ignores the limit: the first nodes are a tree, since parents come first."""
     target = ScriptedTarget(TEXT)
-    items = run(target, Given([TREE]), most=4)
+    items = run(target, Given(TREE), most=4)
     assert target.drafts == [TREE.head(4)]
     assert [item.origin for item in items[:4]] == ["plain", "draft", "draft", "correction"]
     assert [item.token for item in items] == TEXT[:12]
@@ -132,27 +129,23 @@ def test_the_head_of_a_tree_is_a_tree(draft: Draft) -> None:
 def test_a_cache_that_cannot_gather_is_named() -> None:
     """A path that skips nodes; one that does not is as good as a chain."""
     target = ScriptedTarget(TEXT, ChainCache())
-    assert len(run(target, Given([Draft([10, 11, WRONG], parents=[ROOT, 0, 0])]))) == 12
+    assert len(run(target, Given(Draft([10, 11, WRONG], parents=[ROOT, 0, 0])))) == 12
     target = ScriptedTarget(TEXT, ChainCache())
     with pytest.raises(sd.errors.CacheRollbackError, match=r"ChainCache\) cannot keep rows \[1\]"):
-        run(target, Given([Draft([WRONG, 10], parents=[ROOT, ROOT])]))
+        run(target, Given(Draft([WRONG, 10], parents=[ROOT, ROOT])))
     assert target.cache.tokens == [*PROMPT, 9]
 
 
-class Reader:
+class Reader(Given):
     """Reads the target, and proposes drafts of given shapes: (parent, is right) of each node."""
 
     features = Features(layers=(2, 5), head_input=True, top=3)
 
     def __init__(self, shapes: Sequence[Sequence[tuple[int, bool]]] = ()) -> None:
+        super().__init__()
         self.shapes = iter(shapes)
-        self.observed: list[int] = []
         self.seen: list[int] = []
         self.sizes: list[int] = []
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Reader:
-        self.prompt = list(prompt)
-        return self
 
     def propose(self, limit: int) -> Draft:
         shape = next(self.shapes, ())[:limit]
@@ -190,7 +183,10 @@ nodes = st.tuples(st.integers(ROOT, 5), st.sampled_from([True, True, False]))
 def test_whatever_is_drafted_the_text_the_cache_and_what_is_seen_are_the_targets(
     shapes: list[Any], max_tokens: int, num_taken: int, can_gather: bool
 ) -> None:
-    """Chains and trees in turn; each position is seen once, before its token is observed."""
+    """Chains and trees in turn; each position is seen once, before its token is observed.
+
+    Those of the prompt chunk by chunk, three at a time; its last one comes with the first round.
+    """
     if not can_gather:
         shapes = [[(i - 1, ok) for i, (_, ok) in enumerate(shape)] for shape in shapes]
     target = TappedTarget(TEXT, TokenCache() if can_gather else RecurrentTokenCache())
@@ -201,6 +197,7 @@ def test_whatever_is_drafted_the_text_the_cache_and_what_is_seen_are_the_targets
     items.close()
     assert [item.token for item in taken] == TEXT[: min(num_taken, max_tokens)]
     assert target.wanted == Reader.features
+    assert not taken or reader.sizes[:2] == [3, 3]
     text = [*PROMPT, *TEXT[: len(taken)]]
     if taken:
         assert target.cache.tokens == text
@@ -208,14 +205,6 @@ def test_whatever_is_drafted_the_text_the_cache_and_what_is_seen_are_the_targets
         assert reader.seen == text[:-1]
         if taken:
             assert taken[-1].stats.accepted == sum(item.from_draft for item in taken)
-
-
-def test_a_reader_sees_the_prompt_chunk_by_chunk() -> None:
-    """As it is fed, three at a time; its last token comes with the first round."""
-    reader = Reader()
-    run(TappedTarget(TEXT), reader, max_tokens=3)
-    assert reader.sizes[:2] == [3, 3]
-    assert reader.seen[:6] == PROMPT[:6]
 
 
 class Blind(Given):
@@ -231,7 +220,7 @@ def test_a_reader_that_cannot_read_is_refused() -> None:
         run(target, Reader())
     assert target.cache.tokens == []
     with pytest.raises(sd.errors.DraftError, match=r"Blind wants features.*no see\(features\)"):
-        run(TappedTarget(TEXT), Blind([]))
+        run(TappedTarget(TEXT), Blind())
 
 
 VOCAB = 128
@@ -249,30 +238,25 @@ def plain(num_tokens: int = 16, prompt: tuple[int, ...] = tuple(MODEL_PROMPT)) -
     return [int(token) for token, _ in steps]
 
 
-class Proposes:
-    """Proposes right tokens after the first one, and then what it was given."""
-
-    def __init__(self, draft: Draft) -> None:
-        self.draft = draft
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        drafts = chain([Draft(plain()[1:3]), self.draft], repeat(Draft()))
-        session = scripted.ScriptedSession(lambda emitted, limit: [])
-        session.propose = lambda limit: next(drafts)  # type: ignore[method-assign]
-        return session
+def after_two(draft: Any) -> Given:
+    """Two right tokens after the first one, and then what is given."""
+    return Given(Draft(plain()[1:3]), draft)
 
 
-def assert_refused(draft: Draft, words: str, **options: Any) -> None:
-    """DraftError in the round where it happens; what was emitted before can be continued."""
+def assert_refused(
+    drafter: Any, words: str, error: type = sd.errors.DraftError, **options: Any
+) -> None:
+    """In the round where it happens; what was emitted before can be continued."""
     caches, got = make_prompt_cache(model()), []
     options |= {"max_tokens": 16, "prompt_cache": caches, "draft_length": 4}
-    with pytest.raises(sd.errors.DraftError, match=words):
-        for item in sd.speculate(model(), MODEL_PROMPT, Proposes(draft), **options):
+    with pytest.raises(error, match=words):
+        for item in sd.speculate(model(), MODEL_PROMPT, drafter, **options):
             got.append(item.token)
-    assert got == plain()[:4]
     assert {c.offset for c in caches} == {len(MODEL_PROMPT) + len(got)}
-    again = sd.speculate(model(), [9], max_tokens=4, prompt_cache=caches)
-    assert [item.token for item in again] == plain(4, (*MODEL_PROMPT, *got, 9))
+    if error is sd.errors.DraftError:
+        assert got == plain()[:4]
+        again = sd.speculate(model(), [9], max_tokens=4, prompt_cache=caches)
+        assert [item.token for item in again] == plain(4, (*MODEL_PROMPT, *got, 9))
 
 
 NO_TREES = [[ROOT], [ROOT, 0, 1, 2], [ROOT, 1, 0], [ROOT, 2, ROOT], [0, ROOT, ROOT], [-2, 0, 0], []]
@@ -281,14 +265,16 @@ NO_TREES = [[ROOT], [ROOT, 0, 1, 2], [ROOT, 1, 0], [ROOT, 2, ROOT], [0, ROOT, RO
 @in_one_test("parents", NO_TREES)
 def test_parents_that_are_no_tree_are_refused(parents: list[int]) -> None:
     """Too few, too many, a token before its parent or its own, below the root."""
-    assert_refused(Draft([1, 2, 3], parents=parents), "parents are .*; expected 3 indices")
+    assert_refused(
+        after_two(Draft([1, 2, 3], parents=parents)), "parents are .*; expected 3 indices"
+    )
 
 
 @in_one_test("parents", [[ROOT, ROOT, 0], [ROOT, 0, 1]])
 @in_one_test("rule", ["auto", "lenient"])
 def test_parents_leave_the_text_alone(parents: list[int], rule: str) -> None:
     """A tree, and a chain that says its parents; under a rule for chains alone a chain of it."""
-    drafter = Proposes(Draft([1, 2, 3], parents=parents))
+    drafter = after_two(Draft([1, 2, 3], parents=parents))
     options: dict[str, Any] = {"max_tokens": 16, "draft_length": 4, "rule": rule}
     items = list(sd.speculate(model(), MODEL_PROMPT, drafter, **options))
     assert [item.token for item in items] == plain()
@@ -296,19 +282,15 @@ def test_parents_leave_the_text_alone(parents: list[int], rule: str) -> None:
 
 IMPOSSIBLE: dict[str, tuple[Callable[[], Any], str]] = {
     "too large by one": (lambda: mx.array([1, VOCAB]), "token 128; the target has 0 to 127"),
-    "far too large": (lambda: mx.array([1, 2**30]), "token 1073741824; the target has"),
     "largest": (lambda: mx.array([2**32 - 1], mx.uint32), "token 4294967295; the target has"),
     "beyond 32 bits": (lambda: mx.array([2**32 + 5], mx.int64), "token 4294967301; the target has"),
     "negative": (lambda: mx.array([1, -1, 2]), "token -1; the target has"),
-    "very negative": (lambda: mx.array([-(2**31)]), "token -2147483648; the target has"),
     "not computed yet": (lambda: mx.array([1, 2]) + VOCAB, "token 129; the target has"),
     "two dimensions": (lambda: mx.array([[1, 2]]), r"array of shape \(1, 2\)"),
-    "a column": (lambda: mx.array([[1], [2]]), r"array of shape \(2, 1\)"),
     "array of floats": (lambda: mx.array([1.0, 2.0]), "type mlx.core.float32"),
     "array of bools": (lambda: mx.array([True, False]), "type mlx.core.bool"),
     "no dimension": (lambda: mx.array(3), r"array of shape \(\)"),
     "NumPy": (lambda: np.array([1, 2]), r"proposed a ndarray.*\.tolist\(\)"),
-    "NumPy, two dimensions": (lambda: np.array([[1, 2]]), "proposed a ndarray"),
     "NumPy numbers": (lambda: list(np.array([1, 2])), "sequence of ints"),
     "floats": (lambda: [1.0, 2.0], "sequence of ints"),
     "bools": (lambda: [True, False], "sequence of ints"),
@@ -337,7 +319,7 @@ def test_tokens_that_are_no_ids_are_refused(kind: str) -> None:
     """Before anything is emitted that was computed with them, whichever way tokens are drawn."""
     make, words = IMPOSSIBLE[kind]
     for options in SAMPLERS.values():
-        assert_refused(Draft(make()), words, **options)
+        assert_refused(after_two(Draft(make())), words, **options)
 
 
 @in_one_test("tokens", [[1, VOCAB], [-1], [2**30]])
@@ -345,7 +327,7 @@ def test_tokens_that_are_no_ids_are_refused(kind: str) -> None:
 def test_drawn_tokens_that_are_no_ids_are_refused(rule: str, tokens: list[int]) -> None:
     """Distributions are not read past their end either."""
     even = mx.log(mx.full((len(tokens), VOCAB), 1 / VOCAB))
-    drafter = Proposes(Draft(mx.array(tokens), even))
+    drafter = after_two(Draft(mx.array(tokens), even))
     options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "rule": rule, "draft_length": 4}
     with pytest.raises(sd.errors.DraftError, match=f"token {tokens[-1]}; the target has"):
         list(sd.speculate(model(), MODEL_PROMPT, drafter, **options))
@@ -353,7 +335,9 @@ def test_drawn_tokens_that_are_no_ids_are_refused(rule: str, tokens: list[int]) 
 
 @in_one_test("answer", [None, [1, 2], mx.array([1, 2])])
 def test_what_is_no_draft_is_refused(answer: Any) -> None:
-    assert_refused(answer, "proposed a (NoneType|list|array); expected a specdec_mlx.Draft")
+    assert_refused(
+        after_two(answer), "proposed a (NoneType|list|array); expected a specdec_mlx.Draft"
+    )
 
 
 def kept(n: int, token: int, nodes: list[int] | None = None) -> Verdict:
@@ -376,11 +360,7 @@ VERDICTS = [
 @in_one_test(("answer", "words"), VERDICTS)
 def test_a_verdict_that_cannot_be_is_refused(answer: Any, words: str, temp: float) -> None:
     """By name, before a wrong token is fed or emitted; the caches can be continued from."""
-    caches, got = make_prompt_cache(model()), []
-    drafter = scripted.ScriptedDrafter(lambda n, k: [1, 2][:k])
     rule: Any = SimpleNamespace(name="fixed", decide=lambda *given: answer)
-    options: Any = {"sampler": sd.Sampling(temp=temp), "rule": rule, "prompt_cache": caches}
-    with pytest.raises(sd.errors.VerdictError, match=words):
-        for item in sd.speculate(model(), MODEL_PROMPT, drafter, **options):
-            got.append(item.token)
-    assert {c.offset for c in caches} == {len(MODEL_PROMPT) + len(got)}
+    drafter = scripted.ScriptedDrafter(lambda n, k: [1, 2][:k])
+    options: Any = {"sampler": sd.Sampling(temp=temp), "rule": rule}
+    assert_refused(drafter, words, sd.errors.VerdictError, **options)

@@ -249,24 +249,18 @@ def test_auto_takes_block_for_drawn_drafts():
 @pytest.mark.parametrize(
     ("setting", "draft_temp"), cases([("temperature 1", None), ("top-k", 0.6)], ("top-k", 0.6))
 )
-def test_a_models_drafts_follow_the_law_it_declares(setting, draft_temp):
-    """1,000 drafts of 2 tokens: chi-square of their joint."""
+def test_a_models_drafts_declare_the_law_after_temperature_and_filters(setting, draft_temp):
+    """Of both tokens, whatever the first is; that they follow it is the conformance test's."""
     sampling = SETTINGS[setting]
     drafter = sd.ModelDrafter(remembered(DRAFT), draft_temp=draft_temp)
-    seen = np.zeros((V, V))
-    first, second = np.zeros((V,)), np.zeros((V, V))
-    for seed in range(1000):
-        context = sd.DraftContext(sampling=sampling, noise=Noise(seed), vocab_size=V)
-        draft = drafter.begin(PROMPT, context).propose(2)
-        x, y = to_list(draft.tokens)
-        seen[x, y] += 1
-        first, second[x] = np.exp(np.array(draft.logprobs, np.float64))
     if draft_temp is not None:
         sampling = replace(sampling, temp=draft_temp)
-    own = [law_of(next_logits(tiny_llama(DRAFT), all_texts(i)), sampling) for i in (0, 1)]
-    np.testing.assert_allclose(first, own[0][0], atol=1e-6)
-    np.testing.assert_allclose(second[first > 0], own[1][first > 0], atol=1e-6)
-    assert p_value(seen, own[0][0][:, None] * own[1]) > FALSE_ALARM
+    first, second = (law_of(next_logits(tiny_llama(DRAFT), all_texts(i)), sampling) for i in (0, 1))
+    for seed in range(50):
+        context = sd.DraftContext(sampling=SETTINGS[setting], noise=Noise(seed), vocab_size=V)
+        draft = drafter.begin(PROMPT, context).propose(2)
+        own = [first[0], second[to_list(draft.tokens)[0]]]
+        np.testing.assert_allclose(np.exp(np.array(draft.logprobs)), own, atol=1e-6)
 
 
 def test_a_draft_temperature_of_0_is_greedy():

@@ -2,18 +2,21 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterable, Sequence
 from itertools import accumulate, count
 from operator import mul
 from typing import Any
 
+import mlx.core as mx
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import specdec_mlx as sd
 import tiny
+from scripted import ScriptedDrafter
 from selection import in_one_test
 from simulated import WRONG, Part, World, at_random, drafted, emitted, know, line, lost, verdict
 from specdec_mlx.contracts import Draft, Evidence
@@ -22,7 +25,6 @@ from specdec_mlx.draft_length.costs import CURVES, WIDTHS, Curve
 from specdec_mlx.draft_length.parts import LENGTHS, LONGEST
 from specdec_mlx.draft_length.policy import Fixed, Heuristic, make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.errors import UnknownNameError
 
 KINDS: dict[str, dict[str, Any]] = {
@@ -82,9 +84,7 @@ some_curves |= st.sampled_from(list(CURVES.values()))
 
 
 @given(some_chances, some_curves, st.floats(1, 5), st.integers(1, 70), st.floats(0, 0.9))
-def test_the_length_of_the_largest_value_is_chosen(
-    chances: list[float], costs: Curve, rate: float, whole: int, step: float
-) -> None:
+def test_the_length_of_the_largest_value_is_chosen(chances, costs, rate, whole, step):
     """By brute force: of a look-up's draft, 0 included; of a model, or one token to find out."""
     policy = at_rate(rate, costs, chances)
     allowed = {k for k in (0, *LENGTHS, whole) if k <= min(whole, LENGTHS[-1])}
@@ -104,9 +104,7 @@ def test_the_length_of_the_largest_value_is_chosen(
 @in_one_test("name", CURVES)
 @in_one_test("sure", [0.5, 0.8, 0.9, 0.97, 1.0])
 @in_one_test("rate", [1.0, 2.0])
-def test_the_widths_that_are_chosen_from_suit_every_machine(
-    name: str, sure: float, rate: float
-) -> None:
+def test_the_widths_that_are_chosen_from_suit_every_machine(name, sure, rate):
     """Their best is worth 0.9 of the best of all lengths, on every curve; none begins a tile."""
     assert not {14, 33, 65} & set(WIDTHS)
     kept = cut_of_look_up(at_rate(rate, CURVES[name], [sure]), Draft([1] * 63))
@@ -145,9 +143,7 @@ COSTS: dict[str, Cost] = {
 @every_kind
 @in_one_test("share", [0.0, 0.2, 0.5, 0.8, 1.0])
 @in_one_test("seed", [0, 1])
-def test_it_is_never_slower_than_plain_decoding(
-    kind: str, cost: str, share: float, seed: int
-) -> None:
+def test_it_is_never_slower_than_plain_decoding(kind, cost, share, seed):
     """By 2% over 1,500 tokens, with a model 2.5%, at any acceptance; where rows are dear, too."""
     records = alone(at_random(share, seed), COSTS[cost], kind).run(Auto(), 1500)
     assert lost(records) <= (0.025 if kind == "model" else 0.02) * emitted(records)
@@ -287,8 +283,8 @@ def test_a_draft_is_cut_for_its_tokens_only_where_they_were_copied() -> None:
     assert lengths[False][0] == lengths[False][1] > 0
 
 
-class _Spy(Fixed):
-    """Keeps two of every draft it is shown, and notes what it was asked and shown."""
+class Noting(Fixed):
+    """Keeps two of every draft that it is shown, and notes what it was asked."""
 
     events: list[str]
 
@@ -297,30 +293,26 @@ class _Spy(Fixed):
         return super().limit(part, cheap)
 
     def cut(self, part: str, draft: Draft) -> int:
-        self.events.append("cut drawn" if draft.logprobs is not None else "cut")
-        return min(2, len(draft))
+        self.events.append("cut")
+        return 2
 
 
-@pytest.mark.parametrize("temp", [0.0, 1.0])
-def test_the_loop_cuts_point_masses_only_and_asks_for_the_limit_first(
-    temp: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@in_one_test("drawn", [False, True])
+def test_the_loop_cuts_point_masses_only_and_asks_for_the_limit_first(drawn: bool) -> None:
     """Limit, then propose; a drawn draft is verified whole."""
-    policy, model, propose = _Spy(4), tiny.build("qwen2"), ModelSession.propose
-    policy.events = events = []
+    policy, events, even = Noting(4), [], mx.full((4, 128), -math.log(128))
 
-    def noted(session: ModelSession, limit: int) -> Draft:
+    def propose(start: int, limit: int) -> Draft:
         events.append("propose")
-        return propose(session, limit)
+        return Draft(mx.array([7] * limit), even[:limit] if drawn else None)
 
-    monkeypatch.setattr(ModelSession, "propose", noted)
-    options: dict[str, Any] = {"draft_length": policy, "sampler": sd.Sampling(temp=temp)}
-    drafter = sd.ModelDrafter(model)
-    *_, last = sd.speculate(model, [5, 17, 99], drafter, max_tokens=21, seed=1, **options)
-    asked = [e for e in events if e != "cut"]
-    assert asked == ["limit", "propose"] * (len(asked) // 2)
-    assert ("cut" in events) == (temp == 0)
-    assert len(last.stats.drafted_at) == (2 if temp == 0 else 4)
+    policy.events = events
+    options: dict[str, Any] = {"draft_length": policy, "sampler": sd.Sampling(temp=1.0)}
+    drafter = ScriptedDrafter(propose)
+    *_, last = sd.speculate(tiny.build("qwen2"), [5, 17, 99], drafter, max_tokens=21, **options)
+    asked = [["limit", "propose"], ["limit", "propose", "cut"]][not drawn]
+    assert events == (asked * len(events))[: len(events)]
+    assert len(last.stats.drafted_at) == (4 if drawn else 2)
 
 
 # Fixed and heuristic lengths, and what callers pass ----------------------------------------------

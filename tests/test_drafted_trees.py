@@ -317,9 +317,6 @@ def test_two_draws_of_a_place_follow_the_law_that_they_declare() -> None:
 RULE_CASES = list(itertools.product(["model", "eagle3", "medusa"], ["block", "rejection"]))
 
 
-RULE_CASES = list(itertools.product(["model", "eagle3", "medusa"], ["block", "rejection"]))
-
-
 @pytest.mark.parametrize(("kind", "rule"), cases(RULE_CASES, ("model", "block")))
 @pytest.mark.parametrize("setting", ["temperature 1", pytest.param("top-k", marks=FULL)])
 def test_texts_with_drawn_trees_follow_the_targets_law(kind: str, rule: str, setting: str) -> None:

@@ -27,7 +27,7 @@ from specdec_mlx.drafters.heads.early_exit import (
     ExitSession,
     fills_alike,
 )
-from specdec_mlx.drafters.heads.early_exit import first_layers as cut
+from specdec_mlx.drafters.lighter import first_layers as cut
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.target.exactness import exact_until
 from specdec_mlx.target.taps import keys_values_of
@@ -90,9 +90,9 @@ def test_an_early_exit_by_hand() -> None:
 
 
 def test_an_exit_that_is_none_is_refused() -> None:
-    """Before the first layer, behind the last, or of a model that has two lists of layers."""
-    for layers in (0, 8, -1):
-        with pytest.raises(sd.errors.HeadError, match="expected 1 to 7"):
+    """Before the first layer, after the last, or of a model that has two lists of layers."""
+    for layers in (0, 9, -1):
+        with pytest.raises(sd.errors.DraftModelError, match="expected a number from 1 to 8"):
             sd.drafters.early_exit(heads.target(), layers)
     with pytest.raises(sd.errors.DraftModelError, match="no single list of layers"):
         sd.drafters.early_exit(tiny.build("afm7"), 1)

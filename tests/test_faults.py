@@ -32,9 +32,10 @@ from heads import HEADS, random_head
 from selection import FULL, each
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request
-from specdec_mlx.beams.guesses import BeamDrafting, GuessLength
+from specdec_mlx.beams.guesses import BeamDrafting
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.contracts import DraftContext
+from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.target.exactness import can_hold_rows
 from specdec_mlx.target.rollback import check_usable
@@ -354,7 +355,7 @@ def beams(coins: random.Random) -> None:
         rows = BeamRows(target(name), prompt, num_beams, prefill_step_size=4)
         context = DraftContext(sampling=sd.Sampling(), vocab_size=VOCAB)
         drafting = drafter and BeamDrafting(drafter, prompt, context, rows.stream)
-        found = BeamSearch(rows, num_beams, 6, drafting=drafting, length=GuessLength(3))
+        found = BeamSearch(rows, num_beams, 6, drafting=drafting, length=Fixed(3))
         return [beam.tokens for beam in found.run()]
 
     fired = False

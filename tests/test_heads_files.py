@@ -3,26 +3,30 @@
 from __future__ import annotations
 
 import copy
+import hashlib
 import io
 import json
 import logging
 import random
 import struct
 import sys
+import threading
 import time
 import types
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
+import huggingface_hub.constants
 import mlx.core as mx
 import numpy as np
 import pytest
 
 import heads
 import specdec_mlx as sd
-from hub import Hub, hub_at
 from selection import cases, in_one_test
+from specdec_mlx.drafters.heads.eagle import IDS_KEY
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.errors import HeadError
@@ -30,10 +34,62 @@ from specdec_mlx.errors import HeadError
 # Fetched from the Hub ----------------------------------------------------------------------------
 
 
+COMMIT = "0" * 40
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A repository with small files, in memory; faults: a file's status, or 0 to end in it."""
+
+    files: dict[str, bytes]
+    asked: list[str]
+    faults: dict[str, int]
+
+    def do_GET(self) -> None:
+        name = self.path.rpartition("/")[2]
+        if self.command == "GET":
+            self.asked.append(name)
+        content, fault = self.files.get(name), self.faults.get(name)
+        if fault:
+            self.answer(b"", fault, {"X-Error-Code": "RepoNotFound"})
+        elif content is None:
+            self.answer(b"", 404, {"X-Error-Code": "EntryNotFound", "X-Repo-Commit": COMMIT})
+        else:
+            tag = f'"{hashlib.sha256(content).hexdigest()}"'
+            headers = {"X-Repo-Commit": COMMIT, "ETag": tag}
+            self.answer(content, 200, headers, is_cut=fault is not None)
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def answer(
+        self, content: bytes, status: int = 200, headers: Any = None, is_cut: bool = False
+    ) -> None:
+        self.send_response(status)
+        for name, value in {"Content-Length": str(len(content)), **(headers or {})}.items():
+            self.send_header(name, value)
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(content[: len(content) // 2] if is_cut else content)
+
+    def log_message(self, *args: object) -> None:
+        """Say nothing."""
+
+
 @pytest.fixture
-def hub(tmp_path: Path) -> Iterator[type[Hub]]:
-    with hub_at(tmp_path / "cache") as running:
-        yield running
+def hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[type[Hub]]:
+    """A repository that stands for the Hub, with a cache of its own."""
+    handler: type[Hub] = type("OwnHub", (Hub,), {"files": {}, "asked": [], "faults": {}})
+    server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
+    endpoint = f"http://127.0.0.1:{server.server_port}"
+    url = endpoint + "/{repo_id}/resolve/{revision}/{filename}"
+    constants = {"HF_HUB_OFFLINE": False, "HF_HUB_CACHE": str(tmp_path / "cache")}
+    constants |= {"ENDPOINT": endpoint, "HUGGINGFACE_CO_URL_TEMPLATE": url}
+    for name, value in constants.items():
+        monkeypatch.setattr(huggingface_hub.constants, name, value)
+    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+    yield handler
+    server.shutdown()
+    server.server_close()
 
 
 def put(hub: type[Hub], folder: Path) -> None:
@@ -158,10 +214,10 @@ def test_a_torch_file_is_not_read_without_torch(monkeypatch, tmp_path):
 # Damaged files -----------------------------------------------------------------------------------
 
 VALUES: list[Any] = [
-    *(None, -1, 0, 1, 2, 7, 10**6, 10**9, 2**31, 2**63, 10**30, -(10**12), 1.5, float("nan")),
-    *("x", "", [], [1], [[1]], {}, {"a": 1}, True, False, ["x"]),
+    *(-1, 0, 1, 2, 7, 10**6, 10**9, 2**31, 2**63, 10**30, -(10**12), 1.5, float("nan")),
+    *(None, "x", "", [], [1], [[1]], {}, {"a": 1}, True, False, ["x"]),
 ]
-"""Values of a damaged file."""
+"""Values of a damaged file, numbers first."""
 
 
 def places(value: Any) -> Iterator[tuple[Any, Any]]:
@@ -172,16 +228,18 @@ def places(value: Any) -> Iterator[tuple[Any, Any]]:
         yield from places(part)
 
 
-def with_other_values(value: Any, rng: random.Random) -> Any:
-    """A copy of which one to three values are others, or are missing."""
-    copied = copy.deepcopy(value)
+def damaged_config(content: bytes, rng: random.Random) -> bytes:
+    """JSON with other values, or other bytes."""
+    if rng.random() < 0.2:
+        return with_other_bytes(content, rng)
+    changed = json.loads(content)
     for _ in range(rng.choice([1, 1, 1, 2, 3])):
-        part, key = rng.choice(list(places(copied)) or [({0: 0}, 0)])
+        part, key = rng.choice(list(places(changed)) or [({0: 0}, 0)])
         if rng.random() < 0.2:
             del part[key]
         else:
             part[key] = copy.deepcopy(rng.choice(VALUES))
-    return copied
+    return json.dumps(changed).encode()
 
 
 def with_other_bytes(content: bytes, rng: random.Random) -> bytes:
@@ -191,29 +249,19 @@ def with_other_bytes(content: bytes, rng: random.Random) -> bytes:
     return content[:place] + rng.randbytes(rng.choice([0, size, size])) + content[end:]
 
 
-def damaged_config(content: bytes, rng: random.Random) -> bytes:
-    """A config.json with other values, or other bytes."""
-    if rng.random() < 0.2:
-        return with_other_bytes(content, rng)
-    return json.dumps(with_other_values(json.loads(content), rng)).encode()
-
-
 def damaged_tensors(content: bytes, rng: random.Random) -> bytes:
     """A file of safetensors whose header lies, whose tensors are others, or with other bytes."""
     end = 8 + struct.unpack("<Q", content[:8])[0]
-    size, header, rest = content[:8], content[8:end], content[end:]
-    what = rng.choice(["values", "values", "length", "header", "bytes", "tensors", "tensors"])
+    what = rng.choice(["header", "header", "header", "length", "bytes", "tensors", "tensors"])
     if what == "tensors":
         return other_tensors(content, rng)
     if what == "bytes":
         return with_other_bytes(content, rng)
     if what == "length":
-        size = struct.pack("<Q", rng.choice([0, 1, end - 9, end - 7, len(content), 2**32, 2**63]))
-    else:
-        values = json.dumps(with_other_values(json.loads(header), rng)).encode()
-        header = values if what == "values" else with_other_bytes(header, rng)
-        size = struct.pack("<Q", len(header))
-    return size + header + rest
+        size = rng.choice([0, 1, end - 9, end - 7, len(content), 2**32, 2**63])
+        return struct.pack("<Q", size) + content[8:]
+    header = damaged_config(content[8:end], rng)
+    return struct.pack("<Q", len(header)) + header + content[end:]
 
 
 def other_tensors(content: bytes, rng: random.Random) -> bytes:
@@ -221,22 +269,16 @@ def other_tensors(content: bytes, rng: random.Random) -> bytes:
     tensors: Any = mx.load(io.BytesIO(content), format="safetensors")
     name = rng.choice(sorted(tensors))
     x = tensors.pop(name)
-    changes: list[Callable[[], Mapping[str, mx.array]]] = [
-        dict,
-        lambda: {name: x.reshape(-1)},
-        lambda: {name: x.reshape(x.shape[::-1])},
-        lambda: {name: x[:0]},
-        lambda: {name: mx.array(rng.choice(VALUES[1:8]))},
-        lambda: {name: mx.concatenate([x, x])},
-        lambda: {name: x[: x.shape[0] // 2]},
-        lambda: {name: x.astype(rng.choice([mx.int8, mx.uint32, mx.bool_, mx.float16, mx.int64]))},
-        lambda: {name: mx.full(x.shape, rng.choice(VALUES[1:10]), mx.int64)},
-        lambda: {name: mx.full(x.shape, rng.choice([float("nan"), float("inf"), -1e30]))},
-        lambda: {f"{name}.{rng.choice(['more', 'scales', '0'])}": x},
-        lambda: {"999999999.0.linear.weight": x, name: x},
-    ]
+    number, infinite = rng.choice(VALUES[:8]), rng.choice([float("nan"), float("inf"), -1e30])
+    types = [mx.int8, mx.uint32, mx.bool_, mx.float16, mx.int64]
+    others = [x.reshape(-1), x.reshape(x.shape[::-1]), x[:0], x[: x.shape[0] // 2]]
+    others += [mx.concatenate([x, x]), x.astype(rng.choice(types)), mx.array(number)]
+    others += [mx.full(x.shape, number, mx.int64), mx.full(x.shape, infinite)]
+    changes = [{}, *({name: other} for other in others)]
+    changes += [{f"{name}.{rng.choice(['more', 'scales', '0'])}": x}]
+    changes += [{"999999999.0.linear.weight": x, name: x}]
     file = io.BytesIO()
-    mx.save_safetensors(file, tensors | rng.choice(changes)(), metadata={"format": "pt"})
+    mx.save_safetensors(file, tensors | rng.choice(changes), metadata={"format": "pt"})
     return file.getvalue()
 
 
@@ -279,42 +321,39 @@ COUNTS = {
     "gemma4_assistant": ATTENTION,
     "mtp_step3p5": ATTENTION[:2],
 }
+WRONG: list[tuple[str, str, Any, str]] = [
+    *((kind, key, x, "") for kind in COUNTS for key in COUNTS[kind] for x in (0, -1, 10**9)),
+    *(("eagle3", IDS_KEY, [1, 3, layer], "") for layer in (99, 1.5, ["x"])),
+    ("dflash", "mask_token_id", 97, "mask_token_id is 97, expected 0 to 96"),
+]
+"""Kind, key of its config, a value that cannot be, and the error besides the folder's name."""
 
 
-@in_one_test("value", [0, -1, 10**9])
-@in_one_test("kind", COUNTS)
-def test_counts_that_cannot_be_are_refused(kind: str, value: int, tmp_path: Path) -> None:
-    """Before as many layers are made, and before MLX divides by none."""
+@in_one_test(("kind", "key", "value", "said"), WRONG)
+def test_numbers_that_cannot_be_are_refused(kind, key, value, said, tmp_path):
+    """Before as many layers are made, before MLX divides by none or reads beyond an array."""
     reference = heads.reference(kind)
-    for key in COUNTS[kind]:
-        config = copy.deepcopy(reference.config)
-        config.get("text_config", config)[key] = value
-        folder = heads.Reference(config, reference.weights, {}).write(tmp_path)
-        with pytest.raises(HeadError, match=str(folder)):
-            sd.load_head(folder, reference.target())
+    config = copy.deepcopy(reference.config)
+    nested = (config.get(part, {}) for part in ("text_config", "dflash_config"))
+    next((part for part in nested if key in part), config)[key] = value
+    folder = heads.Reference(config, reference.weights, {}).write(tmp_path)
+    with pytest.raises(HeadError, match=f"{folder}.*{said}"):
+        sd.load_head(folder, reference.target())
 
 
-def test_ids_of_a_file_that_the_target_lacks_are_refused(tmp_path: Path) -> None:
-    """MLX reads and writes beyond an array unchecked: masks, groups of tokens; layers too."""
-    layers: tuple[list[Any], ...] = ([1, 3, 99], [1, 3, 1.5], [1, 3, ["x"]])
-    for ids in layers:
-        with pytest.raises(HeadError, match=str(tmp_path)):
-            heads.loaded("eagle3", tmp_path, eagle_aux_hidden_state_layer_ids=ids)
-    nested = heads.reference("dflash").config["dflash_config"] | {"mask_token_id": 97}
-    with pytest.raises(HeadError, match="mask_token_id is 97, expected 0 to 96"):
-        heads.loaded("dflash", tmp_path / "dflash", dflash_config=nested)
-    gemma = heads.reference("gemma4_assistant")
-    name = "masked_embedding.token_ordering"
-    for wrong in (-1, 10**6):
-        order = np.array(gemma.weights[name])
-        order[3] = wrong
-        folder = heads.Reference(gemma.config, {**gemma.weights, name: order}, {}).write(tmp_path)
-        with pytest.raises(HeadError, match=f"token_ordering is {wrong}"):
-            sd.load_head(folder, gemma.target())
+@in_one_test("wrong", [-1, 10**6])
+def test_groups_of_tokens_that_the_target_lacks_are_refused(wrong: int, tmp_path: Path) -> None:
+    """MLX writes beyond an array unchecked."""
+    gemma, name = heads.reference("gemma4_assistant"), "masked_embedding.token_ordering"
+    order = np.array(gemma.weights[name])
+    order[3] = wrong
+    folder = heads.Reference(gemma.config, {**gemma.weights, name: order}, {}).write(tmp_path)
+    with pytest.raises(HeadError, match=f"token_ordering is {wrong}"):
+        sd.load_head(folder, gemma.target())
 
 
 def test_a_token_beyond_a_heads_own_embeddings_reads_its_last_row(tmp_path: Path) -> None:
-    """A vocabulary may be padded otherwise; it reads nothing behind the matrix."""
+    """A vocabulary may be padded otherwise; it reads nothing after the matrix."""
     reference = heads.reference("eagle1")
     rows = np.random.default_rng(0).standard_normal((90, heads.WIDTH)).astype(np.float32)
     weights = {**reference.weights, "embed_tokens.weight": rows}

@@ -28,10 +28,8 @@ from scripted import OracleDrafter
 from selection import FULL, cases, in_one_test
 from specdec_mlx.checks import texts
 from specdec_mlx.checks.report import Part
-from specdec_mlx.checks.stand_ins import standing_alone
-from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Subject, Work
-from specdec_mlx.checks.texts import VARIATIONS_NAME, check_variations
+from specdec_mlx.checks.texts import VARIATIONS_NAME, check_state, check_variations
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSession
@@ -237,7 +235,7 @@ def test_a_head_out_of_step_is_found_by_the_check(monkeypatch: pytest.MonkeyPatc
     model = distribution.tiny_llama(distribution.TARGET)
     one = HeadDrafter(heads.random_head(heads.HEADS["eagle1"], model))
     prompts = [[1, 4, 1, 5], [2, 0, 3], [5, 5, 1]]
-    subject = Subject(model, standing_alone(one, model), sd.Sampling(temp=1.0), Block(), prompts, 6)
+    subject = Subject(model, one, sd.Sampling(temp=1.0), Block(), prompts, 6)
     work = Work(time.perf_counter() + 60)
     assert check_state(subject, work).status == "passed"
     monkeypatch.setattr(Rollback, "rewind_to", lambda self, position: position)

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import numpy as np
 import pytest
 
@@ -21,7 +22,7 @@ import heads
 from selection import each, in_one_test
 from specdec_mlx.contracts import DraftContext, KeysValues
 from specdec_mlx.drafters import drawing
-from specdec_mlx.drafters.heads import gemma4_assistant, mtp, one_pass
+from specdec_mlx.drafters.heads import gemma4_assistant, mtp
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.session import Level
 from specdec_mlx.target.rollback import Rollback
@@ -152,14 +153,13 @@ def tokens_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
 
 
 def context_off_by_one(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
-    """The context stands one position nearer to the block."""
-    keys_and_values = one_pass._keys_and_values
+    """The context stands one position nearer to the block of four."""
+    rotate = nn.RoPE.__call__
 
-    def wrong(attention: Any, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-        is_block = x.shape[1] == 4
-        return keys_and_values(attention, x, offset if is_block else offset + 1)
+    def wrong(self: Any, x: mx.array, offset: int = 0) -> mx.array:
+        return rotate(self, x, offset if x.shape[-2] == 4 else offset + 1)
 
-    patch.setattr(one_pass, "_keys_and_values", wrong)
+    patch.setattr(nn.RoPE, "__call__", wrong)
 
 
 def position_moves_on(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:

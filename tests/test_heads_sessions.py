@@ -1,10 +1,16 @@
-"""Heads in a generation: rows and tokens go together, q is what is drawn from, caches stay true."""
+"""Heads in a generation: rows and tokens go together, q is what is drawn from, caches stay true.
+
+A draft that stops by confidence leaves the text's distribution alone, whatever is decided.
+"""
 
 from __future__ import annotations
 
 import io
+import itertools
 import re
+from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import cache, partial
 from typing import Any
 
@@ -16,29 +22,43 @@ from mlx.utils import tree_flatten
 import heads
 import specdec_mlx as sd
 import tiny
-from heads import HEADS, VOCAB, WIDTH, Shown, states
-from selection import FULL, in_one_test
-from specdec_mlx.contracts import DraftContext
+from exact import TARGET, Rounds, Source
+from heads import HEADS, VOCAB, Shown, states
+from selection import FULL, cases, in_one_test
+from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, Evidence, GoesOn, Step
+from specdec_mlx.draft_length.parts import Model
+from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_while
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.one_pass import PardDrafter
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
+from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
+from test_stepwise import DECIDERS, PEAKED, WAYS, Coins, stop_at
 
 target = cache(heads.target)
+small = cache(partial(tiny.build, "qwen2", vocab_size=VOCAB))
+MASK = VOCAB - 1
+
+WHOLE: dict[str, Callable[[], Any]] = {
+    "pard": lambda: PardDrafter(small(), mask_token=MASK),
+    "early exit": lambda: sd.drafters.early_exit(target(), 2),
+}
+"""Drafters that read tokens, as models do."""
 
 
 @cache
-def drafter(name: str) -> HeadDrafter:
+def drafter(name: str) -> Any:
     """A head with random weights for a target of its width; of a family by its name."""
+    if name in WHOLE:
+        return WHOLE[name]()
     if name in HEADS:
         return HeadDrafter(heads.random_head(HEADS[name], target()))
     config = tiny.CONFIGS[name]
     width = config.get("text_config", config)["hidden_size"]
-    model = target() if width == WIDTH else heads.target(width=width)
-    return HeadDrafter(heads.random_head(heads.mtp(name, vocab_size=VOCAB), model))
+    return HeadDrafter(heads.random_head(heads.mtp(name, vocab_size=VOCAB), target(width)))
 
 
 def context(**given: Any) -> DraftContext:
@@ -115,7 +135,7 @@ def test_tokens_outside_of_the_draft_vocabulary_have_no_mass() -> None:
     probs = first_probs(drafter("eagle3"), PROMPT)
     assert [i for i in range(VOCAB) if probs[0, i] > 0] == list(range(0, VOCAB, 3))
     logits = mx.array([[1.0, 2.0, 3.0]])
-    assert DraftVocabulary(mx.array([2, 0, -2]), 3).widen(logits).tolist() == [[3, 2, 1]]
+    assert DraftVocabulary(mx.array([2, 1, 0]), 3).widen(logits).tolist() == [[3, 2, 1]]
 
 
 @in_one_test("name", HEADS)
@@ -180,13 +200,9 @@ def test_medusa_is_its_formula(name: str) -> None:
 # PARD ---------------------------------------------------------------------------------------------
 
 
-small = cache(partial(tiny.build, "qwen2", vocab_size=VOCAB))
-MASK = VOCAB - 1
-
-
-def test_pard_drafts_what_stands_behind_its_masks() -> None:
+def test_pard_drafts_what_stands_after_its_masks() -> None:
     """The last rows of one pass over text and masks; its caches hold no mask afterwards."""
-    session = PardDrafter(small(), mask_token=MASK).begin(PROMPT, context())
+    session = drafter("pard").begin(PROMPT, context())
     text = list(PROMPT)
     for length, emitted in ((4, 2), (1, 1), (6, 0), (3, 3)):
         got = to_list(session.propose(length).tokens)
@@ -198,29 +214,11 @@ def test_pard_drafts_what_stands_behind_its_masks() -> None:
         text += tokens
 
 
-WHOLE: dict[str, Callable[[], Any]] = {
-    "pard": lambda: PardDrafter(small(), mask_token=MASK),
-    "early exit": lambda: sd.drafters.early_exit(target(), 2),
-}
-
-
 @FULL
 @pytest.mark.parametrize("name", WHOLE)
 def test_drafters_that_read_tokens_conform(name: str) -> None:
     """To `check_drafter`."""
-    check_drafter(WHOLE[name](), vocab_size=VOCAB, num_draws=400)
-
-
-@in_one_test("name", WHOLE)
-@in_one_test("length", [1, 4])
-def test_their_text_is_the_targets_own(name: str, length: int) -> None:
-    """Greedy, and a seed's under the coupled rule."""
-    for options in ({}, {"sampler": sd.Sampling(temp=1.0), "seed": 3, "rule": "coupled"}):
-        plain, drafted = (
-            sd.speculate(target(), PROMPT, one, max_tokens=24, draft_length=length, **options)
-            for one in (None, WHOLE[name]())
-        )
-        assert [t.token for t in drafted] == [t.token for t in plain]
+    check_drafter(drafter(name), vocab_size=VOCAB, num_draws=400)
 
 
 @in_one_test("name", ["eagle1", "eagle3", "qwen3_5"])
@@ -235,3 +233,146 @@ def test_what_is_read_ahead_of_a_draft_is_keys_and_values_alone(name: str) -> No
     assert session.waiting.num_rows == 1
     fresh = Shown(one, text, context())
     assert to_list(session.propose(3).tokens) == to_list(fresh.propose(3).tokens)
+
+
+# Drafts that stop ---------------------------------------------------------------------------------
+
+EXACT = 1e-12
+LONGEST = 4
+GUESSED = (1, 2, 2, 1)
+"""Tokens that a draft in one pass takes to stand before its later ones, whatever is drawn."""
+
+
+class Path(Draws):
+    """Draws that come out as one path; its rows are those of a source."""
+
+    is_drawn = True
+
+    def __init__(self, tokens: Tokens, rows: np.ndarray, peeks: bool, num_drawn: int = 0) -> None:
+        self.tokens, self.num_drawn = tokens, num_drawn
+        self.sure = rows[np.arange(LONGEST), tokens] if peeks else rows.max(axis=-1)
+
+    def __len__(self) -> int:
+        return self.num_drawn
+
+    def draw(self, logits: mx.array) -> mx.array:
+        self.num_drawn += 1
+        return mx.array([self.tokens[self.num_drawn - 1]])
+
+    def log_confidence(self) -> mx.array:
+        return self.log_confidences()[-1:]
+
+    def log_confidences(self) -> mx.array:
+        return mx.log(mx.array(self.sure[: self.num_drawn]))
+
+    def draft(self, length: int | None = None) -> Draft:
+        return Draft(self.tokens[:length])
+
+
+@dataclass(frozen=True, eq=False)
+class Enumerated:
+    """Every draft of up to 4 tokens that the package's own loops make of a source's rows."""
+
+    source: Source
+    goes_on: GoesOn
+    way: str
+    peeks: bool = False
+
+    def rows(self, state: int, tokens: Tokens) -> np.ndarray:
+        before = GUESSED if self.way == "at once" else tokens
+        states = [state_after(state, before[:i]) for i in range(len(tokens))]
+        return self.source.probs[states].reshape(-1, self.source.vocab_size)
+
+    @cache  # noqa: B019  there are few, and each is enumerated many times
+    def drafts(self, state: int) -> list[tuple[float, Tokens, np.ndarray]]:
+        weights: dict[Tokens, float] = defaultdict(float)
+        for tokens in itertools.product(range(self.source.vocab_size), repeat=LONGEST):
+            rows = self.rows(state, tokens)
+            kept = tokens[: len(self.ended(tokens, rows))]
+            weights[kept] += float(np.prod(rows[np.arange(LONGEST), tokens]))
+        return [(weight, kept, self.rows(state, kept)) for kept, weight in weights.items()]
+
+    def ended(self, tokens: Tokens, rows: np.ndarray) -> Draft:
+        if self.way == "at once":
+            return cut_while(Path(tokens, rows, self.peeks, LONGEST), self.goes_on)
+        pace, draws = Pace(float(self.way == "overlapping"), 1.0), Path(tokens, rows, self.peeks)
+        return draft_while(LONGEST, draws, lambda token: mx.zeros((1, 3)), self.goes_on, pace)
+
+
+@pytest.mark.parametrize("way", ["stepwise", "overlapping", "at once"])
+@pytest.mark.parametrize("how", DECIDERS)
+@pytest.mark.parametrize("name", cases(list(WAYS), "block"))
+def test_the_loops_leave_the_joint_distribution_alone(name: str, how: str, way: str) -> None:
+    """Of two rounds and three tokens, for a head that steps and for one that drafts at once."""
+    drafting = Enumerated(PEAKED, DECIDERS[how], way)
+    lengths = {len(tokens) for state in range(7) for _, tokens, _ in drafting.drafts(state)}
+    assert len(lengths) > 1
+    assert Rounds(TARGET, drafting, WAYS[name]).total_variation(2, 3) < EXACT
+
+
+@pytest.mark.parametrize("way", ["stepwise", "at once"])
+def test_a_loop_that_is_told_of_the_draws_is_caught(way: str) -> None:
+    """By the same enumeration."""
+    drafting = Enumerated(PEAKED, DECIDERS["threshold"], way, peeks=True)
+    assert Rounds(TARGET, drafting, WAYS["block"]).total_variation(1, 3) > 0.01
+
+
+STOPPING = ("eagle3", "eagle1", "qwen3_5", "step3p5", "dflash", "medusa", "pard")
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize("kind", STOPPING)
+def test_a_stopped_draft_is_the_head_of_the_whole_one(kind: str, temp: float) -> None:
+    """Tokens and distributions, wherever it stops; and so is the next one, after a verdict."""
+    stops = [(1, Step.STOP_AFTER), (3, Step.STOP_BEFORE), (3, Step.STOP_AFTER)]
+    for overlaps, (stop, step) in itertools.product((0.0, 1.0), stops):
+        given = context(sampling=sd.Sampling(temp=temp))
+        whole, stopped = (Shown(drafter(kind), PROMPT, given) for _ in range(2))
+        stopped.session.pace = Pace(build=overlaps, wait=1.0)
+        for emitted in ([9], [11, 12]):
+            expected = whole.propose(5)
+            draft = stopped.session.propose_while(5, stop_at(stop, step))
+            kept = stop - (step is Step.STOP_BEFORE)
+            assert to_list(draft.tokens) == to_list(expected.tokens)[:kept]
+            assert len(draft) == len(draft.evidence or ()) == kept
+            if temp:
+                assert mx.allclose(draft.logprobs, expected.logprobs[:kept], atol=1e-5)
+            whole.emit(*emitted)
+            stopped.emit(*emitted)
+
+
+@pytest.mark.parametrize("kind", STOPPING)
+def test_the_evidence_is_the_largest_probability_of_what_is_drawn_from(kind: str) -> None:
+    """And the decision is asked once a position, in order, with all that came before."""
+    asked: list[list[float]] = []
+
+    def goes_on(evidence: Sequence[Evidence]) -> Step:
+        asked.append([known.confidence or 0.0 for known in evidence])
+        return Step.GO_ON
+
+    shown = Shown(drafter(kind), PROMPT, context(sampling=sd.Sampling(temp=1.0)))
+    logprobs: Any = shown.session.propose_while(4, goes_on).logprobs
+    assert asked == [asked[-1][:length] for length in (1, 2, 3, 4)]
+    assert asked[-1] == pytest.approx(mx.exp(mx.max(logprobs, axis=-1)).tolist(), rel=1e-5)
+
+
+TEXTS = cases((*STOPPING, "early exit"), "qwen3_5", "dflash", "pard", "early exit")
+
+
+@pytest.mark.parametrize("temp", [0.0, 1.0])
+@pytest.mark.parametrize("kind", TEXTS)
+def test_texts_are_the_same_however_it_stops(kind: str, temp: float) -> None:
+    """Coupled: a seed's text, greedy: the target's; of fixed lengths, and with coins."""
+    one = drafter(kind)
+    model = target() if kind in WHOLE else target(one.head.ends.width)
+
+    def text(drafter: Any, length: Any) -> list[int]:
+        options = {"rule": "coupled", "seed": 5, "sampler": sd.Sampling(temp=temp)}
+        tokens = sd.speculate(model, PROMPT, drafter, max_tokens=24, draft_length=length, **options)
+        return [token.token for token in tokens]
+
+    coins, plain = Coins(1), text(None, 0)
+    assert [text(one, length) for length in (coins, 1, 4)] == 3 * [plain]
+    (part,) = coins._parts.values()
+    assert isinstance(part, Model)
+    assert (part.most_unread == MOST_WAITING) == (kind not in WHOLE)

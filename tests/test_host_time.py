@@ -32,10 +32,7 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.loop import speculate
-from specdec_mlx.rounds.clock import RoundClock
-from specdec_mlx.sampling import noise
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.mlx_lm_samplers import max_window
 from specdec_mlx.target import verifier
 from specdec_mlx.target.rollback import Rollback
 
@@ -99,71 +96,38 @@ def test_the_count_sees_a_processor_that_gets_the_whole_text() -> None:
     assert min(r["concatenate, elements"] for r in long) > 8200
 
 
+@pytest.mark.parametrize("drafter", [None, PromptLookupDrafter(min_ngram=1)])
 @in_one_test(
-    ("options", "expected"),
+    "penalties",
     [
-        ({"repetition_penalty": 1.1}, 20),
-        ({"repetition_penalty": 1.1, "presence_penalty": 1.0, "presence_context_size": 50}, 50),
-        ({"logit_bias": {3: 1.0}}, 1),
-        ({"logit_bias": {3: 1.0}, "frequency_penalty": 1.0, "frequency_context_size": 7}, 7),
-        ({"repetition_penalty": 1.1, "repetition_context_size": 0}, None),
+        *({"repetition_penalty": 1.8, "repetition_context_size": size} for size in (0, 1, 5, 20)),
+        {"repetition_penalty": 1.8, "presence_penalty": 1.0, "presence_context_size": 50},
+        {"logit_bias": {3: 1.0}, "frequency_penalty": 1.0, "frequency_context_size": 7},
     ],
 )
-def test_windows_are_read_back(options: dict[str, Any], expected: int | None) -> None:
-    """As large as the farthest look back; a size of 0 means all tokens to mlx-lm."""
-    processors = make_logits_processors(**options)
-    assert max_window(processors) == expected
-    assert max_window([*processors, lambda tokens, logits: logits]) is None
-    assert max_window([]) is None
-
-
-@pytest.mark.parametrize("drafter", [None, PromptLookupDrafter(min_ngram=1)])
-def test_penalties_see_as_far_back_as_they_look(drafter: PromptLookupDrafter | None) -> None:
+def test_penalties_see_as_far_back_as_they_look(drafter, penalties):
     """A penalty in its window gives the text that it gives over the whole history."""
     model = Table(16)
     model.table = mx.random.normal((16, 16), key=mx.random.key(0))
     options: dict[str, Any] = {"max_tokens": 60, "draft_length": K, "probe": False}
-    for size in (1, 5, 20):
-        penalties = make_logits_processors(repetition_penalty=1.8, repetition_context_size=size)
+    processors = make_logits_processors(**penalties)
 
-        def over_all(tokens: mx.array, logits: mx.array, penalties: Any = penalties) -> mx.array:
-            for penalty in penalties:
-                logits = penalty(tokens, logits)
-            return logits
+    def over_all(tokens: mx.array, logits: mx.array) -> mx.array:
+        for processor in processors:
+            logits = processor(tokens, logits)
+        return logits
 
-        over_all.pure = True  # type: ignore[attr-defined]
-        windowed, whole = (
-            [t.token for t in speculate(model, [1, 2, 3, 1, 2], drafter, **options)]
-            for options["logits_processors"] in (penalties, [over_all])
-        )
-        assert windowed == whole
-        assert len(set(whole)) > 2
-
-
-def sampled_text(num_tokens: int) -> tuple[list[int], int]:
-    """A plain text at temperature 1, and how many times noise was drawn for it."""
-    model, calls = Table(257), Counter[str]()
-    model.table = mx.random.normal((257, 257), key=mx.random.key(0))
-    with pytest.MonkeyPatch.context() as patch:
-        count_calls(patch, mx.random, "gumbel", calls)
-        stream = speculate(model, [1], None, max_tokens=num_tokens, sampler=Sampling(1.0), seed=3)
-        return [token.token for token in stream], calls["gumbel"]
-
-
-def test_a_sampled_text_draws_noise_once_for_many_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Seven times for 95 tokens, and the text is the one of as many draws as tokens."""
-    together, num_draws = sampled_text(95)
-    monkeypatch.setattr(noise, "MOST_ROWS", 1)
-    one_by_one, num_single = sampled_text(95)
-    assert (num_draws, num_single) == (7, 95)
-    assert together == one_by_one
-    assert len(set(together)) > 10
+    over_all.pure = True  # type: ignore[attr-defined]
+    windowed, whole = (
+        [t.token for t in speculate(model, [1, 2, 3, 1, 2], drafter, **options)]
+        for options["logits_processors"] in (processors, [over_all])
+    )
+    assert windowed == whole
+    assert len(set(whole)) > 2
 
 
 @pytest.mark.parametrize("draft_length", [0, "auto"])
-def test_a_paused_draft_model_costs_a_question_a_round(
-    draft_length: int | str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_paused_draft_model_costs_a_question_a_round(draft_length, monkeypatch):
     """The policy is asked whether to draft; no cache is asked, and chances are worked out in one
     round of eight.
     """
@@ -254,13 +218,3 @@ def test_a_round_takes_no_more_python_calls_than_it_did() -> None:
     """Counted, not timed: without a drafter, with one that finds nothing, and with its drafts."""
     found = {kind: calls_a_round(kind) for kind in CALLS}
     assert all(found[kind] <= CALLS[kind] for kind in CALLS), found
-
-
-def test_without_a_drafter_a_slow_caller_waits_for_no_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nothing is learned from its seconds then, so that it stays hidden behind the caller."""
-    waited: list[str] = []
-    monkeypatch.setattr(RoundClock, "was_undisturbed", False)
-    monkeypatch.setattr(verifier.LazyPass, "wait", lambda self: waited.append("pass"))
-    stream = speculate(Table(16), [1], None, max_tokens=20, probe=False)
-    assert len(list(stream)) == 20
-    assert not waited

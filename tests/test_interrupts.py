@@ -7,12 +7,9 @@ import signal
 import time
 from collections.abc import Sequence
 from contextlib import suppress
-from functools import cache
 from typing import Any
 
-import mlx.core as mx
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 import scripted
@@ -22,17 +19,7 @@ from specdec_mlx.mlx_lm_plugin.commands import terminated_as_interrupted
 from specdec_mlx.target.rollback import check_usable
 from specdec_mlx.target.strategies import STRATEGIES, Trim
 
-VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
-NUM_TOKENS = 14
-
-target = cache(tiny.build)
-
-
-@cache
-def plain(name: str, prompt: tuple[int, ...], num_tokens: int) -> list[int]:
-    steps = generate_step(mx.array(prompt), target(name), max_tokens=num_tokens)
-    return [int(token) for token, _ in steps]
 
 
 class Failing(Trim):
@@ -55,9 +42,10 @@ def test_an_exception_in_the_middle_of_a_rewind_leaves_no_layer_behind(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setitem(STRATEGIES, KVCache, Failing(raises=True))
-    model, tokens = target("llama"), []
+    model, tokens = tiny.build("llama"), []
     caches = make_prompt_cache(model)
-    drafter = scripted.always_wrong(plain("llama", tuple(PROMPT), 40), VOCAB)
+    text = [token.token for token in sd.speculate(model, PROMPT, max_tokens=40)]
+    drafter = scripted.always_wrong(text, vocab_size=128)
     with pytest.raises(KeyboardInterrupt, match="in the middle"):
         for item in sd.speculate(model, PROMPT, drafter, prompt_cache=caches, draft_length=3):
             tokens.append(item.token)
@@ -83,7 +71,7 @@ def test_caches_that_cannot_be_brought_in_order_are_refused_by_name(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With a pass under way to be undone; the next call with them names the class, and why."""
-    model = target("llama")
+    model = tiny.build("llama")
     caches = make_prompt_cache(model)
     monkeypatch.setitem(STRATEGIES, KVCache, Failing(raises=False))
     with pytest.raises(sd.errors.CacheRollbackError, match="gave back 0 of"):
@@ -96,7 +84,7 @@ def test_caches_that_cannot_be_brought_in_order_are_refused_by_name(
 
 def test_a_drafter_that_raises_at_the_end_too_is_noted() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        list(sd.speculate(target("llama"), PROMPT, Stops(at_end=True), draft_length=2))
+        list(sd.speculate(tiny.build("llama"), PROMPT, Stops(at_end=True), draft_length=2))
     assert caught.value.__notes__ == ["ValueError at the end of the generation: in close"]
 
 

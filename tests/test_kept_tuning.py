@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx.utils import tree_flatten
-from mlx_lm import load
-from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import tiny
 from command_line import both_ways, run
@@ -47,9 +43,7 @@ def test_the_next_command_begins_with_what_the_last_one_learned(cache: Path) -> 
         assert not tuning_for(model).drafters
 
 
-def test_a_file_that_cannot_be_read_or_written_costs_a_line(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_file_that_cannot_be_read_or_written_costs_a_line(cache, tmp_path, monkeypatch, capsys):
     tuning_path("name").parent.mkdir(parents=True)
     tuning_path("name").write_text("{")
     with kept_tuning(model := tiny.build("qwen2"), "name"):
@@ -77,31 +71,17 @@ def test_folders_are_known_by_their_place_and_each_adapter_makes_another_model(
     assert [file.exists() for file in files] == [False, False, True, False]
 
 
-def write_adapter(folder: Path, model: Any) -> str:
-    """An adapter that mlx-lm loads, of a model, which gets its layers."""
-    lora = {"rank": 2, "scale": 1.0, "dropout": 0.0}
-    model.freeze()
-    linear_to_lora_layers(model, 1, lora)
-    folder.mkdir()
-    weights = dict(tree_flatten(model.trainable_parameters()))
-    mx.save_safetensors(str(folder / "adapters.safetensors"), weights)
-    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": lora}
-    (folder / "adapter_config.json").write_text(json.dumps(config))
-    return str(folder)
-
-
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
-    """A model's folder, and that of an adapter."""
+    """A model's folder, and that of an adapter without weights of its own."""
     folder = tmp_path_factory.mktemp("loaded")
-    model = str(write_model_folder(folder / "model"))
-    return model, write_adapter(folder / "adapter", load(model)[0])
+    (folder / "adapter_config.json").write_text('{"fine_tune_type": "full"}')
+    mx.save_safetensors(str(folder / "adapters.safetensors"), {})
+    return str(write_model_folder(folder / "model")), str(folder)
 
 
 @both_ways
-def test_a_command_keeps_it_for_what_it_loads_unless_told_not_to(
-    cache: Path, loaded: tuple[str, str]
-) -> None:
+def test_a_command_keeps_it_for_what_it_loads_unless_told_not_to(cache, loaded):
     model, adapter = loaded
     command = ["generate", "--model", model, "--prompt", "the cat the cat", "--max-tokens", "30"]
     for flags, num_files in (["--no-tuning"], 0), (["--adapter-path", adapter], 1), ([], 2):
@@ -113,9 +93,7 @@ def test_a_command_keeps_it_for_what_it_loads_unless_told_not_to(
         assert set(Tuning.load(file).drafters) == {key_of(default_drafter())}
 
 
-def test_a_server_keeps_it_for_the_adapter_that_it_loads(
-    cache: Path, loaded: tuple[str, str]
-) -> None:
+def test_a_server_keeps_it_for_the_adapter_that_it_loads(cache, loaded):
     model, adapter = loaded
     with serving("--model", model, "--adapter-path", adapter) as client:
         client.completions.create(model="default_model", prompt="the cat", max_tokens=2)

@@ -13,7 +13,7 @@ import pytest
 
 import specdec_mlx as sd
 import tiny
-from lossless import PROMPT, plain_text
+from lossless import PROMPT
 from selection import in_one_test
 from specdec_mlx.contracts import DraftContext, FeatureRows, RoundRecord, key_of
 from specdec_mlx.draft_length.auto import Auto
@@ -27,30 +27,26 @@ def target(name: str) -> nn.Module:
     return tiny.build(name)
 
 
+DRAWN = {"sampler": sd.Sampling(0.8), "seed": 11, "rule": "coupled"}
+
+
+@in_one_test("options", [{}, DRAWN])
 @in_one_test("length", [3, 24, "auto"])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_greedy_text_is_the_targets_own(name: str, length: int | str) -> None:
-    """Where a tree is verified in one pass, and where only its first chain is; with others too."""
-    options: Any = {"max_tokens": 60, "draft_length": length}
+def test_the_text_is_the_targets_own(name: str, length: int | str, options: Any) -> None:
+    """Greedy, and a seed's under the coupled rule; where a tree is verified in one pass, and where
+    only its first chain is; with others too.
+    """
     alone = sd.LookaheadDrafter(window=4)
-    for drafter in (alone, sd.TreeOf(sd.PromptLookupDrafter(min_ngram=1), alone)):
-        tokens = list(sd.speculate(target(name), PROMPT, drafter, **options))
-        assert [token.token for token in tokens] == plain_text(target(name), PROMPT, 60).tokens
-        stats = tokens[-1].stats
-        if drafter is alone:
-            assert stats.drafted > 60 or length == "auto"
-            assert stats.drafted <= 3 * stats.target_passes or name == "llama"
-
-
-@pytest.mark.parametrize("name", ["llama", "mamba2"])
-def test_a_seed_has_one_text_under_the_coupled_rule(name: str) -> None:
-    """With rows, with fewer of them, and without drafts."""
-    options: Any = {"max_tokens": 40, "sampler": sd.Sampling(0.8), "seed": 11, "rule": "coupled"}
-    texts = [
-        [t.token for t in sd.speculate(target(name), PROMPT, one, draft_length=length, **options)]
-        for one, length in ((None, 0), (sd.LookaheadDrafter(), 5), (sd.LookaheadDrafter(), 20))
-    ]
-    assert texts[0] == texts[1] == texts[2]
+    plain, *texts = (
+        list(sd.speculate(target(name), PROMPT, one, max_tokens=60, draft_length=length, **options))
+        for one in (None, alone, sd.TreeOf(sd.PromptLookupDrafter(min_ngram=1), alone))
+    )
+    for tokens in texts:
+        assert [token.token for token in tokens] == [token.token for token in plain]
+    stats = texts[0][-1].stats
+    assert stats.drafted > 60 or length == "auto"
+    assert stats.drafted <= 3 * stats.target_passes or name == "llama"
 
 
 def own_choice(model: nn.Module, text: Sequence[int]) -> int:
@@ -178,11 +174,3 @@ def test_rows_ride_where_positions_cost_little(slope: float | None, are_rows: bo
     for may_fork in (True, False):
         draft = auto.begin(KEY, session(), lambda: may_fork)(64)  # noqa: B023
         assert (len(draft) > 0) == (are_rows and may_fork)
-
-
-def test_it_has_a_name_and_refuses_what_means_nothing() -> None:
-    """On the command line as `--drafter lookahead:window=8,ngram=5`."""
-    assert sd.make_drafter("lookahead:window=8,ngram=5") == sd.LookaheadDrafter(8, 5)
-    for wrong in ({"window": 0}, {"ngram": 1}, {"num_candidates": 0}, {"worth": -1.0}):
-        with pytest.raises(ValueError, match=next(iter(wrong))):
-            sd.LookaheadDrafter(**wrong)  # type: ignore[arg-type]

@@ -3,41 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from functools import cache
 from itertools import islice, product
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 import scripted
 import specdec_mlx as sd
 import tiny
+from scripted import PROMPT, plain, target
 from selection import FULL, in_one_test
+from specdec_mlx.target import verifier
 
 VOCAB = 128
-PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 NUM_TOKENS = 24
-
-
-@cache
-def target(name: str = "qwen2", bits: int | None = None) -> nn.Module:
-    model = tiny.build(name)
-    if bits:
-        nn.quantize(model, group_size=32, bits=bits)
-        mx.eval(model.parameters())
-    return model
-
-
-def plain(prompt: Sequence[int] = PROMPT, num_tokens: int = NUM_TOKENS, **kwargs: Any) -> list[int]:
-    model = kwargs.pop("model", None) or target()
-    steps = generate_step(mx.array(prompt), model, max_tokens=num_tokens, **kwargs)
-    return [int(token) for token, _ in steps]
 
 
 def emitted(drafter: Any, prompt: Sequence[int] = PROMPT, **kwargs: Any) -> list[int]:
@@ -76,23 +59,26 @@ def test_greedy_text_is_the_targets_own(name: str, bits: int | None) -> None:
     model = target(bits=bits)
     lengths: list[Any] = [0, 1, 4, "auto", "heuristic"]
     for prompt, of_prompt in ((PROMPT, lengths), ([7], [4]), ([1, 2, 3] * 12, ["auto"])):
-        expected = plain(prompt, model=model)
+        expected = plain(NUM_TOKENS, prompt, model)
         for length in of_prompt:
             drafter = DRAFTERS[name](model)
             assert emitted(drafter, prompt, model=model, draft_length=length) == expected
 
 
-def test_recurrent_caches_feed_again_what_was_kept_and_make_no_extra_pass() -> None:
+@in_one_test(("name", "replays"), [("mamba", True), ("mamba2", False), ("qwen2", False)])
+def test_recurrent_caches_feed_again_what_was_kept_and_make_no_extra_pass(name, replays):
     """After a rejection the accepted tokens join the next pass, and are counted; unless states
-    can be chosen among, as those of Mamba-2."""
-    for name, replays in (("mamba", True), ("mamba2", False), ("qwen2", False)):
-        drafter = scripted.OracleDrafter(plain(model=target(name), num_tokens=40), VOCAB, 0.4)
-        options = {"max_tokens": NUM_TOKENS, "draft_length": 4}
+    can be chosen among, as those of Mamba-2. Counts add up wherever the last block is cut.
+    """
+    drafter = scripted.OracleDrafter(plain(model=target(name), num_tokens=40), VOCAB, 0.4)
+    for num_tokens in (1, 2, 7, 8, 9, NUM_TOKENS):
+        options = {"max_tokens": num_tokens, "draft_length": 4}
         *_, last = sd.speculate(target(name), PROMPT, drafter, **options)
         stats = last.stats
+        assert stats.emitted == num_tokens
         assert stats.emitted + stats.cut == stats.accepted + stats.target_passes
         assert stats.fed == stats.target_passes + stats.drafted + stats.replayed
-        assert (stats.replayed > 0) == replays
+    assert (stats.replayed > 0) == replays
 
 
 @in_one_test("length", [1, 3, 5])
@@ -109,24 +95,9 @@ def test_an_oracle_yields_k_plus_one_tokens_a_pass(length: int) -> None:
     assert tokens[-1].stats.target_passes == len(tokens)
 
 
-@in_one_test("num_tokens", [1, 2, 7, 8, 9])
-def test_counts_add_up_when_a_block_is_cut(num_tokens: int) -> None:
-    """emitted + cut = accepted + passes; the histogram has one entry a round."""
-    options = {"max_tokens": num_tokens, "draft_length": 4}
-    tokens = list(sd.speculate(target(), PROMPT, oracle(0.3), **options))
-    stats = tokens[-1].stats
-    assert len(tokens) == stats.emitted == num_tokens
-    assert stats.emitted + stats.cut == stats.accepted + stats.target_passes
-    assert sum(stats.accept_histogram) == stats.target_passes
-    assert sum(i * n for i, n in enumerate(stats.accept_histogram)) == stats.accepted
-    assert sum(stats.accepted_at) == stats.accepted <= stats.drafted == sum(stats.drafted_at)
-
-
 @pytest.mark.parametrize("name", ["qwen2", "llama", "falcon_h1"])
 @in_one_test(("wrong", "taken"), product([0.4, None], [18, 1, 2, 7, 9]))
-def test_wherever_it_ends_the_caches_hold_prompt_and_emitted(
-    taken: int, wrong: float | None, name: str
-) -> None:
+def test_wherever_it_ends_the_caches_hold_prompt_and_emitted(taken, wrong, name):
     """At its length; closed after the first token, in a block, or after one. A second turn on the
     same caches equals a fresh run of the whole conversation."""
     model = target(name)
@@ -144,7 +115,7 @@ def test_wherever_it_ends_the_caches_hold_prompt_and_emitted(
     second = [11, 12, 13]
     conversation = [*PROMPT, *tokens, *second]
     again = emitted(sd.PromptLookupDrafter(min_ngram=1), second, model=model, prompt_cache=caches)
-    assert again == plain(conversation, model=model)
+    assert again == plain(NUM_TOKENS, conversation, model)
 
 
 PROCESSORS: dict[str, dict[str, Any]] = {
@@ -155,9 +126,7 @@ PROCESSORS: dict[str, dict[str, Any]] = {
 
 
 @in_one_test(("which", "length", "pure"), product(PROCESSORS, [1, 4], [True, False]))
-def test_processors_see_what_they_would_see_in_plain_decoding(
-    which: str, length: int, pure: bool
-) -> None:
+def test_processors_see_what_they_would_see_in_plain_decoding(which, length, pure):
     made = make_logits_processors(**PROCESSORS[which])
     expected = plain(logits_processors=made, num_tokens=40)
     assert expected != plain(num_tokens=40)
@@ -196,16 +165,6 @@ def test_a_sampler_with_a_memory_is_called_as_in_plain_decoding() -> None:
     assert emitted(drafter, sampler=make_stateful()) == expected
 
 
-def test_without_a_seed_mlx_lms_global_seed_governs() -> None:
-    drafter = sd.ModelDrafter(target())  # its weights, too, are drawn from the global state
-
-    def run() -> list[int]:
-        mx.random.seed(3)
-        return emitted(drafter, sampler=sd.Sampling(temp=1.0))
-
-    assert run() == run()
-
-
 @in_one_test("start", [0, 10, 14, 1000])
 def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
     options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
@@ -220,106 +179,67 @@ def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
 
 
 def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    from specdec_mlx import token_ids
-    from specdec_mlx.target import verifier
-
-    waits = []
-    read_all = verifier.read_all
+    waits, read_all = [], verifier.read_all
     monkeypatch.setattr(verifier, "read_all", lambda *a: waits.append("read") or read_all(*a))
     monkeypatch.setattr(verifier, "to_list", lambda a: waits.append("to_list"))
-    tokens = []
-    evals: list[str] = []
-    wait = token_ids.mx.eval
-    for item in sd.speculate(
-        target(), PROMPT, sd.ModelDrafter(target()), max_tokens=20, draft_length=4
-    ):
-        if not tokens:
-            monkeypatch.setattr(token_ids.mx, "eval", lambda *a: evals.append("eval") or wait(*a))
-        tokens.append(item)
-    passes = tokens[-1].stats.target_passes
-    assert waits == ["read"] * passes
-    assert passes - 2 <= len(evals) <= passes  # the first two are under way before the patch
+    drafter = sd.ModelDrafter(target())
+    *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=20, draft_length=4)
+    assert waits == ["read"] * last.stats.target_passes
 
 
-def test_bad_input_is_a_named_error_that_says_what_to_do() -> None:
-    with pytest.raises(sd.errors.PromptError, match="at least one token"):
-        emitted(None, [])
-    with pytest.raises(sd.errors.PromptError, match="tokenizer"):
-        emitted(None, [1, 2, VOCAB])
-    with pytest.raises(sd.errors.PromptError, match="tokenizer"):
-        emitted(None, [VOCAB + 7])
-    with pytest.raises(sd.errors.PromptError, match=">= 0"):
-        emitted(None, [1, -2])
-    for wrong, words in (
-        ({"draft_length": -1}, "draft_length=-1"),
-        ({"max_tokens": -5}, "max_tokens=-5"),
-        ({"rule": "matsch"}, "match"),
-        ({"rule": "rejection", "sampler": argmax}, "needs the target's distribution"),
-        ({"prompt_cache": make_prompt_cache(target())[:1]}, "make_prompt_cache"),
-    ):
-        with pytest.raises(ValueError, match=words):
-            emitted(None, **wrong)
-    with pytest.raises(ValueError, match="begin"):
-        emitted(object())
+@in_one_test(
+    ("prompt", "words"),
+    [([], "at least one token"), ([1, 2, VOCAB], "tokenizer"), ([1, -2], ">= 0")],
+)
+def test_a_prompt_that_the_target_cannot_read_is_refused(prompt: list[int], words: str) -> None:
+    with pytest.raises(sd.errors.PromptError, match=words):
+        sd.speculate(target(), prompt)
 
 
-def argmax(logprobs: mx.array) -> mx.array:
-    return mx.argmax(logprobs, axis=-1)
-
-
-@dataclass
-class Drawing(scripted.ScriptedSession):
-    """A drafter, and its session, that always says to have drawn the token 4 from this law."""
-
-    logprobs: mx.array
-
-    def begin(self, prompt: Sequence[int], context: Any) -> Drawing:
-        super().__init__(lambda start, limit: [])
-        return self
-
-    def propose(self, limit: int) -> sd.Draft:
-        return sd.Draft(mx.array([4]), self.logprobs)
+def drawing(logprobs: mx.array) -> scripted.ScriptedDrafter:
+    """A drafter that always says to have drawn the token 4 from this law."""
+    return scripted.ScriptedDrafter(lambda start, limit: sd.Draft(mx.array([4]), logprobs))
 
 
 @in_one_test(
     ("drafter", "error"),
     [
         (scripted.ScriptedDrafter(lambda n, k: [VOCAB]), "0 to 127"),
-        (Drawing(mx.log(mx.full((1, VOCAB), 2 / VOCAB))), "sum to 1"),
-        (Drawing(mx.where(mx.arange(VOCAB) == 5, 0.0, -mx.inf)[None]), "mass to"),
-        (Drawing(mx.zeros((1, 3))), "shape"),
+        (drawing(mx.log(mx.full((1, VOCAB), 2 / VOCAB))), "sum to 1"),
+        (drawing(mx.where(mx.arange(VOCAB) == 5, 0.0, -mx.inf)[None]), "mass to"),
+        (drawing(mx.zeros((1, 3))), "shape"),
     ],
 )
-def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(
-    drafter: Any, error: str
-) -> None:
+def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(drafter, error):
     """DraftError after the first token, and the caches can be continued from."""
-    caches, got = make_prompt_cache(target()), []
     options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "draft_length": 4}
-    with pytest.raises(sd.errors.DraftError, match=error):
-        for item in sd.speculate(target(), PROMPT, drafter, prompt_cache=caches, **options):
-            got.append(item.token)
-    assert len(got) == 1
-    assert {c.offset for c in caches} == {len(PROMPT) + 1}
+    refused(1, sd.errors.DraftError, error, drafter, **options)
 
 
-@in_one_test("stepped", [True, False])
-def test_logits_that_are_not_numbers_are_refused(stepped: bool) -> None:
+@in_one_test("pure", [False, True])
+def test_logits_that_are_not_numbers_are_refused(pure: bool) -> None:
     """LogitsError at the token where it happens; the tokens before it stand."""
-    at = len(PROMPT) + 5
 
     def poison(tokens: mx.array, logits: mx.array) -> mx.array:
-        return logits * mx.nan if len(tokens) == at else logits
+        return logits * mx.nan if len(tokens) == len(PROMPT) + 5 else logits
 
-    if not stepped:
-        poison.pure = True  # type: ignore[attr-defined]
+    poison.pure = pure  # type: ignore[attr-defined]
+    options = {"logits_processors": [poison], "draft_length": 4}
+    refused(None, sd.errors.LogitsError, "not finite", oracle(), **options)
+
+
+def refused(
+    after: int | None, error: type[Exception], words: str, drafter: Any, **options: Any
+) -> None:
+    """A generation ends with an error after so many tokens, if known; the caches hold those."""
     caches, tokens = make_prompt_cache(target()), []
-    options = {"logits_processors": [poison], "prompt_cache": caches, "draft_length": 4}
-    with pytest.raises(sd.errors.LogitsError, match="not finite"):
-        for item in sd.speculate(target(), PROMPT, oracle(), **options):
+    with pytest.raises(error, match=words):
+        for item in sd.speculate(target(), PROMPT, drafter, prompt_cache=caches, **options):
             tokens.append(item.token)
-    assert tokens == plain()[: len(tokens)]
+    assert after in (None, len(tokens))
     assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
+    if after is None:
+        assert tokens == plain()[: len(tokens)]
 
 
 def test_input_embeddings_give_plain_decodings_text() -> None:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import tracemalloc
 from collections import Counter
-from typing import Any
 
 import mlx.core as mx
 import numpy as np
@@ -17,6 +17,7 @@ from specdec_mlx.contracts import DraftContext, Evidence
 from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.drafters.ngram import NGramDrafter, StochasticNGramSession
 from specdec_mlx.drafters.ngram_table import DISCOUNT, NGramCounts
+from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 
@@ -185,19 +186,32 @@ def test_nothing_is_drawn_without_temperature_or_noise(context: DraftContext) ->
     assert not isinstance(session, StochasticNGramSession)
 
 
-@in_one_test(
-    ("options", "said"),
-    [
-        ({"max_order": 0}, "max_order=0): expected an int from 1 (unigram) to 8"),
-        ({"max_order": 9}, "max_order=9): expected an int from 1 (unigram) to 8"),
-        ({"min_order": 0}, "min_order=0): expected an int from 1 to max_order = 4"),
-        ({"max_order": 2, "min_order": 3}, "lower it or raise max_order"),
-        ({"num_draft": 0}, "num_draft=0): expected an int >= 1"),
-        ({"max_entries": 0}, "max_entries=0): expected an int >= 1"),
-    ],
-)
-def test_arguments_outside_their_range_are_refused(options: dict[str, Any], said: str) -> None:
+REFUSED = {
+    "prompt-lookup:max_ngram=0": "max_ngram=0): expected an int from 1 to 8",
+    "prompt-lookup:max_ngram=9": "max_ngram=9): expected an int from 1 to 8",
+    "prompt-lookup:min_ngram=0": "min_ngram=0): expected an int from 1 to max_ngram = 5",
+    "prompt-lookup:max_ngram=2,min_ngram=3": "lower it or raise max_ngram",
+    "prompt-lookup:num_draft=0": "num_draft=0): expected an int >= 1",
+    "ngram:max_order=0": "max_order=0): expected an int from 1 (unigram) to 8",
+    "ngram:max_order=9": "max_order=9): expected an int from 1 (unigram) to 8",
+    "ngram:min_order=0": "min_order=0): expected an int from 1 to max_order = 4",
+    "ngram:max_order=2,min_order=3": "lower it or raise max_order",
+    "ngram:num_draft=0": "num_draft=0): expected an int >= 1",
+    "ngram:max_entries=0": "max_entries=0): expected an int >= 1",
+    "suffix:num_draft=0": "num_draft=0): expected an int >= 1",
+    "suffix:min_match=0": "min_match=0): expected an int from 1 to 64",
+    "suffix:min_match=65": "min_match=65): expected an int from 1 to 64",
+    "lookahead:window=0": "window=0): expected at least 1",
+    "lookahead:ngram=1": "ngram=1): expected at least 2",
+    "lookahead:num_candidates=0": "num_candidates=0): expected at least 1",
+    "lookahead:worth=-1.0": "worth=-1.0): expected at least 0.0",
+    "recycling:num_draft=0": "num_draft=0): expected an int >= 1",
+    "recycling:context=3": "context=3): expected 1 or 2",
+}
+
+
+@in_one_test("spec", REFUSED)
+def test_options_of_look_ups_outside_their_range_are_refused(spec: str) -> None:
     """The error says what was given, what is expected, and what to do."""
-    with pytest.raises(ValueError, match="NGramDrafter") as error:
-        NGramDrafter(**options)
-    assert said in str(error.value)
+    with pytest.raises(ValueError, match=re.escape(REFUSED[spec])):
+        make_drafter(spec)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -12,19 +11,19 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
-import openai
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 import command_line
 import specdec_mlx as sd
+import test_distribution as distribution
 from selection import FULL, in_one_test
-from serving import serving
-from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
-from specdec_mlx.contracts import key_of
+from serving import chat, serving, text_of
+from specdec_mlx.checks.chi_square import RARE_ALARM
+from specdec_mlx.contracts import Features, key_of
 from specdec_mlx.drafters.draft_models import Lighter
+from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags, Learner, check_learns
@@ -33,9 +32,9 @@ from specdec_mlx.mlx_lm_plugin.requests import Menu
 from specdec_mlx.models import load_model
 from specdec_mlx.training import online
 from specdec_mlx.training.fitting import Schedule
-from specdec_mlx.training.online import Bounds, OnlineDraftModel, learning_on
+from specdec_mlx.training.online import Bounds, OnlineDraftModel, OnlineTrainer, learning_on
 from specdec_mlx.training.run import PLAN, Data, Plan, train
-from specdec_mlx.training.trainees import Size
+from specdec_mlx.training.trainees import Size, Trainee
 from tiny_model_folder import write_model_folder
 
 TEXT = "the tin hat on another ant then in the end an other hen ran on and on "
@@ -111,46 +110,37 @@ def test_until_it_has_learnt_it_drafts_as_the_same_folder_does(options, loaded, 
 @in_one_test("temp", [0.0, 1.0])
 def test_texts_stay_the_targets_while_the_draft_model_learns(temp, loaded, draft):
     """Greedy, and drawn under the rule that has one text for a seed."""
-    (target, tokenizer), learning = loaded, learner_of(draft, loaded[0])
+    learning = learner_of(draft, loaded[0])
     for seed in range(2):
         options: Any = {"max_tokens": 30, "temp": temp, "seed": seed}
         options["rule"] = "coupled" if temp else "auto"
         before, prompt = weights_of(learning.model), TEXT[seed:]
-        text = sd.generate(target, tokenizer, prompt, drafter=learning, draft_length=3, **options)
-        plain = sd.generate(target, tokenizer, prompt, drafter=None, **options)
+        text = sd.generate(
+            loaded[0], loaded[1], prompt, drafter=learning, draft_length=3, **options
+        )
+        plain = sd.generate(loaded[0], loaded[1], prompt, drafter=None, **options)
         assert text.tokens == plain.tokens
         assert text.stats.drafted > 0
         assert not same(before, weights_of(learning.model))
 
 
 @FULL
-def test_drawn_texts_keep_the_targets_distribution_while_the_draft_model_learns(loaded, draft):
+def test_drawn_texts_keep_the_targets_distribution_while_it_learns(tmp_path, monkeypatch):
     """The first three tokens of texts under rejection, weights moving after each: chi-square, false
     alarms 1e-6.
     """
-    target, sampler, num_texts, drafted = loaded[0], sd.Sampling(temp=0.4, top_k=3), 300, 0
-    prompt = list(range(60, 72))
-    learning = learner_of(draft, target, Bounds(learning_rate=1e-2, updates=1, window=16))
-    learning = learning.drafting_as(replace(learning.drafter, draft_temp=8.0))
-    seen: Counter[tuple[int, ...]] = Counter()
-    for seed in range(num_texts):
-        how: Any = {"rule": "rejection", "draft_length": 2, "max_tokens": 4, "seed": seed}
-        tokens = list(sd.speculate(target, prompt, learning, sampler=sampler, **how))
-        seen[tuple(token.token for token in tokens[:3])] += 1
-        drafted += tokens[-1].stats.drafted
-    chances: dict[tuple[int, ...], float] = {(): 1.0}
-    for _ in range(3):
-        longer = {}
-        for text, chance in chances.items():
-            logits = target(mx.array([[*prompt, *text]]), cache=make_prompt_cache(target))[0, -1:]
-            probs = np.exp(np.array(sampler.log_distribution(logits)[0], np.float64))
-            longer |= {(*text, int(i)): chance * probs[i] for i in np.flatnonzero(probs)}
-        chances = longer
-    assert set(seen) <= set(chances)
-    counts, law = np.array([[seen[text], chance] for text, chance in chances.items()]).T
-    assert ChiSquare.of(counts, num_texts * law).p_value > RARE_ALARM
-    assert drafted >= 2 * num_texts
-    assert learning.trainer.num_updates == num_texts
+    monkeypatch.setattr(online, "SHORTEST", 4)
+    target, draft, num_texts = (*map(distribution.tiny_llama, (10, 6)), 300)
+    module, own = distribution.tiny_llama.__wrapped__(6), {"draft_logits": lambda logits: logits}
+    predictions = lambda batch: iter([(module(batch.tokens), 0)])  # noqa: E731
+    trainee = Trainee(module, target_ends(target), Features(), {}, predictions, **own)
+    trainer = OnlineTrainer(trainee, target, Bounds(learning_rate=1e-2, updates=1, window=16))
+    learning = OnlineDraftModel(sd.ModelDrafter(draft), trainer, tmp_path, "float32")
+    sampling = distribution.SETTINGS["temperature 1"]
+    count = distribution.generate(target, learning, sampling, num_texts, "rejection")
+    assert distribution.p_value(count.texts, distribution.joint_law(sampling)) > RARE_ALARM
+    assert min(count.accepted, count.rejected) > num_texts / 8
+    assert trainer.num_updates == num_texts
 
 
 def test_what_it_learns_is_what_drafts_and_what_is_saved(loaded, draft, learning):
@@ -264,14 +254,22 @@ def test_a_kill_while_saving_leaves_the_old_weights(loaded, draft, learning, mon
     assert same(weights_of(load_model(draft)[0]), weights_of(learning.model))
 
 
-def test_for_another_target_it_goes_on_from_what_it_has_learnt(folder, loaded, draft):
-    """A server may load another model, and the first one again."""
-    target, tokenizer = loaded
-    learner = Learner(str(draft))
-    first: Any = learner.drafter(target, "model")
-    assert learner.drafter(target, "model").trainer is first.trainer
-    sd.generate(target, tokenizer, TEXT, drafter=first, max_tokens=20)
-    second: Any = learner.drafter(load_model(folder)[0], "model:greedy=true")
+def test_the_menu_of_a_server_makes_what_learns_on_for_its_target(folder, loaded, draft):
+    """One for all requests, with the options of the server's flags; for another model that it loads
+    it goes on from what was learnt.
+    """
+    flags = Flags(drafters=["ngram", "model:greedy=true"], draft_model=str(draft), online=True)
+    menu = Menu(flags)
+
+    def made(target: nn.Module) -> Any:
+        requested: Any = with_heads(menu.requested({}).drafter, target)
+        return requested.drafters[1]
+
+    first = made(loaded[0])
+    assert made(loaded[0]).trainer is first.trainer
+    assert isinstance(first, OnlineDraftModel)
+    sd.generate(loaded[0], loaded[1], TEXT, drafter=first, max_tokens=20)
+    second = made(load_model(folder)[0])
     assert second.trainer is not first.trainer
     assert same(weights_of(second.model), weights_of(first.model))
     assert "greedy=True" in key_of(second)
@@ -352,42 +350,17 @@ def test_a_command_learns_and_saves_at_its_end(folder, draft):
 
 def test_a_server_learns_from_one_conversation_to_the_next(folder, draft, monkeypatch):
     """Its texts are plain decoding's, also on the caches of an earlier turn."""
-    learners: list[Learner] = []
-
-    def watched(folder: str) -> Learner:
-        learners.append(Learner(folder))
-        return learners[-1]
-
-    monkeypatch.setattr("specdec_mlx.mlx_lm_plugin.flags.Learner", watched)
+    learner = Learner(str(draft))
+    monkeypatch.setattr("specdec_mlx.mlx_lm_plugin.flags.Learner", lambda folder: learner)
     before = weights_of(load_model(draft)[0])
     messages: list[Any] = [{"role": "user", "content": TEXT}]
-    drafts: list[int] = []
-
-    def text(client: openai.OpenAI, **body: Any) -> str:
-        reply = client.chat.completions.create(
-            model="default_model", messages=messages, max_tokens=16, extra_body=body
-        )
-        drafts.append(reply.usage.speculation["drafted"])  # type: ignore[union-attr,attr-defined]
-        return str(reply.choices[0].message.content)
-
     flags = ("--model", str(folder), "--draft-model", str(draft), "--online", "--draft-length", "3")
     with serving(*flags, "--temp", "0") as client:
         for _ in range(2):
-            own = text(client)
-            assert own == text(client, drafter="none")
-            messages += [{"role": "assistant", "content": own}, messages[0]]
-    assert min(drafts[::2]) > 0
-    assert len(learners) == 1
-    learners[0].save()
+            own = chat(client, messages, max_tokens=16)
+            plain = chat(client, messages, max_tokens=16, extra_body={"drafter": "none"})
+            assert text_of(own) == text_of(plain)
+            assert own.usage.speculation["drafted"] > 0
+            messages += [{"role": "assistant", "content": text_of(own)}, messages[0]]
+    learner.save()
     assert not same(before, weights_of(load_model(draft)[0]))
-
-
-def test_the_menu_of_a_server_makes_what_learns_on_for_its_target(loaded, draft):
-    """One for all requests, with the options of the server's flags."""
-    specs = ["ngram", "model:greedy=true"]
-    menu = Menu(Flags(drafters=specs, draft_model=str(draft), online=True))
-    made: list[Any] = [with_heads(menu.requested({}).drafter, loaded[0]) for _ in range(2)]
-    one, other = (first_of.drafters[1] for first_of in made)
-    assert one is other
-    assert isinstance(one, OnlineDraftModel)
-    assert one.drafter.greedy

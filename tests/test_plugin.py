@@ -10,8 +10,8 @@ import importlib
 import inspect
 import subprocess
 import sys
-import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -83,14 +83,12 @@ def test_a_stock_call_writes_the_same_text_in_fewer_passes(
     monkeypatch.setattr(kind, "__call__", counted)
     expected = stock(pair, max_tokens=80)
     passes = len(widths)
-    with installed(draft_length=4) as speculation:
+    with installed(draft_length=4):
         assert stock(pair, max_tokens=80) == expected  # probes and finds the vocabulary's size
         widths.clear()
         streamed = mlx_lm.stream_generate(*pair, PROMPT, max_tokens=80)
         assert "".join(response.text for response in streamed) == expected
     assert len(widths) < 0.8 * passes
-    assert speculation.stats is not None
-    assert speculation.stats.accepted > 0
     widths.clear()
     assert stock(pair, max_tokens=80) == expected
     assert len(widths) == passes
@@ -138,38 +136,31 @@ def test_only_two_names_are_touched_and_restored_exactly() -> None:
 
 def test_blocks_nest_and_the_inner_one_counts(pair: Pair) -> None:
     """Each block's account is of its own generations; install() counts where no block does."""
-    outermost = install(None)
+    outermost: Any = install(None)
     with installed("ngram", draft_length=2) as outer, installed(draft_length=4) as inner:
         stock(pair)
         assert inner.stats is not None
-        assert outer.stats is outermost.stats is None
+        assert (outer.stats, outermost.stats) == (None, None)
     stock(pair)
-    assert outermost.stats is not None
     assert outermost.stats.drafted == 0
-    again = install(draft_length=3)
+    again: Any = install(draft_length=3)
     stock(pair)
-    assert again.stats is not None
     assert again.stats.drafted > 0
 
 
 def test_blocks_may_overlap_in_threads(pair: Pair) -> None:
     """Entered and left in any order, from several threads, the names come back."""
     expected = stock(pair)
-    gate = threading.Barrier(4)
 
     def work(index: int) -> None:
-        gate.wait()
         for _ in range(3):
             with installed(draft_length=index):
                 pass
 
-    threads = [threading.Thread(target=work, args=(i,)) for i in range(4)]
-    for thread in threads:
-        thread.start()
-    with installed(draft_length=4):
+    with ThreadPoolExecutor(4) as pool, installed(draft_length=4):
+        done = [pool.submit(work, index) for index in range(4)]
         assert stock(pair) == expected
-    for thread in threads:
-        thread.join()
+    assert [each.exception() for each in done] == [None] * 4
     assert not any(hasattr(getattr(steps, name), "__wrapped__") for name in NAMES)
 
 
@@ -205,27 +196,19 @@ def test_another_series_of_mlx_lm_is_refused_in_words(
         assert said.err.count("\n") == 1
 
 
-def test_a_step_with_another_signature_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A parameter that we would not carry out."""
+def test_steps_and_names_that_are_not_known_are_refused_at_once() -> None:
+    """When it is installed; also a step with a parameter that we would not carry out."""
 
     def generate_step(prompt: Any, model: Any, stream: Any = None, *, beams: int = 1) -> None: ...
 
-    generate_step.__module__ = "mlx_lm.generate"
-    with monkeypatch.context() as patch:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(steps, "generate_step", generate_step)
-        with pytest.raises(MlxLmVersionError, match="takes beams"):
-            install()
-        generate_step.__module__ = "some_plugin"
-        with pytest.raises(MlxLmVersionError, match="replaced by one of some_plugin"):
-            install()
-
-
-def test_wrong_names_are_refused_at_once() -> None:
-    """When it is installed, not at the first token."""
-    with pytest.raises(sd.errors.UnknownNameError, match=r"'nothing'. Known: .*prompt-lookup"):
-        install("nothing")
-    for name in ("rule", "draft_length"):
-        with pytest.raises(sd.errors.UnknownNameError, match=name):
+        for module, words in ((steps.__name__, "takes beams"), ("other", "by one of other")):
+            generate_step.__module__ = module
+            with pytest.raises(MlxLmVersionError, match=words):
+                install()
+    for name in ("drafter", "rule", "draft_length"):
+        with pytest.raises(sd.errors.UnknownNameError, match=f"{name} 'nothing'"):
             install(**{name: "nothing"})
 
 
@@ -237,7 +220,6 @@ def test_draft_model_takes_a_drafter_a_name_or_a_model(given: Any, pair: Pair) -
     with installed(None) as speculation:
         assert stock(pair, draft_model=drafter, num_draft_tokens=3) == expected
     assert speculation.stats is not None
-    assert speculation.stats.drafted > 0
     assert len(speculation.stats.drafted_at) == 3
 
 
@@ -287,16 +269,15 @@ def test_earlier_turns_are_forgotten_when_the_cache_was_changed_by_others(pair: 
     assert tokens_on(caches) == []
 
 
-SAMPLERS: list[dict[str, Any]] = [
-    {"temp": 0.0},
-    {"temp": 0.7},
-    {"temp": 0.5, "min_p": 0.1, "min_tokens_to_keep": 3},
-    {"temp": 0.8, "xtc_probability": 0.4, "xtc_threshold": 0.2, "xtc_special_tokens": [1, 2]},
-    {"temp": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 20, "xtc_probability": 0.1},
-]
-
-
-@in_one_test("arguments", SAMPLERS)
+@in_one_test(
+    "arguments",
+    [
+        {"temp": 0.0},
+        {"temp": 0.5, "min_p": 0.1, "min_tokens_to_keep": 3},
+        {"temp": 0.8, "xtc_probability": 0.4, "xtc_threshold": 0.2, "xtc_special_tokens": [1, 2]},
+        {"temp": 0.8, "top_p": 0.9, "min_p": 0.05, "top_k": 20, "xtc_probability": 0.1},
+    ],
+)
 def test_the_law_of_mlx_lms_samplers_is_read_back(arguments: dict[str, Any]) -> None:
     """From the closure alone, whatever it was made with."""
     law = read_sampler(make_sampler(**arguments))
@@ -306,36 +287,21 @@ def test_the_law_of_mlx_lms_samplers_is_read_back(arguments: dict[str, Any]) -> 
 
 def test_other_samplers_have_no_known_law() -> None:
     """Strangers, wrappers, and closures that look alike are taken as they are."""
-    mine = make_sampler(temp=1.0)
-
-    def make() -> Any:
-        sampling_methods: list[Any] = []
-        temp = 1.0
-
-        def sampler(logprobs: mx.array) -> mx.array:
-            return mx.argmin(logprobs + temp, axis=len(sampling_methods) - 1)
-
-        return sampler
-
-    alike = make()
-    alike.__module__ = mine.__module__
-    assert read_sampler(None) == sd.Sampling()
-    for sampler in (lambda x: mine(x), mx.argmax, alike, len):
-        assert read_sampler(sampler) is None
     changed = make_sampler(temp=1.0, top_p=0.5)
     methods = changed.__closure__[changed.__code__.co_freevars.index("sampling_methods")]
     methods.cell_contents.append(lambda x: x)
-    assert read_sampler(changed) is None
+    sampling_methods: list[Any] = []
+
+    def alike(logprobs: mx.array, temp: float = 1.0) -> mx.array:
+        return mx.argmin(logprobs + temp, axis=len(sampling_methods) - 1)
+
+    alike.__module__ = changed.__module__
+    for sampler in (lambda x: changed(x), mx.argmax, alike, len, changed):
+        assert read_sampler(sampler) is None
+    assert read_sampler(None) == sd.Sampling()
 
 
 # What mlx-lm's own tests check
-
-
-@pytest.fixture
-def speculation(pair: Pair) -> Iterator[Any]:
-    """The plugin in force, with the target as its own draft model."""
-    with installed(pair[0], draft_length=3) as in_force:
-        yield in_force
 
 
 def with_plugin(pair: Pair, prompt: Any = PROMPT, **options: Any) -> str:
@@ -346,7 +312,7 @@ def with_plugin(pair: Pair, prompt: Any = PROMPT, **options: Any) -> str:
     return text
 
 
-def test_a_processor_has_seen_all_of_the_text(speculation: Any, pair: Pair) -> None:
+def test_a_processor_has_seen_all_of_the_text(pair: Pair) -> None:
     """The prompt at first; one more token a call; the last one in the end."""
     seen: list[list[int]] = []
 
@@ -356,23 +322,23 @@ def test_a_processor_has_seen_all_of_the_text(speculation: Any, pair: Pair) -> N
 
     prompt = pair[1].encode(PROMPT)
     options: dict[str, Any] = {"max_tokens": 9, "logits_processors": [processor]}
-    got = [r.token for r in mlx_lm.stream_generate(*pair, prompt, **options)]
+    with installed(pair[0], draft_length=3):
+        got = [r.token for r in mlx_lm.stream_generate(*pair, prompt, **options)]
     assert seen == [prompt + got[:n] for n in range(10)]
 
 
-@in_one_test("step", [2048, 5])
-def test_input_embeddings_stand_for_the_prompt(step: int, pair: Pair) -> None:
-    """Whole, and in chunks with progress for each; without a prompt there is nothing to draft."""
+def test_input_embeddings_stand_for_the_prompt(pair: Pair) -> None:
+    """In chunks, with progress for each; without a prompt there is nothing to draft."""
     ids = mx.array(pair[1].encode(PROMPT))
     progress: list[tuple[int, int]] = []
     options: dict[str, Any] = {
         "input_embeddings": pair[0].model.embed_tokens(ids),
-        "prefill_step_size": step,
+        "prefill_step_size": 5,
         "prompt_progress_callback": lambda done, total: progress.append((done, total)),
     }
     assert with_plugin(pair, ids, **options) == stock(pair)
     assert progress[-1] == (len(ids), len(ids))
-    assert len(progress) >= len(ids) / step
+    assert len(progress) >= len(ids) / 5
     with installed(pair[0]):
         assert stock(pair, mx.array([], mx.uint32), **options) == stock(pair)
         with pytest.raises(ValueError, match="does not support input embeddings"):
@@ -380,15 +346,14 @@ def test_input_embeddings_stand_for_the_prompt(step: int, pair: Pair) -> None:
             next(steps.generate_step(mx.array([1]), tiny.build("mamba"), input_embeddings=nothing))
 
 
-def rotating(model: Any, size: int = 500) -> list[RotatingKVCache]:
-    return [RotatingKVCache(max_size=size) for _ in model.layers]
-
-
-@in_one_test("make", [make_prompt_cache, rotating])
-def test_a_prompt_cache_is_reused(make: Any, pair: Pair, tmp_path: Path) -> None:
+@in_one_test("window", [None, 500])
+def test_a_prompt_cache_is_reused(window: int | None, pair: Pair, tmp_path: Path) -> None:
     """Turn by turn, and trimmed back to try another answer, and through a file."""
     first, second = pair[1].encode(PROMPT), pair[1].encode(" and again the hat")
-    caches, file = make(pair[0]), str(tmp_path / "cache.safetensors")
+    caches: list[Any] = make_prompt_cache(pair[0])
+    if window is not None:
+        caches = [RotatingKVCache(window) for _ in caches]
+    file = str(tmp_path / "cache.safetensors")
     with installed(pair[0], draft_length=3):
         mlx_lm.generate(*pair, first, max_tokens=1, prompt_cache=caches)
     assert {c.offset for c in caches} == {len(first) + 1}
@@ -399,10 +364,9 @@ def test_a_prompt_cache_is_reused(make: Any, pair: Pair, tmp_path: Path) -> None
         assert {c.offset for c in again} == {len(first + second) + 40}
 
 
-@in_one_test("start", [None, 0, 20, 60])
-def test_bounded_and_quantized_caches(start: int | None, pair: Pair) -> None:
-    """From the beginning, from the middle of the text on, and later."""
-    options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
-    if start is None:
-        options = {"max_kv_size": 16}
+@in_one_test(
+    "options", [{"max_kv_size": 16}, {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 20}]
+)
+def test_bounded_and_quantized_caches(options: dict[str, Any], pair: Pair) -> None:
+    """From the beginning, and from the middle of the text on."""
     assert with_plugin(pair, **options) == stock(pair, **options)

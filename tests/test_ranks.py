@@ -26,7 +26,7 @@ from specdec_mlx.target.ranks import group_of
 JOBS = [
     (("texts", "failures", "leaving", "recurrent", "arguments"), 2),
     (("refused", "every_rank", "every_rank_fails", "families", "pipelined", "many_texts"), 2),
-    *((("many_ranks",), num_ranks) for num_ranks in (3, 4)),
+    *((("pipelined",), num_ranks) for num_ranks in (3, 4)),
 ]
 
 

@@ -198,6 +198,7 @@ def assert_nothing_is_swapped() -> None:
         for function in (gated_delta_update, ssm_update):
             assert getattr(file, function.__name__, function) is function
     assert not watching._num_passes
+    assert watching._answer.get() is None
 
 
 def test_generations_in_two_threads_do_not_see_each_other() -> None:

@@ -102,12 +102,6 @@ def test_a_chain_follows_the_likeliest_and_says_how_steady_it_was() -> None:
     assert draft.evidence == [Evidence(3, share_class(1.0)), Evidence(1, share_class(0.0))]
 
 
-def test_numbers_without_meaning_are_refused() -> None:
-    for wrong in ({"num_draft": 0}, {"context": 3}):
-        with pytest.raises(ValueError, match=f"{next(iter(wrong))}=.*: expected"):
-            RecyclingDrafter(**wrong)
-
-
 @in_one_test("trees", [False, True])
 def test_the_default_keeps_what_the_target_thought_of_if_asked(trees: bool, model: Any) -> None:
     """From one generation to the next; the text is the target's own."""

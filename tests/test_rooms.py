@@ -54,9 +54,7 @@ def imported(name: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
-def test_imports_keep_to_the_layers_and_run_in_no_circle(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_imports_keep_to_the_layers_and_run_in_no_circle(monkeypatch, capsys):
     """Every contract of import-linter in pyproject.toml is kept."""
     monkeypatch.chdir(ROOT)
     assert lint_imports(no_cache=True, no_logo=True) == 0, capsys.readouterr().out

@@ -4,19 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from functools import cache
 from itertools import pairwise
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
-import tiny
-from scripted import ScriptedPass, ScriptedTarget
+from scripted import PROMPT, ScriptedPass, ScriptedTarget, plain, target
 from selection import in_one_test
 from specdec_mlx import loop
 from specdec_mlx.contracts import (
@@ -38,31 +35,20 @@ from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
 
 VOCAB = 128
-PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
-
-
-@cache
-def target() -> nn.Module:
-    return tiny.build("qwen2", mx.float32)
-
-
-@cache
-def plain(num_tokens: int) -> list[int]:
-    return [t.token for t in sd.speculate(target(), PROMPT, max_tokens=num_tokens)]
 
 
 def asked(max_tokens: int, keeps_cache: bool) -> list[int]:
     """Limits that a drafter of wrong tokens is asked with, K = 4."""
-    limits: list[int] = []
+    limits, text = list[int](), plain(20)
 
     def script(emitted: int, limit: int) -> list[int]:
         limits.append(limit)
-        return [(plain(20)[emitted] + 1) % VOCAB] * limit
+        return [(text[emitted] + 1) % VOCAB] * limit
 
     caches = make_prompt_cache(target()) if keeps_cache else None
     options: dict[str, Any] = {"max_tokens": max_tokens, "draft_length": 4, "prompt_cache": caches}
     tokens = sd.speculate(target(), PROMPT, scripted.ScriptedDrafter(script), **options)
-    assert [t.token for t in tokens] == plain(max_tokens)
+    assert [t.token for t in tokens] == text[:max_tokens]
     return limits
 
 
@@ -188,7 +174,7 @@ def handed_out(policy: Any, away: float, monkeypatch: pytest.MonkeyPatch) -> lis
     for module in (clock, loop):
         monkeypatch.setattr(module, "perf_counter", time)
     fake, sequence = TimedTarget(time=time), SequenceState([1, 2], 2, 12)
-    drafter = scripted.ScriptedDrafter(lambda emitted, limit: [3] * limit)
+    drafter = policy and scripted.ScriptedDrafter(lambda emitted, limit: [3] * limit)
     drafting = Drafting(drafter, policy, fake, sequence, keeps_cache=False, stream=mx.cpu)
     generation = Generation(fake, sequence, drafting, SpeculationStats(), stream=mx.cpu)
     times = []
@@ -199,9 +185,7 @@ def handed_out(policy: Any, away: float, monkeypatch: pytest.MonkeyPatch) -> lis
 
 
 @in_one_test("length", [0, 1])
-def test_a_slow_caller_does_not_keep_the_policy_from_learning(
-    length: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_slow_caller_does_not_keep_the_policy_from_learning(length, monkeypatch):
     """Four seconds with each token: the rounds wanted are timed all the same, a second each."""
     policy = WantsTwo(length)
     gaps = handed_out(policy, 4.0, monkeypatch)
@@ -211,7 +195,9 @@ def test_a_slow_caller_does_not_keep_the_policy_from_learning(
 
 
 def test_nobody_is_waited_for_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quick caller's rounds are steady by themselves; and a policy may want no seconds."""
+    """A quick caller's rounds are steady by themselves; and a policy may want no seconds, or there
+    is none.
+    """
     policy = WantsTwo(0)
     assert handed_out(policy, 0.1, monkeypatch)[1:] == pytest.approx([1.0] * 10)
     assert policy.steady == pytest.approx([1.0] * len(policy.steady))
@@ -220,12 +206,11 @@ def test_nobody_is_waited_for_without_need(monkeypatch: pytest.MonkeyPatch) -> N
     policy.wanted = 0
     assert handed_out(policy, 4.0, monkeypatch)[1:] == [4.0] * 10
     assert policy.steady == [1.0]  # the first, before any token was handed out
+    assert handed_out(None, 4.0, monkeypatch)[1:] == [4.0] * 10
 
 
 @in_one_test(("away", "waited", "own"), [(0.05, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)])
-def test_a_round_is_its_own_if_the_caller_was_away_for_less_than_was_waited(
-    away: float, waited: float, own: bool
-) -> None:
+def test_a_round_is_its_own_if_the_caller_was_away_for_less_than_was_waited(away, waited, own):
     """Else the caller's time may stand on top of it: a launch on a CPU takes as long as a pass."""
     assert clock.RoundClock(seconds=1.0, waited=waited, away=away).was_undisturbed is own
 

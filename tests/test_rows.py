@@ -48,20 +48,7 @@ def tables() -> dict[str, Rows]:
     }
 
 
-LAST: dict[str, tuple[int, dict[str, str]]] = {
-    "stats": (3, {"round": "2", "drafted": "3", "accepted": "3", "emitted": "4"}),
-    "bench": (2, {"drafter": "ngram", "category": "b", "ratio": "1.5", "accepted_share": "0.5"}),
-    "replay": (2, {"cost": "measured", "speedup": "1.4", "live_ratio": ""}),
-    "check": (
-        2,
-        {"part": "joint", "status": "failed", "passed": "False", "p_value": "0.25", "texts": "3"},
-    ),
-    "awkward": (2, {"name": "é", "number": "", "missing": "", "late": "True"}),
-}
-"""Kind of result -> number of rows, and some cells of the last one."""
-
-
-@in_one_test("kind", LAST)
+@in_one_test("kind", ["stats", "bench", "replay", "check", "awkward"])
 def test_every_result_can_be_written_as_csv_and_becomes_a_data_frame(
     kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -71,12 +58,10 @@ def test_every_result_can_be_written_as_csv_and_becomes_a_data_frame(
     table.to_csv(path)
     with path.open(encoding="utf-8", newline="") as file:
         rows = list(csv.DictReader(file))
-    number, cells = LAST[kind]
-    assert len(rows) == number
-    assert {name: rows[-1][name] for name in cells} == cells
-    if kind == "awkward":
-        assert list(rows[0]) == ["name", "number", "missing", "late"]
-        assert (rows[0]["name"], float(rows[0]["number"])) == ('a, "b"\nc', 0.1 + 0.2)
+    assert rows == [
+        {name: "" if row.get(name) is None else str(row[name]) for name in columns(table.rows())}
+        for row in table.rows()
+    ]
     with pytest.raises(sd.errors.MissingPackageError, match="pip install pandas"):
         table.to_pandas()
     made = SimpleNamespace(DataFrame=lambda data, columns: (data, columns))

@@ -8,6 +8,7 @@ from __future__ import annotations
 from functools import cache, partial
 from typing import Any
 
+import mlx.core as mx
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from mlx_lm.sample_utils import make_logits_processors
@@ -102,3 +103,7 @@ def test_other_rules_have_other_texts():
     for rule in ("rejection", "block", "auto"):
         assert text(request, model, 3, rule)[0] != expected
     assert text(request | {"seed": 2}, None, 0, "coupled")[0] != expected
+    mx.random.seed(3)  # where no seed is given, mlx-lm's global one governs
+    unseeded, _ = text(request | {"seed": None}, None, 0, "coupled")
+    mx.random.seed(3)
+    assert text(request | {"seed": None}, model, 3, "coupled")[0] == unseeded != expected

@@ -19,6 +19,7 @@ from huggingface_hub.errors import CacheNotFound
 
 from selection import FULL, in_one_test
 from serving import MESSAGES, MODEL, PROMPT, chat, complete, post, said, serving, text_of
+from specdec_mlx.contracts import Draft
 from specdec_mlx.drafters import grammar
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.suffix import SuffixSession
@@ -71,7 +72,6 @@ REFUSED: list[tuple[tuple[str, Any], str]] = [
     (("completions", '{"prompt": ' + "[" * 100_000), "The body of the request is no JSON"),
     (completion(drafter="nothing"), "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, "),
     (completion(drafter="ngram:max_order=9"), "Unknown drafter"),
-    (completion(drafter=3), "drafter must be a name"),
     (completion(drafter=["ngram"] * 1000), "at most 8"),
     (completion(drafter="ngram", draft_model="some/model"), "not both"),
     (completion(draft_length=-1), "draft_length must be"),
@@ -83,9 +83,15 @@ REFUSED: list[tuple[tuple[str, Any], str]] = [
     (completion(prompt=""), "The prompt is empty."),
     (completion(prompt=["a", 3]), "prompt must be a text"),
     (completion(prompt=[5, 10**6]), "holds token 1000000"),
-    (completion(prompt="ab" * 1000), "The prompt has 2000 tokens; there are 512 positions"),
-    (completion(prompt="abc", max_tokens=10**30), "after the 3 tokens of the prompt there is room"),
-    (chatting(max_completion_tokens=5000), "there is room for "),
+    (
+        completion(prompt="ab" * 1000),
+        "The prompt has 2000 tokens, and max_tokens is 2",
+    ),
+    (completion(prompt="abc", max_tokens=10**30), "The prompt has 3 tokens, and max_tokens is 1"),
+    (
+        chatting(max_completion_tokens=5000),
+        "there are 512 positions for a text",
+    ),
     (completion(logprobs="3"), "logprobs must be a boolean"),
     (chatting(chat_template_kwargs={"chat_template": "{{ a }}"}), "chat_template cannot be set by"),
     (chatting(chat_template_kwargs={"padding": 1, "max_length": 10**8}), "max_length, padding can"),
@@ -142,12 +148,12 @@ def test_a_drafter_that_raises_is_an_error_in_words(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """HTTP 500, or the last event of a stream before [DONE]; and the server serves on."""
-    propose, asked = SuffixSession.propose, iter(range(10**9))
+    asked = iter(range(10**9))
 
     def raising(self: SuffixSession, limit: int) -> Any:
         if next(asked) % 20 == 19:
             raise RuntimeError("no idea")
-        return propose(self, limit)
+        return Draft()
 
     monkeypatch.setattr(SuffixSession, "propose", raising)
     with pytest.raises(openai.InternalServerError, match="RuntimeError: no idea"):
@@ -161,24 +167,6 @@ def test_a_drafter_that_raises_is_an_error_in_words(
 
 
 # Served
-
-
-@in_one_test("drafter", ["none", "prompt-lookup"])
-def test_more_of_the_likeliest_tokens_than_there_are_are_all_of_them(
-    drafter: str, client: openai.OpenAI
-) -> None:
-    """In a batch, where such a request without a drafter is served, it would end the server."""
-    body = {"top_k": 500_000, "drafter": drafter}
-    assert text_of(chat(client, extra_body=body)) == text_of(chat(client))
-    assert chat(client, temperature=1.0, extra_body=body).usage.completion_tokens > 0
-
-
-def test_a_long_draft_is_cut_to_what_a_request_may_have(client: openai.OpenAI) -> None:
-    expected = text_of(chat(client))
-    for name in ("num_draft_tokens", "draft_length"):
-        reply = chat(client, extra_body={name: 100_000})
-        assert text_of(reply) == expected
-        assert 4 < len(reply.usage.speculation["acceptance_by_position"]) <= 64
 
 
 NULLABLE = (
@@ -209,22 +197,34 @@ def test_completions_take_a_number_of_logprobs(number: int, client: openai.OpenA
     assert all(token["logprob"] <= 0 for token in tokens)
 
 
-@in_one_test("prompts", [[PROMPT, "the end"], [[5, 17, 99], [42, 7]]])
-def test_several_prompts_are_answered_as_each_alone(prompts: Any, client: openai.OpenAI) -> None:
-    """Texts or token ids; the choices of the first prompt come first, and tokens are added up."""
-    options: dict[str, Any] = {"max_tokens": 12, "n": 2}
-    options |= {"temperature": 1.0, "seed": 4, "extra_body": {"rule": "match"}}
-    alone = [complete(client, prompt, **options) for prompt in prompts]
-    expected = [choice.text for reply in alone for choice in reply.choices]
-    reply = complete(client, prompts, **options)
-    assert [choice.index for choice in reply.choices] == list(range(4))
-    assert [choice.text for choice in reply.choices] == expected
+@in_one_test(
+    ("ask", "prompts"),
+    [(complete, [PROMPT, "the end"]), (complete, [[5, 17, 99], [42, 7]]), (chat, [MESSAGES])],
+)
+def test_choices_are_the_texts_of_their_prompts_and_seeds(
+    ask: Any, prompts: Any, client: openai.OpenAI
+) -> None:
+    """`n` of each prompt, each with its index, streaming and not; a prompt is counted once."""
+    body = {"rule": "match"}
+    options: dict[str, Any] = {"max_tokens": 12, "temperature": 1.0, "extra_body": body}
+    alone = [ask(client, one, seed=seed, **options) for one in prompts for seed in (4, 5)]
+    expected = [(text_of(reply), reply.choices[0].finish_reason) for reply in alone]
+    options |= {"seed": 4, "n": 2}
+    several = prompts if ask is complete else prompts[0]
+    reply = ask(client, several, **options)
+    assert [choice.index for choice in reply.choices] == list(range(len(alone)))
+    texts = [text_of(SimpleNamespace(choices=[choice])) for choice in reply.choices]
+    assert texts == [text for text, _ in expected]
     wanted = {"include_usage": True}
-    chunks = list(complete(client, prompts, stream=True, stream_options=wanted, **options))
-    assert [said(chunks, i)[0] for i in range(4)] == expected
-    for count in ("prompt_tokens", "completion_tokens"):
-        total = sum(getattr(one.usage, count) for one in alone)
-        assert getattr(reply.usage, count) == getattr(chunks[-1].usage, count) == total
+    *chunks, last = ask(client, several, stream=True, stream_options=wanted, **options)
+    assert [said(chunks, i) for i in range(len(alone))] == expected
+    assert not last.choices
+    for usage in (reply.usage, last.usage):
+        assert usage.completion_tokens == sum(one.usage.completion_tokens for one in alone)
+        assert usage.prompt_tokens == sum(one.usage.prompt_tokens for one in alone[::2])
+        assert usage.total_tokens == usage.prompt_tokens + usage.completion_tokens
+        assert len(usage.speculation["choices"]) == len(alone)
+        assert usage.speculation["batched"] is True
 
 
 def test_without_max_tokens_a_text_ends_with_the_models_positions(client: openai.OpenAI) -> None:
@@ -247,16 +247,17 @@ def test_models_are_listed_without_a_folder_of_hugging_face_and_templates_may_be
         assert reply.usage.prompt_tokens == complete(client, PROMPT).usage.prompt_tokens
 
 
-@in_one_test("models", ["given", "targets"])
+KEPT = {"given": ("draft_model", "model", "adapters"), "targets": ("draft_model",)}
+
+
+@in_one_test("models", KEPT)
 def test_a_server_may_be_kept_to_the_models_that_it_was_started_with(
     models: str, folder: Path
 ) -> None:
     """All of them, or no other draft models; those given have their names still."""
-    kept = [chatting(draft_model=str(folder))]
-    kept += [chatting(model=str(folder.parent)), chatting(adapters="x")] * (models == "given")
     with serving("--model", str(folder), "--request-models", models) as client:
-        for path, body in kept:
-            status, answer = post(client, path, body)
+        for field in KEPT[models]:
+            status, answer = post(client, *chatting(**{field: "another"}))
             assert (status, "--request-models any" in answer) == (400, True), answer
         assert post(client, *chatting(model=str(folder), draft_model=MODEL))[0] == 200
 
@@ -274,7 +275,7 @@ def test_others_may_not_name_draft_models_by_default(host: str) -> None:
     assert access.allows("model", "another")
 
 
-SCHEMA = {
+SCHEMA: dict[str, Any] = {
     "type": "object",
     "properties": {
         "name": {"enum": ["Anna", "Bert"]},
@@ -290,7 +291,7 @@ JSON_SCHEMA = schema_of(SCHEMA)
 def assert_fits(text: str) -> None:
     """It is JSON, and fits the schema."""
     person = json.loads(text)
-    assert list(person) == ["name", "age", "likes_cats"]
+    assert list(person) == SCHEMA["required"]
     assert person["name"] in ("Anna", "Bert")
     assert 10 <= person["age"] <= 99
     assert isinstance(person["likes_cats"], bool)
@@ -300,19 +301,17 @@ def test_a_grammar_is_compiled_apart_and_not_for_longer_than_a_client_waits(
     client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that generates compiles nothing; one that takes too long gets 400."""
-    llguidance, threads = grammar._llguidance(), []
+    begin, threads = Grammar.begin, []
 
-    class Matcher:
-        def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def noted(self: Grammar, tokenizer: Any) -> Any:
+        if self not in grammar._begun:
             threads.append(threading.current_thread().name)
-            return llguidance.LLMatcher(*args, **kwargs)
-
-        def __getattr__(self, name: str) -> Any:
-            return getattr(llguidance.LLMatcher, name)
+        return begin(self, tokenizer)
 
     with monkeypatch.context() as patch:
-        patch.setattr(grammar, "_llguidance", lambda: SimpleNamespace(LLMatcher=Matcher()))
-        assert_fits(text_of(chat(client, response_format=JSON_SCHEMA)))
+        patch.setattr(Grammar, "begin", noted)
+        unknown = schema_of(SCHEMA | {"title": "one that nobody asked for"})
+        assert_fits(text_of(chat(client, response_format=unknown)))
     assert threads
     assert not [name for name in threads if "_run_generate" in name]
     end = threading.Event()
@@ -359,23 +358,20 @@ def test_a_prediction_is_copied_and_the_text_is_unchanged(client: openai.OpenAI)
     expected = text_of(plain)
     assert plain.usage.speculation["tokens_per_pass"] < 1.5
 
-    def predicted(content: Any, **more: Any) -> list[dict[str, Any]]:
-        text, accounts = both(
-            client, prediction={"type": "content", "content": content}, **more, **SEEDED
-        )
+    def predicted(content: Any, drafter: Any = "auto") -> dict[str, Any]:
+        given = {"type": "content", "content": content}
+        text, accounts = both(client, prediction=given, extra_body={"drafter": drafter}, **SEEDED)
         assert text == expected
-        return accounts
+        return accounts[1]
 
-    assert min(account["tokens_per_pass"] for account in predicted(expected)) >= 3
+    assert predicted(expected)["tokens_per_pass"] >= 3
     edited = [expected[:30], "something else altogether", expected[36:]]
-    parts = [{"type": "text", "text": part} for part in edited]
-    assert predicted(parts)[0]["tokens_per_pass"] > 2
+    assert predicted([{"type": "text", "text": part} for part in edited])["tokens_per_pass"] > 2
     for drafter in ("ngram", ["ngram", "prompt-lookup"]):
-        account = predicted(expected, extra_body={"drafter": drafter})[0]
-        assert account["tokens_per_pass"] > 2
-    wrong = predicted("nobody said this " * 20)[0]
+        assert predicted(expected, drafter)["tokens_per_pass"] > 2
+    wrong = predicted("nobody said this " * 20)
     assert wrong["target_passes"] <= plain.usage.speculation["target_passes"]
-    assert predicted(expected, extra_body={"drafter": "none"})[0].get("drafted", 0) == 0
+    assert predicted(expected, "none").get("drafted", 0) == 0
 
 
 @FULL
@@ -383,10 +379,7 @@ def test_the_old_models_weights_are_freed_before_the_new_ones_load(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two models that fit one at a time are served by turns."""
-    folders = [
-        write_model_folder(tmp_path / name, seed=seed, intermediate_size=4096)
-        for seed, name in enumerate("ab")
-    ]
+    folders = [write_model_folder(tmp_path / name, intermediate_size=4096) for name in "ab"]
     module: Any = importlib.import_module("mlx_lm.server")
     load, in_use = module.load, []
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -23,7 +22,6 @@ from benchmarks.recorded_drafts import Chain, RecordedDrafter, RecordedDrafts, r
 from exact import COIN_RULES, TARGET, ByCoupling, ByRule, Deciding, Rounds, Source
 from selection import in_one_test
 from simulated import know
-from specdec_mlx import loop
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import Modelled, replay_text
@@ -35,7 +33,6 @@ from specdec_mlx.draft_length.parts import LENGTHS, LONGEST, READING, REST, Mode
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.rounds import clock
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
 
@@ -321,18 +318,6 @@ def speed(runs: Sequence[Modelled]) -> float:
     return sum(run.plain_seconds for run in runs) / sum(run.seconds for run in runs)
 
 
-@in_one_test("draft_cost", [0.1, 0.5])
-def test_what_a_replay_says_does_not_depend_on_the_clock(draft_cost: float) -> None:
-    """On a busy machine it is the same: seconds are those of the cost curve alone."""
-    how: Any = ([varied] * 6 + [useless], "auto", CURVES["slope"], draft_cost)
-    expected = modelled(*how)
-    coins, ticks = random.Random(0), itertools.count()
-    with pytest.MonkeyPatch.context() as patch:
-        for module in (clock, loop):
-            patch.setattr(module, "perf_counter", lambda: next(ticks) * coins.choice([1e-6, 1.0]))
-        assert modelled(*how) == expected
-
-
 @in_one_test("draft_cost", [0.02, 0.1, 0.25, 0.5])
 @in_one_test("curve", CURVES)
 def test_stopping_beats_the_best_fixed_length(curve: str, draft_cost: float) -> None:
@@ -445,20 +430,6 @@ def waited(session: Timed, context: int) -> tuple[int, Model]:
         auto.record(RoundRecord(0, 0, 1, 1, [1], 1.0, context=context))
         rounds += 1
     return rounds, part
-
-
-def test_reading_that_was_tried_on_account_is_booked() -> None:
-    """A model that never paid reads where its budget stands it, and has spent it then."""
-    session = Timed(0.3, 0.001, 30, confidence=0.01)
-    auto, part, ask = stepping(session, slope=1.0, context=30)
-    assert auto.limit("it", False)
-    account = part.learned.account
-    before = account.budget
-    assert not len(ask(4))
-    auto.record(RoundRecord(0, 0, 1, 1, [1], 2.3, draft_seconds=1.3, context=30))
-    assert account.budget == pytest.approx(before - 30 * READING * 0.3 - 0.3 + EXPLORATION)
-    assert part.unread == 0
-    assert not auto.limit("it", False)  # it rests
 
 
 def test_recorded_drafts_are_what_the_model_proposes(monkeypatch: pytest.MonkeyPatch) -> None:

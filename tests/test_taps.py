@@ -19,7 +19,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import specdec_mlx as sd
 import tiny
-from lossless import PROMPT, SECOND_PROMPT, plain_text
+from lossless import PROMPT, plain_text
 from scripted import OracleDrafter
 from selection import in_one_test
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
@@ -160,8 +160,7 @@ def reader(name: str, features: Features = ALL) -> Reader:
 
 def speculate(name: str, drafter: sd.Drafter, **options: Any) -> Generator[sd.responses.Token]:
     options = {"max_tokens": NUM_TOKENS, "draft_length": 4, "prefill_step_size": 5, **options}
-    options.setdefault("prompt_tokens", PROMPT)
-    return sd.speculate(built(name), drafter=drafter, **options)
+    return sd.speculate(built(name), PROMPT, drafter, **options)
 
 
 def expected(name: str, length: int = len(PROMPT) + NUM_TOKENS) -> FeatureRows:
@@ -220,21 +219,6 @@ def test_each_part_of_a_drafter_is_shown_what_it_wants() -> None:
         assert same_rows(FeatureRows.joined(one.shown), expected("llama").only(one.features))
 
 
-def test_a_second_turn_shows_the_new_text_alone() -> None:
-    """On caches that hold an earlier turn: from the new prompt on, and the text is right."""
-    name, caches = "llama", make_prompt_cache(built("llama"))
-    list(speculate(name, reader(name), prompt_cache=caches))
-    said = [*PROMPT, *text_of(name), *SECOND_PROMPT]
-    afresh = plain_text(built(name), said, 10).tokens
-    drafter = Reader(OracleDrafter(afresh, 1000))
-    options = {"prompt_tokens": SECOND_PROMPT, "prompt_cache": caches, "max_tokens": 10}
-    assert [item.token for item in speculate(name, drafter, **options)] == afresh
-    start = len(said) - len(SECOND_PROMPT)
-    whole = read(built(name), mx.array([*said, *afresh]))
-    shown = range(start, len(said) + len(afresh) - 1)
-    assert same_rows(FeatureRows.joined(drafter.shown), whole.rows(shown))
-
-
 def test_nothing_is_watched_for_a_drafter_that_does_not_ask(monkeypatch):
     monkeypatch.setattr(taps, "watching", None)
     assert list(sd.speculate(built("llama"), PROMPT, sd.PromptLookupDrafter(), max_tokens=9))
@@ -266,6 +250,7 @@ def test_an_exception_in_mid_pass_takes_the_taps_off(monkeypatch: pytest.MonkeyP
         reading.read(lambda: fed(model))
     assert classes(model) == before
     assert not watching._num_passes
+    assert not watching._watchers.get()
     assert reading.features is None
     assert mx.array_equal(reading.read(lambda: fed(model)), fed(model))
 

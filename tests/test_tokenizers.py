@@ -20,7 +20,6 @@ import specdec_mlx as sd
 import tiny
 import tiny_text
 from selection import in_one_test
-from specdec_mlx.drafters.drawing import fit_width
 from specdec_mlx.drafters.tokenizers import PerPair, check_same_tokenizer, first_difference
 from tiny_text import BYTES, MERGES, SPECIAL, bpe, tokenizer
 
@@ -181,15 +180,3 @@ def test_a_narrower_draft_model_lives_with_tokens_that_it_does_not_have() -> Non
     assert tokens[-1].stats.tokens_per_pass > 2
     assert {"draft"} < {t.origin for t in tokens[foreign[0] + 1 :]}
     assert max(seen) == NARROW - 1
-
-
-@in_one_test(("have", "want"), [(5, 5), (7, 5), (5, 7), (5, None)])
-def test_logits_are_cut_or_padded_with_no_mass(have: int, want: int | None) -> None:
-    """The ids that both have keep their logits; those that only the target has get -inf."""
-    logits = mx.random.normal((3, have), key=mx.random.key(0))
-    fitted = fit_width(logits, want)
-    width = have if want is None else want
-    shared = min(have, width)
-    assert fitted.shape == (3, width)
-    assert mx.array_equal(fitted[:, :shared], logits[:, :shared])
-    assert mx.all(fitted[:, shared:] == -mx.inf)

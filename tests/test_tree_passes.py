@@ -7,7 +7,7 @@ import math
 import random
 import warnings
 from functools import partial
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 from typing import Any
 
@@ -48,10 +48,12 @@ CHAINS_ALONE = ("llama4", "mamba2", "gpt2", "nanochat", "falcon_h1", "minimax_m3
 """Own chunk masks, recurrent states, learned positions, ropes that are no module, both caches, and
 blocks of rows that are chosen by their scores."""
 
+UNMASKED = ("mamba2", "qwen3_next", "rwkv7", "falcon_h1", "gpt2", "llama4")
+"""Recurrent states, alone and beside attention; learned positions; a mask of its own."""
+
 CLOSE = 1e-4
 ROWS = rows_of((Path(__file__).parent.parent / "docs" / "architectures.md").read_text())
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
-
 
 NUM_TOKENS = 60
 VOCAB = tiny.CONFIGS["llama"]["vocab_size"]
@@ -76,10 +78,14 @@ def test_what_the_page_calls_exact_is_what_is_drafted_as_trees():
                 assert target.takes_trees() == (row.trees == "exact"), row
 
 
-@pytest.mark.parametrize("name", [*REPRESENTATIVE, *CHAINS_ALONE])
-def test_greedy_text_with_trees_is_plain_text(name, monkeypatch):
-    """60 tokens, past the windows; where trees cannot be verified chains are, with one warning."""
-    monkeypatch.setattr(exactness, "rows_cost", lambda model: 3.0)
+@pytest.mark.parametrize(
+    ("name", "by_rows"),
+    [*product((*REPRESENTATIVE, *CHAINS_ALONE), [False]), *product(UNMASKED, [True])],
+)
+def test_greedy_text_with_trees_is_plain_text(name, by_rows, monkeypatch):
+    """60 tokens, past the windows, masked or as rows; where trees cannot be verified chains are,
+    with one warning."""
+    monkeypatch.setattr(exactness, "rows_cost", lambda model: 0.9 if by_rows else 3.0)
     model = tiny.build(name)
     plain = plain_text(model, PROMPT, NUM_TOKENS)
     drafter = OracleTrees(plain.tokens, plain.logprobs.shape[-1])
@@ -87,10 +93,11 @@ def test_greedy_text_with_trees_is_plain_text(name, monkeypatch):
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tokens = list(speculate(model, PROMPT, drafter, **options))
+    takes_trees = by_rows or name in REPRESENTATIVE
     assert spoken(tokens).deviation(plain) < TOLERANCE
     assert any(token.from_draft for token in tokens)
-    assert (kept_branches(tokens) > 3) == (name in REPRESENTATIVE)
-    assert len(caught) == (name in CHAINS_ALONE)
+    assert (kept_branches(tokens) > 3) == takes_trees
+    assert len(caught) == (not takes_trees)
 
 
 SCALED = ("ministral3", "mistral3", "mistral4")  # queries scaled by position, from 32 on
@@ -217,11 +224,14 @@ def by_the_last_two(tokens: mx.array, logits: mx.array) -> mx.array:
 by_the_last_two.pure = True  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("rule", ["coupled", "match"])
 @pytest.mark.parametrize("processed", [False, True])
-def test_a_seeds_text_is_the_same_with_trees(rule, processed):
+@pytest.mark.parametrize(
+    ("name", "rule"), [("llama", "match"), *product(["llama", *UNMASKED], ["coupled"])]
+)
+def test_a_seeds_text_is_the_same_with_trees(name, rule, processed):
     """Each depth has the noise of its position, and processors see each node's own path."""
-    model = tiny.build("llama")
+    model = tiny.build(name)
+    rows_pay.put(model, name in UNMASKED)
     given: dict[str, Any] = {
         "max_tokens": NUM_TOKENS,
         "sampler": Sampling(temp=0.8, top_p=0.95),
@@ -280,9 +290,6 @@ def test_a_model_that_is_not_given_trees_stays_as_it_is():
     assert not math.isnan(before.max().item())
 
 
-UNMASKED = ("mamba2", "qwen3_next", "rwkv7", "falcon_h1", "gpt2", "llama4")
-"""Recurrent states, alone and beside attention; learned positions; a mask of its own."""
-
 PARENTS = st.integers(1, 7).flatmap(lambda size: st.sampled_from(shapes(size)))
 
 
@@ -304,23 +311,6 @@ def test_the_caches_are_left_alone() -> None:
     mx.eval(tree_logits(model, caches, mx.array([3, *range(8)]), TREE))
     one, other = (model(mx.array([[5]]), cache=held) for held in (caches, before))
     assert mx.array_equal(one, other).item()
-
-
-@pytest.mark.parametrize("name", UNMASKED)
-def test_greedy_text_with_rows_is_plain_text(name: str) -> None:
-    """60 tokens, past the windows; later branches are kept. A seed's text, too."""
-    model = tiny.build(name)
-    rows_pay.put(model, True)
-    plain = plain_text(model, PROMPT, 60)
-    drafter = OracleTrees(plain.tokens, plain.logprobs.shape[-1])
-    items = list(speculate(model, PROMPT, drafter, max_tokens=60, draft_length=len(TREE)))
-    assert spoken(items).deviation(plain) < TOLERANCE
-    assert sum(b.row > a.row + 1 for a, b in pairwise(items)) > 3
-    options: dict[str, Any] = {"sampler": Sampling(temp=0.8), "seed": 3, "rule": "coupled"}
-    alone = [t.token for t in speculate(model, PROMPT, max_tokens=30, **options)]
-    drafter = OracleTrees(alone, plain.logprobs.shape[-1])
-    texts = speculate(model, PROMPT, drafter, max_tokens=30, draft_length=len(TREE), **options)
-    assert [t.token for t in texts] == alone
 
 
 @pytest.mark.parametrize("name", ["qwen3_5", "gpt2"])
@@ -347,8 +337,9 @@ def test_rows_are_taken_only_where_they_cost_no_more_than_a_chain(
     monkeypatch: pytest.MonkeyPatch, cost: float
 ) -> None:
     """Measured once for a model; elsewhere chains are drafted, and one line says why."""
-    monkeypatch.setattr(exactness, "rows_cost", lambda model: cost)
     model = tiny.build("mamba2")
+    assert exactness.rows_cost(model) > 0.2
+    monkeypatch.setattr(exactness, "rows_cost", lambda model: cost)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
@@ -358,8 +349,3 @@ def test_rows_are_taken_only_where_they_cost_no_more_than_a_chain(
     assert not target.takes_trees(), "a head's rows are those of one text"
     assert len(caught) == (cost > 1)
     assert all("2.3 times as much as a chain" in str(warning.message) for warning in caught)
-
-
-@FULL
-def test_what_rows_cost_is_measured() -> None:
-    assert exactness.rows_cost(tiny.build("mamba2")) > 0.2

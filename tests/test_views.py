@@ -9,6 +9,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from html.parser import HTMLParser
+from itertools import starmap
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ import tiny_text
 from scripted import OracleDrafter
 from selection import in_one_test
 from specdec_mlx.bench.cost import linear_cost
-from specdec_mlx.bench.record import Record, RecordedText
+from specdec_mlx.bench.record import Record
 from specdec_mlx.bench.replay import Scores, score_record
 from specdec_mlx.bench.run import bench_texts
 from specdec_mlx.bench.summary import Result
@@ -30,7 +31,6 @@ from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.notebook.views import LOOKS, Piece, text_html
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.theory import expected_speedup_on_curve
-from test_plots import result
 
 EVIL = "</pre><script>alert('&\"')</script>"
 
@@ -57,12 +57,20 @@ class Checker(HTMLParser):
         self.text += data
 
 
-def stats_of(*rounds: tuple[int, int]) -> sd.stats.SpeculationStats:
-    """The account of rounds (drafted, accepted)."""
-    stats = sd.stats.SpeculationStats()
-    for drafted, accepted in rounds:
-        stats.record(RoundRecord(drafted, accepted, accepted + 1, drafted + 1))
+def a_round(drafted: int, accepted: int, seconds: float = 0.0, steady: bool = True) -> RoundRecord:
+    return RoundRecord(drafted, accepted, accepted + 1, drafted + 1, seconds=seconds, steady=steady)
+
+
+def account(*records: RoundRecord) -> SpeculationStats:
+    stats = SpeculationStats()
+    for record in records:
+        stats.record(record)
     return stats
+
+
+def stats_of(*rounds: tuple[int, int]) -> SpeculationStats:
+    """The account of rounds (drafted, accepted)."""
+    return account(*starmap(a_round, rounds))
 
 
 @pytest.fixture(scope="module")
@@ -153,16 +161,19 @@ def totals(record: Record) -> list[Result]:
 def test_a_benchmark_of_texts_from_python():
     """Kinds of text become categories; the draft model takes part, and mlx-lm's own with it."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
-    texts = {"letters": ["a b a b"], "words": ["the one", "the other"]}
+    texts = {"code & <b>": ["a b a b"], "words": ["the one", "the other"]}
     options: dict[str, Any] = {"settings": Settings(max_tokens=12), "progress": False}
     call = (model, tokenizer, texts)
     record = bench_texts(*call, ["ngram", "model"], ["2"], draft_model=model, **options)
-    assert record.categories == ["letters", "words"]
+    assert record.categories == [*texts]
     named = [r.drafter for r in totals(record)]
     assert named == ["mlx-lm", "mlx-lm-speculation", "ngram", "model"]
     assert all(r.identical == r.texts == 3 for r in totals(record))
     assert "RecordedText" not in repr(record)
     assert "drafterKratio" in Checker(record._repr_html_()).text
+    scores = score_record(record, {"ngram": sd.NGramDrafter()}, ["2"], linear_cost(0.1))
+    assert isinstance(scores, Scores)
+    assert "code & <b>" in Checker(scores._repr_html_()).text
     options |= {"rules": ["rejection", "block"], "temp": 1.0, "draft_model": model}
     record = bench_texts(*call, ["model"], ["2"], **options)
     assert [r.rule for r in totals(record)] == ["", "", "rejection", "block"]
@@ -170,34 +181,7 @@ def test_a_benchmark_of_texts_from_python():
     assert "drafterKruleratio" in Checker(record._repr_html_()).text
 
 
-def test_bench_and_replay_are_tables():
-    """A row for each result; a column for each category."""
-    recorded = RecordedText("a", "code & <b>", [1, 2, 3, 1, 2], [3, 1, 2, 3, 1, 2, 3])
-    results = [result("mlx-lm", "", "all", 1.0), result("ngram", "4", "all", 1.5)]
-    settings = {"vocab_size": 8, "max_tokens": 7}
-    record = Record("bench", {"device": "<gpu>"}, settings, [recorded], results=results)
-    page = Checker(record._repr_html_())
-    assert [tag for tag, _ in page.tags].count("tr") == 3
-    assert "1.50" in page.text
-    assert "<gpu>" in page.text
-    drafters = {"prompt-lookup": sd.PromptLookupDrafter(min_ngram=1)}
-    scores = score_record(record, drafters, ["2"], linear_cost(0.1))
-    assert isinstance(scores, Scores)
-    assert "code & <b>" in Checker(scores._repr_html_()).text
-
-
 # The account of a generation, from records with known numbers -------------------------------------
-
-
-def a_round(drafted: int, accepted: int, seconds: float, *, steady: bool = True) -> RoundRecord:
-    return RoundRecord(drafted, accepted, accepted + 1, drafted + 1, seconds=seconds, steady=steady)
-
-
-def account(*records: RoundRecord) -> SpeculationStats:
-    stats = SpeculationStats()
-    for record in records:
-        stats.record(record)
-    return stats
 
 
 def test_the_observed_speedup_is_tokens_over_their_time_in_plain_rounds():

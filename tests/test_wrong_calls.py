@@ -24,7 +24,6 @@ import scripted
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from scripted import ScriptedDrafter
 from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.beams.generation import BeamSearchResponse
@@ -65,7 +64,7 @@ def beams(*, prompt: Any = PROMPT, **options: Any) -> Any:
 
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
-    "generate": (generated, sd.generate),
+    "generate": (generated, sd.stream_generate),
     "stream_generate": (streamed, sd.stream_generate),
     "batch_generate": (batch_generated, sd.batch_stream_generate),
     "speculate": (speculated, sd.speculate),
@@ -101,15 +100,12 @@ ARGUMENTS: list[Case] = [
     ({"drafter": "prompt-lookup:max_ngrams=4", "draft_model": None}, r"Did you mean max_ngram\?"),
     ({"seed": "a"}, f"seed='a': {AN_INT}"),
     ({"max_tokens": 2.5}, rf"max_tokens=2\.5: {AN_INT}"),
-    ({"max_tokens": None}, f"max_tokens=None: {AN_INT}"),
     ({"max_tokens": True}, f"max_tokens=True: {AN_INT}"),
-    ({"draft_length": None}, "draft_length=None.*auto"),
     ({"draft_length": Heuristic}, "draft_length=Heuristic.*auto"),
     ({"logits_processors": 5}, "logits_processors=5: expected a list"),
     ({"logits_processors": Heuristic.cut}, r"cut.*expected a list.*\[cut\]"),
     ({"sampler": sd.Sampling}, r"sampler=Sampling: expected a sampler"),
     ({"prompt": None}, f"prompt=None: {IDS}"),
-    ({"prompt": [1.5]}, rf"prompt=\[1\.5\]: {IDS}"),
     ({"prompt": mx.array([[1, 2]])}, IDS),
     ({"prompt": {1, 2}}, rf"prompt=\{{1, 2\}}: {IDS}"),
     ({"prompts": None, "prompt": None}, IDS),
@@ -118,7 +114,6 @@ ARGUMENTS: list[Case] = [
     ({"prompt_cache": [None] * 9}, CACHES),
     ({"prefill_step_size": 0}, f"prefill_step_size=0: {AN_INT} >= 1"),
     ({"kv_bits": 7, "kv_group_size": 32}, "kv_bits=7, kv_group_size=32.*MLX"),
-    ({"kv_bits": 4, "kv_group_size": 48}, "kv_bits=4, kv_group_size=48.*MLX"),
     ({"kv_bits": 4, "kv_group_size": "x"}, f"kv_group_size='x': {AN_INT}"),
     ({"kv_bits": 4, "kv_group_size": 64}, "kv_group_size=64.*MLX"),
     ({"max_kv_size": 0}, f"max_kv_size=0: {AN_INT} >= 1"),
@@ -130,7 +125,6 @@ ARGUMENTS: list[Case] = [
 FIRST_CALL: list[Case] = [
     ({"sampler": lambda rows: None}, r"sampler returned None.*\(1,\).*integer"),
     ({"sampler": lambda rows: mx.array([[3]])}, r"returned .*\(1, 1\).*expected.*\(1,\)"),
-    ({"sampler": lambda rows: 3}, r"sampler returned 3;.*\(1,\)"),
     ({"sampler": lambda rows: mx.array([3.0])}, r"returned .*float32.*integer"),
     (width(lambda logits: logits[:, :5]), r"processor returned .*\(1, 5\).*expected.*\(1, 288\)"),
     (width(lambda x: mx.concatenate([x, x], axis=-1)), r"returned .*\(1, 576\).*\(1, 288\)"),
@@ -146,7 +140,6 @@ OF_GENERATE: list[Case] = [
     ({"draft_model": "/no/such/folder"}, r"There is no folder"),
     ({"drafter": object()}, r"begin\(prompt, context\)"),
     ({"max_tokens": 0}, r"max_tokens=0"),
-    ({"rule": "leviathan"}, r"Known: auto, match"),
     ({"rule": "lenient:leniency=1"}, r"mean lenience\?"),
     ({"drafter": "ngram", "draft_length": "automatic"}, r"auto"),
 ]
@@ -158,7 +151,6 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
     (lambda: MEMORY("folder"), r"Memory\.load"),
     (lambda: MEMORY(2.5), AN_INT),
     (lambda: MEMORY().add("text"), "token ids"),
-    (lambda: MEMORY().add([1.5, 2.7]), "token ids"),
     (lambda: MEMORY.load(None), "expected a path"),
     (lambda: MEMORY.load(Path(__file__).parent), "is a folder"),
     (lambda: MEMORY.load("/no/such/file"), "no file /no/such/file"),
@@ -167,7 +159,6 @@ OTHERS: list[tuple[Callable[[], Any], str]] = [
 MODEL_DRAFTER: Any = sd.ModelDrafter
 HINTED: list[tuple[Callable[[], Any], str]] = [
     (lambda: generated(temp="1"), "temp='1'.*expected a number"),
-    (lambda: generated(temp=[1]), r"temp=\[1\].*expected a number"),
     (lambda: MODEL_DRAFTER("name"), r"model='name': .*ModelDrafter\(\*mlx_lm\.load"),
     (lambda: MODEL_DRAFTER((nn.Linear(2, 2), None)), r"ModelDrafter\(\*mlx_lm\.load"),
 ]
@@ -182,10 +173,9 @@ def is_answered(wrong: Callable[[], Any], words: str) -> None:
     assert len(str(caught.value)) < 300
 
 
-@in_one_test("case", [*OF_GENERATE, *OTHERS])
-def test_a_wrong_call_is_answered_in_one_sentence(case: Any) -> None:
+@in_one_test(("wrong", "words"), [*OF_GENERATE, *OTHERS])
+def test_a_wrong_call_is_answered_in_one_sentence(wrong: Any, words: str) -> None:
     """A ValueError, or a class of it, that names what to write instead."""
-    wrong, words = case
     is_answered(wrong if callable(wrong) else lambda: generated(**wrong), words)
 
 
@@ -233,7 +223,6 @@ def test_what_is_meant_is_done() -> None:
     are no fault before they are due: a text that ends sooner is as in mlx-lm.
     """
     assert generated(temp=0.9, seed=3) == generated(sampler=sd.Sampling(temp=0.9), seed=3)
-    assert generated(temp=0.0) == generated()
     options = {"max_kv_size": 64, "kv_group_size": 32}
     assert generated(kv_bits=4, **options) == generated(**options)
 
@@ -254,27 +243,21 @@ def tokens_of(found: Any) -> list[Any]:
 
 
 @pytest.mark.filterwarnings("ignore:specdec_mlx. caches with max_kv_size")
-@in_one_test("numbers", NUMBERS)
 @in_one_test("name", CALLS)
-def test_integers_of_numpy_are_integers(name: str, numbers: dict[str, int]) -> None:
-    """Each number that a call takes, in NumPy's types, gives what Python's gives."""
+def test_numbers_and_prompts_may_be_of_any_library(name: str) -> None:
+    """NumPy's integers and arrays, and MLX's, give the text that Python's give."""
     call, function = CALLS[name]
     taken = inspect.signature(function).parameters
-    numbers = {key: value for key, value in numbers.items() if key in taken}
-    given: dict[str, Any] = {"max_tokens": 6, "drafter": sd.NGramDrafter()} | numbers
-    if "sampler" in taken:
-        given |= {"sampler": sd.Sampling(temp=1.0), "seed": 3}
-    in_numpy = {key: np.int64(value) for key, value in numbers.items()}
-    assert tokens_of(call(**given | in_numpy)) == tokens_of(call(**given))
-
-
-@in_one_test("name", CALLS)
-def test_prompts_may_be_arrays_of_any_library(name: str) -> None:
-    """Of MLX or NumPy, or lists of NumPy's integers: the same ids, the same text."""
-    call = CALLS[name][0]
+    for table in NUMBERS:
+        numbers = {key: value for key, value in table.items() if key in taken}
+        given: dict[str, Any] = {"max_tokens": 6, "drafter": sd.NGramDrafter()} | numbers
+        if "sampler" in taken:
+            given |= {"sampler": sd.Sampling(temp=1.0), "seed": 3}
+        in_numpy = {key: np.int64(value) for key, value in numbers.items()}
+        assert tokens_of(call(**given | in_numpy)) == tokens_of(call(**given))
     expected = tokens_of(call(prompt=[1, 2, 3], max_tokens=3))
     ids = np.array([1, 2, 3], np.int32)
-    for prompt in (ids, mx.array(ids), list(ids), (1, 2, 3), range(1, 4)):
+    for prompt in (ids, mx.array(ids), list(ids), range(1, 4)):
         assert tokens_of(call(prompt=prompt, max_tokens=3)) == expected
 
 
@@ -346,25 +329,29 @@ def test_a_draft_model_may_be_named_by_its_folder() -> None:
     """It is loaded with its tokenizer, which may be another one than the target's."""
     target, _, tokenizer = lab.load_pair()
     options: dict[str, Any] = {"max_tokens": 12, "draft_length": 3}
-    of_the_lab = target, tokenizer, tokenizer.encode("def f(x):")
-    for call in (of_the_lab, (*pair(), PROMPT)):
-        expected = sd.generate(*call, **options)
-        for folder in (lab.draft_path(), str(lab.draft_path())):
-            text = sd.generate(*call, draft_model=folder, **options)  # type: ignore[misc]
-            assert text == expected
-            assert text.stats.drafted > 0
+    folder = lab.draft_path()
+    of_the_lab: Any = target, tokenizer, tokenizer.encode("def f(x):"), folder
+    for model, own, prompt, name in (of_the_lab, (*pair(), PROMPT, str(folder))):
+        text = sd.generate(model, own, prompt, draft_model=name, **options)
+        assert text == sd.generate(model, own, prompt, **options)
+        assert text.stats.drafted > 0
 
 
 def test_a_drafter_and_a_draft_model_take_turns_in_this_order() -> None:
-    """As on the command line: the model is asked where the drafter has nothing."""
+    """As on the command line: the model is asked where the drafter has nothing.
+
+    None among several counts for nothing; one alone is itself; of none there is None.
+    """
     model = pair()[0]
-    both = choose_drafter("auto", model)
-    assert isinstance(both, sd.BestOf)  # of the default the better draft is taken
-    assert [type(part) for part in both.drafters] == [sd.SuffixDrafter, sd.ModelDrafter]
+    for name, kind, look_up in (
+        ("auto", sd.BestOf, sd.SuffixDrafter),  # of the default the better draft is taken
+        ("prompt-lookup", sd.FirstOf, sd.PromptLookupDrafter),
+    ):
+        both: Any = choose_drafter(name, model)
+        assert type(both) is kind
+        assert [type(part) for part in both.drafters] == [look_up, sd.ModelDrafter]
     assert isinstance(choose_drafter(None, model), sd.ModelDrafter)
-    chosen = choose_drafter("prompt-lookup", model)
-    assert isinstance(chosen, sd.FirstOf)
-    assert [type(part) for part in chosen.drafters] == [sd.PromptLookupDrafter, sd.ModelDrafter]
+    assert first_of([]) is first_of([None]) is None
     assert generated(drafter="prompt-lookup", draft_model=model) == generated()
 
 
@@ -381,51 +368,38 @@ def test_the_public_names_are_what_dir_shows() -> None:
 # Drafters by name: the built-in ones and a stranger's come in by the same door --------------------
 
 
-def test_the_built_in_drafters_are_entry_points_of_this_distribution() -> None:
-    """No table in the code knows them."""
+def test_the_built_in_drafters_are_entry_points_of_this_distribution(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """No table in the code knows them. Reading the metadata of all packages takes milliseconds,
+    which each request would pay: they are looked through once.
+    """
     entries = {e.name: e for e in entry_points(group=GROUP)}
-    kinds = {"ngram": sd.NGramDrafter, "model": sd.ModelDrafter}
-    for name, kind in (kinds | {"prompt-lookup": sd.PromptLookupDrafter}).items():
+    for name, kind in {"ngram": sd.NGramDrafter, "prompt-lookup": sd.PromptLookupDrafter}.items():
         assert entries[name].dist is not None
         assert entries[name].dist.name == "specdec-mlx"
         # not `is`: the tests' import hook may have loaded the class anew
         assert entries[name].load().__qualname__ == kind.__qualname__
-        assert name in drafter_names()
-    assert drafter_names() == sorted(drafter_names())
-
-
-def test_a_name_with_options_makes_what_the_class_would() -> None:
-    """Options in the name, as keywords, or both; dashes stand for underscores."""
+    assert drafter_names() == sorted({*entries, *drafter_names(), "none"})
+    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
     assert make_drafter("ngram") == sd.NGramDrafter()
-    assert make_drafter("ngram:max_order=3,num_draft=8") == sd.NGramDrafter(3, num_draft=8)
-    assert make_drafter("ngram:max-order=3", num_draft=7) == sd.NGramDrafter(3, num_draft=7)
-    assert make_drafter("ngram:stochastic=true") == sd.NGramDrafter(stochastic=True)
-    drafter: Any = make_drafter("model", model=tiny_text.model())
-    assert drafter.model is tiny_text.model()
 
 
 def test_one_factory_serves_python_the_command_line_and_the_server() -> None:
-    """A draft model goes to the name "model" only; "none" is plain decoding, and takes nothing."""
+    """Options in the name, as keywords, or both; dashes stand for underscores.
+
+    A draft model goes to the name "model" only; "none" is plain decoding, and takes nothing.
+    """
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     given = {"draft_model": model, "draft_tokenizer": tokenizer}
     drafter = make_drafter("model:greedy=true", **given)
     assert isinstance(drafter, sd.ModelDrafter)
     assert (drafter.model, drafter.tokenizer, drafter.greedy) == (model, tokenizer, True)
     assert make_drafter("ngram", **given) == sd.NGramDrafter()
+    assert make_drafter("ngram:max-order=3,num_draft=8") == sd.NGramDrafter(3, num_draft=8)
+    assert make_drafter("ngram:max_order=3", num_draft=7) == sd.NGramDrafter(3, num_draft=7)
     assert make_drafter("none", **given) is None
     assert sd.generate(model, tokenizer, [5, 17], max_tokens=3, drafter="none").stats.drafted == 0
-    assert "none" in drafter_names()
-    with pytest.raises(ValueError, match="none takes no options"):
-        make_drafter("none:a=1")
-
-
-def test_several_drafters_are_one_that_tries_them_in_order() -> None:
-    """None of them counts; one alone is itself; of none there is None."""
-    ngram, lookup = sd.NGramDrafter(), sd.PromptLookupDrafter()
-    assert first_of([]) is first_of([None]) is None
-    assert first_of([None, ngram]) is ngram
-    both: Any = first_of([ngram, None, lookup])
-    assert both.drafters == (ngram, lookup)
 
 
 @in_one_test(
@@ -434,8 +408,7 @@ def test_several_drafters_are_one_that_tries_them_in_order() -> None:
         ("a=1,b=2.5,c=-3,d=+2,e=1e-3,f=.5", [1, 2.5, -3, 2, 1e-3, 0.5]),
         ("a=true,b=False,c=none", [True, False, None]),
         ("a=earliest,b='1',c=/some/folder,d=", ["earliest", "1", "/some/folder", ""]),
-        ("a=nan,b=inf", ["nan", "inf"]),
-        ("a=(1),b=[1],c=f(1),d=x=y", ["(1)", "[1]", "f(1)", "x=y"]),
+        ("a=nan,b=(1),c=[1],d=f(1),e=x=y", ["nan", "(1)", "[1]", "f(1)", "x=y"]),
         ("", []),
     ],
 )
@@ -445,47 +418,25 @@ def test_options_are_numbers_words_for_values_or_text(text: str, values: list[An
     assert parse_options(",a-b = 1 , c = x,,") == {"a_b": 1, "c": "x"}
 
 
-WRONG = {
-    "n-gram:max_order=3": "Unknown drafter 'n-gram'. Known: .*" + ".*".join(drafter_names()),
-    "ngram:max_order": "'max_order'.*key=value",
-    "ngram:max_n=3": r"Drafter 'ngram': .*help\(\w+Drafter\)",
-    "model": r"Drafter 'model': .*help\(\w+Drafter\)",
-    "model:layers=2": r"Drafter 'model': .*help\(\w+Drafter\)",
-    "prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
-    "prompt-lookup:max_ngram=2.5": "max_ngram is 2.5, expected int",
-    "prompt-lookup:num_draft=x": r"num_draft is 'x', expected int \| None",
-    "ngram:stochastic=3": "stochastic is 3, expected bool",
-    "ngram:max_order=99": "max_order",
-}
-
-
-@in_one_test("spec", WRONG)
-def test_what_is_wrong_with_a_name_or_an_option_is_said(spec: str) -> None:
+@in_one_test(
+    ("spec", "words"),
+    [
+        ("n-gram:max_order=3", "Unknown drafter 'n-gram'. Known: .*" + ".*".join(drafter_names())),
+        ("none:a=1", "none takes no options"),
+        ("ngram:max_order", "'max_order'.*key=value"),
+        ("ngram:max_n=3", r"Drafter 'ngram': .*help\(\w+Drafter\)"),
+        ("model", r"Drafter 'model': .*help\(\w+Drafter\)"),
+        ("model:layers=2", r"Drafter 'model': .*help\(\w+Drafter\)"),
+        ("prompt-lookup:max_ngram=2.5", "max_ngram is 2.5, expected int"),
+        ("prompt-lookup:num_draft=x", r"num_draft is 'x', expected int \| None"),
+        ("ngram:stochastic=3", "stochastic is 3, expected bool"),
+        ("ngram:max_order=99", "max_order"),
+    ],
+)
+def test_what_is_wrong_with_a_name_or_an_option_is_said(spec: str, words: str) -> None:
     """The known names, the option, the type that it is annotated with, and where to read on."""
-    with pytest.raises(ValueError, match=WRONG[spec]):
+    with pytest.raises(ValueError, match=words):
         make_drafter(spec)
-
-
-def test_installed_packages_are_looked_through_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Reading the metadata of all packages takes milliseconds, which each request would pay."""
-    drafter_names()
-    monkeypatch.setattr("specdec_mlx.options.entry_points", pytest.fail)
-    assert make_drafter("ngram") == sd.NGramDrafter()
-    assert "ngram" in drafter_names()
-
-
-@in_one_test("length", [0, 1, 4, "auto", "heuristic"])
-def test_any_object_with_the_protocol_drafts(length: int | str) -> None:
-    """In stream_generate, as drafter= and as draft_model=."""
-    call = tiny_text.model(), tiny_text.tokenizer(), [5, 17, 99], 20
-    drafter = ScriptedDrafter(lambda start, limit: [7] * limit)  # two methods, nothing inherited
-    assert isinstance(drafter, sd.Drafter)
-    expected = [r.token for r in sd.stream_generate(*call, drafter="none")]
-    for name in ("drafter", "draft_model"):
-        options: dict[str, Any] = {"draft_length": length, name: drafter}
-        responses = list(sd.stream_generate(*call, **options))
-        assert [r.token for r in responses] == expected
-    assert responses[-1].stats.drafted > 0 or length != 4
 
 
 def entry(package: str, name: str, value: str = "nowhere:Nothing") -> Any:
@@ -495,24 +446,16 @@ def entry(package: str, name: str, value: str = "nowhere:Nothing") -> Any:
     return found
 
 
-@in_one_test("package", ["a-first-package", "zz-last-package"])
-def test_nobody_takes_a_name_that_another_has(
-    package: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ours stays, whatever the package's name; of two strangers the first by name has it. The
-    warning names both.
-    """
-    ours, theirs = entry("specdec-mlx", "ngram"), entry(package, "ngram")
-    one, other = entry("another", "constant"), entry("somebody", "constant")
-    found = [theirs, other, one, ours, entry(package, "taken")]
+def test_nobody_takes_a_name_that_another_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ours stays; of two strangers the first by name has it. The warning names both."""
+    ours, one = entry("specdec-mlx", "ngram"), entry("another", "constant")
+    taken = {"ngram": "a-first-package", "constant": "somebody", "taken": "zz-last-package"}
+    found = [*(entry(package, name) for name, package in taken.items()), one, ours]
     monkeypatch.setattr("specdec_mlx.options.entry_points", lambda group: found)
     with pytest.warns(UserWarning, match="is left out, since .* has one of that name") as caught:
         assert installed(GROUP, "drafter", ["taken"]) == {"ngram": ours, "constant": one}
     said = {str(warning.message).partition(" is left out")[0] for warning in caught}
-    assert said == {
-        f"specdec_mlx: drafter {name!r} of {stranger}"
-        for name, stranger in (("ngram", package), ("constant", "somebody"), ("taken", package))
-    }
+    assert said == {f"specdec_mlx: drafter {name!r} of {it}" for name, it in taken.items()}
 
 
 def test_a_package_that_cannot_be_imported_is_named() -> None:

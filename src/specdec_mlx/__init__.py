@@ -30,8 +30,8 @@ if TYPE_CHECKING:
     from specdec_mlx.contracts import Drafter as Drafter
     from specdec_mlx.contracts import DraftSession as DraftSession
     from specdec_mlx.draft_length.store import Tuning as Tuning
-    from specdec_mlx.drafters.best_of import BestOf as BestOf
     from specdec_mlx.drafters.cascade import Cascade as Cascade
+    from specdec_mlx.drafters.first_of import BestOf as BestOf
     from specdec_mlx.drafters.first_of import FirstOf as FirstOf
     from specdec_mlx.drafters.heads.loading import load_head as load_head
     from specdec_mlx.drafters.lookahead import LookaheadDrafter as LookaheadDrafter
@@ -55,7 +55,7 @@ __version__ = "0.1.0"
 
 _PLACES = {
     "AcceptanceRule": "contracts",
-    "BestOf": "drafters.best_of",
+    "BestOf": "drafters.first_of",
     "Cascade": "drafters.cascade",
     "Draft": "contracts",
     "DraftContext": "contracts",

@@ -138,27 +138,9 @@ def generate(
     max_tokens: int = 256,
     drafter: Drafter | str | None = DEFAULT_DRAFTER,
     draft_model: nn.Module | Drafter | str | Path | None = None,
-    rule: str | AcceptanceRule = "auto",
-    draft_length: int | str | DraftLength = "auto",
-    seed: int | None = None,
-    temp: float | None = None,
-    sampler: Sampler | Sampling | None = None,
-    logits_processors: Sequence[LogitsProcessor] | None = None,
-    prompt_cache: list[Any] | None = None,
-    max_kv_size: int | None = None,
-    prefill_step_size: int = 2048,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
-    prompt_progress_callback: Callable[[int, int], None] | None = None,
-    input_embeddings: mx.array | None = None,
-    num_draft_tokens: int | None = None,
-    tuning: Tuning | None = None,
-    probe: bool = True,
-    counterfactual: bool = False,
-    stream: Any = generation_stream,
+    **options: Any,
 ) -> Text:
-    """Generate the same text as `mlx_lm.generate`, sooner; arguments as for `stream_generate`.
+    """Generate the same text as `mlx_lm.generate`, sooner.
 
     Args:
         model: the target, as `mlx_lm.load` gives it.
@@ -168,6 +150,7 @@ def generate(
         max_tokens: tokens to generate, -1 for no limit.
         drafter: a drafter, or the name of one with options; None for plain decoding.
         draft_model: a small model, or the folder or Hugging Face name of one, or of a trained head.
+        options: `temp`, `seed`, `rule`, `draft_length` and all else that `stream_generate` takes.
 
     Returns:
         A str with `stats`, `tokens` and `pieces`, which a notebook shows in colour.
@@ -175,10 +158,11 @@ def generate(
     Raises:
         ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
-    arguments = dict(locals())
-    if arguments.pop("verbose") and prompt_progress_callback is None:
-        arguments["prompt_progress_callback"] = prefill_bar()
-    responses = stream_generate(**arguments)
+    if verbose and options.get("prompt_progress_callback") is None:
+        options["prompt_progress_callback"] = prefill_bar()
+    responses = stream_generate(
+        model, tokenizer, prompt, max_tokens, drafter, draft_model, **options
+    )
     return Text.of(printed(responses) if verbose else responses)
 
 

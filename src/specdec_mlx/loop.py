@@ -122,19 +122,12 @@ def speculate(
         model: any mlx-lm model.
         prompt_tokens: [n] token ids.
         drafter: None for plain decoding.
-        max_tokens: tokens to emit, -1 for no limit.
-        sampler: how the target's tokens are drawn, greedy if None; a `Sampling`, or any mlx-lm
-            sampler.
-        seed: makes the draws reproducible; None takes one from MLX's global random state.
         rule: acceptance rule, by name or as an object. "auto" takes match for greedy decoding,
             opaque samplers and point-mass drafts, and block for drafts drawn at random; "coupled"
             gives one text for a seed, with any drafter and draft length; "lenient" and "typical"
             change the text's distribution.
         draft_length: most tokens to draft a round, K; "auto" takes what pays, 0 included, from
             measured cost and acceptance; "heuristic" follows the last verdict.
-        tuning: what "auto" has learned and goes on learning; None takes the one that is kept with
-            the loaded model.
-        logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
         prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a draft
             model's; None makes new ones.
         tokenizer: the target's, for drafters that compare it.
@@ -142,7 +135,6 @@ def speculate(
             and do not draft where they are not.
         counterfactual: also work out, in `stats.counterfactual`, what every rule would have
             accepted.
-        stream: MLX's stream to run on.
 
     Raises:
         PromptError: for what cannot be a prompt of this model.

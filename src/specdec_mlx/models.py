@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -18,22 +18,20 @@ TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 """Any of these makes a tokenizer; `tokenizer_config.json` alone does not."""
 
 
-def load_model(name: Path | str) -> tuple[nn.Module, Any]:
-    """Model and tokenizer of a folder or a Hugging Face name; ModelFolderError without them."""
+def load_model(name: Path | str, read: Callable[[str], Any] = load) -> tuple[nn.Module, Any]:
+    """Model and tokenizer of a folder or a Hugging Face name; ModelFolderError without them.
+
+    read: loads them from a path, as mlx-lm's `load` does.
+    """
     folder = Path(name).expanduser()
     with explained(name):
-        loaded = load(str(folder if folder.exists() else name))
+        loaded = read(str(folder if folder.exists() else name))
     return loaded[0], loaded[1]
 
 
 def load_target(name: Path | str) -> tuple[nn.Module, Any]:
     """Like `load_model`; under `mx.distributed`, spread over all ranks."""
-    if mx.distributed.init().size() == 1:
-        return load_model(name)
-    folder = Path(name).expanduser()
-    with explained(name):
-        model, tokenizer = load_on_ranks(str(folder if folder.exists() else name))
-    return model, tokenizer
+    return load_model(name, load if mx.distributed.init().size() == 1 else load_on_ranks)
 
 
 def load_on_ranks(
@@ -77,15 +75,6 @@ def explained(name: Path | str) -> Iterator[None]:
             f"{name} is no folder here, and could not be loaded from Hugging Face: {reason[0]} "
             "Look at the name and at the network, or give a folder."
         ) from error
-
-
-def four_bit_copy(model_path: Path | str) -> nn.Module:
-    """The model with 4-bit weights: a draft model that is at hand for any target."""
-    model = load_model(model_path)[0]
-    if not any(isinstance(layer, nn.QuantizedLinear) for layer in model.modules()):
-        nn.quantize(model, group_size=32, bits=4)
-        mx.eval(model.parameters())
-    return model
 
 
 def check_folder(folder: Path) -> None:

@@ -146,20 +146,14 @@ def prefill_bar() -> Callable[[int, int], None]:
 
 
 def printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeResponse]:
-    """The responses, printed as mlx-lm prints them."""
+    """The responses, printed as mlx-lm prints them, with the account as a last line."""
     print("=" * 10)
     response = None
     for response in responses:
         print(response.text, end="", flush=True)
         yield response
     if response is not None:
-        print("\n" + "=" * 10)
-        print(summary(response))
-
-
-def summary(response: SpeculativeResponse) -> str:
-    """Closing lines for a finished generation: mlx-lm's three, then ours."""
-    return "\n".join([*speeds(response), f"Speculation: {response.stats}"])
+        print("\n" + "=" * 10, *speeds(response), f"Speculation: {response.stats}", sep="\n")
 
 
 def speeds(told: Any) -> list[str]:

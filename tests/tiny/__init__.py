@@ -44,14 +44,15 @@ _TABLES = json.loads((Path(__file__).parent / "configs.json").read_text())
 
 
 def _resolved(config: Any) -> Any:
-    """A configuration with the templates that its dicts are "like", each over the one before."""
+    """A configuration with what its dicts are "like", each over the one before: templates, or
+    other architectures."""
     if isinstance(config, list):
         return [_resolved(item) for item in config]
     if not isinstance(config, dict):
         return config
     made: dict[str, Any] = {}
-    for template in config.get("like", ()):
-        made |= _resolved(_TABLES["templates"][template])
+    for name in config.get("like", ()):
+        made |= _resolved(_TABLES["templates"].get(name) or _TABLES["architectures"][name])
     return made | {key: _resolved(value) for key, value in config.items() if key != "like"}
 
 
@@ -157,12 +158,6 @@ def randomised(
         for path, value in sorted(parameters.items())
         if mx.issubdtype(value.dtype, mx.floating) and not _packed(path, parameters)
     ]
-
-
-def _deviation(value: mx.array, kind: type | None) -> float:
-    convolution = kind is not None and issubclass(kind, nn.Conv1d | nn.Conv2d | nn.Conv3d)
-    inputs = math.prod(value.shape[1:]) if convolution else value.shape[-1]
-    return GAIN / math.sqrt(inputs)
 
 
 def _packed(path: str, parameters: dict[str, mx.array]) -> bool:

@@ -100,16 +100,14 @@ def beam_search(
         tokenizer=tokenizer,
         prefill_step_size=prefill_step_size,
     )
-    drafting = None
-    if chosen is not None:
-        for part in all_drafters(chosen):
-            if isinstance(part, ReadsTarget):
-                raise UnreadableError(
-                    f"{type(part).__name__} reads the target's states, which it cannot of several "
-                    "beams at once. Give a draft model, or a drafter that looks tokens up."
-                )
-        check_fits(chosen, context)
-        drafting = BeamDrafting(chosen, tokens, context, stream)
+    for part in all_drafters(chosen):
+        if isinstance(part, ReadsTarget):
+            raise UnreadableError(
+                f"{type(part).__name__} reads the target's states, which it cannot of several "
+                "beams at once. Give a draft model, or a drafter that looks tokens up."
+            )
+    check_fits(chosen, context)
+    drafting = None if chosen is None else BeamDrafting(chosen, tokens, context, stream)
     with wired_limit(model, [stream]):
         rows = BeamRows(model, tokens, num_beams, prefill_step_size, stream)
         stop_tokens = frozenset(tokenizer.eos_token_ids)

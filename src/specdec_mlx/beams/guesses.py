@@ -9,14 +9,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession, RoundRecord
-from specdec_mlx.contracts.trees import children_of, path_to
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftLength, DraftSession
 from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.options import whole
+from specdec_mlx.drafters.tree_of import texts_of
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.inputs import begin_session, check_draft
-from specdec_mlx.token_ids import to_list
 
 Tokens = tuple[int, ...]
 
@@ -45,18 +44,18 @@ def next_beams(
     than itself, is dropped if it is less likely than all that are chosen. `continuations` are the
     `num_beams` likeliest of each open beam. None where those that are known do not decide it.
     """
-    candidates = [beam for beam in beams if beam.is_finished]
-    unknown = []
+    candidates: list[Beam] = []
+    unknown: list[float] = []
     for beam in beams:
         if beam.is_finished:
-            continue
-        if beam.tokens not in continuations:
+            candidates.append(beam)
+        elif beam.tokens in continuations:
+            candidates += [
+                Beam((*beam.tokens, token), beam.logprob + logprob, token in stop_tokens)
+                for token, logprob in continuations[beam.tokens]
+            ]
+        else:
             unknown.append(beam.logprob)
-            continue
-        candidates += [
-            Beam((*beam.tokens, token), beam.logprob + logprob, token in stop_tokens)
-            for token, logprob in continuations[beam.tokens]
-        ]
     best = sorted(candidates, key=lambda beam: -beam.logprob)[:num_beams]
     if unknown and (len(best) < num_beams or best[-1].logprob <= max(unknown)):
         return None
@@ -77,34 +76,26 @@ class BeamDrafting:
     def follow(self, beams: Sequence[Beam]) -> None:
         """Bring the sessions to these beams; those of other beams are dropped.
 
-        The first beam that goes on from another takes its session over, the others a copy or a new
+        The last beam that goes on from another takes its session over, the others a copy or a new
         one.
         """
         before, self._sessions = self._sessions, {}
-        heirs: dict[Tokens, Tokens] = {}
-        for tokens in (beam.tokens for beam in beams):
-            begun = [known for known in before if tokens[: len(known)] == known]
-            source = max(begun, key=len, default=None)
-            if source is not None and source not in heirs:
-                heirs[source] = tokens
-                continue
-            original = None if source is None else before[source]
-            fork = getattr(original, "fork", None)
-            if source is None or fork is None:
-                text = [*self.prompt, *tokens]
-                self._sessions[tokens] = begin_session(self.drafter, text, self.context)
-            else:
-                copied = self._sessions[tokens] = fork()
-                copied.observe(tokens[len(source) :])
-        for source, tokens in heirs.items():  # after the copies
-            self._sessions[tokens] = before[source]
-            if len(tokens) > len(source):
-                before[source].observe(tokens[len(source) :])
+        texts = [beam.tokens for beam in beams]
+        begun = [[known for known in before if text[: len(known)] == known] for text in texts]
+        sources = [max(known, key=len, default=()) for known in begun]
+        for i, (text, source) in enumerate(zip(texts, sources, strict=True)):
+            session = before.get(source)
+            if source in sources[i + 1 :]:
+                fork = getattr(session, "fork", None)
+                session = None if fork is None else fork()
+            if session is None:
+                session = begin_session(self.drafter, [*self.prompt, *text], self.context)
+            elif len(text) > len(source):
+                session.observe(text[len(source) :])
+            self._sessions[text] = session
 
     def guesses(self, beam: Beam, limit: int) -> list[Tokens]:
         """How a beam may go on, up to `limit` tokens: one way for a chain, several for a tree."""
-        if limit == 0:
-            return []
         with mx.stream(self.stream):
             draft = self._sessions[beam.tokens].propose(limit)
         check_draft(draft, self.context.vocab_size or 0)
@@ -113,41 +104,21 @@ class BeamDrafting:
 
 def paths_of(draft: Draft, limit: int) -> list[Tokens]:
     """The chains from the root of a draft to its leaves, each cut to `limit` tokens."""
-    tokens = to_list(draft.tokens)
-    if draft.parents is None:
-        return [tuple(tokens[:limit])] if tokens else []
-    leaves = [node for node, below in enumerate(children_of(draft.parents)[1:]) if not below]
-    paths = (path_to(leaf, draft.parents) for leaf in leaves)
-    return list(dict.fromkeys(tuple(tokens[node] for node in path[:limit]) for path in paths))
+    texts = texts_of(draft)
+    inner = {text[:-1] for text in texts}
+    return list(dict.fromkeys(text[:limit] for text in texts if text not in inner))
 
 
-@dataclass
-class GuessLength:
-    """How many steps of a beam search to guess: a fixed number, or as many as pay for all rows."""
-
-    fixed: int = 0
-    auto: Auto | None = None
-
-    def limit(self) -> int:
-        """Steps to guess now."""
-        return self.fixed if self.auto is None else self.auto.limit("", cheap=False)
-
-    def record(self, num_guessed: int, num_steps: int, seconds: float, *, steady: bool) -> None:
-        """Learn from a pass of so many guessed and taken steps; steady: rows as before."""
-        right, fed = min(num_steps - 1, num_guessed), 1 + num_guessed
-        if self.auto is not None:
-            round_ = RoundRecord(num_guessed, right, num_steps, fed, (), seconds, steady=steady)
-            self.auto.record(round_)
+_learned: PerModel[dict[int, DraftLength]] = PerModel(lambda model: {})
 
 
-_learned: PerModel[dict[int, GuessLength]] = PerModel(lambda model: {})
-
-
-def guess_length_for(model: nn.Module, num_beams: int, choice: int | str) -> GuessLength:
-    """How many steps to guess: an int >= 0 (else ValueError), or "auto", learned by beams."""
+def guess_length_for(
+    model: nn.Module, num_beams: int, choice: int | str | DraftLength
+) -> DraftLength:
+    """How many steps to guess; "auto" is kept with the model, by beams. Raises ValueError."""
     if choice != "auto":
-        return GuessLength(whole("draft_length", choice, 0, ", or 'auto'"))
+        return make_draft_length(choice)
     learned = _learned(model)
     if num_beams not in learned:
-        learned[num_beams] = GuessLength(auto=Auto(Tuning.for_model(model)))
+        learned[num_beams] = Auto(Tuning.for_model(model))
     return learned[num_beams]

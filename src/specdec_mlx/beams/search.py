@@ -19,17 +19,13 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch.rows import PromptReading
-from specdec_mlx.beams.guesses import (
-    Beam,
-    BeamDrafting,
-    Continuations,
-    GuessLength,
-    Tokens,
-    next_beams,
-)
+from specdec_mlx.beams.guesses import Beam, BeamDrafting, Continuations, Tokens, next_beams
+from specdec_mlx.contracts import DraftLength, RoundRecord
+from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.target.exactness import can_hold_rows
 from specdec_mlx.target.row_caches import RowCaches
+from specdec_mlx.token_ids import read_all
 
 
 class Guess(NamedTuple):
@@ -102,16 +98,14 @@ def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
     scale = mx.logsumexp(logits, axis=-1, keepdims=True)
     logprobs, num_top = logits - scale, min(num_top, logits.shape[-1])
     top = mx.argpartition(-logprobs, kth=num_top - 1, axis=-1)[:, :num_top]
-    chosen = mx.take_along_axis(logprobs, top, axis=-1)
-    mx.eval(top, chosen, scale)
-    if not np.isfinite(np.array(scale)).all():
+    tokens, values, scales = read_all(top, mx.take_along_axis(logprobs, top, axis=-1), scale)
+    if not np.isfinite(scales).all():
         raise LogitsError(
             "The target's logits are not finite. Check the weights and the dtype of the model."
         )
-    rows = zip(np.array(top).tolist(), np.array(chosen).tolist(), strict=True)
     return [
-        sorted(zip(tokens, values, strict=True), key=lambda pair: (-pair[1], pair[0]))
-        for tokens, values in rows
+        sorted(zip(*row, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        for row in zip(tokens, values, strict=True)
     ]
 
 
@@ -124,7 +118,7 @@ class BeamSearch:
     max_tokens: int
     stop_tokens: frozenset[int] = frozenset()
     drafting: BeamDrafting | None = None
-    length: GuessLength = field(default_factory=GuessLength)
+    length: DraftLength = field(default_factory=lambda: Fixed(0))
     beams: list[Beam] = field(default_factory=lambda: [Beam()])
     num_passes: int = 0
     num_steps: int = 0
@@ -149,7 +143,7 @@ class BeamSearch:
         """The rows of the next pass: what is guessed of each open beam, or nothing."""
         limit = 0
         if self.drafting is not None:
-            limit = min(self.length.limit(), self.max_tokens - self.num_steps - 1)
+            limit = min(self.length.limit("", False), self.max_tokens - self.num_steps - 1)
         if self.drafting is None or limit == 0:
             return [Guess(beam.tokens, ()) for beam in beams]
         self.drafting.follow(beams)
@@ -176,8 +170,11 @@ class BeamSearch:
         return self.num_steps - before
 
     def _record(self, guesses: Sequence[Guess], num_steps: int) -> None:
-        now = perf_counter()
-        num_guessed = max(len(guess.tokens) for guess in guesses)
-        steady = self._num_rows == len(guesses)
-        self.length.record(num_guessed, num_steps, now - self._read_at, steady=steady)
+        """Tell the draft length of a pass; seconds count where it had as many rows as before."""
+        now, drafted = perf_counter(), max(len(guess.tokens) for guess in guesses)
+        right, steady = min(num_steps - 1, drafted), self._num_rows == len(guesses)
+        seconds = now - self._read_at
+        self.length.record(
+            RoundRecord(drafted, right, num_steps, 1 + drafted, seconds=seconds, steady=steady)
+        )
         self._read_at, self._num_rows = now, len(guesses)

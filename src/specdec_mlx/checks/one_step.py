@@ -9,6 +9,7 @@ r are asked of the rule, in float64.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ import numpy as np
 
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.subject import Probs, Step, Subject, Work, total_variation, walk
+from specdec_mlx.contracts import AcceptanceRule, rule_for
 from specdec_mlx.rules.arithmetic import capped_ratio
 from specdec_mlx.rules.coins import CoinRule
 
@@ -42,11 +44,6 @@ def swapped(p: Probs, q: Probs) -> Masses:
     return kept, (1 - kept.sum()) * normalised(np.maximum(0, q - p), q), p
 
 
-def misdeclared(p: Probs, q: Probs) -> Masses:
-    """The distribution handed over is that of temperature 0.7, relative to the one drawn from."""
-    return rejecting(p, q, at_temperature(q, 1 / SHARPER) * capped_ratio(p, q))
-
-
 def dropped(p: Probs, q: Probs) -> Masses:
     """A token drawn with a chance below 0.2 is taken back, and the round has no draft."""
     often = q >= RARE
@@ -56,14 +53,23 @@ def dropped(p: Probs, q: Probs) -> Masses:
     return kept, again, p
 
 
+DRAFT_FAULTS: dict[str, Callable[[Probs], Probs]] = {
+    "declared at temperature 0.7": lambda q: at_temperature(q, 1 / SHARPER),
+    "a drawn token dropped": lambda q: normalised(np.where(q >= RARE, q, 0), q),
+}
+"""A drafter's fault -> the distribution that tokens follow where q is declared."""
+
 VARIANTS: dict[str, Variant] = {
     "residual replaced by p": lambda p, q: (lossless(p, q)[0], (1 - np.minimum(p, q).sum()) * p, p),
     "bonus at temperature 0.5": lambda p, q: (*lossless(p, q)[:2], at_temperature(p, 0.5)),
     "p and q swapped": swapped,
     "lenience 1.2": lambda p, q: rejecting(p, q, np.minimum(1.2 * p, q)),
-    "declared q other than the drawn": misdeclared,
+    "declared q other than the drawn": lambda p, q: rejecting(
+        p, q, at_temperature(q, 1 / SHARPER) * capped_ratio(p, q)
+    ),
     "a drawn token dropped": dropped,
 }
+"""A fault of rule or drafter -> masses of what is emitted with p and q."""
 
 
 def at_temperature(probs: Probs, temp: float) -> Probs:
@@ -82,7 +88,7 @@ NAME = "one-step distribution"
 STEPS = 16
 TOLERANCE = 1e-9
 MOST_TOKENS = 1500
-"""Draft tokens gone through in one place, the likeliest first; the mass of the others is stated."""
+"""Draft tokens that may be drawn in one place, the likeliest; the mass of the others is stated."""
 
 
 def ends(
@@ -101,10 +107,10 @@ def ends(
 class Emitted(NamedTuple):
     """Result of a rule on drafts of one token.
 
-    distance: total variation of what is emitted from p, at most `left_out` too little.
-    bonus_distance: of the token after a draft accepted whole. left_out: draft mass not gone
-    through. kept: chance that the draft token is kept. overlap: sum of min(p, q), the largest
-    lossless chance. fault: the named fault that emits the same, or None.
+    distance: total variation of what is emitted from p; bonus_distance: of the token after a draft
+    accepted whole. left_out: draft mass of tokens that were not drawn. kept: chance that the draft
+    token is kept. overlap: sum of min(p, q), the largest lossless chance. fault: the named fault
+    that emits the same, or None.
     """
 
     distance: float
@@ -115,54 +121,23 @@ class Emitted(NamedTuple):
     fault: str | None
 
     @property
-    def is_lossless(self) -> bool:
-        """True if both distributions are the target's."""
-        return max(self.distance, self.bonus_distance) < TOLERANCE
+    def furthest(self) -> float:
+        """The larger distance, 0 but for rounding if the rule is lossless."""
+        return max(self.distance, self.bonus_distance)
 
 
 def check_one_step(subject: Subject, work: Work, steps: list[Step]) -> Part:
     """The exact distribution at places along texts of the target's own, which `steps` takes."""
-    seen: list[tuple[CoinRule, Emitted]] = []
+    seen: list[tuple[AcceptanceRule, Emitted]] = []
     for i, prompt in work.each(enumerate(subject.prompts)):
-        for step in walk(subject, prompt, STEPS, subject.seed + i):
+        for step in walk(replace(subject, seed=subject.seed + i), prompt, STEPS):
             steps.append(step)
-            work.say(f"{len(steps)} places")
-            rule = subject.rule_for(step.draft)
-            if rule is not None and step.draft_probs is not None:
+            work.say(len(steps))
+            rule = rule_for(subject.rule, step.draft)
+            if isinstance(rule, CoinRule) and step.draft_probs is not None:
                 seen.append((rule, emitted(rule, step.target_probs, step.draft_probs)))
             if len(steps) > STEPS // 2 and not work.has_time():
                 break
-    return _judge(steps, seen)
-
-
-def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitted:
-    """Go through the draft tokens, the likeliest first; p and q are [V] float64."""
-    support = np.flatnonzero((target_probs > 0) | (draft_probs > 0))
-    p, q = target_probs[support], draft_probs[support]
-    kept, again, after = np.zeros(len(p)), np.zeros(len(p)), p
-    order = np.argsort(-q, kind="stable")[:MOST_TOKENS]
-    for x in order[q[order] > 0]:
-        for n, chance, probs in ends(rule, np.stack([p, p]), (int(x),), q[None]):
-            if n == 0:
-                again += q[x] * chance * normalised(probs, p)
-            else:
-                after = normalised(probs, p) if not kept.any() else after
-                kept[x] = q[x] * chance
-    left_out = max(0.0, 1 - float(q[order].sum()))
-    too_often = float(np.maximum(0, kept + again - p).sum())
-    too_seldom = float(np.maximum(0, p - kept - again).sum()) - left_out
-    distances = max(too_often, too_seldom), total_variation(after, p)
-    faults = []
-    if max(distances) >= TOLERANCE:
-        for name, variant in VARIANTS.items():
-            pairs = zip((kept, again, after), variant(p, q), strict=True)
-            if all(np.allclose(a, b, atol=TOLERANCE + left_out) for a, b in pairs):
-                faults.append(name)
-    overlap = float(np.minimum(p, q).sum())
-    return Emitted(*distances, left_out, float(kept.sum()), overlap, next(iter(faults), None))
-
-
-def _judge(steps: list[Step], seen: list[tuple[CoinRule, Emitted]]) -> Part:
     num_drafts = sum(step.draft_probs is not None for step in steps)
     numbers: dict[str, Any] = {"places": len(steps), "with_a_draft": num_drafts}
     if num_drafts == 0:
@@ -181,14 +156,43 @@ def _judge(steps: list[Step], seen: list[tuple[CoinRule, Emitted]]) -> Part:
         "expected_acceptance": float(np.mean([result.kept for result in results])),
         "sum_of_min_p_q": float(np.mean([result.overlap for result in results])),
     }
-    if all(result.is_lossless for result in results):
+    rule, worst = max(seen, key=lambda entry: entry[1].furthest)
+    if worst.furthest < TOLERANCE:
         verdict = f"In {len(seen)} places the distribution of the emitted token, summed over every "
         return Part(NAME, "passed", f"{verdict}draft token, is the target's.", numbers)
-    rule, worst = max(seen, key=lambda entry: entry[1].distance + entry[1].bonus_distance)
-    likeness = f"this is {worst.fault}" if worst.fault else "this is none of the named faults"
     verdict = (
         f"Rule {rule.name!r} changes the distribution of the text by a total variation of "
-        f"{max(worst.distance, worst.bonus_distance):.2g}: {likeness}. Use rule='auto', or mend "
-        "the rule."
+        f"{worst.furthest:.2g}: this is {worst.fault or 'none of the named faults'}. Use "
+        "rule='auto', or mend the rule."
     )
     return Part(NAME, "failed", verdict, numbers)
+
+
+def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitted:
+    """Go through all draft tokens; p and q are [V] float64, q cut to its likeliest tokens."""
+    support = np.flatnonzero((target_probs > 0) | (draft_probs > 0))
+    p, q = target_probs[support], draft_probs[support]
+    likeliest = np.argsort(-q, kind="stable")[:MOST_TOKENS]
+    left_out = max(0.0, 1 - float(q[likeliest].sum()))
+    q = normalised(np.where(np.isin(np.arange(len(q)), likeliest), q, 0), p)
+    kept, again, after = np.zeros(len(p)), np.zeros(len(p)), p
+    for x in likeliest[q[likeliest] > 0]:
+        for n, chance, probs in ends(rule, np.stack([p, p]), (int(x),), q[None]):
+            if n == 0:
+                again += q[x] * chance * normalised(probs, p)
+            else:
+                after = normalised(probs, p) if not kept.any() else after
+                kept[x] = q[x] * chance
+    faults = (
+        name
+        for name, variant in VARIANTS.items()
+        if np.allclose((kept, again, after), variant(p, q), atol=TOLERANCE)
+    )
+    return Emitted(
+        distance=total_variation(kept + again, p),
+        bonus_distance=total_variation(after, p),
+        left_out=left_out,
+        kept=float(kept.sum()),
+        overlap=float(np.minimum(p, q).sum()),
+        fault=next(faults, None),
+    )

@@ -15,7 +15,6 @@ from specdec_mlx.stats.account import Row, Rows
 Status = Literal["passed", "failed", "not run", "not applicable"]
 
 WIDTH, MARGIN = 100, 15  # columns of a text, and those left of its lines
-SURE = 0.9  # power from which a fault counts as one that would have been found
 
 
 @dataclass(frozen=True)
@@ -35,17 +34,6 @@ class Part:
     def passed(self) -> bool:
         """True if it passed, or does not apply."""
         return self.status in ("passed", "not applicable")
-
-
-def judge_power(name: str, samples: str, verdict: str, numbers: dict[str, Any]) -> Part:
-    """A part that found nothing wrong; not run if it would not have found any named fault."""
-    unsure = [fault for fault, power in numbers["power"].items() if power < SURE]
-    if len(unsure) == len(numbers["power"]):
-        verdict = f"{samples} are too few for any of the named faults to be found."
-        return Part(name, "not run", f"{verdict} Give more time (--budget).", numbers)
-    found = f"each named fault would have been found, with a chance above {SURE}"
-    found = f"not enough to be sure of: {', '.join(unsure)}" if unsure else found
-    return Part(name, "passed", f"{verdict}; {found}.", numbers)
 
 
 @dataclass(frozen=True)
@@ -95,8 +83,8 @@ class CheckReport(Rows):
         for part in self.parts:
             row = {"part": part.name, "status": part.status, "passed": part.passed}
             row |= {"verdict": part.verdict, "seconds": part.seconds}
-            single = {k: v for k, v in part.numbers.items() if not isinstance(v, list | dict)}
-            rows.append(row | single)
+            row |= {k: v for k, v in part.numbers.items() if not isinstance(v, list | dict)}
+            rows.append(row)
         return rows
 
     def to_json(self) -> str:
@@ -130,18 +118,17 @@ def _number_lines(numbers: dict[str, Any]) -> list[str]:
     """A line a number; tables of named numbers, and lists of them, one line an entry."""
     lines = []
     for name, value in numbers.items():
-        shown, below = "", []
+        title = f"{name.replace('_', ' ')}:"
         if isinstance(value, dict):
-            below = [f"  {key:<33} {_number(entry)}" for key, entry in value.items()]
+            lines += [title, *(f"  {key:<33} {_number(entry)}" for key, entry in value.items())]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
-            below = [f"  {_listed(entry)}" for entry in value]
-        elif isinstance(value, list):
-            shown = f" {', '.join(map(_number, value)) or 'none'}"
+            lines += [title, *(f"  {_listed(entry)}" for entry in value)]
         else:
-            shown = f" {_number(value)}"
-        lines += [f"{name.replace('_', ' ')}:{shown}", *below]
+            lines.append(f"{title} {_number(value)}")
     return lines
 
 
 def _number(value: Any) -> str:
+    if isinstance(value, list):
+        return ", ".join(map(_number, value)) or "none"
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,11 +1,13 @@
-"""The check as a whole: its parts in turn, each with a share of the time."""
+"""The check as a whole: its parts in turn, each with a share of the time; `specdec-mlx check`."""
 
 from __future__ import annotations
 
+import argparse
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -13,22 +15,18 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.bench.prompts import builtin_prompts, encode_chat
-from specdec_mlx.checks import declared, joint, one_step, state, texts
-from specdec_mlx.checks.declared import Draws, check_declared
-from specdec_mlx.checks.joint import check_joint
-from specdec_mlx.checks.one_step import check_one_step
+from specdec_mlx.bench.prompts import builtin_prompts, encode_chat, read_prompts
+from specdec_mlx.checks import drawn, one_step, texts
 from specdec_mlx.checks.report import CheckReport, Part
-from specdec_mlx.checks.stand_ins import standing_alone
-from specdec_mlx.checks.state import check_state
 from specdec_mlx.checks.subject import Step, Subject, Work
-from specdec_mlx.checks.texts import check_greedy, check_variations, check_widths
 from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
-from specdec_mlx.drafters.draft_models import choose_drafter
+from specdec_mlx.drafters import draft_models
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
+from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.models import load_target
 from specdec_mlx.options import whole
 from specdec_mlx.rounds.ranks import ranks_of
 from specdec_mlx.rules.registry import make_rule
@@ -39,6 +37,8 @@ from specdec_mlx.target.exactness import ProbeReport
 BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
 """Short ones of the benchmark's own: a prompt costs a prefill of each model, several times over."""
+
+ABOUT_DRAWS = (one_step.NAME, drawn.JOINT_NAME, drawn.DECLARED_NAME)
 
 Check = Callable[[Work], Part]
 
@@ -86,7 +86,7 @@ def check(
         raise ValueError(f"budget={budget}: expected a number of seconds above 0.")
     if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    chosen = choose_drafter(drafter, draft_model, model)
+    chosen = draft_models.choose_drafter(drafter, draft_model, model)
     if chosen is None:
         raise ValueError("There is nothing to check without a drafter. Give drafter=.")
     sampling = read_sampler(sampler)
@@ -112,12 +112,10 @@ def check(
         ranks = ranks_of(model, generation_stream)
         work = Work(time.perf_counter() + budget, ranks=ranks)
         parts = run_parts(subject, work, progress)
-    defaults = vars(Sampling())
-    changed = {k: v for k, v in vars(sampling).items() if v != defaults[k]}
+    options = {k: v for k, v in vars(sampling).items() if k == "temp" or v != getattr(Sampling, k)}
     settings = {
         "drafter": type(chosen).__name__,
-        "temp": sampling.temp,
-        **{name: list(v) if isinstance(v, tuple) else v for name, v in changed.items()},
+        **options,
         "rule": subject.rule.name,
         "draft_length": draft_length,
         "prompts": len(subject.prompts),
@@ -145,53 +143,105 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
     from tqdm.auto import tqdm
 
     steps: list[Step] = []
-    draws = Draws()
+    draws = drawn.Draws()
     probed: list[ProbeReport] = []
-    alone = replace(subject, drafter=standing_alone(subject.drafter, subject.model))
     # part -> share of the time that is left when it begins, and what runs
     parts: dict[str, tuple[float, Check]] = {
-        texts.WIDTHS_NAME: (0.5, lambda work: check_widths(subject.model, work, probed)),
-        one_step.NAME: (0.2, lambda work: check_one_step(alone, work, steps)),
-        joint.NAME: (0.5, lambda work: check_joint(alone, work, steps, draws)),
-        declared.NAME: (1.0, lambda work: check_declared(draws)),
-        state.NAME: (0.4, lambda work: check_state(alone, work)),
+        texts.WIDTHS_NAME: (0.5, lambda work: texts.check_widths(subject.model, work, probed)),
+        one_step.NAME: (0.2, lambda work: one_step.check_one_step(subject, work, steps)),
+        drawn.JOINT_NAME: (0.5, lambda work: drawn.check_joint(subject, work, steps, draws)),
+        drawn.DECLARED_NAME: (1.0, lambda work: drawn.check_declared(draws)),
+        texts.STATE_NAME: (0.4, lambda work: texts.check_state(subject, work)),
     }
-    if subject.sampling.greedy:
-        verdict = "Nothing is drawn at temperature 0, where the greedy text says it all."
-        for name in (one_step.NAME, joint.NAME, declared.NAME):
-            parts[name] = 1.0, partial(_not_applicable, name, verdict)
-    for part in all_drafters(subject.drafter):
-        if isinstance(part, HeadDrafter):
-            check_head = partial(check_variations, subject, part)
-            parts.setdefault(texts.VARIATIONS_NAME, (0.5, check_head))
-    parts[texts.GREEDY_NAME] = 1.0, lambda work: check_greedy(subject, work, *probed)
+    heads = [part for part in all_drafters(subject.drafter) if isinstance(part, HeadDrafter)]
+    if heads:
+        parts[texts.VARIATIONS_NAME] = 0.5, partial(texts.check_variations, subject, heads[0])
+    parts[texts.GREEDY_NAME] = 1.0, lambda work: texts.check_greedy(subject, work, *probed)
+    done = []
     shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
     with tqdm(
         total=len(parts), bar_format=shown, miniters=0, mininterval=0.5, disable=not progress
     ) as bar:
-        return [_timed(name, *part, work, bar) for name, part in parts.items()]
+
+        def say(num_samples: int) -> None:
+            bar.set_postfix_str(f"{num_samples} samples", refresh=False)
+            bar.update(0)
+
+        for name, (share, check_part) in parts.items():
+            bar.set_description_str(name)
+            started = time.perf_counter()
+            if subject.sampling.greedy and name in ABOUT_DRAWS:
+                verdict = "Nothing is drawn at temperature 0, where the greedy text says it all."
+                result = Part(name, "not applicable", verdict)
+            elif name != drawn.DECLARED_NAME and not work.has_time():
+                result = Part(name, "not run", "There was no time left. Give more (--budget).")
+            else:
+                result = _run(name, check_part, work.share(share, say))
+            done.append(replace(result, seconds=time.perf_counter() - started))
+            bar.update()
+    return done
 
 
-def _not_applicable(name: str, verdict: str, work: Work) -> Part:
-    return Part(name, "not applicable", verdict)
+def _run(name: str, check_part: Check, work: Work) -> Part:
+    """Run one part; errors of the drafter or model fail it."""
+    try:
+        return check_part(work)
+    except (DraftError, LogitsError, CacheRollbackError) as error:
+        return Part(name, "failed", str(error))
 
 
-def _timed(name: str, share: float, part: Check, work: Work, bar: Any) -> Part:
-    """Run one part in its share of the time; errors of the drafter or model fail it."""
+# The command
 
-    def say(text: str) -> None:
-        bar.set_postfix_str(text, refresh=False)
-        bar.update(0)
 
-    bar.set_description_str(name)
-    bar.set_postfix_str("")
-    started = time.perf_counter()
-    if name != declared.NAME and not work.has_time():
-        result = Part(name, "not run", "There was no time left. Give more (--budget).")
-    else:
-        try:
-            result = part(work.share(share, say))
-        except (DraftError, LogitsError, CacheRollbackError) as error:
-            result = Part(name, "failed", str(error))
-    bar.update()
-    return replace(result, seconds=time.perf_counter() - started)
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `specdec-mlx check`."""
+    add = parser.add_argument
+    add("--model", help="model folder or Hugging Face name (default: a small one)")
+    add("--drafter", metavar="NAME[:KEY=VALUE,...]", help="(model if there is one, else ngram)")
+    add("--draft-model", metavar="MODEL", help="draft model, for --drafter model")
+    draft_models.add_lighter_arguments(parser)
+    add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
+    add("--top-p", type=float, default=0.0, help="(off)")
+    add("--min-p", type=float, default=0.0, help="(off)")
+    add("--top-k", type=int, default=0, help="(off)")
+    add("--rule", default="auto", metavar="NAME[:KEY=VALUE,...]", help="(%(default)s)")
+    add("--draft-length", type=int, default=4, metavar="N", help="tokens a draft (%(default)s)")
+    add("--prompts", metavar="FILE", help="JSON lines with prompt or turns (default: ours)")
+    how = "parts take as many samples as fit (%(default)g)"
+    add("--budget", type=float, default=BUDGET, metavar="SECONDS", help=how)
+    add("--seed", type=int, default=0, help="of all draws (%(default)s)")
+    add("--json", metavar="FILE", help="write the report there too")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run and print the report; 0 if all of it passed, else 1."""
+    if args.json:
+        Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
+    sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
+    lighter = draft_models.lighter_of(args)
+    prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
+    model_name = str(args.model or demo_model_path())
+    model, tokenizer = load_target(model_name)
+    is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
+    name = args.drafter or ("model" if args.draft_model else "ngram")
+    report = check(
+        model,
+        tokenizer,
+        drafter=draft_models.NamedModel(args.draft_model, lighter).make(name, model),
+        sampler=sampling,
+        rule=args.rule,
+        draft_length=args.draft_length,
+        prompts=prompts,
+        budget=args.budget,
+        seed=args.seed,
+        progress=is_first,
+    )
+    names: dict[str, Any] = {"model": model_name, "drafter": name}
+    if args.draft_model:
+        names |= {"draft_model": args.draft_model, **lighter.flags}
+    report = replace(report, settings=report.settings | names)
+    if is_first:
+        print(report)
+        if args.json:
+            Path(args.json).write_text(report.to_json(), encoding="utf-8")
+    return 0 if report.passed else 1

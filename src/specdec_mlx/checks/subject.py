@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -13,21 +12,20 @@ import mlx.nn as nn
 import numpy as np
 from numpy.typing import NDArray
 
+from specdec_mlx.checks.stand_ins import Alone
 from specdec_mlx.contracts import (
     AcceptanceRule,
     Draft,
     DraftContext,
     Drafter,
-    rule_for,
+    DraftSession,
     shares_noise,
 )
-from specdec_mlx.errors import DraftError
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.rounds.ranks import Ranks
-from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.ranks import group_of
+from specdec_mlx.target.inputs import check_drafted
 from specdec_mlx.token_ids import to_list
 
 Item = TypeVar("Item")
@@ -37,10 +35,10 @@ Probs = NDArray[np.float64]  # probabilities [V] of the next token, float64
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A target, a drafter, a sampling and a rule; prompts are token ids, `seed` is of all draws."""
+    """A target, a drafter or None, a sampling, a rule, and prompts; seed: of all draws."""
 
     model: nn.Module
-    drafter: Drafter
+    drafter: Drafter | None
     sampling: Sampling
     rule: AcceptanceRule
     prompts: Sequence[list[int]]
@@ -50,25 +48,23 @@ class Subject:
     tokenizer: Any = None
     end_tokens: Collection[int] = ()
 
-    def context(self, noise: Noise) -> DraftContext:
-        """The context that the loop would give to the drafter."""
-        return DraftContext(
+    def begin(self, prompt: Sequence[int], **options: Any) -> DraftSession:
+        """A session outside of the loop; options: further ones of the context."""
+        context = DraftContext(
             sampling=self.sampling,
-            noise=noise,
+            noise=Noise(self.seed),
             coupled=shares_noise(self.rule),
             vocab_size=self.vocab_size,
             tokenizer=self.tokenizer,
+            **options,
         )
+        assert self.drafter is not None
+        return Alone(self.drafter, self.model).begin(prompt, context)
 
-    def rule_for(self, draft: Draft) -> CoinRule | None:
-        """The rule that decides by coins; None where the target's own draws are emitted."""
-        rule = rule_for(self.rule, draft)
-        return rule if isinstance(rule, CoinRule) else None
-
-    def greedy_text(self, prompt: Sequence[int], num_tokens: int) -> list[Token]:
-        """So many tokens at temperature 0."""
-        options: dict[str, Any] = {"rule": self.rule, "draft_length": self.draft_length}
-        options |= {"seed": self.seed, "tokenizer": self.tokenizer, "max_tokens": num_tokens}
+    def text(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[Token]:
+        """So many tokens by the loop, at temperature 0 if no sampler is given."""
+        options |= {"rule": self.rule, "draft_length": self.draft_length, "seed": self.seed}
+        options |= {"tokenizer": self.tokenizer, "max_tokens": num_tokens}
         return list(speculate(self.model, prompt, self.drafter, **options))
 
 
@@ -76,11 +72,11 @@ class Subject:
 class Work:
     """The time that a part may take, until `time.perf_counter` says so, and its progress.
 
-    say: takes the text beside the bar. ranks: the first one's clock counts on all.
+    say: takes the number of samples so far. ranks: the first one's clock counts on all.
     """
 
     until: float
-    say: Callable[[str], None] = lambda text: None
+    say: Callable[[int], None] = lambda num_samples: None
     ranks: Ranks | None = None
 
     def has_time(self, seconds: float = 0.0) -> bool:
@@ -96,9 +92,10 @@ class Work:
         for i, item in enumerate(items):
             if i > 0 and not self.has_time():
                 return
+            self.say(i)
             yield item
 
-    def share(self, fraction: float, say: Callable[[str], None]) -> Work:
+    def share(self, fraction: float, say: Callable[[int], None]) -> Work:
         """A part of the time that is left."""
         now = time.perf_counter()
         return replace(self, until=now + fraction * (self.until - now), say=say)
@@ -118,24 +115,18 @@ class Step:
     draft_probs: Probs | None
 
 
-def walk(subject: Subject, prompt: list[int], num_tokens: int, seed: int) -> Iterator[Step]:
+def walk(subject: Subject, prompt: list[int], num_tokens: int) -> Iterator[Step]:
     """Steps along a text that the target alone draws, the drafter following it."""
-    tokens = list(prompt)
-    session = subject.drafter.begin(prompt, subject.context(Noise(seed)))
-    stream = speculate(
-        subject.model, prompt, max_tokens=num_tokens, sampler=subject.sampling, seed=seed
-    )
-    with closing(stream):
-        # Several ranks meet in a generation, and nothing that they do together may come between.
-        whole = group_of(subject.model) is not None
-        for token in list(stream) if whole else stream:
-            draft = session.propose(1)
-            target_probs = probabilities(subject.sampling.log_distribution(token.logprobs))
-            yield Step(list(tokens), target_probs, draft, first_probs(draft, subject.vocab_size))
-            if token.token in subject.end_tokens:
-                return
-            session.observe([token.token])
-            tokens.append(token.token)
+    tokens, session = list(prompt), subject.begin(prompt)
+    plainly = replace(subject, drafter=None)
+    for token in plainly.text(prompt, num_tokens, sampler=subject.sampling):
+        draft = session.propose(1)
+        target_probs = probabilities(subject.sampling.log_distribution(token.logprobs))
+        yield Step(list(tokens), target_probs, draft, first_probs(draft, subject.vocab_size))
+        if token.token in subject.end_tokens:
+            return
+        session.observe([token.token])
+        tokens.append(token.token)
 
 
 def first_probs(draft: Draft, vocab_size: int) -> Probs | None:
@@ -144,11 +135,9 @@ def first_probs(draft: Draft, vocab_size: int) -> Probs | None:
         return None
     if draft.logprobs is not None:
         return probabilities(draft.logprobs[0])
-    token = to_list(draft.tokens)[0]
-    if not 0 <= token < vocab_size:
-        what = f"The drafter proposed token {token}; the target has 0 to {vocab_size - 1}."
-        raise DraftError(f"{what} Use a drafter for the same tokenizer.")
-    probs: Probs = np.eye(1, vocab_size, token)[0]
+    tokens = to_list(draft.tokens)
+    check_drafted(tokens, vocab_size)
+    probs: Probs = np.eye(1, vocab_size, tokens[0])[0]
     return probs
 
 

@@ -1,31 +1,45 @@
-"""Greedy texts against plain decoding, wide passes against single ones, a head's readings."""
+"""Parts that compare: passes, texts, a drafter's sessions, and readings of a head's files."""
 
 from __future__ import annotations
 
-import math
+import dataclasses
 import time
 from contextlib import closing, nullcontext
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import mlx.nn as nn
+import numpy as np
 
 from specdec_mlx.bench.contenders import plain
 from specdec_mlx.bench.summary import EXCUSED_GAP, first_difference, top_two_gap
 from specdec_mlx.checks.report import Part, Status
-from specdec_mlx.checks.subject import Subject, Work
+from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.ngram import NGramDrafter
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.target.exactness import ProbeReport, probe
+from specdec_mlx.token_ids import to_list
 
 WIDTHS_NAME = "widths"
+STATE_NAME = "drafter's state"
 GREEDY_NAME = "greedy text"
 VARIATIONS_NAME = "head's variants"
+
 NUM_TOKENS = 64
 FEWEST_TOKENS = 8
 POSITIONS_OF_PROBE = 25
 TIE_FACTOR = 4
 """Logits so many times the probe's largest difference apart are still a near tie: each of the two
 may move, and earlier rounding has moved the caches. A heuristic."""
+
+SAME = 0.1
+"""Total variation that rounding explains; one token too many or too few is far above.
+
+In float32 rounding gives 1e-4; room is left for 16-bit models.
+"""
+UNLIKE_ALLOWED = 0.25
+"""Share of comparisons that may differ: a drafter that proposes its argmax may meet near ties."""
 
 VARIED_TOKENS = 48  # of each text
 LEAST_GAIN = 0.05  # further share of accepted tokens that is worth a word
@@ -42,16 +56,7 @@ def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Par
     looks_past = report.window is not None and work.has_time(prefill)
     report = probe(model) if looks_past else report
     probed.append(report)
-    passes = [
-        {
-            "after": row.context,
-            "positions": row.width,
-            "largest_difference": row.max_difference,
-            "spread": row.spread,
-            "argmax_flips": row.argmax_flips,
-        }
-        for row in report.rows
-    ]
+    passes = [dataclasses.asdict(row) for row in report.rows]
     status: Status = "passed" if report.exact else "failed"
     how = "bit for bit" if all(row.bitwise for row in report.rows) else "up to rounding"
     verdict = f"A pass over several positions gives the logits of single ones, {how}."
@@ -68,24 +73,21 @@ def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Par
 
 def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None) -> Part:
     """Every prompt in turn, as far as time goes, at least one; probed: passes' differences."""
-    gap = EXCUSED_GAP
-    if probed is not None:
-        gap = max([gap, *(TIE_FACTOR * row.max_difference for row in probed.rows if row.exact)])
+    rows = [] if probed is None else [row for row in probed.rows if row.exact]
+    gap = max([EXCUSED_GAP, *(TIE_FACTOR * row.max_difference for row in rows)])
     differences: list[dict[str, Any]] = []
     texts = tokens = drafted = 0
     for i, prompt in work.each(enumerate(subject.prompts)):
         expected = _plain(subject, prompt, work)
-        got = subject.greedy_text(prompt, len(expected))
+        got = subject.text(prompt, len(expected))
         texts, tokens = texts + 1, tokens + len(expected)
         drafted += got[-1].stats.drafted
-        work.say(f"{texts} texts")
         position = first_difference([item.token for item in got], expected)
         if position is not None:
             found = top_two_gap(subject.model, prompt, position)
-            verdict = "near tie" if found <= gap else "fault"
-            differences.append(
-                {"prompt": i, "token": position, "top_two_gap": found, "verdict": verdict}
-            )
+            kind = "near tie" if found <= gap else "fault"
+            place = {"prompt": i, "token": position}
+            differences.append(place | {"top_two_gap": found, "verdict": kind})
     numbers = {
         "texts": texts,
         "tokens": tokens,
@@ -93,24 +95,24 @@ def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None
         "near_tie_below": gap,
         "differences": differences,
     }
-    for first in differences:
-        if first["verdict"] == "fault":
-            verdict = (
-                f"The text of prompt {first['prompt']} parts from plain decoding's at token "
-                f"{first['token']}, where the two greatest logits are {first['top_two_gap']:.2g} "
-                "apart: no rounding explains that. Run specdec-mlx probe; if it passes, the rule "
-                "or a cache is at fault."
-            )
-            return Part(GREEDY_NAME, "failed", verdict, numbers)
+    faults = [difference for difference in differences if difference["verdict"] == "fault"]
+    if faults:
+        verdict = (
+            f"The text of prompt {faults[0]['prompt']} parts from plain decoding's at token "
+            f"{faults[0]['token']}, where the two greatest logits are "
+            f"{faults[0]['top_two_gap']:.2g} apart: no rounding explains that. Run specdec-mlx "
+            "probe; if it passes, the rule or a cache is at fault."
+        )
+        return Part(GREEDY_NAME, "failed", verdict, numbers)
     if drafted == 0:
         verdict = "Nothing was drafted, so nothing was compared. Give other prompts (--prompts)."
         return Part(GREEDY_NAME, "not run", verdict, numbers)
     ties, skipped = len(differences), len(subject.prompts) - texts
     verdict = f"{texts - ties} of {texts} texts: the same tokens as by plain decoding"
-    if ties:
-        verdict += f"; {ties} part from it at a near tie, which rounding may turn either way"
-    if skipped:
-        verdict += f" ({skipped} prompts had no time)"
+    verdict += f"; {ties} part from it at a near tie, which rounding may turn either way" * (
+        ties > 0
+    )
+    verdict += f" ({skipped} prompts had no time)" * (skipped > 0)
     return Part(GREEDY_NAME, "passed", f"{verdict}.", numbers)
 
 
@@ -120,11 +122,68 @@ def _plain(subject: Subject, prompt: list[int], work: Work) -> list[int]:
     with closing(plain(subject.model).start(prompt, NUM_TOKENS, 0)) as steps:
         for step in steps:
             tokens.append(step.token)
-            if step.token in subject.end_tokens:
-                break
-            if len(tokens) >= FEWEST_TOKENS and not work.has_time():
+            has_enough = len(tokens) >= FEWEST_TOKENS and not work.has_time()
+            if step.token in subject.end_tokens or has_enough:
                 break
     return tokens
+
+
+def check_state(subject: Subject, work: Work) -> Part:
+    """One comparison a prompt, after rounds that kept all, some and none of their drafts.
+
+    A draft cache rolled back wrongly changes no text, only acceptance. So a session that has been
+    through rejections is compared with one that begins with the same text.
+    """
+    found = [_after_rejections(subject, prompt) for prompt in work.each(subject.prompts)]
+    distances = [distance for distance, _ in found if distance is not None]
+    rejected = sum(num_rejected for _, num_rejected in found)
+    numbers = {"comparisons": len(distances), "rejected_tokens": rejected, "distances": distances}
+    if not distances or not rejected:
+        verdict = "The drafter proposed nothing. Give prompts whose text repeats (--prompts)."
+        return Part(STATE_NAME, "not run", verdict, numbers)
+    unlike = sum(distance > SAME for distance in distances)
+    if unlike <= UNLIKE_ALLOWED * len(distances):
+        verdict = f"After {rejected} rejected tokens it drafts what it drafts on a fresh start with"
+        return Part(STATE_NAME, "passed", f"{verdict} the same text.", numbers)
+    if not depends_on_text_alone(subject.drafter):
+        verdict = "After rejections it drafts otherwise than on a fresh start with the same text. "
+        verdict += "That is right for a drafter that learns from its own drafts, and nothing says "
+        return Part(STATE_NAME, "not applicable", f"{verdict}it does not.", numbers)
+    verdict = (
+        f"In {unlike} of {len(distances)} texts it drafts otherwise than on a fresh start: its "
+        "cache is out of step with the text. The text stays right, but drafts are accepted less "
+        "and less. In observe(), rewind by what was rejected."
+    )
+    return Part(STATE_NAME, "failed", verdict, numbers)
+
+
+def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
+    """Total variation of both sessions' next tokens (None, or 1 for one); tokens rejected."""
+    session, length = subject.begin(prompt), subject.draft_length
+    tokens, rejected = list(prompt), 0
+    for num_kept in reversed(range(length + 1)):
+        drafted = to_list(session.propose(length).tokens)
+        kept, wrong = drafted[:num_kept], drafted[num_kept:]
+        rejected += len(wrong)
+        choices = [token for token in prompt if [token] != wrong[:1]] or prompt
+        emitted = [*kept, choices[len(tokens) % len(choices)]]
+        session.observe(emitted)
+        tokens += emitted
+    sessions = session, subject.begin(tokens)
+    a, b = (first_probs(one.propose(length), subject.vocab_size) for one in sessions)
+    if a is None or b is None:
+        return None if a is b else 1.0, rejected
+    return total_variation(a, b), rejected
+
+
+def depends_on_text_alone(drafter: Any) -> bool:
+    """True if a drafter is known to draft the same after the same text: look-ups, and models."""
+    if isinstance(drafter, PromptLookupDrafter | NGramDrafter | nn.Module):
+        return True
+    entries = drafter if isinstance(drafter, tuple) else ()
+    if dataclasses.is_dataclass(drafter):
+        entries = tuple(getattr(drafter, field.name) for field in dataclasses.fields(drafter))
+    return any(map(depends_on_text_alone, entries))
 
 
 def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part:
@@ -135,49 +194,32 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part
     subject = replace(subject, drafter=replace(drafter, greedy=True))
     variations = drafter.head.variations()
     readings: list[Any] = [nullcontext, *(variation.applied for variation in variations)]
-    accepted = [_Accepted()] * len(readings)
+    drafted, accepted = np.zeros((2, len(readings)))
     texts = 0
     for prompt in work.each(subject.prompts):
         for i, reading in enumerate(readings):
             with reading():
-                stats = subject.greedy_text(prompt, VARIED_TOKENS)[-1].stats
-            drafted, kept = accepted[i]
-            accepted[i] = _Accepted(drafted + stats.drafted, kept + stats.accepted)
+                stats = subject.text(prompt, VARIED_TOKENS)[-1].stats
+            drafted[i] += stats.drafted
+            accepted[i] += stats.accepted
         texts += 1
-    as_read, *others = accepted
-    pairs = list(zip(variations, others, strict=True))
+    share, *others = (accepted / np.maximum(drafted, 1)).tolist()
     numbers: dict[str, Any] = {
         "texts": texts,
-        "accepted_as_read": as_read.share,
-        "accepted_otherwise": {variation.name: other.share for variation, other in pairs},
+        "accepted_as_read": share,
+        "accepted_otherwise": dict(zip((v.name for v in variations), others, strict=True)),
     }
-    if not as_read.drafted:
+    if not drafted[0]:
         verdict = "Nothing was drafted. Give other prompts (--prompts)."
         return Part(VARIATIONS_NAME, "not run", verdict, numbers)
-    better = [(other.share, v) for v, other in pairs if other.is_better_than(as_read)]
+    pooled = (accepted + accepted[0]) / (drafted + drafted[0])
+    spread = pooled * (1 - pooled) * (1 / np.maximum(drafted, 1) + 1 / drafted[0])
+    least = share + np.maximum(LEAST_GAIN, STANDARD_ERRORS * np.sqrt(spread))[1:]
+    better = [i for i, other in enumerate(others) if other > least[i]]
     found = "no other reading of its files does better"
     if better:
-        share, best = max(better, key=lambda pair: pair[0])
-        found = f"{share:.0%} would be with {best.name}: {best.advice}"
-    verdict = f"{as_read.share:.0%} of its tokens are accepted, and {found}."
+        best = max(better, key=lambda i: others[i])
+        found = f"{others[best]:.0%} would be with {variations[best].name}: "
+        found += variations[best].advice
+    verdict = f"{share:.0%} of its tokens are accepted, and {found}."
     return Part(VARIATIONS_NAME, "passed", verdict, numbers)
-
-
-class _Accepted(NamedTuple):
-    """Drafted and accepted tokens of some texts."""
-
-    drafted: int = 0
-    accepted: int = 0
-
-    @property
-    def share(self) -> float:
-        """Accepted tokens, of drafted ones."""
-        return self.accepted / self.drafted if self.drafted else 0.0
-
-    def is_better_than(self, other: _Accepted) -> bool:
-        """True if by more than chance, and by enough to be worth a word."""
-        if not self.drafted:
-            return False
-        pooled = (self.accepted + other.accepted) / (self.drafted + other.drafted)
-        spread = pooled * (1 - pooled) * (1 / self.drafted + 1 / other.drafted)
-        return self.share - other.share > max(LEAST_GAIN, STANDARD_ERRORS * math.sqrt(spread))

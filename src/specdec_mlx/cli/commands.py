@@ -52,7 +52,7 @@ def _run(arguments: Sequence[str]) -> int:
 def make_parser() -> argparse.ArgumentParser:
     """The parser for all commands but those that are mlx-lm's own."""
     from specdec_mlx.bench import replay, run
-    from specdec_mlx.checks import command as check
+    from specdec_mlx.checks import run as check
     from specdec_mlx.cli import demo, doctor, memory, new_drafter
     from specdec_mlx.training import command as train
 

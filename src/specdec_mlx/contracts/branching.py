@@ -46,16 +46,13 @@ class DraftLength(Protocol):
 
 
 @runtime_checkable
-class ValuesDrafts(Protocol):
+class ValuesDrafts(DraftLength, Protocol):
     """A draft length that values drafts; default: they are verified as they are proposed."""
 
     def begin(
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
         """Expect a session; the way to ask it for a draft of at most so many tokens."""
-
-    def limit(self, part: str, cheap: bool) -> int:
-        """Most tokens to draft; see `DraftLength`."""
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
         """The draft that is worth most, with its drafter's key; empty where none is worth any.

@@ -199,20 +199,17 @@ class DraftContext:
         node has an `index` of its own (coupled: its depth), for independent draws; siblings that
         are to differ are the largest few of log q + one row, and declare q without those before.
         """
-        assert self.noise is not None
-        assert self.vocab_size is not None
-        return self.noise.gumbel(*self._place(start, index), self.vocab_size)
+        return self.draft_gumbels(start, 1, index)[0]
 
     def draft_gumbels(self, start: int, n: int, first: int = 0) -> Float[mx.array, "n vocab"]:
         """The noise of n tokens of a draft from `first` on, one row each, in fewer operations."""
         assert self.noise is not None
         assert self.vocab_size is not None
-        places = [self._place(start, index) for index in range(first, first + n)]
+        places = [
+            ("target", start + index) if self.coupled else (f"draft {index}", start)
+            for index in range(first, first + n)
+        ]
         return self.noise.gumbels(places, self.vocab_size)
-
-    def _place(self, start: int, index: int) -> tuple[str, int]:
-        """Purpose and position that key the noise of a draft's token."""
-        return ("target", start + index) if self.coupled else (f"draft {index}", start)
 
 
 @runtime_checkable

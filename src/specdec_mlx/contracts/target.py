@@ -74,22 +74,15 @@ class FeatureRows:
 
     def rows(self, indices: Sequence[int]) -> FeatureRows:
         """Some of the rows, in this order."""
-        num_rows = len(indices)
-        first = indices[0] if num_rows else 0
-        if list(indices) == list(range(first, first + num_rows)):
-            which: slice | mx.array = slice(first, first + num_rows)
-        else:
-            which = mx.array(list(indices), mx.int32)
-
-        def some(rows: mx.array) -> mx.array:
-            is_all = isinstance(which, slice) and num_rows == rows.shape[0]
-            return rows if is_all else rows[which]
-
+        first = indices[0] if indices else 0
+        end = first + len(indices)
+        is_run = list(indices) == list(range(first, end))
+        which = slice(first, end) if is_run else mx.array(list(indices), mx.int32)
         return replace(
             self,
-            layers={layer: some(states) for layer, states in self.layers.items()},
-            head_input=None if self.head_input is None else some(self.head_input),
-            top_tokens=None if self.top_tokens is None else some(self.top_tokens),
+            layers={layer: states[which] for layer, states in self.layers.items()},
+            head_input=None if self.head_input is None else self.head_input[which],
+            top_tokens=None if self.top_tokens is None else self.top_tokens[which],
         )
 
     def only(self, wanted: Features) -> FeatureRows:

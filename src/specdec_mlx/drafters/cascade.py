@@ -55,9 +55,10 @@ class Cascade(Several):
     num_first: int = NUM_FIRST
 
     def __post_init__(self) -> None:
-        if self.look_up is None:
+        then = make_drafter(self.then) if isinstance(self.then, str) else self.then
+        if then is None:
             raise ValueError("Cascade: then='none' finds nothing. Give first= alone.")
-        for part in all_drafters(self.look_up):
+        for part in all_drafters(then):
             if models_of(part) or isinstance(part, ReadsTarget):
                 raise ValueError(
                     f"Cascade: then={self.then!r} runs a model or reads the target; expected a "
@@ -73,17 +74,7 @@ class Cascade(Several):
             raise ValueError(f"Cascade: first={name} drafts on every rank. Leave that out.")
         if isinstance(self.first, ReadsTarget):
             object.__setattr__(self, "features", self.first.features)
-
-    @property
-    def look_up(self) -> Drafter | None:
-        """The second drafter, by itself or by its name."""
-        return make_drafter(self.then) if isinstance(self.then, str) else self.then
-
-    @property
-    def drafters(self) -> Sequence[Drafter]:  # type: ignore[override]
-        """The two."""
-        assert self.look_up is not None
-        return self.first, self.look_up
+        object.__setattr__(self, "drafters", (self.first, then))
 
     @property
     def key(self) -> str:
@@ -151,7 +142,8 @@ class CascadeSession(SeveralSession):
         for token, match in zip(to_list(found.tokens), known, strict=True):
             evidence.append(_evidence(match)._replace(is_free=True))
             step = goes_on(evidence)
-            tail += [] if step is Step.STOP_BEFORE else [token]
+            if step is not Step.STOP_BEFORE:
+                tail.append(token)
             if step is not Step.GO_ON:
                 break
         if not tail:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.drafters.best_of import BestOf
+from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.recycling import RecyclingDrafter, SuccessorTable
 from specdec_mlx.drafters.suffix import SuffixDrafter

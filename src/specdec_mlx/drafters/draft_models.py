@@ -12,7 +12,7 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.drafters.best_of import BestOf
+from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.heads.loading import is_head, load_head, named_head
 from specdec_mlx.drafters.lighter import first_layers, quantized
 from specdec_mlx.drafters.registry import (

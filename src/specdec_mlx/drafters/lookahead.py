@@ -34,7 +34,6 @@ from specdec_mlx.contracts import (
     ValuesDrafts,
     key_of,
 )
-from specdec_mlx.contracts.trees import chain, first_path
 from specdec_mlx.drafters.tree_of import Text, draft_of, texts_of
 from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_list
@@ -179,12 +178,10 @@ class LookaheadSession:
         self._tokens += tokens
         if self._window is not None:
             said = [after.get(column) for column in columns]
-            for token, (first, *rest) in zip(
-                said, zip(*self._window.levels, strict=True), strict=False
-            ):
+            said += [None] * (self._config.window - len(said))
+            for token, first, *rest in zip(said, *self._window.levels, strict=True):
                 if token is not None:
                     self._note(first, (*rest, token))
-            said += [None] * (self._config.window - len(said))
             self._window.advance(said, self._tokens, len(tokens))
         if not columns:
             for token, next_token in zip(*self._rejected, strict=True):
@@ -213,12 +210,14 @@ class LookaheadSession:
 
     def _said(self, tokens: Sequence[int]) -> dict[Text, int]:
         """The target's token after each node: of the whole proposal, or of its first chain."""
-        texts = list(self._tree)
-        after = {tuple(tokens[:n]): token for n, token in enumerate(tokens) if n}
+        after = {tuple(tokens[:n]): token for n, token in enumerate(tokens)}
         after = {text: token for text, token in after.items() if text in self._tree}
+        first_chain: list[Text] = []
+        for text in self._tree:
+            if text[:-1] == (first_chain[-1] if first_chain else ()):
+                first_chain.append(text)
         rejected, said = self._rejected
-        parents = draft_of(texts).parents or chain(len(texts))
-        for verified in (texts, [texts[node] for node in first_path(parents)]):
+        for verified in (self._tree, first_chain):
             left = [text for text in verified if text not in after]
             if left and [text[-1] for text in left] == rejected:
                 return after | dict(zip(left, said, strict=True))

@@ -106,8 +106,7 @@ class NGramSession:
         """Count the tokens [n]: one table update a token and order."""
         for token in tokens:
             self._learn(token)
-        if self._table is not None:
-            self._written += tokens
+        self._written += tokens
 
     def close(self, length: int) -> None:
         """Count what was written, up to `length` tokens of prompt and output, in the table."""
@@ -136,7 +135,6 @@ class StochasticNGramSession(NGramSession):
     def __init__(self, config: NGramDrafter, prompt: Sequence[int], context: DraftContext) -> None:
         super().__init__(config, prompt)
         self._generation = context
-        self._num_emitted = 0
 
     def propose(self, limit: int) -> Draft:
         """Draw up to `limit` tokens; `logprobs` [K, V] are what they were drawn from.
@@ -154,12 +152,7 @@ class StochasticNGramSession(NGramSession):
                 break
             with np.errstate(divide="ignore"):
                 rows.append(np.log(probs / probs.sum()).astype(np.float32))
-            noise = np.array(self._generation.draft_gumbel(self._num_emitted, i))
+            noise = np.array(self._generation.draft_gumbel(len(self._written), i))
             tokens.append(int(np.argmax(rows[-1] + noise)))
             context = self._counts.shift(context, tokens[-1])
         return Draft(tokens, mx.array(np.stack(rows))) if tokens else Draft()
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Count the tokens [n], and move on by as many positions."""
-        super().observe(tokens)
-        self._num_emitted += len(tokens)

@@ -60,17 +60,12 @@ class Memory(Kept):
         tokenizer: Any = None,
         remember_prompts: bool = False,
     ) -> None:
-        max_tokens = whole("max_tokens", max_tokens, None, ". Memory.load(path) reads a file")
-        if max_tokens < 1 or (max_bytes is not None and max_bytes < BYTES_PER_TOKEN):
-            raise ValueError(
-                f"Memory: max_tokens is {max_tokens} and max_bytes {max_bytes}, expected at least "
-                f"1 token and {BYTES_PER_TOKEN} bytes. To remember nothing, leave the memory out."
-            )
         super().__init__(tokenizer)
         self.remember_prompts = remember_prompts
-        self.max_tokens = max_tokens
+        self.max_tokens = whole("max_tokens", max_tokens, 1, ". Memory.load(path) reads a file")
         if max_bytes is not None:
-            self.max_tokens = min(max_tokens, max_bytes // BYTES_PER_TOKEN)
+            most = whole("max_bytes", max_bytes, BYTES_PER_TOKEN) // BYTES_PER_TOKEN
+            self.max_tokens = min(self.max_tokens, most)
         self.sources: dict[str, tuple[Any, ...]] = {}
         self._indexes: tuple[ContextIndex, ...] = ()
 
@@ -85,7 +80,7 @@ class Memory(Kept):
         return memory
 
     def __dir__(self) -> list[str]:
-        """What a user does with one."""
+        """The methods for users."""
         return ["add", "from_files", "load", "merge", "prune", "save", "texts", "update"]
 
     def __len__(self) -> int:

@@ -35,7 +35,7 @@ class _Served:
     """A request in the batch.
 
     reading: of its prompt, which others may share. ends: positions of the prompt at which mlx-lm
-    keeps the caches. begun: where reading began. tokens: prompt and text so far.
+    keeps the caches. tokens: prompt and text so far.
     """
 
     uid: int
@@ -44,19 +44,13 @@ class _Served:
     text: Request
     reading: PromptReading
     ends: list[int]
-    begun: int
     tokens: list[int]
-    seconds_before: float = 0.0
-
-    def fail(self, error: Exception) -> None:
-        own = [getattr(processor, "error", None) for processor in self.text.logits_processors]
-        self.requested.channel.put(next(filter(None, own), error))
-        self.requested.channel.stop()
+    seconds_before: float
 
     def progress(self, *, end_of_segment: bool, is_let_in: bool = False) -> Any:
         """mlx-lm's news of how far the prompt is read, in tokens."""
-        total = len(self.text.prompt) - self.begun
-        done = total if is_let_in else self.reading.num_read - self.begun
+        total = len(self.text.prompt)
+        done = total if is_let_in else self.reading.num_read
         return PromptProcessingBatch.Response(self.uid, (done, total), end_of_segment, is_let_in)
 
 
@@ -137,16 +131,12 @@ class SpeculatingBatch:
         text = Request(prompt, *how, num_said=num_said, matcher=matcher, stats=requested.stats)
         _, *ends = accumulate(map(len, segments[0]), initial=len(all_tokens[0]))
         ends[-1] -= 1  # the last token is fed with the first round
-        unread = PromptReading(self.model, prompt, [], self.stream, len(all_tokens[0]))
-        served = _Served(
-            uid, requested, args.top_logprobs, text, unread, ends, unread.num_read, list(prompt)
-        )
-        if text.stats is not None:
-            served.seconds_before = text.stats.prefill_seconds
+        reading = self._reading_of(prompt, caches[0], len(all_tokens[0]))
+        before = 0.0 if text.stats is None else text.stats.prefill_seconds
+        top = args.top_logprobs
+        served = _Served(uid, requested, top, text, reading, ends, list(prompt), before)
         with self._alone(served):
             served.text = self.finish(requested, text)
-            served.reading = self._reading_of(unread, caches[0])
-            served.begun = served.reading.num_read
             self._reading.append(served)
         return [uid]
 
@@ -161,13 +151,14 @@ class SpeculatingBatch:
             for served in those:
                 self._end(served, error)
 
-    def _reading_of(self, unread: PromptReading, caches: list[Any] | None) -> PromptReading:
+    def _reading_of(self, prompt: list[int], caches: Any, num_read: int) -> PromptReading:
         """The reading of a prompt, shared with a request that reads the same one."""
         for other in self._reading:
-            if other.reading.prompt == unread.prompt:
+            if other.reading.prompt == prompt:
                 return other.reading
         with mx.stream(self.stream):
-            return replace(unread, caches=caches or make_prompt_cache(self.model))
+            caches = caches or make_prompt_cache(self.model)
+        return PromptReading(self.model, prompt, caches, self.stream, num_read)
 
     def next(self) -> tuple[list[Any], list[Any]]:
         """News: parts of prompts that were read, and tokens; nothing when all has ended."""
@@ -178,8 +169,6 @@ class SpeculatingBatch:
         return progress, tokens
 
     def _next_token(self) -> list[Any]:
-        if self._tokens is None and not self._batch.num_open:
-            return []
         self._tokens = self._tokens or self._batch.run()
         try:
             row = next(self._tokens, None)
@@ -251,8 +240,8 @@ class SpeculatingBatch:
         """Copies of the caches of prompts that are being read, and their tokens."""
         readings = {served.uid: served.reading for served in self._reading if served.uid in uids}
         return {
-            uid: (copy.deepcopy(reading.caches), list(reading.prompt[: reading.num_read]))
-            for uid, reading in readings.items()
+            uid: (copy.deepcopy(one.caches), list(one.prompt[: one.num_read]))
+            for uid, one in readings.items()
         }
 
     def remove(self, uids: Sequence[int]) -> None:
@@ -269,7 +258,9 @@ class SpeculatingBatch:
 
     def _end(self, served: _Served, error: Exception) -> None:
         """Tell a client why, and mlx-lm with the next news."""
-        served.fail(error)
+        own = [getattr(processor, "error", None) for processor in served.text.logits_processors]
+        served.requested.channel.put(next(filter(None, own), error))
+        served.requested.channel.stop()
         self._failed.append(served)
 
     @property
@@ -282,7 +273,7 @@ class SpeculatingBatch:
     def close(self) -> None:
         """End all requests, and tell their clients."""
         for served in (*self._rows.values(), *self._reading):
-            served.fail(ServerEndingError())
+            self._end(served, ServerEndingError())
         self._rows, self._reading = {}, []
         if self._tokens is not None:
             self._tokens.close()

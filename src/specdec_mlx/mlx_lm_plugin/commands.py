@@ -69,13 +69,12 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
 class Command:
     """`generate`, `chat` or `benchmark` of mlx-lm, with one drafter."""
 
+    flags: Flags
+    arguments: argparse.Namespace
+
     def __init__(self, name: str) -> None:
-        self.name = name
-        self.module: Any = importlib.import_module(f"mlx_lm.{name}")
-        self.flags = Flags()
-        self.arguments = argparse.Namespace()
-        self.speculation = Speculation(None)
-        self.stack = ExitStack()
+        self.name, self.module = name, importlib.import_module(f"mlx_lm.{name}")
+        self.speculation, self.stack = Speculation(None), ExitStack()
 
     def run(self, arguments: Sequence[str]) -> None:
         """Let mlx-lm's `main` run with our parser, and its calls speculate."""

@@ -33,9 +33,7 @@ def tokens_on(caches: Sequence[Any] | None) -> list[int]:
     """Tokens that the caches hold; [] where that is unknown, or others have fed them since."""
     cache = next(leaves(caches or ()), None)
     held = _held.get(cache, []) if cache is not None else []
-    length = getattr(cache, "offset", None)
-    if not isinstance(length, int):
-        return list(held)
+    length = getattr(cache, "offset", len(held))
     return held[:length] if length <= len(held) else []
 
 
@@ -143,15 +141,9 @@ class Predicted(Wrapper):
 
 
 def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
-    """The drafter, whose look-up may copy from the prediction; with one, if it has none."""
+    """The drafter, after a look-up that may also copy from the prediction."""
     several = drafter if isinstance(drafter, FirstOf) else FirstOf(drafter)
-    if not any(isinstance(part, PromptLookupDrafter) for part in several.drafters):
-        several = type(several)(PromptLookupDrafter(), *several.drafters)
-
-    def change(part: Drafter) -> Drafter:
-        return Predicted(part, prediction) if isinstance(part, PromptLookupDrafter) else part
-
-    return several.with_each(change) if len(several.drafters) > 1 else change(drafter)
+    return type(several)(Predicted(PromptLookupDrafter(), prediction), *several.drafters)
 
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:

@@ -25,6 +25,7 @@ from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
 from specdec_mlx.drafters import registry
 from specdec_mlx.drafters.draft_models import Lighter, NamedModel, add_lighter_arguments, lighter_of
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
+from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.options import argument, checked, refusal
@@ -85,27 +86,13 @@ class Flags:
         self, spec: str, target: nn.Module | None = None, memory: Memory | None = None
     ) -> Drafter | None:
         """The drafter of NAME or NAME:key=value,..., for a target; raises as `NamedModel.make`."""
-        if self.waits_for_target and name_in(spec) in WITH_MODEL:
-            if target is None:
-                raise ValueError(
-                    f"argument --draft-model: {self.draft_model} is made for a loaded target, "
-                    "which this command does not load before its drafter. Use generate or chat."
-                )
-            if self.online:
-                return self._learning(spec, target)
+        if self.online and name_in(spec) in WITH_MODEL:
+            learning: Drafter | None = self._learner.drafter(target, spec)
+            return learning
         memory = memory if memory is not None else self.remembered
         remembers = memory is not None and name_in(spec) in registry.REMEMBERING
         options = {"memory": memory} if remembers else {}
         return self.named_model.make(spec, target, **options)
-
-    def _learning(self, spec: str, target: nn.Module) -> Drafter | None:
-        if self.has_head and spec != MODEL_DRAFTER == name_in(spec):
-            raise ValueError(f"Drafter {spec!r}: with --online a trained head takes no options.")
-        if name_in(spec) != MODEL_DRAFTER:
-            model = self._learner.drafter(target, MODEL_DRAFTER)
-            return registry.make_drafter(spec, draft_model=model)
-        learning: Drafter = self._learner.drafter(target, spec)
-        return learning
 
     @cached_property
     def _learner(self) -> Learner:
@@ -132,22 +119,24 @@ class Learner:
 
     def __init__(self, folder: str) -> None:
         self.folder = folder
-        self._target: nn.Module | None = None
         self._latest: Any = None
         atexit.register(self.save)
 
-    def drafter(self, target: nn.Module, spec: str) -> Any:
-        """The drafter for a target, with a draft model's options; raises as `learning_on`."""
+    def drafter(self, target: Any, spec: str) -> Any:
+        """The drafter of a spec for a target; raises as `learning_on`, ValueError for options."""
         from specdec_mlx.training.online import OnlineDraftModel, learning_on
 
-        if self._latest is None or self._target is not target:
+        if name_in(spec) != MODEL_DRAFTER:
+            return registry.make_drafter(spec, draft_model=self.drafter(target, MODEL_DRAFTER))
+        if spec != MODEL_DRAFTER and is_head(self.folder):
+            raise ValueError(f"Drafter {spec!r}: with --online a trained head takes no options.")
+        if self._latest is None or self._latest.trainer.target is not target:
             self.save()
-            self._latest, self._target = learning_on(self.folder, target), target
+            self._latest = learning_on(self.folder, target)
         latest = self._latest
         if not isinstance(latest, OnlineDraftModel):
             return latest
-        tokenizer = latest.drafter.tokenizer
-        pair = {"draft_model": latest.model, "draft_tokenizer": tokenizer}
+        pair = {"draft_model": latest.model, "draft_tokenizer": latest.drafter.tokenizer}
         chosen: Any = registry.make_drafter(spec, **pair)
         return latest.drafting_as(chosen)
 
@@ -161,21 +150,16 @@ def check_learns(draft_model: str | None, lighter: Lighter) -> None:
     """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
     from specdec_mlx.training.online import stored_plan
 
+    wrong = ""
     if draft_model is None:
-        raise ValueError(
-            "argument --online: expected --draft-model, a head or a draft model that "
-            "`specdec-mlx train` made, to learn."
-        )
-    if lighter.flags:
-        raise ValueError(
-            f"argument --online: {', '.join(lighter.flags)} drafts with another model than the one "
-            "that learns and is saved. Leave one of them out."
-        )
-    if mx.distributed.init().size() > 1:
-        raise ValueError(
-            "argument --online: a target that is spread over ranks cannot be learnt from, since "
-            "all of them would have to learn alike. Leave it out, or use one machine."
-        )
+        wrong = "expected --draft-model, a head or a draft model that `specdec-mlx train` made."
+    elif lighter.flags:
+        others = ", ".join(lighter.flags)
+        wrong = f"{others} drafts with another model than the one that learns. Leave one out."
+    elif mx.distributed.init().size() > 1:
+        wrong = "a target that is spread over ranks cannot be learnt from. Use one machine."
+    if wrong or draft_model is None:
+        raise ValueError(f"argument --online: {wrong}")
     stored_plan(Path(draft_model).expanduser())
 
 
@@ -205,6 +189,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--rule",
         type=checked(make_rule),
+        default="auto",
         metavar="NAME[:KEY=VALUE,...]",
         help=f"Acceptance rule: {', '.join(rule_names())}; lenient and typical change the text's "
         "distribution (default: auto)",
@@ -267,12 +252,11 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
-    same = "draft_model", "stats", "memory_for", "online"
+    same = "draft_model", "rule", "stats", "memory_for", "online"
     flags = Flags(
         tuple(namespace.drafter),
         lighter=lighter_of(namespace),
         draft_length="auto" if length is None else length,
-        rule=namespace.rule or "auto",
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
         memory=None if namespace.memory == NO_DRAFTER else namespace.memory,
@@ -285,20 +269,20 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
 
 
 COUNTS = (
-    "max_tokens max_kv_size prefill_step_size prompt_tokens generation_tokens num_trials "
-    "batch_size num_draft_tokens"
+    "max-tokens max-kv-size prefill-step-size prompt-tokens generation-tokens num-trials "
+    "batch-size num-draft-tokens"
 )
 """mlx-lm's flags whose numbers it does not check itself."""
 
 
 def check_numbers(namespace: argparse.Namespace) -> None:
-    """Raise ValueError for a number that a generation cannot have; max_tokens -1 is no limit."""
-    for name in COUNTS.split():
-        value, least = getattr(namespace, name, None), int(name != "num_draft_tokens")
-        if value is not None and value < least and (name, value) != ("max_tokens", -1):
-            unlimited = ", or -1 for no limit" if name == "max_tokens" else ""
-            flag = f"--{name.replace('_', '-')}"
-            raise ValueError(f"argument {flag}: {value}: expected an int >= {least}{unlimited}.")
+    """Raise ValueError for a number that a generation cannot have; --max-tokens -1 is no limit."""
+    for flag in COUNTS.split():
+        value = getattr(namespace, flag.replace("-", "_"), None)
+        least, unlimited = int(flag != "num-draft-tokens"), flag == "max-tokens"
+        if value is not None and value < least and not (unlimited and value == -1):
+            expected = f"an int >= {least}{', or -1 for no limit' if unlimited else ''}"
+            raise ValueError(f"argument --{flag}: {value}: expected {expected}.")
 
 
 def check_files(namespace: argparse.Namespace) -> None:
@@ -326,13 +310,12 @@ AddArguments = Callable[[argparse.ArgumentParser], None]
 
 def run_main(module: Any, arguments: Sequence[str], on_flags: OnFlags, *more: AddArguments) -> None:
     """Run a command of mlx-lm with our flags; see `argparse_with_flags`."""
-    program, argv = f"specdec-mlx {module.__name__.rpartition('.')[2]}", sys.argv
-    with replaced_names(module, {"argparse": argparse_with_flags(on_flags, *more)}):
-        sys.argv = [program, *arguments]
-        try:
-            module.main()
-        finally:
-            sys.argv = argv
+    program = f"specdec-mlx {module.__name__.rpartition('.')[2]}"
+    with (
+        replaced_names(module, {"argparse": argparse_with_flags(on_flags, *more)}),
+        replaced_names(sys, {"argv": [program, *arguments]}),
+    ):
+        module.main()
 
 
 def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:

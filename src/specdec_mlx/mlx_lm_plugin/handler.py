@@ -19,14 +19,10 @@ from mlx_lm.server import APIHandler, CompletionRequest, ResponseGenerator
 
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
 from specdec_mlx.mlx_lm_plugin import messages, openai_fields, status
-from specdec_mlx.mlx_lm_plugin.openai_fields import NUM_SEEDS, RequestError, is_clients, prompts_in
-from specdec_mlx.mlx_lm_plugin.requests import Channel, Menu, Requested, ServerEndingError
+from specdec_mlx.mlx_lm_plugin.openai_fields import Refused, RequestError, prompts_in
+from specdec_mlx.mlx_lm_plugin.requests import Channel, Menu, ServerEndingError
 
 DATA, DONE = b"data: ", b"[DONE]"
-
-
-class ChoiceEndedError(ConnectionError):
-    """A choice is not wanted any more: another one failed, or the client has gone."""
 
 
 @dataclass(eq=False)
@@ -42,9 +38,9 @@ class Choice:
     reply: dict[str, Any] | None = None
 
     def check_wanted(self) -> None:
-        """Raise ChoiceEndedError if another one has failed."""
+        """Raise ConnectionError if another one has failed."""
         if self.choices.failure is not None:
-            raise ChoiceEndedError("Another choice has ended the request.")
+            raise ConnectionError("Another choice has ended the request.")
 
     def write(self, data: bytes) -> int:
         """Take a whole reply, or a part of a stream, but not its end."""
@@ -71,7 +67,7 @@ class Choices:
     handler: SpeculatingHandler
     answer: Callable[[SpeculatingHandler, Any], None]
     num_choices: int
-    failure: Exception | None = None
+    failure: BaseException | None = None
     parts: list[Choice] = field(default_factory=list)
     _lock: Any = field(default_factory=Lock)
 
@@ -103,17 +99,16 @@ class Choices:
         """A choice, with a handler, an account and a seed of its own."""
         handler = copy.copy(self.handler)
         part = Choice(self, index, handler)
-        assert handler.speculation is not None
         handler.speculation = replace(handler.speculation)
         handler.choice, handler.wfile, handler._headers_buffer = part, part, []
         if handler.seed is not None:
-            handler.seed = (handler.seed + index % self.num_choices) % NUM_SEEDS
+            handler.seed = (handler.seed + index % self.num_choices) % openai_fields.NUM_SEEDS
         return part
 
     def _run_one(self, part: Choice, request: Any) -> None:
         try:
             self.answer(part.handler, request)
-        except Exception as error:
+        except (Exception, Refused) as error:
             with self._lock:
                 self.failure = self.failure or error
 
@@ -155,9 +150,8 @@ class AsMessage(Choices):
 
     @property
     def _channel(self) -> Channel:
-        speculation = self.parts[0].handler.speculation
-        assert speculation is not None
-        return speculation.channel
+        channel: Channel = self.parts[0].handler.speculation.channel
+        return channel
 
     def _stopped_by(self) -> str | None:
         decode = self.handler.response_generator.model_provider.tokenizer.decode
@@ -182,15 +176,11 @@ class AsMessage(Choices):
         return self.reply.whole(replies[0])
 
 
-class Refused(Exception):  # noqa: N818 - no ValueError: mlx-lm would answer that one itself
-    """A request is not served, for a reason, an exception, that the client is told."""
-
-
 class SpeculatingHandler(APIHandler):  # type: ignore[misc]
     """mlx-lm's handler, with speculation, several choices, and errors in OpenAI's form."""
 
     path: str
-    speculation: Requested | None = None
+    speculation: Any = None  # a `Requested`, once the body is read
     replying = False  # true if the client has the head of a reply
     choice: Choice | None = None  # of several; another handler writes to the client
     asked: dict[str, Any] | None = None  # the body of a request in Anthropic's protocol
@@ -226,10 +216,12 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             try:
                 if not self._read_body():
                     super().do_POST()
+            except ConnectionError:
+                raise
+            except Refused as refused:
+                self._refuse(refused.args[0])
             except Exception as error:
-                if isinstance(error, ConnectionError):
-                    raise
-                self._refuse(error.args[0] if isinstance(error, Refused) else error)
+                self._refuse(error)
         except ConnectionError as error:
             logging.info(f"Client hung up: {error}")
             self.close_connection = True
@@ -293,12 +285,6 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         if self.choice is None:
             super().flush_headers()
 
-    def _set_completion_headers(self, status_code: int = HTTPStatus.OK) -> None:
-        """Begin a reply, unless the request turned out to be one that cannot be served."""
-        if self.speculation is not None and self.speculation.error is not None:
-            raise Refused(self.speculation.error)
-        super()._set_completion_headers(status_code)
-
     def _refuse(self, error: Exception) -> None:
         """Say what went wrong, in the place of a reply or at the end of one."""
         status = self._status(error)
@@ -306,7 +292,6 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             logging.error("A request failed.", exc_info=error)
         form = openai_fields.error_object if self.asked is None else messages.message_error
         reply = json.dumps(form(error, status))
-        self.speculation = None
         self.close_connection = True
         if not self.replying:
             self._headers_buffer: list[bytes] = []  # of the reply that there will not be
@@ -323,7 +308,8 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
             return HTTPStatus.SERVICE_UNAVAILABLE
         if isinstance(error, ModelFolderError):
             return HTTPStatus.NOT_FOUND
-        return HTTPStatus.BAD_REQUEST if is_clients(error) else HTTPStatus.INTERNAL_SERVER_ERROR
+        is_clients = openai_fields.is_clients(error)
+        return HTTPStatus.BAD_REQUEST if is_clients else HTTPStatus.INTERNAL_SERVER_ERROR
 
     def validate_model_parameters(self) -> None:
         """Raise Refused for what is wrong in the request."""
@@ -344,7 +330,6 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
         """Answer, with several choices if they are asked for."""
 
         def answer(handler: SpeculatingHandler, own: Any) -> None:
-            assert handler.speculation is not None
             own.speculation = handler.speculation
             own.speculation.check_client = handler.check_client
             APIHandler.handle_completion(handler, own, stop_words)
@@ -363,7 +348,6 @@ class SpeculatingHandler(APIHandler):  # type: ignore[misc]
 
     def account(self) -> dict[str, Any]:
         """Fields of the usage of what was answered, in OpenAI's names and in ours."""
-        assert self.speculation is not None
         stats = self.speculation.stats
         accepted = stats.accepted if stats is not None else 0
         rejected = stats.drafted - accepted if stats is not None else 0

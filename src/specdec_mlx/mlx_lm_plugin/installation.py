@@ -10,7 +10,7 @@ import functools
 import importlib
 import inspect
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
-from specdec_mlx.loop import Token, speculate
+from specdec_mlx.loop import speculate
 from specdec_mlx.mlx_lm_plugin.conversation import continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
@@ -55,13 +55,10 @@ def check_step(name: str) -> None:
     """Raise MlxLmVersionError unless the function to replace is mlx-lm's own, as we know it."""
     check_version()
     ours = {"prompt", "draft_model", "num_draft_tokens", *inspect.signature(speculate).parameters}
-    step = getattr(STEPS, name, None)
-    if step is None:
-        raise MlxLmVersionError(f"mlx_lm.generate has no {name}. {INSTALL}.")
-    if getattr(step, "__module__", None) != STEPS.__name__:
+    step = getattr(STEPS, name)
+    if (owner := getattr(step, "__module__", None)) != STEPS.__name__:
         raise MlxLmVersionError(
-            f"mlx_lm.generate.{name} has been replaced by one of {step.__module__}. Undo that "
-            "first."
+            f"mlx_lm.generate.{name} has been replaced by one of {owner}. Undo that first."
         )
     if unknown := inspect.signature(step).parameters.keys() - ours:
         raise MlxLmVersionError(
@@ -87,8 +84,8 @@ class Speculation:
 
     def steps(
         self,
-        shape: Callable[[Token], Any],
         drafter: Drafter | None,
+        num_fields: int,
         *,
         prompt: mx.array,
         draft_length: int | None = None,
@@ -97,7 +94,7 @@ class Speculation:
         max_tokens: int = 256,
         **options: Any,
     ) -> Iterator[Any]:
-        """Tokens of one generation, in a shape; drafters see the earlier turns.
+        """Tokens, log-probabilities and, of 3 fields, True if drafted; drafters see earlier turns.
 
         A processor that remembers is shown the last token as well, since mlx-lm's are a step ahead.
         """
@@ -125,7 +122,7 @@ class Speculation:
                     if is_last and not all(map(is_pure, processors)):
                         for processor in processors:
                             processor(mx.array(text), token.logprobs[None])
-                    yield shape(token)
+                    yield (token.token, token.logprobs, token.from_draft)[:num_fields]
         finally:
             remember(prompt_cache, [*earlier, *text])
 
@@ -173,12 +170,10 @@ def _stepping(original: Any) -> Any:
         if speculation is None or not _can_draft(options):
             return original(*args, **kwargs)
         if "draft_model" not in options:
-            pair = lambda token: (token.token, token.logprobs)  # noqa: E731
-            return speculation.steps(pair, speculation.drafter, **options)
+            return speculation.steps(speculation.drafter, 2, **options)
         drafter = choose_drafter(None, options.pop("draft_model"))
         draft_length = options.pop("num_draft_tokens", None)
-        triple = lambda token: (token.token, token.logprobs, token.from_draft)  # noqa: E731
-        return speculation.steps(triple, drafter, draft_length=draft_length, **options)
+        return speculation.steps(drafter, 3, draft_length=draft_length, **options)
 
     return step
 
@@ -187,11 +182,8 @@ def _can_draft(options: dict[str, Any]) -> bool:
     """True if there is a text to draft from, and nothing that mlx-lm refuses itself."""
     if options.get("input_embeddings") is None:
         return True
-    from mlx_lm.utils import does_model_support_input_embeddings
-
-    return len(options["prompt"]) > 0 and bool(
-        does_model_support_input_embeddings(options["model"])
-    )
+    is_supported = STEPS.does_model_support_input_embeddings(options["model"])
+    return len(options["prompt"]) > 0 and bool(is_supported)
 
 
 def install(

@@ -32,6 +32,10 @@ class RequestError(ValueError):
     """A request that cannot be served, in words for the client."""
 
 
+class Refused(BaseException):
+    """A request is not served, for a reason, an exception, that the client is told."""
+
+
 def is_clients(error: BaseException) -> bool:
     """True if an error is the request's, not the server's: those are named here or in `errors`."""
     named = type(error).__module__ in (__name__, errors.__name__)
@@ -55,12 +59,11 @@ def grammar_in(response_format: Any) -> Grammar | None:
     kind, described = asked.get("type"), asked.get("json_schema")
     if kind == "text":
         return None
-    if kind == "json_object":
-        schema = asked.get("schema", {"type": "object"})
-    elif kind == "json_schema":
-        schema = described.get("schema") if isinstance(described, dict) else None
-    else:
+    if kind not in ("json_object", "json_schema"):
         raise RequestError("response_format: type must be text, json_object or json_schema.")
+    schema = asked.get("schema", {"type": "object"})
+    if kind == "json_schema":
+        schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict):
         raise RequestError('response_format: expected {"json_schema": {"schema": {...}}}.')
     check_schema(schema)
@@ -214,14 +217,10 @@ def room_after(num_read: int, longest: int, wanted: int | None) -> int:
     """Most tokens that fit after a prompt of `num_read`; raises RequestError if `wanted` do not."""
     if not num_read:
         raise RequestError("The prompt is empty. Give at least one token.")
-    if num_read > longest:
-        raise RequestError(
-            f"The prompt has {num_read} tokens; there are {longest} positions for a text here."
-        )
     room = longest - num_read + 1  # the last token is not fed
-    if wanted is not None and wanted > room:
+    if room < max(1, wanted or 1):
+        asked = "" if wanted is None else f", and max_tokens is {wanted}"
         raise RequestError(
-            f"max_tokens is {wanted}; after the {num_read} tokens of the prompt there is room for "
-            f"{room}. Ask for at most that, or leave it out."
+            f"The prompt has {num_read} tokens{asked}; there are {longest} positions for a text."
         )
     return room

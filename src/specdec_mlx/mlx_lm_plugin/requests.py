@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import argparse
 import ipaddress
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Mapping, Sequence, Set
 from copy import copy
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -48,15 +48,6 @@ class ServerEndingError(RuntimeError):
         super().__init__("The server is ending. Send the request again when it is back.")
 
 
-@dataclass
-class Continuation:
-    """The rest of a request. prompt: [n] tokens of its prompt and of what was said."""
-
-    prompt: list[int]
-    messages: Sequence[Any] = ()
-    request_type: str = "text"
-
-
 @dataclass(eq=False)
 class Channel:
     """A client's queue, which takes a context, progress (tuples), responses, and None at the end.
@@ -67,7 +58,7 @@ class Channel:
     """
 
     queue: Any
-    context: GenerationContext | None = None
+    context: Any = None
     tokens: list[int] = field(default_factory=list)
     num_before: int = 0
     pausing: bool = False
@@ -105,7 +96,8 @@ class Channel:
         if self.finished or (item is None and self.pausing):
             return
         if item is None or isinstance(item, Exception):
-            self._finish(item)
+            self.finished = True
+            self.queue.put(item)
         elif isinstance(item, GenerationContext):
             self._take_context(item)
         elif not isinstance(item, tuple):
@@ -131,7 +123,7 @@ class Channel:
         if self._later is not None and not hidden and (stopped or not self.alive):
             self.stop()
         if stopped:
-            self._finish(None)
+            self.put(None)
 
     def _respoken(self, response: Any, finish_reason: str | None) -> Any:
         """The response with the text that follows what the client has."""
@@ -142,17 +134,13 @@ class Channel:
         text = self._detokenizer.last_segment
         return replace(response, text=text, finish_reason=finish_reason)
 
-    def _finish(self, item: Exception | None) -> None:
-        self.finished = True
-        self.queue.put(item)
-
 
 @dataclass(eq=False)
 class Requested:
     """How one request is to be served, and how it was.
 
     name: the drafter's. prediction: expected text. batched: served with others at its end at least.
-    error: why it cannot be served. check_client: raises ConnectionError if the client has gone.
+    check_client: raises ConnectionError if the client has gone.
     """
 
     drafter: Drafter | None
@@ -163,21 +151,14 @@ class Requested:
     prediction: str = ""
     stats: SpeculationStats | None = None
     batched: bool = False
-    error: Exception | None = None
     channel: Channel = field(default_factory=lambda: Channel(None))
     max_tokens: int | None = None
     check_client: Callable[[], None] = lambda: None
 
-    def watched(self, responses: Iterable[Any]) -> Iterator[Any]:
-        """The responses, for as long as the client is there."""
-        for response in responses:
-            self.check_client()
-            yield response
-
     def __getstate__(self) -> dict[str, Any]:
         """Fields for other ranks, which draft nothing: any drafter stands for the first rank's."""
         drafter = None if self.drafter is None else PromptLookupDrafter()
-        ours = dict.fromkeys(("stats", "error", "channel", "check_client"))
+        ours = dict.fromkeys(("stats", "channel", "check_client"))
         return {**vars(self), **ours, "drafter": drafter}
 
     def usage(self) -> dict[str, Any]:
@@ -216,12 +197,11 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
 class Access:
     """What requests may bring along.
 
-    given: names from the start, by field. limited: fields that may hold no others. refused: names
-    that `chat_template_kwargs` may not hold.
+    named: the only names that some fields may hold. refused: those that `chat_template_kwargs` may
+    not hold.
     """
 
-    given: Mapping[str, Sequence[str | None]]
-    limited: Sequence[str] = ()
+    named: Mapping[str, Sequence[str | None]]
     refused: Set[str] = frozenset()
 
     @classmethod
@@ -237,15 +217,15 @@ class Access:
             "adapters": (namespace.adapter_path,),
         }
         free = VARIABLES | ({"chat_template"} if namespace.allow_chat_templates else set())
-        return cls(given, NAMED[models], TEMPLATE_ARGUMENTS - free)
+        return cls({name: given[name] for name in NAMED[models]}, TEMPLATE_ARGUMENTS - free)
 
     def allows(self, field: str, name: Any) -> bool:
         """True if a field of a request may hold this name."""
-        return field not in self.limited or name in self.given[field]
+        return name in self.named.get(field, (name,))
 
     def check(self, body: dict[str, Any]) -> None:
         """Raise RequestError for what was not allowed at the start."""
-        for name in self.limited:
+        for name in self.named:
             if name in body and not self.allows(name, body[name]):
                 raise RequestError(
                     f"{name}: this server loads no {body[name]!r} for a request. Leave it out, "
@@ -277,11 +257,6 @@ class Menu:
         self._specs = {name_in(spec): spec for spec in flags.names}
         for name in self._specs:
             self._make(name)
-
-    @property
-    def tokenizer(self) -> Any:
-        """The draft model's tokenizer, None without a draft model."""
-        return getattr(self._made.get(MODEL_DRAFTER), "tokenizer", None)
 
     def check(self, tokenizer: Any) -> None:
         """Raise TokenizerMismatchError if the draft model is none for this tokenizer's models."""
@@ -318,14 +293,13 @@ class Menu:
             raise UnknownNameError(f"Unknown drafter {name!r}. Known: {known}.")
         if memory is not None and name in registry.REMEMBERING:
             return flags.make(spec, memory=memory)
-        if name in self._made:
-            return self._made[name]
-        if flags.waits_for_target and name in WITH_MODEL:
-            folder = str(flags.draft_model)
-            tokenizer = None if flags.has_head else load_tokenizer(Path(folder).expanduser())
-            self._made[name] = HeadToLoad(folder, partial(flags.make, spec), tokenizer)
-        else:
-            self._made[name] = flags.make(spec)
+        if name not in self._made:
+            if flags.waits_for_target and name in WITH_MODEL:
+                folder = str(flags.draft_model)
+                tokenizer = None if flags.has_head else load_tokenizer(Path(folder).expanduser())
+                self._made[name] = HeadToLoad(folder, partial(flags.make, spec), tokenizer)
+            else:
+                self._made[name] = flags.make(spec)
         return self._made[name]
 
 

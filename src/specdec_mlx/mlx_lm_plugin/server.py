@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import importlib
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
 from functools import partial
@@ -32,12 +32,12 @@ from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor, compi
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import stream_generate
 from specdec_mlx.memory.store import PROCESS
-from specdec_mlx.mlx_lm_plugin import conversation, heads, requests
+from specdec_mlx.mlx_lm_plugin import conversation, heads, openai_fields, requests
 from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, SpeculatingBatch, has_rows
 from specdec_mlx.mlx_lm_plugin.flags import Flags, replaced_names, run_main
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
-from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, check_bias, room_after, within
-from specdec_mlx.mlx_lm_plugin.requests import Channel, Continuation, Menu, Requested
+from specdec_mlx.mlx_lm_plugin.openai_fields import Refused, RequestError
+from specdec_mlx.mlx_lm_plugin.requests import Channel, Menu, Requested
 from specdec_mlx.mlx_lm_plugin.status import Totals
 from specdec_mlx.models import explained
 from specdec_mlx.responses import SpeculativeResponse
@@ -104,7 +104,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         self.draft_caches: LRUPromptCache = args[1]
         if mx.distributed.init().size() > 1:  # the first rank alone has caches of a draft model
             self.draft_caches = LRUPromptCache(args[1].max_size)
-        elif menu.tokenizer is not None:
+        elif menu.flags.draft_model is not None and not menu.flags.has_head:
             args[1].max_size *= 2  # a conversation has the target's caches and the draft model's
         super().__init__(*args)
         stack.callback(self.stop_and_join)
@@ -130,7 +130,6 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
     def _with_drafts(self, requested: Requested, text: Request) -> Request:
         """What goes into the batch, with its drafter and grammar; raises what these raise."""
         model, tokenizer = self.model_provider.model, self.model_provider.tokenizer
-        self.menu.check(tokenizer)
         drafter = heads.without_readers(heads.with_heads(requested.drafter, model))
         drafter = self._drafter(drafter, requested)
         processors = list(text.logits_processors)
@@ -142,12 +141,12 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         sampler = read_sampler(text.sampler) or text.sampler
         return replace(text, sampler=sampler, logits_processors=processors, drafting=how)
 
-    def generate(
-        self, request: Any, generation_args: Any, progress_callback: Callable[[int, int], None]
-    ) -> Any:
-        """As in mlx-lm; ends if the client has gone by a token or a part of the prompt."""
-        requested = vars(request).pop("speculation", None) or self.menu.requested({})
-        generation_args.speculation = requested
+    def generate(self, request: Any, generation_args: Any, progress_callback: Any) -> Any:
+        """As in mlx-lm; ends if the client has gone by a token or a part of the prompt.
+
+        Raises Refused for all that it raises before the first token.
+        """
+        requested = generation_args.speculation = vars(request).pop("speculation")
 
         def on_progress(done: int, total: int) -> None:
             requested.check_client()
@@ -156,12 +155,17 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         try:
             grammar, tokenizer = requested.grammar, self.model_provider.tokenizer
             if grammar is not None and tokenizer is not None:
-                within(lambda: grammar.begin(compiled_tokenizer(tokenizer)))
+                openai_fields.within(lambda: grammar.begin(compiled_tokenizer(tokenizer)))
             context, responses = super().generate(request, generation_args, on_progress)
         except Exception as error:
-            requested.error = error
-            raise
-        return context, requested.watched(responses)
+            raise Refused(error) from error
+
+        def watched() -> Iterator[Any]:
+            for response in responses:
+                requested.check_client()
+                yield response
+
+        return context, watched()
 
     def _next_request(self, timeout: float | None = None) -> Any:
         """The next request, with its queue in a channel."""
@@ -171,8 +175,8 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         channel, request, args = taken
         if not isinstance(channel, Channel):
             channel = Channel(channel, is_watched=self._is_distributed)
-        self.channels = [other for other in self.channels if other.alive and other is not channel]
-        self.channels.append(channel)
+        others = [other for other in self.channels if other.alive and other is not channel]
+        self.channels = [*others, channel]
         args.speculation.channel = channel
         return channel, request, args
 
@@ -182,13 +186,14 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _from_first(self, value: Any) -> Any:
         """The first rank's value, on all ranks: it alone knows who waits, and who hung up."""
-        return self._share_object((value,))[0] if self._is_distributed else value
+        return self._share_object((value,))[0]
 
     def _should_batch(self, args: Any) -> bool:
-        if args.speculation.drafter is not None or self._is_drawn_alone(args):
+        is_drawn_alone = self._is_drawn_alone(args)
+        if args.speculation.drafter is not None or is_drawn_alone:
             others = sum(other.alive for other in self.channels) > 1 or not self.requests.empty()
             half_served = args.speculation.channel.num_before > 0
-            if not others and not (half_served and self._is_drawn_alone(args)):
+            if not others and not (half_served and is_drawn_alone):
                 return False  # the noise of one that is half served goes on in the middle
         return self._may_be_batched(args)
 
@@ -202,16 +207,16 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         return not self._is_drawn_alone(args) or self._has_rows()
 
     def _tokenize(self, tokenizer: Any, request: Any, args: Any) -> Any:
-        """As in mlx-lm, checked; a continuation has its tokens already."""
+        """As in mlx-lm, checked; a prompt of token ids, and so the rest of a request, is read."""
         self._latest = args
-        if isinstance(request, Continuation):
-            return request.prompt, [request.prompt], ["assistant"], "normal", None
         requested: Requested = args.speculation
         requested.batched = True  # until it is seen to be served alone
         if requested.grammar is not None:
             own = args.chat_template_kwargs or {}
             args.chat_template_kwargs = {"enable_thinking": False, **own}
         model, prompt = self.model_provider.model, request.prompt
+        self.menu.check(tokenizer)
+        heads.with_heads(requested.drafter, model)
         vocab_size = vocab_size_of(model)
         try:
             if isinstance(prompt, list):
@@ -222,9 +227,10 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
                 prompt, segments, kinds, state, vision = read
         except Exception as error:
             raise RequestError(f"The prompt cannot be read: {error}") from error
-        room = room_after(len(prompt), heads.longest_text(model), requested.max_tokens)
+        wanted = None if requested.channel.num_before else requested.max_tokens
+        room = openai_fields.room_after(len(prompt), heads.longest_text(model), wanted)
         args.max_tokens = min(args.max_tokens, room)
-        check_bias(args.logits.logit_bias, vocab_size)
+        openai_fields.check_bias(args.logits.logit_bias, vocab_size)
         if args.sampling.top_k >= vocab_size:
             args.sampling.top_k = 0  # all of them; in a batch mlx-lm's own error ends the server
         if requested.grammar is not None:
@@ -233,19 +239,13 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
 
     def _serve_single(self, taken: Any, stream: Any) -> None:
         """Serve with speculation; go on with others when they come."""
-        channel, _, args = taken
-        try:
-            self.menu.check(self.model_provider.tokenizer)
-            heads.with_heads(args.speculation.drafter, self.model_provider.model)
-        except ValueError as error:
-            channel.put(error)
-            return
+        channel, request, args = taken
         channel.is_alone = True
         with replaced_names(MODULE, {"stream_generate": partial(self._stream, taken)}):
             super()._serve_single(taken, stream)
         if self._from_first(channel.pausing):
-            if self._rank == 0:
-                self._hand_over(channel, args)
+            if self._rank == 0 and channel.alive:
+                self._hand_over(channel, request, args)
         elif self.menu.flags.stats and args.speculation.stats is not None:
             logging.info(f"Speculation: {args.speculation.stats}")
 
@@ -316,17 +316,12 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         drafter = conversation.keeping_caches(drafter, self.draft_caches)
         return drafter if requested.grammar is None else FirstOf(GrammarDrafter(), drafter)
 
-    def _hand_over(self, channel: Channel, args: Any) -> None:
+    def _hand_over(self, channel: Channel, request: Any, args: Any) -> None:
         """Queue the rest of a request after those that wait; its cache was just put away."""
-        if not channel.alive or channel.context is None:
-            channel.pausing = False
-            channel.put(None)
-            return
         tokenizer, key = self.model_provider.tokenizer, self.model_provider.model_key
         stop_sequences, _ = self._make_state_machine(key, tokenizer, args.stop_words)
         rest = replace(args, max_tokens=args.max_tokens - len(channel.tokens) + channel.num_before)
         rest.speculation = args.speculation
-        rest.speculation.batched = True
         channel.resume(tokenizer.detokenizer, stop_sequences.matcher())
         prompt = [*channel.context.prompt, *channel.tokens]
-        self.requests.put((channel, Continuation(prompt), rest))
+        self.requests.put((channel, replace(request, prompt=prompt), rest))

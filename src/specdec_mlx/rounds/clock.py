@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from time import perf_counter
 
-from specdec_mlx.contracts import Draft, Outcome, PendingPass, RoundRecord, ValuesDrafts
+from specdec_mlx.contracts import Outcome, PendingPass, RoundRecord, ValuesDrafts
 
 HARDLY = 0.1
 """Share of a round's seconds for which the caller may be away, and they count as the round's."""
@@ -24,11 +24,6 @@ class Round:
     launch_seconds: float
     is_ahead: bool = False
     part: str = ""
-
-    @property
-    def draft(self) -> Draft:
-        """The draft that the pass verifies."""
-        return self.under_way.draft
 
     @property
     def num_pending(self) -> int:

@@ -92,9 +92,6 @@ class FeatureFeed:
         rows = current.under_way.features
         assert rows is not None, "a tapped target brings features with every pass"
         num_pending = current.num_pending
-        if not current.num_drafted:
-            self._show(rows, num_pending, start, range(num_pending))
-            return
         kept = outcome.kept[: len(outcome.tokens) - 1]
         shown = [*range(num_pending), *(num_pending + node for node in kept)]
         self._show(rows, current.under_way.num_fed, start, shown)
@@ -106,7 +103,7 @@ class FeatureFeed:
             return
         left = [node for node in range(current.num_drafted) if node not in outcome.kept]
         if left:
-            drafted = to_list(current.draft.tokens)
+            drafted = to_list(current.under_way.draft.tokens)
             not_kept = rows.rows([current.num_pending + node for node in left])
             for session, wanted in self._rejected_readers:
                 session.see_rejected([drafted[node] for node in left], not_kept.only(wanted))

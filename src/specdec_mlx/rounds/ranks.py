@@ -17,7 +17,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -53,36 +53,33 @@ class State(IntEnum):
     FAILED = 2
 
 
-@dataclass(frozen=True)
-class Said:
-    """One rank's message when the ranks meet.
+class Said(NamedTuple):
+    """One rank's message when the ranks meet, of numbers below 2^32.
 
     end: prompt + tokens that its caller has. checksum: of its text. num_tokens, is_drawn, is_tree,
     tokens: of rank 0's draft. part: which of the parts that draft on every rank has drawn it, from
     1; 0 where its distribution is sent.
     """
 
-    state: State
+    state: int
     end: int
     checksum: int
-    num_tokens: int = 0
-    is_drawn: bool = False
-    is_tree: bool = False
-    part: int = 0
-    tokens: Sequence[int] = ()
+    num_tokens: int
+    is_drawn: int
+    is_tree: int
+    part: int
+    tokens: Sequence[int]
 
     def numbers(self) -> list[int]:
         """All of it, as many numbers each time."""
-        head = [self.state, self.end, self.checksum]
-        tokens = [*self.tokens[:MOST_TOKENS], *[0] * (MOST_TOKENS - len(self.tokens))]
-        return [*head, self.num_tokens, self.is_drawn, self.is_tree, self.part, *tokens]
+        *head, tokens = self
+        return [*head, *tokens[:MOST_TOKENS], *[0] * (MOST_TOKENS - len(tokens))]
 
     @classmethod
     def read(cls, numbers: Sequence[int]) -> Said:
         """Read what `numbers` gave."""
         state, end, checksum, num_tokens, is_drawn, is_tree, part, *tokens = numbers
-        flags = bool(is_drawn), bool(is_tree)
-        return cls(State(state), end, checksum, num_tokens, *flags, part, tokens[:num_tokens])
+        return cls(state, end, checksum, num_tokens, is_drawn, is_tree, part, tokens[:num_tokens])
 
 
 WORD = 32  # bits of a number that is sent
@@ -236,7 +233,7 @@ class SharedDrafting(Drafting):
         all_said = [Said.read(numbers) for numbers in gathered]
         self.is_under_way = False
         self.is_alike = len({one.checksum for one in all_said}) == 1
-        failed = [rank for rank, one in enumerate(all_said) if one.state is State.FAILED]
+        failed = [rank for rank, one in enumerate(all_said) if one.state == State.FAILED]
         if failed and self.failure is None:
             self.failure = RankError(
                 f"Rank {failed[0]} failed, and all ranks end with it; its own error says why."

@@ -9,9 +9,8 @@ from __future__ import annotations
 import copy
 import re
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
-from time import perf_counter
 from typing import Any
 
 import mlx.core as mx
@@ -19,7 +18,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.contracts.trees import depths_of, path_to
+from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.target.recurrent_states import ways_back
@@ -31,7 +30,6 @@ from specdec_mlx.target.tree_passes import (
     chooses_blocks,
     is_rope,
     later,
-    tree_logits,
     tree_pass,
 )
 
@@ -52,9 +50,6 @@ TREE = (-1, -1, 0, 0, 1, 2)
 
 TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT = (3, 7, 1), (5, 1, 3), (2, 1, 3)
 """Of texts that are tried as rows of a batch: tokens before a pass, in it, and kept of those."""
-
-ROWS_AT_MOST = 1.1
-"""Most that a tree as rows of a batch may cost, in passes over a chain of as many tokens."""
 
 
 @dataclass(frozen=True)
@@ -184,27 +179,15 @@ def _is_exact(model: nn.Module, place: Place, on_trees: bool) -> bool:
     return False
 
 
-def _rows_pay(model: nn.Module) -> bool:
-    """True if the branches of a tree may be rows of a batch; a line if not."""
-    if group_of(model) is not None:
-        reason = "whose ranks would not agree on what that costs"
-    elif not tree_report(model, places_of(model)[0].context, by_rows=True).exact:
-        reason = "which gives other logits for them"
-    elif (cost := rows_cost(model)) > ROWS_AT_MOST:
-        reason = f"which would cost {cost:.1f} times as much as a chain of as many tokens"
-    else:
-        return True
+def _warn_of_chains(model: nn.Module) -> None:
     warnings.warn(
         f"specdec_mlx: this model ({type(model).__module__}) verifies no tree of drafts in one "
-        f"pass, but for its branches as rows of a batch, {reason}; so only chains are drafted. "
-        "The text is the same.",
+        "pass, so only chains are drafted. The text is the same.",
         stacklevel=2,
     )
-    return False
 
 
-rows_pay = PerModel(_rows_pay)
-"""True for a model whose trees are verified as rows of a batch; measured when first asked for."""
+warn_of_chains = PerModel(_warn_of_chains)  # once for each loaded model
 
 
 def _can_hold_rows(model: nn.Module) -> bool:
@@ -250,36 +233,10 @@ def _texts_report(model: nn.Module, rows: RowCaches) -> WidthReport:
     return _report(max(TEXT_WIDTHS), max(TEXT_LENGTHS), last, mx.stack(expected))
 
 
-def rows_cost(model: nn.Module) -> float:
-    """Time of a tree as rows, and of feeding one of its paths again, over that of a chain."""
-    context, size = places_of(model)[0].context, len(TREE)
-    tokens = _random_tokens(model, context + 1 + size, seed=0)
-    start, ids = _prefilled(model, tokens[:context]), tokens[context:]
-    deepest = max(depths_of(TREE)) + 1
-
-    def chain(length: int) -> mx.array:
-        logits: mx.array = model(ids[None, :length], cache=copy.deepcopy(start))
-        return logits
-
-    def seconds(run: Callable[[], Any]) -> float:
-        times = []
-        for _ in range(4):
-            mx.synchronize()
-            began = perf_counter()
-            mx.eval(run())
-            times.append(perf_counter() - began)
-        return min(times[1:])
-
-    rows = seconds(lambda: [chain(deepest), tree_logits(model, start, ids, TREE)])
-    return rows / seconds(lambda: chain(1 + size))
-
-
-def tree_report(
-    model: nn.Module, context: int, *, by_rows: bool = False, shift: int = 0
-) -> WidthReport:
+def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthReport:
     """`TREE` after `context` tokens and one more, in one pass, against each of its paths alone.
 
-    by_rows: with branches as rows of a batch. shift: positions that the caches claim besides.
+    shift: positions that the caches claim besides.
     """
     size = len(TREE)
     tokens = _random_tokens(model, context + 1 + size, seed=0)
@@ -287,10 +244,7 @@ def tree_report(
     ids = tokens[context:]
     paths = [[0, *(node + 1 for node in path_to(i, TREE))] for i in range(-1, size)]
     alone = [model(ids[mx.array(path)][None], cache=copy.deepcopy(start))[0, -1:] for path in paths]
-    if by_rows:
-        logits = tree_logits(model, start, ids, TREE)
-    else:
-        logits = tree_pass(model, ids, start, TreeRows.after(1, TREE))
+    logits = tree_pass(model, ids, start, TreeRows.after(1, TREE))
     return _report(size + 1, context, logits, mx.concatenate(alone))
 
 

@@ -12,12 +12,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.exactness import exact_until, rows_pay
+from specdec_mlx.target.exactness import exact_until, warn_of_chains
 from specdec_mlx.target.inputs import CacheOptions
 from specdec_mlx.target.recurrent_states import recurrent_states_of
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.taps import Taps, check_readable, keys_values_of
-from specdec_mlx.target.tree_passes import TreeRows, tree_logits
+from specdec_mlx.target.tree_passes import TreeRows
 
 
 def _vocab_size(model: nn.Module) -> int:
@@ -33,8 +33,7 @@ class ModelPass:
     """The target model and its caches.
 
     options: when they are quantized. probe: measure once if the model is exact for several
-    positions at once. taps: reads states of its passes, or None. by_rows: branches of a tree are
-    rows.
+    positions at once. taps: reads states of its passes, or None.
     """
 
     model: nn.Module
@@ -42,7 +41,6 @@ class ModelPass:
     options: CacheOptions = field(default_factory=CacheOptions)
     probe: bool = field(default=True, kw_only=True)
     taps: Taps | None = field(default=None, init=False)
-    by_rows: bool = field(default=False, init=False)
 
     def tap(self, wanted: Features) -> None:
         """Have every pass from now on bring these features; UnreadableError if it cannot."""
@@ -84,8 +82,6 @@ class ModelPass:
             self.quantize()
         tree = None
         if parents is not None:
-            if self.by_rows:
-                return self._feed_rows(tokens, parents)
             tree = TreeRows.after(tokens.shape[0] - len(parents), parents)
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
 
@@ -93,14 +89,6 @@ class ModelPass:
             return self.rollback.forward(self.model, tokens, tree, **inputs)
 
         return run() if self.taps is None else self.taps.read(run)
-
-    def _feed_rows(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """Logits [K+1, V] of a tree as rows; the caches take the text but for its last token."""
-        last = tokens.shape[0] - len(parents) - 1
-        if last:
-            self.rollback.forward(self.model, tokens[:last])
-            self.rollback.advance(0)  # what was fed is text: none of its states is chosen among
-        return tree_logits(self.model, self.rollback.caches, tokens[last:], parents)
 
     def vocab_size(self) -> int:
         """V."""
@@ -132,15 +120,15 @@ class ModelPass:
         return min((limit for limit in limits if limit is not None), default=None)
 
     def takes_trees(self) -> bool:
-        """True if a tree may be verified now: masked, or as rows where that costs no more."""
-        self.by_rows = False
+        """True if a tree may be verified now, in one pass; a warning, once a model, if not."""
         if not self.probe:
             return False
         end = self.rollback.end
         if self.rollback.takes_trees() and exact_until(self.model, end, on_trees=True) is None:
             return True
-        self.by_rows = self.taps is None and rows_pay(self.model)
-        return self.by_rows
+        if self.taps is None:
+            warn_of_chains(self.model)
+        return False
 
     def _widest_exact(self) -> int | None:
         if not self.probe:

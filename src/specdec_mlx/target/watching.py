@@ -60,19 +60,25 @@ def _swapped(
 
 
 @contextmanager
+def held(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value in here."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextmanager
 def watching(modules: Iterable[nn.Module], watcher: Watcher) -> Iterator[None]:
     """Tell `watcher` of every call of these modules made in here, `as_linear` included."""
-    before = _watchers.get()
-    with _swapped(
+    swapped = _swapped(
         {id(module): module for module in modules},
         lambda module: _set_class(module, _reporting(type(module))),  # type: ignore[arg-type]
         lambda module: _set_class(module, type(module).__bases__[0]),
-    ):
-        _watchers.set((*before, watcher))
-        try:
-            yield
-        finally:
-            _watchers.set(before)
+    )
+    with swapped, held(_watchers, (*_watchers.get(), watcher)):
+        yield
 
 
 def _set_class(module: nn.Module, kind: type) -> None:
@@ -98,17 +104,13 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
 @contextmanager
 def answering(places: Iterable[tuple[ModuleType, str]], answer: Answer) -> Iterator[None]:
     """Have `answer` called instead of functions in here; places: files, and names in them."""
-    before = _answer.get()
-    with _swapped(
+    swapped = _swapped(
         {place: place for place in places},
         lambda place: setattr(*place, _answered(getattr(*place))),
         lambda place: setattr(*place, getattr(*place).__wrapped__),
-    ):
-        _answer.set(answer)
-        try:
-            yield
-        finally:
-            _answer.set(before)
+    )
+    with swapped, held(_answer, answer):
+        yield
 
 
 @cache

@@ -16,7 +16,6 @@ import numpy as np
 
 from specdec_mlx.checks.one_step import ends
 from specdec_mlx.checks.subject import total_variation
-from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.coins import CoinRule
 
 NUM_STATES = 7
@@ -112,24 +111,25 @@ class Comparison:
 
 def enumerated(rule: CoinRule) -> Iterator[Comparison]:
     """Every outcome of a round on small vocabularies; distributions change with the text."""
+    deciding = ByRule(rule)
     for vocab_size, num_draft in SHAPES:
-        target, draft = sources(vocab_size, vocab_size + num_draft)
-        some, others = _without(target, 0), _without(draft, 1)
-        copied = tuple(np.random.default_rng(0).integers(vocab_size, size=num_draft).tolist())
-        drawn = [(target, draft), (target, target), (some, others), (others, some)]
-        for p, q in [*drawn, (target, None), (some, None)]:
+        p, q = sources(vocab_size, vocab_size + num_draft)
+        sure = Source(one_hots(q.probs))
+        likely = p.probs * (1 - one_hots(-p.probs))
+        some = Source(likely / likely.sum(axis=-1, keepdims=True))
+        pairs = (p, q), (p, p), (some, q), (q, some), (p, sure), (some, sure)
+        for target, draft in pairs:
             begun = defaultdict[Tokens, float](float)
-            for tokens in [copied] if q is None else product(range(vocab_size), repeat=num_draft):
-                likes = np.zeros((1, vocab_size))
-                probs = point_mass(np.array(tokens), likes) if q is None else q.along(0, tokens)
+            for tokens in product(range(vocab_size), repeat=num_draft):
+                probs = draft.along(0, tokens)[:num_draft]
                 weight = float(np.prod(probs[range(num_draft), tokens]))
                 if weight:
-                    of_draft = ByRule(rule).outcomes(p.along(0, tokens), tokens, probs[:num_draft])
-                    for (emitted, _), chance in of_draft.items():
+                    rows = target.along(0, tokens)
+                    for (emitted, _), chance in deciding.outcomes(rows, tokens, probs).items():
                         begun[emitted] += weight * chance
-            kind = "point masses" if q is None else "drawn"
-            joint = continued(p, begun, num_draft + 1)
-            own = continued(p, {(): 1.0}, num_draft + 1)
+            joint = continued(target, begun, num_draft + 1)
+            own = continued(target, {(): 1.0}, num_draft + 1)
+            kind = "point masses" if draft is sure else "drawn"
             yield Comparison(joint, own, f"K = {num_draft} {kind}, V = {vocab_size}")
 
 
@@ -140,8 +140,7 @@ def sources(vocab_size: int, seed: int) -> tuple[Source, Source]:
     return Source(p), Source(q)
 
 
-def _without(source: Source, shift: int) -> Source:
-    states = np.arange(NUM_STATES)
-    probs = source.probs.copy()
-    probs[states, (states + shift) % source.vocab_size] = 0
-    return Source(probs / probs.sum(axis=-1, keepdims=True))
+def one_hots(scores: np.ndarray) -> np.ndarray:
+    """Distributions with all mass on the largest of each row."""
+    certain: np.ndarray = np.eye(scores.shape[-1])[np.argmax(scores, axis=-1)]
+    return certain

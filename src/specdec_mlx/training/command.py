@@ -11,8 +11,8 @@ from typing import Any
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.training.fitting import LOSSES, Schedule
-from specdec_mlx.training.run import KINDS, Data, Plan, train
-from specdec_mlx.training.trainees import TYPES, Size
+from specdec_mlx.training.run import Data, Plan, train
+from specdec_mlx.training.trainees import KINDS, TYPES, Size
 
 PROMPTS = "what the target answers: a question a line, or .jsonl with turns, messages or prompt"
 TEXTS = "a document each, or .jsonl in mlx-lm's formats for fine-tuning"

@@ -23,19 +23,18 @@ import numpy as np
 from huggingface_hub.constants import HF_HUB_CACHE
 from mlx.utils import tree_map
 
-from specdec_mlx.contracts import DraftContext
+from specdec_mlx.contracts import DraftContext, ReadsTarget
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import is_head
-from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import load_model
 from specdec_mlx.target.ranks import group_of
 from specdec_mlx.training.features import live_batch, load_json
 from specdec_mlx.training.fitting import forward_kl, update
-from specdec_mlx.training.run import KINDS, PLAN, begin_with
-from specdec_mlx.training.trainees import Recipe, Size, Trainee
+from specdec_mlx.training.run import PLAN, begin_with
+from specdec_mlx.training.trainees import KINDS, Recipe, Size, Trainee
 
 SHORTEST = 8  # tokens of a text from which something can be learnt
 
@@ -118,6 +117,10 @@ class OnlineDrafter:
     folder: Path
     dtype: str
 
+    def __post_init__(self) -> None:
+        if isinstance(self.drafter, ReadsTarget):
+            self.features = self.drafter.features
+
     @property
     def key(self) -> str:
         """The drafter's key, with its folder in place of its weights, which change."""
@@ -135,7 +138,8 @@ class OnlineDrafter:
 
     def describe(self) -> str:
         """A line about it."""
-        return f"{self.folder}: draft model; learns on"
+        is_head = isinstance(self.drafter, HeadDrafter)
+        return f"{self.drafter.describe() if is_head else f'{self.folder}: draft model'}; learns on"
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         """Start a generation."""
@@ -156,19 +160,6 @@ class OnlineDrafter:
                 self.trainer.trainee.save_weights(self.folder, self.dtype)
 
 
-class OnlineHead(OnlineDrafter):
-    """A head that learns on."""
-
-    @property
-    def features(self) -> Any:
-        """Rows of the target that it reads."""
-        return self.drafter.features
-
-    def describe(self) -> str:
-        """A line about it."""
-        return f"{self.drafter.describe()}; learns on"
-
-
 class OnlineDraftModel(OnlineDrafter):
     """A draft model that learns on, by a float32 copy, in which small updates are not lost."""
 
@@ -186,9 +177,7 @@ class OnlineDraftModel(OnlineDrafter):
         return other
 
 
-def learning_on(
-    folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()
-) -> OnlineHead | OnlineDraftModel:
+def learning_on(folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()) -> OnlineDrafter:
     """A drafter of a folder that `train` made for this target, which learns on while it is used.
 
     Raises TrainingError for what `train` did not make, or what cannot learn, ModelFolderError for a
@@ -214,9 +203,8 @@ def learning_on(
         recipe = replace(recipe, tokens=ids, size=replace(recipe.size, draft_vocab=len(ids)))
     trainee = KINDS[stored["kind"]](recipe)
     begin_with(str(folder), trainee, target)
-    vocab_size = target_ends(target).vocab_size
-    head = HeadDrafter(trainee.module, name=str(folder), vocab_size=vocab_size)
-    return OnlineHead(head, OnlineTrainer(trainee, target, bounds), folder, stored["dtype"])
+    head = HeadDrafter(trainee.module, name=str(folder))
+    return OnlineDrafter(head, OnlineTrainer(trainee, target, bounds), folder, stored["dtype"])
 
 
 def stored_plan(folder: Path) -> dict[str, Any]:

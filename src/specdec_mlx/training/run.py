@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import shutil
-from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
+from textwrap import shorten
 from typing import Any
 
 import mlx.core as mx
@@ -18,20 +18,11 @@ from specdec_mlx.errors import TrainingError
 from specdec_mlx.training import features, texts
 from specdec_mlx.training.features import FeatureStore
 from specdec_mlx.training.fitting import CHECKPOINT, Acceptance, Schedule, fit, within_memory
-from specdec_mlx.training.recursive import eagle3, mtp
-from specdec_mlx.training.trainees import Recipe, Size, Trainee, draft_model, early_exit, medusa
+from specdec_mlx.training.trainees import KINDS, Recipe, Size, Trainee
 
 PLAN, REPORT = "plan.json", "training.json"
 
 ANSWERING = 0.4  # part of a given time in which the target begins new answers
-
-KINDS: Mapping[str, Callable[[Recipe], Trainee]] = {
-    "mtp": mtp,
-    "eagle3": eagle3,
-    "medusa": medusa,
-    "exit": early_exit,
-    "draft": draft_model,
-}
 
 
 @dataclass(frozen=True)
@@ -176,17 +167,16 @@ def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
     """Give a head the weights of another; TrainingError for another kind, size or target."""
     loaded: Any = load_head(folder, target)
     before = getattr(loaded, "head", None) or getattr(loaded, "exit", None) or nn.Module()
-    theirs = dict(tree_flatten(before.parameters()))
-    ours = dict(tree_flatten(trainee.module.parameters()))
-    differ = [n for n, x in ours.items() if n not in theirs or theirs[n].shape != x.shape]
-    differ += sorted(theirs.keys() - ours.keys())
-    known = trainee.vocabulary
+    known, differ = trainee.vocabulary, ""
+    try:
+        trainee.module.load_weights(tree_flatten(before.parameters()))
+    except ValueError as error:
+        differ = shorten(str(error), 200).rstrip(".")
     if not differ and known is not None and not mx.array_equal(before.vocabulary.ids, known).item():
-        differ = ["d2t"]
+        differ = "d2t differs"
     if differ:
         raise TrainingError(
             f"{folder} is no head of this kind and size, which the training could begin with: "
-            f"{differ[0]} differs. Give the flags that it was made with."
+            f"{differ}. Give the flags that it was made with."
         )
-    trainee.module.update(before.parameters())
     trainee.module.set_dtype(mx.float32)

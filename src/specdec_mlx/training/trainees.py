@@ -15,9 +15,12 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 
 from specdec_mlx.contracts import Features
-from specdec_mlx.drafters.heads.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm, first_layers
+from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3, Eagle3Config
+from specdec_mlx.drafters.heads.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm
+from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPHead
 from specdec_mlx.drafters.heads.one_pass import Medusa
-from specdec_mlx.drafters.heads.target_ends import TargetEnds, target_ends
+from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
+from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained
 from specdec_mlx.training.features import Batch, save_arrays, save_json
@@ -25,6 +28,8 @@ from specdec_mlx.training.features import Batch, save_arrays, save_json
 NORM_EPS = 1e-5
 LLAMA = {"hidden_act": "silu", "rms_norm_eps": NORM_EPS, "rope_theta": 10000.0}
 LLAMA |= {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
+MTP_TYPE = "llama_mtp"
+DRAFT_VOCAB = 32_000  # most tokens that an EAGLE-3 head proposes by default, as in published heads
 HEAD_DIM = 64  # default width of an attention head
 AT_ONCE = 2**22  # logits that are made at a time, 16 MB for each position of a draft
 EXIT_WINDOW = 8  # positions of an exit's convolution; the first layers read the text before them
@@ -201,3 +206,142 @@ def draft_model(recipe: Recipe) -> Trainee:
 
     own: Any = {"reads_text": True, "draft_logits": lambda logits: logits, "tokenizer": tokenizer}
     return Trainee(module, ends, Features(), config, predictions, **own)
+
+
+# Heads that draft on from their own states. They are trained for several steps on these states
+# (EAGLE-3's training-time test, Li et al. 2025, arXiv 2503.01840, section 3.2): each position of a
+# window begins a draft of the text's tokens.
+
+
+class StepCache:
+    """Keys and values of the steps of drafts that begin at every position of a window.
+
+    Row t of step k, the k-th token of the draft begun at row t - k + 1, sees the first step up to
+    there, and of later steps its own draft's.
+    """
+
+    offset = 0
+
+    def __init__(self) -> None:
+        self.steps: list[tuple[mx.array, mx.array]] = []
+
+    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+        """Add those of a step; return those of all steps, the earlier first."""
+        self.steps.append((keys, values))
+        all_keys, all_values = (list(parts) for parts in zip(*self.steps, strict=True))
+        return mx.concatenate(all_keys, axis=2), mx.concatenate(all_values, axis=2)
+
+    def make_mask(
+        self, length: int, return_array: bool = False, window_size: int | None = None
+    ) -> mx.array:
+        """Entries that each row of the next step sees, bool [length, steps * length]."""
+        later = len(self.steps)
+        rows, entries = mx.arange(length)[:, None], mx.arange(length)[None]
+        masks = [entries <= rows - later]
+        masks += [entries == rows - later + step for step in range(1, later + 1)]
+        return mx.concatenate(masks, axis=1)
+
+
+def mtp(recipe: Recipe) -> Trainee:
+    """A multi-token prediction layer, a decoder layer of Llama's kind, saved as MLX copies are."""
+    size, ends = recipe.size, recipe.ends
+    config = {
+        "model_type": MTP_TYPE,
+        "architectures": ["LlamaMTP"],
+        "num_hidden_layers": 1,
+        **size.llama(ends.width, ends.vocab_size),
+    }
+    family = FAMILIES[MTP_TYPE]
+    head = MTPHead(family, config, ends)
+    if size.draft_vocab is not None and size.draft_vocab < ends.vocab_size:
+        head.choose_among(_frequent(recipe, size.draft_vocab))
+    ours = {new: old for old, new in family.ours().items()}
+    return _recursive(head, recipe, config, ours)
+
+
+def eagle3(recipe: Recipe) -> Trainee:
+    """An EAGLE-3 head over the outputs of three layers, saved by SafeAILab's names."""
+    size, ends = recipe.size, recipe.ends
+    width, depth = size.width or ends.width, ends.num_layers
+    layers = size.layers or (1, depth // 2 - 1, depth - 4)  # of the paper's code
+    if not size.layers and sorted(set(layers)) != list(layers):  # of few layers the last three
+        layers = tuple(range(max(1, depth - 3), depth))
+    num = min(size.draft_vocab or DRAFT_VOCAB, ends.vocab_size)
+    config = {
+        "model_type": "llama",
+        "architectures": ["LlamaForCausalLMEagle3"],
+        "num_hidden_layers": 1,
+        **size.llama(width, ends.vocab_size),
+        "draft_vocab_size": num,
+        "target_hidden_size": ends.width,
+        "tie_word_embeddings": False,
+        "eagle_config": {IDS_KEY: stored_ids(layers), "use_aux_hidden_state": True},
+    }
+    vocabulary = _frequent(recipe, num)
+    own = {"own_embeddings": ends.vocab_size if width != ends.width else 0, "own_head": num}
+    head = Eagle3(Eagle3Config.read(config, depth), ends, vocabulary, **own)
+    known = np.zeros(ends.vocab_size, bool)
+    known[np.array(vocabulary.ids)] = True
+    ours = {"layers.0.": "midlayer.", "hidden_norm.": "midlayer.hidden_norm."}
+    return _recursive(head, recipe, config, ours, t2d=mx.array(known))
+
+
+def _recursive(
+    head: MTPHead | Eagle3,
+    recipe: Recipe,
+    config: dict[str, Any],
+    ours: Mapping[str, str],
+    **ids: mx.array,
+) -> Trainee:
+    """The trainee of a head, whose parameters' names begin otherwise in the file: see `ours`."""
+    known = None if head.vocabulary is None else head.vocabulary.ids
+    if known is not None:
+        ids["d2t"] = (known - mx.arange(known.size)).astype(mx.int64)
+
+    def predictions(batch: Batch) -> Iterator[Prediction]:
+        tokens = batch.tokens[:, 1:]
+        states = head.rows(batch.features)[:, :-1]
+        caches = [StepCache() for _ in head.make_cache()]
+        for step in range(recipe.num_steps):
+            states = head.forward(states, tokens, caches)
+            yield states[:, step:], 1 + step
+            states = mx.concatenate([states[:, :1], states[:, :-1]], axis=1)
+
+    def rename(name: str) -> str:
+        old = next((old for old in ours if name.startswith(old)), "")
+        return ours.get(old, "") + name.removeprefix(old)
+
+    return Trainee(
+        *(head, recipe.ends, head.features, config, predictions, recipe.num_steps),
+        vocabulary=known,
+        draft_logits=head.draft_logits,
+        head_names=("norm", "lm_head"),
+        rename=rename,
+        ids=ids,
+    )
+
+
+def stored_ids(layers: tuple[int, ...]) -> list[int]:
+    """Ids for the config: as outputs if the first is 1, or else by input; see `output_layers`."""
+    if not layers or layers[0] == 0:
+        raise TrainingError(
+            "Layer 0 cannot be the first that an EAGLE-3 head reads: its config could not be told "
+            "from one that names outputs. Begin with layer 1."
+        )
+    return [layer if layers[0] == 1 else layer + 1 for layer in layers]
+
+
+def _frequent(recipe: Recipe, count: int) -> DraftVocabulary:
+    """The `count` most frequent of the target's tokens; the lowest ids fill up."""
+    counts = np.bincount(recipe.tokens.ravel(), minlength=recipe.ends.vocab_size)
+    ids = np.sort(np.argsort(-counts, kind="stable")[:count])
+    return DraftVocabulary(mx.array(ids), recipe.ends.vocab_size)
+
+
+KINDS: Mapping[str, Callable[[Recipe], Trainee]] = {
+    "mtp": mtp,
+    "eagle3": eagle3,
+    "medusa": medusa,
+    "exit": early_exit,
+    "draft": draft_model,
+}

@@ -99,7 +99,7 @@ class RecurrentHead(Head):
     @property
     def levels(self) -> Sequence[RecurrentHead]:  # type: ignore[override]
         """The layers that draft a token each, or the one that drafts all."""
-        return [self]
+        return [self, *self.get("further", ())]
 
     def step(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [n, D] of n further positions, by states [n, D] and the tokens [n] after them."""
@@ -154,15 +154,14 @@ class HeadDrafter:
     Greedy targets and opaque samplers get the argmax; others draws from its logits under the
     target's own sampling (Leviathan et al. 2023, section 2.2), with the distribution of each.
     greedy: always the argmax. draft_temp: of the drafts, None for the target's. name: folder or
-    repository. vocab_size: of its target, None for any. branches: most tokens at a place; more than
-    one makes trees. on_every_rank: see `ModelDrafter`.
+    repository. branches: most tokens at a place; more than one makes trees. on_every_rank: see
+    `ModelDrafter`.
     """
 
     head: Head
     greedy: bool = False
     draft_temp: float | None = None
     name: str = ""
-    vocab_size: int | None = None
     branches: int = 1
     on_every_rank: bool = False
 
@@ -200,10 +199,10 @@ class HeadDrafter:
 
     def check(self, context: DraftContext) -> None:
         """Raise HeadError for a target with another vocabulary than the one it was loaded for."""
-        sizes = (self.vocab_size, context.vocab_size)
-        if None not in sizes and sizes[0] != sizes[1]:
+        size = self.head.ends.vocab_size
+        if context.vocab_size not in (None, size):
             raise HeadError(
-                f"{self.describe()} was loaded for a target with {self.vocab_size} tokens, and "
+                f"{self.describe()} was loaded for a target with {size} tokens, and "
                 f"this one has {context.vocab_size}. Load it for this target."
             )
 

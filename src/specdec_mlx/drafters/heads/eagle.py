@@ -148,6 +148,14 @@ class LayersHead(Head):
         """The outputs of these layers."""
         return Features(layers=self.config.layers)
 
+    def rows(self, features: FeatureRows) -> Any:
+        """[n, D] the outputs of these layers, fused."""
+        states = [features.layers[layer] for layer in self.config.layers]
+        if "fc_norm" in self:
+            states = [norm(x) for norm, x in zip(self.fc_norm, states, strict=True)]
+        fused = mx.concatenate(states, axis=-1)
+        return self.fc(self.input_norm(fused) if "input_norm" in self else fused)
+
     def variations(self) -> list[Variation]:
         """The outputs of the layers before and after, where the target has them."""
         found = []
@@ -181,16 +189,6 @@ class Eagle3(LayersHead, RecurrentHead):
             self.input_norm = nn.RMSNorm(len(config.layers) * ends.width, self.norm.eps)
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(ends.width, self.norm.eps) for _ in config.layers]
-
-    def rows(self, features: FeatureRows) -> Any:
-        """[n, D] the outputs of the target's layers, fused."""
-        states = [features.layers[layer] for layer in self.config.layers]
-        if self.config.fc_norm:
-            states = [norm(x) for norm, x in zip(self.fc_norm, states, strict=True)]
-        fused = mx.concatenate(states, axis=-1)
-        if self.config.norm_before_fc:
-            fused = self.input_norm(fused)
-        return self.fc(fused)
 
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [batch, n, D]: the first layer attends over [embedding, state]."""

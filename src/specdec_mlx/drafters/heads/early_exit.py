@@ -19,9 +19,9 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.qwen2 import MLP
 
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.drafters import lighter
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.target_ends import watched_pass
+from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import HeadError
 from specdec_mlx.target.strategies import leaves
@@ -85,9 +85,9 @@ class ExitSession(ModelSession):
 def early_exit(
     target: nn.Module, num_layers: int, *, greedy: bool = False, draft_temp: float | None = None
 ) -> ModelDrafter:
-    """A drafter of the first layers of a loaded target, fewer than it has.
+    """A drafter of the first layers of a loaded target.
 
-    Raises HeadError for too many layers, DraftModelError where they cannot be run alone.
+    Raises DraftModelError for more layers than it has, and where they cannot be run alone.
     """
     model = first_layers(target, num_layers)
     copies = fills_alike(target, model)
@@ -104,14 +104,6 @@ def load_exit(files: HeadFiles, target: nn.Module, **options: Any) -> ExitDrafte
     copies = fills_alike(target, shortened)
     model = ExitModel(shortened, trained)
     return ExitDrafter(model, None, name=files.name, exit=trained, copies=copies, **options)
-
-
-def first_layers(target: nn.Module, num_layers: int) -> nn.Module:
-    """A model of the target's first layers, which shares its weights."""
-    most = len(target.layers) - 1
-    if not 0 < num_layers <= most:
-        raise HeadError(f"Early exit after {num_layers} layers: expected 1 to {most}.")
-    return lighter.first_layers(target, num_layers)
 
 
 def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
@@ -175,19 +167,12 @@ class Exit(nn.Module):  # type: ignore[misc]
         if isinstance(mask, mx.array):  # as in a tree: each row's own path
             seen = mx.where(mask, mx.arange(1, rows.shape[1] + 1), 0)
             last = mx.sort(seen, axis=-1)[:, -self.window :]
-            last = mx.pad(last, [(0, 0), (self.window - last.shape[1], 0)])
-            return _with_zeros(rows, rows.shape[1] + 1)[:, last]
-        length = num_rows + self.window - 1
-        rows = _with_zeros(rows[:, -length:], length)
-        if num_rows == 1:
-            return rows[:, None]
-        return mx.stack([rows[:, i : i + num_rows] for i in range(self.window)], axis=2)
-
-
-def _with_zeros(rows: mx.array, length: int) -> mx.array:
-    """Rows [B, length, D]: zeros, then rows [B, n, D]."""
-    missing = length - rows.shape[1]
-    return mx.pad(rows, [(0, 0), (missing, 0), (0, 0)]) if missing else rows
+        else:
+            rows = rows[:, 1 - self.window - num_rows :]
+            ends = mx.arange(num_rows)[:, None] + rows.shape[1] - num_rows + 1
+            last = mx.maximum(ends + mx.arange(1 - self.window, 1), 0)
+        last = mx.pad(last, [(0, 0), (self.window - last.shape[1], 0)])
+        return mx.pad(rows, [(0, 0), (1, 0), (0, 0)])[:, last]  # zeros before the first
 
 
 class ExitModel(nn.Module):  # type: ignore[misc]

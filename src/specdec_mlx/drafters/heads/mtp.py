@@ -11,7 +11,7 @@ drops these tensors, so they are read from the original repository.
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, takewhile
 from typing import Any, Literal
@@ -22,8 +22,6 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from specdec_mlx.drafters.heads.drafter import RecurrentHead, Variation, is_norm
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
-
-LAYER = "layers.0."
 
 Config = Mapping[str, Any]
 Further = Literal["again", "chained", "side by side"]
@@ -82,6 +80,18 @@ class MTPFamily:
             found += takewhile(lambda p: any(n.startswith(p) for n in names), further)
         return found
 
+    def ours(self, num_layers: int = 1) -> dict[str, str]:
+        """Beginnings of a layer's names without prefix, the checkpoint's -> those of `MTPHead`.
+
+        The first that fits counts; num_layers: decoder layers in it.
+        """
+        theirs = {part: old.format(last=num_layers - 1) for part, old in self.names.items()}
+        found = {f"{old}.": f"{part}." for part, old in theirs.items()}
+        if not self.pre_norm and "norm" in theirs:
+            found[f"{theirs['norm']}."] = f"body.{self.final_norm}."
+        found |= {self.layer + old: f"body.{self.here}{new}" for old, new in self.renamed.items()}
+        return {**found, self.layer: f"body.{self.here}"}
+
 
 def _names(theirs: str) -> dict[str, str]:
     ours = ("embedding_norm", "hidden_norm", "projection", "norm", "lm_head")
@@ -94,19 +104,6 @@ _LING = _names("enorm hnorm eh_proj final_layernorm")
 _MIMO = _names("token_layernorm hidden_layernorm input_proj final_layernorm")
 _ERNIE = _names("mtp_emb_norm.0 mtp_hidden_norm.0 mtp_linear_proj.0")
 _HALVED = ("input_layernorm", "self_attn", "post_attention_layernorm")
-
-
-def _qwen(architecture: str, **changes: Any) -> MTPFamily:
-    """A full-attention layer, although most layers of the target are recurrent."""
-    return MTPFamily(
-        architecture,
-        "mtp.",
-        _QWEN,
-        layer="layers.0.",
-        changes={"full_attention_interval": 1, **changes},
-        norms_less_one=True,
-        attributes={"ssm_idx": None},
-    )
 
 
 def _deepseek(architecture: str, names: Mapping[str, str] = _DEEPSEEK, **changes: Any) -> MTPFamily:
@@ -165,17 +162,28 @@ def _nemotron_h(config: Config, depth: int) -> Config:
 
 _EXPERTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe_dsa")
 
+_QWEN_LAYER = MTPFamily("llama", "mtp.", _QWEN, layer="layers.0.")
+
+_QWEN3_5 = replace(  # a full-attention layer, although most layers of the target are recurrent
+    _QWEN_LAYER,
+    architecture="qwen3_5_moe",
+    changes={"full_attention_interval": 1},
+    norms_less_one=True,
+    attributes={"ssm_idx": None},
+)
+_DENSE = {"full_attention_interval": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}
+
 FAMILIES: dict[str, MTPFamily] = {
-    "qwen3_next": _qwen("qwen3_next", mlp_only_layers=[], decoder_sparse_step=1),
-    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _qwen("qwen3_5_moe")),
+    "qwen3_next": replace(_QWEN3_5, architecture="qwen3_next", changes=_DENSE),
+    **dict.fromkeys(("qwen3_5", "qwen3_5_moe"), _QWEN3_5),
     **{name: _deepseek(name, moe_layer_freq=1) for name in _EXPERTS},
     "bailing_moe": _deepseek("bailing_moe", _LING),
     "bailing_hybrid": _deepseek("bailing_hybrid", _LING, layer_group_size=1),
     "bailing_moe_v3": _deepseek("bailing_moe_v3", _LING, layer_group_size=1),
-    "llama_mtp": MTPFamily("llama", "mtp.", _QWEN, layer="layers.0."),
+    "llama_mtp": _QWEN_LAYER,
     "mimo": MTPFamily("mimo", "model.mtp_layers.0.", _MIMO, hidden_first=True),
     "ernie4_5_moe": MTPFamily("ernie4_5", "model.", _ERNIE, layer="mtp_block.0."),
-    "exaone_moe": MTPFamily("exaone_moe", "mtp.", _QWEN, layer="layers.0.", changes=_exaone_moe),
+    "exaone_moe": replace(_QWEN_LAYER, architecture="exaone_moe", changes=_exaone_moe),
     "longcat_flash": MTPFamily(
         "longcat_flash",
         "model.mtp.",
@@ -290,11 +298,6 @@ class MTPHead(RecurrentHead):
         self.further = [MTPHead(family, config, ends, depth) for depth in depths]
         self.kind = family.label if self.moves_on else f"layered {family.label}"
 
-    @property
-    def levels(self) -> Sequence[RecurrentHead]:  # type: ignore[override]
-        """The layers, one for each token of a draft, or the one for all."""
-        return [self, *self.further]
-
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
         """States [batch, n, D] in place of the target's after its final norm."""
         parts = [self.embedding_norm(self.embed(tokens)), self.hidden_norm(states)]
@@ -366,12 +369,7 @@ def mtp_weights(
     one.
     """
     shell, inside = one_layer_model(family, config), f"body.{family.here}"
-    last = len(getattr(shell, family.body).layers) - 1
-    ours = {f"{old.format(last=last)}.": f"{part}." for part, old in family.names.items()}
-    if not family.pre_norm and "norm" in family.names:
-        ours[f"{family.names['norm'].format(last=last)}."] = f"body.{family.final_norm}."
-    ours |= {family.layer + old: inside + new for old, new in family.renamed.items()}
-    ours.setdefault(family.layer, inside)
+    ours = family.ours(len(getattr(shell, family.body).layers))
     weights, convert = {}, {}
     for name, value in tensors.items():
         rest = name.removeprefix(prefix)

@@ -107,23 +107,20 @@ class DFlash(LayersHead):
         self.most_drafted = config.block_size - 1
 
     def rows(self, features: FeatureRows) -> Any:
-        """[n, D] the outputs of the target's layers, fused."""
-        states = [features.layers[layer] for layer in self.config.layers]
-        return self.hidden_norm(self.fc(mx.concatenate(states, axis=-1)))
+        """[n, D] the outputs of the target's layers, fused and normed."""
+        return self.hidden_norm(super().rows(features))
 
     def read(self, rows: mx.array, cache: list[Any]) -> None:
         """Add n rows [n, D] to the context: their keys and values in every layer."""
         for layer, kept in zip(self.layers, cache, strict=True):
-            kept.update_and_fetch(*_keys_and_values(layer.self_attn, rows[None], kept.offset))
+            layer.self_attn(rows[None], None, kept)  # lazy: attention itself is never computed
 
     def guesses(self, token: int, number: int, cache: list[Any]) -> mx.array:
         """Logits [n, V] of the n tokens after `token`, by a block that is not kept."""
         tokens = to_ids([token, *[self.config.mask_token] * self.most_drafted])
         h = self.ends.embed(tokens)[None] * self.config.embedding_scale
         for i, (layer, kept) in enumerate(zip(self.layers, cache, strict=True)):
-            mask = self.mask(i, kept.offset, tokens.shape[0])
-            h = h + _attend(layer.self_attn, layer.input_layernorm(h), kept, mask)
-            h = h + layer.mlp(layer.post_attention_layernorm(h))
+            h = layer(h, self.mask(i, kept.offset, tokens.shape[0]), kept)
             kept.trim(tokens.shape[0])
         return self.logits(self.norm(h[0]))[1 : number + 1]
 
@@ -147,25 +144,6 @@ class DFlash(LayersHead):
         """Layers, block, vocabulary, windows."""
         layers, *others = super().notes()
         return [layers, f"blocks of {self.config.block_size}", *others]
-
-
-def _keys_and_values(attention: Any, x: mx.array, offset: int) -> tuple[mx.array, mx.array]:
-    """Keys and values [1, H, n, d] of states [1, n, D] that begin at a position."""
-    shape = (1, x.shape[1], attention.n_kv_heads, -1)
-    keys = attention.k_norm(attention.k_proj(x).reshape(shape)).transpose(0, 2, 1, 3)
-    values = attention.v_proj(x).reshape(shape).transpose(0, 2, 1, 3)
-    return attention.rope(keys, offset=offset), values
-
-
-def _attend(attention: Any, x: mx.array, cache: Any, mask: mx.array | None) -> Any:
-    """Attention [1, B, D] of a block [1, B, D] over the context and the block."""
-    offset = cache.offset
-    queries = attention.q_norm(attention.q_proj(x).reshape(1, x.shape[1], attention.n_heads, -1))
-    queries = attention.rope(queries.transpose(0, 2, 1, 3), offset=offset)
-    keys, values = cache.update_and_fetch(*_keys_and_values(attention, x, offset))
-    attend = mx.fast.scaled_dot_product_attention
-    mixed = attend(queries, keys, values, scale=attention.scale, mask=mask)
-    return attention.o_proj(mixed.transpose(0, 2, 1, 3).reshape(1, x.shape[1], -1))
 
 
 class Medusa(Head):

@@ -55,11 +55,10 @@ class TargetEnds:
 class DraftVocabulary:
     """The target's tokens that the Vd rows of a head stand for; ids: [Vd]."""
 
-    def __init__(self, offsets: mx.array, vocab_size: int) -> None:
-        """From d2t, [Vd] the target's id less the draft's; ValueError for ids beyond V."""
-        self.ids = offsets.astype(mx.int32) + mx.arange(offsets.shape[0])
-        self.vocab_size = vocab_size
-        low, high = int(self.ids.min()), int(self.ids.max())
+    def __init__(self, ids: mx.array, vocab_size: int) -> None:
+        """Raise ValueError for ids beyond V."""
+        self.ids, self.vocab_size = ids.astype(mx.int32), vocab_size
+        low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
             raise ValueError(f"d2t names tokens {low} to {high}, and the target has {vocab_size}")
 

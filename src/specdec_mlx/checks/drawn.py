@@ -1,0 +1,350 @@
+"""Do drafts and texts follow the distributions that they should? Two chi-square tests.
+
+Drafts: the tokens of a declared distribution are lined up, the likeliest first, and sorted into
+tenths by the mass that stands before them. How often a token of each tenth is drawn is compared
+with the sums of their declared chances; every drafted token of every text counts.
+
+Texts: the joint of their first tokens. A text whose every token is expected often enough at its
+place has a cell of its own, the others share one for each place that they leave from. Expected
+counts are products of the target's own probabilities.
+
+Counts that are expected of a named fault give the chance to find it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from specdec_mlx.checks import one_step
+from specdec_mlx.checks.chi_square import LEAST_EXPECTED, ChiSquare, Counts, power, together
+from specdec_mlx.checks.one_step import DRAFT_FAULTS, VARIANTS, Variant, lossless
+from specdec_mlx.checks.report import Part
+from specdec_mlx.checks.stand_ins import Alone, Remembered, with_remembered_models
+from specdec_mlx.checks.subject import Probs, Step, Subject, Work, first_probs, probabilities
+from specdec_mlx.checks.subject import total_variation as distance
+from specdec_mlx.contracts import Draft
+from specdec_mlx.token_ids import to_list
+
+SURE = 0.9  # power from which a fault counts as one that would have been found
+
+DECLARED_NAME = "declared distribution"
+FEWEST_DRAWS = 100
+NUM_BINS = 10
+NUM_RANKED = (
+    1000  # tokens of a distribution that are lined up, the likeliest; the last bin's others
+)
+
+JOINT_NAME = "joint distribution"
+NUM_TOKENS = 3
+NUM_DRAFT = 2  # so that the bonus token is among the three
+NUM_CONTEXTS = 3
+FEWEST_TEXTS = 100
+TEXTS_PER_CONTEXT = 2000
+UNDRAFTED = -1  # draft tokens left to verify in a round that has none
+OTHER = -1  # last token of the cells that texts share
+ROUNDING = 1e-12
+CHUNK = 32
+"""Positions of a remembered context at a time: nothing is computed for it, but a draft model that
+asks for the last row of a pass gets all of its rows, each as wide as the vocabulary."""
+
+Tokens = tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Counts of samples beside those expected, each [cells] for each group of samples.
+
+    samples, aim: words for them, and for what they should follow. wrong: named fault -> the counts
+    that it would give.
+    """
+
+    samples: str
+    aim: str
+    seen: Sequence[Counts]
+    right: Sequence[Counts]
+    wrong: Mapping[str, Sequence[Counts]]
+
+    def test(self, expected: Sequence[Counts]) -> ChiSquare:
+        """One test of all groups."""
+        return together(map(ChiSquare.of, self.seen, expected))
+
+    def part(self, name: str, numbers: dict[str, Any], diagnosis: Callable[[], str]) -> Part:
+        """The verdict; not run if none of the named faults would have been found."""
+        test = self.test(self.right)
+        powers = {fault: power(counts, self.right) for fault, counts in self.wrong.items()}
+        numbers = numbers | test.numbers() | {"power": powers}
+        if test.is_alarm:
+            verdict = f"{self.samples} do not follow {self.aim} (p = {test.p_value:.1g}): "
+            return Part(name, "failed", verdict + diagnosis(), numbers)
+        unsure = [fault for fault, chance in powers.items() if chance < SURE]
+        if len(unsure) == len(powers):
+            verdict = f"{self.samples} are too few for any of the named faults to be found. Give "
+            return Part(name, "not run", f"{verdict}more time (--budget).", numbers)
+        found = f"each named fault would have been found, with a chance above {SURE}"
+        found = f"not enough to be sure of: {', '.join(unsure)}" if unsure else found
+        verdict = f"{self.samples} follow {self.aim} (p = {test.p_value:.2g}); {found}."
+        return Part(name, "passed", verdict, numbers)
+
+
+# Drafts -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Draws:
+    """Drafted tokens, by the mass of likelier ones in the declared distribution.
+
+    counts: [2 + F, NUM_BINS] drawn, declared, and expected of each of the faults. proposals, cut:
+    drafts, and those shorter than asked for.
+    """
+
+    counts: Counts = field(default_factory=lambda: np.zeros((2 + len(DRAFT_FAULTS), NUM_BINS)))
+    proposals: int = 0
+    cut: int = 0
+
+    def add(self, draft: Draft, limit: int) -> None:
+        """Note a proposal that up to `limit` tokens were asked for."""
+        self.proposals += 1
+        self.cut += len(draft) < limit
+        if draft.logprobs is None:
+            return
+        for token, row in zip(to_list(draft.tokens), draft.logprobs, strict=True):
+            q = probabilities(row)
+            bins = np.full(len(q), NUM_BINS - 1)
+            order = np.argpartition(-q, min(NUM_RANKED, len(q) - 1))[:NUM_RANKED]
+            order = order[np.argsort(-q[order])]
+            middles = np.cumsum(q[order]) - q[order] / 2
+            bins[order] = np.minimum(NUM_BINS * middles, NUM_BINS - 1)
+            drawn = np.eye(1, len(q), token)[0]
+            for i, mass in enumerate((drawn, q, *(fault(q) for fault in DRAFT_FAULTS.values()))):
+                self.counts[i] += np.bincount(bins, mass, NUM_BINS)
+
+    def diagnosis(self) -> str:
+        """How the drawn tokens are wrong, and what to do."""
+        drawn, declared = self.counts[:2] @ np.arange(NUM_BINS)
+        is_sharper = drawn < declared
+        if is_sharper and self.cut:
+            return (
+                f"unlikely ones are too few, and {self.cut} of {self.proposals} drafts are shorter "
+                "than asked for: tokens are dropped after they were drawn. Decide whether to draft "
+                "a token before drawing it."
+            )
+        return (
+            f"they come from another one, which is {'sharper' if is_sharper else 'flatter'}. Hand "
+            "over, as Draft.logprobs, the distribution that each token is really drawn from, after "
+            "temperature and filters."
+        )
+
+
+def check_declared(draws: Draws) -> Part:
+    """Chi-square of all draws; needs no further ones."""
+    seen, due, *wrong = draws.counts
+    num_draws = int(seen.sum())
+    if draws.proposals and not num_draws:
+        verdict = "The drafter declares no distribution: its drafts are taken as point masses, and "
+        verdict += "verified as such no token can come out of proportion."
+        return Part(DECLARED_NAME, "not applicable", verdict, {"proposals": draws.proposals})
+    if num_draws < FEWEST_DRAWS:
+        verdict = f"Only {num_draws} tokens were drafted in the time there was; {FEWEST_DRAWS} are "
+        verdict += "needed. Give more time (--budget)."
+        return Part(DECLARED_NAME, "not run", verdict, {"draws": num_draws})
+    faults = {name: [counts] for name, counts in zip(DRAFT_FAULTS, wrong, strict=True)}
+    samples, aim = f"{num_draws} drafted tokens", "the distributions declared for them"
+    compared = Comparison(samples, aim, [seen], [due], faults)
+    numbers = {
+        "draws": num_draws,
+        "drawn_in_each_tenth": (seen / num_draws).round(4).tolist(),
+        "declared_in_each_tenth": (due / num_draws).round(4).tolist(),
+        "proposals_cut_short": draws.cut,
+    }
+    return compared.part(DECLARED_NAME, numbers, draws.diagnosis)
+
+
+# Texts --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Texts:
+    """Texts of `NUM_TOKENS` tokens after one context; `draws` takes what is drafted.
+
+    Each begins before the context's last token, since the first token of a generation is never
+    drafted; the target then gives that one with certainty.
+    """
+
+    subject: Subject
+    context: list[int]
+    draws: Draws
+    tokens: list[Tokens] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+
+    def __post_init__(self) -> None:
+        self.target = Remembered(self.subject.model, self.context, gives_last=True)
+        self.drafter = with_remembered_models(self.subject.drafter, self.context)
+
+    def draw(self, seed: int) -> None:
+        """One more text, by the loop."""
+        drafter = Alone(self.drafter, self.subject.model, self.draws.add)
+        changed: Any = {"model": self.target, "drafter": drafter, "draft_length": NUM_DRAFT}
+        drawing = replace(self.subject, seed=seed, **changed)
+        options = {"sampler": self.subject.sampling, "prefill_step_size": CHUNK, "probe": False}
+        items = drawing.text(self.context[:-1], 1 + NUM_TOKENS, **options)
+        self.tokens.append(tuple(item.token for item in items[1:]))
+        self.drafted += items[-1].stats.drafted
+        self.accepted += items[-1].stats.accepted
+
+    def target_probs(self, continuation: Sequence[int]) -> Probs:
+        """Probabilities [V] of the token after the context and a continuation."""
+        logits = self.target.after([*self.context, *continuation])
+        return probabilities(self.subject.sampling.log_distribution(logits))
+
+    def draft_probs(self, continuation: Sequence[int]) -> Probs | None:
+        """Probabilities [V] that the drafter declares there; None where it proposes nothing."""
+        asked = replace(self.subject, drafter=self.drafter)
+        session = asked.begin([*self.context, *continuation], prefill_step_size=CHUNK)
+        return first_probs(session.propose(1), self.subject.vocab_size)
+
+
+class Cells:
+    """The cells that the texts after one context are sorted into, by what they hold in common.
+
+    places: beginning of a text -> both distributions [V] after it, and the tokens that are expected
+    often enough there.
+    """
+
+    def __init__(self, texts: Texts) -> None:
+        self.texts = texts
+        self.places: dict[Tokens, tuple[Probs, Probs | None, list[int]]] = {}
+        self._add_place((), float(len(texts.tokens)))
+
+    def _add_place(self, prefix: Tokens, expected: float) -> None:
+        p = self.texts.target_probs(prefix)
+        likely = np.flatnonzero(expected * p >= LEAST_EXPECTED).tolist()
+        self.places[prefix] = p, self.texts.draft_probs(prefix), likely
+        if len(prefix) + 1 < NUM_TOKENS:
+            for token in likely:
+                self._add_place((*prefix, token), expected * p[token])
+
+    def cell_of(self, tokens: Tokens) -> Tokens:
+        """The cell of a text."""
+        for size, token in enumerate(tokens):
+            if token not in self.places[tokens[:size]][2]:
+                return (*tokens[:size], OTHER)
+        return tokens
+
+    def chances(self, variant: Variant = lossless) -> dict[Tokens, float]:
+        """Chance of each cell, of texts by rounds of up to `NUM_DRAFT` draft tokens."""
+        return self._chances(variant, (), {_draft_length(0): 1.0})
+
+    def _chances(
+        self, variant: Variant, prefix: Tokens, arriving: dict[int, float]
+    ) -> dict[Tokens, float]:
+        """Chances of the cells of texts that begin alike.
+
+        arriving: chance to come there by draft tokens left to verify; at 0 the bonus token is due.
+        """
+        if prefix not in self.places:
+            return {prefix: sum(arriving.values())}
+        p, q, likely = self.places[prefix]
+        kept, again, bonus = (0 * p, p, p) if q is None else variant(p, q)
+        after: dict[int, Any] = defaultdict(float)
+        for left, weight in arriving.items():
+            if left > 0:
+                after[left - 1] += weight * kept
+            ending = {UNDRAFTED: p, 0: bonus}.get(left, again)
+            after[_draft_length(len(prefix) + 1)] += weight * ending
+        total = np.sum(list(after.values()), axis=0)
+        found = {(*prefix, OTHER): total.sum() - total[likely].sum()}
+        for token in likely:
+            moved = {left: float(mass[token]) for left, mass in after.items()}
+            found |= self._chances(variant, (*prefix, token), moved)
+        return found
+
+    def seen(self) -> Counts:
+        """Texts in each cell."""
+        counts = Counter(map(self.cell_of, self.texts.tokens))
+        return np.array([float(counts[cell]) for cell in self.chances()])
+
+    def expected(self, variant: Variant = lossless) -> Counts:
+        """Texts expected in each cell."""
+        found = np.array(list(self.chances(variant).values()))
+        return len(self.texts.tokens) * np.where(found < ROUNDING, 0, found)
+
+
+def _draft_length(num_tokens: int) -> int:
+    """Draft tokens of a round that begins after so many tokens: the last one is never drafted."""
+    return min(NUM_DRAFT, NUM_TOKENS - num_tokens - 1) or UNDRAFTED
+
+
+def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draws) -> Part:
+    """Draw texts after some places, and hold them to the target's; `draws` takes the drafts."""
+    groups: list[Texts] = []
+    count = 0
+    first_seed = subject.seed + len(subject.prompts)  # those before drew the contexts
+    for step in work.each(_most_telling(steps)):
+        groups.append(Texts(subject, step.tokens, draws))
+        for _ in work.each(range(TEXTS_PER_CONTEXT)):
+            groups[-1].draw(first_seed + count)
+            count += 1
+    if not groups:
+        verdict = "The drafter proposed nothing at any place, so that there is nothing to test. "
+        verdict += "Give prompts whose text repeats itself (--prompts)."
+        return Part(JOINT_NAME, "not run", verdict)
+    if count < FEWEST_TEXTS:
+        verdict = f"Only {count} texts were drawn in the time there was; {FEWEST_TEXTS} are needed."
+        verdict += " Give more time (--budget)."
+        return Part(JOINT_NAME, "not run", verdict, {"texts": count})
+    cells = [Cells(group) for group in groups]
+    compared = Comparison(
+        f"{count} texts of {NUM_TOKENS} tokens",
+        "the target's distribution",
+        [one.seen() for one in cells],
+        [one.expected() for one in cells],
+        {name: [one.expected(variant) for one in cells] for name, variant in VARIANTS.items()},
+    )
+    numbers = {
+        "texts": count,
+        "tokens_each": NUM_TOKENS,
+        "contexts": len(groups),
+        "cells": sum(map(len, compared.right)),
+        "draft_tokens": sum(group.drafted for group in groups),
+        "accepted": sum(group.accepted for group in groups),
+    }
+    return compared.part(JOINT_NAME, numbers, lambda: _diagnosis(cells, compared))
+
+
+def _most_telling(steps: Sequence[Step]) -> list[Step]:
+    """Places with a draft where even the fault that is hardest to see shows most."""
+    drafted = [s for s in steps if s.draft_probs is not None and len(s.tokens) > 1]
+    return sorted(drafted, key=_tells, reverse=True)[:NUM_CONTEXTS]
+
+
+def _tells(step: Step) -> float:
+    """Least distance of the named faults' distributions from the target's, for two tokens."""
+    p, q = step.target_probs, step.draft_probs
+    assert q is not None
+    distances = []
+    for kept, again, bonus in (variant(p, q) for variant in VARIANTS.values()):
+        second = float(kept.sum()) ** NUM_DRAFT * distance(bonus, p)
+        distances.append(distance(kept + again, p) + second)
+    return min(distances)
+
+
+def _diagnosis(groups: Sequence[Cells], compared: Comparison) -> str:
+    """How the texts are wrong, by the named faults."""
+    firsts = [(group.places[()][0], text[0]) for group in groups for text in group.texts.tokens]
+    excluded = sorted({token for p, token in firsts if p[token] == 0})
+    shape = f"tokens {excluded[:5]} came that the distribution excludes; " if excluded else ""
+    chances = {name: compared.test(counts).p_value for name, counts in compared.wrong.items()}
+    likest = max(chances, key=lambda name: chances[name])
+    likeness = f"they look like: {likest} (p = {chances[likest]:.2g})."
+    if chances[likest] < 0.01:
+        likeness = "they are like none of the named faults."
+    return (
+        f"{shape}{likeness} The parts {one_step.NAME!r} and {DECLARED_NAME!r} say whether it is "
+        "the rule or the drafter."
+    )
