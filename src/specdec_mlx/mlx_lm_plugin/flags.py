@@ -201,9 +201,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--memory",
-        metavar=f"FILE|{PROCESS}",
+        metavar=f"FILE|{PROCESS}|{NO_DRAFTER}",
         help="Draft from what was written before, as kept in FILE, and add what is written now; "
-        f"'{PROCESS}' keeps it for as long as the process runs (default: nothing is remembered)",
+        f"'{PROCESS}' keeps it for as long as the process runs (default: that for a server on a "
+        f"loopback address, else '{NO_DRAFTER}')",
     )
     add(
         "--memory-for",
@@ -251,13 +252,14 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
-    same = "draft_model", "rule", "stats", "memory", "memory_for", "online"
+    same = "draft_model", "rule", "stats", "memory_for", "online"
     flags = Flags(
         tuple(namespace.drafter),
         lighter=lighter_of(namespace),
         draft_length="auto" if length is None else length,
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
+        memory=None if namespace.memory == NO_DRAFTER else namespace.memory,
         **{name: getattr(namespace, name) for name in same},
     )
     if flags.online:

@@ -208,7 +208,7 @@ class Access:
     def of(cls, namespace: argparse.Namespace, draft_model: str | None) -> Access:
         """As the flags say; raises ValueError for a server that could serve nothing."""
         model = namespace.model
-        models = namespace.request_models or (ANY if _is_loopback(namespace.host) else TARGETS)
+        models = namespace.request_models or (ANY if is_loopback(namespace.host) else TARGETS)
         if models == GIVEN and model is None:
             raise ValueError(f"argument --request-models: {GIVEN} needs --model.")
         given = {
@@ -238,7 +238,8 @@ class Access:
             )
 
 
-def _is_loopback(host: str) -> bool:
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach the address."""
     try:
         return ipaddress.ip_address(host).is_loopback
     except ValueError:

@@ -31,12 +31,14 @@ from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor, compiled_tokenizer
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import stream_generate
+from specdec_mlx.memory.store import PROCESS
 from specdec_mlx.mlx_lm_plugin import conversation, heads, openai_fields, requests
 from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, SpeculatingBatch, has_rows
 from specdec_mlx.mlx_lm_plugin.flags import Flags, replaced_names, run_main
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
 from specdec_mlx.mlx_lm_plugin.openai_fields import Refused, RequestError
 from specdec_mlx.mlx_lm_plugin.requests import Channel, Menu, Requested
+from specdec_mlx.mlx_lm_plugin.status import Totals
 from specdec_mlx.models import explained
 from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
@@ -51,6 +53,8 @@ def run_server(arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
 
         def on_flags(namespace: argparse.Namespace, flags: Flags) -> None:
+            if namespace.memory is None and requests.is_loopback(namespace.host):
+                flags = replace(flags, memory=PROCESS)  # one person's
             menu = Menu(flags, requests.Access.of(namespace, flags.draft_model))
             stack.callback(flags.save_memory)
             if namespace.model is not None:  # to say now what the generating thread could not
@@ -66,7 +70,7 @@ def run_server(arguments: Sequence[str]) -> None:
 def _names(menu: Menu, kept: ExitStack | None, stack: ExitStack) -> dict[str, Any]:
     """Replacements for names that `main` of mlx-lm's server uses; kept saves tunings at the end."""
     load_processor, scan = MODULE.load_processor, MODULE.scan_cache_dir
-    handler = partial(SpeculatingHandler, menu)
+    handler = partial(SpeculatingHandler, menu, Totals())
 
     def noting_length(model: nn.Module, config: dict[str, Any]) -> Any:
         heads.longest_text.put(model, heads.longest_in(config))
