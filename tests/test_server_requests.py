@@ -36,7 +36,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def client(folder: Path) -> Iterator[openai.OpenAI]:
-    with serving("--model", str(folder), "--draft-length", "4") as running:
+    with serving("--model", str(folder), "--draft-length", "4", "--memory", "none") as running:
         yield running
 
 
