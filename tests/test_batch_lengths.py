@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import accumulate, product
 from operator import mul
@@ -23,6 +23,7 @@ from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request
 from specdec_mlx.bench.cost import CostCurve, linear_cost
+from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import Modelled
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, Evidence
@@ -235,6 +236,33 @@ def test_a_row_without_drafts_is_not_made_to_wait_for_the_others(
     assert min(late) < 0
     monkeypatch.setattr(Account, "add", lambda self, amount=0.0: setattr(self, "budget", 99.0))
     assert rows_of_a_server(texts, drafter)[3] > 8
+
+
+def test_a_group_is_written_by_all_contenders_in_turns() -> None:
+    """Each writes its tokens to the end, however many turns that takes, and is waited for."""
+
+    def writes(lengths: Sequence[int]) -> batches.Start:
+        def start(tasks: Sequence[Task], max_tokens: int) -> Iterator[tuple[int, int, int]]:
+            for step in range(max_tokens):
+                for index, length in enumerate(lengths):
+                    if step < length:
+                        turns.append(lengths)
+                        yield index, step, step + 1
+
+        return start
+
+    turns: list[Sequence[int]] = []
+    contenders = {batches.PLAIN: writes([20, 16]), "ours": writes([20, 15])}
+    groups = batches.race(contenders, narrow.tasks(2), max_tokens=20, repeats=8)
+    assert [(g.num_tokens, g.passes, g.same) for g in groups] == [(36, 20, 2), (35, 20, 1)]
+    assert "ours" in batches.format_rows(batches.summarize(2, groups))
+    assert [len(group.prompt_seconds) for group in groups] == [8, 8]
+    repeats = [turns[start : start + 71] for start in range(0, len(turns), 71)]
+    assert len({tuple(repeat[0]) for repeat in repeats}) == 2, "who begins is drawn"
+    assert any(repeat[2] != repeat[34] for repeat in repeats), "and anew each time around"
+    for repeat in repeats:
+        assert sorted(repeat[:2]) == [[20, 15], [20, 16]], "first tokens come before any turn"
+        assert repeat[2:34].count([20, 16]) == repeat[2:34].count([20, 15]) == 16, "a turn of each"
 
 
 def test_speeds_are_medians_over_repeats_and_sums_over_groups() -> None:
