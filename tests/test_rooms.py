@@ -29,9 +29,9 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 29_134,
-    "files": 184,
-    "numeric constants": 161,
+    "lines": 28_542,
+    "files": 177,
+    "numeric constants": 157,
     "protocols": 20,
     "public names": 30,
 }
