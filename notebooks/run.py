@@ -7,6 +7,7 @@ the pair that ships with the package.
 from __future__ import annotations
 
 import os
+import re
 import sys
 import tempfile
 from pathlib import Path
@@ -34,12 +35,18 @@ def run(path: Path) -> None:
         client.execute()
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
+        if cell.cell_type == "code":
+            cell.outputs = [out for out in cell.outputs if not is_bar(out)]
     notebook.metadata.language_info = {"name": "python"}
     nbformat.write(notebook, path)
 
 
+def is_bar(output: nbformat.NotebookNode) -> bool:
+    """True for a progress bar, which is for those who wait."""
+    return output.get("name") == "stderr" and bool(re.search(r"\|.*\d\d:\d\d", output.text))
+
+
 if __name__ == "__main__":
-    os.environ["TQDM_DISABLE"] = "1"  # bars are for those who wait
     os.environ["PYTHONWARNINGS"] = "ignore:IProgress not found"  # of tqdm, without ipywidgets
     for name in sys.argv[1:] or sorted(path.name for path in FOLDER.glob("*.ipynb")):
         print(name)
