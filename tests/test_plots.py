@@ -17,7 +17,7 @@ import specdec_mlx as sd
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.replay import Score, Scores
 from specdec_mlx.bench.summary import Result
-from specdec_mlx.checks.report import Part
+from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.notebook import plots
 from specdec_mlx.notebook.views import GREY, VERMILLION
@@ -67,7 +67,7 @@ def every_plot() -> dict[str, plots.Plot]:
         "speeds": plots.draft_lengths({2: stats}, linear_cost(0.1)),
         "by text": plots.speed_by_text(results),
         "modelled": Scores([score("ngram", "a", 1.5), score("ngram", "all", 1.2)]).plot(),
-        "power": plots.power_of_check([Part("joint", "passed", "", {"power": {"bonus": 1.0}})]),
+        "power": CheckReport([Part("joint", "passed", "", {"power": {"bonus": 1.0}})]).plot(),
         "tree": plots.token_tree(TREE, list("abcd$"), [0, 2]),
         "gain": plots.tree_gain([[0.6, 0.2]] * 4),
         "figure 2": plots.paper_figure_2(),

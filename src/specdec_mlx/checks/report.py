@@ -7,10 +7,14 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
-from typing import Any, Literal
+from importlib import import_module
+from typing import TYPE_CHECKING, Any, Literal
 
 from specdec_mlx.notebook.views import table_html
 from specdec_mlx.stats.account import Row, Rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 Status = Literal["passed", "failed", "not run", "not applicable"]
 
@@ -86,6 +90,12 @@ class CheckReport(Rows):
             row |= {k: v for k, v in part.numbers.items() if not isinstance(v, list | dict)}
             rows.append(row)
         return rows
+
+    def plot(self) -> Figure:
+        """Draw the chance that each named fault would have been found; needs matplotlib."""
+        plots: Any = import_module("specdec_mlx.notebook.plots")
+        figure: Figure = plots.power_of_check(self.parts)
+        return figure
 
     def to_json(self) -> str:
         """JSON text, one line an entry."""
