@@ -29,7 +29,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 28_552,
+    "lines": 28_547,
     "files": 177,
     "numeric constants": 157,
     "protocols": 20,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
@@ -10,6 +9,7 @@ from html import escape
 from threading import Lock
 
 from specdec_mlx.mlx_lm_plugin.requests import Requested
+from specdec_mlx.stats.account import kind_of
 
 METRICS, PAGE = "/metrics", "/"
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -68,7 +68,7 @@ class Totals:
             self.counts["drafts"] += sum(drafted > 0 for drafted, _ in stats.rounds)
             self.at.update(dict(enumerate(stats.accepted_at)))
             for key, counts in stats.by_drafter.items():
-                known = self.by_drafter.setdefault(_kind(key), [0, 0])
+                known = self.by_drafter.setdefault(kind_of(key), [0, 0])
                 known[:] = [a + b for a, b in zip(known, counts, strict=True)]
 
     def metrics(self, gauges: Mapping[str, int]) -> str:
@@ -105,11 +105,6 @@ class Totals:
             f'<h1>specdec_mlx</h1><p class="large">{a_pass:.2f}</p><p>tokens per pass</p>'
             f"{_table([('since the start', ''), *rows])}{drafted}</html>"
         )
-
-
-def _kind(key: str) -> str:
-    """The class that a drafter's key begins with."""
-    return re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
 
 
 def _metric(name: str, kind: str, words: str, samples: Mapping[str, int]) -> Iterator[str]:

@@ -199,7 +199,7 @@ class SpeculationStats(Rows):
         """Two readable lines, and a third for several drafters or no draft."""
         share = f" ({self.accepted_share:.0%})" if self.drafted else ""
         counts = self.by_drafter.items()
-        shares = [f"{_kind(key)} {accepted} of {drafted}" for key, (drafted, accepted) in counts]
+        shares = [f"{kind_of(key)} {accepted} of {drafted}" for key, (drafted, accepted) in counts]
         by_drafter = "\naccepted of drafted: " + ", ".join(shares) if len(shares) > 1 else ""
         if self.why_none and not self.drafted:
             by_drafter = f"\nnothing drafted: {self.why_none}"
@@ -223,6 +223,6 @@ class SpeculationStats(Rows):
         return str(views.stats_html(self))
 
 
-def _kind(key: str) -> str:
+def kind_of(key: str) -> str:
     """The class that a drafter's key begins with."""
     return re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
