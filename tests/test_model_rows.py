@@ -21,6 +21,8 @@ from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request
 from specdec_mlx.contracts import Draft, DraftContext
+from specdec_mlx.draft_length.rows import RowLength, SharedLength
+from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters import model_rows
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.drafters.model_rows import DraftRows, ModelRows, RowSession
@@ -179,3 +181,15 @@ def test_a_text_that_ends_leaves_what_was_read_to_the_caller(length: int, asked:
     fed = model(mx.array([last]), cache=caches[0])[0, -1]
     assert fed.tolist() == pytest.approx(logits(model, held + last), abs=1e-4)
     assert sessions[1].propose(3).tokens.tolist() == drafted_alone(model, texts[1], 3)
+
+
+def test_what_drafting_adds_to_a_pass_is_the_cost_of_its_steps() -> None:
+    """And not of a pass as wide, by which look-ups are judged."""
+    shared = SharedLength(Tuning())
+    row = RowLength(shared.tuning, shared=shared)
+    row.limit("model", cheap=False)
+    shared.record(0, [(row, 1)], 1.0, steady=True)
+    stairs = shared.prices.stairs
+    shared.record(4, [(row, 3)], stairs(5) + 2.0, steady=True, parts={"model"})
+    assert list(shared.models["model"].learned.steps.first) == pytest.approx([0.5])
+    assert not stairs.ratios
