@@ -286,8 +286,8 @@ def test_a_replay_shows_what_was_recorded_and_nothing_else() -> None:
     table = SuccessorTable()
     drafter = sd.BestOf(sd.RecyclingDrafter(table=table), sd.NGramDrafter())
     replay_text(text, drafter, Auto(), FREE, max_tokens=4, vocab_size=50)
-    known = {token: after.tokens for (token,), after in table.successors.items()}
-    assert known == {2: [3, 9], 3: [5, 6], 4: [3, 7]}
+    known = {place: after.texts for place, after in table.successors.items()}
+    assert known == {(2,): [(3,), (9,)], (3,): [(5,), (6,), (4,), (8,)], (4,): [(3,), (7,)]}
     with pytest.raises(UnreadableError, match="no states"):
         RecordedTarget(text, 50).tap(Features(head_input=True))
 
