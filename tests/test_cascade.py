@@ -17,10 +17,10 @@ from mlx_lm.models.cache import LRUPromptCache
 import specdec_mlx as sd
 import tiny
 from exact import TARGET, Drawn, Rounds, by_state, rolled
-from lossless import PROMPT, plain_text
+from lossless import PROMPT
 from narrow import Counting
 from scripted import ScriptedDrafter, ScriptedSession
-from selection import cases, in_one_test
+from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.bench.cost import parse_cost
 from specdec_mlx.bench.recorded import ModelledLength
@@ -135,33 +135,19 @@ def target(name: str, seed: int = 0) -> nn.Module:
     return tiny.build(name, seed=seed)
 
 
-@pytest.mark.parametrize("name", cases(["llama", "mamba2", "qwen3_next"], "llama", "mamba2"))
 @in_one_test("length", [6, "auto"])
-def test_greedy_text_is_the_targets_own(name: str, length: int | str) -> None:
-    """Whatever the model writes and look-up finds, right or wrong, for every kind of cache; with
-    the target's own weights as the draft model both parts are right now and then.
-    """
-    expected = plain_text(target(name), PROMPT, 60).tokens
-    for model in (target(name, 1), target(name)):
-        drafter = sd.Cascade(sd.ModelDrafter(model), "prompt-lookup:min_ngram=1", num_first=2)
-        drafted = sd.speculate(target(name), PROMPT, drafter, max_tokens=60, draft_length=length)
-        tokens = list(drafted)
-        assert [token.token for token in tokens] == expected
-        assert tokens[-1].stats.drafted > 40 or length == "auto"
-
-
-@in_one_test("length", [6, "auto"])
-@pytest.mark.parametrize("kind", ["mtp", "medusa"])
-def test_a_trained_head_may_write_the_first_tokens(kind: str, length: int | str) -> None:
-    """One that drafts token by token, and one that drafts all at once: each reads the target as it
-    does alone, the text is the target's, and later tokens are drafted.
+@pytest.mark.parametrize("kind", ["model", "mtp", "medusa"])
+def test_greedy_text_is_the_targets_own(kind: str, length: int | str) -> None:
+    """With a draft model, a head that drafts token by token, and one that drafts all at once, which
+    reads the target as it does alone; and later tokens are drafted.
     """
     pair = lab.load_pair()
     prompt = pair.tokenizer.encode("for i in range(10):\n    print(i)\nfor i in range(20):\n")
-    head = sd.Cascade(lab.head(kind, pair.target), "prompt-lookup:min_ngram=1", num_first=2)
+    first = sd.ModelDrafter(pair.draft) if kind == "model" else lab.head(kind, pair.target)
+    both = sd.Cascade(first, "prompt-lookup:min_ngram=1", num_first=2)
     expected, tokens = (
         list(sd.speculate(pair.target, prompt, one, max_tokens=48, draft_length=length))
-        for one in (None, head)
+        for one in (None, both)
     )
     assert [token.token for token in tokens] == [token.token for token in expected]
     assert length == "auto" or tokens[-1].stats.drafted > 2 * tokens[-1].stats.target_passes
@@ -192,28 +178,19 @@ def context_of(temp: float) -> DraftContext:
     return DraftContext(sampling=sd.Sampling(temp), noise=Noise(5), vocab_size=vocab_size)
 
 
-def test_where_nothing_is_found_the_models_tokens_are_the_draft() -> None:
-    """And look-up is not asked where the draft is full."""
-    asked: list[int] = []
-
-    class Asked(Found):
-        def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
-            asked.append(limit)
-            return Draft()
-
-    begun = CascadeSession(Found(Draft([7, 8]), 0, []), Asked(Draft(), 0, []), 2)
-    assert (len(begun.propose(2)), asked) == (2, [])
-    assert (len(begun.propose(5)), asked) == (2, [3])
-
-
 def test_the_model_runs_for_the_first_tokens_alone() -> None:
-    """Two passes a draft, the first of which reads whatever was accepted of the draft before."""
+    """Two passes a draft, the first of which reads whatever was accepted of the draft before; they
+    are the draft where nothing is found, or where it is full.
+    """
     model = Counting(target("llama"))
     drafter = sd.Cascade(sd.ModelDrafter(model), "prompt-lookup:min_ngram=1", num_first=2)
     tokens = list(sd.speculate(model.model, PROMPT, drafter, max_tokens=120, draft_length=8))
     stats = tokens[-1].stats
     assert stats.drafted > 3 * stats.target_passes
     assert model.num_passes <= 2 * stats.target_passes + 1  # one says how wide its logits are
+    for found, limit in (((), 5), ((9,), 2)):
+        both = Found(Draft([7, 8]), 0, [found] * 7)
+        assert CascadeSession(both, both, 2).propose(limit).tokens == [7, 8]
 
 
 def begun(step: float, slope: float) -> Model:
