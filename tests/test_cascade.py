@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -19,16 +19,13 @@ import tiny
 from exact import TARGET, Drawn, Rounds, by_state, rolled
 from lossless import PROMPT
 from narrow import Counting
-from scripted import ScriptedDrafter, ScriptedSession
+from scripted import ScriptedDrafter
 from selection import in_one_test
 from specdec_mlx import lab
-from specdec_mlx.bench.cost import parse_cost
-from specdec_mlx.bench.recorded import ModelledLength
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     Evidence,
-    GoesOn,
     RoundRecord,
     Step,
     all_drafters,
@@ -72,18 +69,14 @@ class Cascaded:
     first: Drawn
     found: list[Tokens]
     limit: int
-    alter: Callable[[Tokens, np.ndarray, int], tuple[Tokens, np.ndarray]] | None = None
 
     def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
         for weight, drawn, probs in self.first.drafts(state):
             logprobs = mx.log(mx.array(probs)) if drawn else None
             both = Found(Draft(drawn, logprobs), state, self.found)
             draft = CascadeSession(both, both, num_first=4).propose(self.limit)
-            tokens = tuple(to_list(draft.tokens))
             whole = probs if draft.probs is None else np.array(draft.probs, np.float64)
-            if self.alter is not None:
-                tokens, whole = self.alter(tokens, whole, len(drawn))
-            yield weight, tokens, whole
+            yield weight, tuple(to_list(draft.tokens)), whole
 
 
 MODEL = rolled([0.2, 0.7, 0.1])
@@ -107,27 +100,6 @@ def test_the_joint_distribution_is_the_targets(name: str, num_first: str) -> Non
     lengths = {len(tokens) for state in range(7) for _, tokens, _ in drafting.drafts(state)}
     assert len(lengths) > 2
     assert Rounds(TARGET, drafting, WAYS[name]).total_variation(2, 5) < EXACT
-
-
-def as_drawn(tokens: Tokens, probs: np.ndarray, num_drawn: int) -> tuple[Tokens, np.ndarray]:
-    """Declares that what was looked up was drawn from the model."""
-    return tokens, np.array([*probs[:num_drawn], *np.tile(MODEL.probs[0], (len(tokens), 1))])[
-        : len(tokens)
-    ]
-
-
-def only_if_found(tokens: Tokens, probs: np.ndarray, num_drawn: int) -> tuple[Tokens, np.ndarray]:
-    """Drops the last drawn token where nothing was found behind it."""
-    n = len(tokens) - (len(tokens) == num_drawn)
-    return tokens[:n], probs[:n]
-
-
-@in_one_test("alter", [as_drawn, only_if_found])
-@in_one_test("name", ["rejection", "block"])
-def test_wrong_cascades_are_caught(name: str, alter: Any) -> None:
-    """Another q than the point mass, and a drawn token that goes with what it led to."""
-    drafting = Cascaded(Drawn(MODEL, FIRST["one"]), FOUND, 4, alter)
-    assert Rounds(TARGET, drafting, WAYS[name]).total_variation(1, 4) > 0.01
 
 
 @cache
@@ -219,25 +191,6 @@ def test_later_tokens_cost_their_positions_and_no_steps() -> None:
         costs.append(part.record(RoundRecord(len(said), 0, 1, 9, [1], 0.0), drafted=True))
     assert costs[0] == pytest.approx(2 * 0.1 + 2 * 0.3)
     assert costs[1] == pytest.approx(costs[0] + 2 * 0.1)
-
-
-def test_a_replay_charges_no_steps_for_later_tokens() -> None:
-    """Its seconds are those of the model's steps and of the pass."""
-
-    class TwoAndOneFree(ScriptedSession):
-        def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-            for said in ([SURE], [SURE, SURE], [SURE, SURE, FREE]):
-                goes_on(said)
-            return Draft([1, 2, 3])
-
-    cost = parse_cost("linear:0.5", None)
-    modelled = ModelledLength(Auto(), cost, draft_seconds=0.01)
-    ask = modelled.begin("part", TwoAndOneFree(lambda start, limit: []), lambda: False)
-    modelled.record(RoundRecord(0, 0, 1, 1, [1]))
-    modelled.seconds = 0.0
-    assert len(ask(8)) == 3
-    modelled.record(RoundRecord(3, 3, 4, 4, [1, 2, 3, 4], part="part"))
-    assert modelled.seconds == pytest.approx(cost(4) + 2 * 0.01)
 
 
 def test_it_has_a_name_where_there_is_a_draft_model() -> None:

@@ -12,7 +12,6 @@ import numpy as np
 import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 import strategies
 from exact import COIN_RULES, Given, decide, rolled, to_mlx
@@ -22,7 +21,6 @@ from exact_trees import (
     TreeDrawn,
     TriedLikeliestFirst,
     depth,
-    most_kept,
     rounds,
     shapes,
 )
@@ -143,27 +141,6 @@ class Known:
     greedy: bool = False
 
 
-@given(st.integers(2, 4).flatmap(strategies.law_pairs), st.integers(1, 3))
-@settings(max_examples=10)
-def test_of_siblings_no_more_is_kept_than_can_be(pair, count):
-    """Match <= multi-round <= the optimum; k-sequential >= 1 - (1 - 1/C)^C of the optimum."""
-    p, q = pair
-    most = most_kept(p, q, count)
-    parents = (ROOT,) * count
-    kept = {}
-    for name, rule in TREE_RULES.items():
-        kept[name] = 0.0
-        for tokens in product(np.flatnonzero(q).tolist(), repeat=count):
-            rows = np.stack([p] * (count + 1))
-            chances, _ = rule.judge(rows, np.array(tokens), np.stack([q] * count), parents)
-            kept[name] += q[list(tokens)].prod() * (1 - np.prod(1 - chances))
-    matched = float((p * (1 - (1 - q) ** count)).sum())
-    assert matched <= kept["multi-round"] + EXACT
-    assert kept["traversal"] == pytest.approx(kept["multi-round"], abs=EXACT)
-    assert max(kept.values()) <= most + 1e-9
-    assert kept["k-sequential"] >= (1 - (1 - 1 / count) ** count) * most - 1e-9
-
-
 @given(laws=strategies.blocks(), parents=PARENTS)
 @settings(max_examples=10)
 def test_numpy_and_mlx_agree(laws, parents):
@@ -196,31 +173,6 @@ def test_own_tokens_lead_through_the_tree():
         verdict = rule.decide_tree(Known(own, own, greedy=True), draft, Given(own, own))
         outcome = outcome_of(verdict, draft.tokens)
         assert (list(outcome.kept), outcome.tokens) == ([1, 2, 4], [7, 5, 6, 9])
-
-
-@in_one_test("name", TREE_RULES)
-def test_verdicts_on_trees_follow_the_targets_distribution(name):
-    """4,000 verdicts on two siblings: chi-square, false alarms 1e-6, power 0.99 at 0.07."""
-    p, q = mx.array([[0.5, 0.3, 0.15, 0.05]] * 3), mx.array([0.1, 0.2, 0.3, 0.4])
-    keys = mx.random.split(mx.random.key(0), 3)
-    drafted = mx.random.categorical(mx.log(q), shape=(4_000, 2), key=keys[0])
-    uniform = mx.random.uniform(shape=(4_000, 2), key=keys[1])
-    gumbel = mx.random.gumbel(shape=(4_000, 4), key=keys[2])
-    rule, logprobs, target = TREE_RULES[name], mx.log(mx.stack([q, q])), Known(p, p)
-
-    def decide_one(tokens: mx.array, u: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:
-        draft = Draft(tokens, logprobs, parents=[ROOT, ROOT])
-        verdict = rule.decide_tree(target, draft, Given(u, g))
-        return verdict.coins, verdict.after
-
-    coins, after = mx.vmap(decide_one)(drafted, uniform, gumbel)
-    paths = [rule.kept(heads, [ROOT, ROOT]) for heads in coins.tolist()]
-    tokens = [
-        drawn[path[0]] if path else own[0]
-        for path, own, drawn in zip(paths, after.tolist(), drafted.tolist(), strict=True)
-    ]
-    expected = 4_000 * np.array(p[0], np.float64) / np.array(p[0], np.float64).sum()
-    assert chisquare(np.bincount(tokens, minlength=4), expected).pvalue > 1e-6
 
 
 def over_all_draws(p: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, float]:
