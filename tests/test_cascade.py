@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
@@ -25,17 +24,9 @@ from specdec_mlx import lab
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
-    Evidence,
-    RoundRecord,
     Step,
-    all_drafters,
     key_of,
 )
-from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.draft_length.costs import Curve
-from specdec_mlx.draft_length.parts import LONGEST, Model
-from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.cascade import CascadeSession
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags
@@ -165,34 +156,6 @@ def test_the_model_runs_for_the_first_tokens_alone() -> None:
         assert CascadeSession(both, both, 2).propose(limit).tokens == [7, 8]
 
 
-def begun(step: float, slope: float) -> Model:
-    """A part that knows what steps and passes cost; a step takes `step` plain rounds."""
-    auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * slope)))))
-    auto.prices.most, auto.prices.stairs.seconds = LONGEST, 1.0
-    auto.prices.clock = itertools.count(step, step).__next__
-    learned = Learned(Chances.of("model"))
-    learned.steps.first.extend([step, step])
-    learned.steps.further.extend([step, step])
-    return Model(auto.prices, learned, can_stop=True)
-
-
-SURE = Evidence(confidence=0.99)
-FREE = Evidence(match=20, is_free=True)
-
-
-def test_later_tokens_cost_their_positions_and_no_steps() -> None:
-    """A round is charged for the steps that were run, and for all positions of its pass."""
-    costs = []
-    for said in ([SURE, SURE], [SURE, SURE, FREE, FREE]):
-        part = begun(step=0.3, slope=0.1)
-        for length in range(1, len(said) + 1):
-            part.goes_on(said[:length])
-        assert part.spent == pytest.approx(2 * 0.3)
-        costs.append(part.record(RoundRecord(len(said), 0, 1, 9, [1], 0.0), drafted=True))
-    assert costs[0] == pytest.approx(2 * 0.1 + 2 * 0.3)
-    assert costs[1] == pytest.approx(costs[0] + 2 * 0.1)
-
-
 def test_it_has_a_name_where_there_is_a_draft_model() -> None:
     """On the command line as `--draft-model MODEL --drafter cascade:num_first=3`, which is all
     that drafts then.
@@ -202,7 +165,6 @@ def test_it_has_a_name_where_there_is_a_draft_model() -> None:
     assert drafter is not None
     assert key_of(drafter) == key_of(sd.Cascade(sd.ModelDrafter(model), "prompt-lookup", 3))
     assert key_of(drafter) != key_of(sd.Cascade(sd.ModelDrafter(model), "prompt-lookup", 2))
-    assert model in [getattr(part, "model", None) for part in all_drafters(drafter)]
     assert Flags(drafters=["cascade"], draft_model="M").names == ["cascade"]
     with pytest.raises(ValueError, match="draft-model"):
         sd.make_drafter("cascade")

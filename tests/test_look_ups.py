@@ -246,28 +246,17 @@ def test_nothing_is_drawn_without_temperature_or_noise(context: DraftContext) ->
 
 
 REFUSED = {
-    "prompt-lookup:max_ngram=9": "an int from 1 to 8",
-    "prompt-lookup:max_ngram=2,min_ngram=3": "lower it or raise max_ngram",
-    "ngram:max_order=9": "an int from 1 (unigram) to 8",
-    "ngram:max_order=2,min_order=3": "lower it or raise max_order",
-    "suffix:min_match=65": "an int from 1 to 64",
-    "lookahead:ngram=1": "at least 2",
-    "lookahead:worth=-1.0": "at least 0.0",
-    "recycling:context=3": "1 or 2",
+    "prompt-lookup": "max_ngram=0 max_ngram=9 min_ngram=0 min_ngram=6 num_draft=0",
+    "ngram": "max_order=0 max_order=9 min_order=0 min_order=5 num_draft=0 max_entries=0",
+    "suffix": "num_draft=0 min_match=0 min_match=65",
+    "lookahead": "window=0 ngram=1 num_candidates=0 worth=-1.0",
+    "recycling": "num_draft=0 context=0 context=3",
 }
-LOWER = {
-    "prompt-lookup": ("max_ngram", "min_ngram", "num_draft"),
-    "ngram": ("max_order", "min_order", "num_draft", "max_entries"),
-    "suffix": ("num_draft", "min_match"),
-    "lookahead": ("window", "num_candidates"),
-    "recycling": ("num_draft", "context"),
-}
-TOO_LOW = {f"{name}:{option}=0": "1" for name, options in LOWER.items() for option in options}
 
 
-@in_one_test("spec", REFUSED | TOO_LOW)
-def test_options_of_look_ups_outside_their_range_are_refused(spec: str) -> None:
-    """The error says what was given, what is expected, and what to do."""
-    given, words = spec.rpartition(":")[2].rpartition(",")[2], (REFUSED | TOO_LOW)[spec]
-    with pytest.raises(ValueError, match=f"{re.escape(given)}.*expected .*{re.escape(words)}"):
-        make_drafter(spec)
+@in_one_test("name", REFUSED)
+def test_options_of_look_ups_outside_their_range_are_refused(name: str) -> None:
+    """The error says what was given, and what is expected."""
+    for option in REFUSED[name].split():
+        with pytest.raises(ValueError, match=rf"{re.escape(option)}\): expected .*\d"):
+            make_drafter(f"{name}:{option}")

@@ -99,14 +99,6 @@ def test_a_text_that_grows_is_searched_like_one_that_was_there(
     assert text.ends == ContextIndex(text.ids).ends
 
 
-def test_fewer_places_match_shorter() -> None:
-    """Of shorter matches so many at most, beside all of the longest."""
-    index = ContextIndex([1, 2, 3, 2, 4, 2, 5, 2, 6, 1, 2])
-    rings = index.nearest(Context.of([1, 2]), EVERYTHING, 1, 1, 2)
-    assert [(match, len(ends)) for match, ends in rings] == [(2, 1), (1, 2)]
-    assert index.nearest(Context.of([1, 2]), EVERYTHING, 1, 3) == []
-
-
 def begin(prompt: Sequence[int], **options: Any) -> SuffixSession:
     return sd.SuffixDrafter(**options).begin(prompt, CONTEXT)
 
