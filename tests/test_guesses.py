@@ -26,7 +26,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.contracts.drafting import share_class
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.lookahead import LookaheadSession, Window
+from specdec_mlx.drafters.lookahead import LookaheadSession
 from specdec_mlx.drafters.recycling import BRANCHES, TOP, SuccessorTable
 from specdec_mlx.token_ids import to_list
 
@@ -168,23 +168,6 @@ def test_n_grams_end_with_what_the_target_says_after_them() -> None:
     assert len(checked) > 10
 
 
-def test_the_window_moves_with_the_text() -> None:
-    """The first level goes, and columns whose places were written; nothing said, levels stay."""
-    window = Window(3, 3, [9])
-    window.levels = [[9, 1, 2], [3, 4, 5], [6, 7, 8]]
-    assert window.columns() == [(3, 6), (1, 4, 7), (1, 2, 5, 8)]
-    window = Window(3, 2, [9])
-    window.levels = [[9, 1, 2], [3, 4, 5]]
-    window.advance([6, 7, None], [9, 30], 1)
-    assert window.levels == [[30, 4, 5], [6, 7, 5]]
-    window.advance([16, 17, 18], [9, 30, 31, 32], 2)
-    assert [level[:2] for level in window.levels] == [[32, 5], [17, 18]]
-    window.levels = [[32, 1, 2], [3, 4, 5]]
-    window.advance([None, None, None], [9, 30, 31, 32, 33], 1)
-    assert [level[:2] for level in window.levels] == [[33, 2], [4, 5]]
-    assert all(len(level) == 3 for level in window.levels)
-
-
 def session(**options: Any) -> LookaheadSession:
     return sd.LookaheadDrafter(**options).begin([5, 6, 7], DraftContext())
 
@@ -207,17 +190,19 @@ def test_n_grams_of_the_pool_come_first_and_then_the_rows() -> None:
 
 
 @in_one_test(
-    ("verified", "said", "noted"),
+    ("verified", "said", "noted", "window"),
     [
-        ([51, 50, 52], [60, 61, 62], {(7,): [(51, 60)], (50,): [(52, 62)]}),
-        ([51], [61], {(51,): [(61,)]}),  # the first chain, of a target without trees
-        ([8, 9], [18, 19], {(8,): [(18,)], (9,): [(19,)]}),  # another's draft
+        ([51, 50, 52], [60, 61, 62], {(7,): [(51, 60)], (50,): [(52, 62)]}, [[50, 52], [60, 62]]),
+        ([51], [61], {(51,): [(61,)]}, [[50], [52]]),  # the first chain, of a target without trees
+        ([8, 9], [18, 19], {(8,): [(18,)], (9,): [(19,)]}, [[50], [52]]),  # another's draft
     ],
 )
 def test_what_is_said_after_rejected_rows_is_noted(
-    verified: list[int], said: list[int], noted: dict[Any, Any]
+    verified: list[int], said: list[int], noted: dict[Any, Any], window: list[list[int]]
 ) -> None:
-    """As n-grams where the rows were verified as they are, else as pairs."""
+    """As n-grams where the rows were verified as they are, and the window's first level goes; else
+    as pairs, and columns go whose places were written.
+    """
     begun = session(window=2, ngram=3)
     begun._window.levels = [[7, 50], [51, 52]]
     if verified[0] == 51:
@@ -225,6 +210,7 @@ def test_what_is_said_after_rejected_rows_is_noted(
     begun.see_rejected(verified, FeatureRows({}, top_tokens=mx.array(said)[:, None]))
     begun.observe([50])
     assert {first: known.texts for first, known in begun._pool.successors.items()} == noted
+    assert [level[: len(window[0])] for level in begun._window.levels] == window
 
 
 KEY = key_of(sd.LookaheadDrafter())

@@ -203,6 +203,7 @@ def candidate_laws(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
 @example((np.array([0.75, 0.25, 0]), np.array([[0.75, 0.25, 0]] * 2)))
 @example((np.array([0.75, 0.25, 0]), np.array([[1.0, 0, 0]] * 2)))
 @example((np.array([0.75, 0.25, 0]), np.array([[0, 0, 1.0]])))
+@example((np.array([0.5, 0.3, 0.2]), np.array([[0.2, 0.7, 0.1], [0.6, 0.1, 0.3]])))
 def test_independent_candidates_leave_the_law_alone(laws):
     """One from each of several laws: the token's law is p to 1e-12, and more of them keep more."""
     p, rows = laws
