@@ -30,7 +30,7 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 TESTS = {
-    "rules/arithmetic": ["test_acceptance.py", "test_multi_candidate.py", "test_lossy_rules.py"],
+    "rules/arithmetic": ["test_acceptance.py", "test_trees.py", "test_lossy_rules.py"],
     "rules/block": ["test_acceptance.py"],
     "rules/rejection": ["test_acceptance.py"],
     "rules/coins": ["test_acceptance.py", "test_lossy_rules.py"],
@@ -51,6 +51,7 @@ SLOW = {
         "test_a_lenient_greedy_text_has_no_unlikely_token",
         "test_auto_takes_a_lossless_rule",
     ),
+    "test_trees.py": ("test_every_small_tree_leaves_the_distribution_alone",),
 }
 """Tests that run a model, or enumerate much; left out, for time."""
 LEFT_OUT = shutil.ignore_patterns("*.safetensors", "__pycache__")

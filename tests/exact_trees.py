@@ -158,12 +158,6 @@ def depth(parents: Shape) -> int:
     return max(len(path_to(node, parents)) for node in range(len(parents)))
 
 
-def most_kept(p: np.ndarray, q: np.ndarray, count: int) -> float:
-    """The largest chance that any rule can have to keep one of `count` independent draws from q."""
-    masks = np.array(list(product([False, True], repeat=len(p))))
-    return float(min(p[a].sum() + 1 - q[a].sum() ** count for a in masks))
-
-
 @dataclass(frozen=True, eq=False)
 class TriedLikeliestFirst(TreeDrawn):
     """Wrong: siblings below the root are tried in the target's order."""

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cache
 from typing import Any
@@ -17,28 +16,17 @@ from mlx_lm.models.cache import LRUPromptCache
 import specdec_mlx as sd
 import tiny
 from exact import TARGET, Drawn, Rounds, by_state, rolled
-from lossless import PROMPT, plain_text
+from lossless import PROMPT
 from narrow import Counting
-from scripted import ScriptedDrafter, ScriptedSession
-from selection import cases, in_one_test
+from scripted import ScriptedDrafter
+from selection import in_one_test
 from specdec_mlx import lab
-from specdec_mlx.bench.cost import parse_cost
-from specdec_mlx.bench.recorded import ModelledLength
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
-    Evidence,
-    GoesOn,
-    RoundRecord,
     Step,
-    all_drafters,
     key_of,
 )
-from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.draft_length.costs import Curve
-from specdec_mlx.draft_length.parts import LONGEST, Model
-from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.cascade import CascadeSession
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags
@@ -72,18 +60,14 @@ class Cascaded:
     first: Drawn
     found: list[Tokens]
     limit: int
-    alter: Callable[[Tokens, np.ndarray, int], tuple[Tokens, np.ndarray]] | None = None
 
     def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
         for weight, drawn, probs in self.first.drafts(state):
             logprobs = mx.log(mx.array(probs)) if drawn else None
             both = Found(Draft(drawn, logprobs), state, self.found)
             draft = CascadeSession(both, both, num_first=4).propose(self.limit)
-            tokens = tuple(to_list(draft.tokens))
             whole = probs if draft.probs is None else np.array(draft.probs, np.float64)
-            if self.alter is not None:
-                tokens, whole = self.alter(tokens, whole, len(drawn))
-            yield weight, tokens, whole
+            yield weight, tuple(to_list(draft.tokens)), whole
 
 
 MODEL = rolled([0.2, 0.7, 0.1])
@@ -109,59 +93,24 @@ def test_the_joint_distribution_is_the_targets(name: str, num_first: str) -> Non
     assert Rounds(TARGET, drafting, WAYS[name]).total_variation(2, 5) < EXACT
 
 
-def as_drawn(tokens: Tokens, probs: np.ndarray, num_drawn: int) -> tuple[Tokens, np.ndarray]:
-    """Declares that what was looked up was drawn from the model."""
-    return tokens, np.array([*probs[:num_drawn], *np.tile(MODEL.probs[0], (len(tokens), 1))])[
-        : len(tokens)
-    ]
-
-
-def only_if_found(tokens: Tokens, probs: np.ndarray, num_drawn: int) -> tuple[Tokens, np.ndarray]:
-    """Drops the last drawn token where nothing was found behind it."""
-    n = len(tokens) - (len(tokens) == num_drawn)
-    return tokens[:n], probs[:n]
-
-
-@in_one_test("alter", [as_drawn, only_if_found])
-@in_one_test("name", ["rejection", "block"])
-def test_wrong_cascades_are_caught(name: str, alter: Any) -> None:
-    """Another q than the point mass, and a drawn token that goes with what it led to."""
-    drafting = Cascaded(Drawn(MODEL, FIRST["one"]), FOUND, 4, alter)
-    assert Rounds(TARGET, drafting, WAYS[name]).total_variation(1, 4) > 0.01
-
-
 @cache
 def target(name: str, seed: int = 0) -> nn.Module:
     return tiny.build(name, seed=seed)
 
 
-@pytest.mark.parametrize("name", cases(["llama", "mamba2", "qwen3_next"], "llama", "mamba2"))
 @in_one_test("length", [6, "auto"])
-def test_greedy_text_is_the_targets_own(name: str, length: int | str) -> None:
-    """Whatever the model writes and look-up finds, right or wrong, for every kind of cache; with
-    the target's own weights as the draft model both parts are right now and then.
-    """
-    expected = plain_text(target(name), PROMPT, 60).tokens
-    for model in (target(name, 1), target(name)):
-        drafter = sd.Cascade(sd.ModelDrafter(model), "prompt-lookup:min_ngram=1", num_first=2)
-        drafted = sd.speculate(target(name), PROMPT, drafter, max_tokens=60, draft_length=length)
-        tokens = list(drafted)
-        assert [token.token for token in tokens] == expected
-        assert tokens[-1].stats.drafted > 40 or length == "auto"
-
-
-@in_one_test("length", [6, "auto"])
-@pytest.mark.parametrize("kind", ["mtp", "medusa"])
-def test_a_trained_head_may_write_the_first_tokens(kind: str, length: int | str) -> None:
-    """One that drafts token by token, and one that drafts all at once: each reads the target as it
-    does alone, the text is the target's, and later tokens are drafted.
+@pytest.mark.parametrize("kind", ["model", "mtp", "medusa"])
+def test_greedy_text_is_the_targets_own(kind: str, length: int | str) -> None:
+    """With a draft model, a head that drafts token by token, and one that drafts all at once, which
+    reads the target as it does alone; and later tokens are drafted.
     """
     pair = lab.load_pair()
     prompt = pair.tokenizer.encode("for i in range(10):\n    print(i)\nfor i in range(20):\n")
-    head = sd.Cascade(lab.head(kind, pair.target), "prompt-lookup:min_ngram=1", num_first=2)
+    first = sd.ModelDrafter(pair.draft) if kind == "model" else lab.head(kind, pair.target)
+    both = sd.Cascade(first, "prompt-lookup:min_ngram=1", num_first=2)
     expected, tokens = (
         list(sd.speculate(pair.target, prompt, one, max_tokens=48, draft_length=length))
-        for one in (None, head)
+        for one in (None, both)
     )
     assert [token.token for token in tokens] == [token.token for token in expected]
     assert length == "auto" or tokens[-1].stats.drafted > 2 * tokens[-1].stats.target_passes
@@ -192,75 +141,19 @@ def context_of(temp: float) -> DraftContext:
     return DraftContext(sampling=sd.Sampling(temp), noise=Noise(5), vocab_size=vocab_size)
 
 
-def test_where_nothing_is_found_the_models_tokens_are_the_draft() -> None:
-    """And look-up is not asked where the draft is full."""
-    asked: list[int] = []
-
-    class Asked(Found):
-        def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
-            asked.append(limit)
-            return Draft()
-
-    begun = CascadeSession(Found(Draft([7, 8]), 0, []), Asked(Draft(), 0, []), 2)
-    assert (len(begun.propose(2)), asked) == (2, [])
-    assert (len(begun.propose(5)), asked) == (2, [3])
-
-
 def test_the_model_runs_for_the_first_tokens_alone() -> None:
-    """Two passes a draft, the first of which reads whatever was accepted of the draft before."""
+    """Two passes a draft, the first of which reads whatever was accepted of the draft before; they
+    are the draft where nothing is found, or where it is full.
+    """
     model = Counting(target("llama"))
     drafter = sd.Cascade(sd.ModelDrafter(model), "prompt-lookup:min_ngram=1", num_first=2)
     tokens = list(sd.speculate(model.model, PROMPT, drafter, max_tokens=120, draft_length=8))
     stats = tokens[-1].stats
     assert stats.drafted > 3 * stats.target_passes
     assert model.num_passes <= 2 * stats.target_passes + 1  # one says how wide its logits are
-
-
-def begun(step: float, slope: float) -> Model:
-    """A part that knows what steps and passes cost; a step takes `step` plain rounds."""
-    auto = Auto(Tuning(Curve(((1, 1.0), (64, 1.0 + 63 * slope)))))
-    auto.prices.most, auto.prices.stairs.seconds = LONGEST, 1.0
-    auto.prices.clock = itertools.count(step, step).__next__
-    learned = Learned(Chances.of("model"))
-    learned.steps.first.extend([step, step])
-    learned.steps.further.extend([step, step])
-    return Model(auto.prices, learned, can_stop=True)
-
-
-SURE = Evidence(confidence=0.99)
-FREE = Evidence(match=20, is_free=True)
-
-
-def test_later_tokens_cost_their_positions_and_no_steps() -> None:
-    """A round is charged for the steps that were run, and for all positions of its pass."""
-    costs = []
-    for said in ([SURE, SURE], [SURE, SURE, FREE, FREE]):
-        part = begun(step=0.3, slope=0.1)
-        for length in range(1, len(said) + 1):
-            part.goes_on(said[:length])
-        assert part.spent == pytest.approx(2 * 0.3)
-        costs.append(part.record(RoundRecord(len(said), 0, 1, 9, [1], 0.0), drafted=True))
-    assert costs[0] == pytest.approx(2 * 0.1 + 2 * 0.3)
-    assert costs[1] == pytest.approx(costs[0] + 2 * 0.1)
-
-
-def test_a_replay_charges_no_steps_for_later_tokens() -> None:
-    """Its seconds are those of the model's steps and of the pass."""
-
-    class TwoAndOneFree(ScriptedSession):
-        def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-            for said in ([SURE], [SURE, SURE], [SURE, SURE, FREE]):
-                goes_on(said)
-            return Draft([1, 2, 3])
-
-    cost = parse_cost("linear:0.5", None)
-    modelled = ModelledLength(Auto(), cost, draft_seconds=0.01)
-    ask = modelled.begin("part", TwoAndOneFree(lambda start, limit: []), lambda: False)
-    modelled.record(RoundRecord(0, 0, 1, 1, [1]))
-    modelled.seconds = 0.0
-    assert len(ask(8)) == 3
-    modelled.record(RoundRecord(3, 3, 4, 4, [1, 2, 3, 4], part="part"))
-    assert modelled.seconds == pytest.approx(cost(4) + 2 * 0.01)
+    for found, limit in (((), 5), ((9,), 2)):
+        both = Found(Draft([7, 8]), 0, [found] * 7)
+        assert CascadeSession(both, both, 2).propose(limit).tokens == [7, 8]
 
 
 def test_it_has_a_name_where_there_is_a_draft_model() -> None:
@@ -272,7 +165,6 @@ def test_it_has_a_name_where_there_is_a_draft_model() -> None:
     assert drafter is not None
     assert key_of(drafter) == key_of(sd.Cascade(sd.ModelDrafter(model), "prompt-lookup", 3))
     assert key_of(drafter) != key_of(sd.Cascade(sd.ModelDrafter(model), "prompt-lookup", 2))
-    assert model in [getattr(part, "model", None) for part in all_drafters(drafter)]
     assert Flags(drafters=["cascade"], draft_model="M").names == ["cascade"]
     with pytest.raises(ValueError, match="draft-model"):
         sd.make_drafter("cascade")

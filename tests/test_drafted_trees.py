@@ -22,7 +22,6 @@ from selection import FULL, cases, in_one_test
 from specdec_mlx import ModelDrafter, Sampling, speculate
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence
 from specdec_mlx.contracts.trees import chain, children_of, depths_of, path_to
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import (
     EDGES,
     NUM_WEIGHTS,
@@ -32,7 +31,6 @@ from specdec_mlx.draft_length.chances import (
     Chances,
     class_of,
 )
-from specdec_mlx.draft_length.parts import Model
 from specdec_mlx.drafters.growing import TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.writing import Marginals
@@ -62,11 +60,14 @@ IN_SHORT = [*((kind, "qwen2") for kind in KINDS), ("model", "mamba2"), ("mtp", "
 
 @pytest.mark.parametrize(("kind", "name"), cases(TABLE, *IN_SHORT))
 def test_text_with_a_drafted_tree_is_plain_text(kind: str, name: str) -> None:
-    """Greedy, and a seed's text under coupled; also where a model takes chains alone."""
+    """Greedy, of a fixed length and of its own, and a seed's text under coupled; also where a model
+    takes chains alone.
+    """
     model, one = tiny.build(name), drafter(kind, name)
     plain = plain_text(model, PROMPT, 40)
-    items = list(speculate(model, PROMPT, one, max_tokens=40, draft_length=SIZE))
-    assert spoken(items).deviation(plain) < TOLERANCE
+    for length in ("auto", SIZE):
+        items = list(speculate(model, PROMPT, one, max_tokens=40, draft_length=length))
+        assert spoken(items).deviation(plain) < TOLERANCE
     assert items[-1].stats.drafted > 0
     options: dict[str, Any] = {"sampler": Sampling(temp=1.0), "seed": 5, "rule": "coupled"}
     texts = [
@@ -334,18 +335,3 @@ def test_texts_with_drawn_trees_follow_the_targets_law(kind: str, rule: str, set
         kept += sum(b.row > a.row + 1 for a, b in itertools.pairwise(items))
     assert distribution.p_value(seen, distribution.joint_law(sampling)) > 1e-6
     assert kept > 10  # of later branches
-
-
-@in_one_test(
-    ("kind", "name"), [("medusa", "gemma3_text"), ("model", "qwen2"), ("eagle3", "qwen3_5")]
-)
-def test_text_with_the_automatic_length_is_plain_text(kind: str, name: str) -> None:
-    """Trees are asked for; of a target that takes none, chains are."""
-    model, one = tiny.build(name), drafter(kind, name)
-    plain = plain_text(model, PROMPT, 40)
-    length = Auto()
-    items = list(speculate(model, PROMPT, one, max_tokens=40, draft_length=length))
-    assert spoken(items).deviation(plain) < TOLERANCE
-    (part,) = length._parts.values()
-    assert isinstance(part, Model)
-    assert part.can_stop == (name == "qwen3_5")

@@ -127,34 +127,24 @@ class Limits:
 
 @in_one_test("wrap", [lambda d: d, lambda d: Continued(d, [1, 2]), sd.FirstOf])
 @in_one_test("order", [1, -1])
-def test_cheap_ones_go_on_where_expensive_ones_do_not_pay(
+def test_each_is_asked_within_its_own_limit(
     order: int, wrap: Any, model: Any, text: list[int]
 ) -> None:
-    """An expensive one with a limit of 0 is not asked, and the cheap one drafts as it would."""
-    pair = [right(text), costly(text)]
-    length = Limits(cheap=6, expensive=0)
-    run(model, text, wrap(sd.FirstOf(*pair[::order])), length)
-    assert (max(pair[0].asked), pair[1].asked) == (6, [])
-    assert sum(record.accepted for record in length.records) > NUM_TOKENS / 2
-
-
-def test_each_is_asked_within_its_own_limit(model: Any, text: list[int]) -> None:
-    """The cheap one may draft further than the expensive one, whichever comes first."""
-    cheap, expensive = right(text[:12]), costly(text)
-    run(model, text, sd.FirstOf(cheap, expensive), Limits(cheap=9, expensive=2))
-    assert max(cheap.asked) == 9
-    assert 2 in expensive.asked
-    assert set(expensive.asked) <= {2, 1}  # 1 where no more are wanted
-
-
-def test_a_draft_not_worth_verifying_leaves_the_turn_to_the_next(
-    model: Any, text: list[int]
-) -> None:
-    """Else a look-up that nearly always finds something weak would shut a draft model out."""
-    length = Limits(cheap=9, expensive=3, keep=0)
-    run(model, text, sd.FirstOf(wrong(text), costly(text)), length)
-    assert all(record.accepted == record.drafted for record in length.records)
-    assert sum(record.drafted for record in length.records) > NUM_TOKENS / 2
+    """The cheap one may draft further than the expensive one, whichever comes first; an expensive
+    one with a limit of 0 is not asked; and a draft that is not worth verifying leaves the turn to
+    the next, or a look-up that nearly always finds something weak would shut a draft model out.
+    """
+    for cheap, limit, keep in (
+        (right(text), 0, 99),
+        (right(text[:12]), 2, 99),
+        (wrong(text), 3, 0),
+    ):
+        pair, length = [cheap, costly(text)], Limits(cheap=9, expensive=limit, keep=keep)
+        run(model, text, wrap(sd.FirstOf(*pair[::order])), length)
+        assert max([0, *pair[1].asked]) == limit
+        assert (order == -1 and limit) or max(cheap.asked) == 9
+        assert sum(record.accepted for record in length.records) > NUM_TOKENS / 2
+        assert keep or all(record.accepted == record.drafted for record in length.records)
 
 
 def test_an_expensive_one_that_does_not_pay_leaves_the_pipeline(
@@ -213,7 +203,9 @@ def test_a_drafter_that_cannot_serve_is_refused_before_any_pass(wrap: Any, model
 
 @in_one_test("order", [1, -1])
 def test_of_a_fixed_length_the_longest_match_wins(order: int, model: Any, text: list[int]) -> None:
-    """Whichever comes first; of equal ones the first; outside of the loop, too."""
+    """Whichever comes first; of equal ones the first; outside of the loop, too. Of the automatic
+    length it is the one that is worth most.
+    """
     pair = [right(text, evidence=9), wrong(text, evidence=4)][::order]
     by_drafter = run(model, text, sd.BestOf(*pair), 3).by_drafter
     assert set(by_drafter) == {"right"}
@@ -225,6 +217,13 @@ def test_of_a_fixed_length_the_longest_match_wins(order: int, model: Any, text: 
         for start in range(0, 24, 2):
             assert list(session.propose(2).tokens) == text[start : start + 2]
             session.observe(text[start : start + 2])
+    policy = Auto()
+    policy.prices.most = 12
+    drafts = [("a", Draft([n] * 4, evidence=[Evidence(n)] * 4)) for n in (2, 64)][::order]
+    for key in "ab":
+        policy.limit(key, cheap=True)
+    assert policy.choose(drafts)[1].tokens[0] == 64
+    assert policy.choose([drafts[0], ("b", drafts[0][1])])[0] == "a"
 
 
 def test_one_that_costs_time_is_asked_where_it_promises_more(model: Any, text: list[int]) -> None:
@@ -307,15 +306,3 @@ def test_groups_are_asked_in_order(model: Any, text: list[int]) -> None:
     assert best.key not in (sd.FirstOf(*best.drafters).key, drafter.key)
     with pytest.raises(ValueError, match=r"BestOf\(\) has nothing"):
         sd.BestOf()
-
-
-@in_one_test("order", [1, -1])
-def test_the_draft_that_is_worth_most_wins_and_of_equal_ones_the_first(order: int) -> None:
-    policy = Auto()
-    policy.prices.most = 12
-    for part in ("weak", "strong"):
-        policy.limit(part, cheap=True)
-    weak, strong = (Draft([i] * 4, evidence=[Evidence(i)] * 4) for i in (2, 64))
-    pair = [("weak", weak), ("strong", strong)][::order]
-    assert policy.choose(pair) == ("strong", strong)
-    assert policy.choose([(key, strong) for key, _ in pair])[0] == pair[0][0]

@@ -99,14 +99,6 @@ def test_a_text_that_grows_is_searched_like_one_that_was_there(
     assert text.ends == ContextIndex(text.ids).ends
 
 
-def test_fewer_places_match_shorter() -> None:
-    """Of shorter matches so many at most, beside all of the longest."""
-    index = ContextIndex([1, 2, 3, 2, 4, 2, 5, 2, 6, 1, 2])
-    rings = index.nearest(Context.of([1, 2]), EVERYTHING, 1, 1, 2)
-    assert [(match, len(ends)) for match, ends in rings] == [(2, 1), (1, 2)]
-    assert index.nearest(Context.of([1, 2]), EVERYTHING, 1, 3) == []
-
-
 def begin(prompt: Sequence[int], **options: Any) -> SuffixSession:
     return sd.SuffixDrafter(**options).begin(prompt, CONTEXT)
 
@@ -134,7 +126,12 @@ def test_a_draft_followed_one_of_the_longest_matches(
 
 
 def test_where_a_copy_ends() -> None:
-    """A remembered text ends; one that is written goes on with itself, and with what may come."""
+    """A remembered text ends; one that is written goes on with itself, and with what may come, up
+    to the drafter's own cap; a match that is too short is not copied.
+    """
+    text = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
+    assert begin(text, num_draft=2).propose(4).tokens == [3, 4]
+    assert not begin(text, min_match=3).propose(4)
     memory = sd.Memory()
     memory.add([1, 2, 3])
     assert begin([1], memory=memory).propose(8).tokens == [2, 3]
@@ -166,13 +163,6 @@ def test_the_contract_is_kept_with_a_memory() -> None:
     memory = sd.Memory()
     memory.add(list(range(32)) * 3)
     check_drafter(sd.SuffixDrafter(memory), remembers=True, learns=True)
-
-
-def test_options_bound_the_draft() -> None:
-    """Its own cap, and the shortest match."""
-    text = [1, 2, 3, 4, 5, 6, 7, 8, 1, 2]
-    assert begin(text, num_draft=2).propose(4).tokens == [3, 4]
-    assert not begin(text, min_match=3).propose(4)
 
 
 def test_weight_is_match_and_surroundings() -> None:

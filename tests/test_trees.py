@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -9,9 +10,8 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from scipy.stats import chisquare
 
 import strategies
 from exact import COIN_RULES, Given, decide, rolled, to_mlx
@@ -21,15 +21,14 @@ from exact_trees import (
     TreeDrawn,
     TriedLikeliestFirst,
     depth,
-    most_kept,
     rounds,
     shapes,
 )
 from selection import FULL, in_one_test
 from specdec_mlx.contracts import ROOT, Draft, Outcome
-from specdec_mlx.contracts.trees import chain, children_of, depths_of, first_path, path_to
-from specdec_mlx.rules.arithmetic import point_mass
-from specdec_mlx.rules.trees import OwnTokens, climb, walk
+from specdec_mlx.contracts.trees import chain, depths_of
+from specdec_mlx.rules.trees import MultiRound, OwnTokens, remaining_laws
+from specdec_mlx.stats.theory import greatest_chances
 from specdec_mlx.testing.enumeration import sources
 
 EXACT = 1e-12
@@ -142,27 +141,6 @@ class Known:
     greedy: bool = False
 
 
-@given(st.integers(2, 4).flatmap(strategies.law_pairs), st.integers(1, 3))
-@settings(max_examples=10)
-def test_of_siblings_no_more_is_kept_than_can_be(pair, count):
-    """Match <= multi-round <= the optimum; k-sequential >= 1 - (1 - 1/C)^C of the optimum."""
-    p, q = pair
-    most = most_kept(p, q, count)
-    parents = (ROOT,) * count
-    kept = {}
-    for name, rule in TREE_RULES.items():
-        kept[name] = 0.0
-        for tokens in product(np.flatnonzero(q).tolist(), repeat=count):
-            rows = np.stack([p] * (count + 1))
-            chances, _ = rule.judge(rows, np.array(tokens), np.stack([q] * count), parents)
-            kept[name] += q[list(tokens)].prod() * (1 - np.prod(1 - chances))
-    matched = float((p * (1 - (1 - q) ** count)).sum())
-    assert matched <= kept["multi-round"] + EXACT
-    assert kept["traversal"] == pytest.approx(kept["multi-round"], abs=EXACT)
-    assert max(kept.values()) <= most + 1e-9
-    assert kept["k-sequential"] >= (1 - (1 - 1 / count) ** count) * most - 1e-9
-
-
 @given(laws=strategies.blocks(), parents=PARENTS)
 @settings(max_examples=10)
 def test_numpy_and_mlx_agree(laws, parents):
@@ -197,41 +175,68 @@ def test_own_tokens_lead_through_the_tree():
         assert (list(outcome.kept), outcome.tokens) == ([1, 2, 4], [7, 5, 6, 9])
 
 
-@in_one_test("name", TREE_RULES)
-def test_verdicts_on_trees_follow_the_targets_distribution(name):
-    """4,000 verdicts on two siblings: chi-square, false alarms 1e-6, power 0.99 at 0.07."""
-    p, q = mx.array([[0.5, 0.3, 0.15, 0.05]] * 3), mx.array([0.1, 0.2, 0.3, 0.4])
-    keys = mx.random.split(mx.random.key(0), 3)
-    drafted = mx.random.categorical(mx.log(q), shape=(4_000, 2), key=keys[0])
-    uniform = mx.random.uniform(shape=(4_000, 2), key=keys[1])
-    gumbel = mx.random.gumbel(shape=(4_000, 4), key=keys[2])
-    rule, logprobs, target = TREE_RULES[name], mx.log(mx.stack([q, q])), Known(p, p)
-
-    def decide_one(tokens: mx.array, u: mx.array, g: mx.array) -> tuple[mx.array, mx.array]:
-        draft = Draft(tokens, logprobs, parents=[ROOT, ROOT])
-        verdict = rule.decide_tree(target, draft, Given(u, g))
-        return verdict.coins, verdict.after
-
-    coins, after = mx.vmap(decide_one)(drafted, uniform, gumbel)
-    paths = [rule.kept(heads, [ROOT, ROOT]) for heads in coins.tolist()]
-    tokens = [
-        drawn[path[0]] if path else own[0]
-        for path, own, drawn in zip(paths, after.tolist(), drafted.tolist(), strict=True)
-    ]
-    expected = 4_000 * np.array(p[0], np.float64) / np.array(p[0], np.float64).sum()
-    assert chisquare(np.bincount(tokens, minlength=4), expected).pvalue > 1e-6
+def over_all_draws(p: np.ndarray, rows: np.ndarray) -> tuple[np.ndarray, float]:
+    """Law [V] of the token, and the chance that one of the candidates, each of its row, is kept."""
+    law, kept = np.zeros_like(p), 0.0
+    for candidates in product(*[np.flatnonzero(row).tolist() for row in rows]):
+        left = np.prod(rows[range(len(rows)), candidates])
+        chances = MultiRound().at_node(p, np.array(candidates), rows)[0]
+        for token, chance in zip(candidates, chances, strict=True):
+            law[token] += left * chance
+            kept += left * chance
+            left *= 1 - chance
+        law += left * remaining_laws(p, rows)[-1]
+    return law, kept
 
 
-@given(PARENTS)
-def test_shapes_are_read_off_the_parents(parents):
-    """Children, depths and paths say the same; the first path goes to first children."""
-    children = children_of(parents)
-    assert sorted(child for row in children for child in row) == list(range(len(parents)))
-    for node, parent in enumerate(parents):
-        assert node in children[parent + 1]
-        assert len(path_to(node, parents)) == depths_of(parents)[node] + 1
-    first = first_path(parents)
-    assert walk([True] * len(parents), parents) == first
-    assert not children[first[-1] + 1]
-    assert climb([False] * len(parents), parents) == []
-    assert point_mass(np.array(first), np.zeros((1, 8))).shape == (len(first), 8)
+@st.composite
+def candidate_laws(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray]:
+    """Target's law [V], and laws [C, V] of the candidates, of one law or of several."""
+    vocab_size, count = draw(st.integers(1, 5)), draw(st.integers(1, 3))
+    p, first = draw(strategies.law_pairs(vocab_size))
+    more = [st.just(first), strategies.laws(vocab_size)]
+    return p, np.stack([first, *[draw(st.one_of(more)) for _ in range(count - 1)]])
+
+
+@given(candidate_laws())
+@example((np.array([1.0]), np.array([[1.0]] * 2)))
+@example((np.array([0.75, 0.25, 0]), np.array([[0.75, 0.25, 0]] * 2)))
+@example((np.array([0.75, 0.25, 0]), np.array([[1.0, 0, 0]] * 2)))
+@example((np.array([0.75, 0.25, 0]), np.array([[0, 0, 1.0]])))
+@example((np.array([0.5, 0.3, 0.2]), np.array([[0.2, 0.7, 0.1], [0.6, 0.1, 0.3]])))
+def test_independent_candidates_leave_the_law_alone(laws):
+    """One from each of several laws: the token's law is p to 1e-12, and more of them keep more."""
+    p, rows = laws
+    kept = []
+    for count in range(1, len(rows) + 1):
+        law, chance = over_all_draws(p, rows[:count])
+        np.testing.assert_allclose(law, p, atol=EXACT)
+        kept.append(chance)
+    assert np.all(np.diff(kept) >= -EXACT)
+    assert kept[0] == pytest.approx(np.minimum(p, rows[0]).sum(), abs=EXACT)
+
+
+falling = st.lists(st.floats(0.01, 0.5), min_size=1, max_size=3).map(
+    lambda ranks: sorted((x / max(1.0, sum(ranks)) for x in ranks), reverse=True)
+)
+
+
+def expected(parents: Sequence[int], acceptance: Sequence[Sequence[float]]) -> float:
+    """Expected tokens of a round that verifies a tree, from the definition."""
+    chances: list[float] = []
+    for node, (parent, level) in enumerate(zip(parents, depths_of(parents), strict=True)):
+        by_rank, rank = acceptance[level], list(parents[:node]).count(parent)
+        above = 1.0 if parent == ROOT else chances[parent]
+        chances.append(above * by_rank[rank] if rank < len(by_rank) else 0.0)
+    return 1 + sum(chances)
+
+
+@given(st.lists(falling, min_size=1, max_size=4), st.integers(1, 6))
+@settings(max_examples=25)
+def test_no_shape_has_more_expected_tokens(acceptance, size):
+    """Of all trees of up to 6 tokens, with acceptance by depth and rank; none of nothing."""
+    found = greatest_chances(acceptance, size)
+    allowed = [shape for n in range(1, size + 1) for shape in shapes(n)]
+    most = max(expected(s, acceptance) for s in allowed if depth(s) <= len(acceptance))
+    assert 1 + sum(found) == pytest.approx(most, abs=1e-12)
+    assert greatest_chances(acceptance, 0) == greatest_chances([], size) == []

@@ -6,9 +6,8 @@ import importlib.util
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound
@@ -97,8 +96,7 @@ ACCEPTANCES = (0.6, 0.8)
 """Acceptance rates to give an expectation for: what a draft model reaches on most texts."""
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """A model that is here, as a drafter for another one.
 
     size: of its weights, bytes. cost: c, of a drafted token in target steps, by size. refusal: the
@@ -106,7 +104,6 @@ class Candidate:
     """
 
     name: str
-    folder: Path
     size: int = 0
     cost: float = 0.0
     refusal: str | None = None
@@ -142,8 +139,7 @@ def locate(model: str) -> Path:
     """The folder of a model that is here; raises ModelFolderError for one that is not."""
     folder = Path(model).expanduser()
     if not folder.exists():
-        may_be_name = model.count("/") <= 1 and not model.startswith(("/", ".", "~"))
-        config = try_to_load_from_cache(model, "config.json") if may_be_name else None
+        config = None if is_path(model) else try_to_load_from_cache(model, "config.json")
         if not isinstance(config, str):
             raise ModelFolderError(
                 f"{model} is no folder here and not in the Hugging Face cache. Fetch it first: "
@@ -191,12 +187,12 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
             shared = shared_between(target_tokenizer, load_tokenizer(folder))
             steps = 1.0 if shared is None else shared.draft_tokens_per_token
             note = "" if shared is None else ", another tokenizer"
-            return Candidate(name, folder, size, steps * size / target_size, note=note)
+            return Candidate(name, size, steps * size / target_size, note=note)
     except TokenizerMismatchError as error:
         refusal = f"another tokenizer: {error}"
     except Exception as error:  # of transformers, tokenizers or the file system: anything at all
         refusal = f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
-    return Candidate(name, folder, size, refusal=refusal)
+    return Candidate(name, size, refusal=refusal)
 
 
 def report(model: str, where: Path | None = None) -> str:

@@ -3,7 +3,7 @@
 Beside the draft, the pass computes *rows*: guesses at the next positions, each made by the target
 in an earlier pass from the guess before it, so that they settle as in Jacobi iteration. A token
 that the target says after them ends an n-gram, which goes into a pool; drafts are n-grams of the
-pool that begin with the text's last token.
+pool that begin with the text's last token. The pool is a table as of Token Recycling.
 
 The rows are a tree. Of W columns, the first begins with the text's last token, and the others with
 a trunk of W - 1 guesses that follow it; the later guesses of a column hang from its first one:
@@ -14,18 +14,18 @@ a trunk of W - 1 guesses that follow it; the later guesses of a column hang from
       |     |    |    |
       z0    z1   z2   z3        level 2: the tokens that the target says after these end n-grams
 
-A target that takes no trees verifies the first chain alone, and of other drafters' drafts pairs are
-noted: that is close to Token Recycling.
+Where no column was verified, or only the first chain, by a target that takes no trees, pairs are
+noted of each rejected token and the target's next: that is close to Token Recycling.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
 from typing import ClassVar
 
 from specdec_mlx.contracts import (
+    NO_DRAFT,
     Draft,
     DraftContext,
     Evidence,
@@ -34,11 +34,12 @@ from specdec_mlx.contracts import (
     ValuesDrafts,
     key_of,
 )
+from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.drafters.tree_of import Text, draft_of, texts_of
 from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_list
 
-MOST_OF_A_TOKEN = 16  # N-grams that the pool keeps of each first token
+MOST_OF_A_TOKEN = 16  # n-grams that the pool keeps of each first token
 
 NEXT_PLACE = 7919
 """Step between the places of the text that columns begin with: a prime, so that they spread."""
@@ -108,10 +109,9 @@ class Window:
 
 
 class LookaheadSession:
-    """One generation: the text, the pool, the window, and the latest proposal.
+    """One generation: the text, the pool of n-grams by their first tokens, and the window.
 
-    _pool: first token -> what follows it [1 to N - 1] -> how often guessed, latest last. _tree, and
-    _columns of the window in it: by the texts of nodes, of a column the last one's.
+    _draft: the latest proposal. _rejected: tokens that were not kept, and the target's after each.
     """
 
     cheap = True
@@ -119,48 +119,40 @@ class LookaheadSession:
     def __init__(self, drafter: LookaheadDrafter, prompt: Sequence[int]) -> None:
         self._config = drafter
         self._tokens = list(prompt)
-        self._pool: dict[int, dict[Text, int]] = {}
-        self._window: Window | None = None
-        self._tree: dict[Text, None] = {}
-        self._columns: list[Text] = []
+        self._pool = SuccessorTable(top=MOST_OF_A_TOKEN)
+        self._window = Window(drafter.window, drafter.ngram - 1, prompt or (0,))
+        self._draft = NO_DRAFT
         self._rejected: tuple[list[int], list[int]] = ([], [])
         self._key = key_of(drafter)
         self._chain_key = f"{self._key} as a chain"
 
     def propose(self, limit: int) -> Draft:
         """A tree of at most `limit` tokens: n-grams of the pool, then rows."""
-        self._tree, evidence = {}, list[Evidence]()
-        for text, times in self._known()[: self._config.num_candidates]:
-            while not _add(self._tree, text, limit):
-                text = text[:-1]
-            evidence += [Evidence(times)] * (len(self._tree) - len(evidence))
-        self._columns = self._add_rows(self._tree, limit, self._config.window)
-        evidence += [Evidence(0)] * (len(self._tree) - len(evidence))
-        return draft_of(self._tree, evidence)
+        known: dict[Text, Evidence | int] = {}
+        for draft in self.candidates(limit)[: self._config.num_candidates]:
+            for text, evidence in zip(texts_of(draft), draft.evidence or (), strict=True):
+                known.setdefault(text, evidence)
+        n_grams = draft_of(known, list(known.values())).head(limit)
+        self._draft = self._with_rows(n_grams, limit, self._config.window)
+        return self._draft
 
     def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
         """The part of the pool that is worth verifying, and rows where they cost little."""
         longest = min(limit, values.limit(self._chain_key, True))
         known = [(self._chain_key, draft) for draft in self.candidates(longest)]
-        draft = values.grow(self._key, known, may_fork)
-        self._tree, self._columns = dict.fromkeys(texts_of(draft)), []
+        self._draft = draft = values.grow(self._key, known, may_fork)
         for num_columns in range(self._config.window, 0, -1):
-            tree = dict(self._tree)
-            columns = self._add_rows(tree, limit, num_columns)
+            tree = self._with_rows(draft, limit, num_columns)
             more = len(tree) - len(draft)
-            price = values.extra_price(len(draft), len(tree)) if more else 0.0
-            if price <= more * self._config.worth:
-                if more and may_fork():
-                    self._tree, self._columns, draft = tree, columns, draft_of(tree)
+            if more and values.extra_price(len(draft), len(tree)) <= more * self._config.worth:
+                self._draft = tree if may_fork() else draft
                 break
-        return draft
+        return self._draft
 
     def candidates(self, limit: int) -> list[Draft]:
         """The n-grams of the pool that go on from the last token, the latest first."""
-        return [
-            Draft(text[:limit], evidence=[Evidence(times, rank=rank)] * min(limit, len(text)))
-            for rank, (text, times) in enumerate(self._known() if limit else ())
-        ]
+        known = self._pool.successors.get(tuple(self._tokens[-1:]))
+        return [draft.head(limit) for draft in known.drafts()] if known and limit else []
 
     def see(self, features: FeatureRows) -> None:
         """Drop the rows of further positions: the text says the same."""
@@ -174,60 +166,28 @@ class LookaheadSession:
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens emitted; fill the pool, and move the window on."""
-        columns, after = self._columns, self._said(tokens)
-        self._tokens += tokens
-        if self._window is not None:
-            said = [after.get(column) for column in columns]
-            said += [None] * (self._config.window - len(said))
-            for token, first, *rest in zip(said, *self._window.levels, strict=True):
-                if token is not None:
-                    self._note(first, (*rest, token))
-            self._window.advance(said, self._tokens, len(tokens))
-        if not columns:
+        said = {tuple(tokens[:n]): token for n, token in enumerate(tokens) if n}
+        left = [text for text in texts_of(self._draft) if text not in said]
+        if [text[-1] for text in left] == self._rejected[0]:
+            said |= zip(left, self._rejected[1], strict=True)
+        guessed = [said.get(column) for column in self._window.columns()]
+        for token, first, *rest in zip(guessed, *self._window.levels, strict=True):
+            if token is not None:
+                self._pool.note((first,), (*rest, token))
+        if guessed == [None] * len(guessed):
             for token, next_token in zip(*self._rejected, strict=True):
-                self._note(token, (next_token,))
-        self._tree, self._columns, self._rejected = {}, [], ([], [])
+                self._pool.note((token,), (next_token,))
+        self._tokens += tokens
+        self._window.advance(guessed, self._tokens, len(tokens))
+        self._draft, self._rejected = NO_DRAFT, ([], [])
 
-    def _known(self) -> list[tuple[Text, int]]:
-        """The pool's n-grams from the last token on, the latest first, and how often guessed."""
-        return list(reversed(self._pool.get(self._tokens[-1], {}).items())) if self._tokens else []
-
-    def _note(self, first: int, rest: Text) -> None:
-        """Note an n-gram; of each first token the oldest ones go."""
-        some = self._pool.setdefault(first, {})
-        some[rest] = some.pop(rest, 0) + 1
-        if len(some) > MOST_OF_A_TOKEN:
-            del some[next(iter(some))]
-
-    def _add_rows(self, tree: dict[Text, None], limit: int, num_columns: int) -> list[Text]:
-        """Add columns of the window, as many as there is room for; returns those added."""
-        if not self._tokens:
-            return []
-        if self._window is None:
-            self._window = Window(self._config.window, self._config.ngram - 1, self._tokens)
-        columns = self._window.columns()[:num_columns]
-        return list(takewhile(lambda column: _add(tree, column, limit), columns))
-
-    def _said(self, tokens: Sequence[int]) -> dict[Text, int]:
-        """The target's token after each node: of the whole proposal, or of its first chain."""
-        after = {tuple(tokens[:n]): token for n, token in enumerate(tokens)}
-        after = {text: token for text, token in after.items() if text in self._tree}
-        first_chain: list[Text] = []
-        for text in self._tree:
-            if text[:-1] == (first_chain[-1] if first_chain else ()):
-                first_chain.append(text)
-        rejected, said = self._rejected
-        for verified in (self._tree, first_chain):
-            left = [text for text in verified if text not in after]
-            if left and [text[-1] for text in left] == rejected:
-                return after | dict(zip(left, said, strict=True))
-        return after
-
-
-def _add(tree: dict[Text, None], text: Text, limit: int) -> bool:
-    """Add a text's node, and all before it, if there is room; True if it is there."""
-    new = [part for n in range(1, len(text) + 1) if (part := text[:n]) not in tree]
-    has_room = len(tree) + len(new) <= limit
-    if has_room:
-        tree |= dict.fromkeys(new)
-    return has_room
+    def _with_rows(self, draft: Draft, limit: int, num_columns: int) -> Draft:
+        """A draft and columns of the window, as many as there is room for."""
+        texts = dict.fromkeys(texts_of(draft))
+        for column in self._window.columns()[:num_columns]:
+            wider = texts | dict.fromkeys(column[:n] for n in range(1, len(column) + 1))
+            if len(wider) > limit:
+                break
+            texts = wider
+        evidence = list(draft.evidence or ())
+        return draft_of(texts, evidence + [Evidence()] * (len(texts) - len(evidence)))

@@ -6,83 +6,87 @@ chain of likeliest successors; a tree, as the paper has it, branches to the othe
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import ClassVar
 
-from specdec_mlx.contracts import Draft, DraftContext, Evidence, FeatureRows, Features
+from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, FeatureRows, Features
 from specdec_mlx.contracts.drafting import share_class
+from specdec_mlx.drafters.tree_of import Text
 from specdec_mlx.options import require
 
 TOP = 8  # successors that are kept of each token, as in the paper
 BRANCHES = 4  # successors of the last token that a tree goes on from
-MOST_STEADY = 16  # A successor that was the likeliest so many times in a row is as sure as it gets
-Context = tuple[int, ...]  # A token, or one and the token before it
+MOST_STEADY = 16  # A successor that came first so many times in a row is as sure as it gets
 
 
 @dataclass(slots=True)
 class Successors:
-    """The likeliest tokens after a context, as the target said last.
+    """Guesses at what follows a context, the best and latest first; each is one token or more.
 
     steady: how often in a row the first one stayed; right of seen: how often in all.
     """
 
-    tokens: list[int]
+    texts: list[Text]
     steady: int = 1
     right: int = 0
     seen: int = 0
 
     def evidence(self, rank: int) -> Evidence:
-        """Evidence for the successor of a rank."""
+        """Evidence for each token of the guess of a rank."""
         share = share_class(self.right / self.seen) if self.seen else 0
         return Evidence(self.steady, share, rank=rank)
+
+    def drafts(self) -> list[Draft]:
+        """Each guess as a draft."""
+        ranked = enumerate(self.texts)
+        return [Draft(text, evidence=[self.evidence(i)] * len(text)) for i, text in ranked]
 
 
 @dataclass(eq=False, repr=False)
 class SuccessorTable:
-    """Context -> its likeliest successors, to be shared by generations; 400 bytes an entry.
+    """Context -> what the target guessed after it, to be shared by generations; 1 kB an entry.
 
-    most: entries that are kept; the contexts noted longest ago go.
+    most: contexts that are kept; those noted longest ago go. top: guesses that are kept of each.
     """
 
-    successors: dict[Context, Successors] = field(default_factory=dict)
+    successors: dict[Text, Successors] = field(default_factory=dict)
     most: int = 100_000
+    top: int = TOP
 
     def __repr__(self) -> str:
         """No content: a drafter's key does not change with it."""
         return "<SuccessorTable>"
 
-    def note(self, context: Context, likeliest: list[int]) -> None:
-        """Note the target's likeliest tokens after a context [TOP], the likeliest first."""
+    def note(self, context: Text, *texts: Text) -> None:
+        """Note guesses at what follows a context, the best first; earlier ones come after them."""
         known = self.successors.pop(context, None)
         if known is None:
-            known = Successors(likeliest)
+            known = Successors(list(texts))
         else:
-            same = known.tokens[0] == likeliest[0]
+            same = known.texts[0] == texts[0]
             known.seen += 1
             known.right += same
             known.steady = min(known.steady + 1, MOST_STEADY) if same else 1
-            known.tokens = likeliest
+            known.texts = list(dict.fromkeys((*texts, *known.texts)))[: self.top]
         self.successors[context] = known  # the latest stand last
         if len(self.successors) > self.most:
             del self.successors[next(iter(self.successors))]
 
     def drafts(
         self, tokens: Sequence[int], length: int, width: int = 1, branches: int = BRANCHES
-    ) -> list[Draft]:
-        """At most `branches` chains of at most `length` successors, by contexts of `width`."""
-        found = []
+    ) -> Iterator[Draft]:
+        """At most `branches` chains of at most `length` single tokens, by contexts of `width`."""
         for rank in range(branches if length > 0 else 0):
             text, evidence = list(tokens[-width:]), list[Evidence]()
             while len(evidence) < length and (known := self.successors.get(tuple(text[-width:]))):
                 place = 0 if evidence else rank
-                if place >= len(known.tokens):
-                    break
-                text.append(known.tokens[place])
+                if place >= len(known.texts):
+                    return
+                text += known.texts[place]
                 evidence.append(known.evidence(place))
             if evidence:
-                found.append(Draft(text[-len(evidence) :], evidence=evidence))
-        return found
+                yield Draft(text[-len(evidence) :], evidence=evidence)
 
 
 @dataclass(frozen=True)
@@ -142,11 +146,13 @@ class RecyclingSession:
 
     def propose(self, limit: int) -> Draft:
         """Follow the table from the last token."""
-        found = self._table.drafts(self._tokens, min(limit, self._num_draft), self._width, 1)
-        return found[0] if found else Draft()
+        return next(self._chains(limit), NO_DRAFT)
 
     def candidates(self, limit: int) -> list[Draft]:
         """The chains through the likeliest successors of the last token."""
+        return list(self._chains(limit))
+
+    def _chains(self, limit: int) -> Iterator[Draft]:
         return self._table.drafts(self._tokens, min(limit, self._num_draft), self._width)
 
     def _note(self, tokens: Sequence[int], start: int, features: FeatureRows) -> None:
@@ -156,4 +162,5 @@ class RecyclingSession:
         for end, likeliest in enumerate(rows[: max(0, len(tokens) - start)], start + 1):
             # a replay knows the rows of its text alone
             if likeliest[0] >= 0 and end >= self._width:
-                self._table.note(tuple(tokens[end - self._width : end]), likeliest)
+                context = tuple(tokens[end - self._width : end])
+                self._table.note(context, *((token,) for token in likeliest))

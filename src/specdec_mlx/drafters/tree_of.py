@@ -82,7 +82,7 @@ def texts_of(draft: Draft) -> list[Text]:
     return texts
 
 
-def draft_of(texts: Iterable[Text], evidence: Sequence[Evidence] | None = None) -> Draft:
+def draft_of(texts: Iterable[Text], evidence: Sequence[Evidence | int] | None = None) -> Draft:
     """The draft whose nodes have these texts, in order; a chain where they do not fork."""
     nodes = {text: node for node, text in enumerate(texts)}
     parents = [nodes.get(text[:-1], ROOT) for text in nodes]

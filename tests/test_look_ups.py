@@ -1,22 +1,24 @@
-"""Laws of drafting from n-gram counts, against a reference that counts by scanning the text."""
+"""Laws of drafting by n-gram counts and prompt lookup, against references that scan the text."""
 
 from __future__ import annotations
 
 import re
 import tracemalloc
 from collections import Counter
+from typing import Any
 
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 
-from selection import cases, in_one_test
+from selection import in_one_test
 from specdec_mlx.contracts import DraftContext, Evidence
 from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.drafters.ngram import NGramDrafter, StochasticNGramSession
 from specdec_mlx.drafters.ngram_table import DISCOUNT, NGramCounts
+from specdec_mlx.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
@@ -129,22 +131,80 @@ def test_a_context_forgotten_at_one_order_is_still_known_at_another() -> None:
     assert counts.distribution((1,), VOCAB) is None
 
 
-@pytest.mark.parametrize("max_order", cases([1, 4, 8], 4))
-@pytest.mark.parametrize("repeats", cases([1, 2], 1))
-def test_memory_stays_below_the_stated_bound(max_order: int, repeats: int) -> None:
-    """At most 640 bytes a pair, in texts that make pairs dear: all different, and all twice."""
-    entries = 700  # just past a doubling of the dict's table
-    drafter = NGramDrafter(min_order=1, max_order=max_order, max_entries=entries)
+@in_one_test(
+    ("drafter", "most"),
+    [
+        (NGramDrafter(min_order=1, max_entries=700), 640 * 700 * 4),
+        (PromptLookupDrafter(), 200 * (4 + 3) * 2800),
+    ],
+)
+def test_memory_stays_below_the_stated_bound(drafter: Any, most: int) -> None:
+    """640 bytes a pair, just past a doubling of the table, and 200 a token and size of n-gram, in a
+    text that makes them dear: all different, and for counts all twice.
+    """
+    repeats = 2 if isinstance(drafter, NGramDrafter) else 1
     tracemalloc.start()
     try:
-        session = drafter.begin([10**6 + i for i in range(entries)], CONTEXT)
-        for start in range(10**6, 10**6 + 2 * entries, entries):
+        session = drafter.begin([], CONTEXT)
+        for start in range(10**6, 10**6 + 2800, 700):
             for _ in range(repeats):
-                session.observe([start + i for i in range(entries)])
+                session.observe([start + i for i in range(700)])
         used, _ = tracemalloc.get_traced_memory()
     finally:
         tracemalloc.stop()
-    assert used <= 640 * entries * max_order
+    assert used <= most
+
+
+drafters = st.builds(
+    lambda sizes, cap, occurrence: PromptLookupDrafter(max(sizes), min(sizes), cap, occurrence),
+    st.tuples(st.integers(1, 8), st.integers(1, 8)),
+    st.sampled_from([None, 3]),
+    st.sampled_from(["recent", "earliest"]),
+)
+
+
+def scan_for_copies(
+    text: list[int], more: list[int], drafter: PromptLookupDrafter, limit: int
+) -> tuple[list[int], int]:
+    """Draft and match length by definition: look at every position, copy token by token."""
+    grown = [*text, *more]
+    for n in range(min(drafter.max_ngram, len(grown)), drafter.min_ngram - 1, -1):
+        ends = [e for e in range(n, len(text)) if text[e - n : e] == grown[-n:]]
+        if ends and limit > 0:
+            end = ends[-1] if drafter.occurrence == "recent" else ends[0]
+            length = 0
+            for a, b in zip(reversed(text[:end]), reversed(grown), strict=False):
+                if a != b or length == MAX_MATCH:
+                    break
+                length += 1
+            size = len(grown)
+            for i in range(min(limit, drafter.num_draft or limit)):
+                grown.append(grown[end + i])
+            return grown[size:], length
+    return [], 0
+
+
+@given(texts, texts, st.lists(st.integers(0, 3), max_size=4), drafters, st.integers(0, 12))
+@example([1, 2, 3, 1, 2, 4, 1, 2], [], [], PromptLookupDrafter(2, 1, occurrence="earliest"), 3)
+@example([*range(20), 1000, *range(20)], [], [], PromptLookupDrafter(), 1)
+@example([*range(200), 1000, *range(200)], [], [], PromptLookupDrafter(), 1)
+def test_index_equals_a_scan_of_the_text(
+    prompt: list[int],
+    observed: list[int],
+    more: list[int],
+    drafter: PromptLookupDrafter,
+    limit: int,
+) -> None:
+    """Draft and match length, of a text that grew, and of what may come; a point mass."""
+    session = drafter.begin(prompt, CONTEXT)
+    session.propose(limit)
+    session.observe(observed)
+    text = prompt + observed
+    for tokens, draft in ((more, session.propose_after(more, limit)), ([], session.propose(limit))):
+        expected, length = scan_for_copies(text, tokens, drafter, limit)
+        assert list(draft.tokens) == expected
+        assert list(draft.evidence or []) == [Evidence(length)] * len(expected)
+        assert draft.logprobs is None
 
 
 @given(texts, orders, st.integers(1, 4), st.integers(0, 99), st.lists(st.integers(0, 3)))
@@ -182,36 +242,21 @@ def test_draws_are_of_the_smoothed_counts(
 )
 def test_nothing_is_drawn_without_temperature_or_noise(context: DraftContext) -> None:
     session = NGramDrafter(stochastic=True).begin([0, 1, 2, 0, 1, 3, 0, 1], context)
-    assert session.propose(4).logprobs is None
     assert not isinstance(session, StochasticNGramSession)
 
 
 REFUSED = {
-    "prompt-lookup:max_ngram=0": "max_ngram=0): expected an int from 1 to 8",
-    "prompt-lookup:max_ngram=9": "max_ngram=9): expected an int from 1 to 8",
-    "prompt-lookup:min_ngram=0": "min_ngram=0): expected an int from 1 to max_ngram = 5",
-    "prompt-lookup:max_ngram=2,min_ngram=3": "lower it or raise max_ngram",
-    "prompt-lookup:num_draft=0": "num_draft=0): expected an int >= 1",
-    "ngram:max_order=0": "max_order=0): expected an int from 1 (unigram) to 8",
-    "ngram:max_order=9": "max_order=9): expected an int from 1 (unigram) to 8",
-    "ngram:min_order=0": "min_order=0): expected an int from 1 to max_order = 4",
-    "ngram:max_order=2,min_order=3": "lower it or raise max_order",
-    "ngram:num_draft=0": "num_draft=0): expected an int >= 1",
-    "ngram:max_entries=0": "max_entries=0): expected an int >= 1",
-    "suffix:num_draft=0": "num_draft=0): expected an int >= 1",
-    "suffix:min_match=0": "min_match=0): expected an int from 1 to 64",
-    "suffix:min_match=65": "min_match=65): expected an int from 1 to 64",
-    "lookahead:window=0": "window=0): expected at least 1",
-    "lookahead:ngram=1": "ngram=1): expected at least 2",
-    "lookahead:num_candidates=0": "num_candidates=0): expected at least 1",
-    "lookahead:worth=-1.0": "worth=-1.0): expected at least 0.0",
-    "recycling:num_draft=0": "num_draft=0): expected an int >= 1",
-    "recycling:context=3": "context=3): expected 1 or 2",
+    "prompt-lookup": "max_ngram=0 max_ngram=9 min_ngram=0 min_ngram=6 num_draft=0",
+    "ngram": "max_order=0 max_order=9 min_order=0 min_order=5 num_draft=0 max_entries=0",
+    "suffix": "num_draft=0 min_match=0 min_match=65",
+    "lookahead": "window=0 ngram=1 num_candidates=0 worth=-1.0",
+    "recycling": "num_draft=0 context=0 context=3",
 }
 
 
-@in_one_test("spec", REFUSED)
-def test_options_of_look_ups_outside_their_range_are_refused(spec: str) -> None:
-    """The error says what was given, what is expected, and what to do."""
-    with pytest.raises(ValueError, match=re.escape(REFUSED[spec])):
-        make_drafter(spec)
+@in_one_test("name", REFUSED)
+def test_options_of_look_ups_outside_their_range_are_refused(name: str) -> None:
+    """The error says what was given, and what is expected."""
+    for option in REFUSED[name].split():
+        with pytest.raises(ValueError, match=rf"{re.escape(option)}\): expected .*\d"):
+            make_drafter(f"{name}:{option}")
