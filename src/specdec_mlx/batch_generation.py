@@ -103,7 +103,7 @@ def batch_stream_generate(
         raise wrong("prompts", prompts, "a list of prompts. For one, give [prompt]")
     batch = BatchGeneration(
         model,
-        choose_drafter(drafter, draft_model, model),
+        choose_drafter(drafter, draft_model, model, tokenizer),
         rule=rule,
         draft_length=draft_length,
         stop_tokens=frozenset(tokenizer.eos_token_ids),

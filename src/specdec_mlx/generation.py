@@ -64,7 +64,8 @@ def stream_generate(
         drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
             decoding.
         draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
-            one with any, or of a trained head. With a drafter as well, that one is asked first.
+            one with any, or of a trained head; "auto" for one here that fits. With a drafter as
+            well, that one is asked first.
         rule: acceptance rule, by name or as an object; see `speculate`.
         draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
         seed: makes the draws reproducible; None takes one from MLX's global random state.
@@ -97,7 +98,7 @@ def stream_generate(
         ValueError: for other bad input.
     """
     tokenizer, max_tokens = loaded(model, tokenizer), max_tokens_of(max_tokens, 1)
-    chosen = choose_drafter(drafter, draft_model, model)
+    chosen = choose_drafter(drafter, draft_model, model, tokenizer)
     prompt_tokens = encode(tokenizer, prompt)
     tokens = speculate(
         model,

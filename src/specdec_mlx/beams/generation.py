@@ -89,7 +89,7 @@ def beam_search(
     tokenizer = loaded(model, tokenizer)
     num_beams, max_tokens = whole("num_beams", num_beams, 1), whole("max_tokens", max_tokens, 1)
     prefill_step_size = CacheOptions(prefill_step_size=prefill_step_size).prefill_step_size
-    chosen = choose_drafter(drafter, draft_model, model)
+    chosen = choose_drafter(drafter, draft_model, model, tokenizer)
     tokens = check_prompt(encode(tokenizer, prompt), None, chosen)
     vocab_size = vocab_size_of(model)
     check_ids(tokens, vocab_size)

@@ -26,7 +26,7 @@ from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments, lighter_of
+from specdec_mlx.drafters.draft_models import add_lighter_arguments, named_model
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import explained
@@ -220,7 +220,7 @@ def record_of_sessions(
 
 def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
     """Ways to make the drafters that were named; each is tried once."""
-    named = NamedModel(args.draft_model, lighter_of(args))
+    named = named_model(args)
     ways = {spec: partial(named.make, spec) for spec in args.drafter or [DEFAULT_DRAFTER]}
     for make in ways.values():
         make()

@@ -24,7 +24,7 @@ from specdec_mlx.bench.record import Record, RecordedText, format_record, read_s
 from specdec_mlx.bench.summary import find_differences, reference_texts, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
-from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments, lighter_of
+from specdec_mlx.drafters.draft_models import add_lighter_arguments, named_model
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, WITH_MODEL
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
@@ -66,7 +66,7 @@ def main(
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
-    named = NamedModel(args.draft_model, lighter_of(args))
+    named = named_model(args)
     draft_model, _ = named.pair
     lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
     make = partial(named.make, target=model)

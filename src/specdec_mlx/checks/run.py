@@ -86,7 +86,7 @@ def check(
         raise ValueError(f"budget={budget}: expected a number of seconds above 0.")
     if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    chosen = draft_models.choose_drafter(drafter, draft_model, model)
+    chosen = draft_models.choose_drafter(drafter, draft_model, model, tokenizer)
     if chosen is None:
         raise ValueError("There is nothing to check without a drafter. Give drafter=.")
     sampling = read_sampler(sampler)

@@ -74,6 +74,86 @@ def heads_lines(
     return ["", f"Trained heads for {model} (--draft-model):", *lines] if lines else []
 
 
+HEADS_NAME = re.compile(r"mtp|eagle|dflash|dspark|medusa|speculator|assistant|draft")
+"""What the name of a head's repository has after its model's."""
+
+
+class Choice(NamedTuple):
+    """The draft model of `auto`: its folder or name, None for none, and sentences that say why."""
+
+    found: str | None
+    lines: list[str]
+
+
+def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) -> Choice:
+    """What `--draft-model auto` takes for a model that is here: a head for it, or a small model.
+
+    Looked for beside the model's folder and in the Hugging Face cache, or in `where`; with `fetch`
+    a head that the table of known ones names is fetched if nothing is here. A head that fits by
+    its sizes alone is left out: it may have been trained on another model's states. Raises
+    ModelFolderError.
+    """
+    folder = locate(model)
+    cached = [part for part in folder.parts if part.startswith("models--")]
+    name = cached[-1].removeprefix("models--").replace("--", "/") if cached else folder.name
+    known = [one for one, note in known_repositories(name).items() if not note]
+    places = [*(() if cached else models_in(folder.parent)), *models_in(where)]
+    found, lines = None, list[str]()
+    for one, place in {place.resolve(): (one, place) for one, place in places}.values():
+        if (kind := known_kind(config_of(place))) is None:
+            continue
+        refusal = _refusal(one, config_of(place), name, config_of(folder), known)
+        if refusal is None and found is None:
+            found = str(place)
+            lines.insert(0, f"{one} drafts: {FORMATS[kind].label} for {name}.")
+        else:
+            lines.append(f"{one} is left out: {refusal or 'one head is enough'}.")
+    if found is None:
+        found = _small_model(str(folder), where, lines)
+    if found is None and known and fetch:
+        found = known[0]
+        lines.insert(0, f"{found} drafts: fetched, as known for {name}.")
+    if found is None:
+        ways = f" Known: {', '.join(known)}; auto:fetch=true fetches the first." if known else ""
+        lines.insert(0, f"Nothing here drafts for {name} but look-up in the text.{ways}")
+    return Choice(found, lines)
+
+
+def _small_model(model: str, where: Path | None, lines: list[str]) -> str | None:
+    """The folder of the smallest model that pays, None for none; `lines` are told of each."""
+    found = None
+    for one in find_candidates(model, where):
+        pays = one.cost and best_draft_length(ACCEPTANCES[0], one.cost) > 0
+        refusal = one.refusal or one.note.strip(", ") or ("" if pays else "too large to pay")
+        if found is None and not refusal:
+            found = str(one.folder)
+            lines.insert(0, f"{one.name} drafts: a small model with the same tokenizer.")
+        else:
+            lines.append(f"{one.name} is left out: {refusal or 'one model is enough'}.")
+    return found
+
+
+def _refusal(head: str, config: Any, model: str, target: Any, known: Iterable[str]) -> str | None:
+    """Why `auto` does not take a head for a model, by their names and configs; None if it does."""
+    if not FORMATS[known_kind(config) or ""].loads:
+        return "its format cannot be loaded yet"
+    misfit = _misfit(config, target)
+    is_own = _is_for(head, model, known)
+    if misfit is not None or is_own:
+        return misfit
+    return "nothing says that it was made for this model; name it to take it"
+
+
+def _is_for(head: str, model: str, known: Iterable[str]) -> bool:
+    """True if a head's name says that it is made for a model, or the table does."""
+    own, other = (one.rpartition("/")[2].lower() for one in (model, head))
+    if other in (one.rpartition("/")[2].lower() for one in known):
+        return True
+    ends = [i for i in range(len(own) + 1) if CONVERTED.fullmatch(own[i:])]
+    base = own[: ends[0]]
+    return other.startswith(base) and bool(HEADS_NAME.search(other[len(base) :]))
+
+
 def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     """Why a head does not fit a target, by their configs."""
     try:
@@ -108,6 +188,7 @@ class Candidate(NamedTuple):
     cost: float = 0.0
     refusal: str | None = None
     note: str = ""
+    folder: Path = Path()
 
     def expectation(self) -> str:
         """Best draft length and speedup for a few acceptance rates (theorem 3.8), one line."""
@@ -187,7 +268,7 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
             shared = shared_between(target_tokenizer, load_tokenizer(folder))
             steps = 1.0 if shared is None else shared.draft_tokens_per_token
             note = "" if shared is None else ", another tokenizer"
-            return Candidate(name, size, steps * size / target_size, note=note)
+            return Candidate(name, size, steps * size / target_size, None, note, folder)
     except TokenizerMismatchError as error:
         refusal = f"another tokenizer: {error}"
     except Exception as error:  # of transformers, tokenizers or the file system: anything at all

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import logging
+import sys
+from collections.abc import Callable
 from dataclasses import dataclass, field, fields
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +28,10 @@ from specdec_mlx.drafters.registry import (
 )
 from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.models import load_model
-from specdec_mlx.options import argument, positive_int, split_spec
+from specdec_mlx.options import argument, make_with, positive_int, split_spec
 from specdec_mlx.target.inputs import check_is_drafter
+
+AUTO = "auto"
 
 
 @dataclass(frozen=True)
@@ -103,20 +108,45 @@ class NamedModel:
 
 
 def choose_drafter(
-    drafter: Any, draft_model: Any, target: nn.Module | None = None
+    drafter: Any, draft_model: Any, target: nn.Module | None = None, tokenizer: Any = None
 ) -> Drafter | None:
     """The drafter that the two arguments name; None for plain decoding.
 
     draft_model: a model, the folder or Hugging Face name of one or of a trained head, or what
-    `drafter` takes. With "auto" the better draft of the two is taken, any other drafter is asked
-    first. target: the model to draft for, which trained heads need. Raises UnknownNameError,
-    ModelFolderError, HeadError for a head that does not fit the target, and ValueError for what is
-    neither.
+    `drafter` takes; "auto" for what fits the model that the tokenizer was loaded with, see
+    `candidates.choose_for`. With drafter "auto" the better draft of the two is taken, any other
+    drafter is asked first. target: the model to draft for, which heads need. Raises
+    UnknownNameError, ModelFolderError, HeadError for a head that does not fit the target, and
+    ValueError for what is neither.
     """
+    if is_auto(draft_model):
+        place = getattr(tokenizer, "name_or_path", "")
+        draft_model = found_for(place, draft_model, logging.getLogger(__name__).warning)
     look_up, of_model = _drafter(drafter), _model_drafter(draft_model, target)
     if drafter == DEFAULT_DRAFTER and look_up is not None and of_model is not None:
         return BestOf(look_up, of_model)
     return first_of([look_up, of_model])
+
+
+def is_auto(draft_model: Any) -> bool:
+    """True for "auto", with options or without, which asks for what fits the target."""
+    return isinstance(draft_model, str) and split_spec(draft_model)[0] == AUTO
+
+
+def found_for(model: str | None, spec: str, say: Callable[[str], object]) -> str | None:
+    """The draft model for a model of this name or folder, None for none; `say` is told why.
+
+    Raises ModelFolderError for a model that is not here, ValueError where none is named, or for an
+    option of the spec that there is not.
+    """
+    from specdec_mlx.drafters.candidates import choose_for
+
+    if not model:
+        raise ValueError(f"Draft model {AUTO!r}: what it is for has no name. Name a draft model.")
+    choice = make_with("draft model", AUTO, partial(choose_for, model), split_spec(spec)[1])
+    for line in choice.lines:
+        say(f"specdec_mlx: {line}")
+    return choice.found
 
 
 def _drafter(choice: Any) -> Drafter | None:
@@ -144,8 +174,22 @@ def add_lighter_arguments(parser: Any) -> None:
     add("--draft-layers", type=count, metavar="N", help="Draft with its first layers only.")
 
 
+def named_model(arguments: argparse.Namespace) -> NamedModel:
+    """The draft model of a command's flags; raises as `lighter_of`."""
+    lighter = lighter_of(arguments)
+    return NamedModel(arguments.draft_model, lighter)
+
+
 def lighter_of(arguments: argparse.Namespace) -> Lighter:
-    """What these flags said; DraftModelError where no draft model is named."""
+    """What these flags said; DraftModelError where no draft model is named.
+
+    `--draft-model auto` becomes the name of what was found.
+    """
+    if is_auto(arguments.draft_model):
+        say = partial(print, file=sys.stderr)
+        arguments.draft_model = found_for(
+            getattr(arguments, "model", None), arguments.draft_model, say
+        )
     lighter = Lighter(arguments.draft_bits, arguments.draft_layers)
     if lighter.flags and not arguments.draft_model:
         raise DraftModelError(f"{', '.join(lighter.flags)}: give --draft-model MODEL as well.")

@@ -178,7 +178,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"given; {MODEL_DRAFTER}:branches=4 has a draft model or a trained head propose trees)",
     )
     if "--draft-model" not in taken:
-        add("--draft-model", default=None, help="A model to draft with, or a trained head.")
+        add("--draft-model", default=None, help="A model to draft with, a trained head, or auto.")
     add_lighter_arguments(group)
     add(
         "--draft-length",
@@ -252,10 +252,11 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
+    lighter = lighter_of(namespace)  # of --draft-model auto, it is what was found
     same = "draft_model", "rule", "stats", "memory_for", "online"
     flags = Flags(
         tuple(namespace.drafter),
-        lighter=lighter_of(namespace),
+        lighter=lighter,
         draft_length="auto" if length is None else length,
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
