@@ -338,6 +338,9 @@ def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
     assert isinstance(choose_drafter(None, folder, target), sd.drafters.HeadDrafter)
     flags = Flags(drafters=[spec], draft_model=str(folder), lighter=Lighter(bits=8))
     assert (flags.has_head, Flags().has_head) == (True, False)
+    unnamed, ordered = Flags(draft_model=str(folder)), Flags(["ngram"], draft_model=str(folder))
+    assert type(unnamed.drafter(target)) is sd.BestOf
+    assert type(ordered.drafter(target)) is sd.FirstOf
     requested = Menu(flags).requested({"drafter": "model"}).drafter
     parser = argparse.ArgumentParser()
     check.add_arguments(parser)

@@ -24,6 +24,7 @@ from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
 from specdec_mlx.drafters import registry
 from specdec_mlx.drafters.draft_models import Lighter, NamedModel, add_lighter_arguments, lighter_of
+from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
@@ -53,9 +54,7 @@ class Flags:
     @property
     def names(self) -> list[str]:
         """Drafters to try, in order; the draft model is the last unless it is named."""
-        given = [spec for spec in self.drafters if spec != NO_DRAFTER]
-        if not self.drafters:
-            return [DEFAULT_DRAFTER if self.draft_model is None else MODEL_DRAFTER]
+        given = [spec for spec in self.drafters or (DEFAULT_DRAFTER,) if spec != NO_DRAFTER]
         if self.draft_model is not None and not any(name_in(spec) in WITH_MODEL for spec in given):
             given.append(MODEL_DRAFTER)
         return given
@@ -77,10 +76,14 @@ class Flags:
 
     def drafter(self, target: nn.Module | None = None) -> Drafter | None:
         """The drafter for a target, a grammar's first; None for plain decoding."""
-        drafters = [self.make(spec, target) for spec in self.names]
-        if drafters and self.grammar is not None:
-            drafters.insert(0, GrammarDrafter())
-        return registry.first_of(drafters)
+        chosen = self.combined([self.make(spec, target) for spec in self.names])
+        drafts_grammar = chosen is not None and self.grammar is not None
+        return registry.first_of([GrammarDrafter() if drafts_grammar else None, chosen])
+
+    def combined(self, drafters: Sequence[Drafter | None]) -> Drafter | None:
+        """The drafters of `names` as one: those of no --drafter compete, others are in order."""
+        parts = [part for part in drafters if part is not None]
+        return BestOf(*parts) if parts[1:] and not self.drafters else registry.first_of(parts)
 
     def make(
         self, spec: str, target: nn.Module | None = None, memory: Memory | None = None
@@ -174,8 +177,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME[:KEY=VALUE,...]",
         help=f"Drafter: {', '.join(registry.drafter_names())}; given several times, the first that "
-        f"has a draft is taken (default: {DEFAULT_DRAFTER}, or the draft model if --draft-model is "
-        f"given; {MODEL_DRAFTER}:branches=4 has a draft model or a trained head propose trees)",
+        f"has a draft is taken (default: {DEFAULT_DRAFTER}, and with --draft-model the better of its "
+        f"draft and the model's; {MODEL_DRAFTER}:branches=4 has that one propose trees)",
     )
     if "--draft-model" not in taken:
         add("--draft-model", default=None, help="A model to draft with, a trained head, or auto.")

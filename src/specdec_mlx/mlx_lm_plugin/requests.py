@@ -274,7 +274,8 @@ class Menu:
         chosen = [name for name in names if name != NO_DRAFTER]
         who = {USER: str(body.get("user") or ""), KEY: api_key}.get(self.flags.memory_for, "")
         memory = self._memory(who) if who else None  # one for all, or nobody is named
-        drafter = None if own_model else first_of([self._make(name, memory) for name in chosen])
+        parts = [] if own_model else [self._make(name, memory) for name in chosen]
+        drafter = first_of(parts) if "drafter" in body else self.flags.combined(parts)
         length = body.get("draft_length", body.get("num_draft_tokens"))
         return Requested(
             drafter,
