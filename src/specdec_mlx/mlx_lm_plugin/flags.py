@@ -177,8 +177,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         metavar="NAME[:KEY=VALUE,...]",
         help=f"Drafter: {', '.join(registry.drafter_names())}; given several times, the first that "
-        f"has a draft is taken (default: {DEFAULT_DRAFTER}, and with --draft-model the better draft "
-        f"of it and the model; {MODEL_DRAFTER}:branches=4 has that one propose trees)",
+        f"has a draft is taken (default: {DEFAULT_DRAFTER}, which with --draft-model competes with "
+        f"the model for each draft; {MODEL_DRAFTER}:branches=4 has the model propose trees)",
     )
     if "--draft-model" not in taken:
         add("--draft-model", default=None, help="A model to draft with, a trained head, or auto.")
