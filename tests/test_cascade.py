@@ -118,22 +118,13 @@ def test_greedy_text_is_the_targets_own(kind: str, length: int | str) -> None:
 
 @in_one_test("temp", [0.0, 0.8])
 def test_the_first_tokens_are_the_models_the_later_ones_what_look_up_finds(temp: float) -> None:
-    """With the distributions that each was drawn from: the model's, and point masses."""
+    """As each would draft by itself, in a text that has every token."""
     own, context = sd.ModelDrafter(target("llama", 1)), context_of(temp)
-    begun = sd.Cascade(own, "suffix", 2).begin(PROMPT, context)
-    first = to_list(own.begin(PROMPT, context).propose(2).tokens)
-    text = [*PROMPT, *first, 90, 91, 92, *first]
-    begun.observe(text[len(PROMPT) : -2])
-    draft = begun.propose(6)
-    tokens = to_list(draft.tokens)
-    found = sd.SuffixDrafter().begin(text[:-2], DraftContext())
-    assert tokens[2:] == to_list(found.propose_after(tokens[:2], 4).tokens)
-    assert (draft.probs is None) == (temp == 0)
-    if draft.probs is not None:
-        rows = np.array(draft.probs)
-        assert np.allclose(rows.sum(axis=-1), 1, atol=1e-5)
-        assert np.all(rows[2:, tokens[2:]].diagonal() == 1)
-        assert np.all(rows[:2].max(axis=-1) < 1)
+    text = list(range(tiny.CONFIGS["llama"]["vocab_size"]))
+    tokens = to_list(sd.Cascade(own, "suffix", 2).begin(text, context).propose(6).tokens)
+    assert tokens[:2] == to_list(own.begin(text, context).propose(2).tokens)
+    found = sd.SuffixDrafter().begin(text, DraftContext()).propose_after(tokens[:2], 4)
+    assert tokens[2:] == to_list(found.tokens) != []
 
 
 def context_of(temp: float) -> DraftContext:

@@ -294,7 +294,9 @@ def test_only_point_masses_compete(outbid: bool, model: Any, text: list[int]) ->
 
 
 def test_groups_are_asked_in_order(model: Any, text: list[int]) -> None:
-    """`FirstOf` around it keeps its order: what stands before is asked alone."""
+    """`FirstOf` around it keeps its order: what stands before is asked alone; a tree's drafters are
+    asked as one.
+    """
     best = sd.BestOf(right(text, "a"), wrong(text, "b"))
     drafter = sd.FirstOf(right(text[:12], "first"), best)
     groups = session_groups(drafter.begin(PROMPT, DraftContext()), drafter.key)
@@ -304,5 +306,8 @@ def test_groups_are_asked_in_order(model: Any, text: list[int]) -> None:
     drafting = [r.part for r in length.records if r.drafted]
     assert drafting.index("a") == drafting.count("first") > 0
     assert best.key not in (sd.FirstOf(*best.drafters).key, drafter.key)
+    tree = sd.TreeOf(sd.SuffixDrafter(), sd.NGramDrafter())
+    groups = session_groups(sd.BestOf(tree, best).begin(PROMPT, DraftContext()), "")
+    assert [key for key, _ in groups[0]] == [tree.key, "a", "b"]
     with pytest.raises(ValueError, match=r"BestOf\(\) has nothing"):
         sd.BestOf()

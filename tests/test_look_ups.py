@@ -106,7 +106,9 @@ def test_tables_hold_no_more_than_allowed(text: list[int], max_entries: int, ord
 
 
 def test_the_contexts_not_seen_for_longest_are_forgotten() -> None:
-    """One seen again stays; the unigram cannot be forgotten in favour of itself."""
+    """One seen again stays; the unigram cannot be forgotten in favour of itself. Tables forget on
+    their own: what another order knows still gives a distribution and a best continuation.
+    """
     counts = NGramCounts(2, 2, 3)
     for token in (1, 2, 3, 1, 4):
         counts.add((token,), 7)
@@ -116,14 +118,9 @@ def test_the_contexts_not_seen_for_longest_are_forgotten() -> None:
         unigrams.add((), token)
     assert unigrams.counts(()) == {5: 1, 6: 2}
     assert unigrams.continuation(()) == (6, 0, 2, 3)
-
-
-def test_a_context_forgotten_at_one_order_is_still_known_at_another() -> None:
-    """Tables forget on their own; what is left still gives a law and a best continuation."""
     counts = NGramCounts(min_order=2, max_order=3, max_entries=2)
-    counts.learn((0, 1), 2)
-    counts.learn((5,), 6)  # too short a context for order 3, which therefore keeps (0, 1)
-    counts.learn((5,), 4)
+    for context, token in (((0, 1), 2), ((5,), 6), ((5,), 4)):  # too short for order 3, but one
+        counts.learn(context, token)
     law = counts.distribution((0, 1), VOCAB)
     assert law is not None
     assert law.tolist() == [0, 0, 1, 0, 0, 0, 0]

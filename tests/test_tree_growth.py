@@ -270,14 +270,6 @@ def test_a_replay_with_trees_counts_as_a_live_run_does(monkeypatch: pytest.Monke
     assert has_forked
 
 
-def test_trees_compete_with_others_as_a_whole() -> None:
-    """In a `BestOf` the look-ups of a tree are asked together."""
-    tree = TreeOf(*LOOK_UPS())
-    session: Any = sd.BestOf(tree, sd.PromptLookupDrafter()).begin([1, 2], DraftContext())
-    (((key, _), _),) = session.groups
-    assert key == tree.key
-
-
 def test_a_replay_shows_what_was_recorded_and_nothing_else() -> None:
     """The table of a replay holds the target's guesses under tokens of the text alone."""
     text = RecordedText("t", "c", [1, 2], [3, 4, 3, 5], "", [[3, 9], [4, 8], [3, 7], [5, 6]])

@@ -29,6 +29,7 @@ from specdec_mlx.contracts import (
     key_of,
     models_of,
 )
+from specdec_mlx.draft_length.chances import told
 from specdec_mlx.drafters.first_of import Several, SeveralSession
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.registry import make_drafter
@@ -138,8 +139,7 @@ class CascadeSession(SeveralSession):
         assert found.logprobs is None, "a look-up's draft is a point mass"
         evidence = [_evidence(each) for each in draft.evidence or ()]
         tail: list[int] = []
-        known = found.evidence or [0] * len(found)
-        for token, match in zip(to_list(found.tokens), known, strict=True):
+        for token, match in zip(*told(found), strict=True):
             evidence.append(_evidence(match)._replace(is_free=True))
             step = goes_on(evidence)
             if step is not Step.STOP_BEFORE:

@@ -24,13 +24,14 @@ MOST_STEADY = 16  # A successor that came first so many times in a row is as sur
 class Successors:
     """Guesses at what follows a context, the best and latest first; each is one token or more.
 
-    steady: how often in a row the first one stayed; right of seen: how often in all.
+    steady: how often in a row the first one came; right of seen: how often it stayed, of the times
+    that guesses were noted after the first time.
     """
 
-    texts: list[Text]
-    steady: int = 1
+    texts: list[Text] = field(default_factory=list)
+    steady: int = 0
     right: int = 0
-    seen: int = 0
+    seen: int = -1
 
     def evidence(self, rank: int) -> Evidence:
         """Evidence for each token of the guess of a rank."""
@@ -60,15 +61,12 @@ class SuccessorTable:
 
     def note(self, context: Text, *texts: Text) -> None:
         """Note guesses at what follows a context, the best first; earlier ones come after them."""
-        known = self.successors.pop(context, None)
-        if known is None:
-            known = Successors(list(texts))
-        else:
-            same = known.texts[0] == texts[0]
-            known.seen += 1
-            known.right += same
-            known.steady = min(known.steady + 1, MOST_STEADY) if same else 1
-            known.texts = list(dict.fromkeys((*texts, *known.texts)))[: self.top]
+        known = self.successors.pop(context, None) or Successors()
+        same = known.texts[:1] == [texts[0]]
+        known.seen += 1
+        known.right += same
+        known.steady = min(known.steady + 1, MOST_STEADY) if same else 1
+        known.texts = list(dict.fromkeys((*texts, *known.texts)))[: self.top]
         self.successors[context] = known  # the latest stand last
         if len(self.successors) > self.most:
             del self.successors[next(iter(self.successors))]

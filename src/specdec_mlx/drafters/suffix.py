@@ -126,10 +126,7 @@ class SuffixSession:
                 least = max(least, rings[0][0] - WITHIN)
                 for match, ends in rings:
                     voters.append((match, ends, source, weight))
-        voters.sort(key=_match, reverse=True)
+        voters.sort(key=itemgetter(0), reverse=True)
         while voters and voters[-1][0] < least:
             voters.pop()
         return voters
-
-
-_match = itemgetter(0)

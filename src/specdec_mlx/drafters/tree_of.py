@@ -49,7 +49,7 @@ class TreeOfSession(FirstOfSession):
     def propose(self, limit: int) -> Draft:
         """All that they propose, the tokens of one depth before those of the next."""
         some = list(filter(len, (session.propose(limit) for session in self.sessions)))
-        if not some or len(some) == 1 or some[0].logprobs is not None:
+        if len(some) < 2 or some[0].logprobs is not None:
             return some[0] if some else Draft()
         return merged([draft for draft in some if draft.logprobs is None]).head(limit)
 
