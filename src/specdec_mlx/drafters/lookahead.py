@@ -14,8 +14,8 @@ a trunk of W - 1 guesses that follow it; the later guesses of a column hang from
       |     |    |    |
       z0    z1   z2   z3        level 2: the tokens that the target says after these end n-grams
 
-Where no column was verified, or only the first chain, by a target that takes no trees, pairs are
-noted of each rejected token and the target's next: that is close to Token Recycling.
+Pairs of each rejected token and the target's next are noted too, which is close to Token Recycling:
+all there is where no column was verified, or the first chain alone.
 """
 
 from __future__ import annotations
@@ -174,9 +174,8 @@ class LookaheadSession:
         for token, first, *rest in zip(guessed, *self._window.levels, strict=True):
             if token is not None:
                 self._pool.note((first,), (*rest, token))
-        if guessed == [None] * len(guessed):
-            for token, next_token in zip(*self._rejected, strict=True):
-                self._pool.note((token,), (next_token,))
+        for token, next_token in zip(*self._rejected, strict=True):
+            self._pool.note((token,), (next_token,))
         self._tokens += tokens
         self._window.advance(guessed, self._tokens, len(tokens))
         self._draft, self._rejected = NO_DRAFT, ([], [])
