@@ -192,7 +192,12 @@ def test_n_grams_of_the_pool_come_first_and_then_the_rows() -> None:
 @in_one_test(
     ("verified", "said", "noted", "window"),
     [
-        ([51, 50, 52], [60, 61, 62], {(7,): [(51, 60)], (50,): [(52, 62)]}, [[50, 52], [60, 62]]),
+        (
+            [51, 50, 52],
+            [60, 61, 62],
+            {(7,): [(51, 60)], (50,): [(52, 62), (61,)], (51,): [(60,)], (52,): [(62,)]},
+            [[50, 52], [60, 62]],
+        ),
         ([51], [61], {(51,): [(61,)]}, [[50], [52]]),  # the first chain, of a target without trees
         ([8, 9], [18, 19], {(8,): [(18,)], (9,): [(19,)]}, [[50], [52]]),  # another's draft
     ],
@@ -200,8 +205,8 @@ def test_n_grams_of_the_pool_come_first_and_then_the_rows() -> None:
 def test_what_is_said_after_rejected_rows_is_noted(
     verified: list[int], said: list[int], noted: dict[Any, Any], window: list[list[int]]
 ) -> None:
-    """As n-grams where the rows were verified as they are, and the window's first level goes; else
-    as pairs, and columns go whose places were written.
+    """As pairs, and n-grams where the rows were verified as they are: the window's first level goes
+    then; else columns go whose places were written.
     """
     begun = session(window=2, ngram=3)
     begun._window.levels = [[7, 50], [51, 52]]

@@ -170,12 +170,12 @@ class LookaheadSession:
         left = [text for text in texts_of(self._draft) if text not in said]
         if [text[-1] for text in left] == self._rejected[0]:
             said |= zip(left, self._rejected[1], strict=True)
+        for token, next_token in zip(*self._rejected, strict=True):
+            self._pool.note((token,), (next_token,))
         guessed = [said.get(column) for column in self._window.columns()]
         for token, first, *rest in zip(guessed, *self._window.levels, strict=True):
             if token is not None:
                 self._pool.note((first,), (*rest, token))
-        for token, next_token in zip(*self._rejected, strict=True):
-            self._pool.note((token,), (next_token,))
         self._tokens += tokens
         self._window.advance(guessed, self._tokens, len(tokens))
         self._draft, self._rejected = NO_DRAFT, ([], [])
