@@ -9,14 +9,14 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 import scripted
 import specdec_mlx as sd
 import tiny
 from scripted import PROMPT, plain, target
-from selection import FULL, in_one_test
+from selection import FULL, cases, in_one_test
 from specdec_mlx.target import verifier
 
 VOCAB = 128
@@ -118,6 +118,26 @@ def test_wherever_it_ends_the_caches_hold_prompt_and_emitted(taken, wrong, name)
     assert again == plain(NUM_TOKENS, conversation, model)
 
 
+KV_BITS = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4}
+BOTH = [(name, {}) for name in ("gemma3n", "gemma4_text", "nanbeige", "afm7", "qwen2")]
+
+
+@pytest.mark.parametrize(("name", "options"), cases([*BOTH, ("qwen2", KV_BITS)], *BOTH[3:]))
+def test_caches_of_target_and_draft_model_may_come_in_one_list(name: str, options: Any) -> None:
+    """Told apart by their number, which need not be that of layers. They end at prompt and emitted,
+    whatever the last token was; with kv_bits the target's are quantized."""
+    heads_of_32 = {"hidden_size": 128} if name == "qwen2" else {}
+    model, draft = tiny.build(name, **heads_of_32), tiny.build(name, seed=7)
+    assert (len(make_prompt_cache(model)) == len(model.layers)) == (name == "qwen2")
+    for num_tokens in range(1, 9) if name == "qwen2" else [24]:
+        caches = make_prompt_cache(model) + make_prompt_cache(draft)
+        how = options | {"model": model, "max_tokens": num_tokens, "prompt_cache": caches}
+        assert emitted(sd.ModelDrafter(draft), **how) == plain(num_tokens, model=model, **options)
+        if name == "qwen2":
+            assert {cache.offset for cache in caches} == {len(PROMPT) + num_tokens}
+            assert isinstance(caches[0], QuantizedKVCache) == bool(options)
+
+
 PROCESSORS: dict[str, dict[str, Any]] = {
     "repetition": {"repetition_penalty": 1.7, "repetition_context_size": 6},
     "presence and bias": {"presence_penalty": 0.8, "logit_bias": {3: 4.0, 9: -3.0}},
@@ -196,50 +216,27 @@ def test_a_prompt_that_the_target_cannot_read_is_refused(prompt: list[int], word
         sd.speculate(target(), prompt)
 
 
-def drawing(logprobs: mx.array) -> scripted.ScriptedDrafter:
-    """A drafter that always says to have drawn the token 4 from this law."""
-    return scripted.ScriptedDrafter(lambda start, limit: sd.Draft(mx.array([4]), logprobs))
+def test_logits_that_are_not_numbers_are_refused_but_where_they_were_rejected() -> None:
+    """LogitsError at the token where it happens; the tokens before it stand, the caches too."""
 
-
-@in_one_test(
-    ("drafter", "error"),
-    [
-        (scripted.ScriptedDrafter(lambda n, k: [VOCAB]), "0 to 127"),
-        (drawing(mx.log(mx.full((1, VOCAB), 2 / VOCAB))), "sum to 1"),
-        (drawing(mx.where(mx.arange(VOCAB) == 5, 0.0, -mx.inf)[None]), "mass to"),
-        (drawing(mx.zeros((1, 3))), "shape"),
-    ],
-)
-def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(drafter, error):
-    """DraftError after the first token, and the caches can be continued from."""
-    options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "draft_length": 4}
-    refused(1, sd.errors.DraftError, error, drafter, **options)
-
-
-@in_one_test("pure", [False, True])
-def test_logits_that_are_not_numbers_are_refused(pure: bool) -> None:
-    """LogitsError at the token where it happens; the tokens before it stand."""
-
-    def poison(tokens: mx.array, logits: mx.array) -> mx.array:
+    def fails(tokens: mx.array, logits: mx.array) -> mx.array:
         return logits * mx.nan if len(tokens) == len(PROMPT) + 5 else logits
 
-    poison.pure = pure  # type: ignore[attr-defined]
-    options = {"logits_processors": [poison], "draft_length": 4}
-    refused(None, sd.errors.LogitsError, "not finite", oracle(), **options)
+    def fails_after_7(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits * mx.nan if 7 in tokens.tolist()[-2:] else logits
 
-
-def refused(
-    after: int | None, error: type[Exception], words: str, drafter: Any, **options: Any
-) -> None:
-    """A generation ends with an error after so many tokens, if known; the caches hold those."""
-    caches, tokens = make_prompt_cache(target()), []
-    with pytest.raises(error, match=words):
-        for item in sd.speculate(target(), PROMPT, drafter, prompt_cache=caches, **options):
-            tokens.append(item.token)
-    assert after in (None, len(tokens))
-    assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
-    if after is None:
-        assert tokens == plain()[: len(tokens)]
+    fails_after_7.pure = True  # type: ignore[attr-defined]
+    assert 7 not in plain()
+    drafter = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
+    assert emitted(drafter, logits_processors=[fails_after_7]) == plain()
+    for fails.pure in (False, True):  # type: ignore[attr-defined]
+        caches, got = make_prompt_cache(target()), []
+        options: dict[str, Any] = {"logits_processors": [fails], "prompt_cache": caches}
+        with pytest.raises(sd.errors.LogitsError, match="not finite"):
+            for item in sd.speculate(target(), PROMPT, oracle(), draft_length=4, **options):
+                got.append(item.token)
+        assert {c.offset for c in caches} == {len(PROMPT) + len(got)}
+        assert got == plain()[: len(got)]
 
 
 def test_input_embeddings_give_plain_decodings_text() -> None:
