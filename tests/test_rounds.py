@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
@@ -14,7 +15,6 @@ from mlx_lm.models.cache import make_prompt_cache
 import scripted
 import specdec_mlx as sd
 from scripted import PROMPT, ScriptedPass, ScriptedTarget, plain, target
-from selection import in_one_test
 from specdec_mlx import loop
 from specdec_mlx.contracts import (
     Agreement,
@@ -64,43 +64,37 @@ def test_the_last_token_wanted_is_not_drafted_unless_the_caches_are_kept() -> No
 class KeepAll:
     """A lossy rule: every draft is kept whole."""
 
+    temp: float
     name = "keep all"
-    seen: list[bool] = field(default_factory=list, compare=False)
 
     def decide(self, rows: TargetRows, draft: Draft, randomness: Randomness) -> Any:
-        self.seen.append(rows.greedy)
+        assert rows.greedy == (self.temp == 0)
         return Verdict(mx.array(len(draft)), rows.tokens[-1])
 
 
-@in_one_test("temp", [0.0, 1.0])
-def test_a_rule_of_the_callers_own_decides_at_every_temperature(temp: float) -> None:
-    rule = KeepAll()
-    drafter = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
-    options: dict[str, Any] = {"max_tokens": 10, "draft_length": 2, "rule": rule}
-    tokens = sd.speculate(target(), PROMPT, drafter, sampler=sd.Sampling(temp=temp), **options)
-    assert [t.token for t in tokens if t.from_draft] == [7] * 6
-    assert set(rule.seen) == {temp == 0}
+class OwnTokens:
+    name, needs_distribution = "own tokens", False
+
+    def decide(self, rows: TargetRows, draft: Draft, randomness: Randomness) -> Agreement:
+        assert not rows.has_distribution
+        return Agreement(rows.tokens)
 
 
-def test_a_rule_that_needs_no_distribution_takes_any_sampler() -> None:
-
-    class Own(KeepAll):
-        needs_distribution = False
-
-        def decide(self, rows: TargetRows, draft: Draft, randomness: Randomness) -> Agreement:
-            assert not rows.has_distribution
-            return Agreement(rows.tokens)
-
-    def sampler(logprobs: mx.array) -> mx.array:
-        return mx.argmax(logprobs, axis=-1)
-
+def test_a_rule_of_the_callers_own_decides() -> None:
+    """At every temperature; one that needs no distribution takes any sampler, and others none."""
+    options: dict[str, Any] = {"max_tokens": 10, "draft_length": 2}
+    sevens = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
+    for temp in (0.0, 1.0):
+        options |= {"rule": KeepAll(temp), "sampler": sd.Sampling(temp=temp)}
+        tokens = sd.speculate(target(), PROMPT, sevens, **options)
+        assert [t.token for t in tokens if t.from_draft] == [7] * 6
+    options["sampler"] = sampler = functools.partial(mx.argmax, axis=-1)
     sampler.pure = True  # type: ignore[attr-defined]
-    drafter = scripted.OracleDrafter(plain(20), VOCAB, wrong=0.3)
-    options: dict[str, Any] = {"max_tokens": 9, "draft_length": 2, "sampler": sampler}
-    tokens = sd.speculate(target(), PROMPT, drafter, rule=Own(), **options)
-    assert [t.token for t in tokens] == plain(9)
     with pytest.raises(ValueError, match=r"keep all.*needs the target's distribution"):
-        sd.speculate(target(), PROMPT, drafter, rule=KeepAll(), **options)
+        sd.speculate(target(), PROMPT, sevens, **options)
+    drafter = scripted.OracleDrafter(plain(20), VOCAB, wrong=0.3)
+    tokens = sd.speculate(target(), PROMPT, drafter, **options | {"rule": OwnTokens()})
+    assert [t.token for t in tokens] == plain(10)
 
 
 class FakeTime:
@@ -169,20 +163,15 @@ def handed_out(policy: Any, away: float, monkeypatch: pytest.MonkeyPatch) -> lis
     return [b - a for a, b in pairwise(times)]
 
 
-@in_one_test("length", [0, 1])
-def test_a_slow_caller_does_not_keep_the_policy_from_learning(length, monkeypatch):
-    """Four seconds with each token: the rounds wanted are timed all the same, a second each."""
-    policy = WantsTwo(length)
-    gaps = handed_out(policy, 4.0, monkeypatch)
-    assert policy.steady[:2] == [1.0, 1.0]
-    assert policy.wanted == 0
-    assert sorted(gaps)[:-3] == [4.0] * (len(gaps) - 3), "only the timed rounds are waited for"
-
-
-def test_nobody_is_waited_for_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quick caller's rounds are steady by themselves; and a policy may want no seconds, or there
-    is none.
-    """
+def test_the_policy_learns_and_nobody_is_waited_for_without_need(monkeypatch) -> None:
+    """A caller who is away for four seconds with each token: the rounds wanted are timed all the
+    same, a second each. A quick one's are steady by themselves; and a policy may want no seconds,
+    or there is none."""
+    for length in (0, 1):
+        policy = WantsTwo(length)
+        gaps = handed_out(policy, 4.0, monkeypatch)
+        assert (policy.steady[:2], policy.wanted) == ([1.0, 1.0], 0)
+        assert sorted(gaps)[:-3] == [4.0] * (len(gaps) - 3), "only the timed rounds are waited for"
     policy = WantsTwo(0)
     assert handed_out(policy, 0.1, monkeypatch)[1:] == pytest.approx([1.0] * 10)
     assert policy.steady == pytest.approx([1.0] * len(policy.steady))
@@ -192,12 +181,9 @@ def test_nobody_is_waited_for_without_need(monkeypatch: pytest.MonkeyPatch) -> N
     assert handed_out(policy, 4.0, monkeypatch)[1:] == [4.0] * 10
     assert policy.steady == [1.0]  # the first, before any token was handed out
     assert handed_out(None, 4.0, monkeypatch)[1:] == [4.0] * 10
-
-
-@in_one_test(("away", "waited", "own"), [(0.05, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)])
-def test_a_round_is_its_own_if_the_caller_was_away_for_less_than_was_waited(away, waited, own):
-    """Else the caller's time may stand on top of it: a launch on a CPU takes as long as a pass."""
-    assert clock.RoundClock(seconds=1.0, waited=waited, away=away).was_undisturbed is own
+    for away, waited, own in ((0.05, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)):
+        # else the caller's time may stand on top: a launch on a CPU takes as long as a pass
+        assert clock.RoundClock(1.0, waited=waited, away=away).was_undisturbed is own
 
 
 class FromThirdRound(Fixed):
@@ -212,12 +198,10 @@ class FromThirdRound(Fixed):
 
 def test_an_expensive_drafter_is_considered_while_passes_run_ahead() -> None:
     """It cannot be asked in vain, so the policy's word is enough to leave pipelined mode."""
-    drafter = scripted.OracleDrafter(plain(20), VOCAB)
-    policy = FromThirdRound(2)
-    tokens = list(sd.speculate(target(), PROMPT, drafter, max_tokens=12, draft_length=policy))
-    stats = tokens[-1].stats
-    assert [drafted for drafted, _ in stats.rounds] == [0, 0, 0, 0, 2, 2, 1]
-    assert stats.ahead == 2  # the third and fourth; nothing runs ahead of the first token
+    drafter, policy = scripted.OracleDrafter(plain(20), VOCAB), FromThirdRound(2)
+    *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=12, draft_length=policy)
+    assert [drafted for drafted, _ in last.stats.rounds] == [0, 0, 0, 0, 2, 2, 1]
+    assert last.stats.ahead == 2  # the third and fourth; nothing runs ahead of the first token
 
 
 def test_pipelining_needs_a_low_hit_rate_where_looking_is_free() -> None:
