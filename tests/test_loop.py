@@ -138,19 +138,19 @@ def test_caches_of_target_and_draft_model_may_come_in_one_list(name: str, option
             assert isinstance(caches[0], QuantizedKVCache) == bool(options)
 
 
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "repetition": {"repetition_penalty": 1.7, "repetition_context_size": 6},
-    "presence and bias": {"presence_penalty": 0.8, "logit_bias": {3: 4.0, 9: -3.0}},
-    "frequency": {"frequency_penalty": 0.9},
-}
+PENALTIES: list[dict[str, Any]] = [
+    *({"repetition_penalty": 1.8, "repetition_context_size": size} for size in (0, 1, 6, 20)),
+    {"presence_penalty": 0.8, "logit_bias": {3: 4.0, 9: -3.0}},
+    {"frequency_penalty": 0.9, "frequency_context_size": 7},
+]
 
 
-@in_one_test(("which", "length", "pure"), product(PROCESSORS, [1, 4], [True, False]))
-def test_processors_see_what_they_would_see_in_plain_decoding(which, length, pure):
-    made = make_logits_processors(**PROCESSORS[which])
+@in_one_test(("penalties", "length", "pure"), product(PENALTIES, [0, 4], [True, False]))
+def test_processors_see_what_they_would_see_in_plain_decoding(penalties, length, pure):
+    """mlx-lm's own as far back as they look, a callable of the caller's the whole text."""
+    made, histories = make_logits_processors(**penalties), []
     expected = plain(logits_processors=made, num_tokens=40)
-    assert expected != plain(num_tokens=40)
-    histories: list[list[int]] = []
+    assert expected != plain(num_tokens=40) or penalties.get("repetition_context_size") == 1
 
     def opaque(tokens: mx.array, logits: mx.array) -> mx.array:
         histories.append(tokens.tolist())
