@@ -230,6 +230,8 @@ def test_what_has_no_way_back_is_named() -> None:
         Rollback([kept], position=2).rewind_to(1)
     with pytest.raises(CacheRollbackError, match="ArraysCache kept no state from before it"):
         Rollback([ArraysCache(1)], position=2).rewind_to(1)
+    with pytest.raises(CacheRollbackError, match=r"ConcatenateKVCache\) cannot keep rows \[1\]"):
+        Rollback([ConcatenateKVCache()], position=2).keep(0, [1])
 
 
 @in_one_test("kind", [KVCache, type("HandleOn", (KVCache,), {})])

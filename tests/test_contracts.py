@@ -1,8 +1,9 @@
-"""Drafts, trees and readers that the contracts admit, with scripted targets, and refusals."""
+"""Drafts, trees and readers that the contracts admit, and refusals of all others."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from itertools import chain, islice, repeat
 from types import SimpleNamespace
 from typing import Any
@@ -10,22 +11,13 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 import pytest
-from hypothesis import example, given
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
-from scripted import (
-    ChainCache,
-    RecurrentTokenCache,
-    ScriptedTarget,
-    TappedTarget,
-    TokenCache,
-    plain,
-    target,
-)
+from scripted import PROMPT, plain, target
 from selection import in_one_test
 from specdec_mlx.contracts import (
     ROOT,
@@ -35,22 +27,12 @@ from specdec_mlx.contracts import (
     Evidence,
     FeatureRows,
     Features,
-    Target,
     Verdict,
 )
-from specdec_mlx.draft_length.policy import Fixed
-from specdec_mlx.loop import Generation, Token
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.sequence import SequenceState
-from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target.taps import Taps
 
-PROMPT = [900, 901, 902, 903, 904, 905, 906]
-TEXT = list(range(9, 60))
-WRONG = 999
-
-TREE = Draft([10, WRONG, 11, 11, WRONG, 12], parents=[ROOT, ROOT, 1, 0, 0, 3])
-"""The text goes on with 10, 11, 12 after its first token: nodes 0, 3 and 5. Node 2 is an 11 on a
-wrong branch."""
+VOCAB = 128
+WRONG = next(token for token in range(VOCAB) if token not in plain(40))
 
 
 class Given(scripted.ScriptedSession):
@@ -68,138 +50,123 @@ class Given(scripted.ScriptedSession):
         return next(self.drafts)
 
 
-def generation(
-    target: Target, drafter: Any, *, max_tokens: int = 12, most: int = 6
-) -> tuple[Generation, list[Any]]:
-    """The loop over a target of one's own, and the caller's list of caches."""
-    sequence = SequenceState(list(PROMPT), len(PROMPT), max_tokens)
-    caches: list[Any] = []
-    stream: Any = generation_stream
-    drafting = Drafting(drafter, Fixed(most), target, sequence, keeps_cache=True, stream=stream)
-    parts = (target, sequence, drafting, SpeculationStats(), stream)
-    return Generation(*parts, prefill_step_size=3, callers_cache=caches), caches
+def tree() -> Draft:
+    """The text goes on with nodes 0, 3 and 5; node 2 is right but for its parent."""
+    first, second, third = plain()[1:4]
+    tokens = [first, WRONG, second, second, WRONG, third]
+    return Draft(tokens, parents=[ROOT, ROOT, 1, 0, 0, 3])
 
 
-def run(target: Target, drafter: Any, **options: Any) -> list[Token]:
-    loop, _ = generation(target, drafter, **options)
-    return list(loop.run(DraftContext(vocab_size=1000)))
-
-
-def test_a_tree_reaches_the_target_as_it_was_proposed() -> None:
-    """Of its nodes those of the text are emitted and stay in the cache, each with its own row."""
-    fake = ScriptedTarget(TEXT)
-    loop, caches = generation(fake, Given(TREE))
-    items, held = [], []
-    for item in loop.run(DraftContext()):
+def test_of_a_tree_the_nodes_of_the_text_are_emitted_and_stay_in_the_cache() -> None:
+    """Each with its own row; the next pass is under way meanwhile."""
+    caches, items, held = make_prompt_cache(target()), [], []
+    options: dict[str, Any] = {"max_tokens": 12, "draft_length": 6, "prompt_cache": caches}
+    for item in sd.speculate(target(), PROMPT, Given(tree()), **options):
         items.append(item)
-        held.append(list(fake.cache.tokens))
-    assert fake.drafts == [TREE]
-    assert [item.token for item in items] == TEXT[:12]
+        held.append(caches[0].offset - len(PROMPT))
+    assert [item.token for item in items] == plain(12)
+    assert [int(item.logprobs.argmax()) for item in items] == plain(12)
     origins = [item.origin for item in items[:6]]
     assert origins == ["plain", "draft", "draft", "draft", "correction", "plain"]
-    # row 0 follows the text, row i + 1 node i: of nodes 0, 3 and 5
-    assert [item.logprobs.item() for item in items[1:5]] == [0, 1, 4, 6]
     assert (items[-1].stats.drafted, items[-1].stats.accepted) == (6, 3)
-    assert caches == [fake.cache]
-    assert held[0] == PROMPT  # nothing is under way while the first token is emitted
-    # the next pass, over the pending 13, is under way while 10, 11, 12 and 13 are emitted
-    assert held[1:5] == [[*PROMPT, 9, 10, 11, 12, 13]] * 4
+    assert held[0] == 0, "nothing is under way while the first token is emitted"
+    assert held[1:5] == [5] * 4, "the pass over the fifth is, while the second to fifth are"
 
 
 def test_the_head_of_a_tree_is_a_tree() -> None:
     """A drafter that ignores the limit: the first nodes with all that belongs to them."""
     rows, evidence = mx.arange(30.0).reshape(6, 5), [Evidence(i) for i in range(6)]
-    whole = Draft(TREE.tokens, rows, evidence, TREE.parents)
+    whole = Draft(tree().tokens, rows, evidence, tree().parents)
     for n in range(8):
         head = whole.head(n)
         for name in ("tokens", "logprobs", "evidence", "parents"):
             assert np.array_equal(getattr(head, name), getattr(whole, name)[:n])
-    fake = ScriptedTarget(TEXT)
-    items = run(fake, Given(TREE), most=4)
-    assert fake.drafts == [TREE.head(4)]
+    items = list(sd.speculate(target(), PROMPT, Given(tree()), max_tokens=12, draft_length=4))
     assert [item.origin for item in items[:4]] == ["plain", "draft", "draft", "correction"]
-
-
-def test_a_cache_that_cannot_gather_is_named() -> None:
-    """A path that skips nodes; one that does not is as good as a chain."""
-    fake = ScriptedTarget(TEXT, ChainCache())
-    assert len(run(fake, Given(Draft([10, 11, WRONG], parents=[ROOT, 0, 0])))) == 12
-    fake = ScriptedTarget(TEXT, ChainCache())
-    with pytest.raises(sd.errors.CacheRollbackError, match=r"ChainCache\) cannot keep rows \[1\]"):
-        run(fake, Given(Draft([WRONG, 10], parents=[ROOT, ROOT])))
-    assert fake.cache.tokens == [*PROMPT, 9]
+    assert [item.token for item in items] == plain(12)
 
 
 class Reader(Given):
     """Reads the target, and proposes drafts of given shapes: (parent, is right) of each node."""
 
-    features = Features(layers=(2, 5), head_input=True, top=3)
+    features = Features(layers=(0, 1), head_input=True, top=3)
 
-    def __init__(self, shapes: Sequence[Sequence[tuple[int, bool]]] = ()) -> None:
+    def __init__(self, text: Sequence[int], shapes: Sequence[Any] = ()) -> None:
         super().__init__()
-        self.shapes = iter(shapes)
-        self.seen: list[int] = []
-        self.sizes: list[int] = []
+        self.text, self.shapes = text, iter(shapes)
+        self.seen: list[FeatureRows] = []
 
     def propose(self, limit: int) -> Draft:
         shape = next(self.shapes, ())[:limit]
         parents, depths = [min(parent, i - 1) for i, (parent, _) in enumerate(shape)], []
         for parent in parents:
             depths.append(0 if parent == ROOT else depths[parent] + 1)
-        right = TEXT[len(self.observed) :]
+        right = self.text[len(self.observed) :]
         pairs = zip(depths, shape, strict=True)
         return Draft([right[d] if ok else WRONG for d, (_, ok) in pairs], parents=parents)
 
     def see(self, features: FeatureRows) -> None:
-        tokens = features.layers[2][:, 0] - 2000
-        assert features.layers.keys() == {2, 5}
-        assert features.layers[5][:, 0].tolist() == (tokens + 5000).tolist()
-        assert features.head_input[:, 0].tolist() == (-tokens).tolist()
-        assert features.top_tokens.tolist() == [[token] * 3 for token in tokens.tolist()]
-        self.seen += tokens.tolist()
-        self.sizes.append(len(tokens))
+        self.seen.append(features)
 
     def observe(self, tokens: Sequence[int]) -> None:
         # all but the last token observed have been fed, and so have been seen
         self.observed += tokens
-        assert self.seen == [*self.prompt, *self.observed][:-1]
+        assert self.num_seen == len(self.prompt) + len(self.observed) - 1
+
+    @property
+    def num_seen(self) -> int:
+        return sum(len(rows.layers[0]) for rows in self.seen)
+
+
+@cache
+def read_whole(name: str) -> FeatureRows:
+    """Rows of the prompt and the text that follows it, in one pass."""
+    model = target(name)
+    taps, text = Taps(model, Reader.features), [*PROMPT, *plain(40, model=model)]
+    taps.read(lambda: model(mx.array([text]), cache=make_prompt_cache(model))[0])
+    assert taps.features is not None
+    return taps.features
 
 
 nodes = st.tuples(st.integers(ROOT, 5), st.sampled_from([True, True, False]))
 
 
-@example(shapes=[[(ROOT, False), (ROOT, True)]], max_tokens=9, num_taken=10, can_gather=True)
+@example(shapes=[[(ROOT, False), (ROOT, True)]], max_tokens=9, num_taken=10, takes_trees=True)
 @given(
     shapes=st.lists(st.lists(nodes, max_size=6), max_size=10),
     max_tokens=st.integers(0, 26),
     num_taken=st.integers(1, 26),
-    can_gather=st.booleans(),
+    takes_trees=st.booleans(),
 )
+@settings(max_examples=25)
 def test_whatever_is_drafted_the_text_the_cache_and_what_is_seen_are_the_targets(
-    shapes: list[Any], max_tokens: int, num_taken: int, can_gather: bool
+    shapes: list[Any], max_tokens: int, num_taken: int, takes_trees: bool
 ) -> None:
     """Chains and trees in turn; each position is seen once, before its token is observed.
 
     Those of the prompt chunk by chunk, three at a time; its last one comes with the first round.
     """
-    if not can_gather:
+    name = "qwen2" if takes_trees else "mamba"
+    model, text = target(name), plain(40, model=target(name))
+    if not takes_trees:
         shapes = [[(i - 1, ok) for i, (_, ok) in enumerate(shape)] for shape in shapes]
-    fake = TappedTarget(TEXT, TokenCache() if can_gather else RecurrentTokenCache())
-    reader = Reader(shapes)
-    loop, _ = generation(fake, reader, max_tokens=max_tokens)
-    items = loop.run(DraftContext(vocab_size=1000))
+    reader, caches = Reader(text, shapes), make_prompt_cache(model)
+    options: dict[str, Any] = {"draft_length": 6, "prefill_step_size": 3, "prompt_cache": caches}
+    items = sd.speculate(model, PROMPT, reader, max_tokens=max_tokens, **options)
     taken = list(islice(items, num_taken))
     items.close()
-    assert [item.token for item in taken] == TEXT[: min(num_taken, max_tokens)]
-    assert fake.wanted == Reader.features
-    assert not taken or reader.sizes[:2] == [3, 3]
-    text = [*PROMPT, *TEXT[: len(taken)]]
+    assert [item.token for item in taken] == text[: min(num_taken, max_tokens)]
     if taken:
-        assert fake.cache.tokens == text
-    if num_taken > max_tokens:
-        assert reader.seen == text[:-1]
-        if taken:
-            assert taken[-1].stats.accepted == sum(item.from_draft for item in taken)
+        assert [len(rows.layers[0]) for rows in reader.seen[:2]] == [3, 3]
+        assert not takes_trees or caches[0].offset == len(PROMPT) + len(taken)
+        seen, whole = FeatureRows.joined(reader.seen), read_whole(name).rows(range(reader.num_seen))
+        for i in (0, 1):
+            assert mx.allclose(seen.layers[i], whole.layers[i], atol=1e-3)
+        assert mx.allclose(seen.head_input, whole.head_input, atol=1e-3)
+        assert mx.array_equal(seen.top_tokens, whole.top_tokens)
+    if taken and num_taken > max_tokens:
+        assert reader.num_seen == len(PROMPT) + len(taken) - 1
+        assert taken[-1].stats.accepted == sum(item.from_draft for item in taken)
 
 
 class Blind(Given):
@@ -209,16 +176,8 @@ class Blind(Given):
 
 
 def test_a_reader_that_cannot_read_is_refused() -> None:
-    """Before the prompt is read, in words that say what to do."""
-    fake = ScriptedTarget(TEXT)
-    with pytest.raises(sd.errors.DraftError, match=r"Reader reads the target's.*prompt-lookup"):
-        run(fake, Reader())
-    assert fake.cache.tokens == []
     with pytest.raises(sd.errors.DraftError, match=r"Blind wants features.*no see\(features\)"):
-        run(TappedTarget(TEXT), Blind())
-
-
-VOCAB = 128
+        list(sd.speculate(target(), PROMPT, Blind()))
 
 
 def after_two(draft: Any) -> Given:
@@ -233,13 +192,13 @@ def assert_refused(
     caches, got = make_prompt_cache(target()), []
     options |= {"max_tokens": 16, "prompt_cache": caches, "draft_length": 4}
     with pytest.raises(error, match=words):
-        for item in sd.speculate(target(), scripted.PROMPT, drafter, **options):
+        for item in sd.speculate(target(), PROMPT, drafter, **options):
             got.append(item.token)
-    assert {c.offset for c in caches} == {len(scripted.PROMPT) + len(got)}
+    assert {c.offset for c in caches} == {len(PROMPT) + len(got)}
     if not isinstance(options.get("sampler"), sd.Sampling):
         assert got == plain()[: len(got)] != []
         again = sd.speculate(target(), [9], max_tokens=4, prompt_cache=caches)
-        assert [item.token for item in again] == plain(4, (*scripted.PROMPT, *got, 9))
+        assert [item.token for item in again] == plain(4, (*PROMPT, *got, 9))
 
 
 NO_TREES = [[ROOT], [ROOT, 0, 1, 2], [ROOT, 1, 0], [ROOT, 2, ROOT], [0, ROOT, ROOT], [-2, 0, 0], []]
@@ -303,8 +262,10 @@ WAYS: list[dict[str, Any]] = [
 
 @in_one_test("options", WAYS)
 def test_what_is_no_draft_for_the_target_is_refused(options: dict[str, Any]) -> None:
-    """Before anything is emitted that was computed with it, whichever way tokens are drawn."""
-    for answer, words in drawn_drafts() if "rule" in options else no_drafts():
+    """Before anything is emitted that was computed with it, whichever way tokens are drawn. Ids in
+    arrays, the first five, are known with the target's answer only."""
+    drafts = drawn_drafts() if "rule" in options else no_drafts()
+    for answer, words in drafts[:5] if options else drafts:
         assert_refused(after_two(answer), words, **options)
 
 
@@ -314,7 +275,7 @@ def test_parents_leave_the_text_alone(parents: list[int], rule: str) -> None:
     """A tree, and a chain that says its parents; under a rule for chains alone a chain of it."""
     drafter = after_two(Draft([1, 2, 3], parents=parents))
     options: dict[str, Any] = {"max_tokens": 16, "draft_length": 4, "rule": rule}
-    items = sd.speculate(target(), scripted.PROMPT, drafter, **options)
+    items = sd.speculate(target(), PROMPT, drafter, **options)
     assert [item.token for item in items] == plain(16)
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -14,12 +14,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
-from scripted import PROMPT, ScriptedPass, ScriptedTarget, plain, target
+from scripted import PROMPT, plain, target
 from specdec_mlx import loop
 from specdec_mlx.contracts import (
     Agreement,
     Draft,
     DraftContext,
+    Outcome,
     Randomness,
     RoundRecord,
     TargetRows,
@@ -33,6 +34,7 @@ from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.pipeline import Pipeline
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target.rollback import Rollback
 
 VOCAB = 128
 
@@ -105,24 +107,38 @@ class FakeTime:
     def __call__(self) -> float:
         return self.now
 
+    def wait_until(self, then: float) -> None:
+        self.now = max(self.now, then)
+
 
 @dataclass
-class TimedTarget(ScriptedTarget):
-    """A target whose passes take a second each, one after the other."""
+class TimedPass:
+    draft: Draft
+    num_fed: int
+    wait: Callable[[], None]
+    logprobs, next_token, features = mx.zeros((9, 1)), mx.array([1], mx.uint32), None
 
-    text: Sequence[int] = (1,) * 20
-    time: FakeTime = field(default_factory=FakeTime)
-    free_at: float = 0.0
+    def read(self) -> Outcome:
+        self.wait()
+        return Outcome(kept=[], tokens=[1])
 
-    def launch(self, *about: Any) -> ScriptedPass:
-        pass_, read = super().launch(*about), ScriptedPass.read
+
+class TimedTarget:
+    """A target that writes 1s, whose passes take a second each, one after the other."""
+
+    def __init__(self, time: FakeTime) -> None:
+        self.time, self.free_at, self.rollback = time, 0.0, Rollback([])
+        self.extend_history = self.widest_pass = lambda *about: None
+
+    def launch(self, pending: Any, draft: Draft, *about: Any) -> TimedPass:
         done_at = self.free_at = max(self.free_at, self.time.now) + 1.0
+        num_fed = len(pending) + len(draft)
+        self.rollback.checkpoint()
+        self.rollback.advance(num_fed)
+        return TimedPass(draft, num_fed, lambda: self.time.wait_until(done_at))
 
-        def wait() -> None:
-            self.time.now = max(self.time.now, done_at)
-
-        pass_.wait, pass_.read = wait, lambda: (wait(), read(pass_))[1]
-        return pass_
+    def feed(self, tokens: mx.array, embeddings: Any) -> None:
+        self.rollback.advance(len(tokens))
 
 
 class WantsTwo(Auto):
@@ -152,7 +168,7 @@ def handed_out(policy: Any, away: float, monkeypatch: pytest.MonkeyPatch) -> lis
     time = FakeTime()
     for module in (clock, loop):
         monkeypatch.setattr(module, "perf_counter", time)
-    fake, sequence = TimedTarget(time=time), SequenceState([1, 2], 2, 12)
+    fake, sequence = TimedTarget(time), SequenceState([1, 2], 2, 12)
     drafter = policy and scripted.ScriptedDrafter(lambda emitted, limit: [3] * limit)
     drafting = Drafting(drafter, policy, fake, sequence, keeps_cache=False, stream=mx.cpu)
     generation = Generation(fake, sequence, drafting, SpeculationStats(), stream=mx.cpu)
@@ -206,7 +222,9 @@ def test_an_expensive_drafter_is_considered_while_passes_run_ahead() -> None:
 
 def test_pipelining_needs_a_low_hit_rate_where_looking_is_free() -> None:
     """On at first; off while drafts are likely; on at once where nothing can be looked up."""
-    pipeline = Pipeline(TimedTarget(), SequenceState([1], 1, 5), clock.RoundClock(), mx.cpu)
+    pipeline = Pipeline(
+        TimedTarget(FakeTime()), SequenceState([1], 1, 5), clock.RoundClock(), mx.cpu
+    )
     pipeline.choose(found=False, has_cheap_drafter=False)
     assert pipeline.is_on
     pipeline.choose(found=True, has_cheap_drafter=True)
