@@ -10,7 +10,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import mlx.core as mx
-import mlx.nn as nn
 import openai
 import pytest
 
@@ -20,10 +19,9 @@ from selection import FULL, cases
 from serving import complete, text_of, until
 from specdec_mlx import generate, lab
 from specdec_mlx.draft_length.store import tuning_path
-from specdec_mlx.rounds.ranks import group_of, ranks_of
 
 JOBS = [
-    (("texts", "failures", "leaving", "recurrent", "arguments"), 2),
+    (("texts", "failures", "leaving", "arguments"), 2),
     (("refused", "every_rank", "every_rank_fails", "families", "pipelined", "many_texts"), 2),
     *((("many_ranks",), num_ranks) for num_ranks in (3, 4)),
 ]
@@ -54,15 +52,6 @@ def test_what_is_learned_is_kept_for_each_number_of_ranks(monkeypatch: pytest.Mo
     alone = tuning_path("model")
     monkeypatch.setattr(mx.distributed, "init", lambda: SimpleNamespace(size=lambda: 2))
     assert tuning_path("model") != alone
-
-
-def test_a_pipelined_model_is_spread_over_the_ranks() -> None:
-    """Its layers name no group, but it says how many share them; whole models meet nobody."""
-    for size, is_spread in ((2, True), (1, False)):
-        model = nn.Module()
-        model.pipeline_size = size
-        assert (group_of(model) is not None) == is_spread
-    assert ranks_of(lab.load_pair().target, None) is None
 
 
 @FULL

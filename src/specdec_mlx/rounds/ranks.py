@@ -215,13 +215,12 @@ class SharedDrafting(Drafting):
         """Rank 0's draft, on every rank; an empty one where all end."""
         self.target.widest_pass()  # may measure, with passes; so on all ranks
         draft = NO_DRAFT
-        leaves = self.ranks.is_first and not self.sequence.wants_more()
-        if self.ranks.is_first and not leaves:
+        if self.ranks.is_first:
             draft = super().propose()
             check_draft(draft, self.target.vocab_size())
             draft = draft.head(MOST_TOKENS)
-        state = State.FAILED if self.failure else State.LEAVES if leaves else State.GOES_ON
-        first = self._meet(state, draft)
+        state = State.GOES_ON if self.sequence.wants_more() else State.LEAVES
+        first = self._meet(State.FAILED if self.failure else state, draft)
         if self.failure is not None:
             raise self.failure
         if self.is_over:
