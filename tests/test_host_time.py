@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
+from itertools import islice
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -82,25 +83,21 @@ def test_nothing_grows_with_the_context(name: str) -> None:
     assert short[0]["eval"] + short[0]["async_eval"] <= 2
 
 
-@pytest.mark.parametrize("draft_length", [0, "auto"])
-def test_a_paused_draft_model_costs_a_question_a_round(draft_length, monkeypatch):
+@pytest.mark.parametrize(("draft_length", "policy"), [(0, Fixed), ("auto", Auto)])
+def test_a_paused_draft_model_costs_a_question_a_round(draft_length, policy, monkeypatch):
     """The policy is asked whether to draft; no cache is asked, and chances are worked out in one
-    round of eight.
-    """
+    round of eight."""
     calls: Counter[str] = Counter()
     tuning, drafter = Tuning(), ScriptedDrafter(lambda start, limit: [0] * limit)
     tuning.of(key_of(drafter)).account.budget = -2.0
     options = {"max_tokens": 60, "draft_length": draft_length, "tuning": tuning, "probe": False}
-    with closing(speculate(Table(16), [1], drafter, **options)) as stream:
-        for _ in range(10):
-            next(stream)
-        policy = Auto if draft_length == "auto" else Fixed
-        for owner, name in (
-            *((Chances, "learn"), (Chances, "of_draft"), (Rollback, "widest_pass")),
-            (policy, "limit"),
-        ):
-            count_calls(monkeypatch, owner, name, calls)
-        last = [next(stream) for _ in range(40)][-1]
+    stream = speculate(Table(16), [1], drafter, **options)
+    list(islice(stream, 10))
+    count_calls(monkeypatch, policy, "limit", calls)
+    count_calls(monkeypatch, Rollback, "widest_pass", calls)
+    for name in ("learn", "of_draft"):
+        count_calls(monkeypatch, Chances, name, calls)
+    *_, last = islice(stream, 40)
     assert last.stats.drafted == 0
     assert calls["of_draft"] <= 40 / REST + 1
     assert (calls["limit"], calls["learn"], calls["widest_pass"]) == (40, 0, 0)

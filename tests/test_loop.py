@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
@@ -95,47 +95,24 @@ def test_an_oracle_yields_k_plus_one_tokens_a_pass(length: int) -> None:
     assert tokens[-1].stats.target_passes == len(tokens)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama", "falcon_h1"])
-@in_one_test(("wrong", "taken"), product([0.4, None], [18, 1, 2, 7, 9]))
-def test_wherever_it_ends_the_caches_hold_prompt_and_emitted(taken, wrong, name):
-    """At its length; closed after the first token, in a block, or after one. A second turn on the
-    same caches equals a fresh run of the whole conversation."""
-    model = target(name)
-    text = plain(num_tokens=40, model=model)
-    drafter = None if wrong is None else scripted.OracleDrafter(text, VOCAB, wrong=wrong)
-    caches = make_prompt_cache(model)
-    generation = sd.speculate(
-        model, PROMPT, drafter, max_tokens=18, prompt_cache=caches, draft_length=3
-    )
-    tokens = [item.token for item in islice(generation, taken)]
-    generation.close()
-    assert tokens == text[:taken]
-    if name == "qwen2":
-        assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
-    second = [11, 12, 13]
-    conversation = [*PROMPT, *tokens, *second]
-    again = emitted(sd.PromptLookupDrafter(min_ngram=1), second, model=model, prompt_cache=caches)
-    assert again == plain(NUM_TOKENS, conversation, model)
-
-
-KV_BITS = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 4}
+KV_BITS = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 14}
 BOTH = [(name, {}) for name in ("gemma3n", "gemma4_text", "nanbeige", "afm7", "qwen2")]
 
 
 @pytest.mark.parametrize(("name", "options"), cases([*BOTH, ("qwen2", KV_BITS)], *BOTH[3:]))
 def test_caches_of_target_and_draft_model_may_come_in_one_list(name: str, options: Any) -> None:
     """Told apart by their number, which need not be that of layers. They end at prompt and emitted,
-    whatever the last token was; with kv_bits the target's are quantized."""
+    whatever the last token was, and are quantized from the same token on as in plain decoding."""
     heads_of_32 = {"hidden_size": 128} if name == "qwen2" else {}
     model, draft = tiny.build(name, **heads_of_32), tiny.build(name, seed=7)
     assert (len(make_prompt_cache(model)) == len(model.layers)) == (name == "qwen2")
-    for num_tokens in range(1, 9) if name == "qwen2" else [24]:
+    for num_tokens in range(1, 30, 2) if name == "qwen2" else [24]:
         caches = make_prompt_cache(model) + make_prompt_cache(draft)
         how = options | {"model": model, "max_tokens": num_tokens, "prompt_cache": caches}
         assert emitted(sd.ModelDrafter(draft), **how) == plain(num_tokens, model=model, **options)
         if name == "qwen2":
             assert {cache.offset for cache in caches} == {len(PROMPT) + num_tokens}
-            assert isinstance(caches[0], QuantizedKVCache) == bool(options)
+    assert isinstance(caches[0], QuantizedKVCache) == bool(options)
 
 
 PENALTIES: list[dict[str, Any]] = [
@@ -183,19 +160,6 @@ def test_a_sampler_with_a_memory_is_called_as_in_plain_decoding() -> None:
     expected = plain(sampler=make_stateful(), num_tokens=NUM_TOKENS)
     drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.4)
     assert emitted(drafter, sampler=make_stateful()) == expected
-
-
-@in_one_test("start", [0, 10, 14, 1000])
-def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
-    options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
-    model = tiny.build("llama", head_dim=32, layer_types=["full_attention"] * 3)
-    expected = plain(model=model, num_tokens=40, **options)
-    caches = make_prompt_cache(model)
-    drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.3)
-    got = emitted(drafter, model=model, max_tokens=40, prompt_cache=caches, **options)
-    assert got == expected
-    kind = "KVCache" if start == 1000 else "QuantizedKVCache"
-    assert {type(c).__name__ for c in caches} == {kind}
 
 
 def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
