@@ -15,6 +15,7 @@ from mlx_lm.sample_utils import make_logits_processors
 import scripted
 import specdec_mlx as sd
 import tiny
+from lossless import noisy_copy
 from scripted import PROMPT, plain, target
 from selection import FULL, cases, in_one_test
 from specdec_mlx.target import verifier
@@ -95,18 +96,19 @@ def test_an_oracle_yields_k_plus_one_tokens_a_pass(length: int) -> None:
     assert tokens[-1].stats.target_passes == len(tokens)
 
 
-KV_BITS = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 14}
+KV_BITS = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 4}
 BOTH = [(name, {}) for name in ("gemma3n", "gemma4_text", "nanbeige", "afm7", "qwen2")]
+BOTH += [("qwen2", KV_BITS)]
 
 
-@pytest.mark.parametrize(("name", "options"), cases([*BOTH, ("qwen2", KV_BITS)], *BOTH[3:]))
+@pytest.mark.parametrize(("name", "options"), cases(BOTH, *BOTH[3:]))
 def test_caches_of_target_and_draft_model_may_come_in_one_list(name: str, options: Any) -> None:
     """Told apart by their number, which need not be that of layers. They end at prompt and emitted,
-    whatever the last token was, and are quantized from the same token on as in plain decoding."""
+    whatever the last token was; with kv_bits the target's are quantized."""
     heads_of_32 = {"hidden_size": 128} if name == "qwen2" else {}
-    model, draft = tiny.build(name, **heads_of_32), tiny.build(name, seed=7)
+    model, draft = tiny.build(name, **heads_of_32), noisy_copy(name, 0.1, **heads_of_32)
     assert (len(make_prompt_cache(model)) == len(model.layers)) == (name == "qwen2")
-    for num_tokens in range(1, 30, 2) if name == "qwen2" else [24]:
+    for num_tokens in range(1, 9) if name == "qwen2" else [24]:
         caches = make_prompt_cache(model) + make_prompt_cache(draft)
         how = options | {"model": model, "max_tokens": num_tokens, "prompt_cache": caches}
         assert emitted(sd.ModelDrafter(draft), **how) == plain(num_tokens, model=model, **options)
@@ -160,6 +162,18 @@ def test_a_sampler_with_a_memory_is_called_as_in_plain_decoding() -> None:
     expected = plain(sampler=make_stateful(), num_tokens=NUM_TOKENS)
     drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.4)
     assert emitted(drafter, sampler=make_stateful()) == expected
+
+
+@in_one_test("start", [0, 10, 14, 1000])
+def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
+    options: dict[str, Any] = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": start}
+    model = tiny.build("llama", head_dim=32, layer_types=["full_attention"] * 3)
+    expected = plain(model=model, num_tokens=40, **options)
+    caches = make_prompt_cache(model)
+    drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.3)
+    got = emitted(drafter, model=model, max_tokens=40, prompt_cache=caches, **options)
+    assert got == expected
+    assert all(isinstance(cache, QuantizedKVCache) == (start < 1000) for cache in caches)
 
 
 def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
