@@ -368,9 +368,9 @@ def test_a_stream_asks_for_prompts_as_places_come_free() -> None:
     arriving = (asked.append(text) or text for text in WORDS)  # type: ignore[func-returns-value]
     given = tiny_text.model(), tiny_text.tokenizer()
     options: dict[str, Any] = {"max_tokens": 12, "temp": 1.0}
-    several = {"drafter": "ngram", "num_samples": 3, "seed": 7, "completion_batch_size": 3}
+    several = options | {"drafter": "ngram", "num_samples": 3, "seed": 7}
     texts = dict.fromkeys(itertools.product(range(len(WORDS)), range(3)), "")
-    for response in sd.batch_stream_generate(*given, arriving, **several, **options):
+    for response in sd.batch_stream_generate(*given, arriving, completion_batch_size=3, **several):
         if not any(texts.values()):
             assert asked == WORDS[:1]
         texts[response.index, response.sample] += response.text
