@@ -31,7 +31,6 @@ from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds import clock
 from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.pipeline import Pipeline
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.rollback import Rollback
@@ -220,25 +219,19 @@ def test_an_expensive_drafter_is_considered_while_passes_run_ahead() -> None:
     assert last.stats.ahead == 2  # the third and fourth; nothing runs ahead of the first token
 
 
-def test_pipelining_needs_a_low_hit_rate_where_looking_is_free() -> None:
-    """On at first; off while drafts are likely; on at once where nothing can be looked up."""
-    pipeline = Pipeline(
-        TimedTarget(FakeTime()), SequenceState([1], 1, 5), clock.RoundClock(), mx.cpu
-    )
-    pipeline.choose(found=False, has_cheap_drafter=False)
-    assert pipeline.is_on
-    pipeline.choose(found=True, has_cheap_drafter=True)
-    assert not pipeline.is_on
+class Cheap(scripted.ScriptedSession):
+    """A drafter, and its session, that is free to ask."""
 
-    def modes_after(num_accepted: int) -> list[bool]:
-        modes = []
-        for accepted in [num_accepted, *[0] * 20]:
-            pipeline.record(accepted)
-            pipeline.choose(found=False, has_cheap_drafter=True)
-            modes.append(pipeline.is_on)
-        assert modes == [False] * modes.count(False) + [True] * modes.count(True)
-        return modes
+    cheap = True
 
-    assert 4 < modes_after(0).count(False) < 8  # nothing was of use: soon
-    assert 3 < modes_after(3).count(False) < 9  # one draft was: it waits again
-    assert modes_after(0) == [True] * 21
+    def begin(self, *about: Any) -> Cheap:
+        return self
+
+
+def test_passes_run_ahead_where_looking_is_free_and_finds_nothing() -> None:
+    """Not at first, and not while drafts are likely."""
+    text = plain(60)
+    for found, least, most in ((0, 45, 55), (30, 15, 25), (60, 0, 0)):
+        drafter = Cheap(lambda n, k, found=found: text[n : min(n + k, found)])  # type: ignore[misc]
+        *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=60, draft_length=3)
+        assert least <= last.stats.ahead <= most, found
