@@ -41,24 +41,28 @@ def plain(
     return [int(token) for token, _ in steps]
 
 
+Text = Sequence[int] | Callable[[Sequence[int]], Sequence[int]]
+"""What is coming, or for each prompt what comes after it."""
+
+
 @dataclass(frozen=True, eq=False)
 class OracleDrafter:
     """Proposes the text that is coming, wrong in a share of positions."""
 
-    text: Sequence[int]
+    text: Text
     vocab_size: int
     wrong: float = 0.0
     seed: int = 0
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
-        script = self.script()
+        script = self.script(prompt)
         return ScriptedSession(lambda start, limit: script[start : start + limit])
 
-    def script(self) -> list[int]:
+    def script(self, prompt: Sequence[int] = ()) -> list[int]:
         coins = random.Random(self.seed)
         return [
             (token + 1) % self.vocab_size if coins.random() < self.wrong else token
-            for token in self.text
+            for token in (self.text(prompt) if callable(self.text) else self.text)
         ]
 
 
@@ -161,20 +165,19 @@ TREE = (-1, -1, 0, 1, 1, 4, 4, 3)  # parents in the trees of `OracleTrees`
 class OracleTrees:
     """Proposes trees through which the text that is coming goes, on a path drawn by `seed`."""
 
-    # text: [n] everything that will be emitted; vocab_size: V, for the wrong tokens
-    text: Sequence[int]
+    text: Text
     vocab_size: int
     seed: int = 0
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
-        return ScriptedSession(self.draft)
+        text = self.text(prompt) if callable(self.text) else self.text
+        return ScriptedSession(lambda start, limit: self.draft(text[start:], start).head(limit))
 
-    def draft(self, start: int, limit: int) -> Draft:
+    def draft(self, coming: Sequence[int], start: int) -> Draft:
         """A tree in which one path, that ends anywhere, is right."""
         coins = random.Random(self.seed * 1000 + start)
         path, tokens = path_to(coins.randrange(len(TREE)), TREE), []
         for node, depth in enumerate(depths_of(TREE)):
-            place = start + depth
-            own = self.text[place] if place < len(self.text) else 0
+            own = coming[depth] if depth < len(coming) else 0
             tokens.append(own if node in path else (own + 1 + node) % self.vocab_size)
-        return Draft(tokens, parents=TREE).head(limit)
+        return Draft(tokens, parents=TREE)

@@ -79,17 +79,9 @@ def alone(name: str = "qwen2") -> list[list[int]]:
     return [said(model(name), *pair) for pair in zip(PROMPTS, LENGTHS, strict=True)]
 
 
-@dataclass(frozen=True, eq=False)
-class Oracles:
-    """An oracle for each prompt of an architecture, wrong in a share of the positions."""
-
-    name: str = "qwen2"
-    wrong: float = 0.4
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
-        text = alone(self.name)[PROMPTS.index(list(prompt))]
-        drafter = OracleDrafter(text, context.vocab_size or 0, self.wrong, len(prompt))
-        return drafter.begin(prompt, context)
+def oracle(name: str = "qwen2", wrong: float = 0.4) -> OracleDrafter:
+    """Knows the texts of an architecture, and is wrong in a share of the positions."""
+    return OracleDrafter(lambda prompt: alone(name)[PROMPTS.index([*prompt])], 128, wrong)
 
 
 @dataclass(frozen=True, eq=False)
@@ -129,9 +121,9 @@ def test_each_greedy_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Mon
     assert BatchGeneration(model(name))._passes.is_together
     for length, most_empty in ((0, 64), (1, 64), (3, 64), ("auto", 64), (4, 2)):
         monkeypatch.setattr(row_caches, "MOST_EMPTY", most_empty)
-        batch = BatchGeneration(model(name), Oracles(name), draft_length=length, max_rows=3)
+        batch = BatchGeneration(model(name), oracle(name), draft_length=length, max_rows=3)
         assert texts_of(batch) == alone(name), length
-    batch = BatchGeneration(model(name), Oracles(name, wrong=0.0), draft_length=4)
+    batch = BatchGeneration(model(name), oracle(name, wrong=0.0), draft_length=4)
     assert texts_of(batch, [0, 0]) == [alone(name)[0]] * 2
     assert batch.num_rounds <= 1 + 8
 
@@ -193,7 +185,7 @@ ARRIVAL = st.tuples(
 def test_texts_may_come_and_go_at_any_time(arrivals: Any, max_rows: int, length: int) -> None:
     """Whole texts are what they are alone; of those taken out there is the beginning."""
     batch = BatchGeneration(
-        model("qwen2"), Oracles(), draft_length=length, max_rows=max_rows, prefill_step_size=5
+        model("qwen2"), oracle(), draft_length=length, max_rows=max_rows, prefill_step_size=5
     )
     arrivals.sort(key=lambda arrival: arrival[2])
     texts: list[list[int]] = []
@@ -254,7 +246,7 @@ def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPa
         real(passes, texts)
 
     monkeypatch.setattr(RowPasses, "read", note)
-    batch = BatchGeneration(model(name), Oracles(name), draft_length=2)
+    batch = BatchGeneration(model(name), oracle(name), draft_length=2)
     assert texts_of(batch, [1, 5, 7]) == [alone(name)[i] for i in (1, 5, 7)]
     requests = Request(PROMPTS[7], 3), Request(LONG, 3)
     assert written(BatchGeneration(model(name)), *requests)[0] == alone(name)[7][:3]
@@ -266,9 +258,7 @@ def test_samplers_processors_and_stop_tokens_are_each_rows_own() -> None:
     processors = make_logits_processors(repetition_penalty=1.6, repetition_context_size=12)
     penalised = said(model("qwen2"), PROMPTS[2], 25, logits_processors=processors)
     stop = alone()[0][5]
-    batch = BatchGeneration(
-        model("qwen2"), Oracles(), draft_length=3, stop_tokens=frozenset({stop})
-    )
+    batch = BatchGeneration(model("qwen2"), oracle(), draft_length=3, stop_tokens=frozenset({stop}))
     requests = (
         Request(PROMPTS[0], 40),
         Request(PROMPTS[2], 25, logits_processors=processors),
