@@ -1,20 +1,23 @@
-"""What a round is made of: limits of a draft, the clock, a slow caller, a caller's own rules."""
+"""What a round is made of: limits of a draft, the clock, a caller who is slow or has own rules."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
+import tiny
 from scripted import PROMPT, plain, target
+from selection import in_one_test
 from specdec_mlx import loop
 from specdec_mlx.contracts import (
     Agreement,
@@ -235,3 +238,41 @@ def test_passes_run_ahead_where_looking_is_free_and_finds_nothing() -> None:
         drafter = Cheap(lambda n, k, found=found: text[n : min(n + k, found)])  # type: ignore[misc]
         *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=60, draft_length=3)
         assert least <= last.stats.ahead <= most, found
+
+
+@pytest.mark.parametrize("which", ["look-up", "model", "look-up, then model"])
+@in_one_test(("temp", "length"), product([0.0, 1.0], [4, "auto", "heuristic"]))
+def test_no_drafter_is_asked_and_no_draft_model_runs_before_the_first_token(
+    which: str, temp: float, length: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target reads the prompt but for its last token, and that one. The drafter is shown the
+    first token by itself, and then asked; for a single token a draft model reads nothing at all.
+    """
+    passes, kind, draft_model = (
+        list[tuple[bool, int]](),
+        type(target()),
+        tiny.build("qwen2", seed=7),
+    )
+    call = kind.__call__
+
+    def noting(one: nn.Module, tokens: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        passes.append((one is target(), tokens.size))
+        return call(one, tokens, *args, **kwargs)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(kind, "__call__", noting)
+    options: dict[str, Any] = {"draft_length": length, "sampler": sd.Sampling(temp=temp)}
+    for num_tokens in (1, 20):
+        look_up = Cheap(lambda emitted, limit: [7] * limit if emitted % 2 else [])
+        several = {"look-up": [look_up], "model": [sd.ModelDrafter(draft_model)]}
+        drafter = sd.FirstOf(*(one for name in which.split(", then ") for one in several[name]))
+        passes.clear()
+        tokens = sd.speculate(target(), PROMPT, drafter, max_tokens=num_tokens, seed=3, **options)
+        text = [next(tokens).token]
+        assert look_up.limits == []
+        assert num_tokens == 1 or passes == [(True, len(PROMPT) - 1), (True, 1)]
+        text += [item.token for item in tokens]
+        assert look_up.observed in ([], text)
+        assert num_tokens == 20 or all(is_target for is_target, _ in passes)
+    if length == 4:
+        assert ("look-up" in which) == (len(look_up.limits) > 0)
+        assert ("model" in which) == (not all(is_target for is_target, _ in passes))
