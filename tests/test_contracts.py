@@ -270,16 +270,6 @@ def test_what_is_no_draft_for_the_target_is_refused(options: dict[str, Any]) -> 
         assert_refused(after_two(answer), words, **options)
 
 
-@in_one_test("parents", [[ROOT, ROOT, 0], [ROOT, 0, 1]])
-@in_one_test("rule", ["auto", "lenient"])
-def test_parents_leave_the_text_alone(parents: list[int], rule: str) -> None:
-    """A tree, and a chain that says its parents; under a rule for chains alone a chain of it."""
-    drafter = after_two(Draft([1, 2, 3], parents=parents))
-    options: dict[str, Any] = {"max_tokens": 16, "draft_length": 4, "rule": rule}
-    items = sd.speculate(target(), PROMPT, drafter, **options)
-    assert [item.token for item in items] == plain(16)
-
-
 def kept(n: int, token: int, nodes: list[int] | None = None) -> Verdict:
     return Verdict(mx.array(n), mx.array(token), None if nodes is None else mx.array(nodes))
 

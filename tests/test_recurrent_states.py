@@ -107,6 +107,16 @@ def test_states_of_a_pass_are_for_that_pass_alone(name: str) -> None:
     assert rollback.rewind_to(start + 1) == start
 
 
+def test_caches_that_are_padded_on_the_left_feed_again() -> None:
+    """They give their recurrences a mask, as the pass that was watched had none."""
+    model = built("mamba2")
+    caches = [ArraysCache(2, left_padding=[1]) for _ in model.layers]
+    rollback = Rollback(caches, states=recurrent_states_of(model))
+    rollback.checkpoint()
+    rollback.forward(model, mx.array(DRAFT))
+    assert rollback.rewind_to(3) == 0
+
+
 @cache
 def long_text(name: str) -> list[int]:
     return plain_text(built(name), PROMPT, 200).tokens
@@ -155,16 +165,6 @@ def test_a_wrong_choice_is_found_before_it_is_made(
     for kind in (recurrent_states._Update, recurrent_states._Convolution):
         monkeypatch.setattr(kind, "after", late(kind.after))
     assert recurrent_states_of(tiny.build(name)) is None
-
-
-def test_a_pass_that_is_not_like_the_one_watched_feeds_again() -> None:
-    """Caches that are padded on the left give their recurrences a mask."""
-    model = tiny.build("mamba2")
-    caches = [ArraysCache(2, left_padding=[1]) for _ in model.layers]
-    rollback = Rollback(caches, states=recurrent_states_of(model))
-    rollback.checkpoint()
-    rollback.forward(model, mx.array(DRAFT))
-    assert rollback.rewind_to(3) == 0
 
 
 def test_functions_are_mlx_lms_own_again_after_a_pass_and_after_an_exception(
