@@ -263,8 +263,8 @@ def test_no_drafter_is_asked_and_no_draft_model_runs_before_the_first_token(
     options: dict[str, Any] = {"draft_length": length, "sampler": sd.Sampling(temp=temp)}
     for num_tokens in (1, 20):
         look_up = Cheap(lambda emitted, limit: [7] * limit if emitted % 2 else [])
-        several = {"look-up": [look_up], "model": [sd.ModelDrafter(draft_model)]}
-        drafter = sd.FirstOf(*(one for name in which.split(", then ") for one in several[name]))
+        both: dict[str, Any] = {"look-up": look_up, "model": sd.ModelDrafter(draft_model)}
+        drafter = sd.FirstOf(*(both[name] for name in which.split(", then ")))
         passes.clear()
         tokens = sd.speculate(target(), PROMPT, drafter, max_tokens=num_tokens, seed=3, **options)
         text = [next(tokens).token]
