@@ -72,7 +72,7 @@ def on_ranks(
 
 
 def jobs_on_ranks(names: Sequence[str], folder: Path, num_ranks: int = 2) -> list[Any]:
-    """On each rank, what `rank_worker` found out in these jobs: name -> case -> [got, expected]."""
+    """On each rank, what `rank_worker` found in these jobs: (case, got, expected)."""
     ended = on_ranks([WORKER, *names], folder, num_ranks)
     for status, _, err in ended:
         assert status == 0, err[-4000:]

@@ -1,7 +1,7 @@
 """One rank's side of the tests of several: `python rank_worker.py JOB...`; prints JSON.
 
-Each job is a function below, run in the same order on all ranks. It returns a map from the name of
-a case to [what came out, what should have].
+Each job is a function below, run in the same order on all ranks. All that they find is printed:
+[case, what came out, what should have].
 """
 
 from __future__ import annotations
@@ -44,7 +44,11 @@ DRAFTERS = (
 WAYS = list(product(((0.0, "auto"), (1.0, "coupled")), ("auto", 4)))
 DRAWN = {"sampler": sd.Sampling(temp=1.0), "seed": 5}
 REPEATING = [5, 9, 11, 5, 9, 11, 5, 9]
-Cases = dict[str, tuple[Any, Any]]
+FOUND: list[tuple[str, Any, Any]] = []
+
+
+def check(case: str, got: Any, expected: Any) -> None:
+    FOUND.append((case, got, expected))
 
 
 @cache
@@ -89,21 +93,20 @@ def prompts(num_prompts: int = 1) -> list[list[int]]:
     return [list(pair().tokenizer.encode(SENTENCES[i * step :])) for i in range(num_prompts)]
 
 
-def texts(num_prompts: int = 1, names: tuple[str, ...] = DRAFTERS[::2]) -> Cases:
+def texts(num_prompts: int = 1, names: tuple[str, ...] = DRAFTERS[::2]) -> None:
     """Texts of the lab pair; of four prompts each drafter is tried in each of the ways."""
-    found: Cases = {}
     for i, prompt in enumerate(prompts(num_prompts)):
         for turn, name in enumerate(names, start=i):
             (temp, rule), length = WAYS[turn % 4]
             options = {"sampler": sd.Sampling(temp=temp), "rule": rule, "seed": i}
-            drafting = drafter(name, pair().draft)
-            got = tokens(sharded(), prompt, drafting, draft_length=length, **options)
-            found[f"prompt {i}, temp={temp}, {name}, K={length}"] = got, plain(prompt, **options)
-    return found
+            got = tokens(
+                sharded(), prompt, drafter(name, pair().draft), draft_length=length, **options
+            )
+            check(f"prompt {i}, temp={temp}, {name}, K={length}", got, plain(prompt, **options))
 
 
-def many_texts() -> Cases:
-    return texts(8, DRAFTERS)
+def many_texts() -> None:
+    texts(8, DRAFTERS)
 
 
 class ReadsCaches(sd.PromptLookupDrafter):
@@ -112,23 +115,21 @@ class ReadsCaches(sd.PromptLookupDrafter):
     features = Features(caches=(0,))
 
 
-def refused() -> Cases:
+def refused() -> None:
     """Drafters that no rank can run alone; the next text is right."""
-    found: Cases = {}
     prompt = prompts()[0]
     for name, alone in (("early exit", early_exit(sharded(), 1)), ("assistant", ReadsCaches())):
         try:
             said = str(tokens(sharded(), prompt, alone))
         except DraftError as error:
             said = str(error)
-        found[name] = "Use a draft model" in said, True
-    return found | {"afterwards": (tokens(sharded(), prompt), plain(prompt))}
+        check(name, "Use a draft model" in said, True)
+    check("afterwards", tokens(sharded(), prompt), plain(prompt))
 
 
-def every_rank() -> Cases:
+def every_rank() -> None:
     """Drafts drawn on rank 0, whose distributions are sent, and those that each rank draws anew, of
     which none is: the texts of one machine."""
-    found: Cases = {}
     prompt = prompts()[0]
     head = sd.load_head(lab.head_path("mtp"), sharded())
     one_head = sd.load_head(lab.head_path("mtp"), pair().target)
@@ -139,20 +140,17 @@ def every_rank() -> Cases:
         "first of": (sd.FirstOf(sd.PromptLookupDrafter(), model),) * 2,
         "head": (replace(head, on_every_rank=True), one_head),
     }
-    send = Ranks.from_first
-    for (name, (here, alone)), (rule, length) in product(
-        drafters.items(), (("block", 4), ("coupled", "auto"))
-    ):
+    send, ways = Ranks.from_first, (("block", 4), ("coupled", "auto"))
+    for (name, (here, alone)), (rule, length) in product(drafters.items(), ways):
         options = {"rule": rule, "draft_length": length, **DRAWN}
         with patch.object(Ranks, "from_first", autospec=True, side_effect=send) as sends:
             got = tokens(sharded(), prompt, here, **options)
-        found[f"{name}, {rule}"] = got, plain(prompt, alone, **options)
+        check(f"{name}, {rule}", got, plain(prompt, alone, **options))
         if length == 4 or name != "sent":  # "auto" may draft nothing
-            found[f"{name}, {rule}, sent"] = sends.called, name == "sent"
-    return found
+            check(f"{name}, {rule}, sent", sends.called, name == "sent")
 
 
-def every_rank_fails() -> Cases:
+def every_rank_fails() -> None:
     """A session that raises on rank 1, or is not there: all end, and the next text is right."""
     prompt, calls, propose = prompts()[0], [0], ModelSession.propose
 
@@ -166,16 +164,14 @@ def every_rank_fails() -> Cases:
     options = {"draft_length": 2, "rule": "coupled", **DRAWN}
     with patch.object(ModelSession, "propose", raising):
         got, error = ending(sd.speculate(sharded(), prompt, drafting, **options))
-    expected = plain(prompt, max_tokens=len(got), **options)
+    if RANK == 0:
+        check("tokens", got, plain(prompt, max_tokens=len(got), **options))
+    check("some were handed out", len(got) > 3, True)
+    check("error", error, "RankError" if RANK == 0 else "ArithmeticError")
     differing = sd.ModelDrafter(pair().draft, on_every_rank=RANK == 0)
     _, other = ending(sd.speculate(sharded(), prompt, differing, **options))
-    return {
-        "tokens": (got if RANK == 0 else [], expected if RANK == 0 else []),
-        "some were handed out": (len(got) > 3, True),
-        "error": (error, "RankError" if RANK == 0 else "ArithmeticError"),
-        "another drafter on each": (other, "RankError"),
-        "afterwards": (tokens(sharded(), prompt, drafting), plain(prompt)),
-    }
+    check("another drafter on each", other, "RankError")
+    check("afterwards", tokens(sharded(), prompt, drafting), plain(prompt))
 
 
 FAMILIES = (
@@ -184,38 +180,31 @@ FAMILIES = (
 )
 
 
-def alike(name: str, whole: nn.Module, parts: nn.Module, *, probe: bool = False) -> Cases:
+def alike(name: str, whole: nn.Module, parts: nn.Module, *, probe: bool = False) -> None:
     """Texts of a model that is spread over the ranks, against those of one that is whole."""
     mx.eval(parts.parameters())
-    found, expected = {}, tokens(whole, REPEATING)
     for kind, length in (("prompt-lookup", "auto"), ("ngram", 4), ("model", 2), ("model", "auto")):
         drafting = drafter(kind, whole)
         got = tokens(parts, REPEATING, drafting, draft_length=length, probe=probe)
-        found[f"{name}, {kind}, K={length}"] = got, expected
-    return found
+        check(f"{name}, {kind}, K={length}", got, tokens(whole, REPEATING))
 
 
-def families() -> Cases:
+def families() -> None:
     """Tiny models whose layers are split."""
-    found: Cases = {}
     for name in FAMILIES:
         whole, parts = tiny.build(name), tiny.build(name)
         parts.shard(GROUP)
-        found |= alike(name, whole, parts)
-    return found
+        alike(name, whole, parts)
 
 
-def pipelined(num_layers: int = 2) -> Cases:
-    """Measured first: passes of one graph must not be run in two orders. Then rank 0 leaves."""
+def pipelined() -> None:
+    """Two layers at least, one for each rank. Measured first: passes of one graph must not be run
+    in two orders. Then rank 0 leaves."""
+    num_layers = max(2, GROUP.size())
     whole, parts = (tiny.build("qwen2", num_hidden_layers=num_layers) for _ in range(2))
     parts.model.pipeline(GROUP)
-    found = alike("qwen2", whole, parts, probe=True)
-    return found | left(whole, parts, REPEATING, sd.ModelDrafter(whole), 7)
-
-
-def many_ranks() -> Cases:
-    """More than two, one layer each."""
-    return pipelined(4)
+    alike("qwen2", whole, parts, probe=True)
+    left(whole, parts, REPEATING, sd.ModelDrafter(whole), 7)
 
 
 def left(
@@ -225,43 +214,34 @@ def left(
     drafting: Any,
     number: int,
     leavers: tuple[int, ...] = (0,),
-) -> Cases:
-    """After `number` tokens the caller leaves, on some ranks: all end where rank 0 did, if it is
-    among them, and the next turn goes on from there."""
-    cache_, expected = make_prompt_cache(parts), tokens(whole, prompt)
+) -> None:
+    """After `number` of 16 tokens the caller leaves, on some ranks: all end where rank 0 did, if it
+    is among them, and the next turn goes on from there, as it does after the last token."""
+    cache_, expected = make_prompt_cache(parts), tokens(whole, prompt, max_tokens=21)
     options = {"draft_length": 4, "prompt_cache": cache_, "max_tokens": 16}
     with closing(sd.speculate(parts, prompt, drafting, **options)) as items:
         got = [item.token for item in islice(items, number if RANK in leavers else None)]
-    case = f"{leavers} after {number}"
-    if 0 not in leavers:
-        return {case: (got, expected[: len(got)])}
-    held = [cache.offset for cache in cache_ if isinstance(cache, KVCache)]
-    options = {"prompt_cache": cache_, "max_tokens": 4}
-    rest = tokens(parts, expected[number : number + 1], sd.PromptLookupDrafter(), **options)
-    return {
-        case: (got, expected[:number]),
-        f"{case}, caches": (held, [len(prompt) + number] * len(held)),
-        f"{case}, next turn": (rest, expected[number + 1 : number + 5]),
-    }
+    case = f"{len(prompt)} tokens, {leavers} after {number}"
+    end = min(number, 16) if 0 in leavers else len(got)
+    check(case, got, expected[:end])
+    if 0 in leavers:
+        held = [cache.offset for cache in cache_ if isinstance(cache, KVCache)]
+        check(f"{case}, caches", held, [len(prompt) + end] * len(held))
+        options = {"prompt_cache": cache_, "max_tokens": 4}
+        rest = tokens(parts, expected[end : end + 1], sd.PromptLookupDrafter(), **options)
+        check(f"{case}, next turn", rest, expected[end + 1 : end + 5])
 
 
-def leaving() -> Cases:
-    """On all ranks or on one: none hangs."""
-    found: Cases = {}
+def leaving() -> None:
+    """On all ranks or on one, or at the end: none hangs. Also on caches that can only go back to a
+    checkpoint."""
     drafting = sd.ModelDrafter(pair().draft)
-    for leavers, number in (((0, 1), 7), ((0,), 1), ((0,), 7), ((1,), 1)):
-        found |= left(pair().target, sharded(), prompts()[0], drafting, number, leavers)
-    return found
-
-
-def recurrent() -> Cases:
-    """Rank 0's caller leaves, on caches that can only go back to a checkpoint."""
-    found: Cases = {}
+    for leavers, number in (((0, 1), 7), ((0, 1), 99), ((0,), 1), ((0,), 7), ((1,), 1)):
+        left(pair().target, sharded(), prompts()[0], drafting, number, leavers)
     whole, parts = tiny.build("qwen3_5"), tiny.build("qwen3_5")
     parts.shard(GROUP)
     for number in (1, 3, 4, 6):
-        found |= left(whole, parts, REPEATING, sd.ModelDrafter(whole), number)
-    return found
+        left(whole, parts, REPEATING, sd.ModelDrafter(whole), number)
 
 
 class Raising(ScriptedSession):
@@ -298,9 +278,8 @@ def ending(generation: Iterator[Any]) -> tuple[list[int], str]:
     return got, ""
 
 
-def failures() -> Cases:
+def failures() -> None:
     """A drafter that raises: all ranks hand out the same tokens, and raise; then they go on."""
-    found: Cases = {}
     prompt = prompts()[0]
     for where, error in (
         ("begin", RuntimeError),
@@ -312,46 +291,41 @@ def failures() -> Cases:
         options = {"max_tokens": 12, "draft_length": 2, "prompt_cache": cache_}
         got, raised = ending(sd.speculate(sharded(), prompt, Raising(where, error), **options))
         expected, held = plain(prompt), len(prompt) + len(got) if where != "begin" else 0
+        check(f"{case}: tokens", got, expected[: len(got)])
+        check(f"{case}: error", raised, error.__name__ if RANK == 0 else "RankError")
+        check(f"{case}: caches", cache_[0].offset, held)
         again = tokens(sharded(), prompt, sd.PromptLookupDrafter())
-        found |= {
-            f"{case}: tokens": (got, expected[: len(got)]),
-            f"{case}: error": (raised, error.__name__ if RANK == 0 else "RankError"),
-            f"{case}: caches": (cache_[0].offset, held),
-            f"{case}: afterwards": (again, expected),
-        }
-    return found
+        check(f"{case}: afterwards", again, expected)
 
 
-def arguments() -> Cases:
+def arguments() -> None:
     """Ranks that are called with different ones say so, all of them; seeds are rank 0's."""
-    found: Cases = {}
     prompt, look_up = prompts()[0], sd.PromptLookupDrafter()
     for name, given in {
         "prompt": {"prompt_tokens": [5 + RANK, 6]},
         "max_tokens": {"prompt_tokens": [5, 6], "max_tokens": 5 + RANK},
         "drafter": {"prompt_tokens": [5, 6], "drafter": look_up if RANK else None},
     }.items():
-        found[f"another {name}"] = ending(sd.speculate(sharded(), **given)), ([], "RankError")
+        check(f"another {name}", ending(sd.speculate(sharded(), **given)), ([], "RankError"))
     got = tokens(sharded(), prompt, look_up, **DRAWN | {"seed": 5 + RANK})
-    found["another seed"] = got, plain(prompt, **DRAWN)
+    check("another seed", got, plain(prompt, **DRAWN))
     mx.random.seed(3 + RANK)
     unseeded = tokens(sharded(), prompt, look_up, **DRAWN | {"seed": None})
     every = mx.distributed.all_gather(mx.array([unseeded])).tolist()
-    return found | {"no seed": (every[0], every[-1])}
+    check("no seed", every[0], every[-1])
 
 
-def dies() -> Cases:
+def dies() -> None:
     """A rank that ends in the middle of a generation."""
     for n, _ in enumerate(sd.speculate(sharded(), prompts()[0], sd.PromptLookupDrafter())):
         if RANK == 1 and n == 5:
             os._exit(17)
-    return {}
 
 
 if __name__ == "__main__":
-    results = {}
     for name in sys.argv[1:]:
         began = time.perf_counter()
-        results[name] = globals()[name]()
+        globals()[name]()
+        check(name, True, True)
         print(f"{name}: {time.perf_counter() - began:.1f} s", file=sys.stderr)
-    print(json.dumps(results))
+    print(json.dumps(FOUND))

@@ -1,10 +1,7 @@
-"""Drafters whose proposals are known beforehand, and a target whose text is.
+"""Drafters whose proposals are known beforehand.
 
 An oracle knows the text that the target will write. What it proposes is right, but for positions
 chosen by a fixed rule, so that every number of accepted tokens occurs.
-
-The target's cache shows which tokens it holds. It keeps of a tree what its own text goes through,
-and says so by a verdict that names nodes.
 """
 
 from __future__ import annotations
@@ -20,20 +17,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
 import tiny
-from specdec_mlx.contracts import (
-    ROOT,
-    Draft,
-    DraftContext,
-    Drafter,
-    DraftSession,
-    FeatureRows,
-    Features,
-    Outcome,
-    Verdict,
-)
-from specdec_mlx.contracts.trees import chain, depths_of, path_to
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.strategies import STRATEGIES, Snapshot, Trim
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession
+from specdec_mlx.contracts.trees import depths_of, path_to
 from specdec_mlx.token_ids import to_list
 
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -56,24 +41,28 @@ def plain(
     return [int(token) for token, _ in steps]
 
 
+Text = Sequence[int] | Callable[[Sequence[int]], Sequence[int]]
+"""What is coming, or for each prompt what comes after it."""
+
+
 @dataclass(frozen=True, eq=False)
 class OracleDrafter:
     """Proposes the text that is coming, wrong in a share of positions."""
 
-    text: Sequence[int]
+    text: Text
     vocab_size: int
     wrong: float = 0.0
     seed: int = 0
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
-        script = self.script()
+        script = self.script(prompt)
         return ScriptedSession(lambda start, limit: script[start : start + limit])
 
-    def script(self) -> list[int]:
+    def script(self, prompt: Sequence[int] = ()) -> list[int]:
         coins = random.Random(self.seed)
         return [
             (token + 1) % self.vocab_size if coins.random() < self.wrong else token
-            for token in self.text
+            for token in (self.text(prompt) if callable(self.text) else self.text)
         ]
 
 
@@ -176,182 +165,19 @@ TREE = (-1, -1, 0, 1, 1, 4, 4, 3)  # parents in the trees of `OracleTrees`
 class OracleTrees:
     """Proposes trees through which the text that is coming goes, on a path drawn by `seed`."""
 
-    # text: [n] everything that will be emitted; vocab_size: V, for the wrong tokens
-    text: Sequence[int]
+    text: Text
     vocab_size: int
     seed: int = 0
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
-        return ScriptedSession(self.draft)
+        text = self.text(prompt) if callable(self.text) else self.text
+        return ScriptedSession(lambda start, limit: self.draft(text[start:], start).head(limit))
 
-    def draft(self, start: int, limit: int) -> Draft:
+    def draft(self, coming: Sequence[int], start: int) -> Draft:
         """A tree in which one path, that ends anywhere, is right."""
         coins = random.Random(self.seed * 1000 + start)
         path, tokens = path_to(coins.randrange(len(TREE)), TREE), []
         for node, depth in enumerate(depths_of(TREE)):
-            place = start + depth
-            own = self.text[place] if place < len(self.text) else 0
+            own = coming[depth] if depth < len(coming) else 0
             tokens.append(own if node in path else (own + 1 + node) % self.vocab_size)
-        return Draft(tokens, parents=TREE).head(limit)
-
-
-class TokenCache:
-    """Holds the tokens that were fed, one row each."""
-
-    def __init__(self) -> None:
-        self.tokens: list[int] = []
-
-    @property
-    def state(self) -> list[mx.array]:
-        return []
-
-
-class RecurrentTokenCache(TokenCache):
-    """One whose strategy can only return to a checkpoint."""
-
-
-class ChainCache(TokenCache):
-    """One whose strategy cannot drop rows from between others."""
-
-
-class DropTokens(Trim):
-    def save(self, cache: TokenCache) -> list[int]:
-        return list(cache.tokens)
-
-    def restore(self, cache: TokenCache, saved: list[int]) -> None:
-        cache.tokens = list(saved)
-
-    def trim(self, cache: TokenCache, back: int) -> int:
-        del cache.tokens[len(cache.tokens) - back :]
-        return back
-
-
-class GatherTokens(DropTokens):
-    def gather(self, cache: TokenCache, last: int, kept: Sequence[int]) -> None:
-        drafted = cache.tokens[-last:]
-        cache.tokens[-last:] = [drafted[node] for node in kept]
-
-
-class ReturnToCheckpoint(Snapshot):
-    save = DropTokens.save
-    restore = DropTokens.restore
-
-
-STRATEGIES[TokenCache] = GatherTokens()
-STRATEGIES[ChainCache] = DropTokens()
-STRATEGIES[RecurrentTokenCache] = ReturnToCheckpoint()
-
-
-@dataclass
-class ScriptedPass:
-    """See `contracts.PendingPass`; each row's logprobs hold the number of the row."""
-
-    draft: Draft
-    num_fed: int
-    own: int
-    verdict: Verdict
-    features: FeatureRows | None = None
-
-    @property
-    def logprobs(self) -> mx.array:
-        return mx.arange(len(self.draft) + 1)[:, None]
-
-    @property
-    def next_token(self) -> mx.array:
-        return mx.array([self.own], mx.uint32)
-
-    def wait(self) -> None: ...
-
-    def read(self) -> Outcome:
-        numbers = {name: array.tolist() for name, array in self.verdict.arrays().items()}
-        return self.verdict.outcome(numbers, to_list(self.draft.tokens))
-
-
-@dataclass
-class ScriptedTarget:
-    """See `contracts.Target`."""
-
-    text: Sequence[int]
-    cache: TokenCache = field(default_factory=TokenCache)
-    drafts: list[Draft] = field(default_factory=list)
-    history: list[int] = field(default_factory=list)
-
-    def __post_init__(self) -> None:
-        self.rollback = Rollback([self.cache])
-
-    def launch(
-        self, pending: Any, draft: Draft, position: int, embeddings: Any = None
-    ) -> ScriptedPass:
-        if len(draft):
-            self.rollback.checkpoint()
-            self.drafts.append(draft)
-        fed = [*to_list(pending), *to_list(draft.tokens)]
-        self.advance(fed)
-        verdict, rows = self.verdict(draft, position), self.rows(fed)
-        return ScriptedPass(draft, len(fed), self.text[position], verdict, rows)
-
-    def feed(self, tokens: mx.array, embeddings: Any = None) -> mx.array:
-        self.advance(to_list(tokens))
-        return mx.zeros((len(tokens), 1))
-
-    def advance(self, tokens: list[int]) -> None:
-        self.cache.tokens += tokens
-        self.rollback.advance(len(tokens))
-
-    def verdict(self, draft: Draft, position: int) -> Verdict:
-        """Go from the root to the child that the text goes to, as long as there is one."""
-        drafted = to_list(draft.tokens)
-        parents = chain(len(drafted)) if draft.parents is None else draft.parents
-        path: list[int] = []
-        for node, parent in enumerate(parents):  # which come before children
-            is_next = parent == (path[-1] if path else ROOT)
-            if is_next and drafted[node] == self.text[position + len(path)]:
-                path.append(node)
-        next_token = mx.array(self.text[position + len(path)])
-        nodes = mx.array(path + [0] * (len(drafted) - len(path)))
-        return Verdict(mx.array(len(path)), next_token, None if draft.parents is None else nodes)  # type: ignore[arg-type]
-
-    def rows(self, fed: list[int]) -> FeatureRows | None:
-        return None  # it cannot be read
-
-    def extend_history(self, tokens: Any) -> None:
-        self.history += to_list(tokens)
-
-    def vocab_size(self) -> int:
-        return 1000
-
-    def widest_pass(self) -> int | None:
-        return None
-
-    def quantize(self) -> None: ...
-
-
-@dataclass
-class TappedTarget(ScriptedTarget):
-    """One that can be read: a position's row, in each layer that is wanted, holds its token."""
-
-    wanted: Features | None = None
-    latest: tuple[FeatureRows, int] | None = None
-
-    def tap(self, wanted: Features) -> None:
-        self.wanted = wanted
-
-    def fed_features(self) -> tuple[FeatureRows, int]:
-        assert self.latest is not None
-        return self.latest
-
-    def feed(self, tokens: mx.array, embeddings: Any = None) -> mx.array:
-        rows = self.rows(to_list(tokens))
-        assert rows is not None, "fed before it was tapped"
-        self.latest = rows, len(tokens)
-        return super().feed(tokens, embeddings)
-
-    def rows(self, fed: list[int]) -> FeatureRows | None:
-        if self.wanted is None:
-            return None
-        states = mx.array(fed)[:, None]
-        return FeatureRows(
-            layers={layer: states + 1000 * layer for layer in self.wanted.layers},
-            head_input=-states if self.wanted.head_input else None,  # type: ignore[arg-type]
-            top_tokens=mx.repeat(states, self.wanted.top, axis=1),
-        )
+        return Draft(tokens, parents=TREE)

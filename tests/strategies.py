@@ -9,7 +9,6 @@ import numpy as np
 from hypothesis import strategies as st
 
 from exact import NUM_STATES, Source
-from specdec_mlx.contracts import ROOT, Draft, Evidence
 
 shapes = st.sampled_from([(2, 1), (2, 2), (2, 3), (3, 1), (3, 2), (3, 3), (4, 1), (4, 2), (5, 1)])
 """Pairs (V, K) that take milliseconds to enumerate."""
@@ -71,18 +70,6 @@ def copies(draw: st.DrawFn, vocab_size: int, num_draft: int) -> list[tuple[int, 
 def draft_lengths(num_draft: int) -> st.SearchStrategy[list[int]]:
     """A length of 0 to K for each state."""
     return st.lists(st.integers(0, num_draft), min_size=NUM_STATES, max_size=NUM_STATES)
-
-
-@st.composite
-def tree_drafts(draw: st.DrawFn) -> Draft:
-    """A tree of up to 8 tokens, V = 5, with distributions and evidence; parents come first."""
-    size = draw(st.integers(0, 8))
-    parents = [draw(st.integers(ROOT, i - 1)) for i in range(size)]
-    numbers = st.integers(0, 4)
-    tokens = draw(st.lists(numbers, min_size=size, max_size=size))
-    rows = mx.arange(size * 5, dtype=mx.float32).reshape(size, 5)
-    evidence = [Evidence(draw(numbers)) for _ in range(size)]
-    return Draft(tokens, rows, evidence, parents)
 
 
 @st.composite

@@ -7,10 +7,11 @@ from __future__ import annotations
 
 from itertools import islice
 from pathlib import Path
+from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, make_prompt_cache
+from mlx_lm.models.cache import KVCache, LRUPromptCache, make_prompt_cache
 from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
 
 import tiny
@@ -33,6 +34,7 @@ from lossless import (
 from scripted import Recorder
 from selection import FULL, cases
 from specdec_mlx import ModelDrafter
+from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.target.rollback import Rollback
 
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
@@ -179,26 +181,37 @@ DRAFT_MODELS = ["llama", "llama4", "rwkv7", "qwen3_next", "deepseek_v41"]
 
 @pytest.mark.parametrize("name", cases(DRAFT_MODELS, *DRAFT_MODELS[:4]))
 def test_a_rejected_draft_leaves_no_trace_in_the_draft_model(name: str) -> None:
-    """It proposes what it would write after reading the text afresh, in a second turn too. The
-    target's own drafts are accepted, all of them, long past the window."""
-    case = Case(name)
+    """It proposes what it would write after reading the text afresh, in a second turn too, whether
+    the caller keeps its caches or a server's store. The target's own drafts are accepted, all of
+    them, long past the window."""
+    case, draft_model = Case(name), noisy_copy(name, 0.1)
     items = list(case.speculate(ModelDrafter(case.model), 4))
     assert spoken(items).deviation(case.plain) <= case.tolerance
     assert items[-1].stats.acceptance_rate == 1
-    draft_model = noisy_copy(name, 0.1)
+    said = PROMPT + case.plain.tokens[:50] + SECOND_PROMPT
+
+    def begin(drafter: Any, **options: Any) -> None:
+        generation = case.speculate(drafter, 4, **options)
+        items = list(islice(generation, 50))
+        generation.close()
+        assert 0 < items[-1].stats.accepted_share < 0.9
+
     caches = make_prompt_cache(case.model) + make_prompt_cache(draft_model)
     recorder = Recorder(ModelDrafter(draft_model))
-    generation = case.speculate(recorder, 4, prompt_cache=caches)
-    items = list(islice(generation, 50))
-    generation.close()
-    assert 0 < items[-1].stats.accepted_share < 0.9
+    begin(recorder, prompt_cache=caches)
     for text, proposed in recorder.proposals[3::3]:
         assert proposed == plain_text(draft_model, text, len(proposed)).tokens
     again = Recorder(ModelDrafter(draft_model))
     generation = case.speculate(again, 4, prompt_tokens=SECOND_PROMPT, prompt_cache=caches)
     first, _ = islice(generation, 2)
     generation.close()
-    said = PROMPT + case.plain.tokens[:50] + SECOND_PROMPT + [first.token]
     text, proposed = again.proposals[0]
     assert text == [*SECOND_PROMPT, first.token]
-    assert proposed == plain_text(draft_model, said, len(proposed)).tokens
+    assert proposed == plain_text(draft_model, [*said, first.token], len(proposed)).tokens
+    kept: Any = keeping_caches(ModelDrafter(draft_model), LRUPromptCache())
+    begin(kept)
+    caches, rest = kept.store.fetch_nearest_cache(kept.place, said)
+    assert len(rest) < 20
+    afresh = draft_model(mx.array([said]), cache=make_prompt_cache(draft_model))[0, -1]
+    got = draft_model(mx.array([rest]), cache=caches)[0, -1]
+    assert largest_difference(got, afresh) <= case.tolerance

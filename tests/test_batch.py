@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import copy
-import dataclasses
 import functools
 import itertools
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -29,7 +28,7 @@ import tiny
 import tiny_text
 from narrow import Counting
 from scripted import OracleDrafter, ScriptedSession
-from selection import cases, in_one_test
+from selection import cases
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request, RowDrafting, RowToken, samples_of
 from specdec_mlx.contracts import DraftContext, Drafter, Features
@@ -80,17 +79,9 @@ def alone(name: str = "qwen2") -> list[list[int]]:
     return [said(model(name), *pair) for pair in zip(PROMPTS, LENGTHS, strict=True)]
 
 
-@dataclass(frozen=True, eq=False)
-class Oracles:
-    """An oracle for each prompt of an architecture, wrong in a share of the positions."""
-
-    name: str = "qwen2"
-    wrong: float = 0.4
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> ScriptedSession:
-        text = alone(self.name)[PROMPTS.index(list(prompt))]
-        drafter = OracleDrafter(text, context.vocab_size or 0, self.wrong, len(prompt))
-        return drafter.begin(prompt, context)
+def oracle(name: str = "qwen2", wrong: float = 0.4) -> OracleDrafter:
+    """Knows the texts of an architecture, and is wrong in a share of the positions."""
+    return OracleDrafter(lambda prompt: alone(name)[PROMPTS.index([*prompt])], 128, wrong)
 
 
 @dataclass(frozen=True, eq=False)
@@ -98,25 +89,29 @@ class Sessions:
     """A drafter that drafts nothing, or has each prompt's session made; those that were begun."""
 
     make: Callable[[Sequence[int]], Any] = lambda prompt: ScriptedSession(lambda start, limit: [])
-    begun: list[Any] = dataclasses.field(default_factory=list)
+    begun: list[Any] = field(default_factory=list)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
         self.begun.append(self.make(prompt))
         return self.begun[-1]
 
 
-def collected(rows: Iterator[RowToken], count: int) -> list[list[int]]:
+def collected(rows: Iterable[RowToken], count: int) -> list[list[int]]:
     texts: list[list[int]] = [[] for _ in range(count)]
     for row in rows:
         texts[row.uid].append(row.token.token)
     return texts
 
 
+def written(batch: BatchGeneration, *requests: Request) -> list[list[int]]:
+    for request in requests:
+        batch.insert(request)
+    return collected(batch.run(), len(requests))
+
+
 def texts_of(batch: BatchGeneration, numbers: Sequence[int] = range(len(PROMPTS))) -> Any:
     """The texts of some of the prompts."""
-    for i in numbers:
-        batch.insert(Request(PROMPTS[i], LENGTHS[i]))
-    return collected(batch.run(), len(numbers))
+    return written(batch, *(Request(PROMPTS[i], LENGTHS[i]) for i in numbers))
 
 
 @pytest.mark.parametrize("name", cases(ARCHITECTURES, *ARCHITECTURES[:5]))
@@ -126,9 +121,9 @@ def test_each_greedy_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Mon
     assert BatchGeneration(model(name))._passes.is_together
     for length, most_empty in ((0, 64), (1, 64), (3, 64), ("auto", 64), (4, 2)):
         monkeypatch.setattr(row_caches, "MOST_EMPTY", most_empty)
-        batch = BatchGeneration(model(name), Oracles(name), draft_length=length, max_rows=3)
+        batch = BatchGeneration(model(name), oracle(name), draft_length=length, max_rows=3)
         assert texts_of(batch) == alone(name), length
-    batch = BatchGeneration(model(name), Oracles(name, wrong=0.0), draft_length=4)
+    batch = BatchGeneration(model(name), oracle(name, wrong=0.0), draft_length=4)
     assert texts_of(batch, [0, 0]) == [alone(name)[0]] * 2
     assert batch.num_rounds <= 1 + 8
 
@@ -141,12 +136,11 @@ def test_a_seeds_text_is_what_it_is_alone(rule: str, drafter: Drafter) -> None:
     how: dict[str, Any] = {"rule": rule, "draft_length": 3}
     batch = BatchGeneration(target, drafter, max_rows=3, **how)
     prompts = [[1, 2, 3, 1, 2], [0], [3, 3, 1], [2, 1] * 5]
-    expected = []
-    for seed, prompt in enumerate(prompts):
-        batch.insert(Request(prompt, 20 + seed, sampling, seed))
-        one = said(target, prompt, 20 + seed, drafter=drafter, sampler=sampling, seed=seed, **how)
-        expected.append(one)
-    assert collected(batch.run(), len(prompts)) == expected
+    requests = [Request(prompt, 20 + i, sampling, i) for i, prompt in enumerate(prompts)]
+    assert written(batch, *requests) == [
+        said(target, prompt, 20 + i, drafter=drafter, sampler=sampling, seed=i, **how)
+        for i, prompt in enumerate(prompts)
+    ]
 
 
 def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_other() -> None:
@@ -154,9 +148,9 @@ def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_othe
     target, num_pairs, prompts = narrow.model(), 400, [[1, 2, 3, 1, 2], [3, 0, 3]]
     drafter = sd.NGramDrafter(stochastic=True)
     batch = BatchGeneration(target, drafter, rule="rejection", draft_length=2, max_rows=2)
-    for seed, prompt in enumerate(prompts * num_pairs):
-        batch.insert(Request(prompt, 2, sd.Sampling(temp=1.0), seed))
-    texts = np.array(collected(batch.run(), 2 * num_pairs)).reshape(num_pairs, 2, 2)
+    sampling = sd.Sampling(temp=1.0)
+    requests = (Request(prompt, 2, sampling, i) for i, prompt in enumerate(prompts * num_pairs))
+    texts = np.array(written(batch, *requests)).reshape(num_pairs, 2, 2)
     exacts = [two_tokens(target, prompt) for prompt in prompts]
     pairs = [(4 * texts[:, row, 0] + texts[:, row, 1], exacts[row]) for row in (0, 1)]
     seconds = np.outer(exacts[0].sum(axis=0), exacts[1].sum(axis=0))
@@ -191,7 +185,7 @@ ARRIVAL = st.tuples(
 def test_texts_may_come_and_go_at_any_time(arrivals: Any, max_rows: int, length: int) -> None:
     """Whole texts are what they are alone; of those taken out there is the beginning."""
     batch = BatchGeneration(
-        model("qwen2"), Oracles(), draft_length=length, max_rows=max_rows, prefill_step_size=5
+        model("qwen2"), oracle(), draft_length=length, max_rows=max_rows, prefill_step_size=5
     )
     arrivals.sort(key=lambda arrival: arrival[2])
     texts: list[list[int]] = []
@@ -252,12 +246,10 @@ def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPa
         real(passes, texts)
 
     monkeypatch.setattr(RowPasses, "read", note)
-    batch = BatchGeneration(model(name), Oracles(name), draft_length=2)
+    batch = BatchGeneration(model(name), oracle(name), draft_length=2)
     assert texts_of(batch, [1, 5, 7]) == [alone(name)[i] for i in (1, 5, 7)]
-    batch = BatchGeneration(model(name))
-    for prompt in (PROMPTS[7], LONG):
-        batch.insert(Request(prompt, 3))
-    assert collected(batch.run(), 2)[0] == alone(name)[7][:3]
+    requests = Request(PROMPTS[7], 3), Request(LONG, 3)
+    assert written(BatchGeneration(model(name)), *requests)[0] == alone(name)[7][:3]
     assert read == [[6, 5, 4]]
 
 
@@ -266,31 +258,29 @@ def test_samplers_processors_and_stop_tokens_are_each_rows_own() -> None:
     processors = make_logits_processors(repetition_penalty=1.6, repetition_context_size=12)
     penalised = said(model("qwen2"), PROMPTS[2], 25, logits_processors=processors)
     stop = alone()[0][5]
-    stops = frozenset({stop})
-    batch = BatchGeneration(model("qwen2"), Oracles(), draft_length=3, stop_tokens=stops)
-    batch.insert(Request(PROMPTS[0], 40))
-    batch.insert(Request(PROMPTS[2], 25, logits_processors=processors))
-    batch.insert(Request(PROMPTS[4], 21, lambda logprobs: mx.argmax(logprobs, axis=-1)))
-    expected = [
+    batch = BatchGeneration(model("qwen2"), oracle(), draft_length=3, stop_tokens=frozenset({stop}))
+    requests = (
+        Request(PROMPTS[0], 40),
+        Request(PROMPTS[2], 25, logits_processors=processors),
+        Request(PROMPTS[4], 21, lambda logprobs: mx.argmax(logprobs, axis=-1)),
+    )
+    assert written(batch, *requests) == [
         text[: text.index(stop) + 1] if stop in text else text
         for text in (alone()[0], penalised, alone()[4])
     ]
-    assert collected(batch.run(), 3) == expected
 
 
-@in_one_test("name", ONE_BY_ONE)
-def test_what_cannot_be_rows_is_written_one_by_one(name: str) -> None:
-    target = tiny.build(name, **ONE_BY_ONE[name])
-    with pytest.warns(UserWarning, match="one by one"):
-        texts = texts_of(BatchGeneration(target, sd.PromptLookupDrafter()), range(5))
-    assert texts == [said(target, *pair) for pair in zip(PROMPTS[:5], LENGTHS, strict=False)]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        BatchGeneration(target)
-
-
-def test_a_drafter_that_reads_the_target_goes_one_by_one() -> None:
-    """Its session sees each position of a text, in order, but for the last."""
+def test_what_cannot_be_rows_is_written_one_by_one() -> None:
+    """A model whose caches are no rows; a drafter that reads the target, whose session sees each
+    position of a text, in order, but for the last."""
+    for name, changes in ONE_BY_ONE.items():
+        target = tiny.build(name, **changes)
+        with pytest.warns(UserWarning, match="one by one"):
+            texts = texts_of(BatchGeneration(target, sd.PromptLookupDrafter()), range(5))
+        assert texts == [said(target, *pair) for pair in zip(PROMPTS[:5], LENGTHS, strict=False)]
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            BatchGeneration(target)
 
     class Seeing(ScriptedSession):
         seen = 0
@@ -308,8 +298,7 @@ def test_a_drafter_that_reads_the_target_goes_one_by_one() -> None:
     assert [session.seen for session in drafter.begun] == lengths
 
 
-@in_one_test("when", ["draft", "logits"])
-def test_a_text_that_cannot_go_on_ends_alone(when: str) -> None:
+def test_a_text_that_cannot_go_on_ends_alone() -> None:
     """By a draft of no tokens, or logits that are no numbers, if somebody is told; what was
     accepted comes first, and the others are whole."""
 
@@ -317,31 +306,32 @@ def test_a_text_that_cannot_go_on_ends_alone(when: str) -> None:
         return logits * (mx.nan if tokens.shape[0] > len(PROMPTS[2]) + 3 else 1)
 
     def session(prompt: Sequence[int]) -> ScriptedSession:
-        fails_at = 3 if when == "draft" and list(prompt) == PROMPTS[2] else 99
+        fails_at = 3 if list(prompt) == PROMPTS[2] else 99
         return ScriptedSession(lambda start, limit: [-1] * (start >= fails_at))
 
-    errors: dict[int, Exception] = {}
-    for on_error in (None, errors.setdefault):
-        batch = BatchGeneration(
-            model("qwen2"), Sessions(session), draft_length=2, max_rows=2, on_error=on_error
-        )
-        for i in (0, 2, 4):
-            processors = [broken] if when == "logits" and i == 2 else []
-            batch.insert(Request(PROMPTS[i], 20, logits_processors=processors))
-        texts: list[list[int]] = [[], [], []]
-        with nullcontext() if on_error else pytest.raises((ArithmeticError, ValueError)):
-            for row in batch.run():
-                texts[row.uid].append(row.token.token)
-        assert (0 if on_error else 3) <= len(texts[1]) < 8
-        assert texts == [alone()[i][: len(text)] for i, text in zip((0, 2, 4), texts, strict=True)]
-    assert list(errors) == [1]
-    assert (len(texts[0]), len(texts[2])) == (20, 20)
+    for drafter, processors in ((Sessions(session), []), (Sessions(), [broken])):
+        errors: dict[int, Exception] = {}
+        for on_error in (None, errors.setdefault):
+            batch = BatchGeneration(
+                model("qwen2"), drafter, draft_length=2, max_rows=2, on_error=on_error
+            )
+            for i in (0, 2, 4):
+                own = processors if i == 2 else []
+                batch.insert(Request(PROMPTS[i], 20, logits_processors=own))
+            rows = []
+            with nullcontext() if on_error else pytest.raises((ArithmeticError, ValueError)):
+                rows.extend(batch.run())
+            texts = collected(rows, 3)
+            assert (0 if on_error else 3) <= len(texts[1]) < 8
+            assert texts == [alone()[i][: len(texts[j])] for j, i in enumerate((0, 2, 4))]
+        assert list(errors) == [1]
+        assert [len(text) for text in texts] == [20, len(texts[1]), 20]
 
 
 WORDS = ["the cat the cat sat", "a", "in the thing on the thing on the", "hello"]
 
 
-@in_one_test("drafter", [None, "prompt-lookup"])
+@pytest.mark.parametrize("drafter", [None, "prompt-lookup"])
 def test_batch_generate_is_mlx_lms_with_one_argument_more(drafter: str | None) -> None:
     """Texts, ids, log-probabilities and caches are those of `mlx_lm.batch_generate`."""
     target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
@@ -365,27 +355,17 @@ def test_batch_generate_is_mlx_lms_with_one_argument_more(drafter: str | None) -
 def test_a_stream_asks_for_prompts_as_places_come_free() -> None:
     """And writes samples of each, of seeds counted through, prompt by prompt."""
     asked: list[str] = []
-
-    def arriving() -> Iterator[str]:
-        for text in WORDS:
-            asked.append(text)
-            yield text
-
-    model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
+    arriving = (asked.append(text) or text for text in WORDS)  # type: ignore[func-returns-value]
+    given = tiny_text.model(), tiny_text.tokenizer()
     options: dict[str, Any] = {"max_tokens": 12, "temp": 1.0}
-    several = {
-        "drafter": "ngram",
-        "num_samples": 3,
-        "seed": 7,
-        "completion_batch_size": 3,
-    } | options
-    texts = {(i, sample): "" for i in range(len(WORDS)) for sample in range(3)}
-    for response in sd.batch_stream_generate(model, tokenizer, arriving(), **several):
+    several = options | {"drafter": "ngram", "num_samples": 3, "seed": 7}
+    texts = dict.fromkeys(itertools.product(range(len(WORDS)), range(3)), "")
+    for response in sd.batch_stream_generate(*given, arriving, completion_batch_size=3, **several):
         if not any(texts.values()):
             assert asked == WORDS[:1]
         texts[response.index, response.sample] += response.text
     for (i, sample), text in texts.items():
-        assert text == sd.generate(model, tokenizer, WORDS[i], seed=7 + 3 * i + sample, **options)
+        assert text == sd.generate(*given, WORDS[i], seed=7 + 3 * i + sample, **options)
 
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "lfm2", "mamba"])
@@ -401,13 +381,11 @@ def test_samples_of_a_prompt_are_the_texts_of_their_seeds(name: str) -> None:
     requests = list(samples_of(fed, request, 3, CacheOptions(None, 8), stream))
     assert fed.num_passes <= 1 + 4, "read once, and not three times"
     batch = BatchGeneration(target, sd.PromptLookupDrafter(min_ngram=1), draft_length=3)
-    expected = []
-    for seed, sample in enumerate(requests):
-        batch.insert(dataclasses.replace(sample, seed=seed))
-        cache = copy.deepcopy(given)
-        expected.append(said(target, prompt, 15, sampler=sampling, seed=seed, prompt_cache=cache))
-    assert collected(batch.run(), 3) == expected
-    assert expected[0] != expected[1]
+    texts = written(batch, *(replace(one, seed=seed) for seed, one in enumerate(requests)))
+    assert texts[0] != texts[1]
+    for seed, text in enumerate(texts):
+        how = {"sampler": sampling, "seed": seed, "prompt_cache": copy.deepcopy(given)}
+        assert text == said(target, prompt, 15, **how)
 
 
 def test_a_text_may_go_on_that_was_begun_elsewhere() -> None:
@@ -415,8 +393,8 @@ def test_a_text_may_go_on_that_was_begun_elsewhere() -> None:
     target, sampling, prompt = narrow.model(), sd.Sampling(temp=1.0), [1, 2, 3, 1, 2]
     whole = said(target, prompt, 20, sampler=sampling, seed=5)
     own = RowDrafting(sd.PromptLookupDrafter(), "match", draft_length=2)
-    batch = BatchGeneration(target)
-    for num_said in (1, 7, 19):
-        text = [*prompt, *whole[:num_said]]
-        batch.insert(Request(text, 20, sampling, 5, num_said=num_said, drafting=own))
-    assert collected(batch.run(), 3) == [whole[num_said:] for num_said in (1, 7, 19)]
+    requests = [
+        Request([*prompt, *whole[:n]], 20, sampling, 5, num_said=n, drafting=own)
+        for n in (1, 7, 19)
+    ]
+    assert written(BatchGeneration(target), *requests) == [whole[n:] for n in (1, 7, 19)]

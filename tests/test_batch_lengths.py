@@ -34,7 +34,6 @@ from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
 
 SLOPED = linear_cost(0.1)
 
-SLOPE = Curve(((1, 1.0), (64, 7.3)))
 STAIRS = Curve(((1, 1.0), (5, 1.1), (8, 1.9), (20, 2.3), (21, 3.5), (64, 9.0)))
 
 
@@ -117,21 +116,19 @@ def test_a_plain_pass_is_measured_before_anything_is_drafted() -> None:
 
 def test_a_draft_that_was_drawn_is_cut_by_its_length_alone() -> None:
 
-    def kept(tokens: list[int], told: Evidence, drawn: bool) -> list[int]:
-        length = shared_by(2, SLOPE)
+    def kept(tokens: list[int], told: Evidence, *, drawn: bool) -> list[int]:
+        length = shared_by(2, Curve(((1, 1.0), (64, 7.3))))
+        rows = [(RowLength(length.tuning, shared=length), "look-up") for _ in range(2)]
+        assert all(row.limit("look-up", cheap=True) >= 4 for row, _ in rows)
         logprobs = mx.log(mx.full((4, 9), 1 / 9)) if drawn else None
-        rows = []
-        for _ in range(2):
-            row = RowLength(length.tuning, shared=length)
-            assert row.limit("look-up", cheap=True) >= 4
-            rows.append((row, "look-up", Draft(tokens, logprobs, evidence=[told] * 4)))
-        return [len(draft) for draft in length.share(rows)]
+        draft = Draft(tokens, logprobs, evidence=[told] * 4)
+        return [len(one) for one in length.share([(*row, draft) for row in rows])]
 
     unlikely, likely = Evidence(1, rank=6), Evidence(64)
     for tokens in ([1, 2, 3, 4], [8, 8, 8, 8]):
-        assert kept(tokens, unlikely, True) == kept(tokens, likely, True) != [0, 0]
-    assert kept([1, 2, 3, 4], unlikely, False) == [0, 0]
-    assert kept([1, 2, 3, 4], likely, False) == [4, 4]
+        assert kept(tokens, unlikely, drawn=True) == kept(tokens, likely, drawn=True) != [0, 0]
+    assert kept([1, 2, 3, 4], unlikely, drawn=False) == [0, 0]
+    assert kept([1, 2, 3, 4], likely, drawn=False) == [4, 4]
 
 
 class Guesses:
@@ -186,16 +183,13 @@ def replayed(
 def test_rows_are_padded_to_the_longest_draft() -> None:
     """A right draft of 3 in one of two rows is billed as 4 positions in each. Without drafts a
     pass costs as the rows that are still there."""
-    texts = recorded([4, 2, 3])
-    curve = CostCurve("c", (1, 2, 3), (1.0, 1.25, 2.0))
-    plain = replayed(texts, None, 0, curve)
+    curve = CostCurve("c", (1, 2, 3, 8), (1.0, 1.25, 2.0, 8.0))
+    plain = replayed(recorded([4, 2, 3]), None, 0, curve)
     assert plain.seconds == plain.plain_seconds == 2 * 2.0 + 1.25 + 1.0
     texts = recorded([5, 5])
     drafter = Guesses(texts, 100)
     drafter.texts[tuple(texts[1].prompt)] = []
-    curve = CostCurve("c", (1, 2, 8), (1.0, 2.0, 8.0))
-    modelled = replayed(texts, drafter, 3, curve)
-    assert modelled.seconds == pytest.approx(2.0 + 8.0 + 3 * 1.0)
+    assert replayed(texts, drafter, 3, curve).seconds == pytest.approx(1.25 + 8.0 + 3 * 1.0)
 
 
 @pytest.mark.parametrize("rows", cases([2, 4, 8], 2, 4))
@@ -212,17 +206,6 @@ def test_a_chosen_length_hardly_ever_costs_more_than_it_brings(
         assert modelled.seconds < 0.5 * modelled.plain_seconds
 
 
-def rows_of_a_server(texts: list[RecordedText], drafter: Drafter) -> list[float]:
-    """How much later than in a plain batch each text ended, in plain passes; texts may come."""
-    about: dict[str, Any] = {"cost": SLOPED, "vocab_size": narrow.VOCAB, "texts": texts}
-    batch = RecordedBatch(nn.Module(), drafter, max_rows=len(texts), **about)
-    for text in texts:
-        batch.insert(Request(text.prompt, len(text.generated)))
-    ended = {token.uid: batch.total for token in batch.run()}
-    plain = SLOPED(len(texts))
-    return [ended[row] / plain - len(text.generated) for row, text in enumerate(texts)]
-
-
 def test_a_row_without_drafts_is_not_made_to_wait_for_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -231,32 +214,38 @@ def test_a_row_without_drafts_is_not_made_to_wait_for_the_others(
     texts[3] = replace(texts[3], prompt=[*texts[3].prompt, 0])
     drafter = Guesses(texts, 1000)
     drafter.texts[tuple(texts[3].prompt)] = []
-    late = rows_of_a_server(texts, drafter)
-    assert max(late) < 2
-    assert min(late) < 0
+
+    def delays() -> list[float]:
+        """How much later than in a plain batch each text ended, in plain passes."""
+        about: dict[str, Any] = {"cost": SLOPED, "vocab_size": narrow.VOCAB, "texts": texts}
+        batch = RecordedBatch(nn.Module(), drafter, max_rows=4, **about)
+        for text in texts:
+            batch.insert(Request(text.prompt, 160))
+        ended = {token.uid: batch.total for token in batch.run()}
+        return [ended[row] / SLOPED(4) - 160 for row in range(4)]
+
+    assert max(delays()) < 2
+    assert min(delays()) < 0
     monkeypatch.setattr(Account, "add", lambda self, amount=0.0: setattr(self, "budget", 99.0))
-    assert rows_of_a_server(texts, drafter)[3] > 8
+    assert delays()[3] > 8
 
 
 def test_a_group_is_written_by_all_contenders_in_turns() -> None:
     """Each writes its tokens to the end, however many turns that takes, and is waited for."""
+    turns: list[Sequence[int]] = []
 
     def writes(lengths: Sequence[int]) -> batches.Start:
         def start(tasks: Sequence[Task], max_tokens: int) -> Iterator[tuple[int, int, int]]:
-            for step in range(max_tokens):
-                for index, length in enumerate(lengths):
-                    if step < length:
-                        turns.append(lengths)
-                        yield index, step, step + 1
+            for step, index in product(range(max_tokens), range(2)):
+                if step < lengths[index]:
+                    turns.append(lengths)
+                    yield index, step, step + 1
 
         return start
 
-    turns: list[Sequence[int]] = []
     contenders = {batches.PLAIN: writes([20, 16]), "ours": writes([20, 15])}
     groups = batches.race(contenders, narrow.tasks(2), max_tokens=20, repeats=8)
     assert [(g.num_tokens, g.passes, g.same) for g in groups] == [(36, 20, 2), (35, 20, 1)]
-    assert "ours" in batches.format_rows(batches.summarize(2, groups))
-    assert [len(group.prompt_seconds) for group in groups] == [8, 8]
     repeats = [turns[start : start + 71] for start in range(0, len(turns), 71)]
     assert len({tuple(repeat[0]) for repeat in repeats}) == 2, "who begins is drawn"
     assert any(repeat[2] != repeat[34] for repeat in repeats), "and anew each time around"
@@ -277,3 +266,4 @@ def test_speeds_are_medians_over_repeats_and_sums_over_groups() -> None:
     assert (row.with_prompts, row.speed) == pytest.approx(((5 + 3) / (3 + 3), (4 + 2) / (2 + 2)))
     assert (row.least, row.most) == (1.0, pytest.approx(5 / 3))
     assert (row.tokens_per_pass, row.same, row.texts) == (2.0, 4, 4)
+    assert "ours" in batches.format_rows([row])

@@ -173,20 +173,19 @@ def test_drafters_by_name_and_draft_models_leave_the_beams_alone() -> None:
 
 def test_beams_come_as_texts_ranked_by_score() -> None:
     target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
-    free = sd.beam_search(target, tokenizer, "the cat", 3, 12)
-    stop = free.beams[0].tokens[4]
+    stop = sd.beam_search(target, tokenizer, "the cat", 3, 12).beams[0].tokens[4]
     tokenizer = tiny_text.tokenizer(eos_token_ids=[stop])
-    by_sum = sd.beam_search(target, tokenizer, "the cat", 3, 12)
-    by_mean = sd.beam_search(target, tokenizer, "the cat", 3, 12, length_penalty=1.0)
+    by_sum, by_mean = (
+        sd.beam_search(target, tokenizer, "the cat", 3, 12, length_penalty=penalty)
+        for penalty in (0.0, 1.0)
+    )
     assert by_sum.text == by_sum.beams[0].text
-    assert {"stop"} <= {beam.finish_reason for beam in by_sum.beams}
+    assert "stop" in {beam.finish_reason for beam in by_sum.beams}
     for beam in by_sum.beams:
         said = beam.tokens[:-1] if beam.finish_reason == "stop" else beam.tokens
-        assert beam.text == tokenizer.decode(said)
-        assert beam.score == beam.logprob
-    assert [beam.score for beam in by_mean.beams] == sorted(
-        (beam.logprob / len(beam.tokens) for beam in by_sum.beams), reverse=True
-    )
+        assert (beam.text, beam.score) == (tokenizer.decode(said), beam.logprob)
+    means = [beam.logprob / len(beam.tokens) for beam in by_sum.beams]
+    assert [beam.score for beam in by_mean.beams] == sorted(means, reverse=True)
 
 
 def test_what_cannot_be_searched_is_refused_in_words() -> None:

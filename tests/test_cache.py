@@ -11,9 +11,8 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from hypothesis import HealthCheck, Phase, settings
+from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, rule, run_state_machine_as_test
 from mlx_lm.models import cache as mlx_lm_cache
 from mlx_lm.models import deepseek_v41
 from mlx_lm.models.cache import (
@@ -68,12 +67,15 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Any] | None]] = {
 }
 """One for every class that mlx-lm's architectures make."""
 
-tokens = st.integers(1, VOCAB - 28)
-drafts = st.lists(tokens, min_size=1, max_size=WINDOW + 4)
-shares = st.floats(0, 1)
+STEPS = st.tuples(
+    st.sampled_from(["text", "pass", "pass", "pass", "singles", "stopped", "turn"]),
+    st.lists(st.integers(1, VOCAB - 28), min_size=2, max_size=WINDOW + 5),
+    st.floats(0, 1),
+)
+"""A way to go on, its tokens, and the share that is kept of those that are drafted."""
 
 
-class Speculation(RuleBasedStateMachine):
+class Speculation:
     """Caches that are drafted on and rolled back, beside caches that only ever see single tokens.
 
     text: tokens that both have been given. references: for each position of the text the logits
@@ -81,7 +83,6 @@ class Speculation(RuleBasedStateMachine):
     """
 
     def __init__(self, subject: str) -> None:
-        super().__init__()
         name, self.kind = SUBJECTS[subject]
         # Heads are wide enough for caches to be quantized.
         self.model = build(name, **{"head_dim": 32} if self.kind else {})
@@ -93,65 +94,43 @@ class Speculation(RuleBasedStateMachine):
     def make(self) -> list[Any]:
         return [self.kind(), self.kind()] if self.kind else make_prompt_cache(self.model)
 
-    @rule(new=st.lists(tokens, min_size=1, max_size=5))
-    def decode_plainly(self, new: list[int]) -> None:
-        """A prompt, or tokens without a draft."""
-        self.text += new
-        self.feed_pending()
-        self.tape.drop_checkpoints()
-
-    @rule(token=tokens, draft=drafts, share=shares)
-    def verify_a_draft(self, token: int, draft: list[int], share: float) -> None:
-        """A round, of which a share is kept: none of it, its token, or some of its draft."""
-        length = len(self.text)
-        draft = self.launch(token, draft)
-        self.go_back(length + round(share * (1 + len(draft))))
-
-    @rule(token=tokens, draft=drafts, share=shares)
-    def draft_one_by_one(self, token: int, draft: list[int], share: float) -> None:
-        """The draft model's side of a round: single tokens after the mark."""
-        self.text.append(token)
-        self.feed_pending()
-        self.tape.checkpoint()
-        for proposed in draft:
-            self.text.append(proposed)
-            self.feed(1)
-        self.go_back(len(self.text) - len(draft) + round(share * len(draft)))
-
-    @rule(token=tokens, drafts=st.tuples(drafts, drafts), share=shares, taken=shares)
-    def stop_inside_a_block(
-        self, token: int, drafts: tuple[list[int], list[int]], share: float, taken: float
-    ) -> None:
-        """The next round is under way when the caller closes, some tokens into the last one."""
-        before = len(self.text)
-        self.verify_a_draft(token, drafts[0], share)
-        after = len(self.text)
-        self.launch(token, drafts[1])
-        self.go_back(before + 1 + int(taken * (after - before - 1)))
-
-    @rule()
-    def start_another_turn(self) -> None:
-        """Bring the caches to the end of the text, and use them for the next generation."""
-        self.feed_pending()
-        self.start = len(self.text)
-        self.tape = Rollback(self.tape.caches)
-
-    def teardown(self) -> None:
-        self.decode_plainly([1])
-
-    def launch(self, token: int, draft: list[int]) -> list[int]:
-        """Feed what is pending, a token and as much of the draft as the caches can take."""
-        self.text.append(token)
-        room = self.tape.widest_pass()
-        if room is not None:
-            draft = draft[: max(0, room - len(self.pending))]
-        if len(self.pending) + len(draft) > (room or 99):
+    def go_on(self, how: str, tokens: list[int], share: float) -> None:
+        """By text alone, by a pass over a draft, by single tokens as a draft model does, by a round
+        after which the next one is under way when the caller stops, or in another generation."""
+        begin = len(self.text) + 1
+        if how == "text":
+            self.text += tokens
             self.feed_pending()
-            return []
+            self.tape.drop_checkpoints()
+        elif how == "turn":
+            self.feed_pending()
+            self.start, self.tape = len(self.text), Rollback(self.tape.caches)
+        elif how == "singles":
+            self.text.append(tokens[0])
+            self.feed_pending()
+            self.tape.checkpoint()
+            for token in tokens[1:]:
+                self.text.append(token)
+                self.feed(1)
+            self.go_back(begin + round(share * (len(tokens) - 1)))
+        else:
+            self.launch(tokens)
+            self.go_back(begin - 1 + round(share * (len(self.text) - begin + 1)))
+            if how == "stopped" and len(self.text) >= begin:
+                end = len(self.text)
+                self.launch(tokens)
+                self.go_back(begin + int(share * (end - begin)))
+
+    def launch(self, tokens: list[int]) -> None:
+        """Feed what is pending, a token and as much of the draft as the caches can take."""
+        self.text.append(tokens[0])
+        room = self.tape.widest_pass() or 99
+        if len(self.pending) > room:
+            self.feed_pending()
+            return
         self.tape.checkpoint()
-        self.text += draft
+        self.text += tokens[1:][: room - len(self.pending)]
         self.feed(len(self.pending))
-        return draft
 
     def go_back(self, length: int) -> None:
         asked = length - self.start
@@ -186,8 +165,7 @@ class Speculation(RuleBasedStateMachine):
         """Logits after the token at `index`, from single tokens alone."""
         while len(self.references) <= index:
             token = self.text[len(self.references)]
-            earlier = self.references[-1][1] if self.references else self.make()
-            caches = copy.deepcopy(earlier)
+            caches = copy.deepcopy(self.references[-1][1]) if self.references else self.make()
             logits = self.model(mx.array([[token]]), cache=caches)[0, 0]
             mx.eval(logits)
             self.references.append((logits, caches))
@@ -204,19 +182,16 @@ def test_drafting_leaves_no_trace(
     out."""
     if not rolls_back:
         monkeypatch.setattr(Rollback, "rewind_to", only_counting)
+
+    @settings(max_examples=10, phases=[Phase.generate], report_multiple_bugs=False)
+    @given(st.lists(STEPS, min_size=8, max_size=12))
+    def check(steps: list[tuple[str, list[int], float]]) -> None:
+        caches = Speculation(subject)
+        for step in [*steps, ("text", [1], 0.0)]:
+            caches.go_on(*step)
+
     with nullcontext() if rolls_back else pytest.raises(AssertionError):
-        run_state_machine_as_test(
-            lambda: Speculation(subject),
-            settings=settings(
-                max_examples=10,
-                stateful_step_count=12,
-                deadline=None,
-                derandomize=True,
-                database=None,
-                phases=[Phase.generate],  # a failing history is short enough to read as it is
-                suppress_health_check=list(HealthCheck),
-            ),
-        )
+        check()
 
 
 @pytest.fixture(autouse=True)
@@ -255,14 +230,8 @@ def test_what_has_no_way_back_is_named() -> None:
         Rollback([kept], position=2).rewind_to(1)
     with pytest.raises(CacheRollbackError, match="ArraysCache kept no state from before it"):
         Rollback([ArraysCache(1)], position=2).rewind_to(1)
-
-
-def test_dropping_checkpoints_lets_go_of_every_buffer() -> None:
-    tape = Rollback([KVCache(), RotatingKVCache(WINDOW), ArraysCache(1)])
-    tape.checkpoint()
-    tape.checkpoint()
-    tape.drop_checkpoints()
-    assert tape == Rollback(tape.caches)
+    with pytest.raises(CacheRollbackError, match=r"ConcatenateKVCache\) cannot keep rows \[1\]"):
+        Rollback([ConcatenateKVCache()], position=2).keep(0, [1])
 
 
 @in_one_test("kind", [KVCache, type("HandleOn", (KVCache,), {})])
@@ -284,3 +253,5 @@ def test_going_back_copies_no_keys(kind: type[KVCache]) -> None:
         tape.rewind_to(tape.position - 3)
     copied = mx.get_peak_memory() - before > kept.keys.nbytes / 2
     assert copied == (kind is not KVCache)
+    tape.drop_checkpoints()
+    assert tape == Rollback([kept], tape.position)

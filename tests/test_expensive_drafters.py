@@ -69,13 +69,10 @@ def test_between_look_ups_a_model_drafts_and_its_price_is_known() -> None:
     """Plain rounds that a look-up waits for, to measure the pace anew, are not taken; where it has
     nothing, a good model drafts at its own pace.
     """
-    policy = Auto()
-    parts = {"look-up": look_up(4), "model": model(at_random(0.5), 0.3)}
-    World(line(0.0), parts).run(policy, 300)
-    assert policy.tuning.of("model").steps.step == pytest.approx(0.3, abs=0.03)
     parts = {"look-up": look_up(2), "model": model(at_random(0.8), 0.15)}
     world, policy = World(PASS, parts), Auto()
     world.run(policy, 300)
+    assert policy.tuning.of("model").steps.step == pytest.approx(0.15, abs=0.03)
     while not policy.prices.stairs.needs_plain:
         world.run(policy, 1)
     assert drafted(world.run(policy, 3)) == [0, 0, 0]

@@ -149,20 +149,6 @@ def raising(kind: type) -> type:
     return type(kind.__name__, (kind,), members | {"close": counted})
 
 
-class Oracles:
-    """For each prompt what comes after it, some of it wrong; trees or chains."""
-
-    def __init__(self, name: str, coins: random.Random, *, trees: bool, before: bool) -> None:
-        self.name, self.seed, self.trees = name, coins.randrange(100), trees
-        self.before = BEFORE if before else []
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
-        text = plain(self.name, (*self.before, *prompt), NUM_TOKENS + 8)
-        if self.trees:
-            return scripted.OracleTrees(text, VOCAB, self.seed).begin(prompt, context)
-        return scripted.OracleDrafter(text, VOCAB, 0.4, self.seed).begin(prompt, context)
-
-
 def drafter_of(way: str, name: str, coins: random.Random, *, before: bool) -> Any:
     """A drafter for this way to write; None to write plainly."""
     if way == "none":
@@ -171,7 +157,14 @@ def drafter_of(way: str, name: str, coins: random.Random, *, before: bool) -> An
         return sd.ModelDrafter(tiny.build(name, seed=1), branches=coins.choice([1, 1, 2]))
     if way in HEADS:
         return HeadDrafter(head(way, name), branches=coins.choice([1, 2]))
-    return Oracles(name, coins, trees=way == "trees", before=before)
+    seed, held = coins.randrange(100), BEFORE if before else []
+
+    def coming(prompt: Sequence[int]) -> list[int]:
+        return plain(name, (*held, *prompt), NUM_TOKENS + 8)
+
+    if way == "trees":
+        return scripted.OracleTrees(coming, VOCAB, seed)
+    return scripted.OracleDrafter(coming, VOCAB, 0.4, seed)
 
 
 @functools.cache

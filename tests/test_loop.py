@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from itertools import islice, product
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
 import scripted
 import specdec_mlx as sd
 import tiny
+from lossless import noisy_copy
 from scripted import PROMPT, plain, target
-from selection import FULL, in_one_test
+from selection import FULL, cases, in_one_test
 from specdec_mlx.target import verifier
 
 VOCAB = 128
@@ -95,42 +96,40 @@ def test_an_oracle_yields_k_plus_one_tokens_a_pass(length: int) -> None:
     assert tokens[-1].stats.target_passes == len(tokens)
 
 
-@pytest.mark.parametrize("name", ["qwen2", "llama", "falcon_h1"])
-@in_one_test(("wrong", "taken"), product([0.4, None], [18, 1, 2, 7, 9]))
-def test_wherever_it_ends_the_caches_hold_prompt_and_emitted(taken, wrong, name):
-    """At its length; closed after the first token, in a block, or after one. A second turn on the
-    same caches equals a fresh run of the whole conversation."""
-    model = target(name)
-    text = plain(num_tokens=40, model=model)
-    drafter = None if wrong is None else scripted.OracleDrafter(text, VOCAB, wrong=wrong)
-    caches = make_prompt_cache(model)
-    generation = sd.speculate(
-        model, PROMPT, drafter, max_tokens=18, prompt_cache=caches, draft_length=3
-    )
-    tokens = [item.token for item in islice(generation, taken)]
-    generation.close()
-    assert tokens == text[:taken]
-    if name == "qwen2":
-        assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
-    second = [11, 12, 13]
-    conversation = [*PROMPT, *tokens, *second]
-    again = emitted(sd.PromptLookupDrafter(min_ngram=1), second, model=model, prompt_cache=caches)
-    assert again == plain(NUM_TOKENS, conversation, model)
+KV_BITS = {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 4}
+BOTH = [(name, {}) for name in ("gemma3n", "gemma4_text", "nanbeige", "afm7", "qwen2")]
+BOTH += [("qwen2", KV_BITS)]
 
 
-PROCESSORS: dict[str, dict[str, Any]] = {
-    "repetition": {"repetition_penalty": 1.7, "repetition_context_size": 6},
-    "presence and bias": {"presence_penalty": 0.8, "logit_bias": {3: 4.0, 9: -3.0}},
-    "frequency": {"frequency_penalty": 0.9},
-}
+@pytest.mark.parametrize(("name", "options"), cases(BOTH, *BOTH[3:]))
+def test_caches_of_target_and_draft_model_may_come_in_one_list(name: str, options: Any) -> None:
+    """Told apart by their number, which need not be that of layers. They end at prompt and emitted,
+    whatever the last token was; with kv_bits the target's are quantized."""
+    heads_of_32 = {"hidden_size": 128} if name == "qwen2" else {}
+    model, draft = tiny.build(name, **heads_of_32), noisy_copy(name, 0.1, **heads_of_32)
+    assert (len(make_prompt_cache(model)) == len(model.layers)) == (name == "qwen2")
+    for num_tokens in range(1, 9) if name == "qwen2" else [24]:
+        caches = make_prompt_cache(model) + make_prompt_cache(draft)
+        how = options | {"model": model, "max_tokens": num_tokens, "prompt_cache": caches}
+        assert emitted(sd.ModelDrafter(draft), **how) == plain(num_tokens, model=model, **options)
+        if name == "qwen2":
+            assert {cache.offset for cache in caches} == {len(PROMPT) + num_tokens}
+    assert isinstance(caches[0], QuantizedKVCache) == bool(options)
 
 
-@in_one_test(("which", "length", "pure"), product(PROCESSORS, [1, 4], [True, False]))
-def test_processors_see_what_they_would_see_in_plain_decoding(which, length, pure):
-    made = make_logits_processors(**PROCESSORS[which])
+PENALTIES: list[dict[str, Any]] = [
+    *({"repetition_penalty": 1.8, "repetition_context_size": size} for size in (0, 1, 6, 20)),
+    {"presence_penalty": 0.8, "logit_bias": {3: 4.0, 9: -3.0}},
+    {"frequency_penalty": 0.9, "frequency_context_size": 7},
+]
+
+
+@in_one_test(("penalties", "length", "pure"), product(PENALTIES, [0, 4], [True, False]))
+def test_processors_see_what_they_would_see_in_plain_decoding(penalties, length, pure):
+    """mlx-lm's own as far back as they look, a callable of the caller's the whole text."""
+    made, histories = make_logits_processors(**penalties), []
     expected = plain(logits_processors=made, num_tokens=40)
-    assert expected != plain(num_tokens=40)
-    histories: list[list[int]] = []
+    assert expected != plain(num_tokens=40) or penalties.get("repetition_context_size") == 1
 
     def opaque(tokens: mx.array, logits: mx.array) -> mx.array:
         histories.append(tokens.tolist())
@@ -174,8 +173,7 @@ def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
     drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.3)
     got = emitted(drafter, model=model, max_tokens=40, prompt_cache=caches, **options)
     assert got == expected
-    kind = "KVCache" if start == 1000 else "QuantizedKVCache"
-    assert {type(c).__name__ for c in caches} == {kind}
+    assert all(isinstance(cache, QuantizedKVCache) == (start < 1000) for cache in caches)
 
 
 def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,50 +194,27 @@ def test_a_prompt_that_the_target_cannot_read_is_refused(prompt: list[int], word
         sd.speculate(target(), prompt)
 
 
-def drawing(logprobs: mx.array) -> scripted.ScriptedDrafter:
-    """A drafter that always says to have drawn the token 4 from this law."""
-    return scripted.ScriptedDrafter(lambda start, limit: sd.Draft(mx.array([4]), logprobs))
+def test_logits_that_are_not_numbers_are_refused_but_where_they_were_rejected() -> None:
+    """LogitsError at the token where it happens; the tokens before it stand, the caches too."""
 
-
-@in_one_test(
-    ("drafter", "error"),
-    [
-        (scripted.ScriptedDrafter(lambda n, k: [VOCAB]), "0 to 127"),
-        (drawing(mx.log(mx.full((1, VOCAB), 2 / VOCAB))), "sum to 1"),
-        (drawing(mx.where(mx.arange(VOCAB) == 5, 0.0, -mx.inf)[None]), "mass to"),
-        (drawing(mx.zeros((1, 3))), "shape"),
-    ],
-)
-def test_a_drafter_that_breaks_its_contract_is_refused_in_its_round(drafter, error):
-    """DraftError after the first token, and the caches can be continued from."""
-    options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "draft_length": 4}
-    refused(1, sd.errors.DraftError, error, drafter, **options)
-
-
-@in_one_test("pure", [False, True])
-def test_logits_that_are_not_numbers_are_refused(pure: bool) -> None:
-    """LogitsError at the token where it happens; the tokens before it stand."""
-
-    def poison(tokens: mx.array, logits: mx.array) -> mx.array:
+    def fails(tokens: mx.array, logits: mx.array) -> mx.array:
         return logits * mx.nan if len(tokens) == len(PROMPT) + 5 else logits
 
-    poison.pure = pure  # type: ignore[attr-defined]
-    options = {"logits_processors": [poison], "draft_length": 4}
-    refused(None, sd.errors.LogitsError, "not finite", oracle(), **options)
+    def fails_after_7(tokens: mx.array, logits: mx.array) -> mx.array:
+        return logits * mx.nan if 7 in tokens.tolist()[-2:] else logits
 
-
-def refused(
-    after: int | None, error: type[Exception], words: str, drafter: Any, **options: Any
-) -> None:
-    """A generation ends with an error after so many tokens, if known; the caches hold those."""
-    caches, tokens = make_prompt_cache(target()), []
-    with pytest.raises(error, match=words):
-        for item in sd.speculate(target(), PROMPT, drafter, prompt_cache=caches, **options):
-            tokens.append(item.token)
-    assert after in (None, len(tokens))
-    assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
-    if after is None:
-        assert tokens == plain()[: len(tokens)]
+    fails_after_7.pure = True  # type: ignore[attr-defined]
+    assert 7 not in plain()
+    drafter = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
+    assert emitted(drafter, logits_processors=[fails_after_7]) == plain()
+    for fails.pure in (False, True):  # type: ignore[attr-defined]
+        caches, got = make_prompt_cache(target()), []
+        options: dict[str, Any] = {"logits_processors": [fails], "prompt_cache": caches}
+        with pytest.raises(sd.errors.LogitsError, match="not finite"):
+            for item in sd.speculate(target(), PROMPT, oracle(), draft_length=4, **options):
+                got.append(item.token)
+        assert {c.offset for c in caches} == {len(PROMPT) + len(got)}
+        assert got == plain()[: len(got)]
 
 
 def test_input_embeddings_give_plain_decodings_text() -> None:

@@ -19,9 +19,7 @@ import tiny
 from lossless import PROMPT, plain_text
 from scripted import OracleDrafter
 from selection import cases, in_one_test
-from specdec_mlx.contracts import Features
 from specdec_mlx.target import recurrent_states, watching
-from specdec_mlx.target.model_pass import ModelPass
 from specdec_mlx.target.recurrent_states import MOST_POSITIONS, recurrent_states_of
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.strategies import leaves
@@ -109,6 +107,16 @@ def test_states_of_a_pass_are_for_that_pass_alone(name: str) -> None:
     assert rollback.rewind_to(start + 1) == start
 
 
+def test_caches_that_are_padded_on_the_left_feed_again() -> None:
+    """They give their recurrences a mask, as the pass that was watched had none."""
+    model = built("mamba2")
+    caches = [ArraysCache(2, left_padding=[1]) for _ in model.layers]
+    rollback = Rollback(caches, states=recurrent_states_of(model))
+    rollback.checkpoint()
+    rollback.forward(model, mx.array(DRAFT))
+    assert rollback.rewind_to(3) == 0
+
+
 @cache
 def long_text(name: str) -> list[int]:
     return plain_text(built(name), PROMPT, 200).tokens
@@ -159,23 +167,14 @@ def test_a_wrong_choice_is_found_before_it_is_made(
     assert recurrent_states_of(tiny.build(name)) is None
 
 
-def test_a_pass_that_is_not_like_the_one_watched_feeds_again() -> None:
-    """Caches that are padded on the left give their recurrences a mask."""
-    model = tiny.build("mamba2")
-    caches = [ArraysCache(2, left_padding=[1]) for _ in model.layers]
-    rollback = Rollback(caches, states=recurrent_states_of(model))
-    rollback.checkpoint()
-    rollback.forward(model, mx.array(DRAFT))
-    assert rollback.rewind_to(3) == 0
-
-
 def test_functions_are_mlx_lms_own_again_after_a_pass_and_after_an_exception(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    model = tiny.build("qwen3_next")
+    """And generations in two threads do not see each other."""
+    model = built("qwen3_next")
     rollback, _ = passed(model, 5)
     before = step(model, rollback.caches, FOLLOWING)
-    rollback = Rollback(make_prompt_cache(model), states=recurrent_states_of(built("qwen3_next")))
+    rollback = Rollback(make_prompt_cache(model), states=recurrent_states_of(model))
     rollback.checkpoint()
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(type(model.layers[-1].mlp), "__call__", lambda *args: 1 / 0)
@@ -186,6 +185,15 @@ def test_functions_are_mlx_lms_own_again_after_a_pass_and_after_an_exception(
     rollback, _ = passed(model, 5)
     assert mx.array_equal(step(model, rollback.caches, FOLLOWING), before)
 
+    def write(_: int) -> tuple[list[int], int]:
+        items = half_right("qwen3_next", stream=mx.new_stream(mx.cpu))
+        return [item.token for item in items], items[-1].stats.replayed
+
+    expected = long_text("qwen3_next")
+    with ThreadPoolExecutor(2) as pool:
+        assert list(pool.map(write, range(2))) == [(expected, 0)] * 2
+    assert_nothing_is_swapped()
+
 
 def assert_nothing_is_swapped() -> None:
     for name in KNOWN:
@@ -194,32 +202,3 @@ def assert_nothing_is_swapped() -> None:
             assert getattr(file, function.__name__, function) is function
     assert not watching._num_passes
     assert watching._answer.get() is None
-
-
-def test_generations_in_two_threads_do_not_see_each_other() -> None:
-
-    def write(_: int) -> tuple[list[int], int]:
-        items = half_right("qwen3_next", stream=mx.new_stream(mx.cpu))
-        return [item.token for item in items], items[-1].stats.replayed
-
-    expected = long_text("qwen3_next")
-    half_right("qwen3_next")
-    with ThreadPoolExecutor(2) as pool:
-        assert list(pool.map(write, range(2))) == [(expected, 0)] * 2
-    assert_nothing_is_swapped()
-
-
-def test_states_are_chosen_while_the_target_is_read() -> None:
-    """A head on a hybrid: its rows are those of kept positions, and nothing is fed again."""
-    model = built("qwen3_next")
-    model_pass = ModelPass(model, Rollback(make_prompt_cache(model)))
-    model_pass.tap(Features(layers=(0,), head_input=True))
-    model_pass.feed(mx.array(PROMPT[:-1]))
-    assert (model_pass.widest() or MOST_POSITIONS) >= MOST_POSITIONS
-    model_pass.rollback.checkpoint()
-    model_pass.feed(mx.array(DRAFT[:5]))
-    rows, num_rows = model_pass.fed_features()
-    assert num_rows == 5
-    end = model_pass.rollback.position
-    assert model_pass.rollback.rewind_to(end - 3) == end - 3
-    assert is_as_stepped(model, model_pass.rollback, model.lm_head(rows.head_input), 2)

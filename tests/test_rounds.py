@@ -1,25 +1,29 @@
-"""What a round is made of: limits of a draft, the clock, a slow caller, a caller's own rules."""
+"""What a round is made of: limits of a draft, the clock, a caller who is slow or has own rules."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, field
-from itertools import pairwise
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from itertools import pairwise, product
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
-from scripted import PROMPT, ScriptedPass, ScriptedTarget, plain, target
+import tiny
+from scripted import PROMPT, plain, target
 from selection import in_one_test
 from specdec_mlx import loop
 from specdec_mlx.contracts import (
     Agreement,
     Draft,
     DraftContext,
+    Outcome,
     Randomness,
     RoundRecord,
     TargetRows,
@@ -30,9 +34,9 @@ from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds import clock
 from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.pipeline import Pipeline
 from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target.rollback import Rollback
 
 VOCAB = 128
 
@@ -64,58 +68,37 @@ def test_the_last_token_wanted_is_not_drafted_unless_the_caches_are_kept() -> No
 class KeepAll:
     """A lossy rule: every draft is kept whole."""
 
+    temp: float
     name = "keep all"
-    seen: list[bool] = field(default_factory=list, compare=False)
 
     def decide(self, rows: TargetRows, draft: Draft, randomness: Randomness) -> Any:
-        self.seen.append(rows.greedy)
+        assert rows.greedy == (self.temp == 0)
         return Verdict(mx.array(len(draft)), rows.tokens[-1])
 
 
-@in_one_test("temp", [0.0, 1.0])
-def test_a_rule_of_the_callers_own_decides_at_every_temperature(temp: float) -> None:
-    rule = KeepAll()
-    drafter = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
-    options: dict[str, Any] = {"max_tokens": 10, "draft_length": 2, "rule": rule}
-    tokens = sd.speculate(target(), PROMPT, drafter, sampler=sd.Sampling(temp=temp), **options)
-    assert [t.token for t in tokens if t.from_draft] == [7] * 6
-    assert set(rule.seen) == {temp == 0}
+class OwnTokens:
+    name, needs_distribution = "own tokens", False
+
+    def decide(self, rows: TargetRows, draft: Draft, randomness: Randomness) -> Agreement:
+        assert not rows.has_distribution
+        return Agreement(rows.tokens)
 
 
-def test_a_rule_that_needs_no_distribution_takes_any_sampler() -> None:
-
-    class Own(KeepAll):
-        needs_distribution = False
-
-        def decide(self, rows: TargetRows, draft: Draft, randomness: Randomness) -> Agreement:
-            assert not rows.has_distribution
-            return Agreement(rows.tokens)
-
-    def sampler(logprobs: mx.array) -> mx.array:
-        return mx.argmax(logprobs, axis=-1)
-
+def test_a_rule_of_the_callers_own_decides() -> None:
+    """At every temperature; one that needs no distribution takes any sampler, and others none."""
+    options: dict[str, Any] = {"max_tokens": 10, "draft_length": 2}
+    sevens = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
+    for temp in (0.0, 1.0):
+        options |= {"rule": KeepAll(temp), "sampler": sd.Sampling(temp=temp)}
+        tokens = sd.speculate(target(), PROMPT, sevens, **options)
+        assert [t.token for t in tokens if t.from_draft] == [7] * 6
+    options["sampler"] = sampler = functools.partial(mx.argmax, axis=-1)
     sampler.pure = True  # type: ignore[attr-defined]
-    drafter = scripted.OracleDrafter(plain(20), VOCAB, wrong=0.3)
-    options: dict[str, Any] = {"max_tokens": 9, "draft_length": 2, "sampler": sampler}
-    tokens = sd.speculate(target(), PROMPT, drafter, rule=Own(), **options)
-    assert [t.token for t in tokens] == plain(9)
     with pytest.raises(ValueError, match=r"keep all.*needs the target's distribution"):
-        sd.speculate(target(), PROMPT, drafter, rule=KeepAll(), **options)
-
-
-def test_logits_that_are_not_numbers_do_no_harm_where_they_were_rejected() -> None:
-
-    def poison(tokens: mx.array, logits: mx.array) -> mx.array:
-        return logits * mx.nan if 7 in tokens.tolist()[-2:] else logits
-
-    poison.pure = True  # type: ignore[attr-defined]
-    assert 7 not in plain(12)
-    drafter = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
-    options: dict[str, Any] = {"max_tokens": 12, "draft_length": 3, "logits_processors": [poison]}
-    tokens = sd.speculate(target(), PROMPT, drafter, **options)
-    assert [t.token for t in tokens] == plain(12)
-    with pytest.raises(sd.errors.LogitsError, match="not finite"):
-        list(sd.speculate(target(), PROMPT, drafter, rule=KeepAll(), **options))
+        sd.speculate(target(), PROMPT, sevens, **options)
+    drafter = scripted.OracleDrafter(plain(20), VOCAB, wrong=0.3)
+    tokens = sd.speculate(target(), PROMPT, drafter, **options | {"rule": OwnTokens()})
+    assert [t.token for t in tokens] == plain(10)
 
 
 class FakeTime:
@@ -126,24 +109,38 @@ class FakeTime:
     def __call__(self) -> float:
         return self.now
 
+    def wait_until(self, then: float) -> None:
+        self.now = max(self.now, then)
+
 
 @dataclass
-class TimedTarget(ScriptedTarget):
-    """A target whose passes take a second each, one after the other."""
+class TimedPass:
+    draft: Draft
+    num_fed: int
+    wait: Callable[[], None]
+    logprobs, next_token, features = mx.zeros((9, 1)), mx.array([1], mx.uint32), None
 
-    text: Sequence[int] = (1,) * 20
-    time: FakeTime = field(default_factory=FakeTime)
-    free_at: float = 0.0
+    def read(self) -> Outcome:
+        self.wait()
+        return Outcome(kept=[], tokens=[1])
 
-    def launch(self, *about: Any) -> ScriptedPass:
-        pass_, read = super().launch(*about), ScriptedPass.read
+
+class TimedTarget:
+    """A target that writes 1s, whose passes take a second each, one after the other."""
+
+    def __init__(self, time: FakeTime) -> None:
+        self.time, self.free_at, self.rollback = time, 0.0, Rollback([])
+        self.extend_history = self.widest_pass = lambda *about: None
+
+    def launch(self, pending: Any, draft: Draft, *about: Any) -> TimedPass:
         done_at = self.free_at = max(self.free_at, self.time.now) + 1.0
+        num_fed = len(pending) + len(draft)
+        self.rollback.checkpoint()
+        self.rollback.advance(num_fed)
+        return TimedPass(draft, num_fed, lambda: self.time.wait_until(done_at))
 
-        def wait() -> None:
-            self.time.now = max(self.time.now, done_at)
-
-        pass_.wait, pass_.read = wait, lambda: (wait(), read(pass_))[1]
-        return pass_
+    def feed(self, tokens: mx.array, embeddings: Any) -> None:
+        self.rollback.advance(len(tokens))
 
 
 class WantsTwo(Auto):
@@ -173,7 +170,7 @@ def handed_out(policy: Any, away: float, monkeypatch: pytest.MonkeyPatch) -> lis
     time = FakeTime()
     for module in (clock, loop):
         monkeypatch.setattr(module, "perf_counter", time)
-    fake, sequence = TimedTarget(time=time), SequenceState([1, 2], 2, 12)
+    fake, sequence = TimedTarget(time), SequenceState([1, 2], 2, 12)
     drafter = policy and scripted.ScriptedDrafter(lambda emitted, limit: [3] * limit)
     drafting = Drafting(drafter, policy, fake, sequence, keeps_cache=False, stream=mx.cpu)
     generation = Generation(fake, sequence, drafting, SpeculationStats(), stream=mx.cpu)
@@ -184,20 +181,15 @@ def handed_out(policy: Any, away: float, monkeypatch: pytest.MonkeyPatch) -> lis
     return [b - a for a, b in pairwise(times)]
 
 
-@in_one_test("length", [0, 1])
-def test_a_slow_caller_does_not_keep_the_policy_from_learning(length, monkeypatch):
-    """Four seconds with each token: the rounds wanted are timed all the same, a second each."""
-    policy = WantsTwo(length)
-    gaps = handed_out(policy, 4.0, monkeypatch)
-    assert policy.steady[:2] == [1.0, 1.0]
-    assert policy.wanted == 0
-    assert sorted(gaps)[:-3] == [4.0] * (len(gaps) - 3), "only the timed rounds are waited for"
-
-
-def test_nobody_is_waited_for_without_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A quick caller's rounds are steady by themselves; and a policy may want no seconds, or there
-    is none.
-    """
+def test_the_policy_learns_and_nobody_is_waited_for_without_need(monkeypatch) -> None:
+    """A caller who is away for four seconds with each token: the rounds wanted are timed all the
+    same, a second each. A quick one's are steady by themselves; and a policy may want no seconds,
+    or there is none."""
+    for length in (0, 1):
+        policy = WantsTwo(length)
+        gaps = handed_out(policy, 4.0, monkeypatch)
+        assert (policy.steady[:2], policy.wanted) == ([1.0, 1.0], 0)
+        assert sorted(gaps)[:-3] == [4.0] * (len(gaps) - 3), "only the timed rounds are waited for"
     policy = WantsTwo(0)
     assert handed_out(policy, 0.1, monkeypatch)[1:] == pytest.approx([1.0] * 10)
     assert policy.steady == pytest.approx([1.0] * len(policy.steady))
@@ -207,12 +199,9 @@ def test_nobody_is_waited_for_without_need(monkeypatch: pytest.MonkeyPatch) -> N
     assert handed_out(policy, 4.0, monkeypatch)[1:] == [4.0] * 10
     assert policy.steady == [1.0]  # the first, before any token was handed out
     assert handed_out(None, 4.0, monkeypatch)[1:] == [4.0] * 10
-
-
-@in_one_test(("away", "waited", "own"), [(0.05, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)])
-def test_a_round_is_its_own_if_the_caller_was_away_for_less_than_was_waited(away, waited, own):
-    """Else the caller's time may stand on top of it: a launch on a CPU takes as long as a pass."""
-    assert clock.RoundClock(seconds=1.0, waited=waited, away=away).was_undisturbed is own
+    for away, waited, own in ((0.05, 0.0, True), (0.3, 0.0, False), (0.3, 0.6, True)):
+        # else the caller's time may stand on top: a launch on a CPU takes as long as a pass
+        assert clock.RoundClock(1.0, waited=waited, away=away).was_undisturbed is own
 
 
 class FromThirdRound(Fixed):
@@ -227,31 +216,63 @@ class FromThirdRound(Fixed):
 
 def test_an_expensive_drafter_is_considered_while_passes_run_ahead() -> None:
     """It cannot be asked in vain, so the policy's word is enough to leave pipelined mode."""
-    drafter = scripted.OracleDrafter(plain(20), VOCAB)
-    policy = FromThirdRound(2)
-    tokens = list(sd.speculate(target(), PROMPT, drafter, max_tokens=12, draft_length=policy))
-    stats = tokens[-1].stats
-    assert [drafted for drafted, _ in stats.rounds] == [0, 0, 0, 0, 2, 2, 1]
-    assert stats.ahead == 2  # the third and fourth; nothing runs ahead of the first token
+    drafter, policy = scripted.OracleDrafter(plain(20), VOCAB), FromThirdRound(2)
+    *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=12, draft_length=policy)
+    assert [drafted for drafted, _ in last.stats.rounds] == [0, 0, 0, 0, 2, 2, 1]
+    assert last.stats.ahead == 2  # the third and fourth; nothing runs ahead of the first token
 
 
-def test_pipelining_needs_a_low_hit_rate_where_looking_is_free() -> None:
-    """On at first; off while drafts are likely; on at once where nothing can be looked up."""
-    pipeline = Pipeline(TimedTarget(), SequenceState([1], 1, 5), clock.RoundClock(), mx.cpu)
-    pipeline.choose(found=False, has_cheap_drafter=False)
-    assert pipeline.is_on
-    pipeline.choose(found=True, has_cheap_drafter=True)
-    assert not pipeline.is_on
+class Cheap(scripted.ScriptedSession):
+    """A drafter, and its session, that is free to ask."""
 
-    def modes_after(num_accepted: int) -> list[bool]:
-        modes = []
-        for accepted in [num_accepted, *[0] * 20]:
-            pipeline.record(accepted)
-            pipeline.choose(found=False, has_cheap_drafter=True)
-            modes.append(pipeline.is_on)
-        assert modes == [False] * modes.count(False) + [True] * modes.count(True)
-        return modes
+    cheap = True
 
-    assert 4 < modes_after(0).count(False) < 8  # nothing was of use: soon
-    assert 3 < modes_after(3).count(False) < 9  # one draft was: it waits again
-    assert modes_after(0) == [True] * 21
+    def begin(self, *about: Any) -> Cheap:
+        return self
+
+
+def test_passes_run_ahead_where_looking_is_free_and_finds_nothing() -> None:
+    """Not at first, and not while drafts are likely."""
+    text = plain(60)
+    for found, least, most in ((0, 45, 55), (30, 15, 25), (60, 0, 0)):
+        drafter = Cheap(lambda n, k, found=found: text[n : min(n + k, found)])  # type: ignore[misc]
+        *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=60, draft_length=3)
+        assert least <= last.stats.ahead <= most, found
+
+
+@pytest.mark.parametrize("which", ["look-up", "model", "look-up, then model"])
+@in_one_test(("temp", "length"), product([0.0, 1.0], [4, "auto", "heuristic"]))
+def test_no_drafter_is_asked_and_no_draft_model_runs_before_the_first_token(
+    which: str, temp: float, length: int | str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The target reads the prompt but for its last token, and that one. The drafter is shown the
+    first token by itself, and then asked; for a single token a draft model reads nothing at all.
+    """
+    passes, kind, draft_model = (
+        list[tuple[bool, int]](),
+        type(target()),
+        tiny.build("qwen2", seed=7),
+    )
+    call = kind.__call__
+
+    def noting(one: nn.Module, tokens: mx.array, *args: Any, **kwargs: Any) -> mx.array:
+        passes.append((one is target(), tokens.size))
+        return call(one, tokens, *args, **kwargs)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(kind, "__call__", noting)
+    options: dict[str, Any] = {"draft_length": length, "sampler": sd.Sampling(temp=temp)}
+    for num_tokens in (1, 20):
+        look_up = Cheap(lambda emitted, limit: [7] * limit if emitted % 2 else [])
+        both: dict[str, Any] = {"look-up": look_up, "model": sd.ModelDrafter(draft_model)}
+        drafter = sd.FirstOf(*(both[name] for name in which.split(", then ")))
+        passes.clear()
+        tokens = sd.speculate(target(), PROMPT, drafter, max_tokens=num_tokens, seed=3, **options)
+        text = [next(tokens).token]
+        assert look_up.limits == []
+        assert num_tokens == 1 or passes == [(True, len(PROMPT) - 1), (True, 1)]
+        text += [item.token for item in tokens]
+        assert look_up.observed in ([], text)
+        assert num_tokens == 20 or all(is_target for is_target, _ in passes)
+    if length == 4:
+        assert ("look-up" in which) == (len(look_up.limits) > 0)
+        assert ("model" in which) == (not all(is_target for is_target, _ in passes))

@@ -19,17 +19,12 @@ from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import Record, RecordedText, read_sessions, save_record
 
 VOCAB = 256
-END = 3
 
 
 class Bytes:
     """A tokenizer of bytes with a template that marks who speaks."""
 
-    has_chat_template = True
-    eos_token_id = END
-
-    def __len__(self) -> int:
-        return VOCAB
+    has_chat_template, eos_token_id, __len__ = True, 3, lambda self: VOCAB
 
     def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
         return list(text.encode())
@@ -39,17 +34,12 @@ class Bytes:
         return self.encode("".join(f"<{m['role']}>{m['content']}" for m in messages) + "<a>")
 
 
+ROLES = [("system", "S"), ("user", "hi"), ("assistant", "hello"), ("tool", None)]
+ROLES += [("assistant", "bye"), ("user", "?")]
 CONVERSATION = {
     "id": "one",
     "category": "agents",
-    "messages": [
-        {"role": "system", "content": "S"},
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": "hello"},
-        {"role": "tool", "content": None},
-        {"role": "assistant", "content": "bye"},
-        {"role": "user", "content": "?"},
-    ],
+    "messages": [{"role": role, "content": content} for role, content in ROLES],
 }
 EDITS = [
     {"id": "e1", "category": "edits", "session": 7, "turns": ["fix a"], "reference": "b"},
@@ -105,22 +95,20 @@ def test_the_command_replays_sessions(
 ) -> None:
     """Texts come from the sessions, measured costs from the record, a table for each curve."""
     monkeypatch.setattr(replay, "load_tokenizer", lambda name: Bytes())
+    monkeypatch.setattr("specdec_mlx.models.check_folder", lambda folder: None)
     cost = dataclasses.replace(linear_cost(0.1), name="measured")
-    record = Record("", {}, {}, [], cost=cost, results=[], differences=[])
-    save_record(record, tmp_path / "record.json")
+    record, scores = tmp_path / "record.json", tmp_path / "scores.json"
+    save_record(Record("", {}, {}, [], cost=cost, results=[], differences=[]), record)
     parser = argparse.ArgumentParser()
     replay.add_arguments(parser)
-    path = str(written(tmp_path, [CONVERSATION, *EDITS]))
-    scores = str(tmp_path / "scores.json")
-    arguments = [str(tmp_path / "record.json"), "--sessions", path, "--model", str(tmp_path)]
-    monkeypatch.setattr("specdec_mlx.models.check_folder", lambda folder: None)
-    given = [*arguments, "--draft-length", "2", "--json", scores]
-    assert replay.main(parser.parse_args(given)) == 0
+    path = written(tmp_path, [CONVERSATION, *EDITS])
+    given = [record, "--sessions", path, "--model", tmp_path, "--draft-length", 2, "--json", scores]
+    assert replay.main(parser.parse_args([*map(str, given)])) == 0
     report = capsys.readouterr().out
     assert report.count("| drafter") == 2
     assert "4 texts, cost measured" in report
-    assert {s["session"] for s in json.loads(Path(scores).read_text())} == {"", "one", "7"}
-    record = replay.record_of_sessions(written(tmp_path, [CONVERSATION]), tmp_path)
-    assert record.settings["max_tokens"] == len("hello") + 1  # no text is cut short
+    assert {s["session"] for s in json.loads(scores.read_text())} == {"", "one", "7"}
+    settings = replay.record_of_sessions(written(tmp_path, [CONVERSATION]), tmp_path).settings
+    assert settings["max_tokens"] == len("hello") + 1  # no text is cut short
     with pytest.raises(ValueError, match="Nothing to replay"):
         replay.main(parser.parse_args([]))

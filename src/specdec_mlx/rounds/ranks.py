@@ -17,7 +17,7 @@ from collections.abc import Generator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 from enum import IntEnum
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -85,8 +85,6 @@ class Said(NamedTuple):
 
 
 WORD = 32  # bits of a number that is sent
-
-T = TypeVar("T")
 
 
 @dataclass
@@ -215,13 +213,12 @@ class SharedDrafting(Drafting):
         """Rank 0's draft, on every rank; an empty one where all end."""
         self.target.widest_pass()  # may measure, with passes; so on all ranks
         draft = NO_DRAFT
-        leaves = self.ranks.is_first and not self.sequence.wants_more()
-        if self.ranks.is_first and not leaves:
+        if self.ranks.is_first:
             draft = super().propose()
             check_draft(draft, self.target.vocab_size())
             draft = draft.head(MOST_TOKENS)
-        state = State.FAILED if self.failure else State.LEAVES if leaves else State.GOES_ON
-        first = self._meet(state, draft)
+        state = State.GOES_ON if self.sequence.wants_more() else State.LEAVES
+        first = self._meet(State.FAILED if self.failure else state, draft)
         if self.failure is not None:
             raise self.failure
         if self.is_over:
@@ -299,12 +296,12 @@ class SharedDrafting(Drafting):
             vocab_size = self.target.vocab_size()
             return mx.full((num_tokens, vocab_size), -math.log(vocab_size))
 
-    def as_on_first(self, tokens: Generator[T, None, None]) -> Generator[T, None, None]:
+    def as_on_first(self, tokens: Generator[Any, None, None]) -> Generator[Any, None, None]:
         """The tokens of a generation that rank 0's caller has, a round late on the other ranks."""
         if self.ranks.is_first:
             yield from tokens
             return
-        held: deque[T] = deque()
+        held: deque[Any] = deque()
         is_open, failure, num_given = True, None, 0
         with closing(tokens):
             while is_open:

@@ -35,12 +35,12 @@ class Slots:
     _masks: dict[int | None, mx.array] = field(default_factory=dict)
 
     def add_row(self, num_positions: int, num_rows: int) -> None:
-        """Add a row that holds so many positions, after so many others."""
+        """Add a row that holds so many positions, after so many others; all end at the right."""
         first = 0 if self.window is None else max(0, num_positions - self.window)
         rows = [*self.positions[:num_rows], np.arange(first, num_positions, dtype=np.int32)]
         width = max(map(len, rows))
         self.positions = np.stack(
-            [np.pad(row, (0, width - len(row)), constant_values=EMPTY) for row in rows]
+            [np.pad(row, (width - len(row), 0), constant_values=EMPTY) for row in rows]
         )
 
     def append(self, new: np.ndarray) -> None:
@@ -105,20 +105,8 @@ class RowsCache(BatchKVCache):  # type: ignore[misc]
         """Add a row after so many others: the keys and values of one text, in their order."""
         if num_rows == 0:
             self.keys, self.values, self._idx = None, None, 0
-        is_empty = cache.empty() or cache.size() == 0  # trimmed to nothing, it still has keys
-        if is_empty and self.keys is None:
-            return
-        row = self if is_empty else type(cache).merge([cache])
-        others = row if self.keys is None else self
-        num_new, num_old = 0 if is_empty else row._idx, 0 if self.keys is None else self._idx
-        num_slots = self.slots.positions.shape[1]
-        self.keys, self.values = (
-            mx.concatenate(
-                [_held(old, num_rows, num_old, num_slots), _held(new, 1, num_new, num_slots)]
-            )
-            for old, new in ((others.keys, row.keys), (others.values, row.values))
-        )
-        self._idx = num_slots
+        self.offset = mx.zeros(num_rows, mx.int32)  # `extend` asks it how many rows there are
+        self.extend(type(cache).merge([cache]))
 
     def keep_rows(self, rows: mx.array) -> None:
         """Keep these rows, in this order."""
@@ -297,11 +285,3 @@ def _chosen(rows: Sequence[bool], old: mx.array | None, new: mx.array | None) ->
     before = mx.zeros_like(new) if old is None else old
     marked = mx.array(list(rows)).reshape(-1, *[1] * (new.ndim - 1))
     return mx.where(marked, before, new)
-
-
-def _held(array: mx.array, num_rows: int, num_held: int, num_slots: int) -> mx.array:
-    """Keys or values [rows, heads, slots, d] of rows that hold `num_held`, with room after them."""
-    if num_held == 0:
-        return mx.zeros((num_rows, array.shape[1], num_slots, array.shape[3]), array.dtype)
-    room = num_slots - num_held
-    return mx.pad(array[..., :num_held, :], [(0, 0), (0, 0), (0, room), (0, 0)])
