@@ -37,6 +37,13 @@ TESTS = {
     "rules/match": ["test_acceptance.py", "test_lossy_rules.py"],
     "rules/lossy": ["test_lossy_rules.py", "test_acceptance.py"],
     "sampling/distribution": ["test_sampling.py"],
+    "loop": [
+        *("test_loop.py", "test_rounds.py", "test_generate.py"),
+        *("test_contracts.py", "test_cache.py", "test_taps.py", "test_tuning.py"),
+    ],
+    "draft_length/auto": ["test_draft_length.py", "test_tuning.py"],
+    "draft_length/costs": ["test_draft_length.py", "test_tuning.py"],
+    "draft_length/chances": ["test_draft_length.py", "test_tuning.py"],
 }
 """The modules that are changed, and the files whose tests are to find it."""
 ONLY = {"rules/block": "block", "rules/rejection": "rejection"}
