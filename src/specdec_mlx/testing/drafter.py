@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import random
 import sys
@@ -20,18 +19,16 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
-from specdec_mlx.contracts import (
-    Checks,
-    Closes,
-    Draft,
-    DraftContext,
-    Drafter,
-    DraftSession,
-    is_cheap,
-)
+from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, DraftSession, is_cheap
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.inputs import check_draft, check_drafted
+from specdec_mlx.target.inputs import (
+    begin_session,
+    check_draft,
+    check_drafted,
+    check_fits,
+    check_is_drafter,
+)
 from specdec_mlx.testing.conformance import Conformance
 from specdec_mlx.token_ids import to_list
 
@@ -151,12 +148,11 @@ class DrafterConformance(Conformance):
 
     def protocol(self) -> str:
         """The two classes are there, and every draft is one that can be verified."""
-        is_drafter = isinstance(self.subject, Drafter) and not inspect.isclass(self.subject)
-        self.require(is_drafter, f"{self.subject!r} has no begin(prompt, context).")
+        with self.blaming("it is no drafter"):
+            check_is_drafter(self.subject)
         before = dict(getattr(self.subject, "__dict__", {}))
-        num_drafts = 0
-        for prompt, sampling in itertools.product(self.prompts, SAMPLINGS):
-            num_drafts += sum(bool(r.tokens) for r in self._rounds(self._begin(prompt, sampling)))
+        generations = itertools.starmap(self._begin, itertools.product(self.prompts, SAMPLINGS))
+        num_drafts = sum(bool(r.tokens) for begun in generations for r in self._rounds(begun))
         after = getattr(self.subject, "__dict__", {})
         changed = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
         what = f"a generation changed the drafter itself: {', '.join(changed)}."
@@ -179,7 +175,7 @@ class DrafterConformance(Conformance):
         prompts = [self.prompts[i % len(self.prompts)] for i in range(NUM_SESSIONS)]
         alone = [self._script(prompt) for prompt in prompts]
         in_turns = zip(*(self._rounds(self._begin(p, AT_ONE)) for p in prompts), strict=True)
-        runs: dict[str, Sequence[Sequence[ScriptedRound]]] = {
+        runs = {
             "after other generations": [self._script(prompt) for prompt in prompts],
             "while others took turns with it": list(zip(*in_turns, strict=True)),
             "while other threads drafted too": self._in_threads(prompts),
@@ -187,16 +183,15 @@ class DrafterConformance(Conformance):
         if self.remembers:
             return f"{NUM_SESSIONS} at once, which may have to do with each other"
         for where, everyone in runs.items():
-            for expected, got in zip(alone, everyone, strict=True):
-                for i, (one, other) in enumerate(zip(expected, got, strict=True)):
-                    what = f"in round {i} it proposed {one.tokens} alone, and {other.tokens} "
-                    self.require(one.tokens == other.tokens, f"{what}{where}.")
+            for one, other in zip(itertools.chain(*alone), itertools.chain(*everyone), strict=True):
+                what = f"it proposed {one.tokens} alone, and {other.tokens} {where}."
+                self.require(one.tokens == other.tokens, what)
         return f"{NUM_SESSIONS} draft as each alone: one after the other, in turns, in threads"
 
-    def _in_threads(self, prompts: Sequence[Sequence[int]]) -> list[list[ScriptedRound]]:
+    def _in_threads(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[ScriptedRound]]:
         barrier = threading.Barrier(len(prompts))
 
-        def run(prompt: Sequence[int]) -> list[ScriptedRound]:
+        def run(prompt: Sequence[int]) -> Sequence[ScriptedRound]:
             with mx.stream(generation_stream):
                 barrier.wait()
                 return self._script(prompt)
@@ -293,17 +288,12 @@ class DrafterConformance(Conformance):
         context = DraftContext(
             sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
         )
-        if isinstance(self.subject, Checks):
-            self.subject.check(context)
+        check_fits(self.subject, context)
         with self.blaming("begin()", part="protocol"):
-            session = self.subject.begin(text, context)
-        what = f"begin() returned {type(session).__name__}, which lacks propose or observe."
-        self.require(isinstance(session, DraftSession), what, part="protocol")
-        return ScriptedGeneration(session, text, noise)
+            return ScriptedGeneration(begin_session(self.subject, text, context), text, noise)
 
     def _propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
-        drawn = generation.noise.drawn
-        num_drawn = len(drawn)
+        drawn, num_drawn = generation.noise.drawn, len(generation.noise.drawn)
         with mx.stream(generation_stream):
             draft = generation.session.propose(limit)
             self._check_draft(draft, limit)
