@@ -92,16 +92,25 @@ MOST_TOKENS = 1500
 
 
 def ends(
-    rule: CoinRule, target_probs: np.ndarray, tokens: tuple[int, ...], probs: np.ndarray
+    rule: CoinRule,
+    target_probs: np.ndarray,
+    tokens: tuple[int, ...],
+    probs: np.ndarray,
+    to: Callable[[Any], Any] = np.asarray,
 ) -> Iterator[tuple[int, float, np.ndarray]]:
-    """Number kept of a draft [K], its chance, and the distribution [V] of the token after."""
-    given = target_probs, np.array(tokens, int), probs
+    """Number kept of a draft [K], its chance, and the distribution [V] of the token after.
+
+    to: makes the arrays that the rule computes with.
+    """
+    given = to(target_probs), to(np.array(tokens, int)), to(probs)
     coins = np.array(list(product([False, True], repeat=len(tokens))), bool)
-    heads = rule.accept_probs(*given)
+    heads = np.array(rule.accept_probs(*given), np.float64)
     chances = np.where(coins, heads, 1 - heads).prod(axis=1)  # coins are independent
-    for n, chance in enumerate(np.bincount([int(rule.num_accepted(c)) for c in coins], chances)):
+    for n, chance in enumerate(
+        np.bincount([int(rule.num_accepted(to(c))) for c in coins], chances)
+    ):
         if chance > 0:
-            yield n, float(chance), rule.next_probs(*given, n)
+            yield n, float(chance), np.array(rule.next_probs(*given, to(n)), np.float64)
 
 
 class Emitted(NamedTuple):
