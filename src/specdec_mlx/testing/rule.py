@@ -13,7 +13,6 @@ from typing import Any
 
 import mlx.core as mx
 import numpy as np
-from jaxtyping import Integer
 
 from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.contracts import (
@@ -31,6 +30,7 @@ from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows
+from specdec_mlx.target.verifier import LazyPass
 from specdec_mlx.testing.conformance import Conformance
 from specdec_mlx.testing.enumeration import (
     Comparison,
@@ -291,32 +291,28 @@ class RuleConformance(Conformance):
         return {"drafted": drafted, **question.ask(self.subject).arrays()}
 
     def _outcome(self, question: Question, with_evidence: bool = False) -> Outcome:
-        """The outcome of a draft, which has to be possible; a rule may read no evidence."""
-        size = len(question.tokens)
+        """The outcome of a draft as the loop reads it, which has to be possible.
+
+        with_evidence: of the drafter's, which no rule reads.
+        """
+        draft, rows = Draft(question.tokens), question.rows()
+        size = len(draft)
         evidence = [Evidence(match=9 - i) for i in range(size)] if with_evidence else None
-        with self.blaming(f"{question}: decide() raised", "Any draft of a token has a verdict"):
+        next_step = "Return a Verdict or an Agreement: any draft of a token has one"
+        with self.blaming(f"{question}: decide()", next_step):
             answer = question.ask(self.subject, evidence)
-        is_answer = isinstance(answer, Verdict | Agreement)
-        what = f"{question}: decide() returned {type(answer).__name__}."
-        self.require(is_answer, what, "Return Verdict or Agreement")
-        draft, rows = Integer[mx.array, f"{size}"], Integer[mx.array, f"{size + 1}"]
-        kinds: dict[str, Any] = {"target_tokens": rows, "nodes": draft | None}
-        for name, array in vars(answer).items():
-            kind = kinds.get(name, Integer[mx.array, ""])
-            what = f"{question}: {name} is {array!r:.80}; expected {kind}."
-            next_step = "See Verdict and Agreement in specdec_mlx.contracts"
-            self.require(isinstance(array, kind), what, next_step)
-        numbers: Any = {name: array.tolist() for name, array in answer.arrays().items()}
-        n = numbers["verdict"][0] if "verdict" in numbers else 0
-        nodes = numbers.get("nodes", list(range(size)))[: max(0, n)]
-        what = f"{question}: it kept {n} of {size} tokens: {nodes}; expected the first ones."
+            numbers = {"scales": rows.scales, **answer.arrays()}
+            outcome = LazyPass(draft, size + 1, rows.logprobs, answer, numbers).read()
+        kinds = {array.dtype for array in vars(answer).values() if array is not None}
+        are_integers = all(mx.issubdtype(kind, mx.integer) for kind in kinds)
+        self.require(are_integers, f"{question}: it answers in {kinds}, not in integers.")
+        n, after = outcome.num_accepted, outcome.tokens[-1]
+        what = f"{question}: it kept tokens {list(outcome.kept)}; expected the first ones."
         next_step = "Count the tokens from the first one on; nodes are for trees"
-        self.require(0 <= n <= size and nodes == list(range(n)), what, next_step)
-        outcome = answer.outcome(numbers, question.tokens)
-        asked, row, after = question.rows(), outcome.num_accepted, outcome.tokens[-1]
+        self.require([*outcome.kept] == [*range(n)], what, next_step)
         every = mx.ones(question.logprobs.shape)
-        possible = np.flatnonzero(np.array(asked.probs if asked.has_distribution else every)[row])
-        what = f"{question}: the token after {row} kept ones is {after}, to which the target gives "
+        possible = np.flatnonzero(np.array(rows.probs if rows.has_distribution else every)[n])
+        what = f"{question}: the token after {n} kept ones is {after}, to which the target gives "
         what += f"no chance there; it has one of {possible.tolist()}."
         next_step = "Draw it from target at row n: target.tokens[n], or argmax(log(probs) + gumbel)"
         self.require(after in possible, what, next_step)
