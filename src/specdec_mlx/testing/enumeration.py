@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -62,7 +62,7 @@ class ByRule:
     """Outcomes of a round under a rule by coins, which computes with what `to` gives it."""
 
     rule: CoinRule
-    to: Callable[[Any], Any] = np.asarray
+    to: Callable[[Any], Any] = field(default=np.asarray, repr=False)
 
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
         """Chances of all outcomes of a draft [K] with declared probs [K, V]; target [K+1, V]."""
