@@ -33,7 +33,6 @@ from exact import (
     Drafting,
     Drawn,
     Rounds,
-    RoundsOfLength,
     Source,
     TakingTurns,
     by_state,
@@ -41,7 +40,6 @@ from exact import (
     coupled_joint,
     decide,
     longest_joint,
-    round_record,
     to_mlx,
     up_to,
 )
@@ -50,9 +48,6 @@ from selection import in_one_test
 from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.contracts import Draft, needs_distribution, shares_noise
-from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.parts import REST
-from specdec_mlx.draft_length.policy import DraftLength, Heuristic
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
 from specdec_mlx.rules import Lenient, Typical
@@ -225,34 +220,6 @@ def test_shared_noise_is_what_the_loop_has():
     pairs = 3 * np.argmax(np.log(p) + noise, axis=1) + np.argmax(np.log(q) + noise, axis=1)
     test = ChiSquare.of(np.bincount(pairs, minlength=9), 20_000 * coupled_joint(p, q).ravel())
     assert test.p_value > RARE_ALARM
-
-
-def seconds_of(num_draft: int) -> float:
-    """Of a round: where a verdict is enough to change the choice."""
-    return 1.0 + 0.45 * num_draft
-
-
-def trained(policy: DraftLength) -> DraftLength:
-    """A policy after rounds of every length, half of whose drafts were kept, and plain ones."""
-    for i in range(202 + REST):
-        num_draft = i % 4 if i < 202 else 0
-        tokens = [0] * (num_draft + 1 if i % 8 < 4 else 1)
-        policy.limit("it", cheap=False)
-        policy.record(round_record(num_draft, tokens, len(tokens) - 1, seconds_of(num_draft)))
-    return policy
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
-@pytest.mark.parametrize("policy", [Heuristic(1), trained(Auto())], ids=["heuristic", "auto"])
-@every_way
-def test_lengths_that_follow_the_verdicts_leave_the_law_alone(deciding, policy, shape):
-    """The policies of the loop, "auto" among them: the joint law of 3 rounds; laws from a seed."""
-    vocab_size, num_draft = shape
-    p, q = sources(vocab_size, 1)
-    lengths = [Drawn(q, up_to(k)) for k in range(num_draft + 1)]
-    rounds = RoundsOfLength(p, lengths[0], deciding, lengths, policy, seconds_of, set())
-    assert rounds.total_variation(3, longest_joint(vocab_size, 3, num_draft)) < EXACT
-    assert len(rounds.chosen) > 1
 
 
 # How much is accepted -----------------------------------------------------------------------------
