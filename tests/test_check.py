@@ -86,7 +86,7 @@ def subject(drafter: Any = None, rule: Any = "auto", **changes: Any) -> Subject:
 
 @pytest.fixture(autouse=True)
 def _few_samples(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 200)
+    monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 250)
     monkeypatch.setattr(drawn, "NUM_CONTEXTS", 1)
 
 
@@ -123,6 +123,7 @@ RIGHT = {
     "best of everything": (best_of_everything, "auto"),
     "best of everything, coupled": (best_of_everything, "coupled"),
 }
+FAULTS_SHOW_LATE = ("n-gram, drawn", "model, sharper", "cascade, coupled")  # nearly certain, or few
 FILTERS = [AT_ONE, sd.Sampling(temp=1.2, top_k=3), sd.Sampling(temp=0.8, min_p=0.2)]
 
 
@@ -133,7 +134,7 @@ def test_what_is_right_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
     The texts follow the target's joint distribution, by the whole loop.
     """
     make, rule = RIGHT[case]
-    if case in ("n-gram, drawn", "model, sharper"):  # nearly certain, so that faults show late
+    if case in FAULTS_SHOW_LATE:
         monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 500)
     parts = run_parts(subject(make(), rule), WORK, progress=False)
     assert [part.name for part in parts] == ALL_PARTS
@@ -214,7 +215,8 @@ FAULTS_IN_DRAWS: dict[str, tuple[Any, Any, str]] = {
     "a drawn token dropped": (dropped, "auto", "whether to draft a token before drawing it"),
     **{
         name: (lambda draft: draft, WRONG_RULES[name], f"they look like: {name}")
-        for name in ("residual replaced by p", "p and q swapped")
+        for name in WRONG_RULES
+        if name != "lenience 1.2"  # it needs more texts
     },
 }
 
@@ -335,23 +337,6 @@ def draft_of(probs: np.ndarray, token: int) -> sd.Draft:
     return sd.Draft([token], mx.array(np.log(probs)[None], dtype=mx.float32))
 
 
-def test_false_alarms_are_as_rare_as_stated() -> None:
-    """Right texts of two contexts, 300 times: one in ten has a p-value below 0.1."""
-    random, (drafting, rule), low = np.random.default_rng(0), EXACT["lossless"], 0
-    joints = {
-        target: Rounds(target, drafting, ByRule(rule)).joint(3, 3) for target in (TARGET, DRAFT)
-    }
-    for _ in range(300):
-        groups = []
-        for target, probs in joints.items():
-            drawn = random.choice(probs.size, p=probs.ravel(), size=250)
-            texts = list(zip(*np.unravel_index(drawn, probs.shape), strict=True))
-            groups.append(Cells(texts_of(target, DRAFT, texts)))
-        counts = ([getattr(g, name)() for g in groups] for name in ("seen", "expected"))
-        low += ChiSquare.of(*map(np.concatenate, counts)).p_value < 0.1
-    assert 15 < low < 48
-
-
 def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where no named fault would be found, and where there are next to none."""
     random, probs, draws = np.random.default_rng(0), np.array([0.97, 0.03]), Draws()
@@ -432,8 +417,9 @@ def test_a_drafter_that_may_learn_is_not_blamed() -> None:
     part = check_state(subject(Learning()), WORK)
     assert part.status == "not applicable"
     assert "learns from its own drafts" in part.verdict
-    for drafter in (sd.FirstOf(sd.PromptLookupDrafter()), Altered(sd.NGramDrafter(), dropped)):
-        assert depends_on_text_alone(drafter)
+    known = sd.PromptLookupDrafter(), model_drafter()
+    assert depends_on_text_alone(sd.FirstOf(*known))
+    assert not depends_on_text_alone(sd.FirstOf(*known, sd.SuffixDrafter()))
 
 
 # The report ---------------------------------------------------------------------------------------
@@ -520,11 +506,8 @@ def test_flags_reach_the_check(
 @in_one_test(
     ("flags", "words"),
     [
-        ("--temp -1", "Sampling(temp=-1.0)"),
-        ("--drafter nobody", "Unknown drafter 'nobody'"),
         ("--drafter none", "nothing to check without a drafter"),
         ("--drafter model", "needs --draft-model MODEL"),
-        ("--rule nobody", "Unknown rule 'nobody'"),
         ("--budget 0", "budget=0"),
         ("--draft-length 0", "draft_length=0"),
         ("--prompts /nowhere", "/nowhere"),

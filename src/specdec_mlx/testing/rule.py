@@ -46,6 +46,7 @@ from specdec_mlx.token_ids import to_ids, to_list
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
 NUM_DRAFT, VOCAB_SIZE, LENGTH = 2, 3, 3  # K, V and tokens of the texts that are drawn
+NUM_TEXTS = 20_000
 EXACT = 1e-12  # largest error of a distribution in float64
 
 FLOAT32 = 1e-5  # and in float32
@@ -53,19 +54,15 @@ FLOAT32 = 1e-5  # and in float32
 LAZY = "Use MLX's functions throughout: no item(), tolist(), mx.eval, `if` on an array"
 
 
-def check_rule(
-    rule: AcceptanceRule, *, lossless: bool = True, num_texts: int = 20_000
-) -> list[str]:
+def check_rule(rule: AcceptanceRule, *, lossless: bool = True) -> list[str]:
     """Hold an acceptance rule to the contract of `specdec_mlx.contracts`.
 
     Args:
         rule: an instance.
         lossless: True if it says that it leaves the target's distribution alone. A rule by coins is
             then enumerated in float64, with vocabularies of 2 to 5 tokens and K up to 3; of others
-            texts are drawn.
-        num_texts: texts of three tokens, with fixed seeds, for drawn drafts and for point masses.
-            One rule in 500,000 is a false alarm; 20,000 texts find a total variation of 0.05 with a
-            chance above 0.99.
+            20,000 texts are drawn, for drawn drafts and for point masses. One rule in 500,000 is a
+            false alarm; a total variation of 0.05 is found with a chance above 0.99.
 
     Returns:
         A line for each property that was checked.
@@ -74,7 +71,7 @@ def check_rule(
         AssertionError: it broke one; says which, what happened and what to do.
     """
     left_out = {"coins": not isinstance(rule, CoinRule), "distribution": not lossless}
-    check = RuleConformance(rule, lossless, num_texts)
+    check = RuleConformance(rule, lossless)
     return check.run(name for name in check.properties if not left_out.get(name))
 
 
@@ -154,7 +151,6 @@ class RuleConformance(Conformance):
     }
     subject: Any
     lossless: bool
-    num_texts: int
 
     def protocol(self) -> str:
         """It has a name and decides; its answers can be read, and can be true."""
@@ -250,17 +246,17 @@ class RuleConformance(Conformance):
             with self.blaming("drawing texts"):
                 texts = self._texts(_log(target.probs), _log(probs), is_drawn)
                 np.add.at(seen, tuple(np.array(texts).T), 1)
-            how = f"{self.num_texts} texts drawn, K = {NUM_DRAFT} {kind}, V = {VOCAB_SIZE}"
-            test = ChiSquare.of(seen.ravel(), self.num_texts * own.ravel())
-            yield Comparison(seen / self.num_texts, own, how), test
+            how = f"{NUM_TEXTS} texts drawn, K = {NUM_DRAFT} {kind}, V = {VOCAB_SIZE}"
+            test = ChiSquare.of(seen.ravel(), NUM_TEXTS * own.ravel())
+            yield Comparison(seen / NUM_TEXTS, own, how), test
 
     def _texts(self, target: mx.array, draft: mx.array, is_drawn: bool) -> list[Tokens]:
         """Texts of LENGTH tokens; those that are equally long are asked about together.
 
         target, draft: log-probabilities by state, [NUM_STATES, V].
         """
-        keys = mx.random.split(mx.random.key(0), self.num_texts)
-        texts: list[Tokens] = [()] * self.num_texts
+        keys = mx.random.split(mx.random.key(0), NUM_TEXTS)
+        texts: list[Tokens] = [()] * NUM_TEXTS
         for position in range(LENGTH):
             here = [i for i, text in enumerate(texts) if len(text) == position]
             if not here:

@@ -58,23 +58,18 @@ def attend(cache: Any, tokens: mx.array) -> mx.array:
 
 
 def check_strategy(
-    strategy: Strategy,
-    make_cache: Callable[[], Any],
-    feed: Feed = attend,
-    *,
-    window: int | None = None,
+    strategy: Strategy, make_cache: Callable[[], Any], feed: Feed = attend
 ) -> list[str]:
     """Hold a rollback strategy to the contract of `specdec_mlx.target.strategies`.
 
     Args:
         strategy: an instance; it need not be registered.
-        make_cache: makes an empty cache of the class that the strategy is for.
+        make_cache: makes an empty cache of the class that the strategy is for. One that forgets
+            after a `max_size` should have a small one; without that name, eight positions.
         feed: (cache, tokens [S]) -> rows [S, D], one pass as a model's layer makes it; rows follow
             from what the cache then holds. By default attention, for classes with
             `update_and_fetch`. Of a strategy that gathers rows, what a position leaves in the cache
             has to follow from its token alone.
-        window: positions after which the cache forgets, where it does not say so itself; best a
-            small one.
 
     Returns:
         A line for each property that was checked.
@@ -83,7 +78,7 @@ def check_strategy(
         AssertionError: it broke one; says which, what happened and what to do.
         ValueError: `feed` does not return rows.
     """
-    check = StrategyConformance(strategy, make_cache, feed, window)
+    check = StrategyConformance(strategy, make_cache, feed)
     lines = check.run(["protocol"])
     with patch.dict(STRATEGIES, {type(make_cache()): strategy}):
         lines += check.run(["widths", "restore"])
@@ -106,11 +101,9 @@ class StrategyConformance(Conformance):
         "gather": "Move the rows that are kept to where they belong, and count them alone",
     }
 
-    def __init__(
-        self, strategy: Strategy, make_cache: Callable[[], Any], feed: Feed, window: int | None
-    ) -> None:
+    def __init__(self, strategy: Strategy, make_cache: Callable[[], Any], feed: Feed) -> None:
         self.subject, self.make_cache, self.feed = strategy, make_cache, feed
-        self.window = window or window_of(make_cache()) or WINDOW
+        self.window = window_of(make_cache()) or WINDOW
         half, whole = self.window // 2, self.window
         # empty, short, about to fill the window, just past it, and more than twice as long
         self.lengths = sorted({0, 1, half, whole - 1, whole, whole + 1, 2 * whole + 1})
