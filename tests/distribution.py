@@ -13,8 +13,6 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_unflatten
-from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 import specdec_mlx as sd
@@ -39,47 +37,23 @@ TARGET, DRAFT = 10, 6
 
 @cache
 def tiny_llama(seed: int) -> nn.Module:
-    """One layer, width 32, six tokens."""
-    arguments = llama.ModelArgs(
-        model_type="llama",
-        hidden_size=32,
-        num_hidden_layers=1,
-        intermediate_size=32,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        rms_norm_eps=1e-5,
-        vocab_size=V,
-        tie_word_embeddings=False,
-    )
-    mx.random.seed(seed)
-    model = llama.Model(arguments)
-    model.update(tree_unflatten(tiny.randomised(model)))
-    mx.eval(model.parameters())
-    return model
-
-
-def all_texts(length: int) -> mx.array:
-    """The prompt and every continuation by `length` tokens; [V ** length, n]."""
-    continuations = np.array(list(np.ndindex((V,) * length)), int).reshape(V**length, length)
-    return mx.array(np.hstack([np.tile(PROMPT, (V**length, 1)), continuations]))
-
-
-def next_logits(model: nn.Module, texts: mx.array) -> mx.array:
-    """Logits [B, V] after texts [B, n], by single-token passes."""
-    caches = make_prompt_cache(model)
-    for i in range(texts.shape[1]):
-        logits = model(texts[:, i : i + 1], cache=caches)[:, -1]
-    return logits
+    """One layer, six tokens."""
+    sizes = {"vocab_size": V, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    return tiny.build("llama", seed=seed, **sizes)
 
 
 @cache
 def joint_law(sampling: sd.Sampling) -> np.ndarray:
     """Exact law [V, V, V] of the target's first three tokens."""
-    joint = np.ones(())
+    joint, model = np.ones(()), tiny_llama(TARGET)
     for length in range(LENGTH):
-        logits = sampling.log_distribution(next_logits(tiny_llama(TARGET), all_texts(length)))
-        laws = np.exp(np.array(logits, np.float64)).reshape((V,) * (length + 1))
-        joint = joint[..., None] * laws / laws.sum(-1, keepdims=True)
+        texts = np.array([[*PROMPT, *text] for text in np.ndindex((V,) * length)])
+        caches = make_prompt_cache(model)
+        for tokens in mx.array(texts).T:
+            logits = model(tokens[:, None], cache=caches)[:, -1]
+        laws = np.exp(np.array(sampling.log_distribution(logits), np.float64))
+        laws /= laws.sum(-1, keepdims=True)
+        joint = joint[..., None] * laws.reshape((V,) * (length + 1))
     return joint
 
 

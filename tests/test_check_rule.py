@@ -113,23 +113,6 @@ class NeedsNothing(Sound):
         return Verdict(mx.array(1), target.tokens[1])
 
 
-class ResidualWithoutTheToken(Match):
-    """After a rejection, p without the rejected token: due for point masses alone."""
-
-    needs_distribution = True
-
-    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Any:
-        if target.greedy or draft.logprobs is None:
-            return super().decide(target, draft, randomness)
-        p, tokens = target.probs, draft.tokens[:, None]
-        ratios = mx.take_along_axis(p[:-1] / mx.exp(draft.logprobs), tokens, axis=-1)[:, 0]
-        kept = leading_run(randomness.uniform(len(draft)) < ratios)
-        padded = mx.concatenate([tokens[:, 0].astype(mx.int32), mx.array([-1])])
-        rest = mx.where(mx.arange(p.shape[-1]) == padded[kept], 0, p[kept])
-        rest = mx.where(rest.sum() > 0, rest, p[kept])
-        return Verdict(kept, mx.argmax(mx.log(rest) + randomness.gumbel(p.shape[-1])))
-
-
 class CoinsFromTheNextToken(Rejection):
     """Right functions, but the coins and the token after are drawn from the same noise."""
 
@@ -205,7 +188,6 @@ BROKEN: dict[str, list[Any]] = {
     ],
     "coins": [NotANumber(), Unnormalised(), OnlyNumPy(), CountsOtherwise()],
     "distribution": [
-        ResidualWithoutTheToken(),
         CoinsFromTheNextToken(),
         # drafts from the target's own noise, some of which is there again next round
         type("SharedNoise", (Block,), {"shares_noise": True})(),

@@ -290,13 +290,6 @@ def test_no_text_loses_more_than_it_may(shares: list[Share], draft_cost: float, 
         assert 0 < sum(lost) < BUDGET + EXPLORATION * 120 * len(runs)
 
 
-def test_a_good_text_after_a_bad_one_gains_at_once() -> None:
-    """What the model earned in other texts is there for this one."""
-    shares = [varied] * 6 + [useless] * 2 + [varied]
-    runs = modelled(shares, "auto", CURVES["slope"], 0.1)
-    assert speed(runs[-1:]) > 0.95 * speed(runs[:6])
-
-
 class Given(Chances):
     """Chances that a confidence is right about, wherever it stands; half for what says nothing."""
 
