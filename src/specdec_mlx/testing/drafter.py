@@ -176,7 +176,7 @@ class DrafterConformance(Conformance):
         prompts = [self.prompts[i % len(self.prompts)] for i in range(NUM_SESSIONS)]
         alone = [self._script(prompt) for prompt in prompts]
         in_turns = zip(*(self._rounds(self._begin(p, AT_ONE)) for p in prompts), strict=True)
-        runs = {
+        runs: dict[str, Sequence[Sequence[ScriptedRound]]] = {
             "after other generations": [self._script(prompt) for prompt in prompts],
             "while others took turns with it": list(zip(*in_turns, strict=True)),
             "while other threads drafted too": self._in_threads(prompts),
@@ -184,9 +184,10 @@ class DrafterConformance(Conformance):
         if self.remembers:
             return f"{NUM_SESSIONS} at once, which may have to do with each other"
         for where, everyone in runs.items():
-            for one, other in zip(itertools.chain(*alone), itertools.chain(*everyone), strict=True):
-                what = f"it proposed {one.tokens} alone, and {other.tokens} {where}."
-                self.require(one.tokens == other.tokens, what)
+            for expected, got in zip(alone, everyone, strict=True):
+                for one, other in zip(expected, got, strict=True):
+                    what = f"it proposed {one.tokens} alone, and {other.tokens} {where}."
+                    self.require(one.tokens == other.tokens, what)
         return f"{NUM_SESSIONS} draft as each alone: one after the other, in turns, in threads"
 
     def _in_threads(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[ScriptedRound]]:
@@ -349,10 +350,10 @@ class DrafterConformance(Conformance):
         is_whole = draft.evidence is None or len(draft.evidence) == size
         self.require(is_whole, "evidence has to be one for each token.", part="protocol")
         if draft.logprobs is not None and size:
-            own = draft.logprobs[mx.arange(size), to_ids(draft.tokens)]
-            masses = mx.exp(draft.logprobs).sum(-1)
+            own: Any = draft.logprobs[mx.arange(size), to_ids(draft.tokens)][:, None]
+            masses: Any = mx.exp(draft.logprobs).sum(-1)
             with self.blaming("propose()", part="distribution"):
-                check_distribution(masses.tolist(), own[:, None].tolist())
+                check_distribution(masses.tolist(), own.tolist())
 
 
 def default_prompts(vocab_size: int) -> list[list[int]]:

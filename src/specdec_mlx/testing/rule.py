@@ -158,7 +158,8 @@ class RuleConformance(Conformance):
         self.require(is_rule, f"{self.subject!r} has no name or no decide().")
         name = self.subject.name
         self.require(isinstance(name, str), f"its name is {name!r}, no str.")
-        samplers = [AT_ONE, GREEDY, *([] if needs_distribution(self.subject) else [second_best])]
+        samplers: list[Any] = [AT_ONE, GREEDY]
+        samplers += [] if needs_distribution(self.subject) else [second_best]
         self.asked = [question for sampler in samplers for question in questions(sampler)]
         self.answers = [self._outcome(question) for question in self.asked]
         num_kept = sum(outcome.num_accepted for outcome in self.answers)

@@ -276,7 +276,8 @@ def contents(cache: Any) -> dict[str, Any]:
     has_rows = hasattr(cache, "keys_and_values") and not cache.empty()
     arrays: Any = dict(tree_flatten(cache.keys_and_values() if has_rows else cache.state))
     plain = (bool, int, float, str, type(None))
-    held = {k: v for k, v in getattr(cache, "__dict__", {}).items() if isinstance(v, plain)}
+    members = getattr(cache, "__dict__", {})
+    held: dict[str, Any] = {k: v for k, v in members.items() if isinstance(v, plain)}
     for name, value in arrays.items():
         is_array = isinstance(value, mx.array)
         checksum = zlib.crc32(bytes(memoryview(value))) if is_array else None
