@@ -181,16 +181,6 @@ def rolled(probs: list[float]) -> Source:
 TARGET, DRAFT = rolled([0.6, 0.3, 0.1]), rolled([0.3, 0.5, 0.2])  # the stated example: V = 3
 
 
-@dataclass(frozen=True, eq=False)
-class TakingTurns:
-    """Several ways to draft; which one is next depends on the state."""
-
-    ways: list[Drafting]
-
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        return self.ways[state % len(self.ways)].drafts(state)
-
-
 def by_state(lengths: list[int]) -> Callable[[int, int], bool]:
     """Stop where the state that the draft has led to allows no more: 0, 1, ... tokens."""
     return lambda state, drafted: drafted < lengths[state]

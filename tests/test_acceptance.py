@@ -34,7 +34,6 @@ from exact import (
     Drawn,
     Rounds,
     Source,
-    TakingTurns,
     by_state,
     continued,
     coupled_joint,
@@ -49,7 +48,7 @@ from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.contracts import Draft, needs_distribution, shares_noise
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
 from specdec_mlx.rules import Lenient, Typical
-from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
+from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
 from specdec_mlx.rules.rejection import Rejection
@@ -82,17 +81,6 @@ def test_what_has_no_mass_is_kept_and_drawn_as_the_limit_says(array):
     block = target_probs, array([0, 0, 0]), draft_probs
     assert COIN_RULES["block"].accept_probs(*block).tolist() == [1, 1, 0]
     assert COIN_RULES["block"].next_probs(*block, 2).tolist() == [0, 1]
-
-
-@given(st.integers(1, 5).flatmap(strategies.law_pairs))
-def test_residual_makes_up_what_acceptance_leaves(pair):
-    """min(p, q) + (1 - sum min(p, q)) * residual = p: accepted and replaced mass make up p."""
-    p, q = pair
-    accepted = np.minimum(p, q)
-    law = residual(p, q)
-    assert np.all(law >= 0)
-    assert law.sum() == pytest.approx(1, abs=EXACT)
-    np.testing.assert_allclose(accepted + (1 - accepted.sum()) * law, p, atol=EXACT)
 
 
 @every_rule
@@ -159,15 +147,14 @@ def draftings(draw: st.DrawFn, shape: tuple[int, int]) -> tuple[Source, Drafting
     """A target, and drafts of up to K tokens, made in any way that leaves its law alone.
 
     All drawn, or copied as point masses, empty ones among them; whether to draft one more may
-    depend on all before it, what was just drafted included; and drafters that take turns.
+    depend on all before it, what was just drafted included.
     """
     vocab_size, num_draft = shape
     target, draft = draw(strategies.source_pairs(vocab_size))
     whole = Drawn(draft, up_to(num_draft))
     copied = Copied(draw(strategies.copies(vocab_size, num_draft)), vocab_size)
     by_length = Drawn(draft, by_state(draw(strategies.draft_lengths(num_draft))))
-    turns = TakingTurns([by_length, copied, Drawn(target, up_to(1))])
-    return target, draw(st.sampled_from([whole, copied, by_length, turns]))
+    return target, draw(st.sampled_from([whole, copied, by_length, Drawn(target, up_to(1))]))
 
 
 @every_way

@@ -48,7 +48,7 @@ from specdec_mlx.checks.drawn import Cells, Draws, check_declared, check_joint
 from specdec_mlx.checks.one_step import VARIANTS, check_one_step, lossless
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.run import run_parts
-from specdec_mlx.checks.stand_ins import Remembered, with_remembered_models
+from specdec_mlx.checks.stand_ins import Remembered
 from specdec_mlx.checks.subject import Step, Subject, Work
 from specdec_mlx.checks.texts import check_greedy, check_state, check_widths, depends_on_text_alone
 from specdec_mlx.cli import commands as cli
@@ -388,16 +388,6 @@ def test_remembered_logits_are_the_models(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(type(model()), "__call__", pytest.fail)
     assert memory.after([3, 9, 2, 4]) is elsewhere
     memory.after([3, 9, 2])
-
-
-def test_models_of_a_drafter_are_remembered_and_it_is_left_alone() -> None:
-    """At any depth."""
-    inner = model_drafter()
-    outer: Any = Altered(sd.FirstOf(sd.NGramDrafter(), inner), dropped)
-    changed: Any = with_remembered_models(outer, [1])
-    assert isinstance(changed.drafter.drafters[1].model, Remembered)
-    assert changed.drafter.drafters[0] == outer.drafter.drafters[0]
-    assert inner.model is model(0.3)
 
 
 # The drafter's state ------------------------------------------------------------------------------
