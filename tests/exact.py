@@ -1,14 +1,13 @@
 """Exact distributions of rounds: what the tests add to `specdec_mlx.testing.enumeration`.
 
-Several rounds in a row, match and its coupled form, drafts made in several ways, lengths that a
-policy chooses; and named wrong rules, each of which the same tests have to reject.
+Several rounds in a row, match and its coupled form, drafts made in several ways; and named wrong
+rules, each of which the same tests have to reject.
 """
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from copy import deepcopy
 from dataclasses import dataclass, field
 from itertools import pairwise, product
 from typing import Any, Protocol
@@ -24,10 +23,8 @@ from specdec_mlx.contracts import (
     DraftContext,
     Drafter,
     DraftSession,
-    RoundRecord,
     Verdict,
 )
-from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.rules.arithmetic import (
     acceptance_probability,
     at,
@@ -184,16 +181,6 @@ def rolled(probs: list[float]) -> Source:
 TARGET, DRAFT = rolled([0.6, 0.3, 0.1]), rolled([0.3, 0.5, 0.2])  # the stated example: V = 3
 
 
-@dataclass(frozen=True, eq=False)
-class TakingTurns:
-    """Several ways to draft; which one is next depends on the state."""
-
-    ways: list[Drafting]
-
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        return self.ways[state % len(self.ways)].drafts(state)
-
-
 def by_state(lengths: list[int]) -> Callable[[int, int], bool]:
     """Stop where the state that the draft has led to allows no more: 0, 1, ... tokens."""
     return lambda state, drafted: drafted < lengths[state]
@@ -256,53 +243,6 @@ def _first_of_both(a: np.ndarray, b: np.ndarray, start: float, end: float) -> fl
         upper = 0.0 if right == np.inf else 1 / (level + slope * right)
         total += (1 / (level + slope * left) - upper) / slope
     return total
-
-
-@dataclass(frozen=True, eq=False)
-class RoundsOfLength(Rounds):
-    """Rounds whose draft lengths a policy chooses from the verdicts so far."""
-
-    lengths: list[Drafting]
-    policy: DraftLength
-    seconds: Callable[[int], float]
-    chosen: set[int]
-
-    def joint(self, num_rounds: int, length: int) -> np.ndarray:
-        rounds = [Rounds(self.target, way, self.deciding) for way in self.lengths]
-        branches: list[tuple[Tokens, float, DraftLength]] = [((), 1.0, self.policy)]
-        for i in range(num_rounds):
-            longer = []
-            for text, weight, policy in branches:
-                num_draft = min(policy.limit("it", cheap=False), len(self.lengths) - 1)
-                if i:
-                    self.chosen.add(num_draft)
-                outcomes = rounds[num_draft].outcomes_from(state_after(0, text))
-                for (tokens, n), chance in outcomes.items():
-                    learned = deepcopy(policy) if i + 1 < num_rounds else policy
-                    if i + 1 < num_rounds:
-                        seconds = self.seconds(num_draft)
-                        learned.record(round_record(num_draft, tokens, n, seconds))
-                    longer.append(((text + tokens)[:length], weight * chance, learned))
-            branches = longer
-        texts: dict[Tokens, float] = defaultdict(float)
-        for text, weight, _ in branches:
-            texts[text] += weight
-        return continued(self.target, texts, length)
-
-
-def round_record(
-    num_draft: int, tokens: Sequence[int], num_accepted: int, seconds: float
-) -> RoundRecord:
-    """What the loop would tell a policy."""
-    return RoundRecord(
-        drafted=num_draft,
-        accepted=num_accepted,
-        emitted=len(tokens),
-        fed=num_draft + 1,
-        tokens=tokens,
-        seconds=seconds,
-        part="it" if num_draft else "",
-    )
 
 
 def longest_joint(vocab_size: int, num_rounds: int, num_draft: int) -> int:

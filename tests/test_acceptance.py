@@ -1,17 +1,27 @@
-"""Acceptance rules: their functions one by one, and the exact law of whole rounds."""
+"""Acceptance rules: their functions one by one, and the exact law of whole rounds.
+
+Of those that change the target's law: what still holds, and that nobody gets them unasked.
+"""
 
 from __future__ import annotations
 
-from types import SimpleNamespace
+import argparse
+from dataclasses import replace
+from functools import cache, partial
+from itertools import product
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from mlx_lm.models.cache import make_prompt_cache
 
+import specdec_mlx as sd
 import strategies
+import tiny
 from exact import (
     COIN_RULES,
     NUM_STATES,
@@ -23,36 +33,31 @@ from exact import (
     Drafting,
     Drawn,
     Rounds,
-    RoundsOfLength,
     Source,
-    TakingTurns,
     by_state,
+    continued,
     coupled_joint,
     decide,
     longest_joint,
-    round_record,
     to_mlx,
     up_to,
 )
+from lossless import noisy_copy
 from selection import in_one_test
-from specdec_mlx.checks.chi_square import ChiSquare
-from specdec_mlx.contracts import (
-    Agreement,
-    Draft,
-    needs_distribution,
-    shares_noise,
-)
-from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.parts import REST
-from specdec_mlx.draft_length.policy import DraftLength, Heuristic
-from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
+from specdec_mlx.checks.subject import total_variation
+from specdec_mlx.contracts import Draft, needs_distribution, shares_noise
+from specdec_mlx.mlx_lm_plugin.flags import add_arguments
+from specdec_mlx.rules import Lenient, Typical
+from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass
+from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
 from specdec_mlx.rules.rejection import Rejection
+from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import sources
 
 EXACT = 1e-12
 FLOAT32 = 2e-6
+AT_ONE = sd.Sampling(temp=1.0)
 
 EVERY_WAY: list[Deciding] = [ByMatch(), ByCoupling(), *map(ByRule, COIN_RULES.values())]
 """All that leave the target's law alone."""
@@ -76,17 +81,6 @@ def test_what_has_no_mass_is_kept_and_drawn_as_the_limit_says(array):
     block = target_probs, array([0, 0, 0]), draft_probs
     assert COIN_RULES["block"].accept_probs(*block).tolist() == [1, 1, 0]
     assert COIN_RULES["block"].next_probs(*block, 2).tolist() == [0, 1]
-
-
-@given(st.integers(1, 5).flatmap(strategies.law_pairs))
-def test_residual_makes_up_what_acceptance_leaves(pair):
-    """min(p, q) + (1 - sum min(p, q)) * residual = p: accepted and replaced mass make up p."""
-    p, q = pair
-    accepted = np.minimum(p, q)
-    law = residual(p, q)
-    assert np.all(law >= 0)
-    assert law.sum() == pytest.approx(1, abs=EXACT)
-    np.testing.assert_allclose(accepted + (1 - accepted.sum()) * law, p, atol=EXACT)
 
 
 @every_rule
@@ -137,35 +131,12 @@ def test_decide_is_coins_then_a_token(name, block, data):
     assert all(target_probs[i, token].item() > 0 for i, token in enumerate(emitted))
 
 
-def test_rule_names_are_checked():
-    """Unknown names are refused, with the list of known ones; a rule is taken as it is."""
-    for name in rule_names():
-        rule = make_rule(name)
-        assert rule == name if isinstance(rule, str) else rule.name == name
-    assert {"auto", "match", "coupled", "rejection", "block"} <= set(rule_names())
-    assert make_rule(COIN_RULES["block"]) is COIN_RULES["block"]
-    with pytest.raises(UnknownNameError, match=f"'linient'.*{', '.join(rule_names())}"):
-        make_rule("linient")
-    for choice in ("block:lenience=1", "coupled:x=1", "lenient:lenience", 3, None, Rejection):
-        with pytest.raises(ValueError, match=r"takes no options|key=value|AcceptanceRule"):
-            make_rule(choice)
-
-
 def test_rules_say_what_they_need() -> None:
     """Auto and match take samplers that can only be called; coupled alone shares its noise."""
     rules = [make() for make in (*LOSSLESS.values(), *LOSSY.values())]
+    assert {rule.name for rule in rules} == set(rule_names())
     assert [rule.name for rule in rules if not needs_distribution(rule)] == ["auto", "match"]
     assert [rule.name for rule in rules if shares_noise(rule)] == ["coupled"]
-
-
-@in_one_test("name", [name for name in (*LOSSLESS, "typical") if name != "auto"])
-def test_with_a_greedy_target_tokens_are_compared(name: str) -> None:
-    """No chance is worked out and no noise is drawn: the verdict is agreement with the argmax."""
-    target: Any = SimpleNamespace(greedy=True, tokens=mx.array([1, 2]))
-    no_randomness: Any = None
-    verdict = make_rule(name).decide(target, Draft([1], to_mlx(np.eye(3)[:1])), no_randomness)
-    assert isinstance(verdict, Agreement)
-    assert verdict.target_tokens.tolist() == [1, 2]
 
 
 # The law of whole rounds --------------------------------------------------------------------------
@@ -176,15 +147,14 @@ def draftings(draw: st.DrawFn, shape: tuple[int, int]) -> tuple[Source, Drafting
     """A target, and drafts of up to K tokens, made in any way that leaves its law alone.
 
     All drawn, or copied as point masses, empty ones among them; whether to draft one more may
-    depend on all before it, what was just drafted included; and drafters that take turns.
+    depend on all before it, what was just drafted included.
     """
     vocab_size, num_draft = shape
     target, draft = draw(strategies.source_pairs(vocab_size))
     whole = Drawn(draft, up_to(num_draft))
     copied = Copied(draw(strategies.copies(vocab_size, num_draft)), vocab_size)
     by_length = Drawn(draft, by_state(draw(strategies.draft_lengths(num_draft))))
-    turns = TakingTurns([by_length, copied, Drawn(target, up_to(1))])
-    return target, draw(st.sampled_from([whole, copied, by_length, turns]))
+    return target, draw(st.sampled_from([whole, copied, by_length, Drawn(target, up_to(1))]))
 
 
 @every_way
@@ -197,6 +167,14 @@ def test_no_round_changes_the_law(deciding, shape, rounds, data):
     assert Rounds(target, drafting, deciding).total_variation(rounds, length) < EXACT
 
 
+def test_a_token_that_is_dropped_for_what_it_is_changes_the_law():
+    """A control: the same enumeration finds it, under each rule by coins."""
+    target, draft = sources(3, 1)
+    for rule in COIN_RULES.values():
+        drafting = Drawn(draft, up_to(2), dropped_below=0.2)
+        assert Rounds(target, drafting, ByRule(rule)).total_variation(1, 3) > 0.01
+
+
 @given(st.integers(1, 5).flatmap(strategies.law_pairs))
 def test_shared_noise_draws_from_both_laws(pair):
     """The tokens of target and draft, drawn from one noise, have the law p and the law q."""
@@ -205,43 +183,6 @@ def test_shared_noise_draws_from_both_laws(pair):
     assert np.all(joint >= 0)
     np.testing.assert_allclose(joint.sum(axis=1), p, atol=EXACT)
     np.testing.assert_allclose(joint.sum(axis=0), q, atol=EXACT)
-
-
-def test_shared_noise_is_what_the_loop_has():
-    """20,000 pairs of draws from MLX's Gumbel noise follow the joint law; false alarms 1e-6."""
-    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.2, 0.2, 0.6])
-    noise = np.array(mx.random.gumbel((20_000, 3), key=mx.random.key(0)))
-    pairs = 3 * np.argmax(np.log(p) + noise, axis=1) + np.argmax(np.log(q) + noise, axis=1)
-    test = ChiSquare.of(np.bincount(pairs, minlength=9), 20_000 * coupled_joint(p, q).ravel())
-    assert test.p_value > 1e-6
-
-
-def seconds_of(num_draft: int) -> float:
-    """Of a round: where a verdict is enough to change the choice."""
-    return 1.0 + 0.45 * num_draft
-
-
-def trained(policy: DraftLength) -> DraftLength:
-    """A policy after rounds of every length, half of whose drafts were kept, and plain ones."""
-    for i in range(202 + REST):
-        num_draft = i % 4 if i < 202 else 0
-        tokens = [0] * (num_draft + 1 if i % 8 < 4 else 1)
-        policy.limit("it", cheap=False)
-        policy.record(round_record(num_draft, tokens, len(tokens) - 1, seconds_of(num_draft)))
-    return policy
-
-
-@pytest.mark.parametrize("shape", [(2, 3), (3, 2)])
-@pytest.mark.parametrize("policy", [Heuristic(1), trained(Auto())], ids=["heuristic", "auto"])
-@every_way
-def test_lengths_that_follow_the_verdicts_leave_the_law_alone(deciding, policy, shape):
-    """The policies of the loop, "auto" among them: the joint law of 3 rounds; laws from a seed."""
-    vocab_size, num_draft = shape
-    p, q = sources(vocab_size, 1)
-    lengths = [Drawn(q, up_to(k)) for k in range(num_draft + 1)]
-    rounds = RoundsOfLength(p, lengths[0], deciding, lengths, policy, seconds_of, set())
-    assert rounds.total_variation(3, longest_joint(vocab_size, 3, num_draft)) < EXACT
-    assert len(rounds.chosen) > 1
 
 
 # How much is accepted -----------------------------------------------------------------------------
@@ -305,3 +246,212 @@ def test_coins_are_sure_where_the_laws_are_equal(name, p, data):
     block = target_probs, tokens, target_probs[:-1]
     for arrays in (block, tuple(map(to_mlx, block))):
         assert COIN_RULES[name].accept_probs(*arrays).tolist() == [1.0] * num_draft
+
+
+# Rules that change the law -----------------------------------------------------------------------
+
+lenient_rules = st.sampled_from([1.0, 0.8, 0.5, 0.1, 1e-3]).map(lambda x: Lenient(lenience=x))
+typical_rules = st.sampled_from([(0.09, 0.3), (0.0, 0.5), (0.9, 0.99), (0.5, 0.0), (0.3, 0.6)]).map(
+    lambda x: Typical(*x)
+)
+
+
+def conditionals(joint: np.ndarray) -> list[np.ndarray]:
+    """Law of each token given those before it, from the joint law [V, ..., V]; 0/0 is 0."""
+    laws = []
+    for size in range(1, joint.ndim + 1):
+        begun = joint.sum(axis=tuple(range(size, joint.ndim)))
+        before = begun.sum(axis=-1, keepdims=True)
+        laws.append(begun / np.where(before > 0, before, 1))
+    return laws
+
+
+def drafted(data: st.DataObject, shape: tuple[int, int], draft) -> Drawn | Copied:
+    """Drawn at random, or point masses."""
+    vocab_size, num_draft = shape
+    if data.draw(st.booleans()):
+        return Drawn(draft, up_to(num_draft))
+    return Copied(data.draw(strategies.copies(vocab_size, num_draft)), vocab_size)
+
+
+@given(shape=strategies.small_shapes, rule=lenient_rules | typical_rules, data=st.data())
+def test_no_token_comes_more_often_than_the_rule_allows(shape, rule, data):
+    """Given any text before it, after two rounds of drafts.
+
+    Lenient: at most p(x) / l. Typical: at most p(x) below the threshold.
+    """
+    target, draft = data.draw(strategies.source_pairs(shape[0]))
+    length = longest_joint(shape[0], 2, shape[1])
+    joint = Rounds(target, drafted(data, shape, draft), ByRule(rule)).joint(2, length)
+    own = conditionals(continued(target, {(): 1.0}, length))
+    for seen, law in zip(conditionals(joint), own, strict=True):
+        reached = law.sum(axis=-1) > 0  # a text that p excludes is never written, nor continued
+        if isinstance(rule, Lenient):
+            most = law / rule.lenience
+        else:
+            most = np.where(law <= rule.threshold(law)[..., None], law, 1)
+        assert np.all(seen[reached] <= most[reached] + EXACT)
+        assert np.all(seen[~reached] == 0)
+
+
+@given(pair=st.integers(1, 5).flatmap(strategies.law_pairs), rule=lenient_rules)
+def test_one_lenient_token_has_the_stated_law(pair, rule):
+    """At K = 1 sum min(p/l, q) is kept; nothing that q does not favour comes above p; distance."""
+    p, q = pair
+    law, kept = one_token(rule, p, q)
+    capped = np.minimum(p / rule.lenience, q)
+    assert kept == pytest.approx(capped.sum(), abs=EXACT)
+    assert np.all(law <= np.where(q <= p, p, capped) + EXACT)
+    distance = np.where(q > p, capped - p, 0).sum()
+    assert total_variation(law, p) == pytest.approx(distance, abs=EXACT)
+
+
+def one_token(rule: CoinRule, p: np.ndarray, q: np.ndarray) -> tuple[np.ndarray, float]:
+    """Law [V] of the first token of a round with one draft token, and the chance to keep that."""
+    target, draft = (Source(np.tile(law, (NUM_STATES, 1))) for law in (p, q))
+    rounds = Rounds(target, Drawn(draft, up_to(1)), ByRule(rule))
+    return rounds.joint(1, 1), rounds.expected_accepted()
+
+
+@given(block=strategies.blocks())
+def test_without_lenience_it_is_rejection(block):
+    """l = 1: the same chances and the same laws, bit for bit."""
+    exact, lenient = COIN_RULES["rejection"], Lenient(lenience=1.0)
+    p, x, q = block
+    assert np.array_equal(lenient.accept_probs(*block), exact.accept_probs(*block))
+    for n in range(len(block[1]) + 1):
+        assert np.array_equal(lenient.next_probs(p, x, q, n), exact.next_probs(p, x, q, n))
+    for laws in (q, point_mass(x, p)):  # and more of it accepts more
+        chances = [Lenient(lenience).accept_probs(p, x, laws) for lenience in (1.0, 0.5, 0.2)]
+        assert np.all(np.diff(chances, axis=0) >= 0)
+
+
+@given(pair=st.integers(1, 5).flatmap(strategies.law_pairs), rule=typical_rules)
+def test_one_typical_token_has_the_stated_law(pair, rule):
+    """A draft token is kept iff p > min(epsilon, delta exp(-H)); else a token of p follows."""
+    p, q = pair
+    entropy = -sum(x * np.log(x) for x in p if x > 0)
+    threshold = min(rule.epsilon, rule.delta * np.exp(-entropy))
+    assert rule.threshold(p) == pytest.approx(threshold, abs=EXACT)
+    typical = p > rule.threshold(p)
+    law, kept = one_token(rule, p, q)
+    assert kept == pytest.approx(q[typical].sum(), abs=EXACT)
+    np.testing.assert_allclose(law, np.where(typical, q, 0) + (1 - kept) * p, atol=EXACT)
+    assert np.all(law[~typical] <= p[~typical] + EXACT)
+    assert np.all(law[typical] * threshold <= p[typical] + EXACT)
+    assert typical[np.argmax(p)]
+
+
+@in_one_test(
+    ("spec", "rule"),
+    [
+        *((name, make_rule(name)) for name in rule_names()),
+        ("lenient:lenience=0.25", Lenient(lenience=0.25)),
+        ("typical:delta=0.5,epsilon=0.2", Typical(epsilon=0.2, delta=0.5)),
+        (COIN_RULES["block"], COIN_RULES["block"]),
+        ("linient", f"'linient'.*{', '.join(rule_names())}"),
+        ("lenient:lenience=0", r"\(0, 1\]"),
+        ("lenient:lenience=much", "lenience"),
+        ("lenient:leniency=0.5", "leniency"),
+        ("typical:epsilon=1", r"Typical\(epsilon=1.0\)"),
+        ("typical:delta", "key=value"),
+        ("block:lenience=1", "takes no options"),
+        (3, "AcceptanceRule"),
+        (Rejection, "AcceptanceRule"),
+    ],
+)
+def test_a_rule_is_a_name_with_options_or_an_object(spec, rule, capsys):
+    """In Python and on the command line; what gives no guarantee is refused, there by status 2."""
+    parser = argparse.ArgumentParser()
+    add_arguments(parser)
+    if not isinstance(rule, str) or rule == spec:
+        assert make_rule(spec) == rule
+        assert not isinstance(spec, str) or parser.parse_args(["--rule", spec]).rule == spec
+        return
+    with pytest.raises(ValueError, match=rule):
+        make_rule(spec)
+    if isinstance(spec, str):
+        with pytest.raises(SystemExit):
+            parser.parse_args(["--rule", spec])
+        assert "--rule" in capsys.readouterr().err
+
+
+# In the loop --------------------------------------------------------------------------------------
+
+PROMPT = [3, 1, 2]
+FILTERED = sd.Sampling(temp=0.8, top_p=0.9, top_k=40)
+
+target = cache(partial(tiny.build, "qwen2"))
+draft = cache(partial(noisy_copy, "qwen2", 0.2))
+
+
+def run(rule: Any, sampling: Any = None, **options: Any) -> tuple[list[int], Any]:
+    """Tokens of a generation with the noisy copy as the drafter, and its stats."""
+    options = {"seed": 3, "draft_length": 3, "max_tokens": 60} | options
+    drafter = options.pop("drafter", sd.ModelDrafter(draft()))
+    tokens = list(sd.speculate(target(), PROMPT, drafter, sampler=sampling, rule=rule, **options))
+    return [t.token for t in tokens], tokens[-1].stats
+
+
+@pytest.mark.parametrize("sampling", [AT_ONE, FILTERED])
+def test_a_model_that_drafts_for_itself_is_always_right(sampling: sd.Sampling) -> None:
+    """p = q, after temperature and filters, the same for both: all drafts are kept."""
+    for rule in COIN_RULES:
+        _, stats = run(rule, sampling, drafter=sd.ModelDrafter(target()), max_tokens=100)
+        assert stats.acceptance_rate == 1.0
+
+
+def test_a_draft_temperature_is_the_drafts_alone() -> None:
+    """The filters are the target's; at 0, or with a greedy target, drafts are greedy ones."""
+
+    def drafted(sampling: sd.Sampling, **options: Any) -> Draft:
+        context = sd.DraftContext(
+            sampling=sampling, noise=Noise(0), vocab_size=tiny.CONFIGS["qwen2"]["vocab_size"]
+        )
+        return sd.ModelDrafter(draft(), **options).begin(PROMPT, context).propose(2)
+
+    logits = draft()(mx.array([PROMPT]), cache=make_prompt_cache(draft()))[0, -1]
+    own = replace(FILTERED, temp=0.6).log_distribution(logits)
+    declared = drafted(FILTERED, draft_temp=0.6).logprobs
+    np.testing.assert_allclose(mx.exp(declared[0]), mx.exp(own), atol=1e-6)
+    for sampling, draft_temp in [(FILTERED, 0.0), (sd.Sampling(), 1.5)]:
+        certain, greedy = (drafted(sampling, draft_temp=draft_temp), drafted(sampling, greedy=True))
+        assert certain.logprobs is None
+        assert certain.tokens.tolist() == greedy.tokens.tolist()
+    for wrong in (-0.5, float("nan")):
+        with pytest.raises(ValueError, match="draft_temp="):
+            sd.ModelDrafter(draft(), draft_temp=wrong)
+
+
+def test_a_lenient_greedy_text_has_no_unlikely_token() -> None:
+    """Each token is at least l times as likely as the likeliest there; more is accepted.
+
+    At l = 1 that is the plain text, and a tiny l keeps every draft token.
+    """
+    plain, strict = run("auto")
+    text, stats = run("lenient:lenience=0.6")
+    logits = target()(mx.array([[*PROMPT, *text]]), cache=make_prompt_cache(target()))[0]
+    probs = mx.softmax(logits[len(PROMPT) - 1 : -1], axis=-1)
+    own = mx.take_along_axis(probs, mx.array(text)[:, None], axis=-1)[:, 0]
+    assert mx.all(own >= (0.6 - 1e-5) * probs.max(axis=-1)).item()
+    assert text != plain
+    assert strict.accepted_share < min(stats.accepted_share, 0.95)
+    assert run("lenient:lenience=1.0")[0] == plain
+    assert run("lenient:lenience=1e-30")[1].acceptance_rate == 1.0
+    assert run("typical")[0] == run("auto", drafter=None)[0] == plain  # a one-hot: exact match
+
+
+def test_auto_takes_a_lossless_rule(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Block for drawn drafts; nothing lossy is computed unless it is asked for by name."""
+    assert run("auto", AT_ONE)[0] == run("block", AT_ONE)[0] != run("rejection", AT_ONE)[0]
+    unasked = Mock(side_effect=AssertionError("a lossy rule was used"))
+    for kind, name in product((Lenient, Typical), ("accept_probs", "nearly_matches")):
+        monkeypatch.setattr(kind, name, unasked, raising=False)
+    drafters = [sd.ModelDrafter(draft()), sd.PromptLookupDrafter(min_ngram=1)]
+    for sampling, drafter in product([None, AT_ONE], drafters):
+        run("auto", sampling, drafter=drafter, max_tokens=20)
+    for rule in ("lenient", "typical"):
+        with pytest.raises(AssertionError, match="lossy"):
+            run(rule, AT_ONE)
+    with pytest.raises(ValueError, match="needs the target's distribution"):
+        run("lenient", lambda x: mx.argmax(x, axis=-1))

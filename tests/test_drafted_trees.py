@@ -11,7 +11,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 
-import test_distribution as distribution
+import distribution
 import tiny
 from exact import Source
 from exact_trees import TREE_RULES, ByTreeRule

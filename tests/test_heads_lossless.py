@@ -20,9 +20,9 @@ import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+import distribution
 import heads
 import specdec_mlx as sd
-import test_distribution as distribution
 import tiny
 from scripted import OracleDrafter
 from selection import FULL, cases, in_one_test

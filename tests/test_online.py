@@ -15,8 +15,8 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache
 
 import command_line
+import distribution
 import specdec_mlx as sd
-import test_distribution as distribution
 from selection import FULL, in_one_test
 from serving import chat, serving, text_of
 from specdec_mlx.checks.chi_square import RARE_ALARM

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any
 
@@ -19,7 +18,7 @@ import specdec_mlx as sd
 import tiny
 from benchmarks import recorded_drafts
 from benchmarks.recorded_drafts import Chain, RecordedDrafter, RecordedDrafts, record_drafts
-from exact import COIN_RULES, TARGET, ByCoupling, ByRule, Deciding, Rounds, Source
+from exact import COIN_RULES, ByCoupling, ByRule, Deciding, Source
 from selection import in_one_test
 from simulated import know
 from specdec_mlx.bench.cost import CostCurve, linear_cost
@@ -34,49 +33,9 @@ from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing.enumeration import Tokens, state_after
 
-EXACT = 1e-12
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
-
-
-@dataclass(frozen=True, eq=False)
-class Stopped:
-    """Up to 4 tokens drawn from a source, as long as `goes_on` says so."""
-
-    source: Source
-    goes_on: GoesOn
-    peeks: bool = False
-
-    def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        """Every path that has a chance."""
-        yield from self._longer(state, (), 1.0, [], [])
-
-    def _longer(
-        self,
-        state: int,
-        tokens: Tokens,
-        weight: float,
-        rows: list[np.ndarray],
-        evidence: list[Evidence],
-    ) -> Iterator[tuple[float, Tokens, np.ndarray]]:
-        probs = self.source.probs[state_after(state, tokens)]
-        dropped = 0.0
-        for token in np.flatnonzero(probs):
-            seen = float(probs[token] if self.peeks else probs.max())
-            known = [*evidence, Evidence(confidence=seen)]
-            step = Step.STOP_AFTER if len(known) == 4 else self.goes_on(known)
-            longer, chance = (*tokens, int(token)), weight * probs[token]
-            if step is Step.STOP_BEFORE:
-                dropped += chance
-            elif step is Step.STOP_AFTER:
-                yield chance, longer, np.stack([*rows, probs])
-            else:
-                yield from self._longer(state, longer, chance, [*rows, probs], known)
-        if dropped:
-            stacked = np.stack(rows) if rows else np.zeros((0, self.source.vocab_size))
-            yield dropped, tokens, stacked
 
 
 PEAKED = Source(
@@ -96,22 +55,19 @@ PEAKED = Source(
 
 
 class Timed:
-    """A session that is as sure of each token as it is said, and a clock of its own."""
+    """A session that is as sure of each token, and a clock of its own."""
 
-    def __init__(
-        self, step: float, reading: float = 0.0, context: int = 0, confidence: float = 0.9
-    ) -> None:
-        self.step, self.reading, self.unread, self.confidence = step, reading, context, confidence
-        self.now = 0.0
+    now = 0.0
+
+    def __init__(self, step: float) -> None:
+        self.step = step
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        self.now += self.reading * self.unread
-        self.unread = 0
         evidence: list[Evidence] = []
         step = Step.GO_ON
         while step is Step.GO_ON and len(evidence) < limit:
             self.now += self.step
-            evidence.append(Evidence(confidence=self.confidence))
+            evidence.append(Evidence(confidence=0.9))
             step = goes_on(evidence)
         kept = evidence[: len(evidence) - (step is Step.STOP_BEFORE)]
         return Draft([1] * len(kept), evidence=kept)
@@ -160,21 +116,6 @@ WAYS: dict[str, Deciding] = {
     "block": ByRule(COIN_RULES["block"]),
     "coupled": ByCoupling(),
 }
-
-
-@in_one_test("how", DECIDERS)
-@pytest.mark.parametrize("name", WAYS)
-def test_stopping_by_confidence_leaves_the_joint_distribution_alone(name: str, how: str) -> None:
-    """Two rounds, three tokens, a draft whose distribution varies with the text, K up to 4; told
-    the drawn token's probability instead of the largest, the same enumeration finds it.
-    """
-    drafting = Stopped(PEAKED, DECIDERS[how])
-    lengths = {len(tokens) for state in range(7) for _, tokens, _ in drafting.drafts(state)}
-    assert len(lengths) > 1  # it does stop at different places
-    assert Rounds(TARGET, drafting, WAYS[name]).total_variation(2, 3) < EXACT
-    if name != "coupled":
-        peeking = Stopped(PEAKED, by_threshold, peeks=True)
-        assert Rounds(TARGET, peeking, WAYS[name]).total_variation(1, 3) > 0.01
 
 
 @cache
@@ -347,13 +288,6 @@ def test_no_text_loses_more_than_it_may(shares: list[Share], draft_cost: float, 
     assert max(lost) < 2 * BUDGET + EXPLORATION * 120 + 1
     if varied not in shares and guess not in shares:
         assert 0 < sum(lost) < BUDGET + EXPLORATION * 120 * len(runs)
-
-
-def test_a_good_text_after_a_bad_one_gains_at_once() -> None:
-    """What the model earned in other texts is there for this one."""
-    shares = [varied] * 6 + [useless] * 2 + [varied]
-    runs = modelled(shares, "auto", CURVES["slope"], 0.1)
-    assert speed(runs[-1:]) > 0.95 * speed(runs[:6])
 
 
 class Given(Chances):

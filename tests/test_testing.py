@@ -195,12 +195,6 @@ def forgets_the_correction(self: Copying, tokens: Sequence[int]) -> None:
     self.text += tokens[:-1] if len(tokens) > 1 else tokens
 
 
-class ChangesThePrompt(Copying):
-    def __init__(self, prompt: Any, context: DraftContext) -> None:
-        super().__init__(prompt, context)
-        prompt.append(3)
-
-
 class NeverRewinds(Copying):
     """Its proposals stay in its text."""
 
@@ -226,10 +220,6 @@ class ForgetsItsDistribution(Drawing):
 def one_hot(tokens: list[int], logprobs: list[mx.array]) -> list[mx.array]:
     """Declares that it would always have proposed what it drew, as a distribution."""
     return [mx.where(mx.arange(V) == token, 0.0, -mx.inf) for token in tokens]
-
-
-def impossible(tokens: list[int], logprobs: list[mx.array]) -> list[mx.array]:
-    return [mx.where(mx.arange(V) == token, -mx.inf, -np.log(V - 1)) for token in tokens]
 
 
 def drop_unlikely(tokens: list[int], logprobs: list[mx.array]) -> Draft:
@@ -305,15 +295,10 @@ BROKEN: dict[str, list[Any]] = {
         Of(lambda prompt, context: object()),
         copying(propose=lambda self, limit: Draft(self.tokens(limit + 1))),
         copying(propose=lambda self, limit: Draft(self.tokens(max(1, limit)))),  # for nothing
-        copying(propose=lambda self, limit: Draft([V] * limit)),
         copying(propose=lambda self, limit: self.text[-limit:]),
         copying(propose=lambda self, limit: Draft(np.array(self.tokens(limit)))),
-        # a child that stands before its parent
-        copying(propose=lambda self, k: Draft(self.tokens(k), parents=list(range(1, k + 1)))),
         copying(propose=lambda self, k: Draft(self.tokens(k), evidence=(1,) * (k + 1))),
-        drawing(lambda tokens, rows: Draft(tokens, rows[0]) if tokens else Draft()),
         Of(KeepsThePrompt),
-        Of(ChangesThePrompt),
         copying(observe=changes_tokens),
         Counts(),
     ],
@@ -339,7 +324,6 @@ BROKEN: dict[str, list[Any]] = {
         declaring(lambda tokens, rows: [row / 0.8 - mx.logsumexp(row / 0.8) for row in rows]),
         declaring(one_hot),
         drawing(drop_unlikely),
-        declaring(impossible),
     ],
     "memory": [
         copying(observe=copies_the_text),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -25,7 +24,11 @@ class ChiSquare(NamedTuple):
 
     @classmethod
     def of(cls, seen: Counts, expected: Counts) -> ChiSquare:
-        """Statistic of counts [cells]; infinite if the impossible was seen."""
+        """Statistic of counts [cells]; infinite if the impossible was seen.
+
+        Cells of several groups of draws stand one after the other. Each group takes a degree of
+        freedom more than is subtracted, so that alarms are a little rarer than stated.
+        """
         possible = expected > 0
         pools = _pools(expected[possible])
         due, got = (np.bincount(pools, counts[possible]) for counts in (expected, seen))
@@ -39,42 +42,20 @@ class ChiSquare(NamedTuple):
 
         return float(chdtrc(max(1, self.freedom), self.statistic))
 
-    @property
-    def is_alarm(self) -> bool:
-        """True if the check fails on it."""
-        return self.p_value < FALSE_ALARM
 
-    def numbers(self) -> dict[str, float]:
-        """The test's numbers for a report."""
-        named = {"chi_square": self.statistic, "degrees_of_freedom": self.freedom}
-        return named | {"p_value": self.p_value, "false_alarm": FALSE_ALARM}
-
-
-def limit(freedom: int, false_alarm: float = RARE_ALARM) -> float:
-    """Statistic that chi-square exceeds with chance `false_alarm`."""
-    from scipy.special import chdtri
-
-    return float(chdtri(max(1, freedom), false_alarm))
-
-
-def together(tests: Iterable[ChiSquare]) -> ChiSquare:
-    """Independent tests as one: both numbers add up."""
-    statistics, freedoms = zip(*tests, strict=True)
-    return ChiSquare(sum(statistics), sum(freedoms))
-
-
-def power(wrong: Sequence[Counts], right: Sequence[Counts]) -> float:
-    """Chance that wrong counts are told from right ones, each [cells] for each group of draws.
+def power(wrong: Counts, right: Counts) -> float:
+    """Chance that wrong counts [cells] are told from right ones.
 
     By the noncentral chi-square distribution, and by the chance that something impossible comes.
     """
-    from scipy.special import chndtr
+    from scipy.special import chdtri, chndtr
 
-    pairs = list(zip(wrong, right, strict=True))
-    unseen = np.exp(-sum(w[r == 0].sum() for w, r in pairs))
-    test = together(ChiSquare.of(np.where(r > 0, w, 0), r) for w, r in pairs)
-    within = chndtr(limit(test.freedom, FALSE_ALARM), test.freedom, test.statistic)
-    return float(1 - unseen * (within if test.freedom else 1))
+    unseen = np.exp(-wrong[right == 0].sum())
+    test = ChiSquare.of(np.where(right > 0, wrong, 0), right)
+    if test.freedom < 1:
+        return float(1 - unseen)
+    limit = chdtri(test.freedom, FALSE_ALARM)
+    return float(1 - unseen * chndtr(limit, test.freedom, test.statistic))
 
 
 def _pools(expected: Counts) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from specdec_mlx.checks import one_step
-from specdec_mlx.checks.chi_square import LEAST_EXPECTED, ChiSquare, Counts, power, together
+from specdec_mlx.checks.chi_square import FALSE_ALARM, LEAST_EXPECTED, ChiSquare, Counts, power
 from specdec_mlx.checks.one_step import DRAFT_FAULTS, VARIANTS, Variant, lossless
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.stand_ins import Alone, Remembered, with_remembered_models
@@ -33,17 +33,13 @@ from specdec_mlx.token_ids import to_list
 SURE = 0.9  # power from which a fault counts as one that would have been found
 
 DECLARED_NAME = "declared distribution"
-FEWEST_DRAWS = 100
 NUM_BINS = 10
-NUM_RANKED = (
-    1000  # tokens of a distribution that are lined up, the likeliest; the last bin's others
-)
+NUM_RANKED = 1000  # likeliest tokens that are lined up; the others are in the last bin
 
 JOINT_NAME = "joint distribution"
 NUM_TOKENS = 3
 NUM_DRAFT = 2  # so that the bonus token is among the three
 NUM_CONTEXTS = 3
-FEWEST_TEXTS = 100
 TEXTS_PER_CONTEXT = 2000
 UNDRAFTED = -1  # draft tokens left to verify in a round that has none
 OTHER = -1  # last token of the cells that texts share
@@ -57,7 +53,7 @@ Tokens = tuple[int, ...]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Counts of samples beside those expected, each [cells] for each group of samples.
+    """Counts of samples beside those expected, [cells].
 
     samples, aim: words for them, and for what they should follow. wrong: named fault -> the counts
     that it would give.
@@ -65,20 +61,22 @@ class Comparison:
 
     samples: str
     aim: str
-    seen: Sequence[Counts]
-    right: Sequence[Counts]
-    wrong: Mapping[str, Sequence[Counts]]
-
-    def test(self, expected: Sequence[Counts]) -> ChiSquare:
-        """One test of all groups."""
-        return together(map(ChiSquare.of, self.seen, expected))
+    seen: Counts
+    right: Counts
+    wrong: Mapping[str, Counts]
 
     def part(self, name: str, numbers: dict[str, Any], diagnosis: Callable[[], str]) -> Part:
         """The verdict; not run if none of the named faults would have been found."""
-        test = self.test(self.right)
+        test = ChiSquare.of(self.seen, self.right)
         powers = {fault: power(counts, self.right) for fault, counts in self.wrong.items()}
-        numbers = numbers | test.numbers() | {"power": powers}
-        if test.is_alarm:
+        numbers = numbers | {
+            "chi_square": test.statistic,
+            "degrees_of_freedom": test.freedom,
+            "p_value": test.p_value,
+            "false_alarm": FALSE_ALARM,
+            "power": powers,
+        }
+        if test.p_value < FALSE_ALARM:
             verdict = f"{self.samples} do not follow {self.aim} (p = {test.p_value:.1g}): "
             return Part(name, "failed", verdict + diagnosis(), numbers)
         unsure = [fault for fault, chance in powers.items() if chance < SURE]
@@ -148,17 +146,12 @@ def check_declared(draws: Draws) -> Part:
         verdict = "The drafter declares no distribution: its drafts are taken as point masses, and "
         verdict += "verified as such no token can come out of proportion."
         return Part(DECLARED_NAME, "not applicable", verdict, {"proposals": draws.proposals})
-    if num_draws < FEWEST_DRAWS:
-        verdict = f"Only {num_draws} tokens were drafted in the time there was; {FEWEST_DRAWS} are "
-        verdict += "needed. Give more time (--budget)."
-        return Part(DECLARED_NAME, "not run", verdict, {"draws": num_draws})
-    faults = {name: [counts] for name, counts in zip(DRAFT_FAULTS, wrong, strict=True)}
     samples, aim = f"{num_draws} drafted tokens", "the distributions declared for them"
-    compared = Comparison(samples, aim, [seen], [due], faults)
+    compared = Comparison(samples, aim, seen, due, dict(zip(DRAFT_FAULTS, wrong, strict=True)))
     numbers = {
         "draws": num_draws,
-        "drawn_in_each_tenth": (seen / num_draws).round(4).tolist(),
-        "declared_in_each_tenth": (due / num_draws).round(4).tolist(),
+        "drawn_in_each_tenth": (seen / max(1, num_draws)).round(4).tolist(),
+        "declared_in_each_tenth": (due / max(1, num_draws)).round(4).tolist(),
         "proposals_cut_short": draws.cut,
     }
     return compared.part(DECLARED_NAME, numbers, draws.diagnosis)
@@ -219,15 +212,7 @@ class Cells:
     def __init__(self, texts: Texts) -> None:
         self.texts = texts
         self.places: dict[Tokens, tuple[Probs, Probs | None, list[int]]] = {}
-        self._add_place((), float(len(texts.tokens)))
-
-    def _add_place(self, prefix: Tokens, expected: float) -> None:
-        p = self.texts.target_probs(prefix)
-        likely = np.flatnonzero(expected * p >= LEAST_EXPECTED).tolist()
-        self.places[prefix] = p, self.texts.draft_probs(prefix), likely
-        if len(prefix) + 1 < NUM_TOKENS:
-            for token in likely:
-                self._add_place((*prefix, token), expected * p[token])
+        self.cells = list(self.chances())
 
     def cell_of(self, tokens: Tokens) -> Tokens:
         """The cell of a text."""
@@ -247,8 +232,13 @@ class Cells:
 
         arriving: chance to come there by draft tokens left to verify; at 0 the bonus token is due.
         """
-        if prefix not in self.places:
-            return {prefix: sum(arriving.values())}
+        chance = sum(arriving.values())
+        if len(prefix) == NUM_TOKENS:
+            return {prefix: chance}
+        if prefix not in self.places:  # the first time, by the lossless variant
+            p, num_texts = self.texts.target_probs(prefix), len(self.texts.tokens)
+            likely = np.flatnonzero(num_texts * chance * p >= LEAST_EXPECTED).tolist()
+            self.places[prefix] = p, self.texts.draft_probs(prefix), likely
         p, q, likely = self.places[prefix]
         kept, again, bonus = (0 * p, p, p) if q is None else variant(p, q)
         after: dict[int, Any] = defaultdict(float)
@@ -267,7 +257,7 @@ class Cells:
     def seen(self) -> Counts:
         """Texts in each cell."""
         counts = Counter(map(self.cell_of, self.texts.tokens))
-        return np.array([float(counts[cell]) for cell in self.chances()])
+        return np.array([float(counts[cell]) for cell in self.cells])
 
     def expected(self, variant: Variant = lossless) -> Counts:
         """Texts expected in each cell."""
@@ -294,23 +284,23 @@ def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draw
         verdict = "The drafter proposed nothing at any place, so that there is nothing to test. "
         verdict += "Give prompts whose text repeats itself (--prompts)."
         return Part(JOINT_NAME, "not run", verdict)
-    if count < FEWEST_TEXTS:
-        verdict = f"Only {count} texts were drawn in the time there was; {FEWEST_TEXTS} are needed."
-        verdict += " Give more time (--budget)."
-        return Part(JOINT_NAME, "not run", verdict, {"texts": count})
     cells = [Cells(group) for group in groups]
+    right, *wrong = (
+        np.concatenate([one.expected(variant) for one in cells])
+        for variant in (lossless, *VARIANTS.values())
+    )
     compared = Comparison(
         f"{count} texts of {NUM_TOKENS} tokens",
         "the target's distribution",
-        [one.seen() for one in cells],
-        [one.expected() for one in cells],
-        {name: [one.expected(variant) for one in cells] for name, variant in VARIANTS.items()},
+        np.concatenate([one.seen() for one in cells]),
+        right,
+        dict(zip(VARIANTS, wrong, strict=True)),
     )
     numbers = {
         "texts": count,
         "tokens_each": NUM_TOKENS,
         "contexts": len(groups),
-        "cells": sum(map(len, compared.right)),
+        "cells": len(right),
         "draft_tokens": sum(group.drafted for group in groups),
         "accepted": sum(group.accepted for group in groups),
     }
@@ -339,7 +329,8 @@ def _diagnosis(groups: Sequence[Cells], compared: Comparison) -> str:
     firsts = [(group.places[()][0], text[0]) for group in groups for text in group.texts.tokens]
     excluded = sorted({token for p, token in firsts if p[token] == 0})
     shape = f"tokens {excluded[:5]} came that the distribution excludes; " if excluded else ""
-    chances = {name: compared.test(counts).p_value for name, counts in compared.wrong.items()}
+    seen = compared.seen
+    chances = {fault: ChiSquare.of(seen, w).p_value for fault, w in compared.wrong.items()}
     likest = max(chances, key=lambda name: chances[name])
     likeness = f"they look like: {likest} (p = {chances[likest]:.2g})."
     if chances[likest] < 0.01:

@@ -92,16 +92,25 @@ MOST_TOKENS = 1500
 
 
 def ends(
-    rule: CoinRule, target_probs: np.ndarray, tokens: tuple[int, ...], probs: np.ndarray
+    rule: CoinRule,
+    target_probs: np.ndarray,
+    tokens: tuple[int, ...],
+    probs: np.ndarray,
+    to: Callable[[Any], Any] = np.asarray,
 ) -> Iterator[tuple[int, float, np.ndarray]]:
-    """Number kept of a draft [K], its chance, and the distribution [V] of the token after."""
-    given = target_probs, np.array(tokens, int), probs
+    """Number kept of a draft [K], its chance, and the distribution [V] of the token after.
+
+    to: makes the arrays that the rule computes with.
+    """
+    given = to(target_probs), to(np.array(tokens, int)), to(probs)
     coins = np.array(list(product([False, True], repeat=len(tokens))), bool)
-    heads = rule.accept_probs(*given)
+    heads = np.array(rule.accept_probs(*given), np.float64)
     chances = np.where(coins, heads, 1 - heads).prod(axis=1)  # coins are independent
-    for n, chance in enumerate(np.bincount([int(rule.num_accepted(c)) for c in coins], chances)):
+    for n, chance in enumerate(
+        np.bincount([int(rule.num_accepted(to(c))) for c in coins], chances)
+    ):
         if chance > 0:
-            yield n, float(chance), rule.next_probs(*given, n)
+            yield n, float(chance), np.array(rule.next_probs(*given, to(n)), np.float64)
 
 
 class Emitted(NamedTuple):
@@ -119,11 +128,6 @@ class Emitted(NamedTuple):
     kept: float
     overlap: float
     fault: str | None
-
-    @property
-    def furthest(self) -> float:
-        """The larger distance, 0 but for rounding if the rule is lossless."""
-        return max(self.distance, self.bonus_distance)
 
 
 def check_one_step(subject: Subject, work: Work, steps: list[Step]) -> Part:
@@ -156,13 +160,14 @@ def check_one_step(subject: Subject, work: Work, steps: list[Step]) -> Part:
         "expected_acceptance": float(np.mean([result.kept for result in results])),
         "sum_of_min_p_q": float(np.mean([result.overlap for result in results])),
     }
-    rule, worst = max(seen, key=lambda entry: entry[1].furthest)
-    if worst.furthest < TOLERANCE:
+    rule, worst = max(seen, key=lambda entry: max(entry[1][:2]))
+    furthest = max(worst.distance, worst.bonus_distance)
+    if furthest < TOLERANCE:
         verdict = f"In {len(seen)} places the distribution of the emitted token, summed over every "
         return Part(NAME, "passed", f"{verdict}draft token, is the target's.", numbers)
     verdict = (
         f"Rule {rule.name!r} changes the distribution of the text by a total variation of "
-        f"{worst.furthest:.2g}: this is {worst.fault or 'none of the named faults'}. Use "
+        f"{furthest:.2g}: this is {worst.fault or 'none of the named faults'}. Use "
         "rule='auto', or mend the rule."
     )
     return Part(NAME, "failed", verdict, numbers)

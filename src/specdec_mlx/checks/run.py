@@ -112,10 +112,9 @@ def check(
         ranks = ranks_of(model, generation_stream)
         work = Work(time.perf_counter() + budget, ranks=ranks)
         parts = run_parts(subject, work, progress)
-    options = {k: v for k, v in vars(sampling).items() if k == "temp" or v != getattr(Sampling, k)}
     settings = {
         "drafter": type(chosen).__name__,
-        **options,
+        **{k: v for k, v in vars(sampling).items() if k == "temp" or v != getattr(Sampling, k)},
         "rule": subject.rule.name,
         "draft_length": draft_length,
         "prompts": len(subject.prompts),

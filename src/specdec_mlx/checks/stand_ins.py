@@ -64,9 +64,9 @@ class Remembered(nn.Module):  # type: ignore[misc]
             inside: mx.array = held.before_last if len(text) == num_common - 1 else held.inside
             return inside
         if text not in held.known:
-            begins_alike = text[:num_common] == held.context
-            start = num_common - 1 if begins_alike else 0
-            caches = self._prefilled() if begins_alike else make_prompt_cache(held.model)
+            start, caches = 0, make_prompt_cache(held.model)
+            if text[:num_common] == held.context:
+                start, caches = num_common - 1, self._prefilled()
             logits = held.model(to_ids(text[start:])[None], cache=caches)[0]
             mx.eval(logits)
             if len(held.known) >= MOST_ROWS:

@@ -15,6 +15,7 @@ from specdec_mlx.bench.contenders import plain
 from specdec_mlx.bench.summary import EXCUSED_GAP, first_difference, top_two_gap
 from specdec_mlx.checks.report import Part, Status
 from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
+from specdec_mlx.contracts import all_drafters
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -177,13 +178,13 @@ def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None
 
 
 def depends_on_text_alone(drafter: Any) -> bool:
-    """True if a drafter is known to draft the same after the same text: look-ups, and models."""
-    if isinstance(drafter, PromptLookupDrafter | NGramDrafter | nn.Module):
-        return True
-    entries = drafter if isinstance(drafter, tuple) else ()
-    if dataclasses.is_dataclass(drafter):
-        entries = tuple(getattr(drafter, field.name) for field in dataclasses.fields(drafter))
-    return any(map(depends_on_text_alone, entries))
+    """True if all parts are known to draft the same after the same text: look-ups, and models."""
+    parts = [part for part in all_drafters(drafter) if not hasattr(part, "drafters")]
+    return all(
+        isinstance(part, PromptLookupDrafter | NGramDrafter)
+        or any(isinstance(member, nn.Module) for member in getattr(part, "__dict__", {}).values())
+        for part in parts
+    )
 
 
 def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part:

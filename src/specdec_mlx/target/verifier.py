@@ -92,7 +92,7 @@ class LazyPass:
         _check_logits(numbers["scales"], [0, *[i + 1 for i in outcome.kept]])
         _check_next_token(outcome.tokens[-1], vocab_size)
         if "masses" in numbers:
-            _check_distribution(numbers["masses"], numbers["own"])
+            check_distribution(numbers["masses"], numbers["own"])
         if self.counterfactual is not None:
             self.counterfactual.record(np.array(numbers["chances"]), outcome.num_accepted)
         return outcome
@@ -360,7 +360,7 @@ def _check_logits(scales: Sequence[Sequence[float]], rows: Sequence[int]) -> Non
             raise _logits_error(i)
 
 
-def _check_distribution(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:
+def check_distribution(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:
     """Raise DraftError for a row of draft_probs that does not sum to 1 or excludes its token."""
     for i, (mass, (logprob,)) in enumerate(zip(masses, own, strict=True)):
         if not (abs(mass - 1) < MASS_TOLERANCE and logprob > -math.inf):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import gc
-import inspect
 import itertools
 import random
 import sys
@@ -20,20 +19,19 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
-from specdec_mlx.contracts import (
-    Checks,
-    Closes,
-    Draft,
-    DraftContext,
-    Drafter,
-    DraftSession,
-    is_cheap,
-)
+from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, DraftSession, is_cheap
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.inputs import check_draft, check_drafted
+from specdec_mlx.target.inputs import (
+    begin_session,
+    check_draft,
+    check_drafted,
+    check_fits,
+    check_is_drafter,
+)
+from specdec_mlx.target.verifier import check_distribution
 from specdec_mlx.testing.conformance import Conformance
-from specdec_mlx.token_ids import to_list
+from specdec_mlx.token_ids import to_ids, to_list
 
 LIMITS = (3, 1, 5, 2, 4, 8)
 NUM_ROUNDS = 14
@@ -41,7 +39,7 @@ NUM_ROUNDS = 14
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
 SAMPLINGS = (GREEDY, AT_ONE, None)
-TOLERANCE = 1e-3  # largest error of a probability, or of the mass of a distribution: float32
+TOLERANCE = 1e-3  # largest error of a probability: float32
 
 NUM_SESSIONS = 4  # generations at once
 MEMORY_TOKENS = 1500  # tokens after which memory is read, and again at three times as many
@@ -151,12 +149,11 @@ class DrafterConformance(Conformance):
 
     def protocol(self) -> str:
         """The two classes are there, and every draft is one that can be verified."""
-        is_drafter = isinstance(self.subject, Drafter) and not inspect.isclass(self.subject)
-        self.require(is_drafter, f"{self.subject!r} has no begin(prompt, context).")
+        with self.blaming("it is no drafter"):
+            check_is_drafter(self.subject)
         before = dict(getattr(self.subject, "__dict__", {}))
-        num_drafts = 0
-        for prompt, sampling in itertools.product(self.prompts, SAMPLINGS):
-            num_drafts += sum(bool(r.tokens) for r in self._rounds(self._begin(prompt, sampling)))
+        generations = itertools.starmap(self._begin, itertools.product(self.prompts, SAMPLINGS))
+        num_drafts = sum(bool(r.tokens) for begun in generations for r in self._rounds(begun))
         after = getattr(self.subject, "__dict__", {})
         changed = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
         what = f"a generation changed the drafter itself: {', '.join(changed)}."
@@ -188,15 +185,15 @@ class DrafterConformance(Conformance):
             return f"{NUM_SESSIONS} at once, which may have to do with each other"
         for where, everyone in runs.items():
             for expected, got in zip(alone, everyone, strict=True):
-                for i, (one, other) in enumerate(zip(expected, got, strict=True)):
-                    what = f"in round {i} it proposed {one.tokens} alone, and {other.tokens} "
-                    self.require(one.tokens == other.tokens, f"{what}{where}.")
+                for one, other in zip(expected, got, strict=True):
+                    what = f"it proposed {one.tokens} alone, and {other.tokens} {where}."
+                    self.require(one.tokens == other.tokens, what)
         return f"{NUM_SESSIONS} draft as each alone: one after the other, in turns, in threads"
 
-    def _in_threads(self, prompts: Sequence[Sequence[int]]) -> list[list[ScriptedRound]]:
+    def _in_threads(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[ScriptedRound]]:
         barrier = threading.Barrier(len(prompts))
 
-        def run(prompt: Sequence[int]) -> list[ScriptedRound]:
+        def run(prompt: Sequence[int]) -> Sequence[ScriptedRound]:
             with mx.stream(generation_stream):
                 barrier.wait()
                 return self._script(prompt)
@@ -293,17 +290,12 @@ class DrafterConformance(Conformance):
         context = DraftContext(
             sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
         )
-        if isinstance(self.subject, Checks):
-            self.subject.check(context)
+        check_fits(self.subject, context)
         with self.blaming("begin()", part="protocol"):
-            session = self.subject.begin(text, context)
-        what = f"begin() returned {type(session).__name__}, which lacks propose or observe."
-        self.require(isinstance(session, DraftSession), what, part="protocol")
-        return ScriptedGeneration(session, text, noise)
+            return ScriptedGeneration(begin_session(self.subject, text, context), text, noise)
 
     def _propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
-        drawn = generation.noise.drawn
-        num_drawn = len(drawn)
+        drawn, num_drawn = generation.noise.drawn, len(generation.noise.drawn)
         with mx.stream(generation_stream):
             draft = generation.session.propose(limit)
             self._check_draft(draft, limit)
@@ -347,7 +339,7 @@ class DrafterConformance(Conformance):
         return rounds
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
-        """Raise for a draft that no rule could judge."""
+        """Raise for a draft that the loop would refuse, and for one that is too long."""
         what = f"propose() returned {type(draft).__name__}."
         self.require(isinstance(draft, Draft), what, part="protocol")
         with self.blaming("propose()", part="protocol"):
@@ -357,15 +349,11 @@ class DrafterConformance(Conformance):
         self.require(size <= limit, f"propose({limit}) returned {size} tokens.", part="protocol")
         is_whole = draft.evidence is None or len(draft.evidence) == size
         self.require(is_whole, "evidence has to be one for each token.", part="protocol")
-        if draft.logprobs is None or not size:
-            return
-        probs = np.exp(np.array(draft.logprobs.astype(mx.float32), np.float64))
-        what = f"the probabilities declared add up to {probs.sum(-1).round(3).tolist()}, not to 1."
-        is_whole = np.allclose(probs.sum(-1), 1, atol=TOLERANCE)
-        self.require(is_whole, what, part="distribution")
-        is_possible = np.all(probs[range(size), to_list(draft.tokens)] > 0)
-        what = "it proposed a token to which its declared distribution gives no chance."
-        self.require(is_possible, what, part="distribution")
+        if draft.logprobs is not None and size:
+            own: Any = draft.logprobs[mx.arange(size), to_ids(draft.tokens)][:, None]
+            masses: Any = mx.exp(draft.logprobs).sum(-1)
+            with self.blaming("propose()", part="distribution"):
+                check_distribution(masses.tolist(), own.tolist())
 
 
 def default_prompts(vocab_size: int) -> list[list[int]]:

@@ -6,8 +6,8 @@ The functions that decide are those that the loop runs.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -59,15 +59,16 @@ class Source:
 
 @dataclass(frozen=True)
 class ByRule:
-    """Outcomes of a round under a rule by coins."""
+    """Outcomes of a round under a rule by coins, which computes with what `to` gives it."""
 
     rule: CoinRule
+    to: Callable[[Any], Any] = field(default=np.asarray, repr=False)
 
     def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
         """Chances of all outcomes of a draft [K] with declared probs [K, V]; target [K+1, V]."""
         return {
             ((*tokens[:n], token), n): weight * chance
-            for n, weight, after in ends(self.rule, target_probs, tokens, probs)
+            for n, weight, after in ends(self.rule, target_probs, tokens, probs, self.to)
             for token, chance in enumerate(after.tolist())
         }
 
@@ -109,9 +110,9 @@ class Comparison:
         )
 
 
-def enumerated(rule: CoinRule) -> Iterator[Comparison]:
+def enumerated(rule: CoinRule, to: Callable[[Any], Any] = np.asarray) -> Iterator[Comparison]:
     """Every outcome of a round on small vocabularies; distributions change with the text."""
-    deciding = ByRule(rule)
+    deciding = ByRule(rule, to)
     for vocab_size, num_draft in SHAPES:
         p, q = sources(vocab_size, vocab_size + num_draft)
         sure = Source(one_hots(q.probs))

@@ -8,8 +8,8 @@ from __future__ import annotations
 import inspect
 import itertools
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 from unittest.mock import patch
 
@@ -33,15 +33,15 @@ TOLERANCE = 1e-4
 
 WINDOW = 8  # taken for caches that never forget
 
-TAKEN_BACK = (4, 1)
-"""Widths of passes before a restore: some classes write single positions in place."""
-
 TREE_SIZE = 4
 TREE_PATHS = ((), (0, 1), (1,), (0, 2), (1, 3), (0, 1, 3))
 """Nodes that are kept of a tree, from the root down."""
 
 WIDTHS = (1, 2, 5)
-"""Widths of passes that are rolled back; one wider than the window comes after them."""
+"""Widths of passes that are restored or rolled back: some classes write single positions in place.
+
+One wider than the window comes after them.
+"""
 
 REJECTED = 1000  # first of the token ids that are drafted and rejected
 
@@ -58,23 +58,18 @@ def attend(cache: Any, tokens: mx.array) -> mx.array:
 
 
 def check_strategy(
-    strategy: Strategy,
-    make_cache: Callable[[], Any],
-    feed: Feed = attend,
-    *,
-    window: int | None = None,
+    strategy: Strategy, make_cache: Callable[[], Any], feed: Feed = attend
 ) -> list[str]:
     """Hold a rollback strategy to the contract of `specdec_mlx.target.strategies`.
 
     Args:
         strategy: an instance; it need not be registered.
-        make_cache: makes an empty cache of the class that the strategy is for.
+        make_cache: makes an empty cache of the class that the strategy is for. One that forgets
+            after a `max_size` should have a small one; without that name, eight positions.
         feed: (cache, tokens [S]) -> rows [S, D], one pass as a model's layer makes it; rows follow
             from what the cache then holds. By default attention, for classes with
             `update_and_fetch`. Of a strategy that gathers rows, what a position leaves in the cache
             has to follow from its token alone.
-        window: positions after which the cache forgets, where it does not say so itself; best a
-            small one.
 
     Returns:
         A line for each property that was checked.
@@ -83,7 +78,7 @@ def check_strategy(
         AssertionError: it broke one; says which, what happened and what to do.
         ValueError: `feed` does not return rows.
     """
-    check = StrategyConformance(strategy, make_cache, feed, window)
+    check = StrategyConformance(strategy, make_cache, feed)
     lines = check.run(["protocol"])
     with patch.dict(STRATEGIES, {type(make_cache()): strategy}):
         lines += check.run(["widths", "restore"])
@@ -106,11 +101,9 @@ class StrategyConformance(Conformance):
         "gather": "Move the rows that are kept to where they belong, and count them alone",
     }
 
-    def __init__(
-        self, strategy: Strategy, make_cache: Callable[[], Any], feed: Feed, window: int | None
-    ) -> None:
+    def __init__(self, strategy: Strategy, make_cache: Callable[[], Any], feed: Feed) -> None:
         self.subject, self.make_cache, self.feed = strategy, make_cache, feed
-        self.window = window or window_of(make_cache()) or WINDOW
+        self.window = window_of(make_cache()) or WINDOW
         half, whole = self.window // 2, self.window
         # empty, short, about to fill the window, just past it, and more than twice as long
         self.lengths = sorted({0, 1, half, whole - 1, whole, whole + 1, 2 * whole + 1})
@@ -141,7 +134,8 @@ class StrategyConformance(Conformance):
     def restore(self) -> str:
         """`restore` puts a cache back as it was at `save`, again and again, or refuses.
 
-        It does after a whole pass, and after one that was interrupted at any change of the cache.
+        It does after whole passes, and after those that were interrupted at any change of the
+        cache.
         """
         cache = self.make_cache()
         try:
@@ -152,78 +146,54 @@ class StrategyConformance(Conformance):
             self.refuses = True
             return "refused, so single tokens only, which are never taken back"
         points = 0
-        for length, width in itertools.product(self.lengths, TAKEN_BACK):
+        for length, width in itertools.product(self.lengths, WIDTHS):
+            cache = self._fed(length)
+            saved, before, num_whole = self.subject.save(cache), contents(cache), 0
+            rejected = _rejected(self._limited(cache, width))
             for at in itertools.count():
-                cache, where = self._fed(length), f"put back at {length} tokens, change {at}"
-                saved, before = self.subject.save(cache), contents(cache)
-                rejected = _rejected(self._limited(cache, width))
-                is_over = self._taken_back(cache, saved, before, rejected, where, at)
-                if is_over:
+                where = f"put back at {length} tokens, change {at}"
+                with self.blaming(where):
+                    with suppress(InterruptedPass), interrupting(cache, at):
+                        self._pass(cache, rejected)
+                        num_whole += 1
+                    self.subject.restore(cache, saved)
+                    after = contents(cache)
+                for name in {**before, **after}:
+                    now, then = after.get(name), before.get(name)
+                    self.require(now == then, f"{where}: {name} is {now}, was {then}.")
+                if num_whole == 2:
                     break
-                points += 1
-            self._taken_back(cache, saved, before, rejected, f"{where}, again")
+                points += not num_whole
             self._go_on(cache, length, where)
         return f"exact after whole passes, and after {points} interruptions"
 
-    def _taken_back(
-        self,
-        cache: Any,
-        saved: Any,
-        before: dict[str, Any],
-        rejected: list[int],
-        where: str,
-        at: int = -1,
-    ) -> bool:
-        """Restore after a pass that is interrupted at change `at`; True if that had no such one."""
-        is_over = False
-        with self.blaming(where):
-            with suppress(InterruptedPass), interrupting(cache, at):
-                self._pass(cache, rejected)
-                is_over = True
-            self.subject.restore(cache, saved)
-            after = contents(cache)
-            for name in {**before, **after}:
-                now, then = after.get(name), before.get(name)
-                self.require(now == then, f"{where}: {name} is {now}, was {then}.")
-        return is_over
-
     def rollback(self) -> str:
-        """Draft, roll back, go on: as if nothing had been drafted, for every number kept."""
+        """Draft, roll back, go on: as if nothing had been drafted, for every number kept.
+
+        Also beside a cache that cannot be trimmed, where all return to the checkpoint, and the next
+        pass reads the kept tokens again.
+        """
         histories = 0
         for length, width in itertools.product(self.lengths, (*WIDTHS, self.window + 2)):
             limited = self._limited(self._fed(length), width)
             if limited < width and limited in WIDTHS:
                 continue  # it has had its turn
             for kept, is_beside in itertools.product(range(limited + 1), (False, True)):
-                self._draft_and_roll_back(length, limited, kept, is_beside)
+                cache = self._fed(length, singly=(limited + kept) % 2 == 1)
+                where = f"after {length} tokens, a pass over {limited} positions of which {kept} "
+                where += "were kept" + ", beside a cache that cannot be trimmed" * is_beside
+                rollback = Rollback([cache, *[ArraysCache(1)] * is_beside], length)
+                with self.blaming(where):
+                    for end in (length + kept, length + max(0, kept - 1))[: 1 + is_beside]:
+                        start = rollback.position
+                        width_now = self._limited(cache, limited)
+                        known = range(min(end - start, width_now))
+                        rows = self._draft(rollback, width_now, known)
+                        self._check_rows(rows[: len(known)], start, where)
+                        rollback.rewind_to(end)
+                self._go_on(cache, rollback.position, where)
                 histories += 1
         return f"{histories} histories, each as if nothing had been drafted"
-
-    def _draft_and_roll_back(self, length: int, width: int, kept: int, is_beside: bool) -> None:
-        """One history: `length` tokens, and a pass over `width` of which `kept` stay.
-
-        is_beside: another cache cannot be trimmed, so that all return to the checkpoint.
-        """
-        cache = self._fed(length, singly=(width + kept) % 2 == 1)
-        rollback = Rollback([cache, *([ArraysCache(1)] if is_beside else [])], length)
-        where = f"after {length} tokens, a pass over {width} positions of which {kept} were kept"
-        where += ", beside a cache that cannot be trimmed" if is_beside else ""
-        with self.blaming(where):
-            self._round(rollback, length + kept, width, where)
-            if is_beside:
-                self._round(rollback, length + max(0, kept - 1), width, where)
-        self._go_on(cache, rollback.position, where)
-
-    def _round(self, rollback: Rollback, end: int, width: int, where: str) -> None:
-        """A pass over what is pending and rejected tokens, after which the text ends at `end`."""
-        start, cache = rollback.position, rollback.caches[0]
-        rollback.checkpoint()
-        width = self._limited(cache, width)
-        known = range(start, min(end, start + width))
-        rows = self._pass(cache, [*known, *_rejected(width - len(known))])
-        self._check_rows(rows[: len(known)], start, where)
-        rollback.advance(width)
-        rollback.rewind_to(end)
 
     def gather(self) -> str:
         """Any of the last positions may be kept, as if the others had never been fed."""
@@ -232,15 +202,10 @@ class StrategyConformance(Conformance):
             cache = self._fed(length)
             if self._limited(cache, TREE_SIZE + 1) <= TREE_SIZE:
                 continue
-            tokens = [length, *_rejected(TREE_SIZE)]
-            for depth, node in enumerate(kept, start=1):
-                tokens[1 + node] = length + depth
             rollback = Rollback([cache], length)
             where = f"after {length} tokens, a tree of {TREE_SIZE} of which {list(kept)} were kept"
             with self.blaming(where):
-                rollback.checkpoint()
-                self._pass(cache, tokens)
-                rollback.advance(len(tokens))
+                self._draft(rollback, TREE_SIZE + 1, [0, *(1 + node for node in kept)])
                 reached = rollback.keep(length + 1, kept)
             self._go_on(cache, reached, where)
             histories += 1
@@ -256,6 +221,16 @@ class StrategyConformance(Conformance):
             self._pass(cache, range(start, start + width))
             start += width
         return cache
+
+    def _draft(self, rollback: Rollback, width: int, places: Iterable[int]) -> mx.array:
+        """A pass after a checkpoint: the text's next tokens at some places, and rejected ones."""
+        tokens = _rejected(width)
+        for depth, place in enumerate(places):
+            tokens[place] = rollback.position + depth
+        rollback.checkpoint()
+        rows = self._pass(rollback.caches[0], tokens)
+        rollback.advance(width)
+        return rows
 
     def _limited(self, cache: Any, width: int) -> int:
         widest = self.subject.widest_pass(cache)
@@ -297,19 +272,16 @@ def _rejected(size: int) -> list[int]:
 
 
 def contents(cache: Any) -> dict[str, Any]:
-    """A cache's arrays, without spare rows, as types, shapes and checksums, and its numbers."""
+    """A cache's numbers, and its arrays without spare rows as types, shapes and checksums."""
     has_rows = hasattr(cache, "keys_and_values") and not cache.empty()
     arrays: Any = dict(tree_flatten(cache.keys_and_values() if has_rows else cache.state))
     plain = (bool, int, float, str, type(None))
     members = getattr(cache, "__dict__", {})
-    held = {name: value for name, value in members.items() if isinstance(value, plain)}
-    held |= {f".state.{name}": value for name, value in arrays.items()}
-    for name, value in held.items():
-        if isinstance(value, mx.array):
-            buffer: Any = value
-            held[name] = (
-                f"{value.dtype} {value.shape}, checksum {zlib.crc32(bytes(memoryview(buffer)))}"
-            )
+    held: dict[str, Any] = {k: v for k, v in members.items() if isinstance(v, plain)}
+    for name, value in arrays.items():
+        is_array = isinstance(value, mx.array)
+        checksum = zlib.crc32(bytes(memoryview(value))) if is_array else None
+        held[f".state.{name}"] = (value.dtype, value.shape, checksum) if is_array else value
     return held
 
 
@@ -319,7 +291,7 @@ class InterruptedPass(BaseException):
 
 @contextmanager
 def interrupting(cache: Any, at: int) -> Iterator[None]:
-    """Raise InterruptedPass instead of change number `at` of a cache."""
+    """Raise InterruptedPass instead of change number `at` of a cache, and of its class."""
     kind, changes = type(cache), itertools.count()
 
     def counted(change: Callable[..., None]) -> Callable[..., None]:
@@ -330,12 +302,8 @@ def interrupting(cache: Any, at: int) -> Iterator[None]:
 
         return counted_change
 
-    names = [name for name in ("__setattr__", "__setitem__") if hasattr(kind, name)]
-    members = {name: counted(getattr(kind, name)) for name in names}
-    object.__setattr__(
-        cache, "__class__", type(kind.__name__, (kind,), {"__slots__": (), **members})
-    )
-    try:
+    with ExitStack() as stack:
+        for name in ("__setattr__", "__setitem__"):
+            if hasattr(kind, name):
+                stack.enter_context(patch.object(kind, name, counted(getattr(kind, name))))
         yield
-    finally:
-        object.__setattr__(cache, "__class__", kind)

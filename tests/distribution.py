@@ -1,0 +1,97 @@
+"""The joint distribution of a generation's first three tokens, known exactly and counted.
+
+By single-token passes of a tiny random Llama over all 6 x 6 x 6 texts, and by generations from
+fixed seeds: the whole path, in MLX.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import make_prompt_cache
+
+import specdec_mlx as sd
+import tiny
+from specdec_mlx.checks.chi_square import ChiSquare
+
+V = 6
+LENGTH = 3
+NUM_DRAFT = 2  # so that the bonus token is among the three
+PROMPT = [1, 4, 1]  # look-ups find 4, 1, 4
+
+SETTINGS = {
+    "temperature 1": sd.Sampling(temp=1.0),
+    "top-p": sd.Sampling(temp=0.8, top_p=0.8),
+    "top-k": sd.Sampling(temp=1.2, top_k=3),
+    "min-p": sd.Sampling(temp=0.8, min_p=0.2),
+}
+
+TARGET, DRAFT = 10, 6
+"""Seeds of two models: of a few dozen pairs, one for which wrong rules show soon."""
+
+
+@cache
+def tiny_llama(seed: int) -> nn.Module:
+    """One layer, six tokens."""
+    sizes = {"vocab_size": V, "num_hidden_layers": 1, "hidden_size": 32, "intermediate_size": 32}
+    return tiny.build("llama", seed=seed, **sizes)
+
+
+@cache
+def joint_law(sampling: sd.Sampling) -> np.ndarray:
+    """Exact law [V, V, V] of the target's first three tokens."""
+    joint, model = np.ones(()), tiny_llama(TARGET)
+    for length in range(LENGTH):
+        texts = np.array([[*PROMPT, *text] for text in np.ndindex((V,) * length)])
+        caches = make_prompt_cache(model)
+        for tokens in mx.array(texts).T:
+            logits = model(tokens[:, None], cache=caches)[:, -1]
+        laws = np.exp(np.array(sampling.log_distribution(logits), np.float64))
+        laws /= laws.sum(-1, keepdims=True)
+        joint = joint[..., None] * laws.reshape((V,) * (length + 1))
+    return joint
+
+
+@dataclass
+class Count:
+    """Texts [V, V, V] that were generated, and how many draft tokens were kept and not."""
+
+    texts: np.ndarray
+    accepted: int = 0
+    rejected: int = 0
+
+
+def the_prompts_last(tokens: mx.array, logits: mx.array) -> mx.array:
+    """Makes the first token certain; a logits processor."""
+    if tokens.shape[0] >= len(PROMPT):
+        return logits
+    return mx.where(mx.arange(V) == PROMPT[-1], 0.0, -mx.inf)[None]
+
+
+the_prompts_last.pure = True  # type: ignore[attr-defined]
+
+
+def generate(
+    model: nn.Module, drafter: Any, sampling: sd.Sampling, runs: int, rule: Any = "auto"
+) -> Count:
+    """Three tokens from each of the seeds 0 ... runs - 1, behind one that is certain."""
+    count = Count(np.zeros((V,) * LENGTH))
+    options: dict[str, Any] = {"sampler": sampling, "rule": rule, "draft_length": NUM_DRAFT}
+    options |= {"max_tokens": 1 + LENGTH, "logits_processors": [the_prompts_last]}
+    for seed in range(runs):
+        items = list(sd.speculate(model, PROMPT[:-1], drafter, seed=seed, **options))
+        assert items[0].token == PROMPT[-1]
+        count.texts[tuple(item.token for item in items[1:])] += 1
+        count.accepted += items[-1].stats.accepted
+        count.rejected += items[-1].stats.drafted - items[-1].stats.accepted
+    return count
+
+
+def p_value(seen: np.ndarray, law: np.ndarray) -> float:
+    """Chance of a chi-square as large as this under the law."""
+    return ChiSquare.of(seen.ravel(), law.ravel() * seen.sum()).p_value
