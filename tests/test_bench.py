@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import random
 import re
@@ -21,7 +20,7 @@ import narrow
 import scripted
 import specdec_mlx as sd
 from benchmarks import replay as experiment
-from benchmarks.oracles import LENGTH_ORACLE, TEXT_ORACLE, text_oracle
+from benchmarks.oracles import LENGTH_ORACLE, TEXT_ORACLE
 from selection import cases, in_one_test
 from specdec_mlx.bench import replay, run, summary, timing
 from specdec_mlx.bench.contenders import (
@@ -522,20 +521,6 @@ def test_a_copy_is_drafted_widely_whatever_chip_of_the_family_it_was_expected_on
         length = make_draft_length("auto", Tuning(CURVES[name]))
         copied = replay_text(text, sd.SuffixDrafter(), length, cost, **sizes)
         assert copied.plain_seconds > 0.35 * best * copied.seconds, name
-
-
-@in_one_test("longest", [0, 2, 15])
-@in_one_test("curve", [*SOME_CURVES, CostCurve("steps", (1, 2, 3, 4), (2, 3, 3.1, 9))])
-def test_text_oracle_is_the_cheapest_way(curve: CostCurve, longest: int) -> None:
-    """No way to cut 9 tokens into passes is cheaper, by trying all 256."""
-    ways = []
-    for number in range(256):
-        ends = [i + 1 for i in range(8) if number >> i & 1]
-        ways.append([b - a for a, b in itertools.pairwise([0, *ends, 9])])
-    cheapest = min(sum(map(curve, way)) for way in ways if max(way) <= longest + 1)
-    bound = text_oracle(RecordedText("t", "c", [0], [1] * 9), curve, longest)
-    assert bound.seconds == pytest.approx(cheapest)
-    assert bound.passes + bound.accepted == 9
 
 
 def test_random_drafts_are_refused() -> None:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import inspect
+import time
 from collections.abc import Callable, Sequence
 from itertools import product
 from typing import Any
@@ -9,6 +12,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import QuantizedKVCache, make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
 
@@ -19,6 +23,7 @@ from lossless import noisy_copy
 from scripted import PROMPT, plain, target
 from selection import FULL, cases, in_one_test
 from specdec_mlx.target import verifier
+from specdec_mlx.target.exactness import places_of
 
 VOCAB = 128
 NUM_TOKENS = 24
@@ -228,3 +233,26 @@ def test_input_embeddings_give_plain_decodings_text() -> None:
         emitted(oracle(), [], input_embeddings=embeddings)
     with pytest.raises(sd.errors.PromptError, match="one row a token"):
         emitted(None, [1], input_embeddings=embeddings)
+
+
+def test_defaults_and_progress_are_mlx_lms() -> None:
+    """Of the arguments that both take; and the callback hears of a prompt what theirs does."""
+    ours, theirs = (inspect.signature(f).parameters for f in (sd.speculate, generate_step))
+    both = ours.keys() & theirs.keys() - {"prompt", "model", "stream"}
+    assert len(both) > 9
+    assert {n: ours[n].default for n in both} == {n: theirs[n].default for n in both}
+    heard: list[list[tuple[int, int]]] = [[], []]
+    options: dict[str, Any] = {"max_tokens": 3, "prefill_step_size": 2}
+    prompt = mx.array(PROMPT)
+    for step, calls in ((generate_step, heard[0]), (sd.speculate, heard[1])):
+        noted = functools.partial(lambda calls, *done: calls.append(done), calls)
+        given = (prompt, target()) if step is generate_step else (target(), prompt)
+        list(step(*given, prompt_progress_callback=noted, **options))
+    assert heard[0] == heard[1]
+
+
+def test_a_plain_text_costs_no_probe_and_its_prompt_is_timed() -> None:
+    model, began = tiny.build("qwen2"), time.perf_counter()
+    *_, last = sd.speculate(model, PROMPT, max_tokens=3)
+    assert id(model) not in places_of._values
+    assert 0 < last.stats.prefill_seconds < time.perf_counter() - began

@@ -475,26 +475,6 @@ def test_a_table_is_drafted_from_and_written_to() -> None:
     assert repr(drafter) == key
 
 
-@both_ways
-def test_tables_are_built_shown_merged_pruned_and_drafted_from(project, model, tmp_path):
-    """By commands; counts that are there are added to by `merge`, and by nothing else."""
-    one, both = tmp_path / "one", tmp_path / "both"
-    build = ("memory", "build", "--ngrams", "--tokenizer", model, "--out", one, project)
-    assert "2 files read, 2 skipped" in run(*build).stdout
-    refused = run(*build)
-    assert refused.returncode == 2
-    assert "is there already" in refused.stderr
-    merged = run("memory", "merge", both, one, one)
-    assert merged.returncode == 0, merged.stderr
-    once = table.load(one).counts()
-    assert table.load(both).counts() == {ngram: 2 * n for ngram, n in once.items()}
-    pruned = run("memory", "prune", both, "--max-entries", "5")
-    assert "n-grams        15, at most 5 of each order" in pruned.stdout
-    generate = ("generate", "--model", model, "--prompt", "the", "--max-tokens", "8")
-    done = run(*generate, "--drafter", f"ngram:table={one}")
-    assert done.returncode == 0, done.stderr
-
-
 def test_a_table_may_be_named_by_its_path(tmp_path: Path) -> None:
     """It is made with the drafter's orders, one for the whole process; a memory is refused."""
     path = tmp_path / "table"

@@ -94,17 +94,6 @@ def test_what_was_measured_outweighs_the_prior_within_bounds_and_fades() -> None
     assert add(slower, 1, 0.01, 7 * EXPIRES)(5) == Staircase()(5)
 
 
-@in_one_test("factor", [0.01, 100.0])
-def test_three_rounds_in_seven_may_be_disturbed(factor: float) -> None:
-    """Medians: another program that takes the machine for a moment changes nothing."""
-    stairs, calm = Staircase(), Staircase()
-    for rows, seconds in ((1, 0.01), (5, 0.015)):
-        for i in range(7):
-            stairs.add(rows, seconds * (factor if i % 2 else 1.0))
-            calm.add(rows, seconds)
-    assert [stairs(rows) for rows in WIDTHS] == [calm(rows) for rows in WIDTHS]
-
-
 def test_a_plain_round_is_measured_first_and_again_after_many_drafts() -> None:
     """A pace that is out of date would make drafts look dear or cheap: it counts no longer."""
     stairs = Staircase()
