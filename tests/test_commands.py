@@ -19,7 +19,6 @@ import pytest
 import specdec_mlx
 from command_line import both_ways, run
 from selection import in_one_test
-from specdec_mlx.bench.timing import Settings
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.lab import demo_model
@@ -392,10 +391,3 @@ def test_errors_exit_with_2_and_one_clear_line(folder: Path, tmp_path: Path) -> 
         assert last.startswith("specdec-mlx: ")
         assert words in last
         assert "Traceback" not in done.stderr
-
-
-def test_a_benchmark_of_nothing_is_refused_in_python_too() -> None:
-    """It would never end."""
-    for name in ("max_tokens", "repeats"):
-        with pytest.raises(ValueError, match=f"{name}=0: expected an int >= 1"):
-            Settings(**{name: 0})
