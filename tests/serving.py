@@ -43,6 +43,8 @@ def serving(*flags: str) -> Iterator[openai.OpenAI]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(module, "_run_http_server", serve)
+        # more clients may connect at once than the 5 that wait by default; others are refused
+        patch.setattr(ThreadingHTTPServer, "request_queue_size", 64)
         thread = threading.Thread(target=run_server, args=(flags,), daemon=True)
         thread.start()
         httpd = ready.get(timeout=120)

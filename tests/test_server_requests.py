@@ -155,8 +155,11 @@ def test_a_drafter_that_raises_is_an_error_in_words(
         return Draft()
 
     monkeypatch.setattr(SuffixSession, "propose", raising)
-    with pytest.raises(openai.InternalServerError, match="RuntimeError: no idea"):
-        chat(client)
+    for n in (1, 2):  # choices end together where one fails
+        with pytest.raises(openai.InternalServerError, match="RuntimeError: no idea"):
+            chat(client, n=n)
+    with pytest.raises(openai.APIError, match="RuntimeError: no idea"):
+        list(chat(client, stream=True, n=2))
     _, answer = post(client, *chatting(stream=True, max_tokens=60))
     *events, error, done = [e for e in answer.split("\n\n") if e.startswith("data: ")]
     assert len(events) > 1

@@ -23,7 +23,6 @@ from serving import chat, complete, said, serving, text_of
 from specdec_mlx.batch.rows import PromptReading
 from specdec_mlx.drafters.grammar import GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
-from specdec_mlx.drafters.prompt_lookup import PromptLookupSession
 from specdec_mlx.mlx_lm_plugin import batch
 from specdec_mlx.mlx_lm_plugin.batch import SpeculatingBatch
 from specdec_mlx.mlx_lm_plugin.requests import Channel, Requested
@@ -279,23 +278,6 @@ def test_the_prompt_of_several_choices_is_read_once(
         reply = complete(client, f"!{TEXT * 8}", max_tokens=2, n=4, temperature=1.0)
     assert len({choice.text for choice in reply.choices}) > 1
     assert sum(size for size in fed if size > 8) <= 1.1 * reply.usage.prompt_tokens
-
-
-def test_choices_end_together_where_one_fails(
-    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """With an error in words, and nothing is left behind."""
-
-    def not_drafting(session: Any, limit: int) -> Any:
-        raise RuntimeError("no idea")
-
-    monkeypatch.setattr(PromptLookupSession, "propose", not_drafting)
-    broken = {"n": 2, "extra_body": {"drafter": "prompt-lookup"}}
-    with pytest.raises(openai.InternalServerError, match="no idea"):
-        ask(client, 8, **broken)
-    with pytest.raises(openai.APIError, match="no idea"):
-        list(ask(client, 8, stream=True, **broken))
-    assert ask(client, 8, n=2).choices[1].message.content
 
 
 @in_one_test("how", ["the automatic length", "a draft model", "no rows"])

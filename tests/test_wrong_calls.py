@@ -27,6 +27,7 @@ import tiny_text
 from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.beams.generation import BeamSearchResponse
+from specdec_mlx.bench.timing import Settings
 from specdec_mlx.draft_length.policy import Heuristic
 from specdec_mlx.drafters.draft_models import choose_drafter
 from specdec_mlx.drafters.registry import GROUP, drafter_names, first_of, make_drafter
@@ -148,6 +149,8 @@ MEMORY: Any = sd.Memory
 OTHERS: list[tuple[Callable[[], Any], str]] = [
     (lambda: sd.generate(pair()[0], "org/Qwen3-8B", PROMPT), r"tokenizer that mlx_lm\.load"),
     (lambda: batch_generated(seed=[1, "a"]), f"seed='a': {AN_INT}"),
+    (lambda: Settings(max_tokens=0), f"max_tokens=0: {AN_INT} >= 1"),
+    (lambda: Settings(repeats=0), f"repeats=0: {AN_INT} >= 1"),
     (lambda: MEMORY("folder"), r"Memory\.load"),
     (lambda: MEMORY(2.5), AN_INT),
     (lambda: MEMORY().add("text"), "token ids"),
