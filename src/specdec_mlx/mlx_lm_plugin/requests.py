@@ -140,7 +140,8 @@ class Requested:
     """How one request is to be served, and how it was.
 
     name: the drafter's. prediction: expected text. batched: served with others at its end at least.
-    check_client: raises ConnectionError if the client has gone.
+    check_client: raises ConnectionError if the client has gone. prompt, ends: its tokens, and where
+    its parts end; none if it has images.
     """
 
     drafter: Drafter | None
@@ -154,6 +155,8 @@ class Requested:
     channel: Channel = field(default_factory=lambda: Channel(None))
     max_tokens: int | None = None
     check_client: Callable[[], None] = lambda: None
+    prompt: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """Fields for other ranks, which draft nothing: any drafter stands for the first rank's."""
