@@ -140,6 +140,11 @@ def generate(
     max_tokens: int = 256,
     drafter: Drafter | str | None = DEFAULT_DRAFTER,
     draft_model: nn.Module | Drafter | str | Path | None = None,
+    rule: str | AcceptanceRule = "auto",
+    draft_length: int | str | DraftLength = "auto",
+    seed: int | None = None,
+    temp: float | None = None,
+    sampler: Sampler | Sampling | None = None,
     **options: Any,
 ) -> Text:
     """Generate the same text as `mlx_lm.generate`, sooner.
@@ -152,7 +157,12 @@ def generate(
         max_tokens: tokens to generate, -1 for no limit.
         drafter: a drafter, or the name of one with options; None for plain decoding.
         draft_model: a small model, or the folder or Hugging Face name of one, or of a trained head.
-        options: `temp`, `seed`, `rule`, `draft_length` and all else that `stream_generate` takes.
+        rule: acceptance rule, by name or as an object.
+        draft_length: most tokens to draft a round, or "auto" for what pays.
+        seed: makes the draws reproducible.
+        temp: temperature, 0 for greedy; short for `sampler=Sampling(temp=...)`.
+        sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler.
+        options: all else that `stream_generate` takes.
 
     Returns:
         A str with `stats`, `tokens` and `pieces`, which a notebook shows in colour.
@@ -162,9 +172,8 @@ def generate(
     """
     if verbose and options.get("prompt_progress_callback") is None:
         options["prompt_progress_callback"] = prefill_bar()
-    responses = stream_generate(
-        model, tokenizer, prompt, max_tokens, drafter, draft_model, **options
-    )
+    how = (drafter, draft_model, rule, draft_length, seed, temp, sampler)
+    responses = stream_generate(model, tokenizer, prompt, max_tokens, *how, **options)
     return Text.of(printed(responses) if verbose else responses)
 
 
