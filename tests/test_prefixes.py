@@ -3,6 +3,12 @@
 from __future__ import annotations
 
 import copy
+import os
+import random
+import re
+import subprocess
+import sys
+import threading
 from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
@@ -11,12 +17,14 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
+import openai
 import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import tiny
-from selection import cases
-from serving import chat, serving, text_of
+from on_ranks import free_ports
+from selection import FULL, cases
+from serving import chat, serving, text_of, until
 from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
 from specdec_mlx.mlx_lm_plugin.prefixes import stateful
 from tiny_model_folder import write_model_folder
@@ -39,8 +47,8 @@ def read(model: Any, caches: list[Any], tokens: list[int], cuts: list[int]) -> m
 
 @pytest.mark.parametrize("name", cases(RUNS, "qwen3_next", "gemma3_text", "llama4", "mamba2"))
 def test_going_back_to_a_point_is_as_if_no_more_had_been_read(name: str) -> None:
-    """Logits after it are bit-equal to those of caches that read so far in the same parts. Attention
-    alone goes back anywhere, and some of it rounds by the width of a pass."""
+    """Logits after it are bit-equal to those of caches that read so far in the same parts, but for
+    attention that goes back anywhere and rounds by the width of a pass."""
     model, store = built(name), ConversationCache(10)
     caches = make_prompt_cache(model)
     for start, end in pairwise(CUTS):
@@ -48,7 +56,7 @@ def test_going_back_to_a_point_is_as_if_no_more_had_been_read(name: str) -> None
         store.insert_cache("model", TEXT[:end], copy.deepcopy(caches))
     assert len(store) == 1
     tolerance = 0.0 if stateful(caches) else 1e-4
-    for kept, point in ((90, 90), (89, 63), (63, 63), (62, 62), (50, 40), (12, 11), (8, 0)):
+    for kept, point in ((8, 0), (12, 11), (50, 40), (62, 62), (63, 63), (89, 63), (90, 90)):
         tokens = [*TEXT[:kept], *OTHER]
         found, rest = store.fetch_nearest_cache("model", tokens)
         position = len(tokens) - len(rest)
@@ -108,6 +116,115 @@ def test_a_turn_reads_only_what_is_new_and_says_what_a_fresh_run_says(folder: Pa
         assert cached(answer([*turns[:-1], turns[-1][::-1], "why"])[1]) == end
         assert cached(answer([*turns[:-3], turns[-3][::-1], "why"])[1]) < end
         assert cached(answer(["another one"])[1]) == len(tokenizer.encode(SYSTEM["content"])) + 3
+
+
+def test_a_server_that_starts_again_reads_only_the_new_turn(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where its files are damaged: those are put aside, with a line each, and read anew."""
+    model, tokenizer = mlx_lm.load(str(folder))[:2]
+    disk, turns = tmp_path / "kept", list[str]()
+    with serving("--model", str(folder), "--prompt-cache", str(disk)) as client:
+        for question in SAID:
+            turns.append(question)
+            turns.append(text_of(chat(client, asked(turns), max_tokens=24)))
+    (file,) = disk.iterdir()
+    assert (disk.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+    prompt = tokenizer.apply_chat_template(asked([*turns, "why"]), add_generation_prompt=True)
+    text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=24)
+    whole, key = file.read_bytes(), file.name.partition("-")[0]
+    flipped = bytes([*whole[:-99], whole[-99] ^ 1, *whole[-98:]])
+    damaged = {
+        "cut": (file.name, whole[:-99]),
+        "flipped": (file.name, flipped),
+        "foreign": (f"{key}-{'0' * 32}.safetensors", b"a letter to my aunt"),
+        "of another model": ("0" * 16 + file.name[16:], whole),
+        "whole": (file.name, whole),
+    }
+    for kind, (name, content) in damaged.items():
+        for path in disk.iterdir():
+            path.unlink()
+        (disk / name).write_bytes(content)
+        (disk / "letter.safetensors").write_bytes(b"not ours")
+        caplog.clear()
+        with serving("--model", str(folder), "--prompt-cache", str(disk)) as client:
+            reply = chat(client, asked([*turns, "why"]), max_tokens=24)
+            again = chat(client, asked([*turns[:-1], "hat", "why"]), max_tokens=1)
+        assert text_of(reply) == text, kind
+        assert cached(reply) in (range(len(prompt) - 12, len(prompt)) if kind == "whole" else [0])
+        assert (cached(again) > len(prompt) - 50) == (kind == "whole"), "a state of its file"
+        is_put_aside = kind in ("cut", "flipped", "foreign")
+        assert len(re.findall("is put aside", caplog.text)) == is_put_aside, kind
+        assert (disk / f"{name}.damaged").exists() == is_put_aside
+        assert (disk / "letter.safetensors").exists()
+
+
+def test_files_reach_beyond_memory_and_are_bounded(folder: Path, tmp_path: Path) -> None:
+    """Two conversations in turn, where memory holds one; then files for one of them alone."""
+    flags = "--model", str(folder), "--prompt-cache", str(tmp_path), "--prompt-cache-size", "1"
+
+    def second_turns() -> list[bool]:
+        """True for each conversation whose second turn read no more than that."""
+        found = []
+        with serving(*flags) as client:
+            texts = [text_of(chat(client, asked([name]), max_tokens=24)) for name in SAID[:2]]
+            for name, text in reversed([*zip(SAID, texts, strict=False)]):
+                reply = chat(client, asked([name, text, "why"]), max_tokens=24)
+                found.append(cached(reply) > reply.usage.prompt_tokens - 12)
+        return found
+
+    assert second_turns() == [True, True]
+    size = max(path.stat().st_size for path in tmp_path.iterdir())
+    for path in tmp_path.iterdir():
+        path.unlink()
+    flags = *flags, "--prompt-cache-limit", str(int(1.5 * size))
+    assert second_turns() == [True, False]
+    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1.5 * size
+
+
+KILLS = int(os.environ.get("KILLS", "3"))
+
+
+@FULL
+def test_a_killed_server_goes_on_without_wrong_texts(folder: Path, tmp_path: Path) -> None:
+    """It is killed at random moments; of what was answered only the last entry may be lost."""
+    model, tokenizer = mlx_lm.load(str(folder))[:2]
+    coins, (port,) = random.Random(7), free_ports(1)
+    command = [sys.executable, "-m", "specdec_mlx", "server", "--model", str(folder)]
+    command += ["--port", str(port), "--prompt-cache", str(tmp_path / "kept")]
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    turns: list[str] = [SAID[0]]
+    saved: list[int] = [0, 0]  # positions that the last but one answer, and the last, came to
+    for _ in range(KILLS):
+        server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        until(lambda: answers(client))
+        timer = threading.Timer(coins.uniform(0.05, 1.0), server.kill)
+        timer.start()
+        is_first = True
+        try:
+            while server.poll() is None:
+                prompt = tokenizer.apply_chat_template(asked(turns), add_generation_prompt=True)
+                reply = chat(client, asked(turns), max_tokens=24)
+                text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=24)
+                assert text_of(reply) == text
+                assert cached(reply) >= saved[0 if is_first else 1] - 1
+                is_first = False
+                saved = [saved[1], reply.usage.total_tokens - 1]
+                turns += [text, coins.choice(SAID)]
+        except openai.APIConnectionError:
+            pass
+        finally:
+            timer.join()
+            server.wait(timeout=60)
+    assert len(turns) > KILLS, "some were answered in between"
+
+
+def answers(client: openai.OpenAI) -> bool:
+    """True if the server is there."""
+    try:
+        return bool(client.models.list())
+    except openai.APIConnectionError:
+        return False
 
 
 def entries(store: ConversationCache) -> Iterator[list[Any]]:

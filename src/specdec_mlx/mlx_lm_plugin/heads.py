@@ -23,6 +23,7 @@ from specdec_mlx.errors import HeadError
 from specdec_mlx.mlx_lm_plugin.conversation import remember, with_parts
 from specdec_mlx.mlx_lm_plugin.flags import check_adapter
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, is_clients
+from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles
 from specdec_mlx.mlx_lm_plugin.prefixes import Points, States, back_at, split, stateful, thinned
 from specdec_mlx.models import explained
 from specdec_mlx.per_model import PerModel
@@ -84,12 +85,20 @@ class ConversationCache(LRUPromptCache):  # type: ignore[misc]
     """mlx-lm's prompt caches, with the tokens that they hold; one token is always left to feed.
 
     One entry stands for a conversation. Where its caches cannot be shortened, the ends of the
-    shorter entries that it takes the place of are states to go back to.
+    shorter entries that it takes the place of are states to go back to. files: gives the files of a
+    model, None for none.
     """
+
+    files: Callable[[Any], PrefixFiles | None] = staticmethod(lambda model: None)
 
     def fetch_nearest_cache(self, model: Any, tokens: list[Any]) -> tuple[Any, list[Any]]:
         """The cache [layers] that holds most of `tokens`, or None, and the tokens it lacks."""
         caches, at, length = self._nearest(model, tokens[:-1])
+        if (files := self.files(model)) is not None:
+            kept, reached = files.longest(tokens[:-1])
+            if reached > length and (entry := files.load(kept)) is not None:
+                super().insert_cache(model, kept, entry)
+                caches, at, length = self._nearest(model, tokens[:-1])
         if length == 0:
             return None, tokens
         held = tokens[:length]
@@ -119,6 +128,8 @@ class ConversationCache(LRUPromptCache):  # type: ignore[misc]
         at = thinned({p: states for p, states in at.items() if p < len(tokens)}, len(tokens))
         kept = [*prompt_cache, Points(at)] if at else prompt_cache
         super().insert_cache(model, tokens, kept, **kind)
+        if not kind and (files := self.files(model)) is not None:  # of a text that has ended
+            files.save(tokens, prompt_cache, at)
 
     def _longest_held(self, model: Any, tokens: list[Any]) -> list[Any] | None:
         found = self._trie.search(model, tokens)

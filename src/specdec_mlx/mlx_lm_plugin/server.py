@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import argparse
 import copy
+import hashlib
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,21 +26,24 @@ import mlx.nn as nn
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import LRUPromptCache
-from mlx_lm.server import ResponseGenerator, _image_parts
+from mlx_lm.server import ResponseGenerator, _image_parts, get_system_fingerprint
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.batch.rows import Request, RowDrafting
 from specdec_mlx.contracts import Drafter
+from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor, compiled_tokenizer
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import stream_generate
+from specdec_mlx.memory.kept import fingerprint_of
 from specdec_mlx.memory.store import PROCESS
 from specdec_mlx.mlx_lm_plugin import conversation, heads, openai_fields, requests
 from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, SpeculatingBatch, has_rows
 from specdec_mlx.mlx_lm_plugin.flags import Flags, replaced_names, run_main
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
 from specdec_mlx.mlx_lm_plugin.openai_fields import Refused, RequestError
+from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles
 from specdec_mlx.mlx_lm_plugin.prefixes import stateful
 from specdec_mlx.mlx_lm_plugin.requests import Channel, Menu, Requested
 from specdec_mlx.mlx_lm_plugin.status import Totals
@@ -111,8 +116,22 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             args[1].max_size *= 2  # a conversation has the target's caches and the draft model's
         if (most_bytes := args[0].cli_args.prompt_cache_bytes) is not None:
             args[1].max_bytes = most_bytes  # mlx-lm minds it in batches alone
+        args[1].files, self._opened = self._files, lru_cache(PrefixFiles)
         super().__init__(*args)
         stack.callback(self.stop_and_join)
+
+    def _files(self, model: Any) -> PrefixFiles | None:
+        """Files of the target's caches, which depend on all of this; None on several ranks."""
+        provider, options = self.model_provider, self.cli_args
+        if options.prompt_cache is None or self._is_distributed:
+            return None
+        if model != provider.model_key or provider.draft_model is not None:
+            return None
+        own = fingerprint(provider.model), fingerprint_of(provider.tokenizer)
+        quantized = options.kv_bits, options.kv_group_size, options.quantized_kv_start
+        key = hashlib.sha256(repr((own, quantized, get_system_fingerprint())).encode()).hexdigest()
+        folder: Path = options.prompt_cache.expanduser().absolute()
+        return self._opened(folder, key[:16], options.prompt_cache_limit)
 
     def _generate(self) -> None:
         """Run mlx-lm's loop, which batches with what it finds under this name."""
