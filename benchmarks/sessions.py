@@ -32,24 +32,32 @@ FORCED = 1e4  # logit of the token that the script has next
 
 @dataclass
 class Answers:
-    """One server's: seconds, tokens read, tokens said, passes of the target, and the texts."""
+    """One server's: seconds, those to first tokens, tokens read and said, passes, and the texts."""
 
     seconds: float = 0.0
+    first: float = 0.0
     read: int = 0
     said: int = 0
     passes: int = 0
     texts: tuple[str, ...] = ()
 
-    def add(self, seconds: float, reply: Any) -> None:
-        """Count an answer."""
-        usage = reply.usage
+    def add(self, stream: Any) -> None:
+        """Read a streamed answer, and count it."""
+        started, first, text, usage = time.perf_counter(), 0.0, "", None
+        for chunk in stream:
+            usage = chunk.usage or usage
+            if chunk.choices and (said := chunk.choices[0].delta.content):
+                first = first or time.perf_counter() - started
+                text += said
+        assert usage is not None
         details = getattr(usage, "prompt_tokens_details", None)
         account = getattr(usage, "speculation", None) or {}
-        self.seconds += seconds
+        self.seconds += time.perf_counter() - started
+        self.first += first
         self.read += usage.prompt_tokens - (details.cached_tokens if details else 0)
         self.said += usage.completion_tokens
         self.passes += account.get("target_passes", usage.completion_tokens)
-        self.texts = (*self.texts, reply.choices[0].message.content)
+        self.texts = (*self.texts, text)
 
 
 def scripted(model: Any, script: Sequence[int]) -> Any:
@@ -98,23 +106,22 @@ def race(
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     for turn, end in enumerate(turns[:num_turns]):
         for name in list(clients) if turn % 2 else list(reversed(clients)):
-            started = time.perf_counter()
             asked: Any = messages[:end]
-            options: dict[str, Any] = {"max_tokens": most, "temperature": 0.0}
-            reply = clients[name].chat.completions.create(
-                model="default_model", messages=asked, **options
-            )
-            answers[name].add(time.perf_counter() - started, reply)
+            options: dict[str, Any] = {"max_tokens": most, "temperature": 0.0, "stream": True}
+            options["stream_options"] = {"include_usage": True}
+            chat = clients[name].chat.completions
+            answers[name].add(chat.create(model="default_model", messages=asked, **options))
     return answers
 
 
 def table(answers: dict[str, Answers]) -> str:
     """For people to read."""
     stock, ours = answers[STOCK], answers[OURS]
-    lines = [f"{'server':<20}{'seconds':>9}{'read':>8}{'said':>7}{'a pass':>8}"]
+    lines = [f"{'server':<20}{'seconds':>9}{'to first':>10}{'read':>8}{'said':>7}{'a pass':>8}"]
     for name, one in answers.items():
         a_pass = one.said / max(1, one.passes)
-        lines.append(f"{name:<20}{one.seconds:>9.1f}{one.read:>8}{one.said:>7}{a_pass:>8.2f}")
+        seconds = f"{one.seconds:>9.1f}{one.first:>10.1f}"
+        lines.append(f"{name:<20}{seconds}{one.read:>8}{one.said:>7}{a_pass:>8.2f}")
     same = sum(a == b for a, b in zip(stock.texts, ours.texts, strict=True))
     lines.append(f"{stock.seconds / ours.seconds:.2f} times stock; {same}/{len(ours.texts)} texts")
     return "\n".join(lines)
