@@ -6,10 +6,10 @@ import copy
 import os
 import random
 import re
+import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -22,11 +22,13 @@ import pytest
 from mlx_lm.models.cache import make_prompt_cache
 
 import tiny
+from command_line import run
 from on_ranks import free_ports
 from selection import FULL, cases
 from serving import chat, serving, text_of, until
 from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
-from specdec_mlx.mlx_lm_plugin.prefixes import stateful
+from specdec_mlx.mlx_lm_plugin.prefixes import MOST_POINTS, stateful, thinned
+from specdec_mlx.mlx_lm_plugin.server import run_server
 from tiny_model_folder import write_model_folder
 
 RUNS = [name for name in tiny.architecture_files() if name not in (*tiny.CANNOT_RUN, "phi3small")]
@@ -67,7 +69,7 @@ def test_going_back_to_a_point_is_as_if_no_more_had_been_read(name: str) -> None
             got = read(model, found, tokens, [position, len(tokens)])
             assert mx.allclose(got, expected, rtol=tolerance, atol=tolerance).item(), kept
     store.insert_cache("model", TEXT, copy.deepcopy(caches))
-    assert store.nbytes == sum(c.nbytes for c in next(iter(entries(store))))
+    assert store.nbytes == sum(c.nbytes for c in store._trie.get("model", TEXT).prompt_cache)
 
 
 @pytest.fixture(scope="module", params=["qwen3_next", "gemma3_text"])
@@ -146,6 +148,7 @@ def test_a_server_that_starts_again_reads_only_the_new_turn(
             path.unlink()
         (disk / name).write_bytes(content)
         (disk / "letter.safetensors").write_bytes(b"not ours")
+        (disk / ".part-7.safetensors").write_bytes(whole[:-99])
         caplog.clear()
         with serving("--model", str(folder), "--prompt-cache", str(disk)) as client:
             reply = chat(client, asked([*turns, "why"]), max_tokens=24)
@@ -157,6 +160,7 @@ def test_a_server_that_starts_again_reads_only_the_new_turn(
         assert len(re.findall("is put aside", caplog.text)) == is_put_aside, kind
         assert (disk / f"{name}.damaged").exists() == is_put_aside
         assert (disk / "letter.safetensors").exists()
+        assert not (disk / ".part-7.safetensors").exists()
 
 
 def test_files_reach_beyond_memory_and_are_bounded(folder: Path, tmp_path: Path) -> None:
@@ -182,6 +186,40 @@ def test_files_reach_beyond_memory_and_are_bounded(folder: Path, tmp_path: Path)
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1.5 * size
 
 
+def test_rows_of_a_batch_are_kept_too(folder: Path, tmp_path: Path) -> None:
+    """Both answers of a batch are said by its rows; the next server goes on with them."""
+    flags = "--model", str(folder), "--prompt-cache", str(tmp_path)
+    with serving(*flags) as client:
+        both = chat(client, asked(SAID[:1]), n=2, max_tokens=24)
+    assert both.usage.speculation["batched"]
+    with serving(*flags) as client:
+        reply = chat(client, asked([SAID[0], text_of(both), "why"]), max_tokens=1)
+    assert cached(reply) > reply.usage.prompt_tokens - 12
+    with pytest.raises(SystemExit, match="2"):
+        run_server(["--prompt-cache", str(next(tmp_path.iterdir()))])
+
+
+def test_states_are_fewer_the_longer_ago_they_were() -> None:
+    """The first, of the system prompt, stays."""
+    left = [*thinned({p: [] for p in range(10, 1000, 10)}, 1000)]
+    assert (len(left), left[0], left[-1]) == (MOST_POINTS, 10, 990)
+    assert sum(p > 700 for p in left) > MOST_POINTS / 2
+
+
+def test_generate_goes_on_from_a_prompt_cache_file_of_mlx_lms(folder: Path, tmp_path: Path) -> None:
+    """With look-up, and with a draft model, which has not read what is in the file."""
+    file = ("--prompt-cache-file", tmp_path / "prompt.safetensors")
+    prompt = ("--prompt", "the cat in the hat and the other cat in the hat, there and then")
+    made = run("cache_prompt", "--model", folder, *file, *prompt, program="mlx_lm")
+    assert made.returncode == 0, made.stderr
+    command = ("generate", *file, "--prompt", "in the hat", "--max-tokens", "60")
+    plain = run(*command, program="mlx_lm").stdout.split("=====")[2]
+    for flags in ((), ("--draft-model", folder)):
+        done = run(*command, "--draft-length", "3", "--no-tuning", *flags)
+        assert done.stdout.split("=====")[2] == plain, done.stderr
+        assert re.search(r"accepted \d+ of [1-9]", done.stdout)
+
+
 KILLS = int(os.environ.get("KILLS", "3"))
 
 
@@ -197,7 +235,7 @@ def test_a_killed_server_goes_on_without_wrong_texts(folder: Path, tmp_path: Pat
     saved: list[int] = [0, 0]  # positions that the last but one answer, and the last, came to
     for _ in range(KILLS):
         server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
-        until(lambda: answers(client))
+        until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
         timer = threading.Timer(coins.uniform(0.05, 1.0), server.kill)
         timer.start()
         is_first = True
@@ -217,17 +255,3 @@ def test_a_killed_server_goes_on_without_wrong_texts(folder: Path, tmp_path: Pat
             timer.join()
             server.wait(timeout=60)
     assert len(turns) > KILLS, "some were answered in between"
-
-
-def answers(client: openai.OpenAI) -> bool:
-    """True if the server is there."""
-    try:
-        return bool(client.models.list())
-    except openai.APIConnectionError:
-        return False
-
-
-def entries(store: ConversationCache) -> Iterator[list[Any]]:
-    """What the store holds, a list of caches for each conversation."""
-    for model, tokens in store._lru._lrus["assistant"]:
-        yield store._trie.get(model, tokens).prompt_cache

@@ -118,7 +118,12 @@ class ConversationCache(LRUPromptCache):  # type: ignore[misc]
         return longest
 
     def insert_cache(
-        self, model: Any, tokens: list[Any], prompt_cache: list[Any], **kind: Any
+        self,
+        model: Any,
+        tokens: list[Any],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
     ) -> None:
         """Keep the caches that hold `tokens`, in the place of those that hold a part of them."""
         at: States = {}
@@ -127,8 +132,9 @@ class ConversationCache(LRUPromptCache):  # type: ignore[misc]
             at |= earlier | {len(held): stateful(caches)}
         at = thinned({p: states for p, states in at.items() if p < len(tokens)}, len(tokens))
         kept = [*prompt_cache, Points(at)] if at else prompt_cache
-        super().insert_cache(model, tokens, kept, **kind)
-        if not kind and (files := self.files(model)) is not None:  # of a text that has ended
+        super().insert_cache(model, tokens, kept, cache_type=cache_type)
+        has_ended = cache_type == "assistant"
+        if has_ended and (files := self.files(model)) is not None:
             files.save(tokens, prompt_cache, at)
 
     def _longest_held(self, model: Any, tokens: list[Any]) -> list[Any] | None:

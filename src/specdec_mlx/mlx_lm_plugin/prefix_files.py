@@ -31,17 +31,16 @@ HEADER = "prefix"  # name of our metadata in a file
 class PrefixFiles:
     """Caches that one model made, a safetensors file for each conversation.
 
-    folder: made if need be, for this user alone. key: of the model and all that its caches depend
+    folder: that is there. key: of the model and all that its caches depend
     on, 16 hexadecimal digits. most_bytes: of all files in the folder; the oldest are deleted.
     """
 
     def __init__(self, folder: Path, key: str, most_bytes: int) -> None:
         self.folder, self.key, self.most_bytes = folder, key, most_bytes
         self._trie = PromptTrie()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         for part in folder.glob(f"{PART}*"):  # of a process that was killed
             part.unlink(missing_ok=True)
-        for path in self._by_age(f"{key}-*.safetensors"):
+        for _, _, path in self._by_age(f"{key}-*.safetensors"):
             try:
                 loaded: Any = mx.load(str(path), return_metadata=True)
                 header = json.loads(loaded[1][f"0.{HEADER}"])
@@ -90,28 +89,31 @@ class PrefixFiles:
         try:
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
             save_prompt_cache(str(part), flat, {HEADER: json.dumps(header)})
-            path = self.folder / f"{self.key}-{_digest(part)}.safetensors"
-            part.replace(path)
+            path = part.rename(self.folder / f"{self.key}-{_digest(part)}.safetensors")
+            before = self._trie.add(self.key, tokens, (path, header))
+            replaced = [before, *(entry for _, entry in self._trie.pop_prefixes(self.key, tokens))]
+            for old, _ in filter(None, replaced):
+                if old != path:
+                    old.unlink(missing_ok=True)
+            self._delete_oldest()
         except (OSError, RuntimeError) as error:
             logging.warning(f"Prompt cache: {self.folder} cannot be written: {error}")
-            return
-        before = self._trie.add(self.key, tokens, (path, header))
-        replaced = [before, *(entry for _, entry in self._trie.pop_prefixes(self.key, tokens))]
-        for old, _ in filter(None, replaced):
-            if old != path:
-                old.unlink(missing_ok=True)
-        self._delete_oldest()
 
     def _delete_oldest(self) -> None:
-        files = [path for path in self._by_age("*") if OURS.fullmatch(path.name)]
-        excess = sum(path.stat().st_size for path in files) - self.most_bytes
-        for path in files:
+        files = [file for file in self._by_age("*") if OURS.fullmatch(file[-1].name)]
+        excess = sum(size for _, size, _ in files) - self.most_bytes
+        for _, size, path in files:
             if excess > 0:
-                excess -= path.stat().st_size
+                excess -= size
                 path.unlink(missing_ok=True)
 
-    def _by_age(self, pattern: str) -> list[Path]:
-        return sorted(self.folder.glob(pattern), key=lambda path: path.stat().st_mtime_ns)
+    def _by_age(self, pattern: str) -> list[tuple[int, int, Path]]:
+        """Time of the last use, size and path of files, the oldest first."""
+        found = []
+        for path in self.folder.glob(pattern):
+            with suppress(FileNotFoundError):  # deleted by another server
+                found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+        return sorted(found)
 
     def _put_aside(self, path: Path, error: Exception) -> None:
         """Rename a file that cannot be used; one that is gone was the oldest."""

@@ -65,6 +65,8 @@ def run_server(arguments: Sequence[str]) -> None:
                 flags = replace(flags, memory=PROCESS)  # one person's
             menu = Menu(flags, requests.Access.of(namespace, flags.draft_model))
             stack.callback(flags.save_memory)
+            if (folder := namespace.prompt_cache) is not None:
+                folder.expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
             if namespace.model is not None:  # to say now what the generating thread could not
                 with explained(namespace.model):
                     how = {"trust_remote_code": namespace.trust_remote_code}
