@@ -165,7 +165,7 @@ def test_a_server_that_starts_again_reads_only_the_new_turn(
 
 def test_files_reach_beyond_memory_and_are_bounded(folder: Path, tmp_path: Path) -> None:
     """Two conversations in turn, where memory holds one; then files for one of them alone."""
-    flags = "--model", str(folder), "--prompt-cache", str(tmp_path), "--prompt-cache-size", "1"
+    flags = ["--model", str(folder), "--prompt-cache", str(tmp_path), "--prompt-cache-size", "1"]
 
     def second_turns() -> list[bool]:
         """True for each conversation whose second turn read no more than that."""
@@ -181,7 +181,7 @@ def test_files_reach_beyond_memory_and_are_bounded(folder: Path, tmp_path: Path)
     size = max(path.stat().st_size for path in tmp_path.iterdir())
     for path in tmp_path.iterdir():
         path.unlink()
-    flags = *flags, "--prompt-cache-limit", str(int(1.5 * size))
+    flags += ["--prompt-cache-limit", str(int(1.5 * size))]
     assert second_turns() == [True, False]
     assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1.5 * size
 

@@ -40,8 +40,9 @@ def write_model_folder(
     model = tiny.build(name, seed=seed, **changes)
     model.lm_head.weight = model.lm_head.weight * printable(vocab)[:, None]
     outputs = "o_proj.weight", "out_proj.weight", "down_proj.weight"  # of a layer's two halves
-    weights = [item for item in tree_flatten(model.parameters()) if item[0].endswith(outputs)]
-    model.load_weights([(name, weight * CONTEXT) for name, weight in weights], strict=False)
+    weights = dict(tree_flatten(model.parameters()))
+    small = [(key, weight * CONTEXT) for key, weight in weights.items() if key.endswith(outputs)]
+    model.load_weights(small, strict=False)
     config = {"model_type": name, **tiny.CONFIGS[name], **changes}
     config |= {"eos_token_id": vocab["</s>"], "bos_token_id": vocab["<s>"]}
     (folder / "config.json").write_text(json.dumps(config))
