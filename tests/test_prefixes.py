@@ -233,25 +233,25 @@ def test_a_killed_server_goes_on_without_wrong_texts(folder: Path, tmp_path: Pat
     client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
     turns: list[str] = [SAID[0]]
     saved: list[int] = [0, 0]  # positions that the last but one answer, and the last, came to
-    for _ in range(KILLS):
+    for kill in range(KILLS):
         server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
         until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
-        timer = threading.Timer(coins.uniform(0.05, 1.0), server.kill)
-        timer.start()
-        is_first = True
+        timer, num_said = threading.Timer(coins.uniform(0, 0.5), server.kill), 0
         try:
             while server.poll() is None:
+                if num_said == (2, 1, 0)[kill % 3]:
+                    timer.start()
                 prompt = tokenizer.apply_chat_template(asked(turns), add_generation_prompt=True)
                 reply = chat(client, asked(turns), max_tokens=24)
                 text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=24)
                 assert text_of(reply) == text
-                assert cached(reply) >= saved[0 if is_first else 1] - 1
-                is_first = False
+                assert cached(reply) >= saved[min(num_said, 1)] - 1
+                num_said += 1
                 saved = [saved[1], reply.usage.total_tokens - 1]
                 turns += [text, coins.choice(SAID)]
         except openai.APIConnectionError:
             pass
         finally:
-            timer.join()
+            server.kill()
             server.wait(timeout=60)
     assert len(turns) > KILLS, "some were answered in between"
