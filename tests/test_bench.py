@@ -12,7 +12,6 @@ from functools import cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
-from unittest.mock import Mock
 
 import mlx.core as mx
 import numpy as np
@@ -34,7 +33,6 @@ from specdec_mlx.bench.contenders import (
     ours,
 )
 from specdec_mlx.bench.cost import CostCurve, CostMeter, linear_cost, parse_cost
-from specdec_mlx.bench.prompts import Prompt, builtin_prompts, choose, encode_chat
 from specdec_mlx.bench.record import (
     Record,
     RecordedText,
@@ -49,7 +47,7 @@ from specdec_mlx.bench.summary import (
     Result,
     summarise,
 )
-from specdec_mlx.bench.timing import Sample, Settings, run_interleaved, take_turns, time_generation
+from specdec_mlx.bench.timing import Sample, Settings, run_interleaved, time_generation
 from specdec_mlx.cli.commands import main
 from specdec_mlx.contracts import Draft, DraftContext, Outcome, RoundRecord
 from specdec_mlx.draft_length.costs import CURVES, WIDTHS
@@ -57,7 +55,7 @@ from specdec_mlx.draft_length.policy import Fixed, make_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters import draft_models
 from specdec_mlx.lab.pair import head_path, load_pair
-from specdec_mlx.stats.counterfactual import median_of, ratio_of
+from specdec_mlx.stats.counterfactual import ratio_of
 from specdec_mlx.target.verifier import LazyPass
 
 SETTINGS = Settings(max_tokens=24, repeats=2)
@@ -138,18 +136,6 @@ def test_where_texts_part_by_how_much_and_a_near_tie_is_an_excuse(
         monkeypatch.setattr(summary, "top_two_gap", lambda *args, gap=gap: gap)
         (found,) = summary.find_differences(narrow.model(), [task], samples)
         assert (found.position, found.top_two_gap, found.excused) == (1, gap, excused)
-
-
-def test_whose_turn_is_next_is_drawn() -> None:
-    """Everybody comes once each time around, and nobody always after the same other one."""
-    order: list[int] = []
-    runs = [Mock(is_over=False, go_on=lambda _, i=i: order.append(i)) for i in range(3)]
-    take_turns(runs, seed=1, may_go_on=lambda: len(order) < 300)  # type: ignore[arg-type]
-    rounds = [order[i : i + 3] for i in range(0, 300, 3)]
-    assert all(sorted(names) == [0, 1, 2] for names in rounds)
-    for name in range(3):
-        before = [a for a, b in itertools.pairwise(order) if b == name]
-        assert max(map(before.count, range(3))) < 60
 
 
 def test_contenders_take_turns_and_what_auto_learned_is_kept_within_a_repeat(
@@ -393,20 +379,6 @@ def test_a_draft_model_brings_both_speculations_and_a_trained_head_only_ours(
     assert re.search(r"--draft-layers: .* --draft-bits alone", capsys.readouterr().err)
 
 
-def test_prompts_are_distinct_spread_evenly_and_go_through_a_chat_template() -> None:
-    own = builtin_prompts()
-    assert len({p.id for p in own}) == len({p.text for p in own}) == len(own)
-    assert len({p.category for p in own}) >= 5
-    prompts = [Prompt(str(i), "ab"[i % 2], "") for i in range(20)]
-    assert [p.id for p in choose(prompts, per_category=2)] == ["0", "10", "1", "11"]
-    assert [p.id for p in choose(prompts, ["b"], 1)] == ["1"]
-    assert choose(prompts[:1], per_category=5) == prompts[:1]
-    with pytest.raises(ValueError, match=r"Unknown category 'c'.*a, b"):
-        choose(prompts, ["c"])
-    assert encode_chat(narrow.FakeTokenizer(), "a") == [0, ord("a") % 4, 1]
-    assert encode_chat(narrow.FakeTokenizer(has_chat_template=False), "a") == [ord("a") % 4]
-
-
 def test_cost_curves_run_through_their_points() -> None:
     """Straight lines between points; the last slope goes on."""
     curve = CostCurve("c", (1, 2, 4), (1.0, 1.5, 1.7))
@@ -446,12 +418,6 @@ def test_a_cost_meter_leaves_the_cache_as_it_was_and_the_pace_of_the_machine_doe
     assert curve.relative() == pytest.approx((1, 1.1, 1.4))
     assert curve.low == pytest.approx(curve.seconds) == curve.high
     assert "1.40 to 1.40" in format_cost(curve)
-
-
-def test_the_interval_of_a_median_is_that_of_the_binomial() -> None:
-    """As in tables: of 10 samples the second and the ninth, of 20 the sixth and the fifteenth."""
-    for n, rank in [(2, 1), (6, 1), (8, 1), (9, 2), (10, 2), (12, 3), (15, 4), (20, 6), (25, 8)]:
-        assert median_of([*range(n, 0, -1)]) == ((n + 1) / 2, rank, n + 1 - rank)
 
 
 # Replay: the counts of a live run, the seconds of a curve, and bounds that are bounds -------------
@@ -556,16 +522,6 @@ def test_a_copy_is_drafted_widely_whatever_chip_of_the_family_it_was_expected_on
         length = make_draft_length("auto", Tuning(CURVES[name]))
         copied = replay_text(text, sd.SuffixDrafter(), length, cost, **sizes)
         assert copied.plain_seconds > 0.35 * best * copied.seconds, name
-
-
-def test_plain_decoding_is_the_unit() -> None:
-    """Without drafts the speedup is 1 on any curve; on a flat one it is tokens per pass."""
-    for curve in (FLAT, linear_cost(0.7)):
-        for drafter, length in ((None, 4), (NGRAM, 0)):
-            model = replayed(record_of().texts[0], drafter, length, curve)
-            assert model.seconds == pytest.approx(model.plain_seconds)
-    scores = replay.score_record(record_of(), {"ngram": NGRAM}, ["2", "4"], FLAT)
-    assert all(score.speedup == pytest.approx(score.tokens_per_pass) for score in scores)
 
 
 @in_one_test("longest", [0, 2, 15])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import sys
-import time
 from collections.abc import Iterator
 from functools import cache, partial
 from itertools import product
@@ -19,21 +18,18 @@ import pytest
 
 import command_line
 from benchmarks import heads, server
-from benchmarks.peers import MLX_DSPARK, MLX_OPTIQ, PEERS, _Rounds, make_peer
-from benchmarks.rules import account_of, by_rule
-from benchmarks.server import OURS, STOCK, Answer, Phase
+from benchmarks.peers import MLX_DSPARK, MLX_OPTIQ, PEERS, make_peer
 from selection import FULL
-from specdec_mlx import Sampling, lab, speculate
+from specdec_mlx import lab
 from specdec_mlx.bench import run
 from specdec_mlx.bench.contenders import make_contenders
-from specdec_mlx.bench.prompts import Prompt, Task
+from specdec_mlx.bench.prompts import Prompt
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.bench.timing import Settings, time_generation
-from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.loop import Token
 from specdec_mlx.models import load_model
-from specdec_mlx.stats.counterfactual import BY_ROUND, BY_TOKEN, COLUMNS, Counterfactual
+from specdec_mlx.stats.counterfactual import Counterfactual
 from tiny_model_folder import write_model_folder
 
 ROOT = Path(__file__).parent.parent
@@ -129,14 +125,7 @@ def test_a_generation_pays_for_the_passes_that_it_launched(
 
 # Rules: the table is the accounts of the texts, all rounds together -------------------------------
 
-TEXTS = ("A list is ", "The function returns a ", "def f(x):")
 Rounds = list[tuple[np.ndarray, int]]
-
-
-def some_rounds(count: int, seed: int) -> Rounds:
-    """Rounds of 3 positions with chances at random, and how many tokens each accepted."""
-    random = np.random.default_rng(seed)
-    return [(random.random((3, COLUMNS)), int(random.integers(4))) for _ in range(count)]
 
 
 def recorded(rounds: Rounds) -> Counterfactual:
@@ -146,90 +135,7 @@ def recorded(rounds: Rounds) -> Counterfactual:
     return account
 
 
-def test_results_are_the_accounts_all_rounds_together() -> None:
-    """Every number of the table from the rounds by hand: not the mean of the texts' means."""
-    texts = (some_rounds(5, seed=0), [], some_rounds(20, seed=1))
-    account, rounds = Counterfactual(), [*texts[0], *texts[2]]
-    for part in texts:
-        account.merge(recorded(part))
-    assert account.as_dict() == recorded(rounds).as_dict()
-    results = {result.rule: result for result in by_rule(account)}
-    assert list(results) == list(BY_ROUND)
-    for column, rule in enumerate(BY_TOKEN):
-        at = [[t[i, column] for t, n in rounds if n >= i] for i in range(3)]
-        assert results[rule].by_position == pytest.approx([np.mean(row) for row in at])
-        assert results[rule].acceptance == pytest.approx(np.mean(np.concatenate(at)))
-    for rule, result in results.items():
-        kept = account.accepted_per_round[rule].mean
-        assert (result.accepted_per_round, result.tokens_per_pass) == (kept, 1 + kept)
-        for reference in ("rejection", "match"):
-            other = results[reference]
-            ratios = {result.pass_ratios[reference]: result.tokens_per_pass / other.tokens_per_pass}
-            if result.acceptance_ratios is not None:
-                share = (result.acceptance or 0) / (other.acceptance or 1)
-                ratios[result.acceptance_ratios[reference]] = share
-            assert [*ratios] == pytest.approx([*ratios.values()])
-    assert (results["block"].by_position, results["block"].acceptance_ratios) == (None, None)
-    with pytest.raises(ValueError, match="No round had a draft"):
-        by_rule(Counterfactual())
-
-
-def test_a_text_ends_with_its_end_token() -> None:
-    """The first token is not drafted; the second is in the first round's draft."""
-    pair = lab.load_pair()
-    tasks = [Task(text, "text", pair.tokenizer.encode(text)) for text in TEXTS]
-    options: dict[str, Any] = {"max_tokens": 48, "temp": 1.0, "draft_length": 3}
-    call, done = (pair.target, ModelDrafter(pair.draft)), list[int]()
-    account = account_of(*call, tasks, on_text=lambda: done.append(1), **options)
-    assert len(done) == 3
-    assert account.positions[0].reached == account.rounds > 30
-    (first,) = speculate(pair.target, tasks[0].prompt, max_tokens=1, sampler=Sampling(1.0), seed=0)
-    every_token = set(range(1000))
-    for end_tokens, rounds in ((every_token, 0), (every_token - {first.token}, 1)):
-        assert account_of(*call, tasks[:1], end_tokens=end_tokens, **options).rounds == rounds
-
-
 # The server ---------------------------------------------------------------------------------------
-
-
-def test_servers_are_asked_in_turn_and_timed_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who is first alternates; the time of each is the sum of its own."""
-    asked: list[str] = []
-    seconds = {STOCK: 3.0, OURS: 2.0}
-    monkeypatch.setattr(time, "perf_counter", lambda: sum(seconds[name] for name in asked))
-
-    def ask(name: str, prompt: str) -> Answer:
-        asked.append(name)
-        return Answer(prompt, 3)
-
-    servers: dict[str, server.Ask] = {name: partial(ask, name) for name in seconds}
-    phase = server.one_after_another(servers, ["a", "b", "c"])
-    assert asked == [STOCK, OURS, OURS, STOCK, STOCK, OURS]
-    assert phase.seconds == {STOCK: 9.0, OURS: 6.0}
-    assert (phase.ratio, phase.num_same) == (1.5, 3)
-    groups = server.several_at_once(servers, list("abcdefgh"), clients=3)
-    assert [answer.text for answer in groups.answers[OURS]] == list("abcdefgh")
-    assert len(groups.answers[STOCK]) == 8
-    assert groups.seconds == {STOCK: 24.0, OURS: 16.0}
-
-
-def test_a_phase_counts_errors_other_texts_and_times() -> None:
-    """A failed request is never the same text, and counts in no time."""
-    no = Answer(error="no")
-    a, b, c = (
-        Answer(text, 3, per_token=x, last=x) for text, x in zip("aab", (2, 4, 9), strict=True)
-    )
-    phase = Phase("it", answers={STOCK: [a, c, b, no], OURS: [b, a, no, no]})
-    assert phase.num_same == 1
-    assert phase.num_errors == {STOCK: 1, OURS: 2}
-    assert phase.per_token(STOCK) == (4, 9)  # the median client's, and the slowest
-    assert phase.per_token(OURS) == (3, 4)
-    assert phase.latest == max(4 / 2, 4 / 9)  # of the request that fares worst
-    table = server.table([phase])
-    assert "1/4" in table
-    assert " 2.00 " in table
-    assert '"text"' not in json.dumps(server.record([phase], texts=False))
-    assert '"text": "b"' in json.dumps(server.record([phase], texts=True))
 
 
 # Other packages, each of them no dependency of ours: without one its tests are left out -----------
@@ -270,18 +176,3 @@ def test_texts_of_peers_are_plain_decodings_and_their_counts_add_up(name: str) -
         assert len(sample.tokens) == max_tokens
         assert sample.passes + sample.accepted - max_tokens in (0, 1)
         assert (sample.decode_seconds > 0) == (max_tokens > 1)
-
-
-def test_rounds_of_callbacks_become_tokens() -> None:
-    """Each round is its accepted tokens and one more, at the round's time; the last one is cut."""
-    target = SimpleNamespace(verify=lambda: "logits")
-    rounds = _Rounds(target)
-    assert target.verify() == target.verify() == "logits"
-    first_at = rounds.first_at
-    for drafted, accepted in ((4, 2), (0, 0), (3, 3)):
-        rounds.add(drafted=drafted, accepted=accepted, cap=4)
-    emitted = list(rounds.emitted(list(range(7))))
-    assert [e.token for e in emitted] == list(range(7))
-    assert [e.from_draft for e in emitted] == [False, True, True, False, False, True, True]
-    assert [e.at for e in emitted[:2]] == [first_at, rounds.rounds[0][2]]
-    assert [e.counts for e in emitted[::3]] == [(1, 0, 0), (2, 4, 1), (4, 7, 2)]

@@ -19,7 +19,6 @@ import pytest
 import specdec_mlx
 from command_line import both_ways, run
 from selection import in_one_test
-from specdec_mlx.bench.timing import Settings
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.lab import demo_model
@@ -269,17 +268,6 @@ def test_chat_answers_as_mlx_lms_and_ends_with_its_input(folders: Path) -> None:
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
 
 
-@both_ways
-def test_benchmark_speculates(folders: Path) -> None:
-    """With any drafter or a draft model, for one sequence."""
-    model = str(folders / "model")
-    arguments = ("benchmark", "--model", model, "-p", "20", "-g", "30", "-n", "1")
-    done = run(*arguments, "--draft-model", model, "--draft-length", "4", "--stats")
-    assert done.returncode == 0, done.stderr
-    assert re.search(r"Averages: prompt_tps=\d", done.stdout)
-    assert account(done.stdout) == all_accepted(30)
-
-
 @in_one_test("name", sorted(COMMANDS))
 def test_all_of_mlx_lms_flags_are_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The parser is mlx-lm's own with ours added, so later flags come by themselves."""
@@ -392,10 +380,3 @@ def test_errors_exit_with_2_and_one_clear_line(folder: Path, tmp_path: Path) -> 
         assert last.startswith("specdec-mlx: ")
         assert words in last
         assert "Traceback" not in done.stderr
-
-
-def test_a_benchmark_of_nothing_is_refused_in_python_too() -> None:
-    """It would never end."""
-    for name in ("max_tokens", "repeats"):
-        with pytest.raises(ValueError, match=f"{name}=0: expected an int >= 1"):
-            Settings(**{name: 0})

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from scipy.stats import binomtest, norm
+from scipy.stats import norm
 
 import specdec_mlx as sd
 import strategies
@@ -42,7 +42,6 @@ from specdec_mlx.stats.counterfactual import (
     chances,
     coupled_probs,
     kept_by_token,
-    wilson,
 )
 from specdec_mlx.target import verifier
 
@@ -127,17 +126,6 @@ def test_mlx_agrees_with_numpy(block):
     nearly = np.sum(block[2] > block[2].max(axis=-1, keepdims=True) - 1e-6, axis=-1) > 1
     sure[np.ix_(nearly, [3, 7])] = False  # which of them is the likeliest
     np.testing.assert_allclose(table[sure], chances(*block)[sure], atol=1e-3)
-
-
-@given(st.integers(1, 200).flatmap(lambda n: st.tuples(st.integers(0, n), st.just(n))))
-def test_intervals_are_wilsons(counts):
-    """As in SciPy; they never leave [0, 1], and without a trial they are all of it."""
-    interval = wilson(*counts)
-    expected = binomtest(*counts).proportion_ci(0.95, "wilson")
-    assert interval.mean == counts[0] / counts[1]
-    assert interval[1:] == pytest.approx((expected.low, expected.high), abs=1e-6)
-    assert 0 <= interval.low <= interval.mean <= interval.high <= 1
-    assert wilson(0, 0)[1:] == (0, 1)
 
 
 def test_an_account_by_hand():

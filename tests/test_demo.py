@@ -10,7 +10,6 @@ from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
-import mlx.core as mx
 import mlx.nn as nn
 import pytest
 
@@ -21,8 +20,8 @@ from selection import FULL, in_one_test
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import Sample
-from specdec_mlx.cli import blas, demo
 from specdec_mlx.cli import commands as cli
+from specdec_mlx.cli import demo
 from specdec_mlx.cli.demo import PAIR, Show
 from specdec_mlx.draft_length.store import Tuning, tuning_for
 from tiny_model_folder import write_model_folder
@@ -122,20 +121,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 WITHOUT_HASTE = ("--seconds", "900", "--repeats", "1")
 """So that nothing is cut, however busy the machine is that runs the tests."""
-
-
-def test_without_a_good_blas_it_says_what_that_means_and_how_to_get_one(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """The command that installs it, and that nothing else has to be done."""
-    monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(mx, "default_device", lambda: mx.cpu)
-    monkeypatch.setattr(demo, "blas_name", lambda: blas.REFERENCE_BLAS)
-    demo.say_what_multiplies(None)
-    said = capsys.readouterr().err
-    assert "a pass over m positions costs m times one" in said
-    assert 'pip install "specdec-mlx[cpu]"' in said
-    assert "then preloads it by itself" in said
 
 
 @pytest.mark.parametrize("is_terminal", [True, False])

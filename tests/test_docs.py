@@ -125,15 +125,6 @@ def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
             test()
 
 
-def test_pages_with_code_and_formulas_are_found() -> None:
-    """The patterns find blocks, reasons, outputs and formulas; and most code is run."""
-    assert {README, DOCS / "index.md", DOCS / "tuning.md"} <= set(PAGES_WITH_CODE)
-    everything = [block for page in PAGES_WITH_CODE for block in blocks(page)]
-    assert any(block.output for block in everything)
-    assert sum(not block.is_run for block in everything) <= 0.2 * len(everything)
-    assert len(FORMULA.findall(text_of(DOCS / "lossless.md"))) > 20
-
-
 @FULL
 def test_site_builds_without_a_warning(tmp_path: Path) -> None:
     """`mkdocs build --strict`: every link, anchor and docstring that a page names exists."""

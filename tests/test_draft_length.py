@@ -101,17 +101,6 @@ def test_the_length_of_the_largest_value_is_chosen(chances, costs, rate, whole, 
     assert valued[wanted] == pytest.approx(best, abs=1e-9) if best > 0 else wanted == 1
 
 
-@in_one_test("name", CURVES)
-@in_one_test("sure", [0.5, 0.8, 0.9, 0.97, 1.0])
-@in_one_test("rate", [1.0, 2.0])
-def test_the_widths_that_are_chosen_from_suit_every_machine(name, sure, rate):
-    """Their best is worth 0.9 of the best of all lengths, on every curve; none begins a tile."""
-    assert not {14, 33, 65} & set(WIDTHS)
-    kept = cut_of_look_up(at_rate(rate, CURVES[name], [sure]), Draft([1] * 63))
-    valued = values(range(64), [sure], CURVES[name], rate)
-    assert valued[kept] >= 0.9 * max(valued.values()) - 0.01
-
-
 def test_the_going_rate_is_what_a_plain_rounds_time_has_lately_brought() -> None:
     """Five tokens for the price of 1.25 make 4; waste makes no rate below plain decoding's 1."""
     policy = Auto()

@@ -154,19 +154,6 @@ def test_bits_of_a_single_matrix_are_read(own: str, tmp_path: Path) -> None:
 
 
 SIZE, SLIDING = {"sliding_window": 3}, "sliding_attention"
-WINDOWS: list[tuple[dict[str, Any], tuple[int | None, ...]]] = [
-    (SIZE | {"layer_types": ["full_attention", SLIDING]}, (None, 3)),
-    (SIZE | {"use_sliding_window": True}, (3, 3)),
-    (SIZE | {"use_sliding_window": True, "max_window_layers": 1}, (None, 3)),
-    (SIZE | {"use_sliding_window": False, "layer_types": [SLIDING] * 2}, ()),
-    (SIZE, ()),
-]
-
-
-@in_one_test(("config", "windows"), WINDOWS)
-def test_windows_are_those_that_the_config_means(config, windows):
-    """As Hugging Face's Llama and Qwen read these keys."""
-    assert Eagle3Config.read({"num_hidden_layers": 2, **config}, 24).windows == windows
 
 
 def test_a_layer_with_a_window_forgets(tmp_path: Path) -> None:
@@ -388,23 +375,6 @@ def test_heads_for_a_model_are_listed(tmp_path: Path) -> None:
     known = ("exit  trained exit, here", "AngelSlim/Qwen3-8B_eagle3  to be fetched")
     assert not [line for line in (*written, *known) if f"  {line}\n" not in text]
     assert "Left out" not in text
-
-
-FITS = {
-    "gemma4_text": "  assistant  Gemma 4 assistant, here",
-    "llama": "  assistant  Gemma 4 assistant, for Gemma 4",
-    "glm4_moe": "  its original repository  multi-token prediction, to be fetched",
-    "deepseek_v41": "multi-token prediction, not to be loaded: it is DSpark",
-}
-
-
-@in_one_test("model_type", FITS)
-def test_what_fits_is_told_by_the_targets_config(model_type: str, tmp_path: Path) -> None:
-    """An assistant reads the caches of a Gemma 4; a model whose own layer is known, or is not."""
-    found = [("assistant", heads.reference("gemma4_assistant").write(tmp_path / "assistant"))]
-    config = {"hidden_size": 32, "vocab_size": 97, "model_type": model_type}
-    folder = heads.Reference(config, {}, {}).write(tmp_path / "m")
-    assert any(FITS[model_type] in text for text in heads_lines("m", folder, found))
 
 
 RELATIVES = {

@@ -167,19 +167,6 @@ def test_a_long_text_is_read_as_it_comes(name: str, monkeypatch: pytest.MonkeyPa
         assert to_list(shown.propose(3).tokens) == to_list(fresh.propose(3).tokens)
 
 
-def test_keys_differ_by_content_options_and_reading() -> None:
-    """The costs of a head that is read otherwise are the same, its acceptance is not."""
-    keys = {drafter(name).key for name in HEADS} | {HeadDrafter(drafter("eagle1").head, True).key}
-    assert len(keys) == len(HEADS) + 1
-    for name in ("eagle1", "medusa", "assistant", "deepseek_v3"):
-        one = drafter(name)
-        key = one.key
-        other_state = next(v for v in one.head.variations() if v.name.startswith("state "))
-        with other_state.applied():
-            assert one.key != key
-        assert one.key == key
-
-
 @in_one_test("name", ["medusa", "medusa, target's head"])
 def test_medusa_is_its_formula(name: str) -> None:
     """Head i: x + silu(W x + b) for each block, then a matrix, of the last state shown."""

@@ -10,7 +10,6 @@ import pytest
 
 import tiny
 from command_line import both_ways, run
-from serving import serving
 from specdec_mlx.contracts import key_of
 from specdec_mlx.draft_length.store import Tuning, kept_tuning, tuning_for, tuning_path
 from specdec_mlx.drafters.default import default_drafter
@@ -91,10 +90,3 @@ def test_a_command_keeps_it_for_what_it_loads_unless_told_not_to(cache, loaded):
         assert len(files) == num_files
     for file in files:
         assert set(Tuning.load(file).drafters) == {key_of(default_drafter())}
-
-
-def test_a_server_keeps_it_for_the_adapter_that_it_loads(cache, loaded):
-    model, adapter = loaded
-    with serving("--model", model, "--adapter-path", adapter) as client:
-        client.completions.create(model="default_model", prompt="the cat", max_tokens=2)
-    assert list((cache / "tuning").iterdir()) == [tuning_path(model, adapter)]

@@ -20,7 +20,6 @@ import tiny
 from selection import in_one_test
 from specdec_mlx.contracts import Drafter, key_of
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters import fingerprint as fingerprint_module
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.grammar import GrammarDrafter
 from specdec_mlx.mlx_lm_plugin.conversation import Continued, keeping_caches
@@ -132,22 +131,6 @@ CHANGES: dict[str, Callable[[], nn.Module]] = {
 @in_one_test("name", CHANGES)
 def test_a_fingerprint_tells_models_apart(name: str) -> None:
     assert fingerprint(CHANGES[name]()) != fingerprint(tiny.build("qwen2"))
-
-
-def test_a_fingerprint_is_computed_once_for_a_loaded_model() -> None:
-    """Of parameters of any shape, and none at all; each generation asks for it."""
-
-    class Odd(nn.Module):
-        def __init__(self, value: float) -> None:
-            super().__init__()
-            self.scalar, self.empty = mx.array(value), mx.zeros((0, 3))
-
-    one = Odd(1.0)
-    assert fingerprint(one) == fingerprint(Odd(1.0)) != fingerprint(Odd(2.0))
-    assert fingerprint(nn.ReLU())
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(fingerprint_module, "_sample", None)
-        assert fingerprint(one)
 
 
 def test_keys_are_the_same_in_every_process() -> None:

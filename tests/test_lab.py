@@ -32,7 +32,6 @@ from specdec_mlx.lab import pair as pair_module
 from specdec_mlx.lab.demo_model import DemoModelError, convert_gguf, is_complete
 from specdec_mlx.lab.pair import WEIGHTS, unpack
 from specdec_mlx.loop import Token
-from specdec_mlx.training import fitting
 
 LARGEST = 5_200_000  # bytes; the whole package is to have at most 6 MB
 LARGEST_HEADS = 1_100_000
@@ -70,18 +69,6 @@ def acceptance(tokens: list[Token]) -> float:
     """Accepted draft tokens per draft token that the rule came to look at."""
     origins = [token.origin for token in tokens]
     return origins.count("draft") / (origins.count("draft") + origins.count("correction"))
-
-
-def test_shapes_and_dtype(pair: lab.Pair) -> None:
-    sizes = []
-    for model, shape in [(pair.target, train.TARGET_SHAPE), (pair.draft, train.DRAFT_SHAPE)]:
-        assert {name: getattr(model.args, name) for name in shape} == shape
-        assert model.args.vocab_size == len(pair.tokenizer.get_vocab()) == byte_tokens.VOCAB_SIZE
-        weights = [weight for _, weight in tree_flatten(model.parameters())]
-        assert {weight.dtype for weight in weights} == {mx.float32}
-        sizes.append(sum(weight.size for weight in weights))
-    assert 2.5e6 < sizes[0] < 4e6
-    assert sizes[1] < sizes[0] / 9  # about a tenth
 
 
 def test_fits_into_the_package() -> None:
@@ -156,23 +143,6 @@ def test_drafts_are_accepted_and_greedy_text_is_the_targets_own(
     if draft_length == 4:
         assert acceptance(tokens) > 0.6
         assert tokens[-1].stats.tokens_per_pass > 2
-
-
-def test_held_out_topics_are_not_trained_on() -> None:
-    trained, held_out = pair_module.split_topics()
-    known = {paragraph for text in trained for paragraph in text.split("\n\n")}
-    paragraphs = [p for text in held_out for p in text.split("\n\n")]
-    assert not [p for p in paragraphs if len(p) >= pair_module.SHORTEST_QUOTE and p in known]
-    assert 0.03 < len(byte_tokens.to_stream(held_out)) / len(byte_tokens.to_stream(trained)) < 0.1
-
-
-def test_the_rates_of_a_training_rise_and_fall() -> None:
-    rates = [fitting.rates(2.0, 100)(mx.array(step, mx.uint64)).item() for step in range(100)]
-    assert np.argmax(rates) == 4
-    assert rates[4] == pytest.approx(2)
-    assert np.all(np.diff(rates[:5]) > 0)
-    assert np.all(np.diff(rates[5:]) < 0)
-    assert 0 <= rates[-1] < 0.01
 
 
 def test_the_script_runs_and_repeats_itself(

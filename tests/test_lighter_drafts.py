@@ -72,32 +72,6 @@ def test_greedy_text_is_the_targets_own(name: str, way: str) -> None:
         assert proposed == plain_text(model, text, len(proposed)).tokens
 
 
-def test_a_layer_takes_the_largest_group_that_fits() -> None:
-    """64 and 32; what is 96 wide takes 32."""
-    model = quantized(tiny.build("llama"), 4)
-    found = {
-        path.rpartition(".")[2]: (module.bits, module.group_size)
-        for path, module in model.named_modules()
-        if isinstance(module, nn.QuantizedLinear | nn.QuantizedEmbedding)
-    }
-    assert found["q_proj"] == found["embed_tokens"] == found["lm_head"] == (4, 64)
-    assert found["down_proj"] == (4, 32)
-
-
-def test_what_a_model_says_of_its_own_layers_counts() -> None:
-    """mlx-lm's `quant_predicate`: False leaves a layer alone, a dictionary is taken as it is."""
-    model = tiny.build("llama")
-
-    def own(path: str, module: nn.Module) -> bool | dict[str, int]:
-        return {"group_size": 32, "bits": 8} if "lm_head" in path else "q_proj" not in path
-
-    model.quant_predicate = own
-    new = quantized(model, 4)
-    assert (new.lm_head.bits, new.lm_head.group_size) == (8, 32)
-    assert isinstance(new.layers[0].self_attn.q_proj, nn.Linear)
-    assert new.layers[0].self_attn.k_proj.bits == 4
-
-
 @in_one_test(
     ("changes", "packed", "bits", "words"),
     [

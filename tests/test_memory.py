@@ -26,7 +26,6 @@ from command_line import both_ways, run
 from selection import cases, in_one_test
 from serving import serving
 from specdec_mlx.cli.commands import main
-from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
 from specdec_mlx.memory import file as memory_file
 from specdec_mlx.memory import store
@@ -516,20 +515,6 @@ def test_a_table_may_be_named_by_its_path(tmp_path: Path) -> None:
         sd.NGramDrafter(table=table(), stochastic=True)
     with pytest.raises(ValueError, match="orders 3 to 2"):
         table(max_order=2, min_order=3)
-
-
-def test_a_memory_is_made_in_a_folder_that_is_there(tmp_path: Path) -> None:
-    """Else it is said so at once, and no folder is made: it may be mistyped."""
-    nowhere, memory = tmp_path / "nowhere", filled([[1, 2, 3]])
-    for make in (
-        lambda: make_drafter(f"suffix:memory={nowhere / 'deep' / 'memory'}"),
-        lambda: sd.NGramDrafter(table=str(nowhere / "table")),
-        lambda: memory.save(nowhere / "memory"),
-        lambda: memory.export(nowhere / "memory"),
-    ):
-        with pytest.raises(MemoryFileError, match=r"There is no folder .*nowhere.*Make it"):
-            make()
-        assert not nowhere.exists()
 
 
 def test_a_copy_to_share_has_the_texts_and_no_names_of_files(tmp_path: Path) -> None:

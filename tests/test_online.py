@@ -6,7 +6,6 @@ import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -22,11 +21,10 @@ from selection import FULL, in_one_test
 from serving import chat, serving, text_of
 from specdec_mlx.checks.chi_square import RARE_ALARM
 from specdec_mlx.contracts import Features, key_of
-from specdec_mlx.drafters.draft_models import Lighter
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
-from specdec_mlx.mlx_lm_plugin.flags import Flags, Learner, check_learns
+from specdec_mlx.mlx_lm_plugin.flags import Flags, Learner
 from specdec_mlx.mlx_lm_plugin.heads import with_heads
 from specdec_mlx.mlx_lm_plugin.requests import Menu
 from specdec_mlx.models import load_model
@@ -313,23 +311,6 @@ def test_a_target_with_another_tokenizer_is_refused(loaded, draft, tmp_path):
     menu.check(loaded[1])
     with pytest.raises(TokenizerMismatchError):
         menu.check(tokenizer)
-
-
-@in_one_test(
-    ("name", "lighter", "ranks", "expected"),
-    [
-        (None, Lighter(), 1, "expected --draft-model"),
-        ("draft", Lighter(bits=4), 1, "--draft-bits drafts with another model"),
-        ("draft", Lighter(layers=1), 1, "--draft-layers drafts with another model"),
-        ("missing", Lighter(), 1, "no folder of yours"),
-        ("draft", Lighter(), 2, "argument --online: a target that is spread over ranks"),
-    ],
-)
-def test_flags_that_do_not_go_with_learning_are_refused(name, lighter, ranks, expected, draft):
-    """Before a model is loaded."""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(ValueError, match=expected):
-        patch.setattr(mx.distributed, "init", lambda: SimpleNamespace(size=lambda: ranks))
-        check_learns(None if name is None else str(draft.parent / name), lighter)
 
 
 def test_a_command_learns_and_saves_at_its_end(folder, draft):

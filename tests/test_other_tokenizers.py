@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import product
@@ -411,14 +410,3 @@ def test_a_tokenizer_is_refused(changes: bool, how: str, words: str) -> None:
         run(model(0), drafter, tokenizer=tokenizer("byte-level"))
     with pytest.raises(ValueError, match="expected one of"):
         sd.ModelDrafter(model(1), tokenizers="some")
-
-
-def test_another_tokenizer_is_said_in_one_line_and_once(caplog: pytest.LogCaptureFixture) -> None:
-    """With the first difference; nothing is said where they are the same."""
-    ours, *others = (TOKENIZERS[name]() for name in ("byte-level", "sentencepiece", "byte-level"))
-    with caplog.at_level(logging.WARNING):
-        for theirs in (*others, *others):
-            run(model(0), sd.ModelDrafter(model(1), theirs), tokenizer=ours, max_tokens=2)
-    (record,) = caplog.records
-    assert "has a tokenizer of its own (token " in record.getMessage()
-    assert "\n" not in record.getMessage()

@@ -112,18 +112,6 @@ def runs(workflow: Any) -> list[str]:
     return [step["run"] for step in steps if "run" in step]
 
 
-def test_pythons_of_the_metadata_are_those_that_are_tried() -> None:
-    """The classifiers begin with what is required; the first and the last run in every change."""
-    prefix = "Programming Language :: Python :: 3."
-    minors = [int(c.removeprefix(prefix)) for c in PROJECT["classifiers"] if c.startswith(prefix)]
-    assert minors == list(range(minors[0], minors[-1] + 1))
-    assert PROJECT["requires-python"] == f">=3.{minors[0]}"
-    tried = workflows()["ci.yml"]["jobs"]["test"]["strategy"]["matrix"]
-    assert {f"3.{minors[0]}", f"3.{minors[-1]}"} <= set(tried["python"])
-    assert {*tried["python"]} <= {f"3.{minor}" for minor in minors}
-    assert {name.partition("-")[0] for name in tried["os"]} == {"macos", "ubuntu"}
-
-
 def test_workflows_and_forms_for_issues_name_what_there_is() -> None:
     """Targets of the Makefile, and commands of ours; every field has a label and its own name."""
     parser = make_parser()

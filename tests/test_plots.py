@@ -9,7 +9,6 @@ from io import BytesIO
 import pytest
 from matplotlib.axes import Axes
 from matplotlib.colors import to_hex
-from matplotlib.figure import Figure
 from matplotlib.text import Text
 from PIL import Image
 
@@ -94,16 +93,6 @@ def test_every_plot_is_named_and_reads_on_light_and_on_dark_pages():
             looks = {(x.get_color(), x.get_linestyle(), x.get_marker()) for x in lines}
             assert len(lines) == len(looks), name
         assert colours <= {to_hex(GREY), to_hex(VERMILLION)}, name
-
-
-def test_the_callers_axes_keep_their_style():
-    figure = Figure(facecolor="pink")
-    ax = figure.add_subplot()
-    ax.tick_params(labelcolor="red")
-    assert plots.acceptance_by_position(stats_of(ROUNDS), ax) is figure
-    assert to_hex(figure.get_facecolor()) == to_hex("pink")
-    assert to_hex(ax.get_facecolor()) == "#ffffff"
-    assert {to_hex(tick.get_color()) for tick in ax.get_xticklabels()} == {"#ff0000"}
 
 
 def test_draft_lengths_hold_equation_1_against_the_counts():

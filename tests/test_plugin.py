@@ -223,14 +223,6 @@ def test_draft_model_takes_a_drafter_a_name_or_a_model(given: Any, pair: Pair) -
     assert len(speculation.stats.drafted_at) == 3
 
 
-def test_from_draft_tells_accepted_tokens_from_the_targets_own(pair: Pair) -> None:
-    """The target as its own draft model: the first token not, then two drafted and one not."""
-    with installed():
-        options: dict[str, Any] = {"draft_model": pair[0], "num_draft_tokens": 2}
-        responses = list(mlx_lm.stream_generate(*pair, PROMPT, max_tokens=10, **options))
-    assert [response.from_draft for response in responses] == [False, *[True, True, False] * 3]
-
-
 @in_one_test("is_model", [False, True])
 def test_turns_on_one_cache_equal_a_fresh_run_of_the_conversation(
     is_model: bool, pair: Pair
@@ -362,11 +354,3 @@ def test_a_prompt_cache_is_reused(window: int | None, pair: Pair, tmp_path: Path
     for again in (load_prompt_cache(file), caches):
         assert with_plugin(pair, second, prompt_cache=again) == stock(pair, first + second)
         assert {c.offset for c in again} == {len(first + second) + 40}
-
-
-@in_one_test(
-    "options", [{"max_kv_size": 16}, {"kv_bits": 4, "kv_group_size": 32, "quantized_kv_start": 20}]
-)
-def test_bounded_and_quantized_caches(options: dict[str, Any], pair: Pair) -> None:
-    """From the beginning, and from the middle of the text on."""
-    assert with_plugin(pair, **options) == stock(pair, **options)

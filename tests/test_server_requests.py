@@ -15,7 +15,6 @@ import mlx.core as mx
 import mlx_lm
 import openai
 import pytest
-from huggingface_hub.errors import CacheNotFound
 
 from selection import FULL, in_one_test
 from serving import MESSAGES, MODEL, PROMPT, chat, complete, post, said, serving, text_of
@@ -231,20 +230,6 @@ def test_without_max_tokens_a_text_ends_with_the_models_positions(client: openai
     """The server's own default is cut to what there is room for."""
     reply = client.completions.create(model=MODEL, prompt="ab" * 200)
     assert reply.usage.completion_tokens == 512 - reply.usage.prompt_tokens + 1
-
-
-def test_models_are_listed_without_a_folder_of_hugging_face_and_templates_may_be_allowed(
-    folder: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def scan() -> Any:
-        raise CacheNotFound("no folder", cache_dir=folder)
-
-    monkeypatch.setattr("mlx_lm.server.scan_cache_dir", scan)
-    with serving("--model", str(folder), "--allow-chat-templates") as client:
-        (listed,) = client.models.list().data
-        template = {"chat_template_kwargs": {"chat_template": "{{ messages[0]['content'] }}"}}
-        reply = chat(client, model=listed.id, extra_body=template)
-        assert reply.usage.prompt_tokens == complete(client, PROMPT).usage.prompt_tokens
 
 
 KEPT = {"given": ("draft_model", "model", "adapters"), "targets": ("draft_model",)}

@@ -13,14 +13,13 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import models
 
 import specdec_mlx as sd
 import tiny
 import tiny_text
 from selection import in_one_test
-from specdec_mlx.drafters.tokenizers import PerPair, check_same_tokenizer, first_difference
+from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from tiny_text import BYTES, MERGES, SPECIAL, bpe, tokenizer
 
 NUM_TOKENS = 24
@@ -99,18 +98,6 @@ def test_a_foreign_draft_model_may_be_refused_before_anything_is_generated() -> 
     assert {c.offset for c in caches} == {0}
     text = sd.generate(model, tokenizer(), PROMPT, max_tokens=8, drafter=sd.ModelDrafter(draft))
     assert text.tokens == [t.token for t in sd.speculate(model, PROMPT, max_tokens=8)]
-
-
-def test_a_pair_is_compared_once() -> None:
-    """Whatever wraps them; others are compared all the same."""
-    compared: list[int] = []
-    compare = PerPair(lambda a, b: compared.append(1) or first_difference(a, b))
-    target, draft = tokenizer(), tokenizer()
-    for again in (draft, draft, TokenizerWrapper(draft._tokenizer)):
-        assert compare(target, again) is None
-    assert len(compared) == 1
-    assert compare(target, tokenizer(bpe(single=swapped(7, 8))))
-    assert len(compared) == 2
 
 
 NARROW, WIDE = 120, 128

@@ -24,11 +24,9 @@ from mlx_lm.models.cache import make_prompt_cache
 import command_line
 import specdec_mlx as sd
 import tiny
-from benchmarks.heads import compare, format_rows
 from selection import cases, in_one_test
 from specdec_mlx.cli.commands import main
 from specdec_mlx.contracts import Features
-from specdec_mlx.drafters.heads.eagle import output_layers
 from specdec_mlx.errors import HeadError, TrainingError
 from specdec_mlx.models import load_model
 from specdec_mlx.training import fitting, texts
@@ -37,7 +35,7 @@ from specdec_mlx.training.fitting import LOSSES, Schedule, loss_and_gradients
 from specdec_mlx.training.online import Bounds, learning_on
 from specdec_mlx.training.run import Data, Plan, train
 from specdec_mlx.training.texts import answers, learnt, padded, read_documents, read_prompts
-from specdec_mlx.training.trainees import KINDS, Recipe, Size, Trainee, mtp, stored_ids
+from specdec_mlx.training.trainees import KINDS, Recipe, Size, Trainee, mtp
 from tiny_model_folder import write_model_folder
 
 WORDS = "the tin hat on another ant then in the end an other hen ran on and on "
@@ -204,12 +202,6 @@ def test_nothing_is_made_twice(folder, loaded: Loaded, tmp_path, monkeypatch):
     assert str(train(plan, *loaded, tmp_path / "a")) == str(found)
     with pytest.raises(TrainingError, match="kind was 'medusa' and is 'exit'"):
         train(replace(plan, kind="exit"), *loaded, tmp_path / "a")
-
-
-def test_every_window_is_seen_once_before_any_comes_again():
-    seen = [i for step in range(6) for i in fitting.batch_indices(step, 3, 9, seed=1)]
-    assert sorted(seen[:9]) == sorted(seen[9:]) == list(range(9))
-    assert seen[:9] != seen[9:]
 
 
 # Data
@@ -432,15 +424,6 @@ def test_minutes_are_for_all_of_it(folder, loaded: Loaded, tmp_path, monkeypatch
     assert curve[-1]["tokens"] > curve[0]["tokens"] > 0
 
 
-def test_the_clock_goes_on_after_a_pause(tmp_path):
-    """What was kept counts, and the time between two runs does not."""
-    (tmp_path / "seconds").write_text("100")
-    for _ in range(2):
-        clock = Clock(tmp_path / "seconds")
-        assert 100 <= clock.seconds() < 120
-        clock.keep()
-
-
 # Saving
 
 
@@ -473,11 +456,6 @@ def test_a_prediction_layer_may_choose_among_fewer_tokens(trained: Trained, load
     assert sorted(mx.argsort(-logits[0])[:64].tolist()) == sorted(ids.tolist())
     assert mx.isinf(logits).sum().item() == 3 * (268 - 64)
     assert learning_on(out, target).trainer.trainee.vocabulary.tolist() == ids.tolist()
-
-
-def test_ids_of_layers_are_stored_so_that_they_are_read_as_they_were():
-    for layers in [(1, 2, 3), (2, 5, 7), (3, 4, 5)]:
-        assert output_layers(stored_ids(layers)) == layers
 
 
 @pytest.mark.parametrize("kind", cases(["mtp", "eagle3", "medusa", "exit"], "exit"))
@@ -516,20 +494,6 @@ def test_an_exit_reads_a_text_at_once_and_token_by_token_alike(
     mx.save_safetensors(str(tmp_path / "model.safetensors"), tensors)
     with pytest.raises(HeadError, match=r"make no head that runs.*norm\.weight"):
         sd.load_head(tmp_path, loaded[0])
-
-
-def test_the_table_of_heads_has_what_each_length_brings(trained: Trained, loaded: Loaded):
-    """Tokens a pass as in a run of its own; a length that drafts nothing has one token a pass."""
-    target, tokenizer = loaded
-    head, prompt = sd.load_head(trained("medusa"), target), tokenizer.encode(WORDS)
-    options: Any = {"lengths": [0, 2, "auto"], "temps": [0, 1.0], "max_tokens": 30}
-    rows = list(compare(target, {"medusa": head}, [prompt], **options))
-    assert [row.temp for row in rows] == [0, 1.0]
-    *_, last = sd.speculate(target, prompt, head, draft_length=2, max_tokens=30)
-    assert rows[0].tokens_per_pass["2"] == pytest.approx(last.stats.tokens_per_pass)
-    assert rows[0].tokens_per_pass["0"] == 1
-    assert all(row.speed is not None and row.speed > 0 for row in rows)
-    assert "| medusa" in format_rows(rows)
 
 
 # Learning on; see also test_online
@@ -586,10 +550,3 @@ def test_what_cannot_be_trained_is_said_in_a_line(flags, expected, folder, tmp_p
     done = command_line.run("train", *(part for pair in options.items() for part in pair))
     assert done.returncode == 2
     assert expected in done.stderr
-
-
-def test_prompts_that_leave_no_room_for_an_answer_are_counted(folder, loaded: Loaded, tmp_path):
-    plan = plan_for(folder, "medusa", prompts=True)
-    short = replace(plan, data=replace(plan.data, window=20))
-    with pytest.raises(TrainingError, match="Of 15 prompts 0 are no longer than half a window"):
-        train(short, *loaded, tmp_path)

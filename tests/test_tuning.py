@@ -15,7 +15,7 @@ from unittest.mock import Mock
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
-from hypothesis import assume, given
+from hypothesis import given
 from hypothesis import strategies as st
 
 import specdec_mlx as sd
@@ -78,17 +78,6 @@ def test_nothing_measured_is_the_prior_and_its_tiles(name: str) -> None:
     assert name == "mildest" or curve(tile + 1) == curve(2 * tile) == 2 * curve(tile)
 
 
-@given(some_priors, st.sampled_from(WIDTHS[1:6]), st.sampled_from(WIDTHS[6:]), st.floats(0.4, 3))
-def test_two_widths_that_were_measured_say_what_all_others_cost(shape, narrow, wide, scale):
-    """The prior's excess over one row is scaled: within 15%, where the shape is the prior's."""
-    prior = Staircase(shape)
-    cost = {rows: 1 + scale * (prior(rows) - 1) for rows in WIDTHS}
-    assume(all(cost[rows] < rows + 1 for rows in (narrow, wide)))
-    stairs = measured({rows: cost[rows] for rows in (narrow, wide)}, shape)
-    for rows in WIDTHS:
-        assert stairs(rows) == pytest.approx(cost[rows], rel=0.15)
-
-
 def test_what_was_measured_outweighs_the_prior_within_bounds_and_fades() -> None:
     """A step that the prior does not know is seen, and where it does not know of a flat one. A
     pass brings as many tokens as rows: beyond one more, it is no worse. Nor is it free.
@@ -134,24 +123,6 @@ def test_a_plain_round_is_measured_first_and_again_after_many_drafts() -> None:
         assert len(waited) <= NUM_PLAIN
         assert EXPIRES / 2 <= sum(waited) <= 2 * EXPIRES
         assert 1.8 < stairs(5) < 2.1
-
-
-def test_a_first_plain_round_in_a_bad_moment_is_bounded_by_the_next() -> None:
-    """A pass over several rows takes no less time than one over one row."""
-    stairs = Staircase()
-    stairs.add(1, 1.0)
-    stairs.add(5, 0.015)
-    assert stairs.seconds == 0.015
-
-
-@given(st.lists(st.integers(2, 64), max_size=20))
-def test_wide_passes_are_tried_in_steps(wanted: list[int]) -> None:
-    """Few rows until two passes were measured; then no more than four times the widest one."""
-    stairs = measured()
-    for i, rows in enumerate(wanted):
-        most = costs.FIRST_ROWS if i < 2 else max(costs.FIRST_ROWS, 4 * max(stairs.ratios))
-        assert stairs.most_rows() == most
-        stairs.add(min(rows, most), 0.02)
 
 
 @in_one_test(("near", "far"), [((0, 1), (20 * SHORT_CONTEXT, 1)), ((0, 2), (0, 8))])
@@ -278,19 +249,6 @@ def test_each_feature_is_learned(feature: str) -> None:
     chances.recent = 0.5
     assert chance(chances, *right) > 0.8
     assert chance(chances, *wrong) < 0.2
-
-
-def test_no_more_tokens_are_remembered_than_allowed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Those not seen for longest go first."""
-    monkeypatch.setattr(chances_module, "MOST_TOKENS", 6)
-    chances = look_up()
-    for token in range(100, 120):
-        chances.learn([4], [True], [token])
-        chances.learn([4], [False], [7], 1)
-    assert len(chances.tokens) == 6
-    assert {7, 119} <= chances.tokens.keys()
-    _, variance = chances.tokens[7]  # of all trials since the first
-    assert variance < 0.5 * chances_module.TOKEN_VARIANCE
 
 
 @given(st.lists(st.tuples(st.floats(0, 30), st.floats(-30, 30)), max_size=200))

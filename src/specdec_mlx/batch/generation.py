@@ -24,6 +24,7 @@ from specdec_mlx.contracts import NO_DRAFT, AcceptanceRule, Draft, Drafter, Outc
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.drafters.model_rows import DraftRows
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.sequence import SequenceState, close_all
@@ -75,6 +76,7 @@ class BatchGeneration:
     _reading: list[Row] = field(default_factory=list)
     _rows: list[Row] = field(default_factory=list)
     _leaving: list[Row] = field(default_factory=list)  # their last tokens are being emitted
+    _draft_rows: DraftRows = field(default_factory=DraftRows)
     _num_inserted: int = 0
     _is_pipelined: bool = False
     _read_at: float = 0.0
@@ -235,7 +237,9 @@ class BatchGeneration:
         next_token = NextToken(how, request.logits_processors, noise)
         verifier = Verifier(model_pass, next_token, own.rule)
         check_ids(prompt, verifier.vocab_size())
-        context = replace(verifier.draft_context(self.tokenizer, None), target_caches=None)
+        context = verifier.draft_context(self.tokenizer, None)
+        rows = self._draft_rows if self._passes.is_together else None
+        context = replace(context, target_caches=None, rows=rows)
         check_fits(own.drafter, context)
         begun = len(prompt) - num_said
         sequence = SequenceState(prompt, begun, request.max_tokens, None, num_said)
@@ -369,7 +373,8 @@ class BatchGeneration:
             width = max(round_.num_drafted for _, round_ in current)
             tokens = [len(outcome.tokens) for outcome in outcomes]
             rows = [*zip(lengths, tokens, strict=True)]
-            self._shared.record(width, rows, seconds, steady=is_steady)
+            parts = {round_.part for _, round_ in current}
+            self._shared.record(width, rows, seconds, steady=is_steady, parts=parts)
         return outcomes
 
     def time_of_pass(self, current: Rounds, ahead: Rounds) -> tuple[float, bool]:

@@ -177,7 +177,8 @@ class DraftContext:
     noise of the target's own draws. logits_processors: (tokens [n], logits [1, V]) -> logits.
     draft_cache: caches for a draft model that the caller wants kept in step, or None.
     prefill_step_size: most positions of the prompt at a time. target_caches: for drafters that run
-    layers of the target; None where several texts are written at once.
+    layers of the target; None where several texts are written at once. rows: begins a draft model's
+    session (drafter, prompt, context) as one of several texts; None for a text alone.
     """
 
     sampling: Sampling | None = None
@@ -189,6 +190,7 @@ class DraftContext:
     draft_cache: list[Any] | None = None
     prefill_step_size: int = 2048
     target_caches: TargetCaches | None = None
+    rows: Callable[..., Any] | None = None
 
     def draft_gumbel(self, start: int, index: int) -> Float[mx.array, " vocab"]:
         """Standard Gumbel noise [V] for drawing token `index` of a draft.

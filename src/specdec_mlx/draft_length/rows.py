@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from operator import mul
@@ -48,14 +48,28 @@ class SharedLength:
         return [draft.head(width) for _, _, draft in rows]
 
     def record(
-        self, width: int, rows: Sequence[tuple[DraftLength, int]], seconds: float, *, steady: bool
+        self,
+        width: int,
+        rows: Sequence[tuple[DraftLength, int]],
+        seconds: float,
+        *,
+        steady: bool,
+        parts: Collection[str] = (),
     ) -> None:
-        """Learn from a pass over up to `width` draft tokens, and what it brought to each row."""
+        """Learn from a pass over up to `width` draft tokens, and what it brought to each row.
+
+        parts: keys of the drafters; what those that cost time add to a pass is their steps' cost.
+        """
         self.resize(len(rows))
         stairs = self.prices.stairs
-        if steady:
-            stairs.add(1 + width, seconds)
         is_measured = steady and width and stairs.seconds
+        models = [self.models[part] for part in parts if part in self.models]
+        if is_measured and models:
+            step = (seconds / stairs.seconds - stairs(1 + width)) / width
+            for model in models:
+                model.learned.steps.add(model.learned.steps.first, step)
+        elif steady:
+            stairs.add(1 + width, seconds)
         cost = seconds / stairs.seconds if is_measured else stairs(1 + width)
         for length, num_tokens in rows:
             if isinstance(length, RowLength):

@@ -107,7 +107,8 @@ class ModelDrafter:
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
         """The model's side of a generation."""
-        return ModelSession(self, prompt, context)
+        begin = ModelSession if context.rows is None else context.rows
+        return begin(self, prompt, context)
 
 
 class ModelSession(Writes):

@@ -1,0 +1,195 @@
+"""A draft model in a batch: its drafts are what it would draft alone, and its passes are shared."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+
+import specdec_mlx as sd
+import tiny
+import tiny_text
+from selection import in_one_test
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rows import Request
+from specdec_mlx.contracts import Draft, DraftContext
+from specdec_mlx.draft_length.rows import RowLength, SharedLength
+from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.drafters import model_rows
+from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.drafters.model_rows import DraftRows, ModelRows, RowSession
+
+PROMPTS = [[9], [5, 17, 99, 3, 41, 8, 7], [11, 12, 13], [30, 31] * 20]
+LENGTHS = [75, 12, 66, 50]
+
+
+@functools.cache
+def plain(name: str) -> list[list[int]]:
+    """The target's own texts."""
+    target = tiny.build(name)
+    both = zip(PROMPTS, LENGTHS, strict=True)
+    return [[t.token for t in sd.speculate(target, p, max_tokens=n)] for p, n in both]
+
+
+def like(model: nn.Module, name: str) -> nn.Module:
+    """A model that agrees with another now and then."""
+    draft = tiny.build(name)
+    mx.random.seed(1)
+    noisy = tree_map(lambda w: w + 0.01 * mx.random.normal(w.shape), model.parameters())
+    draft.update(noisy)
+    return draft
+
+
+class Batch:
+    """A batch that is written, its texts by uid; `drafts` of each text, where there are any."""
+
+    def __init__(self, name: str, *, max_rows: int = 3, before: Any = None, **options: Any):
+        self.target = tiny.build(name)
+        self.draft = like(self.target, name)
+        drafter: Any = sd.ModelDrafter(self.draft)
+        drafter = sd.FirstOf(before, drafter) if before else drafter
+        batch = BatchGeneration(self.target, drafter, max_rows=max_rows, **options)
+        for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
+            batch.insert(Request(prompt, length, sd.Sampling()))
+        self.texts: dict[int, list[int]] = {}
+        self.accepted = 0
+        for uid, token, *_ in batch.run():
+            self.texts.setdefault(uid, []).append(token.token)
+            self.accepted += token.from_draft
+
+
+def drafted_alone(model: nn.Module, text: list[int], length: int) -> list[int]:
+    """The model's greedy continuation, every token from a pass over the whole text."""
+    text = list(text)
+    for _ in range(length):
+        text.append(int(np.argmax(logits(model, text))))
+    return text[-length:]
+
+
+def logits(model: nn.Module, text: list[int]) -> list[float]:
+    return model(mx.array([text]))[0, -1].tolist()
+
+
+class Sometimes:
+    """A look-up that is right for 20 tokens of every 30: the model is not asked then."""
+
+    cheap = True
+
+    def __init__(self, name: str = "qwen2", prompt: Sequence[int] = ()) -> None:
+        self.name, self.text = name, list(prompt)
+        self.full = [*prompt, *plain(name)[PROMPTS.index(prompt)]] if prompt else []
+
+    def begin(self, prompt: Sequence[int], context: Any) -> Sometimes:
+        return Sometimes(self.name, list(prompt))
+
+    def propose(self, limit: int) -> Draft:
+        is_silent = len(self.text) % 30 >= 20
+        return Draft() if is_silent else Draft(self.full[len(self.text) :][: min(2, limit)])
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.text += tokens
+
+
+@pytest.fixture
+def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Draft]]:
+    """Each draft that a text asked for, and the text."""
+    found: list[tuple[list[int], Draft]] = []
+    real = RowSession.propose
+
+    def propose(self: RowSession, limit: int) -> Draft:
+        draft = real(self, limit)
+        found.append((list(self.tokens), draft))
+        return draft
+
+    monkeypatch.setattr(RowSession, "propose", propose)
+    monkeypatch.setattr(model_rows, "MOST_PENDING", 3)  # texts that wait longer are read apart
+    return found
+
+
+@in_one_test("name", ["qwen2", "gemma3_text"])
+@in_one_test("length", [1, 4])
+@in_one_test("has_look_up", [False, True])
+def test_drafts_are_those_of_the_model_alone(name, length, has_look_up, asked) -> None:
+    """Whichever rows came and went, and whatever was drafted and accepted before."""
+    asked.clear()
+    batch = Batch(name, before=Sometimes(name) if has_look_up else None, draft_length=length)
+    assert batch.texts == dict(enumerate(plain(name)))
+    assert len(asked) > 15
+    assert batch.accepted > 20
+    for text, draft in asked:
+        assert draft.tokens.tolist() == drafted_alone(batch.draft, text, len(draft))
+
+
+def test_all_rows_draft_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+    widths, real = [], ModelRows.draft
+
+    def draft(self: ModelRows, limit: int) -> None:
+        real(self, limit)
+        widths.append(len(self.sessions))
+
+    monkeypatch.setattr(ModelRows, "draft", draft)
+    batch = Batch("qwen2", max_rows=4, draft_length=3)
+    assert max(widths) == 4
+    assert len(widths) < max(map(len, batch.texts.values()))  # one a round, not one a text
+
+
+def test_drawn_texts_are_repeatable_and_a_recurrent_model_drafts_alone() -> None:
+    target, model = tiny.build("qwen2"), tiny.build("mamba")
+    drafter = sd.ModelDrafter(like(target, "qwen2"))
+    options: dict[str, Any] = {"draft_length": 3, "temp": 1.0, "seed": 5, "max_tokens": 12}
+    texts = [
+        sd.batch_generate(target, tiny_text.tokenizer(), PROMPTS, drafter=drafter, **options).texts
+        for _ in range(2)
+    ]
+    assert texts[0] == texts[1]
+    assert type(DraftRows()(sd.ModelDrafter(model), [1], DraftContext())) is ModelSession
+
+
+@pytest.mark.parametrize("length", [5, 20])
+def test_a_text_that_ends_leaves_what_was_read_to_the_caller(length: int, asked: Any) -> None:
+    """The server keeps a draft model's caches for the next turn."""
+    model = tiny.build("qwen2")
+    rows, context = (
+        DraftRows(),
+        DraftContext(sampling=sd.Sampling(), vocab_size=model.args.vocab_size),
+    )
+    caches, earlier = [make_prompt_cache(model) for _ in range(3)], [5, 6, 7]
+    model(mx.array([earlier]), cache=caches[0])
+    texts = [[1, 2, 3, 4, 5], [7, 8], [1]]
+    sessions = [
+        rows(sd.ModelDrafter(model), text, replace(context, draft_cache=cache))
+        for text, cache in zip(texts, caches, strict=True)
+    ]
+    for session, text in zip(sessions, texts, strict=True):
+        accepted = session.propose(6).tokens.tolist()[:4]
+        session.observe([*accepted, 0])
+        text += [*accepted, 0]
+    sessions[2].observe([4, 5, 6, 7, 8, 9])  # it waits to be read, the others do not
+    sessions[0].close(length)
+    read = sessions[0].rollback
+    assert read.caches is caches[0]
+    assert read.position == min(length, len(texts[0]) - 1)
+    held, last = [*earlier, *texts[0][: read.position]], texts[0][read.position :][:1]
+    fed = model(mx.array([last]), cache=caches[0])[0, -1]
+    assert fed.tolist() == pytest.approx(logits(model, held + last), abs=1e-4)
+    assert sessions[1].propose(3).tokens.tolist() == drafted_alone(model, texts[1], 3)
+
+
+def test_what_drafting_adds_to_a_pass_is_the_cost_of_its_steps() -> None:
+    """And not of a pass as wide, by which look-ups are judged."""
+    shared = SharedLength(Tuning())
+    row = RowLength(shared.tuning, shared=shared)
+    row.limit("model", cheap=False)
+    shared.record(0, [(row, 1)], 1.0, steady=True)
+    stairs = shared.prices.stairs
+    shared.record(4, [(row, 3)], stairs(5) + 2.0, steady=True, parts={"model"})
+    assert list(shared.models["model"].learned.steps.first) == pytest.approx([0.5])
+    assert not stairs.ratios
