@@ -83,10 +83,10 @@ SYSTEM = {"role": "system", "content": "You are the cat in the hat and say so in
 SAID = ["in the hat", "and then the other one", "on the mat", "there and then and there"]
 
 
-def asked(turns: list[str], system: Any = SYSTEM) -> list[dict[str, str]]:
+def asked(turns: list[str]) -> list[dict[str, str]]:
     """A conversation of what a user and the model said in turn."""
     roles = ["user", "assistant"] * len(turns)
-    return [system, *({"role": r, "content": t} for r, t in zip(roles, turns, strict=False))]
+    return [SYSTEM, *({"role": r, "content": t} for r, t in zip(roles, turns, strict=False))]
 
 
 def cached(reply: Any) -> int:
@@ -179,11 +179,10 @@ def test_files_reach_beyond_memory_and_are_bounded(folder: Path, tmp_path: Path)
 
     assert second_turns() == [True, True]
     size = max(path.stat().st_size for path in tmp_path.iterdir())
-    for path in tmp_path.iterdir():
-        path.unlink()
-    flags += ["--prompt-cache-limit", str(int(1.5 * size))]
+    bounded = tmp_path / "bounded"
+    flags += ["--prompt-cache", str(bounded), "--prompt-cache-limit", str(int(1.5 * size))]
     assert second_turns() == [True, False]
-    assert sum(path.stat().st_size for path in tmp_path.iterdir()) <= 1.5 * size
+    assert sum(path.stat().st_size for path in bounded.iterdir()) <= 1.5 * size
 
 
 def test_rows_of_a_batch_are_kept_too(folder: Path, tmp_path: Path) -> None:
