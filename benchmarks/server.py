@@ -168,13 +168,16 @@ def asking(url: str, max_tokens: int) -> Ask:
 
 
 @contextmanager
-def serving(name: str, model: str, flags: Sequence[str]) -> Iterator[str]:
+def serving(
+    name: str, model: str, flags: Sequence[str], program: Sequence[str] = ()
+) -> Iterator[str]:
     """A server as a process on a free port; its address.
 
     Args:
         name: one of `MODULES`.
         model: folder or Hugging Face name.
         flags: further ones of the server's.
+        program: module and arguments that run it, where it is not the one of that name.
 
     Raises:
         RuntimeError: it does not start.
@@ -182,7 +185,7 @@ def serving(name: str, model: str, flags: Sequence[str]) -> Iterator[str]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", MODULES[name], "server", "--model", model]
+    command = [sys.executable, "-m", *(program or (MODULES[name],)), "server", "--model", model]
     with tempfile.TemporaryFile() as log:
         process = subprocess.Popen(
             [*command, "--port", str(port), *flags], stdout=log, stderr=subprocess.STDOUT

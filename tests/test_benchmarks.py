@@ -54,6 +54,7 @@ COMMANDS = {
     "rules": "--model {model} --draft-model {model} --prompts {prompts} --max-tokens 8",
     "server": "--model {model} --prompts {prompts} --num 3 --clients 2 --max-tokens 40"
     " --draft-length 3 --in-process",
+    "sessions": "--sessions {sessions} --id one --model {model} --turns 2 --max-tokens 40",
     "tree_cost": "--model {model} --repeats 1",
     "worst_case": "--model {model} --num-prompts 1 --repeats 1 --max-tokens 8",
 }
@@ -67,11 +68,14 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     model = write_model_folder(folder / "model", hidden_size=64, intermediate_size=64)
     rows = [{"id": str(i), "category": "x", "prompt": f"{i} {PROMPT}"} for i in range(5)]
     (folder / "prompts.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    said = [{"role": role, "content": PROMPT} for role in ("user", "assistant") * 2]
+    (folder / "sessions.jsonl").write_text(json.dumps({"id": "one", "messages": said}))
     texts, prompts = str(folder / "texts.json"), str(folder / "prompts.jsonl")
     flags = ["--model", model, "--prompts", prompts, "--max-tokens", "24", "--drafter", "ngram"]
     assert command_line.run("bench", *flags, "--json", texts).returncode == 0
     medusa = f"--model {lab.target_path()} --head {lab.head_path('medusa')}"
     made = {"model": str(model), "prompts": prompts, "texts": texts, "medusa": medusa}
+    made["sessions"] = str(folder / "sessions.jsonl")
     return made | {"out": str(folder / "out.json"), "folder": str(ROOT / "benchmarks")}
 
 

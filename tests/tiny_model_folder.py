@@ -39,9 +39,10 @@ def write_model_folder(
     changes = {"vocab_size": len(vocab), "tie_word_embeddings": False} | changes
     model = tiny.build(name, seed=seed, **changes)
     model.lm_head.weight = model.lm_head.weight * printable(vocab)[:, None]
-    for layer in model.layers:
-        layer.self_attn.o_proj.weight *= CONTEXT
-        layer.mlp.down_proj.weight *= CONTEXT
+    outputs = "o_proj.weight", "out_proj.weight", "down_proj.weight"  # of a layer's two halves
+    weights = dict(tree_flatten(model.parameters()))
+    small = [(key, weight * CONTEXT) for key, weight in weights.items() if key.endswith(outputs)]
+    model.load_weights(small, strict=False)
     config = {"model_type": name, **tiny.CONFIGS[name], **changes}
     config |= {"eos_token_id": vocab["</s>"], "bos_token_id": vocab["<s>"]}
     (folder / "config.json").write_text(json.dumps(config))

@@ -52,6 +52,7 @@ def stream_generate(
     tuning: Tuning | None = None,
     probe: bool = True,
     counterfactual: bool = False,
+    prefill_stops: Sequence[int] = (),
     stream: Any = generation_stream,
 ) -> Generator[SpeculativeResponse, None, None]:
     """Stream the same text as `mlx_lm.stream_generate`, sooner.
@@ -84,6 +85,7 @@ def stream_generate(
         tuning: what "auto" has learned and goes on learning; None takes the loaded model's own.
         probe: measure once whether the model is exact for several positions at once.
         counterfactual: work out in `stats.counterfactual` what every rule would have accepted.
+        prefill_stops: positions of the prompt at which a pass ends; see `speculate`.
         stream: MLX's stream to run on.
 
     Yields:
@@ -122,11 +124,11 @@ def stream_generate(
         tokenizer=tokenizer,
         probe=probe,
         counterfactual=counterfactual,
+        prefill_stops=prefill_stops,
         stream=stream,
     )
     num_prompt = len(prompt_tokens) or len(() if input_embeddings is None else input_embeddings)
-    kind = "" if chosen is None else type(chosen).__name__
-    name = drafter if isinstance(drafter, str) else kind
+    name = drafter if isinstance(drafter, str) else "" if chosen is None else type(chosen).__name__
     models = [model, *models_of(chosen)]
     return respond(tokens, tokenizer, models, num_prompt, max_tokens, stream, name)
 

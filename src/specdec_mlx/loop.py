@@ -110,6 +110,7 @@ def speculate(
     tokenizer: Any = None,
     probe: bool = True,
     counterfactual: bool = False,
+    prefill_stops: Sequence[int] = (),
     stream: Any = generation_stream,
 ) -> Generator[Token, None, None]:
     """Yield the target's own continuation of a prompt, sooner: tokens in, tokens out.
@@ -135,6 +136,8 @@ def speculate(
             and do not draft where they are not.
         counterfactual: also work out, in `stats.counterfactual`, what every rule would have
             accepted.
+        prefill_stops: ascending positions of the prompt at which a pass ends, for the progress
+            callback to take the caches as they are there.
 
     Raises:
         PromptError: for what cannot be a prompt of this model.
@@ -167,9 +170,8 @@ def speculate(
     drafting = side(drafter, length, verifier, sequence, keeps_cache=keeps_cache, stream=stream)
     stats = SpeculationStats(counterfactual=account)
     on_progress = prompt_progress_callback or (lambda done, total: None)
-    generation = Generation(
-        verifier, sequence, drafting, stats, stream, prefill_step_size, on_progress, prompt_cache
-    )
+    reading = prefill_step_size, on_progress, prompt_cache, prefill_stops
+    generation = Generation(verifier, sequence, drafting, stats, stream, *reading)
     tokens = generation.run(context)
     return drafting.as_on_first(tokens) if isinstance(drafting, SharedDrafting) else tokens
 
@@ -179,7 +181,7 @@ class Generation:
     """The continuation of one sequence.
 
     sequence: prompt + generated tokens. drafting: the drafter's side. callers_cache: the list that
-    is to hold the caches at the end, None if the caller has none.
+    is to hold the caches at the end, None if the caller has none. stops: as `prefill_stops`.
     """
 
     target: Target
@@ -190,6 +192,7 @@ class Generation:
     prefill_step_size: int = 2048
     on_progress: Callable[[int, int], None] = lambda done, total: None
     callers_cache: list[Any] | None = None
+    stops: Sequence[int] = ()
     clock: RoundClock = field(default_factory=RoundClock)
     is_prefilled: bool = False
     failure: Exception | None = None
@@ -226,12 +229,13 @@ class Generation:
         started = perf_counter()
         self.on_progress(0, end)
         caches.checkpoint()
-        while (left := end - 1 - caches.position) > 0:
-            with mx.stream(self.stream):
-                self.feed(left)
-                mx.eval([cache.state for cache in caches.caches])
-                mx.clear_cache()
-            self.on_progress(caches.position, end)
+        for stop in (*self.stops, end - 1):
+            while (left := min(stop, end - 1) - caches.position) > 0:
+                with mx.stream(self.stream):
+                    self.feed(left)
+                    mx.eval([cache.state for cache in caches.caches])
+                    mx.clear_cache()
+                self.on_progress(caches.position, end)
         self.target.widest_pass()  # a model's first time is measured here, and not in a round
         caches.drop_checkpoints()
         self.is_prefilled = True

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from pathlib import Path
@@ -22,6 +23,8 @@ from specdec_mlx.errors import HeadError
 from specdec_mlx.mlx_lm_plugin.conversation import remember, with_parts
 from specdec_mlx.mlx_lm_plugin.flags import check_adapter
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, is_clients
+from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles
+from specdec_mlx.mlx_lm_plugin.prefixes import Points, States, back_at, split, stateful, thinned
 from specdec_mlx.models import explained
 from specdec_mlx.per_model import PerModel
 
@@ -79,18 +82,73 @@ def longest_in(config: dict[str, Any]) -> int:
 
 
 class ConversationCache(LRUPromptCache):  # type: ignore[misc]
-    """mlx-lm's prompt caches, with the tokens that they hold; one token is always left to feed."""
+    """mlx-lm's prompt caches, with the tokens that they hold; one token is always left to feed.
+
+    One entry stands for a conversation. Where its caches cannot be shortened, the ends of the
+    shorter entries that it takes the place of are states to go back to. files: gives the files of a
+    model, None for none.
+    """
+
+    files: Callable[[Any], PrefixFiles | None] = staticmethod(lambda model: None)
 
     def fetch_nearest_cache(self, model: Any, tokens: list[Any]) -> tuple[Any, list[Any]]:
         """The cache [layers] that holds most of `tokens`, or None, and the tokens it lacks."""
-        cache, rest = super().fetch_nearest_cache(model, tokens[:-1])
-        rest = [*rest, *tokens[-1:]]
-        if len(rest) == len(tokens):  # a cache that was trimmed to nothing
-            return None, rest
-        if cache is not None:
-            held = tokens[: len(tokens) - len(rest)]
-            remember(cache, held if all(isinstance(token, int) for token in held) else [])
-        return cache, rest
+        caches, at, length = self._nearest(model, tokens[:-1])
+        if (files := self.files(model)) is not None:
+            kept, reached = files.longest(tokens[:-1])
+            if reached > length and (entry := files.load(kept)) is not None:
+                super().insert_cache(model, kept, entry)
+                caches, at, length = self._nearest(model, tokens[:-1])
+        if length == 0:
+            return None, tokens
+        held = tokens[:length]
+        if stateful(caches):  # which takes its states along, also where it leaves the entry's text
+            super().insert_cache(model, held, [*copy.deepcopy(caches), Points(at)])
+        remember(caches, held if all(isinstance(token, int) for token in held) else [])
+        return caches, tokens[length:]
+
+    def _nearest(self, model: Any, tokens: list[Any]) -> tuple[list[Any], States, int]:
+        """What `back_at` gives of the entry that holds most of the tokens."""
+        found = self._trie.search(model, tokens)
+        longest: tuple[list[Any], States, int] = [], {}, 0
+        for held in filter(None, (found.exact, found.longer, found.shorter)):
+            common = found.common_prefix if held is found.longer else len(held)
+            entry = self._trie.get(model, held).prompt_cache
+            longest = max(longest, back_at(entry, len(held), common), key=lambda one: one[-1])
+        return longest
+
+    def insert_cache(
+        self,
+        model: Any,
+        tokens: list[Any],
+        prompt_cache: list[Any],
+        *,
+        cache_type: str = "assistant",
+    ) -> None:
+        """Keep the caches that hold `tokens`, in the place of those that hold a part of them."""
+        at: States = {}
+        while stateful(prompt_cache) and (held := self._longest_held(model, tokens)):
+            caches, earlier = split(self._pop(model, held).prompt_cache)
+            at |= earlier | {len(held): stateful(caches)}
+        at = thinned({p: states for p, states in at.items() if p < len(tokens)}, len(tokens))
+        kept = [*prompt_cache, Points(at)] if at else prompt_cache
+        super().insert_cache(model, tokens, kept, cache_type=cache_type)
+        has_ended = cache_type == "assistant"
+        if has_ended and (files := self.files(model)) is not None:
+            files.save(tokens, prompt_cache, at)
+
+    def _longest_held(self, model: Any, tokens: list[Any]) -> list[Any] | None:
+        found = self._trie.search(model, tokens)
+        held: list[Any] | None = found.exact or found.shorter
+        return held
+
+    def _pop(self, model: Any, tokens: list[Any]) -> Any:
+        """Take an entry out."""
+        entry = self._trie.pop(model, tokens)
+        self._lru.remove(model, tokens)
+        self._n_bytes -= entry.nbytes
+        self._n_bytes_by_type[entry.cache_type] -= entry.nbytes
+        return entry
 
 
 class CheckingProvider(ModelProvider):  # type: ignore[misc]

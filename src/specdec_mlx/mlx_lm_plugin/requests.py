@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from mlx_lm.server import GenerationContext
-from mlx_lm.utils import load_tokenizer
+from mlx_lm.utils import _parse_size, load_tokenizer
 from transformers import PreTrainedTokenizerBase
 
 from specdec_mlx.contracts import Checks, DraftContext, Drafter
@@ -32,7 +32,7 @@ from specdec_mlx.mlx_lm_plugin import openai_fields
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags, name_in
 from specdec_mlx.mlx_lm_plugin.heads import HeadToLoad
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, texts_in
-from specdec_mlx.options import split_spec
+from specdec_mlx.options import argument, split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
 
@@ -140,7 +140,8 @@ class Requested:
     """How one request is to be served, and how it was.
 
     name: the drafter's. prediction: expected text. batched: served with others at its end at least.
-    check_client: raises ConnectionError if the client has gone.
+    check_client: raises ConnectionError if the client has gone. prompt, ends: its tokens, and where
+    its parts end; none if it has images.
     """
 
     drafter: Drafter | None
@@ -154,6 +155,8 @@ class Requested:
     channel: Channel = field(default_factory=lambda: Channel(None))
     max_tokens: int | None = None
     check_client: Callable[[], None] = lambda: None
+    prompt: list[int] = field(default_factory=list)
+    ends: list[int] = field(default_factory=list)
 
     def __getstate__(self) -> dict[str, Any]:
         """Fields for other ranks, which draft nothing: any drafter stands for the first rank's."""
@@ -177,7 +180,7 @@ TEMPLATE_ARGUMENTS = signature(PreTrainedTokenizerBase.apply_chat_template).para
 
 
 def add_server_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the server's flags about what requests may bring along."""
+    """Add the flags that are the server's alone."""
     group = parser.add_argument_group("what requests may bring along")
     group.add_argument(
         "--request-models",
@@ -190,6 +193,21 @@ def add_server_arguments(parser: argparse.ArgumentParser) -> None:
         "--allow-chat-templates",
         action="store_true",
         help="Let requests bring a chat template, a program that is run here.",
+    )
+    group = parser.add_argument_group("prompt caches on disk")
+    group.add_argument(
+        "--prompt-cache",
+        type=Path,
+        metavar="DIR",
+        help="Keep the caches of conversations in files there, for the next start too. They tell "
+        "what was said; only this user can read them.",
+    )
+    group.add_argument(
+        "--prompt-cache-limit",
+        type=argument(_size),
+        default="20GB",
+        metavar="SIZE",
+        help="Most bytes of these files; the oldest are deleted (default: 20GB)",
     )
 
 
@@ -236,6 +254,14 @@ class Access:
                 f"chat_template_kwargs: {', '.join(sorted(wrong))} cannot be set by a request. "
                 "A server that is started with --allow-chat-templates takes a chat_template."
             )
+
+
+def _size(text: str) -> int:
+    """Bytes of a size in mlx-lm's form; ValueError for anything else."""
+    try:
+        return int(_parse_size(text))
+    except (KeyError, ArithmeticError):
+        raise ValueError(f"expected a size such as 500MB or 20GB, got {text!r}") from None
 
 
 def is_loopback(host: str) -> bool:

@@ -8,12 +8,16 @@ are batched by mlx-lm, seeds and grammars served alone there; as are quantized c
 from __future__ import annotations
 
 import argparse
+import copy
+import hashlib
 import importlib
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
+from itertools import accumulate
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -22,21 +26,25 @@ import mlx.nn as nn
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.models.cache import LRUPromptCache
-from mlx_lm.server import ResponseGenerator, _image_parts
+from mlx_lm.server import ResponseGenerator, _image_parts, get_system_fingerprint
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.batch.rows import Request, RowDrafting
 from specdec_mlx.contracts import Drafter
+from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor, compiled_tokenizer
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import stream_generate
+from specdec_mlx.memory.kept import fingerprint_of
 from specdec_mlx.memory.store import PROCESS
 from specdec_mlx.mlx_lm_plugin import conversation, heads, openai_fields, requests
 from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, SpeculatingBatch, has_rows
 from specdec_mlx.mlx_lm_plugin.flags import Flags, replaced_names, run_main
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
 from specdec_mlx.mlx_lm_plugin.openai_fields import Refused, RequestError
+from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles
+from specdec_mlx.mlx_lm_plugin.prefixes import stateful
 from specdec_mlx.mlx_lm_plugin.requests import Channel, Menu, Requested
 from specdec_mlx.mlx_lm_plugin.status import Totals
 from specdec_mlx.models import explained
@@ -57,6 +65,8 @@ def run_server(arguments: Sequence[str]) -> None:
                 flags = replace(flags, memory=PROCESS)  # one person's
             menu = Menu(flags, requests.Access.of(namespace, flags.draft_model))
             stack.callback(flags.save_memory)
+            if (folder := namespace.prompt_cache) is not None:
+                folder.expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
             if namespace.model is not None:  # to say now what the generating thread could not
                 with explained(namespace.model):
                     how = {"trust_remote_code": namespace.trust_remote_code}
@@ -106,8 +116,24 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             self.draft_caches = LRUPromptCache(args[1].max_size)
         elif menu.flags.draft_model is not None and not menu.flags.has_head:
             args[1].max_size *= 2  # a conversation has the target's caches and the draft model's
+        if (most_bytes := args[0].cli_args.prompt_cache_bytes) is not None:
+            args[1].max_bytes = most_bytes  # mlx-lm minds it in batches alone
+        args[1].files, self._opened = self._files, lru_cache(PrefixFiles)
         super().__init__(*args)
         stack.callback(self.stop_and_join)
+
+    def _files(self, model: Any) -> PrefixFiles | None:
+        """Files of the target's caches, which depend on all of this; None on several ranks."""
+        provider, options = self.model_provider, self.cli_args
+        if options.prompt_cache is None or self._is_distributed:
+            return None
+        if model != provider.model_key or provider.draft_model is not None:
+            return None
+        own = fingerprint(provider.model), fingerprint_of(provider.tokenizer)
+        quantized = options.kv_bits, options.kv_group_size, options.quantized_kv_start
+        key = hashlib.sha256(repr((own, quantized, get_system_fingerprint())).encode()).hexdigest()
+        folder: Path = options.prompt_cache.expanduser().absolute()
+        return self._opened(folder, key[:16], options.prompt_cache_limit)
 
     def _generate(self) -> None:
         """Run mlx-lm's loop, which batches with what it finds under this name."""
@@ -235,6 +261,8 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             args.sampling.top_k = 0  # all of them; in a batch mlx-lm's own error ends the server
         if requested.grammar is not None:
             state = "normal"  # the grammar is that of the answer, so there are no thoughts before
+        requested.prompt = [] if vision is not None else prompt
+        requested.ends = list(accumulate(map(len, segments)))
         return prompt, segments, kinds, state, vision
 
     def _serve_single(self, taken: Any, stream: Any) -> None:
@@ -256,13 +284,8 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         channel, request, args = taken
         requested: Requested = args.speculation
         requested.batched = channel.num_before > 0
-        on_progress, sampler = options["prompt_progress_callback"], options["sampler"]
-
-        def read(done: int, total: int) -> None:
-            on_progress(done, total)
-            self._check_goes_on(channel)
-
-        options["prompt_progress_callback"] = read
+        sampler = options["sampler"]
+        self._keep_points(channel, requested, prompt_cache, options)
         options["sampler"] = read_sampler(sampler) or sampler
         del options["num_draft_tokens"]  # the request's own counts
         drafter = heads.with_heads(requested.drafter, model) or self.model_provider.head
@@ -295,6 +318,25 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
                 if others_wait and response.finish_reason is None and self._may_be_batched(args):
                     channel.pausing = True
                     return
+
+    def _keep_points(
+        self, channel: Channel, requested: Requested, caches: list[Any], options: dict[str, Any]
+    ) -> None:
+        """Keep caches that cannot be shortened as they are read: at ends of segments and passes."""
+        on_progress = options["prompt_progress_callback"]
+        start = len(requested.prompt) - len(options["prompt"])
+        keeps = requested.prompt and options["kv_bits"] is None and stateful(caches)
+        if keeps:
+            options["prefill_stops"] = [end - start for end in requested.ends if end > start]
+
+        def read(done: int, total: int) -> None:
+            on_progress(done, total)
+            if keeps and 0 < done < total:
+                held, key = requested.prompt[: start + done], self.model_provider.model_key
+                self.prompt_cache.insert_cache(key, held, copy.deepcopy(caches), cache_type="user")
+            self._check_goes_on(channel)
+
+        options["prompt_progress_callback"] = read
 
     def _check_goes_on(self, channel: Channel) -> None:
         """Raise where a request that is served alone is to end, on one rank."""

@@ -34,7 +34,7 @@ class Rollback:
     caches: list[Any]
     position: int = 0
     states: RecurrentStates | None = None
-    _checkpoints: list[tuple[int, list[Any]]] = field(default_factory=list)
+    checkpoints: list[tuple[int, list[Any]]] = field(default_factory=list)
     """Positions, and what each cache needs to go back there; None for one that needs nothing."""
     _found: list[tuple[Any, Strategy]] = field(default_factory=list, compare=False)
     _found_in: list[Any] = field(default_factory=list, compare=False)
@@ -59,7 +59,7 @@ class Rollback:
             return logits
 
         self._chosen = {}
-        is_after_checkpoint = self._checkpoints and self._checkpoints[-1][0] == self.position
+        is_after_checkpoint = self.checkpoints and self.checkpoints[-1][0] == self.position
         is_short = self.states is not None and is_after_checkpoint and width <= MOST_POSITIONS
         logits = self._all_or_nothing(run_with_states if is_short else run)
         self.position += logits.shape[0]
@@ -68,7 +68,7 @@ class Rollback:
     def checkpoint(self) -> None:
         """Remember this position, before a pass with a draft; of earlier ones the last is kept."""
         saved = [s.save(cache) if s.must_restore else None for cache, s in self._strategies()]
-        self._checkpoints = [*self._checkpoints[-1:], (self.position, saved)]
+        self.checkpoints = [*self.checkpoints[-1:], (self.position, saved)]
 
     def advance(self, num_positions: int) -> None:
         """Note a pass over `num_positions` that was not made by `forward`."""
@@ -77,7 +77,7 @@ class Rollback:
 
     def drop_checkpoints(self) -> None:
         """Forget all checkpoints, so that no saved buffer outlives its round."""
-        self._checkpoints = []
+        self.checkpoints = []
 
     def widest_pass(self) -> int | None:
         """Most positions that one pass may have here; None for any number."""
@@ -162,7 +162,7 @@ class Rollback:
 
     def _return_to_checkpoint(self, position: int) -> int:
         """Go back to the last checkpoint at or before a position; return how far back that is."""
-        earlier = [(at, saved) for at, saved in self._checkpoints if at <= position]
+        earlier = [(at, saved) for at, saved in self.checkpoints if at <= position]
         if not earlier:
             kinds = sorted({type(cache).__name__ for cache in leaves(self.caches)})
             raise CacheRollbackError(

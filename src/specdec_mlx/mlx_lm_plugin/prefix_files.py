@@ -1,0 +1,128 @@
+"""Caches of conversations in a folder, for a server that starts again, and beyond its memory.
+
+A file is whole or not there, and its name has a digest of its content: one that was damaged is seen
+before it is used.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_caches
+from mlx_lm.models.cache import PromptTrie, load_prompt_cache, save_prompt_cache
+
+from specdec_mlx.mlx_lm_plugin.prefixes import Points, States, stateful
+from specdec_mlx.target.strategies import leaves
+
+OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors(\.damaged)?")
+PART = ".part-"  # begins the name of a file that is being written
+HEADER = "prefix"  # name of our metadata in a file
+
+
+class PrefixFiles:
+    """Caches that one model made, a safetensors file for each conversation.
+
+    folder: that is there. key: of the model and all that its caches depend
+    on, 16 hexadecimal digits. most_bytes: of all files in the folder; the oldest are deleted.
+    """
+
+    def __init__(self, folder: Path, key: str, most_bytes: int) -> None:
+        self.folder, self.key, self.most_bytes = folder, key, most_bytes
+        self._trie = PromptTrie()
+        for part in folder.glob(f"{PART}*"):  # of a process that was killed
+            part.unlink(missing_ok=True)
+        for _, _, path in self._by_age(f"{key}-*.safetensors"):
+            try:
+                loaded: Any = mx.load(str(path), return_metadata=True)
+                header = json.loads(loaded[1][f"0.{HEADER}"])
+                self._trie.add(key, header["tokens"], (path, header))
+            except Exception as error:  # whatever MLX says of what is no file of its own
+                self._put_aside(path, error)
+
+    def longest(self, tokens: list[int]) -> tuple[list[int], int]:
+        """The tokens of the file that saves most of reading `tokens`, and how many it saves."""
+        found = self._trie.search(self.key, tokens)
+        longest: tuple[list[int], int] = [], 0
+        for held in filter(None, (found.exact, found.longer, found.shorter)):
+            common = found.common_prefix if held is found.longer else len(held)
+            points = self._trie.get(self.key, held)[1]["points"]
+            if points is not None:  # its caches go back to these, and not to any position
+                common = max((p for p in (*points, len(held)) if p <= common), default=0)
+            longest = max(longest, (held, common), key=lambda one: one[1])
+        return longest
+
+    def load(self, tokens: list[int]) -> list[Any] | None:
+        """The caches of the file of these tokens, with their states; None if it is damaged."""
+        path, header = self._trie.get(self.key, tokens)
+        try:
+            if path.stem != f"{self.key}-{_digest(path)}" or header["key"] != self.key:
+                raise ValueError("its content is not what was written")
+            flat = load_prompt_cache(str(path))
+            mx.eval([cache.state for cache in flat])
+            os.utime(path)
+        except Exception as error:
+            self._trie.pop(self.key, tokens)
+            self._put_aside(path, error)
+            return None
+        caches, rest = flat[: header["layers"]], iter(flat[header["layers"] :])
+        num_states = len(stateful(caches))
+        points = {p: [next(rest) for _ in range(num_states)] for p in header["points"] or ()}
+        return [*caches, Points(points)] if points else list(caches)
+
+    def save(self, tokens: list[int], caches: Sequence[Any], at: States) -> None:
+        """Write the caches of a text, in the place of those of a part of it."""
+        flat = [*caches, *(cache for point in sorted(at) for cache in at[point])]
+        if not all(hasattr(mlx_lm_caches, type(cache).__name__) for cache in leaves(flat)):
+            return  # of a class that mlx-lm does not read
+        points = sorted(at) if stateful(caches) else None
+        header = {"key": self.key, "tokens": tokens, "points": points, "layers": len(caches)}
+        part = self.folder / f"{PART}{os.getpid()}.safetensors"
+        try:
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+            save_prompt_cache(str(part), flat, {HEADER: json.dumps(header)})
+            path = part.rename(self.folder / f"{self.key}-{_digest(part)}.safetensors")
+            before = self._trie.add(self.key, tokens, (path, header))
+            replaced = [before, *(entry for _, entry in self._trie.pop_prefixes(self.key, tokens))]
+            for old, _ in filter(None, replaced):
+                if old != path:
+                    old.unlink(missing_ok=True)
+            self._delete_oldest()
+        except (OSError, RuntimeError) as error:
+            logging.warning(f"Prompt cache: {self.folder} cannot be written: {error}")
+
+    def _delete_oldest(self) -> None:
+        files = [file for file in self._by_age("*") if OURS.fullmatch(file[-1].name)]
+        excess = sum(size for _, size, _ in files) - self.most_bytes
+        for _, size, path in files:
+            if excess > 0:
+                excess -= size
+                path.unlink(missing_ok=True)
+
+    def _by_age(self, pattern: str) -> list[tuple[int, int, Path]]:
+        """Time of the last use, size and path of files, the oldest first."""
+        found = []
+        for path in self.folder.glob(pattern):
+            with suppress(FileNotFoundError):  # deleted by another server
+                found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+        return sorted(found)
+
+    def _put_aside(self, path: Path, error: Exception) -> None:
+        """Rename a file that cannot be used; one that is gone was the oldest."""
+        if not isinstance(error, FileNotFoundError):
+            logging.warning(f"Prompt cache: {path.name} is put aside: {error}")
+        with suppress(OSError):
+            path.rename(f"{path}.damaged")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]

@@ -1,0 +1,256 @@
+"""What the server has read it does not read again: after going back, and after it was killed."""
+
+from __future__ import annotations
+
+import copy
+import os
+import random
+import re
+import socket
+import subprocess
+import sys
+import threading
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import openai
+import pytest
+from mlx_lm.models.cache import make_prompt_cache
+
+import tiny
+from command_line import run
+from on_ranks import free_ports
+from selection import FULL, cases
+from serving import chat, serving, text_of, until
+from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
+from specdec_mlx.mlx_lm_plugin.prefixes import MOST_POINTS, stateful, thinned
+from specdec_mlx.mlx_lm_plugin.server import run_server
+from tiny_model_folder import write_model_folder
+
+RUNS = [name for name in tiny.architecture_files() if name not in (*tiny.CANNOT_RUN, "phi3small")]
+TEXT = [(7 * i * i + 3 * i) % 89 + 1 for i in range(90)]
+CUTS = [0, 11, 40, 62, 63, 90]  # past the window of 16
+OTHER = [5, 17, 80, 3]
+
+built = cache(tiny.build)
+
+
+def read(model: Any, caches: list[Any], tokens: list[int], cuts: list[int]) -> mx.array:
+    """Feed the tokens in parts; the logits after the last part."""
+    for start, end in pairwise(cuts):
+        logits = model(mx.array([tokens[start:end]]), cache=caches)
+        mx.eval([cache.state for cache in caches])
+    return logits[0]
+
+
+@pytest.mark.parametrize("name", cases(RUNS, "qwen3_next", "gemma3_text", "llama4", "mamba2"))
+def test_going_back_to_a_point_is_as_if_no_more_had_been_read(name: str) -> None:
+    """Logits after it are bit-equal to those of caches that read so far in the same parts, but for
+    attention that goes back anywhere and rounds by the width of a pass."""
+    model, store = built(name), ConversationCache(10)
+    caches = make_prompt_cache(model)
+    for start, end in pairwise(CUTS):
+        read(model, caches, TEXT, [start, end])
+        store.insert_cache("model", TEXT[:end], copy.deepcopy(caches))
+    assert len(store) == 1
+    tolerance = 0.0 if stateful(caches) else 1e-4
+    for kept, point in ((8, 0), (12, 11), (50, 40), (62, 62), (63, 63), (89, 63), (90, 90)):
+        tokens = [*TEXT[:kept], *OTHER]
+        found, rest = store.fetch_nearest_cache("model", tokens)
+        position = len(tokens) - len(rest)
+        assert point <= position <= kept, "windows and chunks may have room to go back a bit"
+        cuts = [0, *(cut for cut in CUTS if 0 < cut < position), *[position] * (position > 0)]
+        expected = read(model, make_prompt_cache(model), tokens, [*cuts, len(tokens)])
+        if found is not None:
+            got = read(model, found, tokens, [position, len(tokens)])
+            assert mx.allclose(got, expected, rtol=tolerance, atol=tolerance).item(), kept
+    store.insert_cache("model", TEXT, copy.deepcopy(caches))
+    assert store.nbytes == sum(c.nbytes for c in store._trie.get("model", TEXT).prompt_cache)
+
+
+@pytest.fixture(scope="module", params=["qwen3_next", "gemma3_text"])
+def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A model that is recurrent in part, or has windows of 16."""
+    root = tmp_path_factory.mktemp("models")
+    return write_model_folder(root / "model", request.param, max_position_embeddings=2**20)
+
+
+SYSTEM = {"role": "system", "content": "You are the cat in the hat and say so in the other hat."}
+SAID = ["in the hat", "and then the other one", "on the mat", "there and then and there"]
+
+
+def asked(turns: list[str]) -> list[dict[str, str]]:
+    """A conversation of what a user and the model said in turn."""
+    roles = ["user", "assistant"] * len(turns)
+    return [SYSTEM, *({"role": r, "content": t} for r, t in zip(roles, turns, strict=False))]
+
+
+def cached(reply: Any) -> int:
+    return int(reply.usage.prompt_tokens_details.cached_tokens)
+
+
+def test_a_turn_reads_only_what_is_new_and_says_what_a_fresh_run_says(folder: Path) -> None:
+    """Turn by turn; with what was said last said otherwise, as where thoughts are left out; and
+    in another conversation with the same system prompt."""
+    model, tokenizer = mlx_lm.load(str(folder))[:2]
+    turns: list[str] = []
+    read_in_all = 0
+
+    def answer(turns: list[str]) -> tuple[str, Any]:
+        messages = asked(turns)
+        reply = chat(client, messages, max_tokens=24, extra_body={"draft_length": 3})
+        prompt = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        assert text_of(reply) == mlx_lm.generate(model, tokenizer, prompt, max_tokens=24)
+        return text_of(reply), reply
+
+    with serving("--model", str(folder), "--prefill-step-size", "16") as client:
+        for question in SAID:
+            turns.append(question)
+            text, reply = answer(turns)
+            read_in_all += reply.usage.prompt_tokens - cached(reply) + reply.usage.completion_tokens
+            turns.append(text)
+        assert read_in_all <= reply.usage.total_tokens + 2 * len(SAID)
+        end = reply.usage.prompt_tokens - 1
+        assert cached(answer([*turns[:-1], turns[-1][::-1], "why"])[1]) == end
+        assert cached(answer([*turns[:-3], turns[-3][::-1], "why"])[1]) < end
+        assert cached(answer(["another one"])[1]) == len(tokenizer.encode(SYSTEM["content"])) + 3
+
+
+def test_a_server_that_starts_again_reads_only_the_new_turn(
+    folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Also where its files are damaged: those are put aside, with a line each, and read anew."""
+    model, tokenizer = mlx_lm.load(str(folder))[:2]
+    disk, turns = tmp_path / "kept", list[str]()
+    with serving("--model", str(folder), "--prompt-cache", str(disk)) as client:
+        for question in SAID:
+            turns.append(question)
+            turns.append(text_of(chat(client, asked(turns), max_tokens=24)))
+    (file,) = disk.iterdir()
+    assert (disk.stat().st_mode & 0o777, file.stat().st_mode & 0o777) == (0o700, 0o600)
+    prompt = tokenizer.apply_chat_template(asked([*turns, "why"]), add_generation_prompt=True)
+    text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=24)
+    whole, key = file.read_bytes(), file.name.partition("-")[0]
+    flipped = bytes([*whole[:-99], whole[-99] ^ 1, *whole[-98:]])
+    damaged = {
+        "cut": (file.name, whole[:-99]),
+        "flipped": (file.name, flipped),
+        "foreign": (f"{key}-{'0' * 32}.safetensors", b"a letter to my aunt"),
+        "of another model": ("0" * 16 + file.name[16:], whole),
+        "whole": (file.name, whole),
+    }
+    for kind, (name, content) in damaged.items():
+        for path in disk.iterdir():
+            path.unlink()
+        (disk / name).write_bytes(content)
+        (disk / "letter.safetensors").write_bytes(b"not ours")
+        (disk / ".part-7.safetensors").write_bytes(whole[:-99])
+        caplog.clear()
+        with serving("--model", str(folder), "--prompt-cache", str(disk)) as client:
+            reply = chat(client, asked([*turns, "why"]), max_tokens=24)
+            again = chat(client, asked([*turns[:-1], "hat", "why"]), max_tokens=1)
+        assert text_of(reply) == text, kind
+        assert cached(reply) in (range(len(prompt) - 12, len(prompt)) if kind == "whole" else [0])
+        assert (cached(again) > len(prompt) - 50) == (kind == "whole"), "a state of its file"
+        is_put_aside = kind in ("cut", "flipped", "foreign")
+        assert len(re.findall("is put aside", caplog.text)) == is_put_aside, kind
+        assert (disk / f"{name}.damaged").exists() == is_put_aside
+        assert (disk / "letter.safetensors").exists()
+        assert not (disk / ".part-7.safetensors").exists()
+
+
+def test_files_reach_beyond_memory_and_are_bounded(folder: Path, tmp_path: Path) -> None:
+    """Two conversations in turn, where memory holds one; then files for one of them alone."""
+    flags = ["--model", str(folder), "--prompt-cache", str(tmp_path), "--prompt-cache-size", "1"]
+
+    def second_turns() -> list[bool]:
+        """True for each conversation whose second turn read no more than that."""
+        found = []
+        with serving(*flags) as client:
+            texts = [text_of(chat(client, asked([name]), max_tokens=24)) for name in SAID[:2]]
+            for name, text in reversed([*zip(SAID, texts, strict=False)]):
+                reply = chat(client, asked([name, text, "why"]), max_tokens=24)
+                found.append(cached(reply) > reply.usage.prompt_tokens - 12)
+        return found
+
+    assert second_turns() == [True, True]
+    size = max(path.stat().st_size for path in tmp_path.iterdir())
+    bounded = tmp_path / "bounded"
+    flags += ["--prompt-cache", str(bounded), "--prompt-cache-limit", str(int(1.5 * size))]
+    assert second_turns() == [True, False]
+    assert sum(path.stat().st_size for path in bounded.iterdir()) <= 1.5 * size
+
+
+def test_rows_of_a_batch_are_kept_too(folder: Path, tmp_path: Path) -> None:
+    """Both answers of a batch are said by its rows; the next server goes on with them."""
+    flags = "--model", str(folder), "--prompt-cache", str(tmp_path)
+    with serving(*flags) as client:
+        both = chat(client, asked(SAID[:1]), n=2, max_tokens=24)
+    assert both.usage.speculation["batched"]
+    with serving(*flags) as client:
+        reply = chat(client, asked([SAID[0], text_of(both), "why"]), max_tokens=1)
+    assert cached(reply) > reply.usage.prompt_tokens - 12
+    with pytest.raises(SystemExit, match="2"):
+        run_server(["--prompt-cache", str(next(tmp_path.iterdir()))])
+
+
+def test_states_are_fewer_the_longer_ago_they_were() -> None:
+    """The first, of the system prompt, stays."""
+    left = [*thinned({p: [] for p in range(10, 1000, 10)}, 1000)]
+    assert (len(left), left[0], left[-1]) == (MOST_POINTS, 10, 990)
+    assert sum(p > 700 for p in left) > MOST_POINTS / 2
+
+
+def test_generate_goes_on_from_a_prompt_cache_file_of_mlx_lms(folder: Path, tmp_path: Path) -> None:
+    """With look-up, and with a draft model, which has not read what is in the file."""
+    file = ("--prompt-cache-file", tmp_path / "prompt.safetensors")
+    prompt = ("--prompt", "the cat in the hat and the other cat in the hat, there and then")
+    made = run("cache_prompt", "--model", folder, *file, *prompt, program="mlx_lm")
+    assert made.returncode == 0, made.stderr
+    command = ("generate", *file, "--prompt", "in the hat", "--max-tokens", "60")
+    plain = run(*command, program="mlx_lm").stdout.split("=====")[2]
+    for flags in ((), ("--draft-model", folder)):
+        done = run(*command, "--draft-length", "3", "--no-tuning", *flags)
+        assert done.stdout.split("=====")[2] == plain, done.stderr
+        assert re.search(r"accepted \d+ of [1-9]", done.stdout)
+
+
+KILLS = int(os.environ.get("KILLS", "3"))
+
+
+@FULL
+def test_a_killed_server_goes_on_without_wrong_texts(folder: Path, tmp_path: Path) -> None:
+    """It is killed at random moments; of what was answered only the last entry may be lost."""
+    model, tokenizer = mlx_lm.load(str(folder))[:2]
+    coins, (port,) = random.Random(7), free_ports(1)
+    command = [sys.executable, "-m", "specdec_mlx", "server", "--model", str(folder)]
+    command += ["--port", str(port), "--prompt-cache", str(tmp_path / "kept")]
+    client = openai.OpenAI(base_url=f"http://127.0.0.1:{port}/v1", api_key="none", max_retries=0)
+    turns: list[str] = [SAID[0]]
+    saved: list[int] = [0, 0]  # positions that the last but one answer, and the last, came to
+    for kill in range(KILLS):
+        server = subprocess.Popen(command, stderr=subprocess.DEVNULL)
+        until(lambda: not socket.socket().connect_ex(("127.0.0.1", port)))
+        timer, num_said = threading.Timer(coins.uniform(0, 0.5), server.kill), 0
+        try:
+            while server.poll() is None:
+                if num_said == (2, 1, 0)[kill % 3]:
+                    timer.start()
+                prompt = tokenizer.apply_chat_template(asked(turns), add_generation_prompt=True)
+                reply = chat(client, asked(turns), max_tokens=24)
+                text = mlx_lm.generate(model, tokenizer, prompt, max_tokens=24)
+                assert text_of(reply) == text
+                assert cached(reply) >= saved[min(num_said, 1)] - 1
+                num_said += 1
+                saved = [saved[1], reply.usage.total_tokens - 1]
+                turns += [text, coins.choice(SAID)]
+        except openai.APIConnectionError:
+            pass
+        finally:
+            server.kill()
+            server.wait(timeout=60)
+    assert len(turns) > KILLS, "some were answered in between"
