@@ -71,9 +71,6 @@ def test_a_block_is_corrected_as_by_its_authors(name: str, tmp_path: Path) -> No
         assert tokens == heads.reference(name).arrays[f"{part}_tokens"].tolist()
 
 
-# Controls ----------------------------------------------------------------------------------------
-
-
 def option(**options: Any) -> Change:
     """A control that loads the head otherwise; `changes` are of its config."""
     return lambda patch, given: given.update(options)
