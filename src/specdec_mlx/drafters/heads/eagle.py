@@ -86,6 +86,10 @@ def layer_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     """Arguments of mlx-lm's model with a head's layers, by its config; Qwen2's has biases."""
     name = "qwen3" if str(config.get("model_type", "")).startswith("qwen3") else "llama"
     rope, heads = config.get("rope_parameters") or {}, config["num_attention_heads"]
+    depth = config.get("num_hidden_layers", 1)
+    if is_gemma4(config):  # in DeepSpec: full attention, no layer shares another's keys
+        mine = {"layer_types": ["full_attention"] * depth, "num_kv_shared_layers": 0}
+        return {**config, **mine, "model_type": "gemma4_text", "num_hidden_layers": depth}
     return {
         "num_hidden_layers": 1,
         "rope_theta": rope.get("rope_theta", 10000.0),
@@ -98,6 +102,11 @@ def layer_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
         "tie_word_embeddings": False,
         "layer_types": None,
     }
+
+
+def is_gemma4(config: Mapping[str, Any]) -> bool:
+    """True for a head whose own layers are Gemma 4's."""
+    return str(config.get("model_type", "")).startswith("gemma4")
 
 
 def eagle1_family(config: Mapping[str, Any]) -> MTPFamily:
@@ -136,7 +145,11 @@ class LayersHead(Head):
         self.vocabulary = vocabulary
         self.fc = nn.Linear(len(config.layers) * ends.width, width, bias=False)
         self.hidden_norm = nn.RMSNorm(width, eps)
-        self.layers = [module.TransformerBlock(args) for _ in range(args.num_hidden_layers)]
+        depth = range(args.num_hidden_layers)
+        if is_gemma4(arguments):
+            self.layers = [module.DecoderLayer(args, i) for i in depth]
+        else:
+            self.layers = [module.TransformerBlock(args) for _ in depth]
         self.norm = nn.RMSNorm(width, eps)
         if own_embeddings:
             self.embed_tokens = nn.Embedding(own_embeddings, width)

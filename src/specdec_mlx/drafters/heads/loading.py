@@ -21,7 +21,14 @@ from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
 from specdec_mlx.drafters.heads.mtp import MTPHead, family_of, mtp_weights, other_formula
-from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa, PardDrafter
+from specdec_mlx.drafters.heads.one_pass import (
+    DFlash,
+    DFlash2,
+    DFlashConfig,
+    DSpark,
+    Medusa,
+    PardDrafter,
+)
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
@@ -30,7 +37,9 @@ from specdec_mlx.sampling.distribution import check_draft_temp
 
 Tensors = dict[str, mx.array]
 
-IGNORED = re.compile(r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t)")  # tensors that are not needed
+IGNORED = re.compile(
+    r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t|confidence_head\.)"
+)  # tensors that are not needed
 SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")  # copies of the target's ends
 
 VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
@@ -102,8 +111,9 @@ class Format:
 
 def known_kind(config: Mapping[str, Any]) -> str | None:
     """Key of FORMATS by a config alone; "mtp" is then a repository of just that layer."""
+    keys = [*config, *(config.get("dflash_config") or ())]
     named = [config.get(k, "") for k in ("speculators_model_type", "model_type", "architectures")]
-    said = " ".join([*map(str, named), *(f"{key}=" for key in config)]).lower()
+    said = " ".join([*map(str, named), *(f"{key}=" for key in keys)]).lower()
     return next((kind for kind, one in FORMATS.items() if re.search(one.told_by, said)), None)
 
 
@@ -166,11 +176,11 @@ def _eagle(source: Source) -> Head:
     return MTPHead(eagle1_family(config), config, source.ends, **own)
 
 
-def _dflash(source: Source) -> Head:
+def _dflash(source: Source, head: type[DFlash] = DFlash) -> Head:
     config = source.with_layers(DFlashConfig.read(source.files.config, source.ends.num_layers))
     source.files.expect("mask_token_id", config.mask_token, 0, source.ends.vocab_size - 1)
     source.files.expect("block_size", config.block_size, 2, 1024)
-    return DFlash(config, source.ends, source.vocabulary())
+    return head(config, source.ends, source.vocabulary())
 
 
 def _gemma4(source: Source) -> Head:
@@ -257,8 +267,15 @@ _MEDUSA = {
 }
 
 FORMATS: dict[str, Format] = {
-    "dspark": Format("DSpark, a block with a Markov chain", r"dspark|\bmarkov_rank=", loads=False),
-    "dflash2": Format("DFlash 2, with its convolutions", r"dflash2|\bselector_rank=", loads=False),
+    "dspark": Format(
+        "DSpark, a block with a Markov chain",
+        r"dspark(?!_)|\bmarkov_rank=",  # dspark_... are keys of a target that contains one
+        partial(_dflash, head=DSpark),
+        _STYLE,
+    ),
+    "dflash2": Format(
+        "DFlash 2", r"dflash2|\bselector_rank=", partial(_dflash, head=DFlash2), _STYLE
+    ),
     "dflash": Format("DFlash", "dflash", _dflash, _STYLE),
     "peagle": Format("P-EAGLE, which drafts in parallel", "peagle|p_eagle", loads=False),
     "eagle3": Format("EAGLE-3", r"eagle3|\bdraft_vocab_size=", _eagle3, _EAGLE3),

@@ -1,23 +1,26 @@
-"""Heads that draft in one pass: DFlash and Medusa.
+"""Heads that draft in one pass: DFlash, DFlash 2, DSpark and Medusa.
 
 DFlash (z-lab, arXiv 2602.06036) is a small diffusion model that fills a block of masks after the
 text's last token, attending to the block in both directions and to fused outputs of several layers
-of the target, projected to keys and values only. Medusa (arXiv 2401.10774): head i guesses the
-token i + 2 positions after a state by x + silu(W x + b) and a matrix over the vocabulary.
+of the target, projected to keys and values only. DFlash 2 (package dflash 0.1.0) and DSpark
+(deepseek-ai/DeepSpec) then correct each place of the block by the token drafted before it. Medusa
+(arXiv 2401.10774): head i guesses the token i + 2 positions after a state by x + silu(W x + b) and
+a matrix over the vocabulary.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.contracts import DraftContext, FeatureRows
+from specdec_mlx.contracts import ROOT, Draft, DraftContext, FeatureRows
+from specdec_mlx.drafters.drawing import fit_width
 from specdec_mlx.drafters.heads.drafter import Head
-from specdec_mlx.drafters.heads.eagle import SLIDING, LayersConfig, LayersHead
+from specdec_mlx.drafters.heads.eagle import SLIDING, LayersConfig, LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
@@ -25,21 +28,17 @@ from specdec_mlx.drafters.writing import WritesAtOnce
 from specdec_mlx.token_ids import to_ids
 
 
-class OnePassSession(WritesAtOnce, HeadSession):
-    """Drafts at most the head's `most_drafted` tokens at once, by its `read` and `guesses`."""
+class BlockSession(HeadSession):
+    """Drafts at most the head's `most_drafted` tokens by one pass, after its `read`."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.cache = self.head.make_cache()
 
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Logits [n, V] of the next n <= limit tokens; None before the prompt was read."""
+    def length_for(self, limit: int) -> int:
+        """Tokens that may be drafted, after all rows were read; 0 before the prompt was."""
         self.read()
-        length = min(limit, self.head.most_drafted)
-        if length == 0 or self.waiting.start == 0:
-            return None
-        logits: mx.array = self.head.guesses(self.tokens[-1], length, self.cache)
-        return logits
+        return min(limit, self.head.most_drafted) if self.waiting.start else 0
 
     def read(self) -> list[Any]:
         """Read all rows."""
@@ -48,12 +47,67 @@ class OnePassSession(WritesAtOnce, HeadSession):
         return [getattr(kept, "state", kept) for kept in self.cache]
 
 
+class OnePassSession(WritesAtOnce, BlockSession):
+    """All tokens at once, by the head's `guesses`."""
+
+    def all_logits(self, limit: int) -> mx.array | None:
+        """Logits [n, V] of the next n <= limit tokens; None before the prompt was read."""
+        length = self.length_for(limit)
+        if length == 0:
+            return None
+        logits: mx.array = self.head.guesses(self.tokens[-1], length, self.cache)
+        return logits
+
+
+class CorrectedSession(BlockSession):
+    """A block in one pass, then token by token: the head's `corrected` knows the token before."""
+
+    def begin_draft(self, limit: int) -> int:
+        """Run the block; how many tokens may be drafted."""
+        length = self.length_for(limit)
+        if length:
+            self.states = self.head.states(self.tokens[-1], length, self.cache)
+            self.logits = self.head.logits(self.states)
+        self.depths: list[int] = []
+        self.num_asked = 0
+        return length
+
+    def propose(self, limit: int) -> Draft:
+        """A chain, or a tree that is no deeper than the block."""
+        if not self.forks:
+            return super().propose(limit)
+        depth = self.begin_draft(limit)
+        if depth == 0:
+            return Draft()
+        first = self.next_logits(None)
+        return self.tree_draws().write(first, self.logits_after, limit, depth)
+
+    def next_logits(self, token: mx.array | None) -> mx.array:
+        """Logits [1, V] of the block's next place."""
+        self.num_asked += 1
+        before = to_ids(self.tokens[-1:]) if token is None else token
+        return self.at([self.num_asked - 1], before)
+
+    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
+        """Logits [n, V] of the places after tokens [n] of a tree; see `growing.NextRows`."""
+        depths = [1 if parent == ROOT else self.depths[parent] + 1 for parent in parents]
+        self.depths += depths
+        return self.at(depths, tokens)
+
+    def at(self, places: list[int], before: mx.array) -> mx.array:
+        """Corrected logits [n, V] of n places of the block, after tokens [n]."""
+        rows = mx.array(places)
+        logits: mx.array = self.head.corrected(self.logits[rows], self.states[rows], before)
+        return logits
+
+
 @dataclass(frozen=True, kw_only=True)
 class DFlashConfig(LayersConfig):
     """Config of a DFlash head.
 
     block_size: with the known first token. causal: by layer, a place does not see later ones of its
-    block. logit_cap: logits are cap * tanh(logits / cap).
+    block. logit_cap: logits are cap * tanh(logits / cap). from_anchor: the known token's own place
+    drafts as well. options: all entries, for a variant's own.
     """
 
     mask_token: int
@@ -62,6 +116,8 @@ class DFlashConfig(LayersConfig):
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     logit_cap: float | None = None
+    from_anchor: bool = False
+    options: Mapping[str, Any] = field(default_factory=dict)
 
     @classmethod
     def read(cls, config: Mapping[str, Any], num_layers: int) -> DFlashConfig:
@@ -80,6 +136,7 @@ class DFlashConfig(LayersConfig):
             most = config.get("num_target_layers", num_layers)
             spread = [round(1 + i * (most - 4) / max(depth - 1, 1)) for i in range(depth)]
             layers = spread if depth > 1 else [most // 2]
+        scale = layer["hidden_size"] ** 0.5 if is_gemma4(layer) else 1.0  # of Gemma's embeddings
         return cls(
             layer,
             tuple(layers),
@@ -87,9 +144,11 @@ class DFlashConfig(LayersConfig):
             mask_token=nested["mask_token_id"],
             block_size=nested.get("block_size", cls.block_size),
             causal=tuple(causal),
-            embedding_scale=nested.get("input_embedding_scale", 1.0),
+            embedding_scale=nested.get("input_embedding_scale", scale),
             logit_scale=nested.get("output_multiplier", 1.0),
             logit_cap=nested.get("final_logit_softcapping") or None,
+            from_anchor=bool(config.get("sample_from_anchor", "markov_rank" in config)),
+            options=nested,
         )
 
 
@@ -97,14 +156,14 @@ class DFlash(LayersHead):
     """A DFlash head; with a draft vocabulary it has a matrix of its own over that."""
 
     kind = "DFlash"
-    session = OnePassSession
+    session: type[HeadSession] = OnePassSession
 
     def __init__(
         self, config: DFlashConfig, ends: TargetEnds, vocabulary: DraftVocabulary | None = None
     ) -> None:
         rows = 0 if vocabulary is None else vocabulary.ids.size
         super().__init__(config, ends, vocabulary, own_head=rows)
-        self.most_drafted = config.block_size - 1
+        self.most_drafted = config.block_size - (not config.from_anchor)
 
     def rows(self, features: FeatureRows) -> Any:
         """[n, D] the outputs of the target's layers, fused and normed."""
@@ -117,12 +176,23 @@ class DFlash(LayersHead):
 
     def guesses(self, token: int, number: int, cache: list[Any]) -> mx.array:
         """Logits [n, V] of the n tokens after `token`, by a block that is not kept."""
-        tokens = to_ids([token, *[self.config.mask_token] * self.most_drafted])
+        return self.logits(self.states(token, number, cache))
+
+    def states(self, token: int, number: int, cache: list[Any]) -> mx.array:
+        """Normed states [n, D] of the places of these tokens."""
+        tokens = to_ids([token, *[self.config.mask_token] * (self.config.block_size - 1)])
         h = self.ends.embed(tokens)[None] * self.config.embedding_scale
         for i, (layer, kept) in enumerate(zip(self.layers, cache, strict=True)):
-            h = layer(h, self.mask(i, kept.offset, tokens.shape[0]), kept)
+            h = self.run(layer, h, self.mask(i, kept.offset, tokens.shape[0]), kept)
             kept.trim(tokens.shape[0])
-        return self.logits(self.norm(h[0]))[1 : number + 1]
+        first = 0 if self.config.from_anchor else 1
+        normed: mx.array = self.norm(h[0, first : first + number])
+        return normed
+
+    def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any) -> Any:
+        """States [1, B, D] of a block after a layer."""
+        made = layer(h, mask, kept)
+        return made[0] if isinstance(made, tuple) else made  # Gemma's layers give their keys, too
 
     def mask(self, layer: int, start: int, size: int) -> mx.array | None:
         """[B, start + B] places that each of a block of B sees in a layer; None for all."""
@@ -144,6 +214,141 @@ class DFlash(LayersHead):
         """Layers, block, vocabulary, windows."""
         layers, *others = super().notes()
         return [layers, f"blocks of {self.config.block_size}", *others]
+
+
+class GroupedConvolution(nn.Module):  # type: ignore[misc]
+    """DFlash 2's causal convolutions before and after a part of a layer.
+
+    A kernel is `base_kernel` [2, taps, D] and, by group of channels, a projection of the part's
+    input (`GroupedDynamicCausalConv` of the package dflash).
+    """
+
+    def __init__(self, width: int, taps: int, group: int) -> None:
+        super().__init__()
+        self.base_kernel = mx.zeros((2, taps, width))
+        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
+
+    def around(self, part: Callable[[mx.array], Any], x: mx.array) -> mx.array:
+        """What a part makes of states [1, B, D], convolved before and after it."""
+        _, taps, width = self.base_kernel.shape
+        dynamic = self.kernel_projection(x).reshape(*x.shape[:2], 2, taps, -1)
+        kernels = mx.repeat(dynamic, width // dynamic.shape[-1], axis=-1) + self.base_kernel
+        for side in range(2):
+            if side:
+                x = part(x)
+            size = x.shape[1]
+            earlier = [mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :size] for back in range(taps)]
+            x = (kernels[:, :, side] * mx.stack(earlier, axis=2)).sum(axis=2)
+        return x
+
+
+class Selector(nn.Module):  # type: ignore[misc]
+    """DFlash 2's choice among each place's `top` tokens, by the token before them."""
+
+    def __init__(self, width: int, rank: int, vocab_size: int, top: int) -> None:
+        super().__init__()
+        self.top = top
+        self.predecessor_codebook = mx.zeros((vocab_size, rank))
+        self.successor_codebook = mx.zeros((vocab_size, rank))
+        self.hidden_projection = nn.Linear(width, rank, bias=False)
+
+    def scores(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
+        """Logits [n, V]: the top ones with the score of the pair added, -inf of others."""
+        ids = mx.argpartition(-logits, self.top - 1, axis=-1)[:, : self.top]
+        asked = rows_of(self.predecessor_codebook, before) * self.hidden_projection(states)
+        pairs = rows_of(self.successor_codebook, ids) @ asked[..., None]
+        scores = mx.take_along_axis(logits, ids, axis=-1) + pairs[..., 0]
+        return mx.put_along_axis(mx.full(logits.shape, -mx.inf, scores.dtype), ids, scores, axis=-1)
+
+
+def rows_of(table: mx.array, ids: mx.array) -> mx.array:
+    """Rows [..., r] of a table [V, r]; MLX does not check bounds, and targets pad vocabularies."""
+    return table[mx.minimum(ids, table.shape[0] - 1)]
+
+
+class CorrectedDFlash(DFlash):
+    """A DFlash head that corrects a place's logits by the token before it."""
+
+    session = CorrectedSession
+    corrected: Callable[[mx.array, mx.array, mx.array], mx.array]
+
+
+class DFlash2(CorrectedDFlash):
+    """A DFlash 2 head: convolutions within the block, and a choice among the top tokens.
+
+    The authors' sampler knows the temperature alone; here drafts keep to the target's filters.
+    """
+
+    kind = "DFlash 2"
+
+    def __init__(self, config: DFlashConfig, ends: TargetEnds, *args: Any) -> None:
+        super().__init__(config, ends, *args)
+        said = config.options
+        for layer in self.layers:
+            for name in ("attention_conv", "mlp_conv"):
+                sizes = said["conv_kernel_size"], said["conv_group_size"]
+                layer[name] = GroupedConvolution(self.width, *sizes)
+        rank, top = said["selector_rank"], min(said["selector_top_k"], ends.vocab_size)
+        self.candidate_selector = Selector(self.width, rank, said["vocab_size"], top)
+
+    def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any) -> Any:
+        """States [1, B, D] of a block after a layer."""
+        attend = lambda x: layer.self_attn(x, mask, kept)  # noqa: E731
+        h = h + layer.attention_conv.around(attend, layer.input_layernorm(h))
+        return h + layer.mlp_conv.around(layer.mlp, layer.post_attention_layernorm(h))
+
+    def corrected(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
+        """Logits [n, V] after tokens [n], from those of the places alone and their states."""
+        return self.candidate_selector.scores(logits, states, before)
+
+    def notes(self) -> list[str]:
+        """Layers, block, windows, candidates."""
+        return [*super().notes(), f"chooses among {self.candidate_selector.top} tokens"]
+
+
+class Markov(nn.Module):  # type: ignore[misc]
+    """DSpark's bias by the token before, of low rank; gated: by the place's state as well."""
+
+    def __init__(self, width: int, rank: int, vocab_size: int, *, gated: bool) -> None:
+        super().__init__()
+        self.markov_w1 = nn.Embedding(vocab_size, rank)
+        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
+        if gated:
+            self.gate_proj = nn.Linear(width + rank, rank)
+
+    def bias(self, states: mx.array, before: mx.array) -> mx.array:
+        """Bias [n, V] of n places with states [n, D] after tokens [n]."""
+        made = self.markov_w1(mx.minimum(before, self.markov_w1.weight.shape[0] - 1))
+        if "gate_proj" in self:
+            made = made * mx.sigmoid(self.gate_proj(mx.concatenate([states, made], axis=-1)))
+        return cast(mx.array, self.markov_w2(made))
+
+
+class DSpark(CorrectedDFlash):
+    """A DSpark head, for Qwen3 or Gemma 4. Its estimate of confidence is not read."""
+
+    kind = "DSpark"
+
+    def __init__(self, config: DFlashConfig, ends: TargetEnds, *args: Any) -> None:
+        super().__init__(config, ends, *args)
+        said = config.options
+        self.rank, kind = said["markov_rank"], said.get("markov_head_type", "vanilla")
+        if self.rank:
+            if kind not in ("vanilla", "gated"):
+                raise ValueError(f"markov_head_type {kind!r}, expected vanilla or gated")
+            vocab_size = said.get("vocab_size") or config.layer["vocab_size"]
+            gated = kind == "gated"
+            self.markov_head = Markov(self.width, self.rank, vocab_size, gated=gated)
+
+    def corrected(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
+        """Logits [n, V] after tokens [n], from those of the places alone and their states."""
+        if not self.rank:
+            return logits
+        return logits + fit_width(self.markov_head.bias(states, before), logits.shape[-1])
+
+    def notes(self) -> list[str]:
+        """Layers, block, rank."""
+        return [*super().notes(), f"pairs of rank {self.rank}"]
 
 
 class Medusa(Head):
