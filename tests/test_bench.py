@@ -44,7 +44,6 @@ from specdec_mlx.bench.recorded import Modelled, replay_text
 from specdec_mlx.bench.summary import (
     ALL,
     Result,
-    summarise,
 )
 from specdec_mlx.bench.timing import Sample, Settings, run_interleaved, time_generation
 from specdec_mlx.cli.commands import main
@@ -193,27 +192,6 @@ def test_random_texts_are_not_compared_and_those_of_a_single_round_have_no_speed
     assert (result.identical, result.tokens, result.tokens_per_pass) == (4, 4, 1)
     assert "- to -" in format_record(record)
     assert "| rule" not in format_record(record)
-
-
-def test_times_are_told_beside_plain_decodings() -> None:
-    """To the first token and after it: of all texts, each at the median of its repeats."""
-    samples = [
-        sample(text, drafter, repeat=repeat, first_seconds=seconds, decode_seconds=seconds)
-        for drafter, text, times in [
-            (PLAIN, "a", (1.0, 1.0, 9.0)),
-            (PLAIN, "b", (3.0, 2.0, 3.0)),
-            ("slow", "a", (2.0, 2.0, 1.0)),
-            ("slow", "b", (8.0, 3.0, 3.0)),
-        ]
-        for repeat, seconds in enumerate(times)
-    ]
-    results = [r for r in summarise(samples, []) if r.category == ALL]
-    assert {r.drafter: r.first_token_ratio for r in results} == {PLAIN: 1.0, "slow": 5 / 4}
-    assert {r.drafter: r.ratio for r in results} == {PLAIN: 1.0, "slow": pytest.approx(4 / 5)}
-    assert (results[1].total_tokens_per_second, results[1].end_to_end_ratio) == (0.4, 0.8)
-    assert " 1.250 |" in format_record(dataclasses.replace(record_of(), results=results))
-    alone = summarise([s for s in samples if s.drafter == "slow"], [])
-    assert {r.first_token_ratio for r in alone} == {None}
 
 
 def test_the_pass_after_the_first_token_counts_for_the_tokens_after_it(
@@ -422,7 +400,6 @@ def test_a_cost_meter_leaves_the_cache_as_it_was_and_the_pace_of_the_machine_doe
 # Replay: the counts of a live run, the seconds of a curve, and bounds that are bounds -------------
 
 FLAT = linear_cost(0.0)
-SOME_CURVES = (FLAT, linear_cost(0.24), linear_cost(1.0))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -6,7 +6,6 @@ import json
 import sys
 from collections.abc import Iterator
 from functools import cache, partial
-from itertools import product
 from pathlib import Path
 from tempfile import mkdtemp
 from types import SimpleNamespace
@@ -18,14 +17,9 @@ import pytest
 
 import command_line
 from benchmarks import heads, server
-from benchmarks.peers import MLX_DSPARK, MLX_OPTIQ, PEERS, make_peer
+from benchmarks.peers import MLX_DSPARK, MLX_OPTIQ, make_peer
 from selection import FULL
 from specdec_mlx import lab
-from specdec_mlx.bench import run
-from specdec_mlx.bench.contenders import make_contenders
-from specdec_mlx.bench.prompts import Prompt
-from specdec_mlx.bench.summary import ALL
-from specdec_mlx.bench.timing import Settings, time_generation
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.loop import Token
 from specdec_mlx.models import load_model
@@ -160,23 +154,3 @@ def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setitem(sys.modules, MODULES.get(name, name), None)
         with pytest.raises(MissingPackageError, match=f"pip install {name}"):
             use()
-
-
-@pytest.mark.parametrize("name", PEERS)
-def test_texts_of_peers_are_plain_decodings_and_their_counts_add_up(name: str) -> None:
-    """Every token is a draft's or a pass's own, but for one that a cut round did not get to."""
-    pytest.importorskip(MODULES[name])
-    model, tokenizer = loaded()
-    texts = ["the cat and the hat and the cat and the", "on and on and on", "x"]
-    tasks = run.make_tasks(tokenizer, [Prompt(text, "chat", text) for text in texts])
-    contenders = [*make_contenders(model, [], []), make_peer(name, model, tokenizer)]
-    record = run.run_bench(model, tasks, contenders, Settings(max_tokens=40), measure_cost=False)
-    (result,) = (r for r in record.results if (r.drafter, r.category) == (name, ALL))
-    assert result.identical == result.texts == 3
-    assert 0 < result.accepted < result.drafted
-    assert result.tokens_per_pass > 1
-    for max_tokens, task in product((1, 2, 40), tasks):
-        sample = time_generation(make_peer(name, *loaded()), task, Settings(max_tokens), 0)
-        assert len(sample.tokens) == max_tokens
-        assert sample.passes + sample.accepted - max_tokens in (0, 1)
-        assert (sample.decode_seconds > 0) == (max_tokens > 1)

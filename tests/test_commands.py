@@ -13,7 +13,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub.constants
-import mlx.core as mx
 import pytest
 
 import specdec_mlx
@@ -21,7 +20,6 @@ from command_line import both_ways, run
 from selection import in_one_test
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
-from specdec_mlx.lab import demo_model
 from specdec_mlx.mlx_lm_plugin.commands import COMMANDS
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
 from specdec_mlx.models import load_model
@@ -320,21 +318,6 @@ def test_probe_says_whether_drafting_is_exact(
     module = sys.modules["specdec_mlx.target.exactness"]
     monkeypatch.setattr(module, "probe", lambda model: SimpleNamespace(exact=False))
     assert cli.main(["probe", "--model", str(folder)]) == 1
-
-
-@both_ways
-def test_the_demo_models_folder_is_printed_and_nothing_else(tmp_path: Path) -> None:
-    """One line on stdout, for `$(...)`; a prepared cache is not touched, and nothing is fetched."""
-    folder = tmp_path / "cache" / demo_model.FOLDER_NAME
-    folder.mkdir(parents=True)
-    for name in demo_model.MODEL_FILES:
-        (folder / name).write_text("{}")
-    mx.save_safetensors(str(folder / demo_model.WEIGHTS_FILE), {"x": mx.zeros((2,))})
-    before = {file: file.stat().st_mtime_ns for file in folder.rglob("*")}
-    cache = {"SPECDEC_MLX_CACHE": str(tmp_path / "cache"), "PIP_NO_INDEX": "1"}
-    done = run("demo", "--print-model-path", **cache)
-    assert (done.returncode, done.stdout) == (0, f"{folder}\n")
-    assert {file: file.stat().st_mtime_ns for file in folder.rglob("*")} == before
 
 
 @in_one_test(

@@ -6,7 +6,6 @@ import sys
 from collections.abc import Generator, Sequence
 from dataclasses import replace
 from pathlib import Path
-from time import perf_counter
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,6 @@ from specdec_mlx.bench.timing import Sample
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.cli import demo
 from specdec_mlx.cli.demo import PAIR, Show
-from specdec_mlx.draft_length.store import Tuning, tuning_for
 from tiny_model_folder import write_model_folder
 
 TASK = Task("text", "text", [1, 2, 3, 1, 2, 3])
@@ -44,26 +42,6 @@ def test_texts_are_cut_at_one_token_where_the_time_is_over(
     found = {name: {len(s.tokens) for s in samples if s.id == name} for name in ("text", "b")}
     expected = lengths or {"text": 40, "b": 40}
     assert found == {"text": set(), "b": set()} | {name: {n} for name, n in expected.items()}
-
-
-def test_each_text_begins_with_what_the_live_one_taught_and_no_more(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What is learned from one text is not known to the others, which are written meanwhile."""
-    model, ours, taken = tiny.build("llama"), demo.ours, []
-
-    def spied(*args: Any, tuning: Tuning, **kwargs: Any) -> Contender:
-        taken.append(tuning)
-        return ours(*args, tuning=tuning, **kwargs)  # type: ignore[misc]
-
-    monkeypatch.setattr(demo, "ours", spied)
-    taught = tuning_for(model)
-    taught.of("the live one's")
-    demo.play(show(model), "auto", perf_counter() + 900, 1)
-    for tuning in taken[::2]:
-        assert set(tuning.drafters) > {"the live one's"}
-    assert len({id(tuning) for tuning in taken}) == 4
-    assert set(taught.drafters) == {"the live one's"}
 
 
 def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range(11)) -> Sample:

@@ -55,21 +55,6 @@ def test_a_file_that_cannot_be_read_or_written_costs_a_line(cache, tmp_path, mon
     assert "cannot keep" in capsys.readouterr().err
 
 
-def test_folders_are_known_by_their_place_and_each_adapter_makes_another_model(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    for name in ("model", "one", "other"):
-        (tmp_path / name).mkdir()
-    given = [("model",), ("org/model",), ("model", "one"), ("model", "other")]
-    files = [tuning_path(*names) for names in given]
-    assert len(set(files)) == 4
-    assert tuning_path(str(tmp_path / "model"), str(tmp_path / "one")) == files[2]
-    with kept_tuning(tiny.build("qwen2"), *given[2]):
-        pass
-    assert [file.exists() for file in files] == [False, False, True, False]
-
-
 @pytest.fixture(scope="module")
 def loaded(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, str]:
     """A model's folder, and that of an adapter without weights of its own."""

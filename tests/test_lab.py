@@ -24,9 +24,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from benchmarks.lab import byte_tokens, pack, train
 from selection import cases, in_one_test
 from specdec_mlx import ModelDrafter, Sampling, lab, speculate
-from specdec_mlx.bench.prompts import read_prompts
 from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
-from specdec_mlx.lab import __main__ as command
 from specdec_mlx.lab import demo_model
 from specdec_mlx.lab import pair as pair_module
 from specdec_mlx.lab.demo_model import DemoModelError, convert_gguf, is_complete
@@ -163,26 +161,6 @@ def test_the_script_runs_and_repeats_itself(
         model, tokenizer = loaded[0]
         assert tokenizer.eos_token_ids == {byte_tokens.END_OF_TEXT_ID}
         assert len(list(mlx_lm.stream_generate(model, tokenizer, "a", max_tokens=2))) <= 2
-
-
-def test_the_command_prints_folders_and_prompts_that_the_benchmark_takes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Two of each held-out topic, and none of the text that was trained on."""
-
-    def printed(which: str) -> str:
-        monkeypatch.setattr("sys.argv", ["lab", which])
-        command.main()
-        return capsys.readouterr().out
-
-    for which in ("target", "draft", *lab.HEADS):
-        assert (Path(printed(which).strip()) / "config.json").is_file()
-    (tmp_path / "prompts.jsonl").write_text(printed("prompts"))
-    prompts = read_prompts(tmp_path / "prompts.jsonl")
-    assert [p.category for p in prompts] == [t for t in pair_module.HELD_OUT for _ in range(2)]
-    trained = "\n\n".join(pair_module.split_topics()[0])
-    assert not any(p.text in trained for p in prompts)
-    assert min(len(p.text) for p in prompts) == pair_module.OPENING_LENGTH
 
 
 @pytest.mark.parametrize("kind", lab.HEADS)

@@ -159,25 +159,3 @@ def test_each_flag_makes_another_draft_model_and_the_same_text(folder: str) -> N
     assert len(texts) == 1
     assert counts[0] == 47  # all but the first token's, and those after whole drafts
     assert max(counts[1:]) < 47
-
-
-WRONG: dict[str, str] = {
-    "generate --draft-bits 4": "--draft-bits: give --draft-model MODEL as well",
-    "server --draft-layers 4": "--draft-layers: give --draft-model MODEL as well",
-    "bench --draft-layers 4": "--draft-layers: give --draft-model MODEL as well",
-    "generate --draft-model MODEL --draft-bits 7": "expected one of 2, 3, 4, 5, 6, 8",
-    "chat --draft-model MODEL --draft-layers 99": "expected a number from 1 to",
-    "server --draft-model MODEL --draft-layers 99": "expected a number from 1 to",
-    "bench --draft-model MODEL --draft-bits 9": "expected one of 2, 3, 4, 5, 6, 8",
-    "check --draft-model MODEL --draft-bits 9": "expected one of 2, 3, 4, 5, 6, 8",
-    "generate --draft-model MODEL --draft-bits x": "expected an int >= 1",
-}
-
-
-@in_one_test("typed", WRONG)
-def test_what_cannot_be_had_is_said_in_words(typed: str, folder: str) -> None:
-    """By every command that takes a draft model."""
-    name, *flags = typed.replace("MODEL", folder).split()
-    done = run(name, "--model", folder, *flags)
-    assert done.returncode == 2
-    assert WRONG[typed] in done.stderr

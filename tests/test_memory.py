@@ -7,7 +7,6 @@ import signal
 import subprocess
 import sys
 import tempfile
-import tracemalloc
 import zlib
 from collections import Counter
 from collections.abc import Sequence
@@ -15,7 +14,6 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -84,21 +82,6 @@ def test_the_oldest_texts_go_first(texts, bound, young, in_bytes):
         memory.compact()
         assert held(memory) == left
         assert len(memory.indexes()) == bool(texts)
-
-
-def test_many_small_texts_stand_in_few_indexes() -> None:
-    """Their number grows with the logarithm of what is held; no more bytes than it says."""
-    texts = np.random.default_rng(0).integers(0, 50_000, (600, 100)).tolist()
-    memory = filled(texts)
-    assert len(memory) == 600 * 101
-    assert len(memory.indexes()) <= 5
-    tracemalloc.start()
-    try:
-        whole = filled([[token for text in texts[:200] for token in text]])
-        used, _ = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert used <= whole.num_bytes
 
 
 def test_what_is_no_token_and_no_bound_is_refused() -> None:

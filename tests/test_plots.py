@@ -105,20 +105,6 @@ def test_draft_lengths_hold_equation_1_against_the_counts():
     assert speeds == pytest.approx([2 / 2, 4 / 3])
 
 
-def test_speed_by_text_has_ratios_and_intervals():
-    results = [
-        result(*key, category, ratio)
-        for category, offset in (("code", 0.0), ("all", 0.5))
-        for key, ratio in ((("mlx-lm", ""), 1.0), (("ngram", "auto"), 1.5 + offset))
-    ]
-    ax = axes(plots.speed_by_text(results))
-    (container,) = ax.containers
-    assert container.get_label() == "ngram, K = auto"
-    assert list(container[0].get_xdata()) == [1.5, 2.0]
-    assert container[2][0].get_segments()[0][:, 0].tolist() == pytest.approx([1.4, 1.7])
-    assert [tick.get_text() for tick in ax.get_yticklabels()] == ["code", "all"]
-
-
 def test_figures_of_the_paper():
     """Figure 2 is equation 1, figure 3 section 3.5, figure 4 theorems 3.8 and 3.11."""
     for plot, label, number in (
@@ -153,11 +139,3 @@ def test_a_tree_is_drawn_with_what_was_kept_and_is_worth_no_less_than_a_chain():
     assert all(a >= b for a, b in zip(tree, chain, strict=True))
     assert tree[0] == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3)
     assert chain[0] == pytest.approx(1 + 0.6 + 0.6**2 + 0.6**3)
-
-
-def test_trainings_are_drawn_by_position():
-    """The learning curve over the updates, and the acceptance of each report."""
-    points = [{"step": step, "greedy": [step / 10, step / 20]} for step in (2, 4)]
-    assert line(plots.learning_curve({"curve": points}), "position 2") == ([2, 4], [0.1, 0.2])
-    plot = plots.acceptance_of_reports({"mtp": {"acceptance": {"greedy": [0.5, 0.4]}}})
-    assert line(plot, "mtp") == ([1, 2], [0.5, 0.4])

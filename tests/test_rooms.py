@@ -29,8 +29,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 28_547,
-    "files": 177,
+    "lines": 29_290,
+    "files": 180,
     "numeric constants": 157,
     "protocols": 20,
     "public names": 30,

@@ -216,30 +216,6 @@ def test_what_was_seen_outweighs_the_prior_and_a_trial_does_not(evidence, share)
     assert chance(chances, evidence) == pytest.approx(share, abs=0.15)
 
 
-RIGHT_AND_WRONG: dict[str, tuple[tuple[Evidence | int, int], tuple[Evidence | int, int]]] = {
-    "match": ((20, 0), (2, 0)),
-    "place": ((4, 0), (4, 9)),
-    "share": ((Evidence(3, share=2), 0), (Evidence(3, share=4), 0)),
-    "places": ((Evidence(3, places=2), 0), (Evidence(3, places=4), 0)),
-    "rank": ((Evidence(3, rank=2), 0), (Evidence(3, rank=1), 0)),
-    "confidence": ((Evidence(confidence=0.3), 0), (Evidence(confidence=0.9), 0)),
-    "a draw": ((Evidence(confidence=0.9, is_drawn=True), 0), (Evidence(confidence=0.9), 0)),
-}
-
-
-@in_one_test("feature", RIGHT_AND_WRONG)
-def test_each_feature_is_learned(feature: str) -> None:
-    """What was regularly right is told from what never was, whatever was believed of the two."""
-    right, wrong = RIGHT_AND_WRONG[feature]
-    chances = Chances.of("model" if feature in ("confidence", "a draw") else "look-up")
-    for _ in range(600):
-        for (evidence, place), is_right in ((right, True), (wrong, False)):
-            chances.learn([evidence], [is_right], first=place)
-    chances.recent = 0.5
-    assert chance(chances, *right) > 0.8
-    assert chance(chances, *wrong) < 0.2
-
-
 @given(st.lists(st.tuples(st.floats(0, 30), st.floats(-30, 30)), max_size=200))
 def test_an_account_bears_no_more_than_its_budget_and_what_was_earned(rounds):
     """Losses that it stands add up to no more; and whatever is booked, its next text may lose at

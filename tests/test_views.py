@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import random
 import re
-import subprocess
-import sys
 from dataclasses import replace
 from html.parser import HTMLParser
 from itertools import starmap
@@ -30,7 +27,6 @@ from specdec_mlx.bench.timing import Settings
 from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.notebook.views import LOOKS, Piece, text_html
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.stats.theory import expected_speedup_on_curve
 
 EVIL = "</pre><script>alert('&\"')</script>"
 
@@ -220,32 +216,6 @@ def test_all_counts_follow_from_the_rounds(pairs, too_many):
     for name, trials in (("acceptance_rate", judged), ("accepted_share", stats.drafted)):
         assert said[name] == getattr(stats, name)
         assert said[name] == pytest.approx(stats.accepted / trials if trials else 0)
-
-
-def test_the_account_shows_itself_wherever_it_was_imported_from():
-    """`stats` knows no notebook, and yet plot() and the HTML are there in a fresh interpreter."""
-    program = (
-        "from specdec_mlx.stats.account import SpeculationStats as S;"
-        "print(S()._repr_html_()[:6], len(S().plot().axes))"
-    )
-    shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-    assert shown.stdout == "<table 4\n", shown.stderr
-    assert "accepted 3 of 6 drafted (50%)" in str(account(a_round(4, 1, 1.0), a_round(2, 2, 1.0)))
-
-
-def test_the_expected_speedup_is_the_observed_one_of_independent_tokens_alone():
-    """Both are the formula's, on the curve that the rounds took; not if all or none are right."""
-    coins = random.Random(1)
-    before = a_round(0, 0, 9.0), a_round(0, 0, 1.0)
-    runs = [next((n for n in range(4) if coins.random() >= 0.7), 4) for _ in range(20_000)]
-    stats = account(*before, *(a_round(4, run, 1.4) for run in runs))
-    formula = expected_speedup_on_curve(0.7, 4, lambda m: 1.4 if m == 5 else 1.0)
-    assert stats.expected_speedup == pytest.approx(formula, rel=0.01)
-    assert stats.observed_speedup == pytest.approx(formula, rel=0.01)
-    stats = account(*before, *(a_round(4, 4 * (i % 2), 1.4) for i in range(100)))
-    assert stats.acceptance_rate == pytest.approx(0.8)
-    assert stats.observed_speedup == pytest.approx(3.0 / 1.4, rel=0.02)
-    assert stats.expected_speedup == pytest.approx(3.3616 / 1.4, rel=0.02)
 
 
 @in_one_test(
