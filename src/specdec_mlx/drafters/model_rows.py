@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -27,17 +28,18 @@ class DraftRows:
     def __call__(
         self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext
     ) -> ModelSession:
-        """Begin a text as a row among others; alone where the model cannot have rows."""
+        """Begin a text as a row among others; alone for trees, and where there cannot be rows."""
         model, fresh = drafter.model, make_prompt_cache(drafter.model)
+        if type(drafter) is not ModelDrafter or drafter.branches > 1:  # an exit is no model
+            return ModelSession(drafter, prompt, context)
         if id(model) not in self._models:
             may = can_trim_prompt_cache(fresh) and can_hold_rows(model)
             caches = RowCaches.like(fresh) if may else None
             rows = None if caches is None else ModelRows(model, caches)
             self._models[id(model)] = model, rows
         rows = self._models[id(model)][1]
-        if rows is None or drafter.branches > 1:
-            return ModelSession(drafter, prompt, context)
-        return RowSession(drafter, prompt, context, rows)
+        begin = ModelSession if rows is None else partial(RowSession, rows)
+        return begin(drafter, prompt, context)
 
 
 @dataclass
@@ -115,10 +117,10 @@ class RowSession(ModelSession):
 
     def __init__(
         self,
+        rows: ModelRows,
         drafter: ModelDrafter,
         prompt: Sequence[int],
         context: DraftContext,
-        rows: ModelRows,
     ) -> None:
         super().__init__(drafter, prompt, context)
         self.rows_of_model = rows
