@@ -1,4 +1,4 @@
-"""Does a test fail for each small error in the rules and in the sampling? Writes mutations.md.
+"""Does a test fail for each small error in the rules, the sampling, the loop? Writes mutations.md.
 
     python docs/mutations.py [--module rules/block] [--part 1/4] [--results results.json]
 
@@ -41,9 +41,6 @@ TESTS = {
         *("test_loop.py", "test_rounds.py", "test_generate.py"),
         *("test_contracts.py", "test_cache.py", "test_taps.py", "test_tuning.py"),
     ],
-    "draft_length/auto": ["test_draft_length.py", "test_tuning.py"],
-    "draft_length/costs": ["test_draft_length.py", "test_tuning.py"],
-    "draft_length/chances": ["test_draft_length.py", "test_tuning.py"],
 }
 """The modules that are changed, and the files whose tests are to find it."""
 ONLY = {"rules/block": "block", "rules/rejection": "rejection"}
@@ -340,7 +337,7 @@ def page(results: dict[str, bool]) -> str:
     lines = [
         "# Mutations",
         "",
-        "Does a test fail for each small error in the rules and in the sampling? Every operator,",
+        "Does a test fail for each small error in rules, sampling and loop? Every operator,",
         "comparison, number, truth value, condition and choice of function was changed, one at a",
         "time, each `where` took one side for all, and the module's tests ran until the first",
         "failure. Made by `docs/mutations.py`.",
