@@ -90,6 +90,8 @@ FUNCTIONS = {
     "log": "log1p",
 }
 TWO_AXES = "The array has two axes, so that the last is the second."
+GREEDY = "With a greedy target the formulas come down to exact match as well; it is quicker."
+FROZEN = "Nobody assigns to it."
 ONES = "Times one is divided by one."
 EQUIVALENT: dict[str, str] = {
     "rules/arithmetic.point_mass: `-1` → `+1`": TWO_AXES,
@@ -98,6 +100,9 @@ EQUIVALENT: dict[str, str] = {
     "rules/arithmetic.at: `-1` → `+1`": TWO_AXES,
     "rules/arithmetic.with_zero_row: `-1` → `+1`": TWO_AXES,
     "rules/block.Block.weigh: `-1` → `+1`": TWO_AXES,
+    "rules/block.Block: `True` → `False`": GREEDY,
+    "rules/block.Block: `True` → `False` (again)": FROZEN,
+    "rules/coins.CoinRule: `False` → `True`": "Every rule of ours says it for itself.",
     "rules/block.running_weights: `xp.ones_like` → `xp.zeros_like`": "It keeps the place of p_0; "
     "no run of tokens contains it.",
     "rules/block.running_weights: `0` → `1` (again) (again)": "Where a product overflowed before a "

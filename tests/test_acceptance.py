@@ -49,6 +49,7 @@ from specdec_mlx.contracts import Draft, needs_distribution, shares_noise
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
 from specdec_mlx.rules import Lenient, Typical
 from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass
+from specdec_mlx.rules.block import running_weights
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
 from specdec_mlx.rules.rejection import Rejection
@@ -455,3 +456,12 @@ def test_auto_takes_a_lossless_rule(monkeypatch: pytest.MonkeyPatch) -> None:
             run(rule, AT_ONE)
     with pytest.raises(ValueError, match="needs the target's distribution"):
         run("lenient", lambda x: mx.argmax(x, axis=-1))
+
+
+def test_a_product_of_ratios_that_overflows_before_a_zero_is_zero() -> None:
+    """In float32: two tokens that the drafter found all but impossible, then one that p rules out."""
+    p = np.array([[1, 0], [1, 0], [0, 1], [1, 0]], np.float32)
+    q = np.array([[1e-30, 1], [1e-30, 1], [0.5, 0.5]], np.float32)
+    with np.errstate(over="ignore", invalid="ignore"):
+        assert running_weights(p, np.array([0, 0, 0]), q).tolist() == [1, 1, 1, 0]
+    assert running_weights(mx.array(p), mx.array([0, 0, 0]), mx.array(q)).tolist() == [1, 1, 1, 0]
