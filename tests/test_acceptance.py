@@ -48,7 +48,7 @@ from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.contracts import Draft, needs_distribution, shares_noise
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
 from specdec_mlx.rules import Lenient, Typical
-from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass
+from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
 from specdec_mlx.rules.block import running_weights
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
@@ -465,3 +465,9 @@ def test_a_product_of_ratios_that_overflows_before_a_zero_is_zero() -> None:
     with np.errstate(over="ignore", invalid="ignore"):
         assert running_weights(p, np.array([0, 0, 0]), q).tolist() == [1, 1, 1, 0]
     assert running_weights(mx.array(p), mx.array([0, 0, 0]), mx.array(q)).tolist() == [1, 1, 1, 0]
+
+
+def test_a_residual_is_by_row() -> None:
+    p, q = np.random.default_rng(0).dirichlet([1.0] * 3, (2, 4))
+    by_row = [residual(*pair) for pair in zip(p, q, strict=True)]
+    assert residual(p, q) == pytest.approx(np.array(by_row))
