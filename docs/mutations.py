@@ -91,6 +91,7 @@ FUNCTIONS = {
 TWO_AXES = "The array has two axes, so that the last is the second."
 GREEDY = "With a greedy target the formulas come down to exact match as well; it is quicker."
 FROZEN = "Nobody assigns to it."
+SHOWN = "What `repr` shows."
 ONES = "Times one is divided by one."
 EQUIVALENT: dict[str, str] = {
     "rules/arithmetic.point_mass: `-1` → `+1`": TWO_AXES,
@@ -107,6 +108,14 @@ EQUIVALENT: dict[str, str] = {
     "no run of tokens contains it.",
     "rules/block.running_weights: `0` → `1` (again) (again)": "Where a product overflowed before a "
     "0, the run that begins with the 0 has the product 0, which is the smallest.",
+    "rules/lossy.Typical: `True` → `False`": GREEDY,
+    "rules/lossy.Typical: `True` → `False` (again)": FROZEN,
+    "loop.module: `256` → `257`": "How often MLX's buffers are freed changes no text.",
+    "loop.Token: `False` → `True`": SHOWN,
+    "loop.Token: `False` → `True` (again)": SHOWN,
+    "loop.Token: `True` → `False`": "A class without slots does the same.",
+    "loop.Generation: `2048` → `2049`": "Whoever makes one gives it.",
+    "loop.Generation.prefill: `end - 1` → `end + 1` (again)": "The smaller of it and the end counts.",
     "rules/lossy.Lenient: `False` → `True`": "Its own `decide` answers for greedy targets before "
     "this is read.",
     "rules/lossy.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,

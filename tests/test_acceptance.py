@@ -471,3 +471,14 @@ def test_a_residual_is_by_row() -> None:
     p, q = np.random.default_rng(0).dirichlet([1.0] * 3, (2, 4))
     by_row = [residual(*pair) for pair in zip(p, q, strict=True)]
     assert residual(p, q) == pytest.approx(np.array(by_row))
+
+
+def test_lossy_rules_judge_each_row_by_itself_and_within_bounds() -> None:
+    for wrong in (0.0, 1.5):
+        with pytest.raises(ValueError, match="expected a number in"):
+            Lenient(lenience=wrong)
+    flat, steep = np.full(16, 1 / 16), np.array([0.05, 0.95, *[0.0] * 14])
+    p = np.stack([flat, steep, flat])
+    assert Typical().accept_probs(p, np.array([0, 0]), p[:2]).tolist() == [1, 0]
+    likeliest = mx.array([3, 1])
+    assert Lenient(1.0).nearly_matches(mx.log(mx.array(p)), likeliest).tolist() == [True, True]
