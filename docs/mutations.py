@@ -370,7 +370,9 @@ def page(results: dict[str, bool]) -> str:
             f"{len(alive) - len(excused)} |"
         )
     lines += ["", "## What cannot be found, and why", ""]
-    lines += [f"- {name}  \n  {EQUIVALENT[name]}" for name in survivors if name in EQUIVALENT]
+    excused = [name for name in survivors if name in EQUIVALENT]
+    for reason in dict.fromkeys(EQUIVALENT[name] for name in excused):
+        lines += [f"{reason}", "", *(f"- {n}" for n in excused if EQUIVALENT[n] == reason), ""]
     missed = [name for name in survivors if name not in EQUIVALENT]
     if missed:
         lines += ["", "## What was missed", "", *[f"- {name}" for name in missed]]

@@ -458,7 +458,7 @@ def test_auto_takes_a_lossless_rule(monkeypatch: pytest.MonkeyPatch) -> None:
         run("lenient", lambda x: mx.argmax(x, axis=-1))
 
 
-def test_a_product_of_ratios_that_overflows_before_a_zero_is_zero() -> None:
+def test_a_product_in_a_block_that_overflows_before_a_zero_is_zero() -> None:
     """In float32: after two tokens that were all but impossible to the drafter, p rules one out."""
     p = np.array([[1, 0], [1, 0], [0, 1], [1, 0]], np.float32)
     q = np.array([[1e-30, 1], [1e-30, 1], [0.5, 0.5]], np.float32)
