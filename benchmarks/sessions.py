@@ -62,7 +62,7 @@ class Answers:
 
 def scripted(model: Any, script: Sequence[int]) -> Any:
     """The model, which computes as ever and then says what the script has at each position."""
-    kind, tokens = type(model), mx.array(script)
+    kind, tokens = type(model), mx.array(list(script))
 
     def call(self: Any, inputs: mx.array, cache: Any = None, **options: Any) -> mx.array:
         start = 0 if cache is None else cache[0].offset + 0
