@@ -62,7 +62,7 @@ def heads_lines(
         kind = known_kind(config)
         if kind is None:
             continue
-        refusal = _misfit(config, target) if FORMATS[kind].loads else "cannot be loaded yet"
+        refusal = _misfit(config, target)
         line = f"  {name}  {FORMATS[kind].label}, {refusal or 'here' + known.get(name, '')}"
         (lines if refusal is None else refused).append(line)
     lines += [*refused, *(f"  {one}  to be fetched{note}" for one, note in known.items())]
@@ -97,12 +97,15 @@ def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) ->
     cached = [part for part in folder.parts if part.startswith("models--")]
     name = cached[-1].removeprefix("models--").replace("--", "/") if cached else folder.name
     known = [one for one, note in known_repositories(name).items() if not note]
+    target = config_of(folder)
     places = [*(() if cached else models_in(folder.parent)), *models_in(where)]
     found, lines = None, list[str]()
     for one, place in {place.resolve(): (one, place) for one, place in places}.values():
         if (kind := known_kind(config_of(place))) is None:
             continue
-        refusal = _refusal(one, config_of(place), name, config_of(folder), known)
+        refusal = _misfit(config_of(place), target)
+        if refusal is None and not _is_for(one, name, known):
+            refusal = "nothing says that it was made for this model; name it to take it"
         if refusal is None and found is None:
             found = str(place)
             lines.insert(0, f"{one} drafts: {FORMATS[kind].label} for {name}.")
@@ -133,17 +136,6 @@ def _small_model(model: str, where: Path | None, lines: list[str]) -> str | None
     return found
 
 
-def _refusal(head: str, config: Any, model: str, target: Any, known: Iterable[str]) -> str | None:
-    """Why `auto` does not take a head for a model, by their names and configs; None if it does."""
-    if not FORMATS[known_kind(config) or ""].loads:
-        return "its format cannot be loaded yet"
-    misfit = _misfit(config, target)
-    is_own = _is_for(head, model, known)
-    if misfit is not None or is_own:
-        return misfit
-    return "nothing says that it was made for this model; name it to take it"
-
-
 def _is_for(head: str, model: str, known: Iterable[str]) -> bool:
     """True if a head's name says that it is made for a model, or the table does."""
     own, other = (one.rpartition("/")[2].lower() for one in (model, head))
@@ -155,7 +147,9 @@ def _is_for(head: str, model: str, known: Iterable[str]) -> bool:
 
 
 def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
-    """Why a head does not fit a target, by their configs."""
+    """Why a head cannot serve a target, by their configs; None if it can."""
+    if not FORMATS[known_kind(config) or ""].loads:
+        return "cannot be loaded yet"
     try:
         head = config.get("transformer_layer_config") or config.get("text_config") or config
         model = target.get("text_config") or target

@@ -29,10 +29,11 @@ class DraftRows:
         self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext
     ) -> ModelSession:
         """Begin a text as a row among others; alone for trees, and where there cannot be rows."""
-        model, fresh = drafter.model, make_prompt_cache(drafter.model)
+        model = drafter.model
         if type(drafter) is not ModelDrafter or drafter.branches > 1:  # an exit is no model
             return ModelSession(drafter, prompt, context)
         if id(model) not in self._models:
+            fresh = make_prompt_cache(model)
             may = can_trim_prompt_cache(fresh) and can_hold_rows(model)
             caches = RowCaches.like(fresh) if may else None
             rows = None if caches is None else ModelRows(model, caches)
