@@ -18,6 +18,7 @@ from scipy.stats import chisquare
 import strategies
 from selection import in_one_test
 from specdec_mlx import Sampling
+from specdec_mlx.sampling.distribution import check_draft_temp
 from specdec_mlx.sampling.noise import Noise
 
 FLOAT32 = 1e-5
@@ -221,3 +222,18 @@ def test_top_k_of_the_whole_vocabulary_is_refused():
     with pytest.raises(ValueError, match="below the vocabulary size, 7"):
         Sampling(temp=1.0, top_k=7).log_distribution(LOGITS)
     assert (Sampling(temp=1.0, top_k=6).log_distribution(LOGITS) > -mx.inf).sum().item() == 6
+
+
+def test_probabilities_are_those_of_the_logarithms_in_every_row() -> None:
+    """Greedy and drawn; and what stands at the ends of its bounds is taken."""
+    logits = mx.random.normal((2, 3, 5), key=mx.random.key(0))
+    at_its_bound = Sampling(temp=1.0, xtc_threshold=0.5, xtc_special_tokens=None)
+    for sampling in (Sampling(), Sampling(temp=0.7), XTC, at_its_bound):
+        expected = np.exp(np.array(sampling.log_distribution(logits)))
+        np.testing.assert_allclose(np.array(sampling.distribution(logits)), expected, atol=1e-6)
+    assert Sampling(xtc_special_tokens=[1]).xtc_special_tokens == (1,)
+    for wrong in (-0.5, float("nan")):
+        with pytest.raises(ValueError, match="draft_temp="):
+            check_draft_temp(wrong)
+    check_draft_temp(None)
+    check_draft_temp(0.5)
