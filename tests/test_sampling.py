@@ -18,7 +18,7 @@ from scipy.stats import chisquare
 import strategies
 from selection import in_one_test
 from specdec_mlx import Sampling
-from specdec_mlx.sampling.distribution import check_draft_temp
+from specdec_mlx.sampling.distribution import check_draft_temp, sampling_of_drafts
 from specdec_mlx.sampling.noise import Noise
 
 FLOAT32 = 1e-5
@@ -237,3 +237,16 @@ def test_probabilities_are_those_of_the_logarithms_in_every_row() -> None:
             check_draft_temp(wrong)
     check_draft_temp(None)
     check_draft_temp(0.5)
+    check_draft_temp(0.0)
+
+
+def test_drafts_are_drawn_as_the_target_but_for_their_temperature() -> None:
+    target = Sampling(temp=0.7, top_p=0.9)
+    for target_is, greedy, temp, expected in (
+        (target, False, None, target),
+        (target, False, 0.3, replace(target, temp=0.3)),
+        (target, True, 0.3, Sampling()),
+        (Sampling(), False, 0.3, Sampling()),
+        (None, False, None, Sampling()),
+    ):
+        assert sampling_of_drafts(target_is, greedy=greedy, draft_temp=temp) == expected
