@@ -34,7 +34,7 @@ from specdec_mlx.batch.rows import Request, RowDrafting, RowToken, samples_of
 from specdec_mlx.contracts import DraftContext, Drafter, Features
 from specdec_mlx.target import row_caches
 from specdec_mlx.target.inputs import CacheOptions
-from specdec_mlx.target.row_pass import RowPasses
+from specdec_mlx.target.row_pass import RowPasses, passes_over
 
 BLOCK = [5, 17, 99, 3, 41, 8]
 PROMPTS = [
@@ -282,20 +282,45 @@ def test_what_cannot_be_rows_is_written_one_by_one() -> None:
             warnings.simplefilter("error")
             BatchGeneration(target)
 
-    class Seeing(ScriptedSession):
-        seen = 0
+    class Reader(Sessions):
+        features = Features(caches=(0,))
 
+    with pytest.warns(UserWarning, match="Reader reads the target's caches"):
+        passes_over(model("qwen2"), None, Reader(lambda prompt: ScriptedSession(lambda *_: [])))
+
+
+@pytest.mark.parametrize("name", ["qwen2", "qwen3_next", "gemma3n"])
+def test_a_drafter_sees_its_own_texts_states(name: str) -> None:
+    """Each position once, in order, but for the last, whatever the rows beside it; of a text whose
+    beginning was read before, those after it."""
+    target = model(name)
+
+    class Seeing(ScriptedSession):
         def see(self, rows: Any) -> None:
-            self.seen += rows.layers[0].shape[0]
+            self.seen = [*getattr(self, "seen", []), *rows.layers[1].tolist()]
 
     class Reader(Sessions):
-        features = Features(layers=(0,))
+        features = Features(layers=(1,), top=2)
 
-    drafter = Reader(lambda prompt: Seeing(lambda start, limit: []))
-    with pytest.warns(UserWarning, match="Reader reads the target's states"):
-        assert texts_of(BatchGeneration(model("qwen2"), drafter, draft_length=2)) == alone()
-    lengths = [len(prompt) + n - 1 for prompt, n in zip(PROMPTS, LENGTHS, strict=True)]
-    assert [session.seen for session in drafter.begun] == lengths
+    texts = [[*PROMPTS[i], *said(target, PROMPTS[i], LENGTHS[i])] for i in range(5)]
+
+    def session(prompt: Sequence[int]) -> ScriptedSession:
+        text = next(text for text in texts if text[: len(prompt)] == list(prompt))
+        return Seeing(lambda start, limit: [*text[len(prompt) + start :][: limit - 1], 0])
+
+    def shown_of(drafter: Any) -> list[np.ndarray]:
+        return [np.array(session.seen) for session in drafter.begun]
+
+    together, alone = Reader(session), Reader(session)
+    batch = BatchGeneration(target, together, draft_length=3, max_rows=3)
+    assert texts_of(batch, range(5)) == [
+        text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=False)
+    ]
+    for prompt, length in zip(PROMPTS[:5], LENGTHS, strict=False):
+        list(sd.speculate(target, prompt, alone, max_tokens=length, draft_length=3))
+    for text, rows, expected in zip(texts, shown_of(together), shown_of(alone), strict=True):
+        assert len(rows) == len(text) - 1
+        np.testing.assert_allclose(rows, expected, atol=1e-4)
 
 
 def test_a_text_that_cannot_go_on_ends_alone() -> None:

@@ -24,7 +24,7 @@ from specdec_mlx.contracts import NO_DRAFT, AcceptanceRule, Draft, Drafter, Outc
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
-from specdec_mlx.drafters.model_rows import DraftRows
+from specdec_mlx.drafters.rows import DraftRows
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.sequence import SequenceState, close_all
@@ -239,7 +239,7 @@ class BatchGeneration:
         check_ids(prompt, verifier.vocab_size())
         context = verifier.draft_context(self.tokenizer, None)
         rows = self._draft_rows if self._passes.is_together else None
-        context = replace(context, target_caches=None, rows=rows)
+        context = replace(context, target_caches=None, rows=rows, num_unseen=request.num_read)
         check_fits(own.drafter, context)
         begun = len(prompt) - num_said
         sequence = SequenceState(prompt, begun, request.max_tokens, None, num_said)

@@ -86,8 +86,9 @@ class Row:
 
     @property
     def is_new(self) -> bool:
-        """True if nothing of its prompt is read, and it is still wanted."""
-        return self.generation.target.rollback.position == 0 and self.finish_reason is None
+        """True if nothing of its prompt is read, it is wanted, and no drafter reads the target."""
+        is_new = self.generation.target.rollback.position == 0 and self.finish_reason is None
+        return is_new and self.generation.drafting.features is None
 
     def may_run_ahead(self, round_: Round) -> bool:
         """True if the next token may be fed before it is known, after the pass of this round."""

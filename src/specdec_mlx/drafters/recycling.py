@@ -107,7 +107,7 @@ class RecyclingDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> RecyclingSession:
         """Begin after `prompt` [n]."""
-        return RecyclingSession(self, prompt)
+        return RecyclingSession(self, prompt, context.num_unseen)
 
 
 class RecyclingSession:
@@ -115,12 +115,14 @@ class RecyclingSession:
 
     cheap = True
 
-    def __init__(self, drafter: RecyclingDrafter, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, drafter: RecyclingDrafter, prompt: Sequence[int], num_unseen: int = 0
+    ) -> None:
         self._num_draft, self._width = drafter.num_draft, drafter.context
         self._table = drafter.table if drafter.table is not None else SuccessorTable()
         self._tokens = list(prompt)
         self._first = max(0, len(prompt) - 1)
-        self._num_seen = 0
+        self._num_seen = num_unseen
         self._waiting: list[tuple[int, FeatureRows]] = []
 
     def see(self, features: FeatureRows) -> None:

@@ -13,7 +13,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import ModelProvider
 from mlx_lm.utils import load_tokenizer
 
-from specdec_mlx.contracts import DraftContext, Drafter, DraftSession, ReadsTarget, all_drafters
+from specdec_mlx.contracts import DraftContext, Drafter, DraftSession, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.draft_models import NamedModel
 from specdec_mlx.drafters.first_of import FirstOf
@@ -27,6 +27,7 @@ from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles
 from specdec_mlx.mlx_lm_plugin.prefixes import Points, States, back_at, split, stateful, thinned
 from specdec_mlx.models import explained
 from specdec_mlx.per_model import PerModel
+from specdec_mlx.target.row_pass import reads_caches
 
 
 class HeadToLoad:
@@ -56,12 +57,11 @@ def with_heads(drafter: Drafter | None, target: nn.Module) -> Drafter | None:
 
 
 def without_readers(drafter: Drafter | None) -> Drafter | None:
-    """The drafter without parts that read the target's states, which a batch does not give."""
+    """The drafter without parts that read the target's caches, which a batch does not give."""
     if isinstance(drafter, FirstOf):
         parts = [part for part in drafter.drafters if without_readers(part) is not None]
         return type(drafter)(*parts) if parts else None
-    reads = any(isinstance(part, ReadsTarget) for part in all_drafters(drafter))
-    return None if reads else drafter
+    return None if any(map(reads_caches, all_drafters(drafter))) else drafter
 
 
 # Names of the most positions of a text in configurations

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -15,6 +16,7 @@ from specdec_mlx.contracts import Draft, Drafter, PendingPass, ReadsTarget, all_
 from specdec_mlx.target.exactness import can_hold_rows
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.row_caches import RowCaches
+from specdec_mlx.target.taps import Tap
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_ids
 
@@ -95,11 +97,19 @@ class RowPasses:
         ]
         drafted = [v.drafted_ids(r.draft) for v, r in zip(self.verifiers, rounds, strict=True)]
         fed = [round_.fed(ids) for round_, ids in zip(rounds, drafted, strict=True)]
-        logits = self.caches.feed(self.model, fed)
+        all_taps = [verifier.model_pass.taps for verifier in self.verifiers]
+        with ExitStack() as stack:
+            different = {taps.wanted: taps for taps in all_taps if taps is not None}
+            rows_of = {w: stack.enter_context(taps.watched()) for w, taps in different.items()}
+            logits = self.caches.feed(self.model, fed)
         passes = []
         for row, (verifier, round_) in enumerate(zip(self.verifiers, rounds, strict=True)):
-            mine = logits[row, len(round_.pending) - 1 : len(fed[row])]
-            pass_ = verifier.judge(mine, round_.draft, drafted[row], round_.position, len(fed[row]))
+            num_fed, taps = len(fed[row]), all_taps[row]
+            mine = logits[row, len(round_.pending) - 1 : num_fed]
+            pass_ = verifier.judge(mine, round_.draft, drafted[row], round_.position, num_fed)
+            if taps is not None:
+                every = logits[row, :num_fed]
+                pass_.features = rows_of[taps.wanted](every, Tap.of_text, row, num_fed)
             passes.append(pass_)
         mx.async_eval([pass_.to_compute for pass_ in passes])
         self._move()
@@ -146,11 +156,16 @@ class OneByOne(RowPasses):
         return self.verifiers[row].rollback
 
 
+def reads_caches(drafter: Drafter) -> bool:
+    """True for a drafter that reads keys and values of the target, which rows do not show."""
+    return isinstance(drafter, ReadsTarget) and bool(drafter.features.caches)
+
+
 def passes_over(model: nn.Module, max_kv_size: int | None, drafter: Drafter | None) -> RowPasses:
     """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
-    readers = [part for part in all_drafters(drafter) if isinstance(part, ReadsTarget)]
+    readers = [part for part in all_drafters(drafter) if reads_caches(part)]
     if readers:
-        reason = f"{type(readers[0]).__name__} reads the target's states, of one text at a time"
+        reason = f"{type(readers[0]).__name__} reads the target's caches, of one text at a time"
     elif not can_hold_rows(model):
         return OneByOne(model, RowCaches([]))
     elif caches := RowCaches.like(make_prompt_cache(model, max_kv_size=max_kv_size)):

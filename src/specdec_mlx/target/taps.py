@@ -6,7 +6,9 @@ state after the final norm.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -25,7 +27,7 @@ NUM_WATCHED = 7
 _Call = tuple[nn.Module, Any, Any]  # A module, the states that it was called with, and its output
 
 
-class _Tap(NamedTuple):
+class Tap(NamedTuple):
     """A module, and the axis of positions of the states that are read there."""
 
     module: nn.Module
@@ -37,6 +39,10 @@ class _Tap(NamedTuple):
             return states.reshape(states.shape[1], -1)
         return mx.moveaxis(states, self.axis, 0).reshape(states.shape[self.axis], -1)
 
+    def of_text(self, states: mx.array, text: int, num_rows: int) -> mx.array:
+        """`rows` of the first positions of one of several texts, whose axis is the one before."""
+        return self.rows(mx.take(states, mx.array([text]), axis=self.axis - 1))[:num_rows]
+
 
 class Taps:
     """The places where a model's passes are read; UnreadableError for what it does not show."""
@@ -45,11 +51,12 @@ class Taps:
         self, model: nn.Module, wanted: Features, keys_values: ReadsCache | None = None
     ) -> None:
         self._keys_values = keys_values if wanted.caches else None
+        self.wanted = wanted
         self.features: FeatureRows | None = None
         self.num_rows = 0
         self._num_top = wanted.top
-        self._head: _Tap | None = None
-        self._layers: dict[int, _Tap] = {}
+        self._head: Tap | None = None
+        self._layers: dict[int, Tap] = {}
         if wanted.head_input or wanted.layers:
             calls, vocab_size = _calls_of_one_pass(model)
             if wanted.head_input:
@@ -59,6 +66,18 @@ class Taps:
     def read(self, run: Callable[[], mx.array]) -> mx.array:
         """Run a pass, logits [n, V], and keep what is wanted of it in `features`, all lazy."""
         self.features = None
+        with self.watched() as rows_of:
+            logits = run()
+        self.num_rows = logits.shape[0]
+        self.features = replace(rows_of(logits, Tap.rows), keys_values=self._keys_values)
+        return logits
+
+    @contextmanager
+    def watched(self) -> Iterator[Callable[..., FeatureRows]]:
+        """A context for a pass; yields what makes its rows, of logits [n, V] and a method of taps.
+
+        That is given a tap, its states, and what follows the method.
+        """
         inputs: dict[int, Any] = {}
         outputs: dict[int, Any] = {}
 
@@ -66,17 +85,17 @@ class Taps:
             inputs[id(module)], outputs[id(module)] = states, output
 
         head, layers = self._head, self._layers
-        taps = [*layers.values(), *([head] if head else [])]
-        with watching([tap.module for tap in taps], note):
-            logits = run()
-        self.num_rows = logits.shape[0]
-        self.features = FeatureRows(
-            layers={i: tap.rows(_first(outputs[id(tap.module)])) for i, tap in layers.items()},
-            head_input=head.rows(inputs[id(head.module)]) if head else None,
-            top_tokens=top_tokens(logits, self._num_top) if self._num_top else None,
-            keys_values=self._keys_values,
-        )
-        return logits
+
+        def rows_of(logits: mx.array, rows: Callable[..., mx.array], *which: int) -> FeatureRows:
+            outs = {i: (tap, _first(outputs[id(tap.module)])) for i, tap in layers.items()}
+            return FeatureRows(
+                layers={i: rows(*out, *which) for i, out in outs.items()},
+                head_input=rows(head, inputs[id(head.module)], *which) if head else None,
+                top_tokens=top_tokens(logits, self._num_top) if self._num_top else None,
+            )
+
+        with watching([tap.module for tap in (*layers.values(), *([head] if head else []))], note):
+            yield rows_of
 
 
 def top_tokens(logits: mx.array, number: int) -> mx.array:
@@ -96,18 +115,18 @@ def _calls_of_one_pass(model: nn.Module) -> tuple[list[_Call], int]:
     return calls, logits.shape[-1]
 
 
-def _head(calls: Sequence[_Call], vocab_size: int) -> _Tap:
+def _head(calls: Sequence[_Call], vocab_size: int) -> Tap:
     """The last module that made logits of states: around adapters, before logits are scaled."""
     for module, states, output in reversed(calls):
         axis = _axis_of_positions(states)
         if axis is not None and isinstance(output, mx.array):
             before, after = states.shape[-1], output.shape[-1]
             if before != vocab_size == after and states.shape[:-1] == output.shape[:-1]:
-                return _Tap(module, axis)
+                return Tap(module, axis)
     raise _unreadable("The input of this target's head", "no module makes its logits out of states")
 
 
-def _layer(calls: Sequence[_Call], layers: Sequence[nn.Module], index: int) -> _Tap:
+def _layer(calls: Sequence[_Call], layers: Sequence[nn.Module], index: int) -> Tap:
     """A decoder layer, which has to be called as a module, once a pass."""
     name = f"Layer {index} of this target"
     if not 0 <= index < len(layers):
@@ -120,7 +139,7 @@ def _layer(calls: Sequence[_Call], layers: Sequence[nn.Module], index: int) -> _
         raise _unreadable(name, f"it is called {len(outputs)} times a pass")
     if (axis := _axis_of_positions(outputs[0])) is None:
         raise _unreadable(name, "it has no states")
-    return _Tap(layers[index], axis)
+    return Tap(layers[index], axis)
 
 
 def _unreadable(name: str, reason: str) -> UnreadableError:

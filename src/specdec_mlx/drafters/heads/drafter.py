@@ -208,4 +208,5 @@ class HeadDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
         """Start a generation; the head reads the prompt as the target's rows come."""
-        return self.head.session(self, prompt, context)
+        begin = self.head.session if context.rows is None else context.rows
+        return begin(self, prompt, context)

@@ -72,8 +72,8 @@ class HeadSession(Writes):
         how = {"greedy": drafter.greedy, "draft_temp": drafter.draft_temp}
         self.sampling = sampling_of_drafts(context.sampling, **how)
         self.context = context
-        self.tokens = list(prompt)
-        self.num_prompt = len(prompt)
+        self.tokens = list(prompt)[context.num_unseen :]
+        self.num_prompt = len(self.tokens)
         self.waiting = WaitingRows()
         self.pace = Pace()
 
@@ -102,7 +102,7 @@ class HeadSession(Writes):
     def close(self, length: int) -> None:
         """End the generation; the text has `length` tokens."""
         if self.on_close is not None:
-            self.on_close(self.tokens[:length])
+            self.on_close(self.tokens[: length - self.context.num_unseen])
 
     def propose(self, limit: int) -> Draft:
         """`limit` tokens as one lazy graph, or a tree; empty before anything was read."""

@@ -14,6 +14,7 @@ import pytest
 from mlx.utils import tree_map
 from mlx_lm.models.cache import make_prompt_cache
 
+import heads
 import specdec_mlx as sd
 import tiny
 import tiny_text
@@ -23,9 +24,11 @@ from specdec_mlx.batch.rows import Request
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters import model_rows
+from specdec_mlx.drafters import rows as draft_rows
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.session import RecurrentSession
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.drafters.model_rows import DraftRows, ModelRows, RowSession
+from specdec_mlx.drafters.rows import DraftRows, HeadRowSession, ModelRows, RowSession
 
 PROMPTS = [[9], [5, 17, 99, 3, 41, 8, 7], [11, 12, 13], [30, 31] * 20]
 LENGTHS = [75, 12, 66, 50]
@@ -51,10 +54,13 @@ def like(model: nn.Module, name: str) -> nn.Module:
 class Batch:
     """A batch that is written, its texts by uid; `drafts` of each text, where there are any."""
 
-    def __init__(self, name: str, *, max_rows: int = 3, before: Any = None, **options: Any):
+    def __init__(
+        self, name: str, *, max_rows: int = 3, before: Any = None, head: Any = None, **options: Any
+    ):
         self.target = tiny.build(name)
-        self.draft = like(self.target, name)
-        drafter: Any = sd.ModelDrafter(self.draft)
+        if head is None:
+            self.draft = like(self.target, name)
+        drafter: Any = head or sd.ModelDrafter(self.draft)
         drafter = sd.FirstOf(before, drafter) if before else drafter
         batch = BatchGeneration(self.target, drafter, max_rows=max_rows, **options)
         for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
@@ -110,7 +116,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Draft]]:
         return draft
 
     monkeypatch.setattr(RowSession, "propose", propose)
-    monkeypatch.setattr(model_rows, "MOST_PENDING", 3)  # texts that wait longer are read apart
+    monkeypatch.setattr(draft_rows, "MOST_PENDING", 3)  # texts that wait longer are read apart
     return found
 
 
@@ -128,11 +134,48 @@ def test_drafts_are_those_of_the_model_alone(name, length, has_look_up, asked) -
         assert draft.tokens.tolist() == drafted_alone(batch.draft, text, len(draft))
 
 
+HEADS = {  # target -> its prediction layer, or heads of other kinds
+    "qwen3_next": {"mtp": heads.mtp("qwen3_next")},
+    "deepseek_v3": {"mtp": heads.mtp("deepseek_v3")},
+    "mimo": {"mtp": heads.mtp("mimo")},
+    "qwen2": {kind: heads.HEADS[kind] for kind in ("eagle1", "eagle3", "eagle3 variants")},
+}
+
+
+@in_one_test(("name", "kind"), [(name, kind) for name, kinds in HEADS.items() for kind in kinds])
+def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
+    """Of the same states, in a batch whose rows come and go; a few layers draft alone in it."""
+    head = HeadDrafter(heads.random_head(HEADS[name][kind], tiny.build(name)))
+    both = sd.FirstOf(Sometimes(name), head)
+    found: list[dict[tuple[int, ...], list[int]]] = [{}, {}]
+    with monkeypatch.context() as patched:
+        for kinds, where in ((RecurrentSession, found[0]), (HeadRowSession, found[1])):
+
+            def propose(self: Any, limit: int, real: Any = kinds.propose, kept: Any = where) -> Draft:
+                draft: Draft = real(self, limit)
+                kept[tuple(self.tokens)] = list(map(int, draft.tokens))
+                return draft
+
+            patched.setattr(kinds, "propose", propose)
+        patched.setattr(draft_rows, "MOST_WAITING", 9)  # texts that wait longer are read apart
+        for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
+            list(sd.speculate(tiny.build(name), prompt, both, max_tokens=length, draft_length=3))
+        alone = dict(found[0])
+        batch = Batch(name, head=both, draft_length=3)
+    assert batch.texts == dict(enumerate(plain(name)))
+    assert batch.accepted > 20
+    rows = found[1]
+    assert len(rows) > 15
+    together = rows.keys() & alone.keys()
+    assert len(together) > 0.9 * len(rows)
+    assert {text: alone[text] for text in together} == {text: rows[text] for text in together}
+
+
 def test_all_rows_draft_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     widths, real = [], ModelRows.draft
 
-    def draft(self: ModelRows, limit: int) -> None:
-        real(self, limit)
+    def draft(self: ModelRows, *asked: Any) -> None:
+        real(self, *asked)
         widths.append(len(self.sessions))
 
     monkeypatch.setattr(ModelRows, "draft", draft)
