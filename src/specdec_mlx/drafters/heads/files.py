@@ -27,17 +27,32 @@ CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # if there is no index, the first
 TORCH = ("pytorch_model.bin", "medusa_lm_head.pt")
+BESIDE = (  # where conversions for MLX keep a model's prediction layer, apart from its own tensors
+    *("mtp.safetensors.index.json", "mtp.safetensors", "mtp/weights.safetensors"),
+    *("mtp/model.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"),
+    "mtp-drafter/model.safetensors",
+)
 
 
 class HeadFiles:
-    """A head's config and tensors; torch_files: read torch's where there is no other file."""
+    """A head's config and tensors; torch_files: read torch's where there is no other file.
 
-    def __init__(self, path_or_repo: str | Path, *, torch_files: bool = True) -> None:
+    Of a file or an index that is named, the folder is the one with a config.json that it is in.
+    beside: look for the files of BESIDE in a repository too, as always in a folder.
+    """
+
+    def __init__(
+        self, path_or_repo: str | Path, *, torch_files: bool = True, beside: bool = False
+    ) -> None:
         """Read the config.json of a folder or a repository; HeadError if that fails."""
         self.name = str(path_or_repo)
-        folder = Path(path_or_repo).expanduser()
+        folder, self.named = Path(path_or_repo).expanduser(), None
+        if folder.is_file():
+            file, above = folder, [p for p in folder.parents[:2] if (p / CONFIG).is_file()]
+            folder = above[0] if above else file.parent
+            self.named = str(file.relative_to(folder))
         self.folder = folder if folder.is_dir() else None
-        self.torch_files = torch_files
+        self.beside, self.torch_files = beside or self.folder is not None, torch_files
         path = self.path(CONFIG)
         if path is None:
             raise HeadError(f"{self.name} has no {CONFIG}, which says what kind of head it is.")
@@ -90,16 +105,46 @@ class HeadFiles:
         except Exception as error:  # each version of the Hub's client raises others
             raise HeadError(f"{self.name}: {name} was not fetched whole: {error}") from error
 
+    @property
+    def told(self) -> str | None:
+        """File of a model's prediction layer by its config, as MTPLX and mlx-optiq write it."""
+        parts = (self.config, self.config.get("mlx_lm_extra_tensors"))
+        files = [part.get("mtp_file") for part in parts if isinstance(part, dict)]
+        return next((file for file in files if isinstance(file, str)), None)
+
+    @cached_property
+    def list_file(self) -> str | None:
+        """The file or index that lists the tensors, or None; HeadError for a told one not here.
+
+        In order: one that was named, one beside the model's own, the index, a single file.
+        """
+        if self.named is not None:
+            return self.named
+        told = () if self.told is None else (self.told,)
+        if self.told is not None and self.path(self.told) is None:
+            raise HeadError(
+                f"{self.name}: its {CONFIG} names {self.told} for its prediction layer, which is "
+                "not here. Fetch it with hf download."
+            )
+        beside = BESIDE if self.beside else ()
+        return next(filter(self.path, (*told, *beside, INDEX, *SINGLE)), None)
+
+    @property
+    def is_apart(self) -> bool:
+        """True if the tensors stand apart from a model's own."""
+        return self.list_file not in (None, INDEX, *SINGLE)
+
     @cached_property
     def weight_map(self) -> Mapping[str, str]:
         """Name of each tensor -> its file; by the index if there is one."""
-        index = self.path(INDEX)
+        listed = self.list_file
+        index = self.path(listed) if listed is not None and listed.endswith(".json") else None
         if index is not None:
             files = self._read_json(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-                raise HeadError(f"{self.name}: {INDEX} does not name a file for each tensor.")
+                raise HeadError(f"{self.name}: {listed} does not name a file for each tensor.")
             return files
-        files = list(islice(filter(self.path, SINGLE), 1))
+        files = [listed] if listed is not None else []
         if not files and self.folder is not None:
             files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         files = files or list(islice(filter(self.path, TORCH), 1))
@@ -116,7 +161,7 @@ class HeadFiles:
         """Tensors of a file, lazy, and True if it was written for MLX."""
         path = self.path(file)
         if path is None:
-            raise HeadError(f"{self.name} has no {file}, which its index names.")
+            raise HeadError(f"{self.name} has no {file}, which its index names. Fetch it too.")
         try:
             if path.suffix != ".safetensors":
                 return _read_torch(path), False

@@ -40,6 +40,7 @@ Tensors = dict[str, mx.array]
 IGNORED = re.compile(
     r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t|confidence_head\.)"
 )  # tensors that are not needed
+FOREIGN = re.compile(r"\.(weight_(scale|scale_inv|packed|shape)|qweight|qzeros)$")
 SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")  # copies of the target's ends
 
 VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
@@ -211,8 +212,7 @@ def _medusa(source: Source) -> Head:
 
 def _mtp(source: Source) -> Head:
     files, found = source.files, family_of(source.files.config)
-    config = files.config.get("text_config") or files.config
-    prefixes = found[1].prefixes_in(files.weight_map, config) if found is not None else []
+    config, prefixes = files.config.get("text_config") or files.config, own_layers(files)
     if found is None or not prefixes:
         raise HeadError(refusal(files))
     source.check_width(config["hidden_size"])
@@ -226,11 +226,25 @@ def _mtp(source: Source) -> Head:
         wanted = [n for n, rest in rests.items() if rest.startswith(begins)]
         tensors, converted = files.read(n for n in wanted if not rests[n].startswith(SHARED_ENDS))
         default = family.norms_less_one and not converted
+        may_be = converted or files.is_apart or "quantization" in files.config
+        if family.norms_less_one and may_be and (prefix or not converted):
+            default = look_less_one(tensors)
         add_one = default if source.norms_less_one is None else source.norms_less_one
         weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
         ours = f"further.{depth - 1}." if depth else ""
         source.tensors.update({ours + name: x for name, x in weights.items()})
+    if foreign := [name for name in source.tensors if FOREIGN.search(name)]:
+        raise HeadError(
+            f"{files.name}: its prediction layer is quantized in a way that MLX does not read "
+            f"({foreign[0]}). Give the original repository, or a conversion for MLX."
+        )
     return head
+
+
+def own_layers(files: HeadFiles) -> list[str]:
+    """Prefixes of the prediction layers that a model's files hold; none for other files."""
+    found, config = family_of(files.config), files.config.get("text_config") or files.config
+    return found[1].prefixes_in(files.weight_map, config) if found is not None else []
 
 
 def refusal(files: HeadFiles, kind: str | None = None) -> str:
@@ -240,6 +254,12 @@ def refusal(files: HeadFiles, kind: str | None = None) -> str:
         return f"{files.name} holds {FORMATS[kind].label}. That cannot be loaded yet."
     if (found := family_of(config)) is not None:
         prefix = found[1].prefix_at(config.get("text_config") or config)
+        if files.is_apart:
+            return (
+                f"{files.name}: {files.list_file} holds no prediction layer of a {found[0]} model "
+                f"under a known name ({prefix}...), but {min(files.weight_map, default='nothing')}."
+                " Give the original repository, or one that has just this layer."
+            )
         return (
             f"{files.name} is a {found[0]} model without the tensors of its multi-token prediction "
             f"layer ({prefix}...), which conversions leave out. Give the original repository, or "
@@ -342,6 +362,9 @@ def _load(
     files: HeadFiles, target: nn.Module, bits: int | None, variant: Any, options: dict[str, Any]
 ) -> HeadDrafter | PardDrafter | ExitDrafter:
     kind = kind_of(files.config, files.weight_map)
+    if kind is None and files.folder is None and family_of(files.config) is not None:
+        files = HeadFiles(files.name, torch_files=files.torch_files, beside=True)
+        kind = kind_of(files.config, files.weight_map)
     if kind == "exit":
         return load_exit(files, target, **options)
     if kind == "pard":
@@ -394,8 +417,19 @@ def config_of(path_or_repo: str | Path) -> dict[str, Any]:
 
 
 def is_head(path_or_repo: str | Path) -> bool:
-    """True if the config of a folder or repository is a head's."""
-    return known_kind(config_of(path_or_repo)) is not None
+    """True for a head's config, and for a conversion that brings its prediction layer along.
+
+    That is a file within its folder; a folder with a file of BESIDE, or one that is quantized and
+    whose own files have the layer. The original repository of a model is a draft model.
+    """
+    try:
+        files = HeadFiles(path_or_repo)
+        if known_kind(files.config) is not None or files.folder is None:
+            return known_kind(files.config) is not None or files.told is not None
+        brings = files.named or files.is_apart or "quantization" in files.config
+        return bool(brings and own_layers(files))
+    except HeadError:
+        return False
 
 
 def _set_weights(head: Head, weights: Tensors, source: Source) -> None:
@@ -406,7 +440,7 @@ def _set_weights(head: Head, weights: Tensors, source: Source) -> None:
             return False
         return dict(infer_quant_config(path, part, weights))
 
-    if source.files.config.get("quantization") is not None:
+    if any(name.endswith(".scales") for name in weights):
         nn.quantize(head, class_predicate=stored)
     keeps_type = "e_score_correction_bias"  # a sum that chooses experts
     for name, x in weights.items():

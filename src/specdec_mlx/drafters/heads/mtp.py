@@ -11,9 +11,10 @@ drops these tensors, so they are read from the original repository.
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count, takewhile
+from itertools import count, product, takewhile
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -63,22 +64,24 @@ class MTPFamily:
     further: Further = "again"
     label: str = "multi-token prediction"
 
-    def prefix_at(self, config: Config, depth: int = 0) -> str:
-        """Prefix of a layer's tensors in the original repository."""
+    def prefix_at(self, config: Config, depth: int = 0, form: str | None = None) -> str:
+        """Prefix of a layer's tensors in the original repository, or by another form."""
         layer = int(config.get("num_hidden_layers") or 0) + depth
-        return self.prefix.format(layer=layer, depth=depth)
+        return (self.prefix if form is None else form).format(layer=layer, depth=depth)
 
     def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
         """Prefixes of the layers found among tensors, in order."""
-        prefixes = [self.prefix_at(config)]
-        if self.further == "again":  # a repository of the layer alone has no prefix, or `mtp.`
-            prefixes += ["mtp.", ""]
-        projection = f"{self.names['projection']}.weight"
-        found = [prefix for prefix in prefixes if f"{prefix}{projection}" in names][:1]
-        if found and self.further != "again":
-            further = (self.prefix_at(config, depth) for depth in count(1))
-            found += takewhile(lambda p: any(n.startswith(p) for n in names), further)
-        return found
+        is_alone = self.further == "again"
+        forms = [self.prefix, "mtp.layers.{depth}."]  # the original's, and conversions'
+        forms += ["mtp.", ""] if is_alone else []  # a repository of the layer alone has these
+        for form, outer in product(forms, ("", "language_model.", "model.")):
+            first = outer + self.prefix_at(config, 0, form)
+            if f"{first}{self.names['projection']}.weight" not in names:
+                continue
+            further = (outer + self.prefix_at(config, depth, form) for depth in count(1))
+            found = takewhile(lambda p: any(n.startswith(p) for n in names), further)
+            return [first, *([] if is_alone else found)]
+        return []
 
     def ours(self, num_layers: int = 1) -> dict[str, str]:
         """Beginnings of a layer's names without prefix, the checkpoint's -> those of `MTPHead`.
@@ -87,6 +90,7 @@ class MTPFamily:
         """
         theirs = {part: old.format(last=num_layers - 1) for part, old in self.names.items()}
         found = {f"{old}.": f"{part}." for part, old in theirs.items()}
+        found |= {old.removeprefix("transformer."): new for old, new in found.items()}
         if not self.pre_norm and "norm" in theirs:
             found[f"{theirs['norm']}."] = f"body.{self.final_norm}."
         found |= {self.layer + old: f"body.{self.here}{new}" for old, new in self.renamed.items()}
@@ -382,4 +386,29 @@ def mtp_weights(
     if hasattr(shell, "sanitize"):
         convert = shell.sanitize(convert)
     weights |= {inside + name.partition(family.here)[2]: x for name, x in convert.items()}
+    weights = _stacked(weights)
     return {n: x + 1 if add_one and is_norm(n, x) else x for n, x in weights.items()}
+
+
+def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Experts that are still one by one, as mlx-lm stacks them; quantized ones too."""
+    parts: dict[str, dict[int, mx.array]] = {}
+    for name in list(weights):
+        if found := re.fullmatch(r"(.*mlp\.)experts\.(\d+)\.(.+)", name):
+            stack = parts.setdefault(f"{found[1]}switch_mlp.{found[3]}", {})
+            stack[int(found[2])] = weights.pop(name)
+    return weights | {name: mx.stack([x[i] for i in sorted(x)]) for name, x in parts.items()}
+
+
+LESS_ONE = 0.95
+"""Mean of a decoder layer's norms below which they are stored as w - 1.
+
+Halfway between 0.6 and 1.3, the nearest of heads published for Qwen 3.5 and 3.6 (MTPLX #301).
+"""
+
+
+def look_less_one(tensors: Mapping[str, mx.array]) -> bool:
+    """True if norms look stored as w - 1, where a file does not tell."""
+    ends = ("layernorm.weight", "q_norm.weight", "k_norm.weight")
+    means = [x.astype(mx.float32).mean() for name, x in tensors.items() if name.endswith(ends)]
+    return bool(means) and mx.stack(means).mean().item() < LESS_ONE
