@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +26,7 @@ from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
 from specdec_mlx.training import trainees
 from specdec_mlx.training.trainees import Recipe, Size
+from tiny_model_folder import write_model_folder
 
 FIXTURES = Path(__file__).parent / "fixtures"
 WIDTH, VOCAB, NUM_LAYERS = 32, 97, 8
@@ -274,6 +275,60 @@ def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> di
             if theirs is not None:
                 stored[prefix + theirs + path.removeprefix(ours[theirs])] = value
     return stored
+
+
+@dataclass(frozen=True)
+class Conversion:
+    """How a model is written for MLX with its prediction layer, of random weights.
+
+    file: of the layer, or an index; the model's own for one that stays there. name: a model type.
+    renamed: of a published name, what is written. bits: of its decoder layer. less_one: its norms
+    are stored as w - 1. one_by_one: its experts. config: more of it. is_mlx: the file says so.
+    """
+
+    file: str
+    name: str = "qwen3_5"
+    renamed: Callable[[str], str] = str
+    bits: int | None = None
+    less_one: bool = False
+    one_by_one: bool = False
+    config: Mapping[str, Any] = field(default_factory=dict)
+    is_mlx: bool = False
+
+    def write(self, folder: Path) -> Head:
+        """Write such a folder, and return the layer."""
+        written = json.loads((write_model_folder(folder) / "config.json").read_text())
+        size, config = {"vocab_size": written["vocab_size"]}, tiny.CONFIGS[self.name]
+        part = config.get("text_config", config) | size
+        changes = {"text_config": part} if "text_config" in config else size
+        (folder / "config.json").write_text(json.dumps({**config, **changes, **self.config}))
+        model = tiny.build(self.name, **changes)
+        own: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+        head = random_head(mtp(self.name, **size), model)
+        if self.bits is not None:
+            nn.quantize(head, 32, self.bits, class_predicate=_is_in_body)
+        layer = as_published(head, FAMILIES[self.name], part)
+        layer |= {n: x - 1 for n, x in layer.items() if "norm" in n and self.less_one}
+        for name in [name for name in layer if "switch_mlp" in name and self.one_by_one]:
+            one_by_one = enumerate(layer.pop(name))
+            layer |= {name.replace("switch_mlp", f"experts.{i}"): x for i, x in one_by_one}
+        layer = {self.renamed(name): x for name, x in layer.items()}
+        shard = self.file
+        if self.file.endswith(".json"):
+            shard = "mtp-00001-of-00001.safetensors"
+            index = {"weight_map": dict.fromkeys(layer, shard)}
+            (folder / self.file).write_text(json.dumps(index))
+        (folder / shard).parent.mkdir(exist_ok=True)
+        mx.save_safetensors(str(folder / "model.safetensors"), own, metadata={"format": "mlx"})
+        layer = own | layer if shard == "model.safetensors" else layer
+        metadata = {"format": "mlx"} if self.is_mlx else {}
+        mx.save_safetensors(str(folder / shard), layer, metadata=metadata)
+        return head
+
+
+def _is_in_body(path: str, part: nn.Module) -> bool:
+    """True for what a converter quantizes of a prediction layer."""
+    return "body" in path and hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0
 
 
 def write_eagle3(folder: Path, target: nn.Module) -> Path:

@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx.utils import tree_flatten
 
 import command_line
 import heads
 import specdec_mlx as sd
+from heads import Conversion
 from selection import in_one_test
 from specdec_mlx.drafters.candidates import choose_for
+from specdec_mlx.drafters.heads.loading import is_head
 from tiny_model_folder import write_model_folder
 
 CONFIGS = json.loads((heads.FIXTURES / "configs.json").read_text())
@@ -30,6 +35,35 @@ LAYOUTS = {
         {"speculators_model_type": "eagle3", "transformer_layer_config": {"hidden_size": 64}},
     ),
     "PARD-Qwen3-0.6B": ("Qwen3-14B-4bit", {"model_type": "qwen3", "pard_token": 5}),
+}
+
+IN_STEP = re.compile(r"model\.layers\.(\d+)\.(?:transformer\.)?")
+CONVERSIONS = {
+    # the project, or an example, that writes models for MLX so; what stands in published ones
+    "mlx-lm #1543": Conversion("mtp.safetensors.index.json", less_one=True),
+    "MTPLX": Conversion(
+        "mtp.safetensors", bits=4, config={"mlx_lm_extra_tensors": {"mtp_file": "mtp.safetensors"}}
+    ),
+    "vllm-mlx": Conversion("mtp/weights.safetensors", "qwen3_5_moe", bits=4),
+    "Rapid-MLX": Conversion(
+        "mtp/model.safetensors", renamed=lambda name: name.removeprefix("mtp."), is_mlx=True
+    ),
+    "mlx-optiq": Conversion("optiq/mtp.safetensors", bits=8, less_one=True),
+    "Ornith": Conversion("mtp.safetensors", "qwen3_5_moe", one_by_one=True),
+    "oMLX": Conversion(
+        "model.safetensors",
+        renamed=lambda name: f"language_model.{name}",
+        bits=4,
+        config={"quantization": {"group_size": 64, "bits": 4}},
+        is_mlx=True,
+    ),
+    "Step 3.5": Conversion(
+        "mtp.safetensors",
+        "step3p5",
+        lambda name: IN_STEP.sub(lambda found: f"mtp.layers.{int(found[1]) - 4}.", name),
+        bits=4,
+    ),
+    "original": Conversion("model.safetensors", less_one=True),
 }
 
 
@@ -87,6 +121,30 @@ def test_each_refusal_is_a_sentence(tmp_path: Path) -> None:
         ("small-2", "one model is enough"),
     ):
         assert f"{name} is left out: {reason}" in said
+
+
+@pytest.mark.parametrize("made_by", CONVERSIONS)
+def test_a_layer_in_the_models_own_folder_drafts_for_it(made_by: str, tmp_path: Path) -> None:
+    """It is what was written, bits and norms too; the text is the model's own."""
+    how, folder = CONVERSIONS[made_by], tmp_path / "Qwen"
+    head = how.write(folder)
+    choice = choose_for(str(folder))
+    assert choice.found == str(folder / how.file)
+    assert choice.lines == [f"Qwen drafts: prediction layer in its own folder ({how.file})."]
+    assert is_head(choice.found)
+    assert is_head(folder) == (made_by != "original")
+    model, tokenizer = mlx_lm.load(str(folder))
+    named, found = (sd.load_head(one, model) for one in (folder, choice.found))
+    expected: Any = dict(tree_flatten(head.parameters()))
+    loaded: Any = dict(tree_flatten(named.head.parameters()))
+    assert expected.keys() == loaded.keys()
+    assert all(mx.allclose(expected[name], loaded[name], atol=1e-6) for name in expected)
+    assert found.key == named.key
+    options: dict[str, Any] = {"max_tokens": 16, "temp": 0, "drafter": None}
+    plain = sd.generate(model, tokenizer, "the rain in", **options)
+    drafted = sd.generate(model, tokenizer, "the rain in", draft_model="auto", **options)
+    assert drafted == plain
+    assert drafted.stats.drafted > 0
 
 
 def test_nothing_is_fetched_unless_told_to(tmp_path: Path) -> None:

@@ -20,7 +20,6 @@ from specdec_mlx.drafters.heads.loading import (
     config_of,
     is_head,
     known_kind,
-    own_layers,
     refusal,
 )
 from specdec_mlx.drafters.heads.mtp import family_of, other_formula
@@ -71,7 +70,9 @@ def heads_lines(
     own = "  its original repository  multi-token prediction, "
     if (other := other_formula(target)) is not None:
         lines.append(f"{own}not to be loaded: it {other}")
-    if family_of(target) is not None:
+    if folder is not None and is_head(folder):
+        lines.append("  its own folder  multi-token prediction, here")
+    elif family_of(target) is not None:
         lines.append(f"{own}to be fetched")
     return ["", f"Trained heads for {model} (--draft-model):", *lines] if lines else []
 
@@ -129,7 +130,7 @@ def _own_head(folder: Path, name: str) -> Choice:
     """The file or index in a model's own folder that lists its prediction layer."""
     try:
         files = HeadFiles(folder)
-        if own_layers(files):
+        if files.own_layers():
             line = f"{name} drafts: prediction layer in its own folder ({files.list_file})."
             return Choice(str(folder / str(files.list_file)), [line])
         fault = refusal(files) if files.is_apart else None

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from importlib.util import find_spec
@@ -21,6 +22,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import safe_open
 
+from specdec_mlx.drafters.heads.mtp import family_of
 from specdec_mlx.errors import HeadError
 
 CONFIG = "config.json"
@@ -32,27 +34,26 @@ BESIDE = (  # where conversions for MLX keep a model's prediction layer, apart f
     *("mtp/model.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"),
     "mtp-drafter/model.safetensors",
 )
+FOREIGN = re.compile(r"\.(weight_(scale|scale_inv|packed)|qweight)$")  # of FP8, GPTQ and others
+READ_FP8 = ("deepseek", "glm_moe_dsa", "mimo_v2")  # architectures of mlx-lm that read some of them
 
 
 class HeadFiles:
     """A head's config and tensors; torch_files: read torch's where there is no other file.
 
-    Of a file or an index that is named, the folder is the one with a config.json that it is in.
-    beside: look for the files of BESIDE in a repository too, as always in a folder.
+    A file or an index may be named, in the folder of its config.json or in one within that.
     """
 
-    def __init__(
-        self, path_or_repo: str | Path, *, torch_files: bool = True, beside: bool = False
-    ) -> None:
+    def __init__(self, path_or_repo: str | Path, *, torch_files: bool = True) -> None:
         """Read the config.json of a folder or a repository; HeadError if that fails."""
         self.name = str(path_or_repo)
         folder, self.named = Path(path_or_repo).expanduser(), None
-        if folder.is_file():
-            file, above = folder, [p for p in folder.parents[:2] if (p / CONFIG).is_file()]
-            folder = above[0] if above else file.parent
+        if folder.is_file() and folder.suffix in (".safetensors", ".json"):
+            file, folder = folder, folder.parent
+            folder = folder if (folder / CONFIG).is_file() else folder.parent
             self.named = str(file.relative_to(folder))
         self.folder = folder if folder.is_dir() else None
-        self.beside, self.torch_files = beside or self.folder is not None, torch_files
+        self.torch_files = torch_files
         path = self.path(CONFIG)
         if path is None:
             raise HeadError(f"{self.name} has no {CONFIG}, which says what kind of head it is.")
@@ -120,14 +121,13 @@ class HeadFiles:
         """
         if self.named is not None:
             return self.named
-        told = () if self.told is None else (self.told,)
         if self.told is not None and self.path(self.told) is None:
             raise HeadError(
                 f"{self.name}: its {CONFIG} names {self.told} for its prediction layer, which is "
                 "not here. Fetch it with hf download."
             )
-        beside = BESIDE if self.beside else ()
-        return next(filter(self.path, (*told, *beside, INDEX, *SINGLE)), None)
+        beside = (self.told,) if self.told is not None else BESIDE if self.folder else ()
+        return next(filter(self.path, (*beside, INDEX, *SINGLE)), None)
 
     @property
     def is_apart(self) -> bool:
@@ -149,6 +149,22 @@ class HeadFiles:
             files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         files = files or list(islice(filter(self.path, TORCH), 1))
         return {tensor: file for file in files for tensor in self._tensors(file)[0]}
+
+    def own_layers(self) -> list[str]:
+        """Prefixes of the prediction layers that a model's files hold; none of other files.
+
+        Raises HeadError for those that neither MLX nor mlx-lm reads.
+        """
+        found, config = family_of(self.config), self.config.get("text_config") or self.config
+        prefixes = found[1].prefixes_in(self.weight_map, config) if found is not None else []
+        names = (n for n in self.weight_map if prefixes and n.startswith(prefixes[0]))
+        foreign = [n for n in names if FOREIGN.search(n)]
+        if found is not None and foreign and not found[1].architecture.startswith(READ_FP8):
+            raise HeadError(
+                f"{self.name}: its prediction layer is quantized in a way that mlx-lm does not "
+                f"read ({foreign[0]}). Give the original repository, or a conversion for MLX."
+            )
+        return prefixes
 
     def read(self, names: Iterable[str]) -> tuple[dict[str, mx.array], bool]:
         """These tensors, from the files that hold them, and True if MLX wrote one of the files."""

@@ -20,7 +20,13 @@ from specdec_mlx.drafters.heads.eagle import Eagle3, Eagle3Config, LayersHead, e
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
-from specdec_mlx.drafters.heads.mtp import MTPHead, family_of, mtp_weights, other_formula
+from specdec_mlx.drafters.heads.mtp import (
+    MTPHead,
+    family_of,
+    look_less_one,
+    mtp_weights,
+    other_formula,
+)
 from specdec_mlx.drafters.heads.one_pass import (
     DFlash,
     DFlash2,
@@ -40,7 +46,6 @@ Tensors = dict[str, mx.array]
 IGNORED = re.compile(
     r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t|confidence_head\.)"
 )  # tensors that are not needed
-FOREIGN = re.compile(r"\.(weight_(scale|scale_inv|packed|shape)|qweight|qzeros)$")
 SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")  # copies of the target's ends
 
 VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
@@ -212,7 +217,7 @@ def _medusa(source: Source) -> Head:
 
 def _mtp(source: Source) -> Head:
     files, found = source.files, family_of(source.files.config)
-    config, prefixes = files.config.get("text_config") or files.config, own_layers(files)
+    config, prefixes = files.config.get("text_config") or files.config, files.own_layers()
     if found is None or not prefixes:
         raise HeadError(refusal(files))
     source.check_width(config["hidden_size"])
@@ -233,18 +238,7 @@ def _mtp(source: Source) -> Head:
         weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
         ours = f"further.{depth - 1}." if depth else ""
         source.tensors.update({ours + name: x for name, x in weights.items()})
-    if foreign := [name for name in source.tensors if FOREIGN.search(name)]:
-        raise HeadError(
-            f"{files.name}: its prediction layer is quantized in a way that MLX does not read "
-            f"({foreign[0]}). Give the original repository, or a conversion for MLX."
-        )
     return head
-
-
-def own_layers(files: HeadFiles) -> list[str]:
-    """Prefixes of the prediction layers that a model's files hold; none for other files."""
-    found, config = family_of(files.config), files.config.get("text_config") or files.config
-    return found[1].prefixes_in(files.weight_map, config) if found is not None else []
 
 
 def refusal(files: HeadFiles, kind: str | None = None) -> str:
@@ -362,9 +356,6 @@ def _load(
     files: HeadFiles, target: nn.Module, bits: int | None, variant: Any, options: dict[str, Any]
 ) -> HeadDrafter | PardDrafter | ExitDrafter:
     kind = kind_of(files.config, files.weight_map)
-    if kind is None and files.folder is None and family_of(files.config) is not None:
-        files = HeadFiles(files.name, torch_files=files.torch_files, beside=True)
-        kind = kind_of(files.config, files.weight_map)
     if kind == "exit":
         return load_exit(files, target, **options)
     if kind == "pard":
@@ -427,7 +418,7 @@ def is_head(path_or_repo: str | Path) -> bool:
         if known_kind(files.config) is not None or files.folder is None:
             return known_kind(files.config) is not None or files.told is not None
         brings = files.named or files.is_apart or "quantization" in files.config
-        return bool(brings and own_layers(files))
+        return bool(brings and files.own_layers())
     except HeadError:
         return False
 

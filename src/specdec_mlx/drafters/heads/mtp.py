@@ -71,16 +71,14 @@ class MTPFamily:
 
     def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
         """Prefixes of the layers found among tensors, in order."""
-        is_alone = self.further == "again"
-        forms = [self.prefix, "mtp.layers.{depth}."]  # the original's, and conversions'
-        forms += ["mtp.", ""] if is_alone else []  # a repository of the layer alone has these
-        for form, outer in product(forms, ("", "language_model.", "model.")):
-            first = outer + self.prefix_at(config, 0, form)
-            if f"{first}{self.names['projection']}.weight" not in names:
-                continue
-            further = (outer + self.prefix_at(config, depth, form) for depth in count(1))
-            found = takewhile(lambda p: any(n.startswith(p) for n in names), further)
-            return [first, *([] if is_alone else found)]
+        # the original's, and those of conversions and of a repository of the layer alone
+        forms = (self.prefix, "mtp.layers.{depth}.", "mtp.", "")
+        for outer, form in product(("", "language_model.", "model."), forms):
+            prefixes = (outer + self.prefix_at(config, depth, form) for depth in count())
+            first = next(prefixes)
+            if f"{first}{self.names['projection']}.weight" in names:
+                further = takewhile(lambda p: any(n.startswith(p) for n in names), prefixes)
+                return [first, *(further if self.further != "again" and "{" in form else ())]
         return []
 
     def ours(self, num_layers: int = 1) -> dict[str, str]:
@@ -400,15 +398,12 @@ def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return weights | {name: mx.stack([x[i] for i in sorted(x)]) for name, x in parts.items()}
 
 
-LESS_ONE = 0.95
-"""Mean of a decoder layer's norms below which they are stored as w - 1.
-
-Halfway between 0.6 and 1.3, the nearest of heads published for Qwen 3.5 and 3.6 (MTPLX #301).
-"""
-
-
 def look_less_one(tensors: Mapping[str, mx.array]) -> bool:
-    """True if norms look stored as w - 1, where a file does not tell."""
+    """True if a decoder layer's norms look stored as w - 1, where a file does not tell.
+
+    0.95 is halfway between the nearest means of heads published for Qwen 3.5 and 3.6, 0.6 and 1.3
+    (youssofal/MTPLX, issue 301).
+    """
     ends = ("layernorm.weight", "q_norm.weight", "k_norm.weight")
     means = [x.astype(mx.float32).mean() for name, x in tensors.items() if name.endswith(ends)]
-    return bool(means) and mx.stack(means).mean().item() < LESS_ONE
+    return bool(means) and bool(mx.stack(means).mean() < 0.95)
