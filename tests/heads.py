@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import zipfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -277,58 +277,52 @@ def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> di
     return stored
 
 
-@dataclass(frozen=True)
-class Conversion:
-    """How a model is written for MLX with its prediction layer, of random weights.
-
-    file: of the layer, or an index; the model's own for one that stays there. name: a model type.
-    renamed: of a published name, what is written. bits: of its decoder layer. less_one: its norms
-    are stored as w - 1. one_by_one: its experts. config: more of it. is_mlx: the file says so.
-    """
-
-    file: str
-    name: str = "qwen3_5"
-    renamed: Callable[[str], str] = str
-    bits: int | None = None
-    less_one: bool = False
-    one_by_one: bool = False
-    config: Mapping[str, Any] = field(default_factory=dict)
-    is_mlx: bool = False
-
-    def write(self, folder: Path) -> Head:
-        """Write such a folder, and return the layer."""
-        written = json.loads((write_model_folder(folder) / "config.json").read_text())
-        size, config = {"vocab_size": written["vocab_size"]}, tiny.CONFIGS[self.name]
-        part = config.get("text_config", config) | size
-        changes = {"text_config": part} if "text_config" in config else size
-        (folder / "config.json").write_text(json.dumps({**config, **changes, **self.config}))
-        model = tiny.build(self.name, **changes)
-        own: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
-        head = random_head(mtp(self.name, **size), model)
-        if self.bits is not None:
-            nn.quantize(head, 32, self.bits, class_predicate=_is_in_body)
-        layer = as_published(head, FAMILIES[self.name], part)
-        layer |= {n: x - 1 for n, x in layer.items() if "norm" in n and self.less_one}
-        for name in [name for name in layer if "switch_mlp" in name and self.one_by_one]:
-            one_by_one = enumerate(layer.pop(name))
-            layer |= {name.replace("switch_mlp", f"experts.{i}"): x for i, x in one_by_one}
-        layer = {self.renamed(name): x for name, x in layer.items()}
-        shard = self.file
-        if self.file.endswith(".json"):
-            shard = "mtp-00001-of-00001.safetensors"
-            index = {"weight_map": dict.fromkeys(layer, shard)}
-            (folder / self.file).write_text(json.dumps(index))
-        (folder / shard).parent.mkdir(exist_ok=True)
-        mx.save_safetensors(str(folder / "model.safetensors"), own, metadata={"format": "mlx"})
-        layer = own | layer if shard == "model.safetensors" else layer
-        metadata = {"format": "mlx"} if self.is_mlx else {}
-        mx.save_safetensors(str(folder / shard), layer, metadata=metadata)
-        return head
-
-
-def _is_in_body(path: str, part: nn.Module) -> bool:
-    """True for what a converter quantizes of a prediction layer."""
+def _in_body(path: str, part: nn.Module) -> bool:
+    """True for a matrix of the decoder layer that can be quantized: converters leave the rest."""
     return "body" in path and hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0
+
+
+def write_conversion(
+    folder: Path,
+    file: str,
+    name: str = "qwen3_5",
+    *,
+    renamed: Callable[[str], str] = str,
+    bits: int | None = None,
+    less_one: bool = False,
+    one_by_one: bool = False,
+    **more: Any,
+) -> Head:
+    """A model of a type, converted with its prediction layer, of random weights; returns that.
+
+    file: of the layer, or an index; the model's own for one that stays there. renamed: of a
+    published name, what is written. bits: of its matrices. less_one: its norms are stored as w - 1.
+    one_by_one: its experts. more: of its config.
+    """
+    written = json.loads((write_model_folder(folder) / "config.json").read_text())
+    size, config = {"vocab_size": written["vocab_size"]}, tiny.CONFIGS[name]
+    part = config.get("text_config", config) | size
+    changes = {"text_config": part} if "text_config" in config else size
+    (folder / "config.json").write_text(json.dumps({**config, **changes, **more}))
+    model = tiny.build(name, **changes)
+    own: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), own, metadata={"format": "mlx"})
+    head = random_head(mtp(name, **size), model)
+    if bits is not None:
+        nn.quantize(head, 32, bits, class_predicate=_in_body)
+    layer = as_published(head, FAMILIES[name], part)
+    layer |= {key: x - 1 for key, x in layer.items() if "norm" in key and less_one}
+    for key in [key for key in layer if "switch_mlp" in key and one_by_one]:
+        each = enumerate(layer.pop(key))
+        layer |= {key.replace("switch_mlp", f"experts.{i}"): x for i, x in each}
+    layer = {renamed(key): x for key, x in layer.items()}
+    if file.endswith(".json"):
+        index = {"weight_map": dict.fromkeys(layer, "mtp-00001-of-00001.safetensors")}
+        (folder / file).write_text(json.dumps(index))
+        file = "mtp-00001-of-00001.safetensors"
+    (folder / file).parent.mkdir(exist_ok=True)
+    mx.save_safetensors(str(folder / file), own | layer if file == "model.safetensors" else layer)
+    return head
 
 
 def write_eagle3(folder: Path, target: nn.Module) -> Path:

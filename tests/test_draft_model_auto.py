@@ -17,10 +17,10 @@ from mlx.utils import tree_flatten
 import command_line
 import heads
 import specdec_mlx as sd
-from heads import Conversion
 from selection import in_one_test
 from specdec_mlx.drafters.candidates import choose_for
 from specdec_mlx.drafters.heads.loading import is_head
+from specdec_mlx.errors import HeadError
 from tiny_model_folder import write_model_folder
 
 CONFIGS = json.loads((heads.FIXTURES / "configs.json").read_text())
@@ -37,33 +37,31 @@ LAYOUTS = {
     "PARD-Qwen3-0.6B": ("Qwen3-14B-4bit", {"model_type": "qwen3", "pard_token": 5}),
 }
 
-IN_STEP = re.compile(r"model\.layers\.(\d+)\.(?:transformer\.)?")
-CONVERSIONS = {
-    # the project, or an example, that writes models for MLX so; what stands in published ones
-    "mlx-lm #1543": Conversion("mtp.safetensors.index.json", less_one=True),
-    "MTPLX": Conversion(
-        "mtp.safetensors", bits=4, config={"mlx_lm_extra_tensors": {"mtp_file": "mtp.safetensors"}}
-    ),
-    "vllm-mlx": Conversion("mtp/weights.safetensors", "qwen3_5_moe", bits=4),
-    "Rapid-MLX": Conversion(
-        "mtp/model.safetensors", renamed=lambda name: name.removeprefix("mtp."), is_mlx=True
-    ),
-    "mlx-optiq": Conversion("optiq/mtp.safetensors", bits=8, less_one=True),
-    "Ornith": Conversion("mtp.safetensors", "qwen3_5_moe", one_by_one=True),
-    "oMLX": Conversion(
-        "model.safetensors",
-        renamed=lambda name: f"language_model.{name}",
-        bits=4,
-        config={"quantization": {"group_size": 64, "bits": 4}},
-        is_mlx=True,
-    ),
-    "Step 3.5": Conversion(
-        "mtp.safetensors",
-        "step3p5",
-        lambda name: IN_STEP.sub(lambda found: f"mtp.layers.{int(found[1]) - 4}.", name),
-        bits=4,
-    ),
-    "original": Conversion("model.safetensors", less_one=True),
+STEP = re.compile(r"model\.layers\.(\d+)\.(?:transformer\.)?")
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    # who writes a model for MLX so, or an example, and what stands in published ones
+    "mlx-lm #1543": {"file": "mtp.safetensors.index.json", "less_one": True},
+    "MTPLX": {
+        "file": "a.safetensors",
+        "bits": 4,
+        "mlx_lm_extra_tensors": {"mtp_file": "a.safetensors"},
+    },
+    "vllm-mlx": {"file": "mtp/weights.safetensors", "name": "qwen3_5_moe", "bits": 4},
+    "Rapid-MLX": {"file": "mtp/model.safetensors", "renamed": lambda name: name[len("mtp.") :]},
+    "mlx-optiq": {"file": "optiq/mtp.safetensors", "bits": 8, "less_one": True},
+    "Ornith": {"file": "mtp.safetensors", "name": "qwen3_5_moe", "one_by_one": True},
+    "oMLX": {
+        "file": "model.safetensors",
+        "renamed": "language_model.{}".format,
+        "quantization": {"group_size": 64, "bits": 4},
+    },
+    "Step 3.5": {
+        "file": "mtp.safetensors",
+        "name": "step3p5",
+        "bits": 4,
+        "renamed": lambda name: STEP.sub(lambda found: f"mtp.layers.{int(found[1]) - 4}.", name),
+    },
+    "original": {"file": "model.safetensors", "less_one": True},
 }
 
 
@@ -127,24 +125,54 @@ def test_each_refusal_is_a_sentence(tmp_path: Path) -> None:
 def test_a_layer_in_the_models_own_folder_drafts_for_it(made_by: str, tmp_path: Path) -> None:
     """It is what was written, bits and norms too; the text is the model's own."""
     how, folder = CONVERSIONS[made_by], tmp_path / "Qwen"
-    head = how.write(folder)
+    head = heads.write_conversion(folder, **how)
     choice = choose_for(str(folder))
-    assert choice.found == str(folder / how.file)
-    assert choice.lines == [f"Qwen drafts: prediction layer in its own folder ({how.file})."]
+    assert choice.found == str(folder / how["file"])
+    assert choice.lines == [f"Qwen drafts: prediction layer in its own folder ({how['file']})."]
     assert is_head(choice.found)
     assert is_head(folder) == (made_by != "original")
     model, tokenizer = mlx_lm.load(str(folder))
     named, found = (sd.load_head(one, model) for one in (folder, choice.found))
-    expected: Any = dict(tree_flatten(head.parameters()))
-    loaded: Any = dict(tree_flatten(named.head.parameters()))
+    expected, loaded = (dict[str, Any](tree_flatten(h.parameters())) for h in (head, named.head))
     assert expected.keys() == loaded.keys()
-    assert all(mx.allclose(expected[name], loaded[name], atol=1e-6) for name in expected)
+    assert all(mx.allclose(x, loaded[name], atol=1e-6) for name, x in expected.items())
     assert found.key == named.key
     options: dict[str, Any] = {"max_tokens": 16, "temp": 0, "drafter": None}
     plain = sd.generate(model, tokenizer, "the rain in", **options)
     drafted = sd.generate(model, tokenizer, "the rain in", draft_model="auto", **options)
     assert drafted == plain
     assert drafted.stats.drafted > 0
+
+
+TOLD = {"file": "mtp.safetensors", "mtp_file": "b.safetensors"}
+REFUSED: dict[str, tuple[dict[str, Any], str]] = {
+    "not fetched": (TOLD, "names b.safetensors for its prediction layer, which is not here"),
+    "packed": (
+        {
+            "file": "mtp.safetensors",
+            "renamed": lambda name: name.replace("p_proj.weight", "p_proj.weight_packed"),
+        },
+        "quantized in a way that mlx-lm does not read (mtp.layers.0.mlp.up_proj.weight_packed)",
+    ),
+    "unknown names": (
+        {"file": "mtp.safetensors", "renamed": "draft.{}".format},
+        "layer (mtp....) in mtp.safetensors, which has draft.mtp.fc.weight",
+    ),
+    "unknown kind": ({"file": "mtp.safetensors", "model_type": "qwen9"}, "no head of a known kind"),
+}
+
+
+@pytest.mark.parametrize("fault", REFUSED)
+def test_a_layer_that_cannot_be_loaded_is_refused_in_a_sentence(fault: str, tmp_path: Path) -> None:
+    """By `auto`, which goes on without it, and by `load_head`."""
+    how, words = REFUSED[fault]
+    heads.write_conversion(tmp_path / "Qwen", **how)
+    choice = choose_for(str(tmp_path / "Qwen"))
+    assert choice.found is None
+    assert "own prediction layer is left out: " in choice.lines[1]
+    assert words in choice.lines[1]
+    with pytest.raises(HeadError, match=re.escape(words)):
+        sd.load_head(tmp_path / "Qwen", heads.target(width=64, vocab=268))
 
 
 def test_nothing_is_fetched_unless_told_to(tmp_path: Path) -> None:

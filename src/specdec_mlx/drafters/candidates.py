@@ -136,7 +136,9 @@ def _own_head(folder: Path, name: str) -> Choice:
         fault = refusal(files) if files.is_apart else None
     except HeadError as error:
         fault = str(error)
-    return Choice(None, [] if fault is None else [f"The folder's own head is left out: {fault}"])
+    return Choice(
+        None, [] if fault is None else [f"{name}'s own prediction layer is left out: {fault}"]
+    )
 
 
 def _small_model(model: str, where: Path | None, lines: list[str]) -> str | None:

@@ -34,8 +34,7 @@ BESIDE = (  # where conversions for MLX keep a model's prediction layer, apart f
     *("mtp/model.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"),
     "mtp-drafter/model.safetensors",
 )
-FOREIGN = re.compile(r"\.(weight_(scale|scale_inv|packed)|qweight)$")  # of FP8, GPTQ and others
-READ_FP8 = ("deepseek", "glm_moe_dsa", "mimo_v2")  # architectures of mlx-lm that read some of them
+FOREIGN = re.compile(r"\.(weight_scale|weight_packed|qweight)$")  # of compressed-tensors, GPTQ
 
 
 class HeadFiles:
@@ -58,6 +57,9 @@ class HeadFiles:
         if path is None:
             raise HeadError(f"{self.name} has no {CONFIG}, which says what kind of head it is.")
         self.config = self._read_json(path)
+        for said in (self.config, self.config.get("mlx_lm_extra_tensors")):
+            if self.named is None and isinstance(said, dict) and "mtp_file" in said:
+                self.named = str(said["mtp_file"])
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         try:
@@ -106,28 +108,21 @@ class HeadFiles:
         except Exception as error:  # each version of the Hub's client raises others
             raise HeadError(f"{self.name}: {name} was not fetched whole: {error}") from error
 
-    @property
-    def told(self) -> str | None:
-        """File of a model's prediction layer by its config, as MTPLX and mlx-optiq write it."""
-        parts = (self.config, self.config.get("mlx_lm_extra_tensors"))
-        files = [part.get("mtp_file") for part in parts if isinstance(part, dict)]
-        return next((file for file in files if isinstance(file, str)), None)
-
     @cached_property
     def list_file(self) -> str | None:
-        """The file or index that lists the tensors, or None; HeadError for a told one not here.
+        """The file or index that lists the tensors, None for neither; HeadError if not here.
 
         In order: one that was named, one beside the model's own, the index, a single file.
         """
-        if self.named is not None:
-            return self.named
-        if self.told is not None and self.path(self.told) is None:
+        if self.named is None:
+            beside = BESIDE if self.folder is not None else ()
+            return next(filter(self.path, (*beside, INDEX, *SINGLE)), None)
+        if self.path(self.named) is None:
             raise HeadError(
-                f"{self.name}: its {CONFIG} names {self.told} for its prediction layer, which is "
+                f"{self.name}: its {CONFIG} names {self.named} for its prediction layer, which is "
                 "not here. Fetch it with hf download."
             )
-        beside = (self.told,) if self.told is not None else BESIDE if self.folder else ()
-        return next(filter(self.path, (*beside, INDEX, *SINGLE)), None)
+        return self.named
 
     @property
     def is_apart(self) -> bool:
@@ -137,14 +132,13 @@ class HeadFiles:
     @cached_property
     def weight_map(self) -> Mapping[str, str]:
         """Name of each tensor -> its file; by the index if there is one."""
-        listed = self.list_file
-        index = self.path(listed) if listed is not None and listed.endswith(".json") else None
-        if index is not None:
+        listed = self.list_file or ""
+        if listed.endswith(".json") and (index := self.path(listed)) is not None:
             files = self._read_json(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
                 raise HeadError(f"{self.name}: {listed} does not name a file for each tensor.")
             return files
-        files = [listed] if listed is not None else []
+        files = [listed] if listed else []
         if not files and self.folder is not None:
             files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         files = files or list(islice(filter(self.path, TORCH), 1))
@@ -153,17 +147,16 @@ class HeadFiles:
     def own_layers(self) -> list[str]:
         """Prefixes of the prediction layers that a model's files hold; none of other files.
 
-        Raises HeadError for those that neither MLX nor mlx-lm reads.
+        Raises HeadError for a quantization that is not MLX's.
         """
-        found, config = family_of(self.config), self.config.get("text_config") or self.config
-        prefixes = found[1].prefixes_in(self.weight_map, config) if found is not None else []
-        names = (n for n in self.weight_map if prefixes and n.startswith(prefixes[0]))
-        foreign = [n for n in names if FOREIGN.search(n)]
-        if found is not None and foreign and not found[1].architecture.startswith(READ_FP8):
-            raise HeadError(
-                f"{self.name}: its prediction layer is quantized in a way that mlx-lm does not "
-                f"read ({foreign[0]}). Give the original repository, or a conversion for MLX."
-            )
+        found, part = family_of(self.config), self.config.get("text_config") or self.config
+        prefixes = found[1].prefixes_in(self.weight_map, part) if found is not None else []
+        for name in self.weight_map:
+            if name.startswith((*prefixes,)) and FOREIGN.search(name):
+                raise HeadError(
+                    f"{self.name}: its prediction layer is quantized in a way that mlx-lm does not "
+                    f"read ({name}). Give the original repository, or a conversion for MLX."
+                )
         return prefixes
 
     def read(self, names: Iterable[str]) -> tuple[dict[str, mx.array], bool]:

@@ -20,13 +20,7 @@ from specdec_mlx.drafters.heads.eagle import Eagle3, Eagle3Config, LayersHead, e
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
-from specdec_mlx.drafters.heads.mtp import (
-    MTPHead,
-    family_of,
-    look_less_one,
-    mtp_weights,
-    other_formula,
-)
+from specdec_mlx.drafters.heads.mtp import MTPHead, family_of, less_one, mtp_weights, other_formula
 from specdec_mlx.drafters.heads.one_pass import (
     DFlash,
     DFlash2,
@@ -233,7 +227,7 @@ def _mtp(source: Source) -> Head:
         default = family.norms_less_one and not converted
         may_be = converted or files.is_apart or "quantization" in files.config
         if family.norms_less_one and may_be and (prefix or not converted):
-            default = look_less_one(tensors)
+            default = less_one(tensors)
         add_one = default if source.norms_less_one is None else source.norms_less_one
         weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
         ours = f"further.{depth - 1}." if depth else ""
@@ -248,16 +242,13 @@ def refusal(files: HeadFiles, kind: str | None = None) -> str:
         return f"{files.name} holds {FORMATS[kind].label}. That cannot be loaded yet."
     if (found := family_of(config)) is not None:
         prefix = found[1].prefix_at(config.get("text_config") or config)
+        where = ", which conversions leave out"
         if files.is_apart:
-            return (
-                f"{files.name}: {files.list_file} holds no prediction layer of a {found[0]} model "
-                f"under a known name ({prefix}...), but {min(files.weight_map, default='nothing')}."
-                " Give the original repository, or one that has just this layer."
-            )
+            where = f" in {files.list_file}, which has {min(files.weight_map, default='none')}"
         return (
             f"{files.name} is a {found[0]} model without the tensors of its multi-token prediction "
-            f"layer ({prefix}...), which conversions leave out. Give the original repository, or "
-            "one that has just this layer."
+            f"layer ({prefix}...){where}. Give the original repository, or one that has just this "
+            "layer."
         )
     if (other := other_formula(config)) is not None:
         return (
@@ -408,15 +399,14 @@ def config_of(path_or_repo: str | Path) -> dict[str, Any]:
 
 
 def is_head(path_or_repo: str | Path) -> bool:
-    """True for a head's config, and for a conversion that brings its prediction layer along.
+    """True for a head's config, and for a conversion for MLX with its prediction layer.
 
-    That is a file within its folder; a folder with a file of BESIDE, or one that is quantized and
-    whose own files have the layer. The original repository of a model is a draft model.
+    That is one with a file apart for it, or quantized; any model, if a file in its folder is named.
     """
     try:
         files = HeadFiles(path_or_repo)
         if known_kind(files.config) is not None or files.folder is None:
-            return known_kind(files.config) is not None or files.told is not None
+            return known_kind(files.config) is not None or files.named is not None
         brings = files.named or files.is_apart or "quantization" in files.config
         return bool(brings and files.own_layers())
     except HeadError:

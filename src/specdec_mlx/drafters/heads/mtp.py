@@ -64,21 +64,23 @@ class MTPFamily:
     further: Further = "again"
     label: str = "multi-token prediction"
 
-    def prefix_at(self, config: Config, depth: int = 0, form: str | None = None) -> str:
-        """Prefix of a layer's tensors in the original repository, or by another form."""
+    def prefix_at(self, config: Config, depth: int = 0) -> str:
+        """Prefix of a layer's tensors in the original repository."""
         layer = int(config.get("num_hidden_layers") or 0) + depth
-        return (self.prefix if form is None else form).format(layer=layer, depth=depth)
+        return self.prefix.format(layer=layer, depth=depth)
 
     def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
         """Prefixes of the layers found among tensors, in order."""
         # the original's, and those of conversions and of a repository of the layer alone
         forms = (self.prefix, "mtp.layers.{depth}.", "mtp.", "")
         for outer, form in product(("", "language_model.", "model."), forms):
-            prefixes = (outer + self.prefix_at(config, depth, form) for depth in count())
-            first = next(prefixes)
-            if f"{first}{self.names['projection']}.weight" in names:
-                further = takewhile(lambda p: any(n.startswith(p) for n in names), prefixes)
-                return [first, *(further if self.further != "again" and "{" in form else ())]
+            family = replace(self, prefix=outer + form)
+            found = [family.prefix_at(config)]
+            if f"{found[0]}{self.names['projection']}.weight" in names:
+                further = (family.prefix_at(config, depth) for depth in count(1))
+                if self.further != "again" and "{" in form:
+                    found += takewhile(lambda p: any(n.startswith(p) for n in names), further)
+                return found
         return []
 
     def ours(self, num_layers: int = 1) -> dict[str, str]:
@@ -398,7 +400,7 @@ def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
     return weights | {name: mx.stack([x[i] for i in sorted(x)]) for name, x in parts.items()}
 
 
-def look_less_one(tensors: Mapping[str, mx.array]) -> bool:
+def less_one(tensors: Mapping[str, mx.array]) -> bool:
     """True if a decoder layer's norms look stored as w - 1, where a file does not tell.
 
     0.95 is halfway between the nearest means of heads published for Qwen 3.5 and 3.6, 0.6 and 1.3
