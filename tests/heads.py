@@ -277,27 +277,20 @@ def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> di
     return stored
 
 
-def _in_body(path: str, part: nn.Module) -> bool:
-    """True for a matrix of the decoder layer that can be quantized: converters leave the rest."""
-    return "body" in path and hasattr(part, "to_quantized") and part.weight.shape[-1] % 32 == 0
-
-
 def write_conversion(
     folder: Path,
     file: str,
     name: str = "qwen3_5",
-    *,
     renamed: Callable[[str], str] = str,
     bits: int | None = None,
     less_one: bool = False,
     one_by_one: bool = False,
     **more: Any,
 ) -> Head:
-    """A model of a type, converted with its prediction layer, of random weights; returns that.
+    """A model as converters write it, with a prediction layer, which is returned.
 
-    file: of the layer, or an index; the model's own for one that stays there. renamed: of a
-    published name, what is written. bits: of its matrices. less_one: its norms are stored as w - 1.
-    one_by_one: its experts. more: of its config.
+    file: of the layer, or its index, or the model's. renamed: of published names. less_one: its
+    norms are w - 1. one_by_one: its experts. more: of a config.
     """
     written = json.loads((write_model_folder(folder) / "config.json").read_text())
     size, config = {"vocab_size": written["vocab_size"]}, tiny.CONFIGS[name]
@@ -309,7 +302,13 @@ def write_conversion(
     mx.save_safetensors(str(folder / "model.safetensors"), own, metadata={"format": "mlx"})
     head = random_head(mtp(name, **size), model)
     if bits is not None:
-        nn.quantize(head, 32, bits, class_predicate=_in_body)
+        nn.quantize(
+            head.body,
+            *(32, bits),
+            class_predicate=lambda _, m: (
+                hasattr(m, "to_quantized") and m.weight.shape[-1] % 32 == 0
+            ),
+        )
     layer = as_published(head, FAMILIES[name], part)
     layer |= {key: x - 1 for key, x in layer.items() if "norm" in key and less_one}
     for key in [key for key in layer if "switch_mlp" in key and one_by_one]:
@@ -317,9 +316,8 @@ def write_conversion(
         layer |= {key.replace("switch_mlp", f"experts.{i}"): x for i, x in each}
     layer = {renamed(key): x for key, x in layer.items()}
     if file.endswith(".json"):
-        index = {"weight_map": dict.fromkeys(layer, "mtp-00001-of-00001.safetensors")}
-        (folder / file).write_text(json.dumps(index))
-        file = "mtp-00001-of-00001.safetensors"
+        index, file = folder / file, "mtp-00001-of-00001.safetensors"
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(layer, file)}))
     (folder / file).parent.mkdir(exist_ok=True)
     mx.save_safetensors(str(folder / file), own | layer if file == "model.safetensors" else layer)
     return head

@@ -37,32 +37,35 @@ LAYOUTS = {
     "PARD-Qwen3-0.6B": ("Qwen3-14B-4bit", {"model_type": "qwen3", "pard_token": 5}),
 }
 
-STEP = re.compile(r"model\.layers\.(\d+)\.(?:transformer\.)?")
+BITS = {"quantization": {"group_size": 64, "bits": 4}}
 CONVERSIONS: dict[str, dict[str, Any]] = {
-    # who writes a model for MLX so, or an example, and what stands in published ones
+    # what writes a model for MLX with its prediction layer, and how
     "mlx-lm #1543": {"file": "mtp.safetensors.index.json", "less_one": True},
-    "MTPLX": {
-        "file": "a.safetensors",
-        "bits": 4,
-        "mlx_lm_extra_tensors": {"mtp_file": "a.safetensors"},
-    },
+    "MTPLX": {"file": "mtp.safetensors", "bits": 4, **BITS},
     "vllm-mlx": {"file": "mtp/weights.safetensors", "name": "qwen3_5_moe", "bits": 4},
     "Rapid-MLX": {"file": "mtp/model.safetensors", "renamed": lambda name: name[len("mtp.") :]},
-    "mlx-optiq": {"file": "optiq/mtp.safetensors", "bits": 8, "less_one": True},
-    "Ornith": {"file": "mtp.safetensors", "name": "qwen3_5_moe", "one_by_one": True},
-    "oMLX": {
-        "file": "model.safetensors",
-        "renamed": "language_model.{}".format,
-        "quantization": {"group_size": 64, "bits": 4},
+    "mlx-optiq": {
+        "file": "a.safetensors",
+        "bits": 8,
+        "less_one": True,
+        "mtp_file": "a.safetensors",
     },
+    "Ornith": {"file": "mtp.safetensors", "name": "qwen3_5_moe", "one_by_one": True},
+    "oMLX": {"file": "model.safetensors", "renamed": "language_model.{}".format, **BITS},
     "Step 3.5": {
         "file": "mtp.safetensors",
         "name": "step3p5",
         "bits": 4,
-        "renamed": lambda name: STEP.sub(lambda found: f"mtp.layers.{int(found[1]) - 4}.", name),
+        "renamed": lambda n: f"mtp.layers.{int(n[13]) - 4}.{n[15:].removeprefix('transformer.')}",
     },
     "original": {"file": "model.safetensors", "less_one": True},
 }
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"mlx_lm_extra_tensors": {"mtp_file": "b"}}, "names b for its prediction layer, which is not"),
+    ({"renamed": lambda n: n.replace("up_proj.w", "up_proj.qw")}, "not read (mtp.layers.0.mlp.up_"),
+    ({"renamed": "draft.{}".format}, "in mtp.safetensors, which has draft.mtp.fc.weight"),
+    ({"model_type": "qwen9"}, "no head of a known kind"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -144,32 +147,13 @@ def test_a_layer_in_the_models_own_folder_drafts_for_it(made_by: str, tmp_path: 
     assert drafted.stats.drafted > 0
 
 
-TOLD = {"file": "mtp.safetensors", "mtp_file": "b.safetensors"}
-REFUSED: dict[str, tuple[dict[str, Any], str]] = {
-    "not fetched": (TOLD, "names b.safetensors for its prediction layer, which is not here"),
-    "packed": (
-        {
-            "file": "mtp.safetensors",
-            "renamed": lambda name: name.replace("p_proj.weight", "p_proj.weight_packed"),
-        },
-        "quantized in a way that mlx-lm does not read (mtp.layers.0.mlp.up_proj.weight_packed)",
-    ),
-    "unknown names": (
-        {"file": "mtp.safetensors", "renamed": "draft.{}".format},
-        "layer (mtp....) in mtp.safetensors, which has draft.mtp.fc.weight",
-    ),
-    "unknown kind": ({"file": "mtp.safetensors", "model_type": "qwen9"}, "no head of a known kind"),
-}
-
-
-@pytest.mark.parametrize("fault", REFUSED)
-def test_a_layer_that_cannot_be_loaded_is_refused_in_a_sentence(fault: str, tmp_path: Path) -> None:
-    """By `auto`, which goes on without it, and by `load_head`."""
-    how, words = REFUSED[fault]
-    heads.write_conversion(tmp_path / "Qwen", **how)
+@in_one_test(("how", "words"), REFUSED)
+def test_a_layer_that_cannot_be_loaded_is_refused(how: Any, words: str, tmp_path: Path) -> None:
+    """In a sentence: by `auto`, which goes on without it, and by `load_head`."""
+    heads.write_conversion(tmp_path / "Qwen", "mtp.safetensors", **how)
     choice = choose_for(str(tmp_path / "Qwen"))
     assert choice.found is None
-    assert "own prediction layer is left out: " in choice.lines[1]
+    assert "Qwen's own prediction layer is left out: " in choice.lines[1]
     assert words in choice.lines[1]
     with pytest.raises(HeadError, match=re.escape(words)):
         sd.load_head(tmp_path / "Qwen", heads.target(width=64, vocab=268))

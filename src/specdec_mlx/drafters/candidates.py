@@ -91,9 +91,9 @@ class Choice(NamedTuple):
 def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) -> Choice:
     """What `--draft-model auto` takes for a model that is here: a head for it, or a small model.
 
-    Looked for beside the model's folder and in the Hugging Face cache, or in `where`; with `fetch`
-    a head that the table of known ones names is fetched if nothing is here. A head that fits by
-    its sizes alone is left out: it may have been trained on another model's states. Raises
+    Looked for in the model's folder, beside it and in the Hugging Face cache, or in `where`; with
+    `fetch` a head that the table of known ones names is fetched if nothing is here. A head that
+    fits by its sizes alone is left out: it may have been trained on another model's states. Raises
     ModelFolderError.
     """
     folder = locate(model)
@@ -133,12 +133,12 @@ def _own_head(folder: Path, name: str) -> Choice:
         if files.own_layers():
             line = f"{name} drafts: prediction layer in its own folder ({files.list_file})."
             return Choice(str(folder / str(files.list_file)), [line])
-        fault = refusal(files) if files.is_apart else None
+        if not files.is_apart:
+            return Choice(None, [])
+        fault = refusal(files)
     except HeadError as error:
         fault = str(error)
-    return Choice(
-        None, [] if fault is None else [f"{name}'s own prediction layer is left out: {fault}"]
-    )
+    return Choice(None, [f"{name}'s own prediction layer is left out: {fault}"])
 
 
 def _small_model(model: str, where: Path | None, lines: list[str]) -> str | None:

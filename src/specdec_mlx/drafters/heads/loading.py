@@ -312,8 +312,9 @@ def load_head(
     """A trained head as a drafter for a loaded target; `describe()` says what was recognised.
 
     Args:
-        path_or_repo: folder or Hugging Face name, of a head or of the original repository of a
-            target with a multi-token prediction layer. Only files that hold the head are fetched.
+        path_or_repo: folder or Hugging Face name, of a head, or of a target with its multi-token
+            prediction layer: the original repository, or a conversion that kept it; or a file in
+            such a folder. Only files that hold the head are fetched.
         target: the model to draft for, which lends it embeddings and head.
         draft_bits: quantize the head's matrices to so many bits.
         greedy: propose the argmax, a point mass, whatever the target's sampling.

@@ -5,7 +5,8 @@
 
 (DeepSeek-V3, arXiv 2412.19437, equations 21 to 23.) h_t is the target's state after its final norm;
 s(t) takes its place further on. The decoder layer is a model of mlx-lm's with one layer. mlx-lm
-drops these tensors, so they are read from the original repository.
+drops these tensors, so they are read from the original repository, or from where conversions keep
+them (`files.BESIDE`).
 """
 
 from __future__ import annotations
@@ -75,12 +76,11 @@ class MTPFamily:
         forms = (self.prefix, "mtp.layers.{depth}.", "mtp.", "")
         for outer, form in product(("", "language_model.", "model."), forms):
             family = replace(self, prefix=outer + form)
-            found = [family.prefix_at(config)]
-            if f"{found[0]}{self.names['projection']}.weight" in names:
-                further = (family.prefix_at(config, depth) for depth in count(1))
-                if self.further != "again" and "{" in form:
-                    found += takewhile(lambda p: any(n.startswith(p) for n in names), further)
-                return found
+            first = family.prefix_at(config)
+            if f"{first}{self.names['projection']}.weight" in names:
+                depths = count(1) if self.further != "again" and "{" in form else ()
+                further = (family.prefix_at(config, depth) for depth in depths)
+                return [first, *takewhile(lambda p: any(n.startswith(p) for n in names), further)]
         return []
 
     def ours(self, num_layers: int = 1) -> dict[str, str]:
