@@ -403,8 +403,7 @@ def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 def less_one(tensors: Mapping[str, mx.array]) -> bool:
     """True if a decoder layer's norms look stored as w - 1, where a file does not tell.
 
-    0.95 is halfway between the nearest means of heads published for Qwen 3.5 and 3.6, 0.6 and 1.3
-    (youssofal/MTPLX, issue 301).
+    Means in heads published for Qwen 3.5 and 3.6 are up to 0.6, or from 1.3 (MTPLX, issue 301).
     """
     ends = ("layernorm.weight", "q_norm.weight", "k_norm.weight")
     means = [x.astype(mx.float32).mean() for name, x in tensors.items() if name.endswith(ends)]
