@@ -60,7 +60,7 @@ def heads_lines(
     lines: list[str] = []
     refused: list[str] = []
     for name, place in folders:
-        if not is_head(place):
+        if folder is None or place.samefile(folder) or not is_head(place):
             continue
         config = config_of(place)
         fault, label = _misfit(config, target), FORMATS[known_kind(config) or "mtp"].label
@@ -70,7 +70,7 @@ def heads_lines(
     own = "  its original repository  multi-token prediction, "
     if (other := other_formula(target)) is not None:
         lines.append(f"{own}not to be loaded: it {other}")
-    if folder is not None and is_head(folder):
+    if folder is not None and _own_head(folder, model).found is not None:
         lines.append("  its own folder  multi-token prediction, here")
     elif family_of(target) is not None:
         lines.append(f"{own}to be fetched")
