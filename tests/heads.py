@@ -24,8 +24,10 @@ from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPFamily, MTPHead
 from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
+from specdec_mlx.drafters.lighter import quantized
 from specdec_mlx.training import trainees
 from specdec_mlx.training.trainees import Recipe, Size
+from tiny_model_folder import write_model_folder
 
 FIXTURES = Path(__file__).parent / "fixtures"
 WIDTH, VOCAB, NUM_LAYERS = 32, 97, 8
@@ -274,6 +276,46 @@ def as_published(head: Head, family: MTPFamily, config: Mapping[str, Any]) -> di
             if theirs is not None:
                 stored[prefix + theirs + path.removeprefix(ours[theirs])] = value
     return stored
+
+
+def write_conversion(
+    folder: Path,
+    file: str,
+    name: str = "qwen3_5",
+    renamed: Callable[[str], str] = str,
+    bits: int | None = None,
+    less_one: bool = False,
+    one_by_one: bool = False,
+    **more: Any,
+) -> Head:
+    """A model as converters write it, with a prediction layer, which is returned.
+
+    file: of the layer, or its index, or the model's. renamed: of published names. less_one: its
+    norms are w - 1. one_by_one: its experts. more: of a config.
+    """
+    written = json.loads((write_model_folder(folder) / "config.json").read_text())
+    size, config = {"vocab_size": written["vocab_size"]}, tiny.CONFIGS[name]
+    part = config.get("text_config", config) | size
+    changes = {"text_config": part} if "text_config" in config else size
+    (folder / "config.json").write_text(json.dumps({**config, **changes, **more}))
+    model = tiny.build(name, **changes)
+    own: dict[str, mx.array] = dict(tree_flatten(model.parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), own, metadata={"format": "mlx"})
+    head = random_head(mtp(name, **size), model)
+    if bits is not None:
+        head.body = quantized(head.body, bits)
+    layer = as_published(head, FAMILIES[name], part)
+    layer |= {key: x - 1 for key, x in layer.items() if "norm" in key and less_one}
+    for key in [key for key in layer if "switch_mlp" in key and one_by_one]:
+        each = enumerate(layer.pop(key))
+        layer |= {key.replace("switch_mlp", f"experts.{i}"): x for i, x in each}
+    layer = {renamed(key): x for key, x in layer.items()}
+    if file.endswith(".json"):
+        index, file = folder / file, "mtp-00001-of-00001.safetensors"
+        index.write_text(json.dumps({"weight_map": dict.fromkeys(layer, file)}))
+    (folder / file).parent.mkdir(exist_ok=True)
+    mx.save_safetensors(str(folder / file), own | layer if file == "model.safetensors" else layer)
+    return head
 
 
 def write_eagle3(folder: Path, target: nn.Module) -> Path:

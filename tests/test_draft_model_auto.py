@@ -4,18 +4,23 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 import huggingface_hub
+import mlx.core as mx
 import mlx_lm
 import pytest
+from mlx.utils import tree_flatten
 
 import command_line
 import heads
 import specdec_mlx as sd
 from selection import in_one_test
-from specdec_mlx.drafters.candidates import choose_for
+from specdec_mlx.drafters.candidates import choose_for, report
+from specdec_mlx.drafters.heads.loading import is_head
+from specdec_mlx.errors import HeadError
 from tiny_model_folder import write_model_folder
 
 CONFIGS = json.loads((heads.FIXTURES / "configs.json").read_text())
@@ -31,6 +36,36 @@ LAYOUTS = {
     ),
     "PARD-Qwen3-0.6B": ("Qwen3-14B-4bit", {"model_type": "qwen3", "pard_token": 5}),
 }
+
+BITS = {"quantization": {"group_size": 64, "bits": 4}}
+CONVERSIONS: dict[str, dict[str, Any]] = {
+    # what writes a model for MLX with its prediction layer, and how
+    "mlx-lm #1543": {"file": "mtp.safetensors.index.json", "less_one": True},
+    "MTPLX": {"file": "mtp.safetensors", "bits": 4, **BITS},
+    "vllm-mlx": {"file": "mtp/weights.safetensors", "name": "qwen3_5_moe", "bits": 4},
+    "Rapid-MLX": {"file": "mtp/model.safetensors", "renamed": lambda name: name[len("mtp.") :]},
+    "mlx-optiq": {
+        "file": "a.safetensors",
+        "bits": 8,
+        "less_one": True,
+        "mtp_file": "a.safetensors",
+    },
+    "Ornith": {"file": "mtp.safetensors", "name": "qwen3_5_moe", "one_by_one": True},
+    "oMLX": {"file": "model.safetensors", "renamed": "language_model.{}".format, **BITS},
+    "Step 3.5": {
+        "file": "mtp.safetensors",
+        "name": "step3p5",
+        "bits": 4,
+        "renamed": lambda n: f"mtp.layers.{int(n[13]) - 4}.{n[15:].removeprefix('transformer.')}",
+    },
+    "original": {"file": "model.safetensors", "less_one": True},
+}
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"mlx_lm_extra_tensors": {"mtp_file": "b"}}, "names b for its prediction layer, which is not"),
+    ({"renamed": lambda n: n.replace("up_proj.w", "up_proj.qw")}, "not read (mtp.layers.0.mlp.up_"),
+    ({"renamed": "draft.{}".format}, "in mtp.safetensors, which has draft.mtp.fc.weight"),
+    ({"model_type": "qwen9"}, "no head of a known kind"),
+]
 
 
 @pytest.fixture(autouse=True)
@@ -87,6 +122,42 @@ def test_each_refusal_is_a_sentence(tmp_path: Path) -> None:
         ("small-2", "one model is enough"),
     ):
         assert f"{name} is left out: {reason}" in said
+
+
+@pytest.mark.parametrize("made_by", CONVERSIONS)
+def test_a_layer_in_the_models_own_folder_drafts_for_it(made_by: str, tmp_path: Path) -> None:
+    """It is what was written, bits and norms too; the text is the model's own."""
+    how, folder = CONVERSIONS[made_by], tmp_path / "Qwen"
+    head = heads.write_conversion(folder, **how)
+    choice = choose_for(str(folder))
+    assert choice.found == str(folder / how["file"])
+    assert choice.lines == [f"Qwen drafts: prediction layer in its own folder ({how['file']})."]
+    assert "its own folder  multi-token" in report(str(folder), tmp_path)
+    assert is_head(choice.found)
+    assert is_head(folder) == (made_by != "original")
+    model, tokenizer = mlx_lm.load(str(folder))
+    named, found = (sd.load_head(one, model) for one in (folder, choice.found))
+    expected, loaded = (dict[str, Any](tree_flatten(h.parameters())) for h in (head, named.head))
+    assert expected.keys() == loaded.keys()
+    assert all(mx.allclose(x, loaded[name], atol=1e-6) for name, x in expected.items())
+    assert found.key == named.key
+    options: dict[str, Any] = {"max_tokens": 16, "temp": 0, "drafter": None}
+    plain = sd.generate(model, tokenizer, "the rain in", **options)
+    drafted = sd.generate(model, tokenizer, "the rain in", draft_model="auto", **options)
+    assert drafted == plain
+    assert drafted.stats.drafted > 0
+
+
+@in_one_test(("how", "words"), REFUSED)
+def test_a_layer_that_cannot_be_loaded_is_refused(how: Any, words: str, tmp_path: Path) -> None:
+    """In a sentence: by `auto`, which goes on without it, and by `load_head`."""
+    heads.write_conversion(tmp_path / "Qwen", "mtp.safetensors", **how)
+    choice = choose_for(str(tmp_path / "Qwen"))
+    assert choice.found is None
+    assert "Qwen's own prediction layer is left out: " in choice.lines[1]
+    assert words in choice.lines[1]
+    with pytest.raises(HeadError, match=re.escape(words)):
+        sd.load_head(tmp_path / "Qwen", heads.target(width=64, vocab=268))
 
 
 def test_nothing_is_fetched_unless_told_to(tmp_path: Path) -> None:

@@ -13,17 +13,19 @@ from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
+from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.loading import (
     FORMATS,
     VOCABULARY_MARGIN,
     config_of,
     is_head,
     known_kind,
+    refusal,
 )
 from specdec_mlx.drafters.heads.mtp import family_of, other_formula
 from specdec_mlx.drafters.registry import describe_drafters
 from specdec_mlx.drafters.shared_vocabulary import shared_between
-from specdec_mlx.errors import ModelFolderError, TokenizerMismatchError
+from specdec_mlx.errors import HeadError, ModelFolderError, TokenizerMismatchError
 from specdec_mlx.models import check_folder, is_path
 from specdec_mlx.stats.theory import best_draft_length, expected_speedup
 
@@ -58,18 +60,19 @@ def heads_lines(
     lines: list[str] = []
     refused: list[str] = []
     for name, place in folders:
-        config = config_of(place)
-        kind = known_kind(config)
-        if kind is None:
+        if folder is None or place.samefile(folder) or not is_head(place):
             continue
-        refusal = _misfit(config, target)
-        line = f"  {name}  {FORMATS[kind].label}, {refusal or 'here' + known.get(name, '')}"
-        (lines if refusal is None else refused).append(line)
+        config = config_of(place)
+        fault, label = _misfit(config, target), FORMATS[known_kind(config) or "mtp"].label
+        line = f"  {name}  {label}, {fault or 'here' + known.get(name, '')}"
+        (lines if fault is None else refused).append(line)
     lines += [*refused, *(f"  {one}  to be fetched{note}" for one, note in known.items())]
     own = "  its original repository  multi-token prediction, "
     if (other := other_formula(target)) is not None:
         lines.append(f"{own}not to be loaded: it {other}")
-    if family_of(target) is not None:
+    if folder is not None and _own_head(folder, model).found is not None:
+        lines.append("  its own folder  multi-token prediction, here")
+    elif family_of(target) is not None:
         lines.append(f"{own}to be fetched")
     return ["", f"Trained heads for {model} (--draft-model):", *lines] if lines else []
 
@@ -88,9 +91,9 @@ class Choice(NamedTuple):
 def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) -> Choice:
     """What `--draft-model auto` takes for a model that is here: a head for it, or a small model.
 
-    Looked for beside the model's folder and in the Hugging Face cache, or in `where`; with `fetch`
-    a head that the table of known ones names is fetched if nothing is here. A head that fits by
-    its sizes alone is left out: it may have been trained on another model's states. Raises
+    Looked for in the model's folder, beside it and in the Hugging Face cache, or in `where`; with
+    `fetch` a head that the table of known ones names is fetched if nothing is here. A head that
+    fits by its sizes alone is left out: it may have been trained on another model's states. Raises
     ModelFolderError.
     """
     folder = locate(model)
@@ -99,18 +102,19 @@ def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) ->
     known = [one for one, note in known_repositories(name).items() if not note]
     target = config_of(folder)
     places = [*(() if cached else models_in(folder.parent)), *models_in(where)]
-    found, lines = None, list[str]()
-    for one, place in {place.resolve(): (one, place) for one, place in places}.values():
-        if (kind := known_kind(config_of(place))) is None:
-            continue
-        refusal = _misfit(config_of(place), target)
-        if refusal is None and not _is_for(one, name, known):
-            refusal = "nothing says that it was made for this model; name it to take it"
-        if refusal is None and found is None:
-            found = str(place)
-            lines.insert(0, f"{one} drafts: {FORMATS[kind].label} for {name}.")
+    found, lines = _own_head(folder, name)
+    others = {place.resolve(): (one, place) for one, place in places}
+    others.pop(folder.resolve(), None)
+    for one, place in filter(lambda other: is_head(other[1]), others.values()):
+        config = config_of(place)
+        fault = _misfit(config, target)
+        if fault is None and not _is_for(one, name, known):
+            fault = "nothing says that it was made for this model; name it to take it"
+        if fault is None and found is None:
+            found, label = str(place), FORMATS[known_kind(config) or "mtp"].label
+            lines.insert(0, f"{one} drafts: {label} for {name}.")
         else:
-            lines.append(f"{one} is left out: {refusal or 'one head is enough'}.")
+            lines.append(f"{one} is left out: {fault or 'one head is enough'}.")
     if found is None:
         found = _small_model(str(folder), where, lines)
     if found is None and known and fetch:
@@ -120,6 +124,21 @@ def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) ->
         ways = f" Known: {', '.join(known)}; auto:fetch=true fetches the first." if known else ""
         lines.insert(0, f"Nothing here drafts for {name} but look-up in the text.{ways}")
     return Choice(found, lines)
+
+
+def _own_head(folder: Path, name: str) -> Choice:
+    """The file or index in a model's own folder that lists its prediction layer."""
+    try:
+        files = HeadFiles(folder)
+        if files.own_layers():
+            line = f"{name} drafts: prediction layer in its own folder ({files.list_file})."
+            return Choice(str(folder / str(files.list_file)), [line])
+        if not files.is_apart:
+            return Choice(None, [])
+        fault = refusal(files)
+    except HeadError as error:
+        fault = str(error)
+    return Choice(None, [f"{name}'s own prediction layer is left out: {fault}"])
 
 
 def _small_model(model: str, where: Path | None, lines: list[str]) -> str | None:
@@ -148,7 +167,7 @@ def _is_for(head: str, model: str, known: Iterable[str]) -> bool:
 
 def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     """Why a head cannot serve a target, by their configs; None if it can."""
-    if not FORMATS[known_kind(config) or ""].loads:
+    if not FORMATS[known_kind(config) or "mtp"].loads:
         return "cannot be loaded yet"
     try:
         head = config.get("transformer_layer_config") or config.get("text_config") or config

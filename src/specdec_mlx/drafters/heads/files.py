@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 from collections.abc import Iterable, Mapping
 from functools import cached_property
 from importlib.util import find_spec
@@ -21,27 +22,44 @@ from huggingface_hub.errors import (
 )
 from safetensors import safe_open
 
+from specdec_mlx.drafters.heads.mtp import family_of
 from specdec_mlx.errors import HeadError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
 SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # if there is no index, the first
 TORCH = ("pytorch_model.bin", "medusa_lm_head.pt")
+BESIDE = (  # where conversions for MLX keep a model's prediction layer, apart from its own tensors
+    *("mtp.safetensors.index.json", "mtp.safetensors", "mtp/weights.safetensors"),
+    *("mtp/model.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"),
+    "mtp-drafter/model.safetensors",
+)
+FOREIGN = re.compile(r"\.(weight_scale|weight_packed|qweight)$")  # of compressed-tensors, GPTQ
 
 
 class HeadFiles:
-    """A head's config and tensors; torch_files: read torch's where there is no other file."""
+    """A head's config and tensors; torch_files: read torch's where there is no other file.
+
+    A file or an index may be named, in the folder of its config.json or in one within that.
+    """
 
     def __init__(self, path_or_repo: str | Path, *, torch_files: bool = True) -> None:
         """Read the config.json of a folder or a repository; HeadError if that fails."""
         self.name = str(path_or_repo)
-        folder = Path(path_or_repo).expanduser()
+        folder, self.named = Path(path_or_repo).expanduser(), None
+        if folder.is_file() and folder.suffix in (".safetensors", ".json"):
+            file, folder = folder, folder.parent
+            folder = folder if (folder / CONFIG).is_file() else folder.parent
+            self.named = str(file.relative_to(folder))
         self.folder = folder if folder.is_dir() else None
         self.torch_files = torch_files
         path = self.path(CONFIG)
         if path is None:
             raise HeadError(f"{self.name} has no {CONFIG}, which says what kind of head it is.")
         self.config = self._read_json(path)
+        for said in (self.config, self.config.get("mlx_lm_extra_tensors")):
+            if self.named is None and isinstance(said, dict) and "mtp_file" in said:
+                self.named = str(said["mtp_file"])
 
     def _read_json(self, path: Path) -> dict[str, Any]:
         try:
@@ -91,19 +109,55 @@ class HeadFiles:
             raise HeadError(f"{self.name}: {name} was not fetched whole: {error}") from error
 
     @cached_property
+    def list_file(self) -> str | None:
+        """The file or index that lists the tensors, None for neither; HeadError if not here.
+
+        In order: one that was named, one beside the model's own, the index, a single file.
+        """
+        if self.named is None:
+            beside = BESIDE if self.folder is not None else ()
+            return next(filter(self.path, (*beside, INDEX, *SINGLE)), None)
+        if self.path(self.named) is None:
+            raise HeadError(
+                f"{self.name}: its {CONFIG} names {self.named} for its prediction layer, which is "
+                "not here. Fetch it with hf download."
+            )
+        return self.named
+
+    @property
+    def is_apart(self) -> bool:
+        """True if the tensors stand apart from a model's own."""
+        return self.list_file not in (None, INDEX, *SINGLE)
+
+    @cached_property
     def weight_map(self) -> Mapping[str, str]:
         """Name of each tensor -> its file; by the index if there is one."""
-        index = self.path(INDEX)
-        if index is not None:
+        listed = self.list_file or ""
+        if listed.endswith(".json") and (index := self.path(listed)) is not None:
             files = self._read_json(index).get("weight_map")
             if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-                raise HeadError(f"{self.name}: {INDEX} does not name a file for each tensor.")
+                raise HeadError(f"{self.name}: {listed} does not name a file for each tensor.")
             return files
-        files = list(islice(filter(self.path, SINGLE), 1))
+        files = [listed] if listed else []
         if not files and self.folder is not None:
             files = sorted(path.name for path in self.folder.glob("*.safetensors"))
         files = files or list(islice(filter(self.path, TORCH), 1))
         return {tensor: file for file in files for tensor in self._tensors(file)[0]}
+
+    def own_layers(self) -> list[str]:
+        """Prefixes of the prediction layers that a model's files hold; none of other files.
+
+        Raises HeadError for a quantization that is not MLX's.
+        """
+        found, part = family_of(self.config), self.config.get("text_config") or self.config
+        prefixes = found[1].prefixes_in(self.weight_map, part) if found is not None else []
+        for name in self.weight_map:
+            if name.startswith((*prefixes,)) and FOREIGN.search(name):
+                raise HeadError(
+                    f"{self.name}: its prediction layer is quantized in a way that mlx-lm does not "
+                    f"read ({name}). Give the original repository, or a conversion for MLX."
+                )
+        return prefixes
 
     def read(self, names: Iterable[str]) -> tuple[dict[str, mx.array], bool]:
         """These tensors, from the files that hold them, and True if MLX wrote one of the files."""
@@ -116,7 +170,7 @@ class HeadFiles:
         """Tensors of a file, lazy, and True if it was written for MLX."""
         path = self.path(file)
         if path is None:
-            raise HeadError(f"{self.name} has no {file}, which its index names.")
+            raise HeadError(f"{self.name} has no {file}, which its index names. Fetch it too.")
         try:
             if path.suffix != ".safetensors":
                 return _read_torch(path), False

@@ -20,7 +20,7 @@ from specdec_mlx.drafters.heads.eagle import Eagle3, Eagle3Config, LayersHead, e
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
-from specdec_mlx.drafters.heads.mtp import MTPHead, family_of, mtp_weights, other_formula
+from specdec_mlx.drafters.heads.mtp import MTPHead, family_of, less_one, mtp_weights, other_formula
 from specdec_mlx.drafters.heads.one_pass import (
     DFlash,
     DFlash2,
@@ -211,8 +211,7 @@ def _medusa(source: Source) -> Head:
 
 def _mtp(source: Source) -> Head:
     files, found = source.files, family_of(source.files.config)
-    config = files.config.get("text_config") or files.config
-    prefixes = found[1].prefixes_in(files.weight_map, config) if found is not None else []
+    config, prefixes = files.config.get("text_config") or files.config, files.own_layers()
     if found is None or not prefixes:
         raise HeadError(refusal(files))
     source.check_width(config["hidden_size"])
@@ -226,6 +225,9 @@ def _mtp(source: Source) -> Head:
         wanted = [n for n, rest in rests.items() if rest.startswith(begins)]
         tensors, converted = files.read(n for n in wanted if not rests[n].startswith(SHARED_ENDS))
         default = family.norms_less_one and not converted
+        may_be = converted or files.is_apart or "quantization" in files.config
+        if family.norms_less_one and may_be and (prefix or not converted):
+            default = less_one(tensors)
         add_one = default if source.norms_less_one is None else source.norms_less_one
         weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
         ours = f"further.{depth - 1}." if depth else ""
@@ -240,10 +242,13 @@ def refusal(files: HeadFiles, kind: str | None = None) -> str:
         return f"{files.name} holds {FORMATS[kind].label}. That cannot be loaded yet."
     if (found := family_of(config)) is not None:
         prefix = found[1].prefix_at(config.get("text_config") or config)
+        where = ", which conversions leave out"
+        if files.is_apart:
+            where = f" in {files.list_file}, which has {min(files.weight_map, default='none')}"
         return (
             f"{files.name} is a {found[0]} model without the tensors of its multi-token prediction "
-            f"layer ({prefix}...), which conversions leave out. Give the original repository, or "
-            "one that has just this layer."
+            f"layer ({prefix}...){where}. Give the original repository, or one that has just this "
+            "layer."
         )
     if (other := other_formula(config)) is not None:
         return (
@@ -307,8 +312,9 @@ def load_head(
     """A trained head as a drafter for a loaded target; `describe()` says what was recognised.
 
     Args:
-        path_or_repo: folder or Hugging Face name, of a head or of the original repository of a
-            target with a multi-token prediction layer. Only files that hold the head are fetched.
+        path_or_repo: folder or Hugging Face name, of a head, or of a target with its multi-token
+            prediction layer: the original repository, or a conversion that kept it; or a file in
+            such a folder. Only files that hold the head are fetched.
         target: the model to draft for, which lends it embeddings and head.
         draft_bits: quantize the head's matrices to so many bits.
         greedy: propose the argmax, a point mass, whatever the target's sampling.
@@ -394,8 +400,18 @@ def config_of(path_or_repo: str | Path) -> dict[str, Any]:
 
 
 def is_head(path_or_repo: str | Path) -> bool:
-    """True if the config of a folder or repository is a head's."""
-    return known_kind(config_of(path_or_repo)) is not None
+    """True for a head's config, and for a conversion for MLX with its prediction layer.
+
+    That is one with a file apart for it, or quantized; any model, if a file in its folder is named.
+    """
+    try:
+        files = HeadFiles(path_or_repo)
+        if known_kind(files.config) is not None or files.folder is None:
+            return known_kind(files.config) is not None or files.named is not None
+        brings = files.named or files.is_apart or "quantization" in files.config
+        return bool(brings and files.own_layers())
+    except HeadError:
+        return False
 
 
 def _set_weights(head: Head, weights: Tensors, source: Source) -> None:
@@ -406,7 +422,7 @@ def _set_weights(head: Head, weights: Tensors, source: Source) -> None:
             return False
         return dict(infer_quant_config(path, part, weights))
 
-    if source.files.config.get("quantization") is not None:
+    if any(name.endswith(".scales") for name in weights):
         nn.quantize(head, class_predicate=stored)
     keeps_type = "e_score_correction_bias"  # a sum that chooses experts
     for name, x in weights.items():

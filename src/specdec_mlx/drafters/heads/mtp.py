@@ -5,15 +5,17 @@
 
 (DeepSeek-V3, arXiv 2412.19437, equations 21 to 23.) h_t is the target's state after its final norm;
 s(t) takes its place further on. The decoder layer is a model of mlx-lm's with one layer. mlx-lm
-drops these tensors, so they are read from the original repository.
+drops these tensors, so they are read from the original repository, or from where conversions keep
+them (`files.BESIDE`).
 """
 
 from __future__ import annotations
 
 import importlib
+import re
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field, replace
-from itertools import count, takewhile
+from itertools import count, product, takewhile
 from typing import Any, Literal
 
 import mlx.core as mx
@@ -70,15 +72,16 @@ class MTPFamily:
 
     def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
         """Prefixes of the layers found among tensors, in order."""
-        prefixes = [self.prefix_at(config)]
-        if self.further == "again":  # a repository of the layer alone has no prefix, or `mtp.`
-            prefixes += ["mtp.", ""]
-        projection = f"{self.names['projection']}.weight"
-        found = [prefix for prefix in prefixes if f"{prefix}{projection}" in names][:1]
-        if found and self.further != "again":
-            further = (self.prefix_at(config, depth) for depth in count(1))
-            found += takewhile(lambda p: any(n.startswith(p) for n in names), further)
-        return found
+        # the original's, and those of conversions and of a repository of the layer alone
+        forms = (self.prefix, "mtp.layers.{depth}.", "mtp.", "")
+        for outer, form in product(("", "language_model.", "model."), forms):
+            family = replace(self, prefix=outer + form)
+            first = family.prefix_at(config)
+            if f"{first}{self.names['projection']}.weight" in names:
+                depths = count(1) if self.further != "again" and "{" in form else ()
+                further = (family.prefix_at(config, depth) for depth in depths)
+                return [first, *takewhile(lambda p: any(n.startswith(p) for n in names), further)]
+        return []
 
     def ours(self, num_layers: int = 1) -> dict[str, str]:
         """Beginnings of a layer's names without prefix, the checkpoint's -> those of `MTPHead`.
@@ -87,6 +90,7 @@ class MTPFamily:
         """
         theirs = {part: old.format(last=num_layers - 1) for part, old in self.names.items()}
         found = {f"{old}.": f"{part}." for part, old in theirs.items()}
+        found |= {old.removeprefix("transformer."): new for old, new in found.items()}
         if not self.pre_norm and "norm" in theirs:
             found[f"{theirs['norm']}."] = f"body.{self.final_norm}."
         found |= {self.layer + old: f"body.{self.here}{new}" for old, new in self.renamed.items()}
@@ -382,4 +386,25 @@ def mtp_weights(
     if hasattr(shell, "sanitize"):
         convert = shell.sanitize(convert)
     weights |= {inside + name.partition(family.here)[2]: x for name, x in convert.items()}
+    weights = _stacked(weights)
     return {n: x + 1 if add_one and is_norm(n, x) else x for n, x in weights.items()}
+
+
+def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+    """Experts that are still one by one, as mlx-lm stacks them; quantized ones too."""
+    parts: dict[str, dict[int, mx.array]] = {}
+    for name in list(weights):
+        if found := re.fullmatch(r"(.*mlp\.)experts\.(\d+)\.(.+)", name):
+            stack = parts.setdefault(f"{found[1]}switch_mlp.{found[3]}", {})
+            stack[int(found[2])] = weights.pop(name)
+    return weights | {name: mx.stack([x[i] for i in sorted(x)]) for name, x in parts.items()}
+
+
+def less_one(tensors: Mapping[str, mx.array]) -> bool:
+    """True if a decoder layer's norms look stored as w - 1, where a file does not tell.
+
+    Means in heads published for Qwen 3.5 and 3.6 are up to 0.6, or from 1.3 (MTPLX, issue 301).
+    """
+    ends = ("layernorm.weight", "q_norm.weight", "k_norm.weight")
+    means = [x.astype(mx.float32).mean() for name, x in tensors.items() if name.endswith(ends)]
+    return bool(means) and bool(mx.stack(means).mean() < 0.95)
