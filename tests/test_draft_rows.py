@@ -20,7 +20,7 @@ import tiny
 import tiny_text
 from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request
+from specdec_mlx.batch.rows import Request, samples_of
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import Tuning
@@ -29,6 +29,7 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.session import RecurrentSession
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.drafters.rows import DraftRows, HeadRowSession, ModelRows, RowSession
+from specdec_mlx.target.inputs import CacheOptions
 
 PROMPTS = [[9], [5, 17, 99, 3, 41, 8, 7], [11, 12, 13], [30, 31] * 20]
 LENGTHS = [75, 12, 66, 50]
@@ -169,6 +170,27 @@ def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
     together = rows.keys() & alone.keys()
     assert len(together) > 0.9 * len(rows)
     assert {text: alone[text] for text in together} == {text: rows[text] for text in together}
+
+
+def test_a_head_begins_where_the_prompt_was_not_read_before(monkeypatch: Any) -> None:
+    """Several samples of one prompt: it pairs the states that it sees with the tokens after them."""
+    target, real, counts = tiny.build("qwen2"), HeadRowSession.propose, list[int]()
+
+    def propose(self: HeadRowSession, limit: int) -> Draft:
+        counts.append(self.waiting.start + self.waiting.num_rows - len(self.tokens))
+        return real(self, limit)
+
+    monkeypatch.setattr(HeadRowSession, "propose", propose)
+    head = HeadDrafter(heads.random_head(heads.HEADS["eagle3"], target))
+    batch = BatchGeneration(target, head, draft_length=2)
+    asked = Request(PROMPTS[3], LENGTHS[3], sd.Sampling())
+    for one in samples_of(target, asked, 2, CacheOptions(), batch.stream):
+        batch.insert(one)
+    texts: dict[int, list[int]] = {0: [], 1: []}
+    for uid, token, *_ in batch.run():
+        texts[uid].append(token.token)
+    assert texts == dict.fromkeys(texts, plain("qwen2")[3])
+    assert set(counts) == {-1}  # the state of all but the last token
 
 
 def test_all_rows_draft_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:

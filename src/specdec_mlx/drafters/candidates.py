@@ -60,7 +60,7 @@ def heads_lines(
     lines: list[str] = []
     refused: list[str] = []
     for name, place in folders:
-        if folder is None or place.samefile(folder) or not is_head(place):
+        if not is_head(place) or (folder is not None and place.samefile(folder)):
             continue
         config = config_of(place)
         fault, label = _misfit(config, target), FORMATS[known_kind(config) or "mtp"].label

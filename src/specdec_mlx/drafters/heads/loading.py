@@ -400,16 +400,10 @@ def config_of(path_or_repo: str | Path) -> dict[str, Any]:
 
 
 def is_head(path_or_repo: str | Path) -> bool:
-    """True for a head's config, and for a conversion for MLX with its prediction layer.
-
-    That is one with a file apart for it, or quantized; any model, if a file in its folder is named.
-    """
+    """True for a head's config, and for a file that was named in a model's folder."""
     try:
         files = HeadFiles(path_or_repo)
-        if known_kind(files.config) is not None or files.folder is None:
-            return known_kind(files.config) is not None or files.named is not None
-        brings = files.named or files.is_apart or "quantization" in files.config
-        return bool(brings and files.own_layers())
+        return known_kind(files.config) is not None or Path(files.name).expanduser().is_file()
     except HeadError:
         return False
 
