@@ -152,7 +152,9 @@ def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
     with monkeypatch.context() as patched:
         for kinds, where in ((RecurrentSession, found[0]), (HeadRowSession, found[1])):
 
-            def propose(self: Any, limit: int, real: Any = kinds.propose, kept: Any = where) -> Draft:
+            def propose(
+                self: Any, limit: int, real: Any = kinds.propose, kept: Any = where
+            ) -> Draft:
                 draft: Draft = real(self, limit)
                 kept[tuple(self.tokens)] = list(map(int, draft.tokens))
                 return draft

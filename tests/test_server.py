@@ -9,6 +9,7 @@ import subprocess
 import sys
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from queue import Queue
@@ -309,7 +310,8 @@ def refused(client: openai.OpenAI, **more: Any) -> str:
 
 def test_a_head_drafts_and_the_text_is_plain_decodings(with_head: openai.OpenAI) -> None:
     """Also at a temperature, under the rule that has one text for a seed; and of a later turn, on
-    the caches that were kept of the earlier one, of which the head has seen nothing.
+    the caches that were kept of the earlier one, of which the head has seen nothing; and of
+    several at once.
     """
     first = {"role": "assistant", "content": text_of(briefly(with_head))}
     turns = [*MESSAGES, first, {"role": "user", "content": "and then the hat"}]
@@ -321,6 +323,17 @@ def test_a_head_drafts_and_the_text_is_plain_decodings(with_head: openai.OpenAI)
             assert text_of(reply) == text_of(plain)
             assert reply.usage.speculation["drafter"] == name
             assert reply.usage.speculation["drafted"] > 0
+    asked = [[{"role": "user", "content": word * 3}] for word in ("the hat ", "a rain ", "in ")]
+
+    def long(messages: list[Any], drafter: str) -> Any:
+        return chat(with_head, messages, max_tokens=150, extra_body={"drafter": drafter})
+
+    plain = [text_of(long(messages, "none")) for messages in asked]
+    with ThreadPoolExecutor(3) as pool:
+        replies = list(pool.map(long, asked, ["model"] * 3))
+    assert list(map(text_of, replies)) == plain
+    accounts = [reply.usage.speculation for reply in replies]
+    assert sum(account["drafted"] for account in accounts if account["batched"]) > 100
 
 
 def test_a_request_may_name_a_head_as_its_draft_model(

@@ -221,7 +221,10 @@ class RowSession(AsRow, ModelSession):
     def read_alone(self) -> Rollback:
         """What is read before this is a row."""
         self.catch_up()
-        self.position, self.base = self.rollback.position, self.rollback.end - self.rollback.position
+        self.position, self.base = (
+            self.rollback.position,
+            self.rollback.end - self.rollback.position,
+        )
         return self.rollback
 
     def hold(self, draws: Draws) -> None:
