@@ -175,7 +175,7 @@ def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
 
 
 def test_a_head_begins_where_the_prompt_was_not_read_before(monkeypatch: Any) -> None:
-    """Several samples of one prompt: it pairs the states that it sees with the tokens after them."""
+    """Samples of one prompt: it pairs the states that it sees with the tokens after them."""
     target, real, counts = tiny.build("qwen2"), HeadRowSession.propose, list[int]()
 
     def propose(self: HeadRowSession, limit: int) -> Draft:

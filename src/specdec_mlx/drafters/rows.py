@@ -7,7 +7,6 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
-import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, GoesOn
@@ -39,16 +38,14 @@ class DraftRows:
 
 def rows_for(drafter: Any) -> ModelRows | None:
     """Shared passes of its model, or of a head with one layer; None where there cannot be any."""
-    model, kind = drafter.model, {ModelDrafter: ModelRows, HeadDrafter: HeadRows}
-    if type(drafter) not in kind:  # an exit is no model
+    model, kind = drafter.model, type(drafter)
+    is_head = kind is HeadDrafter and issubclass(model.session, RecurrentSession) and model.moves_on
+    if not (is_head or kind is ModelDrafter):  # an exit is no model
         return None
-    is_head = type(drafter) is HeadDrafter
-    if is_head and not (issubclass(model.session, RecurrentSession) and model.moves_on):
-        return None
-    fresh = model.make_cache() if is_head else make_prompt_cache(model)
+    fresh = make_prompt_cache(model)
     may = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
     caches = RowCaches.like(fresh) if may else None
-    return None if caches is None else kind[type(drafter)](model, caches)
+    return None if caches is None else (HeadRows if is_head else ModelRows)(model, caches)
 
 
 @dataclass
@@ -128,7 +125,7 @@ class ModelRows:
 class HeadRows(ModelRows):
     """A head's passes over several texts: over pairs of a state and the token after it."""
 
-    states: Sequence[mx.array]
+    states: list[mx.array]
 
     @property
     def kind(self) -> type[Any]:
@@ -141,7 +138,7 @@ class HeadRows(ModelRows):
             tokens = self.feed([session.num_pending for session in self.sessions])
         else:
             self.run(tokens)
-        return mx.split(self.model.logits(mx.concatenate(self.states)), len(tokens))
+        return list(mx.split(self.model.logits(mx.concatenate(self.states)), len(tokens)))
 
     def feed(self, counts: Sequence[int]) -> list[list[int]]:
         """Read so many of the pairs of each text; returns their tokens."""
@@ -207,6 +204,10 @@ class AsRow:
         self.was_asked = self.drawn is not None
         return self.drawn
 
+    def hold(self, draws: Draws) -> None:
+        """Take a draft."""
+        self.drawn = draws
+
 
 class RowSession(AsRow, ModelSession):
     """A draft model's side of one of several texts."""
@@ -229,7 +230,7 @@ class RowSession(AsRow, ModelSession):
 
     def hold(self, draws: Draws) -> None:
         """Take a draft, which is in the row but for its last token."""
-        self.drawn = draws
+        super().hold(draws)
         self.position = len(self.tokens) + len(draws) - 1
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -270,11 +271,6 @@ class HeadRowSession(AsRow, RecurrentSession):
         """Pairs that are complete, and not read."""
         return min(self.waiting.num_rows, len(self.tokens) - 1 - self.waiting.start)
 
-    @property
-    def is_row(self) -> bool:
-        """True if it reads with the others."""
-        return self in self.rows_of_model.sessions
-
     def take_pairs(self, count: int) -> tuple[mx.array, list[int]]:
         """States [n, D] and tokens of the next pairs, which count as read."""
         first = self.waiting.start + 1
@@ -289,10 +285,6 @@ class HeadRowSession(AsRow, RecurrentSession):
                 return self.waiting.rollback
         return None
 
-    def hold(self, draws: Draws) -> None:
-        """Take a draft."""
-        self.drawn = draws
-
     def observe(self, tokens: Sequence[int]) -> None:
         """Take the tokens emitted, of which the first make a row of this."""
         if len(self.tokens) == self.num_prompt:
@@ -301,7 +293,7 @@ class HeadRowSession(AsRow, RecurrentSession):
         self.drawn = None
 
     def _read_if_many(self) -> None:
-        if self.is_row:
+        if self in self.rows_of_model.sessions:
             self.rows_of_model.catch_up()
         else:
             super()._read_if_many()

@@ -20,8 +20,8 @@ from specdec_mlx.contracts import DraftContext, Drafter, DraftSession, LogitsPro
 from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf, Several
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
-from specdec_mlx.drafters.rows import RowSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.drafters.rows import RowSession
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.target.strategies import leaves
