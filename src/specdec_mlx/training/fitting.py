@@ -105,6 +105,9 @@ CHECKPOINT = "checkpoint.safetensors"
 SECONDS = 120.0  # between two checkpoints
 MUCH = 1.5  # overfitting: so many times as much kept on texts that it is trained on as on others
 MEASUREMENTS = 8  # on held-out text, in a training
+FIRST = 60.0  # seconds of updates after which the rest is estimated
+LEARNT = ((10_000, 0.05), (40_000, 0.15), (100_000, 0.2))
+"""Tokens that an `mtp` layer had learnt -> share of first drafted tokens kept; docs/training.md."""
 
 
 @dataclass(frozen=True)
@@ -152,7 +155,7 @@ def fit(
         return progress.step if schedule.minutes is None else int(clock.seconds() - progress.began)
 
     done, kept = so_far(), clock.seconds()
-    acceptance, losses = None, list[float]()
+    acceptance, losses, is_told = None, list[float](), clock.seconds() - progress.began > FIRST
     shown: Any = {"desc": "training", "unit": "", "mininterval": 1, "miniters": 0}
     with tqdm(total=total, initial=done, **shown) as bar:
         while done < total:
@@ -165,6 +168,9 @@ def fit(
             before, done = done, so_far()
             bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
             bar.update(min(done, total) - bar.n)
+            if not is_told and (seconds := clock.seconds() - progress.began) > FIRST and done:
+                bar.write(estimate(progress.tokens * total / done, seconds * total / done))
+                is_told = True
             if done // every > before // every or done >= total:
                 acceptance = measure(trainee, held_out, len(held_out))
                 loss = float(np.mean(losses))
@@ -183,6 +189,16 @@ def fit(
     if same.kept > MUCH * acceptance.kept:
         tqdm.write("It overfits: more texts would help, and more updates would not.")
     return progress.curve, acceptance, same
+
+
+def estimate(tokens: float, seconds: float) -> str:
+    """What a training will have learnt at its end, at its pace, and what as much brought before."""
+    counts, shares = zip(*LEARNT, strict=True)
+    share = np.interp(math.log(max(1.0, tokens)), np.log(counts), shares)
+    return (
+        f"At this pace it learns {tokens:,.0f} tokens in {seconds / 60:.0f} minutes. After as many a "
+        f"layer of SmolLM2-135M had {share:.2f} of its first drafted tokens kept (docs/training.md)."
+    )
 
 
 def update(trainee: Trainee, optimizer: Any, batch: Batch, compare: Divergence) -> float:
