@@ -4,6 +4,7 @@
     python docs/figures.py benchmark RECORD.json # first takes over what `bench --json` wrote
     python docs/figures.py greedy RECORD.json    # the same, of the trained pair that ships
     python docs/figures.py sampled RECORD.json   # and of the pair at temperature 1
+                                                 # long-*.json are of `benchmarks.online --long`
     python docs/figures.py expected auto=SCORES.json head=SCORES.json ...  # of `replay --json`
 
 Of a record only what is drawn is kept: results, machine, settings and costs, no texts.
@@ -30,6 +31,7 @@ from specdec_mlx.notebook.views import BLUE, GREEN, GREY, ORANGE, VERMILLION
 DOCS = Path(__file__).parent
 DATA = {name: DOCS / "data" / f"{name}.json" for name in ("benchmark", "greedy", "sampled")}
 EXPECTED = DOCS / "data" / "expected.json"
+LONG = sorted((DOCS / "data").glob("long-*.json"))
 FIGURES = DOCS / "figures"
 KEPT = ("machine", "settings", "cost", "results")
 TITLES = (
@@ -77,6 +79,7 @@ def figures(data: dict[str, dict[str, Any]]) -> dict[str, Any]:
         "cost": plots.cost_curve(curve),
         "staircases": staircases(),
         "expected": expected(),
+        "long_texts": long_texts(),
     }
 
 
@@ -171,6 +174,24 @@ def expected() -> Plot:
     return figure
 
 
+def long_texts() -> Plot:
+    """Accepted tokens a pass along long texts, by whether the drafter learns; a panel a file."""
+    figure = Plot(figsize=(4.8, 0.5 + 2.3 * len(LONG)))
+    panels = figure.subplots(len(LONG), 1, squeeze=False)[:, 0]
+    for ax, path in zip(panels, LONG, strict=True):
+        record = json.loads(path.read_text(encoding="utf-8"))
+        for way, style, color in (("not learning", "--", GREY), ("learning", "-", BLUE)):
+            counts = record[way]
+            shares = [accepted / max(1, passes) for passes, _, accepted in counts]
+            places = [record["every"] * (i + 0.5) for i in range(len(counts))]
+            ax.plot(places, shares, style, color=color, label=way)
+        ax.set_ylim(0)
+        label_axes(ax, record["title"], "", "accepted tokens a pass")
+    panels[-1].set_xlabel("tokens of the text", fontsize=9)
+    legend(panels[0], ncols=2, loc="lower left")
+    return figure
+
+
 def caption(records: Iterable[dict[str, Any]]) -> str:
     """Machine and dtype, which all records must share; models stand in the titles."""
     said = {CAPTION.format(**r["machine"], dtype=r["settings"]["dtype"]) for r in records}
@@ -186,7 +207,7 @@ def results(data: dict[str, dict[str, Any]], name: str) -> list[Result]:
 def digest() -> str:
     """Fingerprint of the data; a figure carries that of what it was drawn from."""
     return hashlib.sha256(
-        b"".join(path.read_bytes() for path in (*DATA.values(), EXPECTED))
+        b"".join(path.read_bytes() for path in (*DATA.values(), EXPECTED, *LONG))
     ).hexdigest()
 
 
