@@ -193,7 +193,8 @@ def main() -> None:
     if args.long:
         counts = by_hundreds(target, tokenizer, args)
         if args.json:
-            title = f"{args.model or 'The lab’s target'}, temperature {args.temp:g}"
+            name = Path(args.model).name if args.model else "The lab’s target"
+            title = f"{name}, temperature {args.temp:g}"
             ways = dict(zip(WAYS, counts.tolist(), strict=True))
             args.json.write_text(json.dumps({"title": title, "every": EVERY, **ways}) + "\n")
         print(format_hundreds(counts))
