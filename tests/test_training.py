@@ -12,6 +12,7 @@ from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -326,14 +327,14 @@ def test_a_few_rows_at_a_time_give_the_loss_and_the_gradients_of_all(
     learns = mx.array([[3 <= i < 14 for i in range(15)], [5 <= i < 10 for i in range(15)]])
     batch = store_of(target, tmp_path, documents, trainee.features).batch([0, 1])
 
-    def formula() -> mx.array:
+    def formula(most: int | None = None) -> mx.array:
         """Mean over the positions that count of KL(p || q), in the weights of the steps."""
         logits = recipe.ends.logits(batch.features.head_input)
         if trainee.vocabulary is not None:
             logits = logits[..., trainee.vocabulary]
         p = nn.log_softmax(logits)
         total, weights = mx.array(0.0), 0.0
-        for step, (states, first) in enumerate(trainee.predictions(batch)):
+        for step, (states, first) in enumerate(itertools.islice(trainee.predictions(batch), most)):
             place = slice(first, first + states.shape[1])
             q = nn.log_softmax(trainee.logits(states))
             kl = mx.sum(mx.exp(p[:, place]) * (p[:, place] - q), -1)
@@ -342,14 +343,25 @@ def test_a_few_rows_at_a_time_give_the_loss_and_the_gradients_of_all(
             weights += 0.8**step
         return total / weights
 
-    expected = nn.value_and_grad(trainee.module, formula)()
-    for rows in (3, 1000):
+    for rows, most in ((3, None), (1000, None), (3, 1)):
+        expected = nn.value_and_grad(trainee.module, formula)(most)
         trainee.rows_at_once = rows
-        value, gradients = loss_and_gradients(trainee, batch, KL)
+        value, gradients = loss_and_gradients(trainee, batch, KL, most)
         assert value.item() == pytest.approx(expected[0].item(), abs=1e-5)
         theirs = dict(tree_flatten(expected[1]))
         for name, gradient in tree_flatten(gradients):
             assert mx.allclose(gradient, theirs[name], atol=1e-5, rtol=1e-4).item(), name
+
+
+@pytest.mark.parametrize(("kind", "at_first"), [("mtp", 1), ("medusa", None)])
+def test_a_head_that_reads_its_own_states_first_learns_the_first_token(
+    kind, at_first, folder, loaded: Loaded, tmp_path, monkeypatch
+):
+    """Alone, in most updates: that is cheaper. Independent heads always learn all together."""
+    update = Mock(return_value=0.0)
+    monkeypatch.setattr(fitting, "update", update)
+    train(plan_for(folder, kind, steps=10), *loaded, tmp_path)
+    assert [call.args[4] for call in update.call_args_list] == [at_first] * 8 + [None] * 2
 
 
 # Memory

@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -49,11 +50,13 @@ LOSSES: dict[str, Divergence] = {
 }
 
 
-def loss_and_gradients(trainee: Trainee, batch: Batch, compare: Divergence) -> tuple[Any, Any]:
-    """Mean divergence of each draft position, weighted by DECAY, and its gradients."""
+def loss_and_gradients(
+    trainee: Trainee, batch: Batch, compare: Divergence, most: int | None = None
+) -> tuple[Any, Any]:
+    """Mean divergence of the first `most` draft positions, weighted by DECAY, and its gradients."""
     module, own = trainee.module, trainee.module.trainable_parameters()
     head = {name: own[name] for name in trainee.head_names if name in own}
-    states, inside = zip(*drafted(trainee, batch), strict=True)
+    states, inside = zip(*islice(drafted(trainee, batch), most), strict=True)
     decay = DECAY ** np.arange(len(states))
     shares = [x / max(1, x.sum()) * d / decay.sum() for x, d in zip(inside, decay, strict=True)]
     assert batch.features.head_input is not None
@@ -82,7 +85,7 @@ def loss_and_gradients(trainee: Trainee, batch: Batch, compare: Divergence) -> t
     module.update(head)
 
     def rest() -> mx.array:
-        rows = (x for x, _ in drafted(trainee, batch))
+        rows = (x for x, _ in islice(drafted(trainee, batch), most))
         each = [mx.sum(mx.concatenate(s) * x) for s, x in zip(slopes, rows, strict=True)]
         return mx.sum(mx.stack(each))
 
@@ -103,6 +106,7 @@ WARM_UP = 0.05  # share of the updates in which the learning rate rises
 MEMORY_SHARE = 0.75  # part of the machine's memory that a training may take
 CHECKPOINT = "checkpoint.safetensors"
 SECONDS = 120.0  # between two checkpoints
+ONE_STEP = 0.8  # share of a training in which a head drafts one token from each place
 MUCH = 1.5  # overfitting: so many times as much kept on texts that it is trained on as on others
 MEASUREMENTS = 8  # on held-out text, in a training
 FIRST = 60.0  # seconds of updates after which the rest is estimated
@@ -162,7 +166,8 @@ def fit(
             indices = batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
             batch = trained.batch(indices)
             optimizer.learning_rate = rate(mx.array(done))
-            losses.append(update(trainee, optimizer, batch, compare))
+            most = 1 if trainee.is_recursive and done < ONE_STEP * total else None
+            losses.append(update(trainee, optimizer, batch, compare, most))
             progress.step += 1
             progress.tokens += int(batch.counted.sum())
             before, done = done, so_far()
@@ -202,9 +207,11 @@ def estimate(tokens: float, seconds: float) -> str:
     )
 
 
-def update(trainee: Trainee, optimizer: Any, batch: Batch, compare: Divergence) -> float:
+def update(
+    trainee: Trainee, optimizer: Any, batch: Batch, compare: Divergence, most: int | None = None
+) -> float:
     """Change the weights once; the loss, or NaN where gradients are not finite and change none."""
-    value, gradients = loss_and_gradients(trainee, batch, compare)
+    value, gradients = loss_and_gradients(trainee, batch, compare, most)
     gradients, norm = optim.clip_grad_norm(gradients, 1.0)
     if not math.isfinite(norm.item()):
         return math.nan

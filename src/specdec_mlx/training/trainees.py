@@ -97,10 +97,10 @@ class Trainee:
 
     module: its weights, float32. features: that it reads. predictions: of the first, second, ...
     token of drafts. reads_text: it reads draft tokens like any others, so one prediction stands for
-    all. vocabulary: ids [Vd] of its logits, None for all. draft_logits: [..., Vd] of states, None
-    for the target's head; head_names: its parameters. renamed: patterns of parameters -> their
-    names in the file. ids: more tensors of the file. rows_at_once: states whose logits are made
-    together.
+    all. is_recursive: it drafts on from its own states. vocabulary: ids [Vd] of its logits, None
+    for all. draft_logits: [..., Vd] of states, None for the target's head; head_names: its
+    parameters. renamed: patterns of parameters -> their names in the file. ids: more tensors of the
+    file. rows_at_once: states whose logits are made together.
     """
 
     module: Any
@@ -111,6 +111,7 @@ class Trainee:
     num_steps: int = 3
     renamed: Mapping[str, str] = field(default_factory=dict)
     reads_text: bool = False
+    is_recursive: bool = False
     vocabulary: mx.array | None = None
     draft_logits: Callable[[mx.array], mx.array] | None = None
     head_names: tuple[str, ...] = ()
@@ -310,6 +311,7 @@ def _recursive(
 
     return Trainee(
         *(head, recipe.ends, head.features, config, predictions, recipe.num_steps),
+        is_recursive=True,
         vocabulary=known,
         draft_logits=head.draft_logits,
         head_names=("norm", "lm_head"),
