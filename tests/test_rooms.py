@@ -29,9 +29,9 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 29_287,
+    "lines": 29_601,
     "files": 180,
-    "numeric constants": 157,
+    "numeric constants": 159,
     "protocols": 20,
     "public names": 30,
 }

@@ -110,7 +110,7 @@ ONE_STEP = 0.8  # share of a training in which a head drafts one token from each
 MUCH = 1.5  # overfitting: so many times as much kept on texts that it is trained on as on others
 MEASUREMENTS = 8  # on held-out text, in a training
 FIRST = 60.0  # seconds of updates after which the rest is estimated
-LEARNT = ((10_000, 0.05), (40_000, 0.15), (100_000, 0.2))
+LEARNT = ((12_000, 0.09), (39_000, 0.14), (111_000, 0.2), (221_000, 0.28), (387_000, 0.31))
 """Tokens that an `mtp` layer had learnt -> share of first drafted tokens kept; docs/training.md."""
 
 
