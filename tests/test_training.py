@@ -361,7 +361,7 @@ def test_a_head_that_reads_its_own_states_first_learns_the_first_token(
     update = Mock(return_value=0.0)
     monkeypatch.setattr(fitting, "update", update)
     train(plan_for(folder, kind, steps=10), *loaded, tmp_path)
-    assert [call.args[4] for call in update.call_args_list] == [at_first] * 8 + [None] * 2
+    assert [call.args[4] for call in update.call_args_list] == [at_first] * 5 + [None] * 5
 
 
 # Memory
@@ -437,7 +437,7 @@ def test_minutes_are_for_all_of_it(folder, loaded: Loaded, tmp_path, monkeypatch
     curve = report_in(tmp_path / "out")["curve"]
     assert 7 <= len(curve) <= 9
     assert curve[-1]["tokens"] > curve[0]["tokens"] > 0
-    said = re.findall(r"it learns ([\d,]+) tokens in (\d+) minutes", capsys.readouterr().out)
+    said = re.findall(r"it learns ([\d,]+) tokens in (\d+) min", capsys.readouterr().out)
     assert len(said) == 1
     assert int(said[0][0].replace(",", "")) == pytest.approx(curve[-1]["tokens"], rel=0.4)
     assert said[0][1] == "1"

@@ -106,7 +106,7 @@ WARM_UP = 0.05  # share of the updates in which the learning rate rises
 MEMORY_SHARE = 0.75  # part of the machine's memory that a training may take
 CHECKPOINT = "checkpoint.safetensors"
 SECONDS = 120.0  # between two checkpoints
-ONE_STEP = 0.8  # share of a training in which a head drafts one token from each place
+ONE_STEP = 0.5  # share of a training in which a head drafts one token from each place
 MUCH = 1.5  # overfitting: so many times as much kept on texts that it is trained on as on others
 MEASUREMENTS = 8  # on held-out text, in a training
 FIRST = 60.0  # seconds of updates after which the rest is estimated
@@ -202,7 +202,7 @@ def estimate(tokens: float, seconds: float) -> str:
     known = min(tokens, counts[-1])
     share = np.interp(math.log(max(1.0, known)), np.log(counts), shares)
     return (
-        f"At this pace it learns {tokens:,.0f} tokens in {seconds / 60:.0f} minutes. A layer for "
+        f"At this pace it learns {tokens:,.0f} tokens in {seconds / 60:.0f} min. A layer for "
         f"SmolLM2-135M that had learnt {known:,.0f} had {share:.2f} of its first drafts accepted."
     )
 
