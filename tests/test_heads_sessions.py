@@ -154,6 +154,18 @@ def test_processors_see_the_text_and_the_draft(name: str) -> None:
 
 
 @pytest.mark.parametrize("name", ["eagle3", "qwen3_5", "dflash", "medusa"])
+def test_a_prompt_is_read_when_the_first_token_is_out(name: str) -> None:
+    """All its rows wait until the first draft, so that nobody waits for what a head reads."""
+    length = 500
+    shown = Shown(drafter(name), [i % VOCAB for i in range(length)], context(), chunk=512)
+    assert shown.session.waiting.start == 0
+    assert shown.session.waiting.num_rows == length - 1 < MOST_WAITING
+    shown.emit(1)
+    assert len(shown.propose(1).tokens) == 1
+    assert shown.session.waiting.num_rows <= 1
+
+
+@pytest.mark.parametrize("name", ["eagle3", "qwen3_5", "dflash", "medusa"])
 def test_a_long_text_is_read_as_it_comes(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows do not pile up: of a long prompt, and of a long stretch without drafts."""
     most = 8

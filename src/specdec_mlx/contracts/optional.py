@@ -12,7 +12,7 @@ from specdec_mlx.contracts.drafting import Draft, DraftContext, Drafter, DraftSe
 if TYPE_CHECKING:
     from specdec_mlx.contracts.target import FeatureRows, Features
 
-MOST_WAITING = 256  # rows that a session that reads the target reads later; 16 kB each, if large
+MOST_WAITING = 2048  # rows that a session reads after the first token; 16 kB each, if large
 
 
 @runtime_checkable

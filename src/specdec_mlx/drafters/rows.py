@@ -161,7 +161,8 @@ class HeadRows(ModelRows):
 
     def catch_up(self) -> None:
         """Read all pairs but the last of each text, if they are many."""
-        if max(session.num_pending for session in self.sessions) < MOST_WAITING:
+        most = max(session.num_pending for session in self.sessions)
+        if most * len(self.sessions) < MOST_WAITING:
             return
         self.update()
         counts = [session.num_pending - 1 for session in self.sessions]
