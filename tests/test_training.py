@@ -361,7 +361,7 @@ def test_a_head_that_reads_its_own_states_first_learns_the_first_token(
     update = Mock(return_value=0.0)
     monkeypatch.setattr(fitting, "update", update)
     train(plan_for(folder, kind, steps=10), *loaded, tmp_path)
-    assert [call.args[4] for call in update.call_args_list] == [at_first] * 5 + [None] * 5
+    assert [call.args[4] for call in update.call_args_list] == [at_first] * 8 + [None] * 2
 
 
 # Memory
