@@ -29,7 +29,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "lines": 29_602,
+    "lines": 29_613,
     "files": 180,
     "numeric constants": 159,
     "protocols": 20,

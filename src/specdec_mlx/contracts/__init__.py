@@ -20,6 +20,7 @@ from specdec_mlx.contracts.drafting import LogitsProcessor as LogitsProcessor
 from specdec_mlx.contracts.drafting import Origin as Origin
 from specdec_mlx.contracts.drafting import RoundRecord as RoundRecord
 from specdec_mlx.contracts.drafting import Step as Step
+from specdec_mlx.contracts.optional import MANY_WAITING as MANY_WAITING
 from specdec_mlx.contracts.optional import MOST_WAITING as MOST_WAITING
 from specdec_mlx.contracts.optional import Checks as Checks
 from specdec_mlx.contracts.optional import Closes as Closes

@@ -16,7 +16,7 @@ from dataclasses import dataclass, field
 from math import inf
 
 from specdec_mlx.contracts import (
-    MOST_WAITING,
+    MANY_WAITING,
     NO_DRAFT,
     ROOT,
     Draft,
@@ -53,7 +53,7 @@ class Auto:
             return lambda limit: grown(limit, self, may_fork)
         forks = getattr(session, "forks", False) and may_fork()
         if isinstance(session, Stepwise) and not forks:
-            unread = MOST_WAITING if isinstance(session, SeesTarget) else inf
+            unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
             model = Model(self.prices, self.tuning.of(part), can_stop=True, most_unread=unread)
             self._parts[part] = model
             return lambda limit: model.ask(session, limit)

@@ -148,8 +148,8 @@ class Model(LookUp):
     2024) and SpecDec++ (Huang et al. 2024) have thresholds.
 
     can_stop: True if its session is `Stepwise`. unread: tokens of the text that it has not read,
-    None for all; at most `most_unread` wait. charge: cost of reading them. rest: rounds until it is
-    asked again. num_refused: drafts in succession that were stopped at once. spent: on steps.
+    None for all; `most_unread` count at most. charge: cost of reading them. rest: rounds until it
+    is asked again. num_refused: drafts in succession that were stopped at once. spent: on steps.
     """
 
     can_stop: bool = False

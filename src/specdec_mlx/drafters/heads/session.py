@@ -19,7 +19,14 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, FeatureRows, GoesOn
+from specdec_mlx.contracts import (
+    MANY_WAITING,
+    MOST_WAITING,
+    Draft,
+    DraftContext,
+    FeatureRows,
+    GoesOn,
+)
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while
 from specdec_mlx.drafters.writing import Writes
@@ -169,6 +176,8 @@ class RecurrentSession(HeadSession):
         """`limit`, or the number of layers; 0 before a pair was read."""
         if limit == 0:
             return 0
+        if self.waiting.num_rows >= MANY_WAITING:
+            self._read_pairs(but=1)
         self._read_pairs()
         if self.state is None:
             return 0
