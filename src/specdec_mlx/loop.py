@@ -264,7 +264,7 @@ class Generation:
 
     def accept(self, current: Round, ahead: Round | None) -> Outcome:
         """Wait for a pass; what the rule kept of its draft, and the token after, join the text."""
-        started = perf_counter()
+        started = self.clock.now()
         with mx.stream(self.stream):
             outcome = current.under_way.read()
         self.clock.was_read(started)
@@ -309,7 +309,7 @@ class Generation:
         self.stats.other_seconds += self.clock.other_seconds()
         if self.drafting.values is not None:
             self.clock.time_if_hidden(following, self.drafting.values)
-        started = perf_counter()
+        started = self.clock.now()
         for token, origin, row in _emitted(current, outcome):
             self.sequence.num_handed_out += 1
             if self.sequence.num_handed_out % CLEAR_CACHE_EVERY == 0:

@@ -23,8 +23,10 @@ WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
 """Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
 for machines without tiles. A draft of K tokens is K + 1 rows."""
 NUM_SAMPLES = 7  # measurements that a median is taken over: other programs use the machine too
-NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds measured at first, and after `EXPIRES` without one
-SPACING = 24  # rounds from one of the first plain rounds to the next
+NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds that a pace is the median of
+MOVED = 1.7  # times that a plain round differs from the ones before if the pace has changed
+MANY_ODD = 4  # rounds in succession that contradict what was measured, until they are believed
+SPACING = 24  # rounds from one of the first plain rounds to the next; later `EXPIRES` / 2
 EXPIRES = 256  # rounds after which a measurement of the least recently used width is dropped
 FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few rows take 5 at once
 FIRST_EXCESS = 3.0  # bound of a width's first excess over one row, in the prior's: kernels compile
@@ -82,19 +84,23 @@ class Staircase:
 
     An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
     the measured one. plain: seconds of passes over one row; seconds: their median. ratios: rows ->
-    measured costs. needs_plain: True if a plain round is due.
+    measured costs. needs_plain: True if a plain round is due. num_moves: times that measurements
+    were taken back, as the pace had changed.
     """
 
     prior: Curve = MILDEST
     first_rows: int = FIRST_ROWS
-    plain: deque[float] = field(default_factory=new_samples)
+    plain: deque[float] = field(default_factory=partial(deque[float], maxlen=NUM_PLAIN))
     ratios: dict[int, deque[float]] = field(default_factory=dict)
     seconds: float = 0.0
     needs_plain: bool = True
+    num_moves: int = 0
     fitted: dict[int, float] = field(default_factory=dict)
     _measured: dict[int, tuple[float, int]] = field(default_factory=dict)
+    _since: list[deque[float]] = field(default_factory=list)
     _num_rounds: int = 0
-    _saw_plain: bool = True
+    _due: int = 0
+    _num_odd: int = 0
 
     def __post_init__(self) -> None:
         self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
@@ -107,25 +113,53 @@ class Staircase:
             return
         self._num_rounds += 1
         if self._num_rounds % EXPIRES == 0:
-            if not self._saw_plain:
-                self.plain.clear()
-            self._saw_plain = False
             for oldest in [*self.ratios][:1]:
                 self.ratios[oldest].popleft()
                 self._fit(oldest)
         if rows == 1:
-            self._saw_plain = True
-            self.plain.append(seconds)
-            self.seconds = median_low(self.plain)
+            self._add_plain(seconds)
         elif self.plain:
-            if len(self.plain) < NUM_PLAIN:  # several rows take no less time than one
-                self.seconds = min(self.seconds, seconds)
             samples = self.ratios.pop(rows, None) or new_samples()
-            samples.append(min(seconds / self.seconds, rows + 1.0))
-            self.ratios[rows] = samples  # the latest stands last
-            self._fit(rows)
-        due = SPACING * len(self.plain)
-        self.needs_plain = len(self.plain) < NUM_PLAIN and self._num_rounds >= due
+            if (ratio := self.compare(seconds, samples, self(rows))) is not None:
+                samples.append(min(ratio, rows + 1.0))
+            if samples:
+                self.ratios[rows] = samples  # the latest stands last
+                self._fit(rows)
+        self.needs_plain = self._num_rounds >= self._due
+
+    def _add_plain(self, seconds: float) -> None:
+        """Add a plain pass; where it contradicts the ones before, so does what followed those."""
+        before = self.seconds or seconds
+        self.plain.append(seconds)
+        self.seconds = median_low(self.plain)
+        spacing = SPACING if len(self.plain) < NUM_PLAIN else EXPIRES // 2
+        if not before / MOVED < seconds < before * MOVED:
+            spacing = 0  # another one decides whether the pace has changed
+            self.num_moves += bool(self._since)
+            for samples in self._since:
+                if samples:
+                    samples.pop()
+            self._fit(*self.ratios)
+            self._num_odd = 0
+        self._since.clear()
+        self._due = self._num_rounds + spacing
+
+    def compare(self, seconds: float, samples: deque[float], known: float) -> float | None:
+        """Seconds in plain rounds, to be added to samples, and taken back if the pace has changed.
+
+        known: what the samples say of it. None for what contradicts them: a bad moment, unless it
+        comes several times.
+        """
+        ratio, is_settled = seconds / self.seconds, len(samples) >= NUM_PLAIN
+        least = known if is_settled else 1.0
+        is_odd = ratio * MOVED < least or (len(samples) > 0 and ratio > known * MOVED)
+        self._num_odd = self._num_odd + 1 if is_odd else 0
+        if self._num_odd >= (MANY_ODD if samples else 1):
+            self._due = self._num_rounds
+        if 0 < self._num_odd < MANY_ODD:
+            return None
+        self._since.append(samples)
+        return ratio
 
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
         """Take over the measured ratios of another one, or out of a file."""
@@ -183,6 +217,15 @@ class Steps:
     def add(self, samples: deque[float], step: float) -> None:
         """Add a measurement, within bounds, so that one slow moment is outvoted soon."""
         samples.append(min(max(0.0, step), MOST_EXPENSIVE))
+
+    def add_whole(
+        self, stairs: Staircase, seconds: float, num_drafted: int, num_steps: float
+    ) -> None:
+        """Add a round whose pass verified so many tokens, of which the whole is known."""
+        cost = stairs(1 + num_drafted)
+        ratio = stairs.compare(seconds, self.first, cost + self(num_drafted))
+        if ratio is not None:
+            self.add(self.first, (ratio - cost) / num_steps)
 
     @property
     def step(self) -> float:

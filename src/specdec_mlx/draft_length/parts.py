@@ -6,6 +6,7 @@ drafter that costs time tells nothing until it is paid for: its losses are bound
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
@@ -15,14 +16,18 @@ from time import perf_counter
 
 from specdec_mlx.contracts import Draft, Evidence, RoundRecord, Step, Stepwise
 from specdec_mlx.draft_length.chances import told
-from specdec_mlx.draft_length.costs import MOST_EXPENSIVE, WIDTHS, Staircase
+from specdec_mlx.draft_length.costs import WIDTHS, Staircase, Steps
 from specdec_mlx.draft_length.store import Learned
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen from
 LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
 PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts
 REST = 8  # rounds without asking a drafter that costs time, after one in which it was not worth it
+NUM_RESTS = 10  # rests in succession of a drafter that is usually right, at most
+USUALLY_RIGHT = 0.4  # recent share of right first tokens: of one that is right half of the time
+RIGHT_DECAY = 0.9  # of the moving average of that share, per draft
 READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
+MOST_READ = 100  # tokens that are read before a step whose cost is measured
 RATE_DECAY = 0.95  # of the sums that the going rate is the ratio of, per round
 
 
@@ -149,7 +154,8 @@ class Model(LookUp):
 
     can_stop: True if its session is `Stepwise`. unread: tokens of the text that it has not read,
     None for all; `most_unread` count at most. charge: cost of reading them. rest: rounds until it
-    is asked again. num_refused: drafts in succession that were stopped at once. spent: on steps.
+    is asked again. num_refused: drafts in succession that brought nothing. num_steps: of the latest
+    draft.
     """
 
     can_stop: bool = False
@@ -159,8 +165,10 @@ class Model(LookUp):
     rest: int = 0
     num_emitted: int = 0
     num_refused: int = 0
-    spent: float = 0.0
-    _asked_at: float = 0.0
+    num_steps: int = 0
+    _started: float = 0.0
+    _first: float = 0.0
+    _latest: float = 0.0
 
     def num_unread(self) -> float:
         """Tokens that it has to read besides a round's."""
@@ -183,11 +191,12 @@ class Model(LookUp):
         reading = READING * steps.step * self.num_unread()
         self.charge = self.can_stop * max(0.0, reading - self.gain * self.num_emitted)
         loss = prices.stairs(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
-        if max(loss, self.charge + steps(1) if self.charge else loss) > self.learned.account.budget:
+        loss, account = max(loss, self.charge and self.charge + steps(1)), self.learned.account
+        if loss > account.budget:
             self.rest = REST
             self.learned.unseen.doubt()
-            if [*steps.first] == [MOST_EXPENSIVE]:  # it may have been a bad moment
-                steps.first.clear()
+            if account.right >= USUALLY_RIGHT:
+                account.budget = max(0.0, account.budget) + loss / NUM_RESTS
             return 0
         return min(LONGEST, prices.most) if self.can_stop else length
 
@@ -197,60 +206,72 @@ class Model(LookUp):
 
     def ask(self, session: Stepwise, limit: int) -> Draft:
         """Its draft, as long as the next token is worth its steps."""
-        self.evidence, self.spent = (), 0.0
-        self._asked_at = self.prices.clock()
+        self._started = self.prices.clock()
         return session.propose_while(limit, self.goes_on)
 
     def goes_on(self, evidence: Sequence[Evidence]) -> Step:
         """Weigh the latest token and those that could follow it; see `contracts.Stepwise`."""
         length, latest, learned = len(evidence), evidence[-1], self.learned
-        if not latest.is_free:
-            self._learn_step(length)
-        self.evidence, chances = evidence, learned.chances.of_draft(evidence)
         free = latest.is_free
-        guess, steps = (learned.chances, None) if free else (learned.unseen, learned.steps)
+        if not free:
+            self._latest, self.num_steps = self.prices.clock(), length
+            self._first = self._latest if length == 1 else self._first
+        self.evidence, chances = evidence, learned.chances.of_draft(evidence)
+        guess, steps = (learned.chances, None) if free else (learned.unseen, self._step_costs())
         chances += guess.of_draft([latest if free else 0] * (LONGEST - length), first=length)
         best, _ = self.prices.best([*accumulate(chances, mul)], steps, length)
         if best > length:
             return Step.GO_ON
         return Step.STOP_AFTER if best == length else Step.STOP_BEFORE
 
-    def _learn_step(self, length: int) -> None:
-        """Learn the cost of the latest token; of the first one only if all was read."""
-        steps, now = self.learned.steps, self.prices.clock()
-        taken, self._asked_at = (now - self._asked_at) / self.prices.stairs.seconds, now
-        if length > 1 or not self.num_unread():
-            steps.add(steps.further if length > 1 else steps.first, taken)
-        else:
-            taken = steps(1)
-        self.spent += taken
+    def _step_costs(self) -> Steps:
+        """Costs of steps; of a first draft by its own steps, once the text was read."""
+        num_steps, seconds = self.num_steps, self.prices.stairs.seconds
+        if self.learned.steps.first or num_steps < 2 or not seconds:
+            return self.learned.steps
+        further = (self._latest - self._first) / (num_steps - 1)
+        return Steps(deque([further / seconds]))
+
+    def _learn_steps(self, plain: float) -> None:
+        """Learn what steps cost in plain rounds, by the pass that verified them."""
+        steps, num_read = self.learned.steps, self.num_unread()
+        if num_read <= MOST_READ:
+            first = (self._first - self._started) / (1 + READING * num_read)
+            steps.add(steps.first, first / plain)
+        if self.num_steps > 1:
+            further = (self._latest - self._first) / (self.num_steps - 1)
+            steps.add(steps.further, further / plain)
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
         """Learn what a draft cost and how far it was right; rest where asking is not worth it."""
-        learned, stairs, extra = self.learned, self.prices.stairs, self.spent
-        learned.account.add()
+        learned, stairs, extra = self.learned, self.prices.stairs, 0.0
+        steps, account = learned.steps, learned.account
+        account.add()
         self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
+        cost, pass_seconds = stairs(1 + round_.drafted), round_.seconds - round_.draft_seconds
+        if self.num_steps and round_.steady and pass_seconds > 0:
+            self._learn_steps(pass_seconds / cost)
         if drafted:
-            steps = learned.steps
             verdict = [*[True] * round_.accepted, *[False] * (round_.accepted < round_.drafted)]
             learned.unseen.learn([0] * len(verdict), verdict)
+            account.right += (1 - RIGHT_DECAY) * ((round_.accepted > 0) - account.right)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
                 if round_.steady:
-                    stairs.add(1 + round_.drafted, round_.seconds - round_.draft_seconds)
-            elif round_.steady and stairs.seconds and not self.num_unread():
-                taken = round_.seconds / stairs.seconds - stairs(1 + round_.drafted)
-                steps.add(steps.first, taken / round_.drafted)
-            extra = extra if self.can_stop else steps(round_.drafted)
-            extra += stairs(1 + round_.drafted) - 1.0
-        if drafted or self.evidence:
-            learned.account.add((round_.emitted - 1) * drafted - extra - self.charge)
+                    stairs.add(1 + round_.drafted, pass_seconds)
+            elif round_.steady and stairs.seconds and self.num_unread() <= MOST_READ:
+                num_steps = round_.drafted + READING * self.num_unread()
+                steps.add_whole(stairs, round_.seconds, round_.drafted, num_steps)
+            extra = cost - 1.0
+        if drafted or self.num_steps:
+            extra += steps(self.num_steps if self.can_stop else round_.drafted)
+            account.add((round_.emitted - 1) * drafted - extra - self.charge)
             self.unread = 0
-            self.num_refused = 0 if drafted else self.num_refused + 1
-            rest = REST if self.gain <= 0 else min(REST, 2**self.num_refused - 2)
-            self.rest = max(self.rest, rest)
+            has_paid = drafted and (round_.accepted or self.gain > 0)
+            self.num_refused = 0 if has_paid else self.num_refused + 1
+            self.rest = max(self.rest, min(REST, 2**self.num_refused - 2))
         elif self.unread is not None:
             self.unread += round_.emitted
-        self.evidence, self.spent, self.charge = (), 0.0, 0.0
+        self.evidence, self.num_steps, self.charge = (), 0, 0.0
         return extra

@@ -30,9 +30,10 @@ SHORT_CONTEXT = 2048  # positions below which contexts are of one class; then on
 
 @dataclass
 class Account:
-    """Budget for trying a drafter, in plain rounds."""
+    """Budget for trying a drafter, in plain rounds. right: how often it was, lately."""
 
     budget: float = BUDGET
+    right: float = 0.5
 
     def add(self, amount: float = EXPLORATION) -> None:
         """Book a gain or a loss; by default a round's share of the time."""
@@ -52,13 +53,13 @@ class Learned:
         """All but the tokens that were written, ready for JSON."""
         weights = [self.chances.weights, self.unseen.weights]
         steps = [*map(list, vars(self.steps).values())]
-        return {"weights": weights, "steps": steps, "budget": self.account.budget}
+        return {"weights": weights, "steps": steps, "account": [*vars(self.account).values()]}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over what `as_dict` gave. Raises ValueError for anything else."""
         weights = finite(saved["weights"], 2, NUM_WEIGHTS, 2)
         self.chances.weights, self.unseen.weights = weights
-        (self.account.budget,) = finite([saved["budget"]], 1)
+        self.account = Account(*finite(saved["account"], 2))
         for samples, found in zip(vars(self.steps).values(), saved["steps"], strict=True):
             samples.extend(finite(found, len(found)))
 
