@@ -252,7 +252,7 @@ class Generation:
         """Start the pass over the pending tokens and the draft; None when enough is known."""
         if not self.sequence.wants_more():
             return None
-        self.pipeline.choose(len(draft.tokens) > 0, self.drafting.has_cheap_part)
+        self.pipeline.choose(len(draft.tokens) > 0, self.drafting.may_find)
         self.clock.launch_begins()
         start = self.target.rollback.position
         pending = self.sequence.tokens[start:]
@@ -301,7 +301,7 @@ class Generation:
         """If a pass runs ahead, see whether there is something to draft again after it."""
         if ahead is not None:
             found = self.drafting.drafter is not None and self.drafting.has_draft()
-            self.pipeline.choose(found, self.drafting.has_cheap_part)
+            self.pipeline.choose(found, self.drafting.may_find)
         return ahead
 
     def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:

@@ -233,8 +233,10 @@ class Model(LookUp):
         return Steps(deque([further / seconds]))
 
     def _learn_steps(self, plain: float) -> None:
-        """Learn what steps cost in plain rounds, by the pass that verified them."""
+        """Learn what steps cost, by the seconds of a plain pass at that time."""
         steps, num_read = self.learned.steps, self.num_unread()
+        if not plain:
+            return
         if num_read <= MOST_READ:
             first = (self._first - self._started) / (1 + READING * num_read)
             steps.add(steps.first, first / plain)
@@ -245,30 +247,31 @@ class Model(LookUp):
     def record(self, round_: RoundRecord, drafted: bool) -> float:
         """Learn what a draft cost and how far it was right; rest where asking is not worth it."""
         learned, stairs, extra = self.learned, self.prices.stairs, 0.0
-        steps, account = learned.steps, learned.account
+        steps, account, num_read = learned.steps, learned.account, self.num_unread()
         account.add()
         self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
-        cost, pass_seconds = stairs(1 + round_.drafted), round_.seconds - round_.draft_seconds
-        if self.num_steps and round_.steady and pass_seconds > 0:
-            self._learn_steps(pass_seconds / cost)
+        cost, pass_seconds = stairs(1 + round_.drafted), round_.pass_seconds
+        if self.num_steps and pass_seconds > 0:
+            self._learn_steps(pass_seconds / cost if round_.steady else stairs.seconds)
+            if round_.steady:
+                stairs.add(1 + round_.drafted, pass_seconds)
         if drafted:
             verdict = [*[True] * round_.accepted, *[False] * (round_.accepted < round_.drafted)]
             learned.unseen.learn([0] * len(verdict), verdict)
-            account.right += (1 - RIGHT_DECAY) * ((round_.accepted > 0) - account.right)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
-                if round_.steady:
-                    stairs.add(1 + round_.drafted, pass_seconds)
-            elif round_.steady and stairs.seconds and self.num_unread() <= MOST_READ:
-                num_steps = round_.drafted + READING * self.num_unread()
+            elif round_.steady and stairs.seconds and num_read <= MOST_READ:
+                num_steps = round_.drafted + READING * num_read
                 steps.add_whole(stairs, round_.seconds, round_.drafted, num_steps)
             extra = cost - 1.0
         if drafted or self.num_steps:
             extra += steps(self.num_steps if self.can_stop else round_.drafted)
             account.add((round_.emitted - 1) * drafted - extra - self.charge)
             self.unread = 0
-            has_paid = drafted and (round_.accepted or self.gain > 0)
+            is_right = drafted and round_.accepted > 0
+            account.right += (1 - RIGHT_DECAY) * (is_right - account.right)
+            has_paid = is_right or (drafted and self.gain > 0)
             self.num_refused = 0 if has_paid else self.num_refused + 1
             self.rest = max(self.rest, min(REST, 2**self.num_refused - 2))
         elif self.unread is not None:

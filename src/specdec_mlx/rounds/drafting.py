@@ -51,7 +51,7 @@ class Drafting:
     keeps_cache: the caller keeps the target's caches, which end with the last token. part: key of
     the latest draft's drafter, or "". features: what the session reads of the target. values: the
     draft length where it values drafts. is_shared: ranks draft together. is_under_way: the pass of
-    the latest draft is launched.
+    the latest draft is launched. may_find: a draft is likely to be looked for after this round.
     """
 
     is_shared: ClassVar[bool] = False
@@ -67,9 +67,10 @@ class Drafting:
     values: ValuesDrafts | None = None
     part: str = ""
     why_none: str = OFF
-    has_cheap_part: bool = False
+    may_find: bool = False
     is_free: bool = True
     is_under_way: bool = False
+    _has_cheap: bool = False
     _groups: list[list[_Part]] = field(default_factory=list)
 
     def begin(self, context: DraftContext) -> None:
@@ -86,7 +87,7 @@ class Drafting:
                 way = values.begin(key, one, self._may_fork) if values else one.propose
                 self._groups[-1].append(_Part(key, is_cheap(one), way))
         every = [part for group in self._groups for part in group]
-        self.has_cheap_part = any(part.is_cheap for part in every)
+        self._has_cheap = any(part.is_cheap for part in every)
         self.is_free = all(part.is_cheap for part in every)
 
     def _may_fork(self) -> bool:
@@ -95,6 +96,8 @@ class Drafting:
 
     def propose(self) -> Draft:
         """The best draft of the first group of sessions that has one."""
+        is_timed = self.values is not None and self.values.wants_timing(0)
+        self.may_find = self._has_cheap or (is_timed and self.may_find)  # timed in one round
         for group in self._groups if self.sequence.wants_more() else ():
             self.part, draft = self._best_of(group)
             if len(draft.tokens):
@@ -108,6 +111,7 @@ class Drafting:
         for part in group:
             limit = 0 if part.is_cheap else self._limit(part)
             if limit and not (len(best[1]) and self.values and not self.values.outbids(part.key)):
+                self.may_find = True
                 draft = self._ask(part, limit)
                 if len(draft.tokens):
                     return part.key, draft
