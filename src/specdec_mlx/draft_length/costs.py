@@ -120,7 +120,8 @@ class Staircase:
             self._add_plain(seconds)
         elif self.plain:
             samples = self.ratios.pop(rows, None) or new_samples()
-            if (ratio := self.compare(seconds, samples, self(rows))) is not None:
+            known = median_low(samples or (1.0,))
+            if (ratio := self.compare(seconds, samples, known)) is not None:
                 samples.append(min(ratio, rows + 1.0))
             if samples:
                 self.ratios[rows] = samples  # the latest stands last
@@ -218,12 +219,10 @@ class Steps:
         """Add a measurement, within bounds, so that one slow moment is outvoted soon."""
         samples.append(min(max(0.0, step), MOST_EXPENSIVE))
 
-    def add_whole(
-        self, stairs: Staircase, seconds: float, num_drafted: int, num_steps: float
-    ) -> None:
+    def add_whole(self, stairs: Staircase, seconds: float, num_steps: int) -> None:
         """Add a round whose pass verified so many tokens, of which the whole is known."""
-        cost = stairs(1 + num_drafted)
-        ratio = stairs.compare(seconds, self.first, cost + self(num_drafted))
+        cost = stairs(1 + num_steps)
+        ratio = stairs.compare(seconds, self.first, cost + self(num_steps))
         if ratio is not None:
             self.add(self.first, (ratio - cost) / num_steps)
 

@@ -23,11 +23,11 @@ LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen fr
 LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
 PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts
 REST = 8  # rounds without asking a drafter that costs time, after one in which it was not worth it
-NUM_RESTS = 10  # rests in succession of a drafter that is usually right, at most
+NUM_RESTS = 12  # rests in succession of a drafter that is usually right, at most
 USUALLY_RIGHT = 0.4  # recent share of right first tokens: of one that is right half of the time
 RIGHT_DECAY = 0.9  # of the moving average of that share, per draft
 READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
-MOST_READ = 100  # tokens that are read before a step whose cost is measured
+MOST_READ = 50  # tokens read before a step that is measured with it: hardly more than a step's
 RATE_DECAY = 0.95  # of the sums that the going rate is the ratio of, per round
 
 
@@ -234,12 +234,11 @@ class Model(LookUp):
 
     def _learn_steps(self, plain: float) -> None:
         """Learn what steps cost, by the seconds of a plain pass at that time."""
-        steps, num_read = self.learned.steps, self.num_unread()
+        steps = self.learned.steps
         if not plain:
             return
-        if num_read <= MOST_READ:
-            first = (self._first - self._started) / (1 + READING * num_read)
-            steps.add(steps.first, first / plain)
+        if self.num_unread() <= MOST_READ:
+            steps.add(steps.first, (self._first - self._started) / plain)
         if self.num_steps > 1:
             further = (self._latest - self._first) / (self.num_steps - 1)
             steps.add(steps.further, further / plain)
@@ -247,8 +246,9 @@ class Model(LookUp):
     def record(self, round_: RoundRecord, drafted: bool) -> float:
         """Learn what a draft cost and how far it was right; rest where asking is not worth it."""
         learned, stairs, extra = self.learned, self.prices.stairs, 0.0
-        steps, account, num_read = learned.steps, learned.account, self.num_unread()
-        account.add()
+        steps, account = learned.steps, learned.account
+        if not drafted:
+            account.add()
         self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
         cost, pass_seconds = stairs(1 + round_.drafted), round_.pass_seconds
@@ -261,9 +261,8 @@ class Model(LookUp):
             learned.unseen.learn([0] * len(verdict), verdict)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
-            elif round_.steady and stairs.seconds and num_read <= MOST_READ:
-                num_steps = round_.drafted + READING * num_read
-                steps.add_whole(stairs, round_.seconds, round_.drafted, num_steps)
+            elif round_.steady and stairs.seconds and self.num_unread() <= MOST_READ:
+                steps.add_whole(stairs, round_.seconds, round_.drafted)
             extra = cost - 1.0
         if drafted or self.num_steps:
             extra += steps(self.num_steps if self.can_stop else round_.drafted)

@@ -23,6 +23,7 @@ from specdec_mlx.contracts import (
     key_of,
     session_groups,
 )
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.errors import DraftError
 from specdec_mlx.rounds.features import FeatureFeed
 from specdec_mlx.rounds.sequence import SequenceState
@@ -50,7 +51,8 @@ class Drafting:
 
     keeps_cache: the caller keeps the target's caches, which end with the last token. part: key of
     the latest draft's drafter, or "". features: what the session reads of the target. values: the
-    draft length where it values drafts. is_shared: ranks draft together. is_under_way: the pass of
+    draft length where it values drafts. judge: where that does not, it values those of look-ups and
+    of drafters that cost time, at the length that is given. is_shared: ranks draft together. is_under_way: the pass of
     the latest draft is launched. may_find: a draft is likely to be looked for after this round.
     """
 
@@ -65,6 +67,7 @@ class Drafting:
     session: DraftSession | None = None
     features: FeatureFeed | None = None
     values: ValuesDrafts | None = None
+    judge: Auto | None = None
     part: str = ""
     why_none: str = OFF
     may_find: bool = False
@@ -88,6 +91,8 @@ class Drafting:
                 self._groups[-1].append(_Part(key, is_cheap(one), way))
         every = [part for group in self._groups for part in group]
         self._has_cheap = any(part.is_cheap for part in every)
+        if values is None and any({True, False} == {p.is_cheap for p in g} for g in self._groups):
+            self.judge = Auto()
         self.is_free = all(part.is_cheap for part in every)
 
     def _may_fork(self) -> bool:
@@ -110,12 +115,24 @@ class Drafting:
         best, drawn = self._best_cheap(group)
         for part in group:
             limit = 0 if part.is_cheap else self._limit(part)
-            if limit and not (len(best[1]) and self.values and not self.values.outbids(part.key)):
+            if limit and (not len(best[1]) or self._outbids(part, best, limit)):
                 self.may_find = True
                 draft = self._ask(part, limit)
                 if len(draft.tokens):
                     return part.key, draft
         return best if len(best[1].tokens) else drawn
+
+    def _outbids(self, part: _Part, best: _Proposal, limit: int) -> bool:
+        """True if a session that costs time promises more than the best of the others."""
+        if self.values is not None:
+            return self.values.outbids(part.key)
+        if self.judge is None:
+            return True
+        self.judge.prices.most = limit
+        self.judge.limit(best[0], cheap=True)
+        _, worth = self.judge.choose([best])
+        self.judge.limit(part.key, cheap=False)
+        return not len(worth) or self.judge.outbids(part.key)
 
     def _best_cheap(self, group: Sequence[_Part]) -> tuple[_Proposal, _Proposal]:
         """Of the sessions that are free to ask, the best point mass, and a drawn draft."""
@@ -151,6 +168,8 @@ class Drafting:
         """Tell the draft length of a finished round."""
         if self._groups:
             self.length.record(round_)
+        if self.judge is not None:
+            self.judge.record(round_)
 
     def observe(self) -> None:
         """Tell the session what was emitted."""
