@@ -191,7 +191,9 @@ class Model(LookUp):
         reading = READING * steps.step * self.num_unread()
         self.charge = self.can_stop * max(0.0, reading - self.gain * self.num_emitted)
         loss = prices.stairs(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
-        loss, account = max(loss, self.charge and self.charge + steps(1)), self.learned.account
+        account = self.learned.account
+        if self.charge or loss > 0:  # the first step is paid, whatever follows
+            loss = max(loss, self.charge + steps(1))
         if loss > account.budget:
             self.rest = REST
             self.learned.unseen.doubt()
@@ -251,9 +253,10 @@ class Model(LookUp):
             account.add()
         self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
-        cost, pass_seconds = stairs(1 + round_.drafted), round_.pass_seconds
+        pass_seconds = round_.pass_seconds
         if self.num_steps and pass_seconds > 0:
-            self._learn_steps(pass_seconds / cost if round_.steady else stairs.seconds)
+            plain = pass_seconds / stairs(1 + round_.drafted)
+            self._learn_steps(plain if round_.steady else stairs.seconds)
             if round_.steady:
                 stairs.add(1 + round_.drafted, pass_seconds)
         if drafted:
@@ -263,7 +266,7 @@ class Model(LookUp):
                 learned.chances.learn(self.evidence, verdict)
             elif round_.steady and stairs.seconds and self.num_unread() <= MOST_READ:
                 steps.add_whole(stairs, round_.seconds, round_.drafted)
-            extra = cost - 1.0
+            extra = stairs(1 + round_.drafted) - 1.0
         if drafted or self.num_steps:
             extra += steps(self.num_steps if self.can_stop else round_.drafted)
             account.add((round_.emitted - 1) * drafted - extra - self.charge)
