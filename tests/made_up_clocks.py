@@ -165,7 +165,7 @@ def written(
     tuning: Tuning | None = None,
     is_right: bool = True,
 ) -> SpeculationStats:
-    """The account of a recorded text as it is written on a machine; `written` again, token by token."""
+    """The account of a recorded text as it is written on a machine; it is the target's own."""
     policy = make_draft_length(length, tuning)
     if isinstance(policy, Auto):
         policy.prices.clock = machine.now

@@ -20,7 +20,7 @@ COSTS = Curve(((1, 1.0), (64, 1.0 + 63 * 0.15)))
 
 @cache
 def lab() -> tuple[list[RecordedText], RecordedDrafter]:
-    """What the target writes after openings that it was not trained on, and the draft model's drafts."""
+    """Texts after openings that the target was not trained on, and the draft model's drafts."""
     pair, texts = load_pair(), []
     drafter = sd.ModelDrafter(pair.draft)
     for name, number, opening in [*held_out_openings()][:NUM_TEXTS]:
@@ -44,9 +44,7 @@ def passes(pace: str, length: int | str, seed: int = 0) -> list[int]:
 @in_one_test("pace", PACES)
 @in_one_test("seed", range(3))
 def test_no_clock_silences_a_draft_model(pace: str, seed: int) -> None:
-    """Of a machine that is steady, slower from a moment on, slow and quick by turns, or that stalls:
-    at most 1.15 times the passes of the best fixed length, and no text above 1.5 times.
-    """
+    """Steady, slower from a moment on, slow and quick by turns, or stalling: at most 1.15 times the passes of the best fixed length, and no text above 1.5 times."""
     fixed, auto = passes("steady", BEST), passes(pace, "auto", seed)
     assert sum(auto) <= 1.15 * sum(fixed)
     assert all(own <= 1.5 * best for own, best in zip(auto, fixed, strict=True))
