@@ -130,7 +130,7 @@ class TimedTarget(RecordedTarget):
 
 
 class TimedDrafter:
-    """A recorded draft model whose steps take time on a machine. is_right: or it is always wrong."""
+    """A recorded draft model whose steps take time on a machine; or it is never right."""
 
     def __init__(self, drafter: RecordedDrafter, machine: Machine, is_right: bool = True) -> None:
         self.drafter, self.machine, self.is_right = drafter, machine, is_right

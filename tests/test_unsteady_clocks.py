@@ -44,7 +44,9 @@ def passes(pace: str, length: int | str, seed: int = 0) -> list[int]:
 @in_one_test("pace", PACES)
 @in_one_test("seed", range(3))
 def test_no_clock_silences_a_draft_model(pace: str, seed: int) -> None:
-    """Steady, slower from a moment on, slow and quick by turns, or stalling: at most 1.15 times the passes of the best fixed length, and no text above 1.5 times."""
+    """Steady, slower from a moment on, slow and quick by turns, or stalling: at most 1.15 times the
+    passes of the best fixed length, and no text above 1.5 times.
+    """
     fixed, auto = passes("steady", BEST), passes(pace, "auto", seed)
     assert sum(auto) <= 1.15 * sum(fixed)
     assert all(own <= 1.5 * best for own, best in zip(auto, fixed, strict=True))

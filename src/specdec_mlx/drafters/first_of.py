@@ -101,8 +101,9 @@ class BestOf(FirstOf):
 
     Every drafter that is free to ask proposes, and the automatic draft length values each draft by
     its evidence; with a fixed length the longest match wins among them. One that costs time is
-    asked, before it draws, where it promises more than the best of the others. All drafts are scored against what
-    came. drafters: at least one, else ValueError; of equal drafts the earlier one's is taken.
+    asked, before it draws, where it promises more than the best of the others. All drafts are
+    scored against what came. drafters: at least one, else ValueError; of equal drafts the earlier
+    one's is taken.
     """
 
     def session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> BestOfSession:

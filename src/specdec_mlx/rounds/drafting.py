@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
@@ -52,8 +52,9 @@ class Drafting:
     keeps_cache: the caller keeps the target's caches, which end with the last token. part: key of
     the latest draft's drafter, or "". features: what the session reads of the target. values: the
     draft length where it values drafts. judge: where that does not, it values those of look-ups and
-    of drafters that cost time, at the length that is given. is_shared: ranks draft together. is_under_way: the pass of
-    the latest draft is launched. may_find: a draft is likely to be looked for after this round.
+    of drafters that cost time, at the length that is given. is_shared: ranks draft together.
+    is_under_way: the pass of the latest draft is launched. may_find: a draft is likely to be looked
+    for after this round.
     """
 
     is_shared: ClassVar[bool] = False
@@ -169,7 +170,7 @@ class Drafting:
         if self._groups:
             self.length.record(round_)
         if self.judge is not None:
-            self.judge.record(round_)
+            self.judge.record(replace(round_, steady=False))  # a pass costs as much, whoever drafts
 
     def observe(self) -> None:
         """Tell the session what was emitted."""
