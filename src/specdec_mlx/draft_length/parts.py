@@ -155,7 +155,7 @@ class Model(LookUp):
     can_stop: True if its session is `Stepwise`. unread: tokens of the text that it has not read,
     None for all; `most_unread` count at most. charge: cost of reading them. rest: rounds until it
     is asked again. num_refused: drafts in succession that brought nothing. num_steps: of the latest
-    draft.
+    draft. num_moves: changes of the machine's pace that are accounted for.
     """
 
     can_stop: bool = False
@@ -166,9 +166,15 @@ class Model(LookUp):
     num_emitted: int = 0
     num_refused: int = 0
     num_steps: int = 0
+    num_moves: int = 0
     _started: float = 0.0
     _first: float = 0.0
     _latest: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Begin as a look-up does, at the pace that is known."""
+        super().__post_init__()
+        self.num_moves = self.prices.stairs.num_moves
 
     def num_unread(self) -> float:
         """Tokens that it has to read besides a round's."""
@@ -259,6 +265,10 @@ class Model(LookUp):
             self._learn_steps(plain if round_.steady else stairs.seconds)
             if round_.steady:
                 stairs.add(1 + round_.drafted, pass_seconds)
+        if stairs.num_moves != self.num_moves:  # what was booked before was booked at false costs
+            self.num_moves, self.rest = stairs.num_moves, 0
+            if account.right >= USUALLY_RIGHT:
+                account.budget = max(account.budget, 0.0)
         if drafted:
             verdict = [*[True] * round_.accepted, *[False] * (round_.accepted < round_.drafted)]
             learned.unseen.learn([0] * len(verdict), verdict)
