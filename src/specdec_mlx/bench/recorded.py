@@ -180,7 +180,7 @@ class ModelledLength:
         verifying = self._cost(round_.fed)
         self.seconds += drafting + verifying
         modelled = replace(round_, seconds=drafting + verifying, draft_seconds=drafting)
-        self._inner.record(replace(modelled, verify_seconds=verifying, launch_seconds=0.0))
+        self._inner.record(replace(modelled, verify_seconds=verifying))
 
 
 class _ModelledSteps:

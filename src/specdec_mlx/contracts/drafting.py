@@ -151,7 +151,7 @@ class RoundRecord:
     (a model's lazy steps run inside verify). steady: launched and read in the same mode, the caller
     not busy for most of it; only then are the seconds those of one pass. ahead: launched before the
     round before was read. context: positions on the caches before. part: key of the draft's
-    drafter, or "". launch_seconds: host time for launching the pass.
+    drafter, or "".
     """
 
     drafted: int
@@ -166,13 +166,11 @@ class RoundRecord:
     ahead: bool = False
     context: int = 0
     part: str = ""
-    launch_seconds: float = 0.0
 
     @property
     def pass_seconds(self) -> float:
-        """Seconds of the pass; of a plain one without its launch, which pipelined mode hides."""
-        hidden = 0.0 if self.drafted or self.ahead else self.launch_seconds
-        return self.seconds - self.draft_seconds - hidden
+        """Seconds without those of drafting: those of the pass, where it is steady."""
+        return self.seconds - self.draft_seconds
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ REST = 8  # rounds without asking a drafter that costs time, after one in which 
 NUM_RESTS = 12  # rests in succession of a drafter that is usually right, at most
 USUALLY_RIGHT = 0.35  # recent share of right first tokens: of one that is right half of the time
 RIGHT_DECAY = 0.9  # of the moving average of that share, per draft
+MOST_REFUSED = 5  # drafts stopped at once in succession, until one token is verified all the same
 READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
 MOST_READ = 50  # tokens read before a step that is measured with it: hardly more than a step's
 RATE_DECAY = 0.95  # of the sums that the going rate is the ratio of, per round
@@ -230,6 +231,8 @@ class Model(LookUp):
         best, _ = self.prices.best([*accumulate(chances, mul)], steps, length)
         if best > length:
             return Step.GO_ON
+        if self.num_refused >= MOST_REFUSED:  # what a pass over it costs has to be seen again
+            return Step.STOP_AFTER
         return Step.STOP_AFTER if best == length else Step.STOP_BEFORE
 
     def _step_costs(self) -> Steps:
@@ -286,6 +289,7 @@ class Model(LookUp):
             has_paid = is_right or (drafted and self.gain > 0)
             self.num_refused = 0 if has_paid else self.num_refused + 1
             self.rest = max(self.rest, min(REST, 2**self.num_refused - 2))
+            self.num_refused = 0 if self.num_refused > MOST_REFUSED else self.num_refused
         elif self.unread is not None:
             self.unread += round_.emitted
         self.evidence, self.num_steps, self.charge = (), 0, 0.0

@@ -108,7 +108,6 @@ class RoundClock:
             ahead=current.is_ahead,
             context=context,
             part=current.part,
-            launch_seconds=current.launch_seconds,
         )
 
     def other_seconds(self) -> float:
