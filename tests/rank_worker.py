@@ -28,9 +28,9 @@ from on_ranks import SENTENCES
 from scripted import ScriptedSession
 from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, Features
+from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.heads.early_exit import early_exit
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.errors import DraftError, RankError
 from specdec_mlx.rounds.ranks import Ranks
 

@@ -51,7 +51,8 @@ from specdec_mlx.contracts import Draft, DraftContext, Outcome, RoundRecord
 from specdec_mlx.draft_length.costs import CURVES, WIDTHS
 from specdec_mlx.draft_length.policy import Fixed, make_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters import draft_models
+from specdec_mlx.drafters.choosing import choice
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.lab.pair import head_path, load_pair
 from specdec_mlx.stats.counterfactual import ratio_of
 from specdec_mlx.target.verifier import LazyPass
@@ -69,7 +70,10 @@ def bench(
     **options: Any,
 ) -> Record:
     model = narrow.model()
-    contenders = make_contenders(model, drafters, lengths, temp, **options)
+    model_or_none = NamedModel(options.get("draft_model"))
+    choices = DrafterChoice(drafters, model_or_none).each().items()
+    made = {spec: one.resolve(model) for spec, one in choices}
+    contenders = make_contenders(model, made, lengths, temp, **options)
     return run.run_bench(model, narrow.tasks(), contenders, settings, temp=temp, measure_cost=False)
 
 
@@ -148,7 +152,8 @@ def test_contenders_take_turns_and_what_auto_learned_is_kept_within_a_repeat(
         return speculate(*args, tuning=tuning, **kwargs)
 
     monkeypatch.setattr("specdec_mlx.bench.contenders.speculate", spy)
-    contenders = make_contenders(narrow.model(), [LOOKUP, "ngram"], ["auto"])
+    drafters = {name: sd.make_drafter(name) for name in (LOOKUP, "ngram")}
+    contenders = make_contenders(narrow.model(), drafters, ["auto"])
     settings, order = Settings(max_tokens=4, repeats=2), []
     sweep = SimpleNamespace(id="", repeat=0, drafter="sweep")
     for s in run_interleaved(narrow.tasks(2), contenders, settings, lambda: order.append(sweep)):
@@ -257,7 +262,7 @@ def command(*arguments: str) -> int:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> narrow.FakeTokenizer:
     """The command line loads the narrow model, whatever it is asked for."""
     tokenizer = narrow.FakeTokenizer()
-    for module, name in ((run, "load_target"), (draft_models, "load_model")):
+    for module, name in ((run, "load_target"), (choice, "load_model")):
         monkeypatch.setattr(module, name, lambda name: (narrow.model(), tokenizer))
     return tokenizer
 
@@ -342,7 +347,7 @@ def test_a_draft_model_brings_both_speculations_and_a_trained_head_only_ours(
     assert command("--draft-model", "any", *ONE_CHAT) == 0
     report = capsys.readouterr().out
     assert MLX_LM_SPECULATION in report
-    assert "| model " in report
+    assert "| auto " in report, "as `generate` drafts: look-up and the model compete"
     pair = load_pair()
     monkeypatch.setattr(run, "load_target", lambda name: (pair.target, pair.tokenizer))
     head = ["--draft-model", str(head_path("medusa")), *ONE_CHAT]
@@ -541,7 +546,8 @@ def test_the_commands_score_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "kind 0" in report
     assert {s["cost"] for s in json.loads(scored.read_text())} == {"linear:0", "1,1.5,2"}
     picture = tmp_path / "speeds.svg"
-    assert main(["replay", str(path), "--plot", str(picture)]) == 0
+    lengths = ["--draft-length", "2", "--draft-length", "8"]
+    assert main(["replay", str(path), *lengths, "--plot", str(picture)]) == 0
     assert "auto, K = 8" in picture.read_text()
     assert "cost linear:0.24" in capsys.readouterr().out
     assert experiment.main([str(path), *named, *curves, "--longest", "3"]) == 0

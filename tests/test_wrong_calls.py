@@ -29,8 +29,8 @@ from specdec_mlx import lab
 from specdec_mlx.beams.generation import BeamSearchResponse
 from specdec_mlx.bench.timing import Settings
 from specdec_mlx.draft_length.policy import Heuristic
-from specdec_mlx.drafters.draft_models import choose_drafter
-from specdec_mlx.drafters.registry import GROUP, drafter_names, first_of, make_drafter
+from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.registry import GROUP, drafter_names, first_of, make_drafter
 from specdec_mlx.options import installed, load, parse_options
 
 PROMPT = "a b c a b"
@@ -350,10 +350,10 @@ def test_a_drafter_and_a_draft_model_take_turns_in_this_order() -> None:
         ("auto", sd.BestOf, sd.SuffixDrafter),  # of the default the better draft is taken
         ("prompt-lookup", sd.FirstOf, sd.PromptLookupDrafter),
     ):
-        both: Any = choose_drafter(name, model)
+        both: Any = resolve(name, model)
         assert type(both) is kind
         assert [type(part) for part in both.drafters] == [look_up, sd.ModelDrafter]
-    assert isinstance(choose_drafter(None, model), sd.ModelDrafter)
+    assert isinstance(resolve(None, model), sd.ModelDrafter)
     assert first_of([]) is first_of([None]) is None
     assert generated(drafter="prompt-lookup", draft_model=model) == generated()
 

@@ -14,8 +14,8 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor, models_of
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.draft_models import choose_drafter
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import speculate
 from specdec_mlx.options import wrong
@@ -100,7 +100,7 @@ def stream_generate(
         ValueError: for other bad input.
     """
     tokenizer, max_tokens = loaded(model, tokenizer), max_tokens_of(max_tokens, 1)
-    chosen = choose_drafter(drafter, draft_model, model, tokenizer)
+    chosen = resolve(drafter, draft_model, model, tokenizer)
     prompt_tokens = encode(tokenizer, prompt)
     tokens = speculate(
         model,

@@ -31,8 +31,12 @@ _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options out of NAME:key=value,...; raises ValueError."""
-    name, _, rest = spec.partition(":")
-    return name, parse_options(rest)
+    return name_in(spec), parse_options(spec.partition(":")[2])
+
+
+def name_in(spec: str) -> str:
+    """The name in NAME:key=value,..."""
+    return spec.partition(":")[0]
 
 
 def parse_options(text: str) -> dict[str, Any]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import product
@@ -16,7 +16,6 @@ from mlx_lm.sample_utils import make_sampler
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling.distribution import Sampling
 
@@ -153,27 +152,23 @@ def ours(
 
 def make_contenders(
     model: nn.Module,
-    drafters: Sequence[str],
+    drafters: Mapping[str, Drafter | None],
     draft_lengths: Sequence[str],
     temp: float = 0.0,
     tokenizer: Any = None,
     draft_model: nn.Module | None = None,
     rules: Sequence[str] = ("auto",),
-    make: Callable[[str], Drafter | None] | None = None,
 ) -> list[Contender]:
     """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
 
-    make: makes the drafter of a name; None is `make_drafter` with this draft model, whose tokenizer
-    is the target's. Its errors are raised.
+    drafters: by the names that tables give them; None is plain decoding by our loop.
     """
     contenders = [plain(model, temp)]
     if draft_model is not None:
         numbers = [int(text) for text in draft_lengths if text.isdecimal()]
         lengths = numbers or [MLX_LM_DRAFT_LENGTH]
         contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
-    own = {} if draft_model is None else {"draft_model": draft_model, "draft_tokenizer": tokenizer}
-    for spec in drafters:
-        drafter = make(spec) if make else make_drafter(spec, **own)
+    for spec, drafter in drafters.items():
         for length, rule in product(draft_lengths, rules) if drafter else [("", "auto")]:
             contenders.append(ours(model, drafter, spec, length, temp, tokenizer, rule))
     return contenders

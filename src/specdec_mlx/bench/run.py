@@ -24,8 +24,13 @@ from specdec_mlx.bench.record import Record, RecordedText, format_record, read_s
 from specdec_mlx.bench.summary import find_differences, reference_texts, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
-from specdec_mlx.drafters.draft_models import add_lighter_arguments, named_model
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, WITH_MODEL
+from specdec_mlx.drafters.choosing.choice import (
+    DrafterChoice,
+    NamedModel,
+    add_lighter_arguments,
+    choice_of,
+)
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
 from specdec_mlx.options import argument, checked, positive_int
@@ -66,13 +71,11 @@ def main(
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
-    named = named_model(args)
-    draft_model, _ = named.pair
+    choice = choice_of(args)
+    draft_model, _ = choice.model.pair
     lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
-    make = partial(named.make, target=model)
-    contenders = make_contenders(
-        model, _drafters(args), lengths, args.temp, tokenizer, draft_model, rules, make
-    )
+    drafters = {spec: one.resolve(model) for spec, one in choice.each().items()}
+    contenders = make_contenders(model, drafters, lengths, args.temp, tokenizer, draft_model, rules)
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
     how = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
@@ -169,9 +172,9 @@ def bench_texts(
         for kind, messages in texts.items()
         for i, text in enumerate(messages)
     ]
-    contenders = make_contenders(
-        model, drafters, draft_lengths, temp, tokenizer, draft_model, rules
-    )
+    choice = DrafterChoice(drafters, NamedModel(draft_model))
+    made = {spec: one.resolve(model) for spec, one in choice.each().items()}
+    contenders = make_contenders(model, made, draft_lengths, temp, tokenizer, draft_model, rules)
     settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
     tasks = make_tasks(tokenizer, messages)
     return run_bench(model, tasks, contenders, settings, temp=temp, progress=progress)
@@ -182,13 +185,6 @@ def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[Task]:
     if not messages:
         raise ValueError("No prompts. Give another file, or drop --categories.")
     return [Task(p.id, p.category, prompts.encode_chat(tokenizer, p.text)) for p in messages]
-
-
-def _drafters(args: argparse.Namespace) -> list[str]:
-    """Those asked for; a draft model takes part in any case."""
-    asked = args.drafter or ([] if args.draft_model else [DEFAULT_DRAFTER])
-    is_named = any(spec.partition(":")[0] in WITH_MODEL for spec in asked)
-    return [*asked, "model"] if args.draft_model and not is_named else asked
 
 
 def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:

@@ -30,12 +30,18 @@ from specdec_mlx.token_ids import to_list
 
 Item = TypeVar("Item")
 
+NUM_ASKED = 4
+"""Tokens that a drafter is asked for where the length is automatic: a pass of 5 rows."""
+
 Probs = NDArray[np.float64]  # probabilities [V] of the next token, float64
 
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A target, a drafter or None, a sampling, a rule, and prompts; seed: of all draws."""
+    """A target, a drafter or None, a sampling, a rule, and prompts.
+
+    draft_length: of the loop. seed: of all draws.
+    """
 
     model: nn.Module
     drafter: Drafter | None
@@ -43,10 +49,15 @@ class Subject:
     rule: AcceptanceRule
     prompts: Sequence[list[int]]
     vocab_size: int
-    draft_length: int = 4
+    draft_length: int | str = 4
     seed: int = 0
     tokenizer: Any = None
     end_tokens: Collection[int] = ()
+
+    @property
+    def num_asked(self) -> int:
+        """Tokens to ask a drafter for outside of the loop."""
+        return NUM_ASKED if isinstance(self.draft_length, str) else self.draft_length
 
     def begin(self, prompt: Sequence[int], **options: Any) -> DraftSession:
         """A session outside of the loop; options: further ones of the context."""

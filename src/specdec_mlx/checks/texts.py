@@ -160,7 +160,7 @@ def check_state(subject: Subject, work: Work) -> Part:
 
 def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
     """Total variation of both sessions' next tokens (None, or 1 for one); tokens rejected."""
-    session, length = subject.begin(prompt), subject.draft_length
+    session, length = subject.begin(prompt), subject.num_asked
     tokens, rejected = list(prompt), 0
     for num_kept in reversed(range(length + 1)):
         drafted = to_list(session.propose(length).tokens)

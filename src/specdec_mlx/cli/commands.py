@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import specdec_mlx
-from specdec_mlx.drafters.registry import describe_drafters
+from specdec_mlx.drafters.choosing.registry import describe_drafters
 from specdec_mlx.errors import LogitsError
 from specdec_mlx.options import refusal
 
@@ -108,7 +108,7 @@ def _add_drafters(commands: Commands[argparse.ArgumentParser]) -> None:
 
 def _drafters(args: argparse.Namespace) -> int:
     if args.model is not None:
-        from specdec_mlx.drafters.candidates import report
+        from specdec_mlx.drafters.choosing.candidates import report
 
         print(report(args.model, args.folder))
     elif args.folder is not None:

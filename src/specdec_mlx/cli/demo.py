@@ -34,9 +34,9 @@ from specdec_mlx.cli.blas import THREADS, start_again_with_openblas
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import stream_generate
 from specdec_mlx.lab import demo_model
 from specdec_mlx.lab.pair import held_out_openings, load_pair

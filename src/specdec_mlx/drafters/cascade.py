@@ -30,9 +30,9 @@ from specdec_mlx.contracts import (
     models_of,
 )
 from specdec_mlx.draft_length.chances import told
+from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import Several, SeveralSession
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_ids, to_list
 

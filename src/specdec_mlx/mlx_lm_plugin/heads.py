@@ -15,7 +15,7 @@ from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.contracts import DraftContext, Drafter, DraftSession, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
-from specdec_mlx.drafters.draft_models import NamedModel
+from specdec_mlx.drafters.choosing.choice import NamedModel
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer

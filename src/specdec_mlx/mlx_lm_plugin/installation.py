@@ -22,9 +22,9 @@ from mlx_lm.generate import generation_stream
 
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.drafters.draft_models import choose_drafter
+from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.loop import speculate
 from specdec_mlx.mlx_lm_plugin.conversation import continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
@@ -171,7 +171,7 @@ def _stepping(original: Any) -> Any:
             return original(*args, **kwargs)
         if "draft_model" not in options:
             return speculation.steps(speculation.drafter, 2, **options)
-        drafter = choose_drafter(None, options.pop("draft_model"))
+        drafter = resolve(None, options.pop("draft_model"))
         draft_length = options.pop("num_draft_tokens", None)
         return speculation.steps(drafter, 3, draft_length=draft_length, **options)
 
@@ -236,5 +236,5 @@ def installed(
     make_draft_length(draft_length)  # to raise now rather than at the first token
     make_rule(rule)
     given = (None, drafter) if isinstance(drafter, nn.Module) else (drafter, None)
-    with in_force(Speculation(choose_drafter(*given), draft_length, rule, tokenizer)) as made:
+    with in_force(Speculation(resolve(*given), draft_length, rule, tokenizer)) as made:
         yield made

@@ -63,7 +63,7 @@ def run_server(arguments: Sequence[str]) -> None:
         def on_flags(namespace: argparse.Namespace, flags: Flags) -> None:
             if namespace.memory is None and requests.is_loopback(namespace.host):
                 flags = replace(flags, memory=PROCESS)  # one person's
-            menu = Menu(flags, requests.Access.of(namespace, flags.draft_model))
+            menu = Menu(flags, requests.Access.of(namespace, flags.choice.model.name))
             stack.callback(flags.save_memory)
             if (folder := namespace.prompt_cache) is not None:
                 folder.expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -114,7 +114,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         self.draft_caches: LRUPromptCache = args[1]
         if mx.distributed.init().size() > 1:  # the first rank alone has caches of a draft model
             self.draft_caches = LRUPromptCache(args[1].max_size)
-        elif menu.flags.draft_model is not None and not menu.flags.has_head:
+        elif menu.choice.model.name is not None and not menu.choice.model.is_head:
             args[1].max_size *= 2  # a conversation has the target's caches and the draft model's
         if (most_bytes := args[0].cli_args.prompt_cache_bytes) is not None:
             args[1].max_bytes = most_bytes  # mlx-lm minds it in batches alone
