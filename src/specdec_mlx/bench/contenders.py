@@ -18,6 +18,7 @@ from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.loop import speculate
+from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampling
 
 PLAIN = "mlx-lm"
@@ -121,12 +122,14 @@ def ours(
     tokenizer: Any = None,
     rule: str = "auto",
     tuning: Tuning | None = None,
+    is_seeded: bool = False,
 ) -> Contender:
     """Our loop with a drafter, or with none, by the name that tables give it.
 
     tuning: what an automatic length learns; None for a new one for each repeat, since a text seen
-    before is no fair test.
+    before is no fair test. is_seeded: measure rule "auto" as it is for a caller who gives a seed.
     """
+    how = make_rule(rule, is_seeded=is_seeded)
     length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
 
@@ -136,7 +139,7 @@ def ours(
             max_tokens=max_tokens,
             sampler=Sampling(temp),
             seed=seed,
-            rule=rule,
+            rule=how,
             draft_length=length,
             tuning=tuning or tunings.setdefault(seed, Tuning.for_model(model)),
             tokenizer=tokenizer,
@@ -160,11 +163,12 @@ def make_contenders(
     draft_model: nn.Module | None = None,
     rules: Sequence[str] = ("auto",),
     make: Callable[[str], Drafter | None] | None = None,
+    is_seeded: bool = False,
 ) -> list[Contender]:
     """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
 
     make: makes the drafter of a name; None is `make_drafter` with this draft model, whose tokenizer
-    is the target's. Its errors are raised.
+    is the target's. Its errors are raised. is_seeded: as for `ours`.
     """
     contenders = [plain(model, temp)]
     if draft_model is not None:
@@ -175,5 +179,6 @@ def make_contenders(
     for spec in drafters:
         drafter = make(spec) if make else make_drafter(spec, **own)
         for length, rule in product(draft_lengths, rules) if drafter else [("", "auto")]:
-            contenders.append(ours(model, drafter, spec, length, temp, tokenizer, rule))
+            how = model, drafter, spec, length, temp, tokenizer, rule
+            contenders.append(ours(*how, is_seeded=is_seeded))
     return contenders

@@ -53,7 +53,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
-    add("--seed", type=int, default=0, help="of draws at a temperature above 0 (%(default)s)")
+    add("--seed", type=int, help="of draws (0); rule auto is then the one for seeds")
     add("--no-cost", action="store_true", help="do not measure what a pass over m positions costs")
     add("--json", metavar="FILE", help="write results, and the texts for specdec-mlx replay")
 
@@ -71,7 +71,8 @@ def main(
     lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
     make = partial(named.make, target=model)
     contenders = make_contenders(
-        model, _drafters(args), lengths, args.temp, tokenizer, draft_model, rules, make
+        *(model, _drafters(args), lengths, args.temp, tokenizer, draft_model, rules, make),
+        is_seeded=args.seed is not None,
     )
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
@@ -169,10 +170,11 @@ def bench_texts(
         for kind, messages in texts.items()
         for i, text in enumerate(messages)
     ]
-    contenders = make_contenders(
-        model, drafters, draft_lengths, temp, tokenizer, draft_model, rules
-    )
     settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
+    contenders = make_contenders(
+        *(model, drafters, draft_lengths, temp, tokenizer, draft_model, rules),
+        is_seeded=settings.seed is not None,
+    )
     tasks = make_tasks(tokenizer, messages)
     return run_bench(model, tasks, contenders, settings, temp=temp, progress=progress)
 
