@@ -200,7 +200,8 @@ def test_a_seed_that_is_given_is_measured_as_a_caller_has_it() -> None:
     for is_seeded in (True, False):
         settings = Settings(max_tokens=24, seed=3 if is_seeded else None)
         record = bench(["model"], ["2", "5"], settings, is_seeded=is_seeded, **options)
-        texts = {tuple(s.tokens) for s in record.samples if s.drafter == "model" and s.id == "0"}
+        own = [s for s in record.samples if s.drafter == "model" and s.id == "task 0"]
+        texts = {tuple(s.tokens) for s in own}
         assert (len(texts) == 1) == is_seeded
 
 

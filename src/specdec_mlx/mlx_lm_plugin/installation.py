@@ -196,7 +196,8 @@ def install(
     """Let mlx-lm's own calls speculate, in the whole process, until `uninstall`.
 
     A call's own `draft_model=` counts instead: a draft model, a drafter or a drafter's name, with
-    `num_draft_tokens=` as the draft length. A second `install` replaces the first.
+    `num_draft_tokens=` as the draft length. A second `install` replaces the first. After
+    `mx.random.seed` a call has one text, as with a `seed` of ours.
 
     Args:
         drafter: a drafter, the name of one with options ("ngram:max_order=3"), or a draft model;
