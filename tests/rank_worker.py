@@ -309,6 +309,9 @@ def arguments() -> None:
         check(f"another {name}", ending(sd.speculate(sharded(), **given)), ([], "RankError"))
     got = tokens(sharded(), prompt, look_up, **DRAWN | {"seed": 5 + RANK})
     check("another seed", got, plain(prompt, **DRAWN))
+    model, given = sd.ModelDrafter(pair().draft), {"draft_length": 4, **DRAWN}
+    got = tokens(sharded(), prompt, model, **given | {"seed": None if RANK else 5})
+    check("a seed on rank 0 alone", got, plain(prompt, **DRAWN))
     mx.random.seed(3 + RANK)
     unseeded = tokens(sharded(), prompt, look_up, **DRAWN | {"seed": None})
     every = mx.distributed.all_gather(mx.array([unseeded])).tolist()

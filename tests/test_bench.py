@@ -199,6 +199,17 @@ def test_random_texts_are_not_compared_and_those_of_a_single_round_have_no_speed
     assert "| rule" not in format_record(record)
 
 
+def test_a_seed_that_is_given_is_measured_as_a_caller_has_it() -> None:
+    """One text at every length; without one the rule is that of calls without a seed."""
+    options: dict[str, Any] = {"temp": 1.0, "draft_model": narrow.model(seed=1)}
+    for is_seeded in (True, False):
+        settings = Settings(max_tokens=24, seed=3 if is_seeded else None)
+        record = bench(["model"], ["2", "5"], settings, is_seeded=is_seeded, **options)
+        own = [s for s in record.samples if s.drafter == "model" and s.id == "task 0"]
+        texts = {tuple(s.tokens) for s in own}
+        assert (len(texts) == 1) == is_seeded
+
+
 def test_the_pass_after_the_first_token_counts_for_the_tokens_after_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -471,6 +471,19 @@ def test_the_command_passes_at_temperature_0(folder: Path, tmp_path: Path) -> No
     assert not_drawn == DRAWN_PARTS
 
 
+@in_one_test("seed", [None, 0, 2])
+def test_what_is_checked_is_the_rule_that_a_call_would_take(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a seed and no rule named, the one that has one text for it."""
+    subjects: list[Subject] = []
+    monkeypatch.setattr(run_module, "run_parts", lambda subject, *_: subjects.append(subject) or [])
+    options: dict[str, Any] = {"drafter": model_drafter(), "prompts": PROMPTS, "sampler": AT_ONE}
+    sd.check(model(), None, seed=seed, progress=False, **options)
+    assert subjects[0].rule.name == ("auto" if seed is None else "coupled")
+    assert subjects[0].seed == (seed or 0)
+
+
 def test_flags_reach_the_check(
     monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
 ) -> None:

@@ -397,6 +397,26 @@ def test_texts_keep_the_targets_distribution(rule: Any) -> None:
         assert Rounds(target, wrong, ByRule(rule)).total_variation(1, 3) > 1e-3
 
 
+@in_one_test("pair", PAIRS)
+def test_an_end_token_that_is_ordinary_text_is_read_and_drafted_as_text(pair: Any) -> None:
+    """A line break that ends a text, of the target, of the draft model, or the tokenizer's own end;
+    the texts stay the target's.
+    """
+    for number in range(3):
+        one, other = (TOKENIZERS[name]() for name in pair)
+        ending = (one, other, one)[number]
+        index = ending.encode("a\nb", add_special_tokens=False)[-2]
+        if number < 2:
+            ending.add_eos_token(index)
+        else:
+            ending._tokenizer.eos_token = "\n"
+        assert Spelling(ending).spelled[index] == b"\n"
+        drafter = sd.ModelDrafter(model(1), other)
+        drafted = run(model(0), drafter, tokenizer=one, max_tokens=8, draft_length=3)
+        plainly = run(model(0), None, tokenizer=one, max_tokens=8)
+        assert [t.token for t in drafted] == [t.token for t in plainly]
+
+
 @in_one_test(
     ("changes", "how", "words"),
     [(True, "any", r"'The quick .* comes back as 'the quick"), (False, "same", "has id")],

@@ -69,7 +69,8 @@ def stream_generate(
             well, that one is asked first.
         rule: acceptance rule, by name or as an object; see `speculate`.
         draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
-        seed: makes the draws reproducible; None takes one from MLX's global random state.
+        seed: one text for each, with any drafter and draft length; None takes one from MLX's global
+            random state, and what a draft model drafts then has a say in the text.
         temp: temperature; short for `sampler=Sampling(temp=...)`.
         sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler; greedy if None.
         logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
@@ -160,7 +161,7 @@ def generate(
         draft_model: a small model, or the folder or Hugging Face name of one, or of a trained head.
         rule: acceptance rule, by name or as an object.
         draft_length: most tokens to draft a round, or "auto" for what pays.
-        seed: makes the draws reproducible.
+        seed: one text for each, with any drafter and draft length.
         temp: temperature, 0 for greedy; short for `sampler=Sampling(temp=...)`.
         sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler.
         options: all else that `stream_generate` takes.

@@ -123,10 +123,12 @@ def speculate(
         model: any mlx-lm model.
         prompt_tokens: [n] token ids.
         drafter: None for plain decoding.
+        seed: one text for each, whatever drafts, unless another rule than "auto", "match" and
+            "coupled" is named; see `stream_generate`.
         rule: acceptance rule, by name or as an object. "auto" takes match for greedy decoding,
-            opaque samplers and point-mass drafts, and block for drafts drawn at random; "coupled"
-            gives one text for a seed, with any drafter and draft length; "lenient" and "typical"
-            change the text's distribution.
+            opaque samplers and point-mass drafts; for drafts drawn at random coupled with a seed,
+            and block, which accepts more, without. "lenient" and "typical" change the text's
+            distribution.
         draft_length: most tokens to draft a round, K; "auto" takes what pays, 0 included, from
             measured cost and acceptance; "heuristic" follows the last verdict.
         prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a draft

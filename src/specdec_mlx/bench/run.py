@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
-    add("--seed", type=int, default=0, help="of draws at a temperature above 0 (%(default)s)")
+    add("--seed", type=int, help="of draws (0); rule auto is then the one for seeds")
     add("--no-cost", action="store_true", help="do not measure what a pass over m positions costs")
     add("--json", metavar="FILE", help="write results, and the texts for specdec-mlx replay")
 
@@ -75,7 +75,10 @@ def main(
     draft_model, _ = choice.model.pair
     lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
     drafters = {spec: one.resolve(model) for spec, one in choice.each().items()}
-    contenders = make_contenders(model, drafters, lengths, args.temp, tokenizer, draft_model, rules)
+    contenders = make_contenders(
+        *(model, drafters, lengths, args.temp, tokenizer, draft_model, rules),
+        is_seeded=args.seed is not None,
+    )
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
     how = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
@@ -174,8 +177,11 @@ def bench_texts(
     ]
     choice = DrafterChoice(drafters, NamedModel(draft_model))
     made = {spec: one.resolve(model) for spec, one in choice.each().items()}
-    contenders = make_contenders(model, made, draft_lengths, temp, tokenizer, draft_model, rules)
     settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
+    contenders = make_contenders(
+        *(model, made, draft_lengths, temp, tokenizer, draft_model, rules),
+        is_seeded=settings.seed is not None,
+    )
     tasks = make_tasks(tokenizer, messages)
     return run_bench(model, tasks, contenders, settings, temp=temp, progress=progress)
 

@@ -55,7 +55,7 @@ def check(
     draft_length: int | str = "auto",
     prompts: Sequence[str | Sequence[int]] | None = None,
     budget: float = BUDGET,
-    seed: int = 0,
+    seed: int | None = None,
     progress: bool = True,
 ) -> CheckReport:
     """Prove on this model, machine and setting that speculation leaves the text alone.
@@ -73,7 +73,7 @@ def check(
         prompts: user messages, or token ids; None takes a few of ours.
         budget: seconds; parts take as many samples as fit. One that had no time is "not run", and
             then the whole is not passed.
-        seed: of all draws.
+        seed: of all draws; one that is given makes rule "auto" the coupled one, as in `generate`.
         progress: show a bar.
 
     Returns:
@@ -104,11 +104,11 @@ def check(
         model=model,
         drafter=chosen,
         sampling=sampling,
-        rule=make_rule(rule),
+        rule=make_rule(rule, is_seeded=seed is not None),
         prompts=_encoded(tokenizer, prompts),
         vocab_size=logit_width(model),
         draft_length=draft_length,
-        seed=seed,
+        seed=seed or 0,
         tokenizer=tokenizer,
         end_tokens=getattr(tokenizer, "eos_token_ids", ()),
     )
@@ -123,7 +123,7 @@ def check(
         "draft_length": draft_length,
         "prompts": len(subject.prompts),
         "budget": budget,
-        "seed": seed,
+        "seed": subject.seed,
         "device": "GPU" if mx.default_device() == mx.gpu else "CPU",
         **({} if ranks is None else {"ranks": ranks.group.size()}),
     }
@@ -214,7 +214,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--prompts", metavar="FILE", help="JSON lines with prompt or turns (default: ours)")
     how = "parts take as many samples as fit (%(default)g)"
     add("--budget", type=float, default=BUDGET, metavar="SECONDS", help=how)
-    add("--seed", type=int, default=0, help="of all draws (%(default)s)")
+    add("--seed", type=int, help="of all draws (0); rule auto is then the one for seeds")
     add("--json", metavar="FILE", help="write the report there too")
 
 

@@ -127,7 +127,7 @@ class _AloneSession:
     """A session, and the target's pass over its text."""
 
     def __init__(self, alone: Alone, prompt: Sequence[int], context: DraftContext) -> None:
-        self._session, self._see = alone.drafter.begin(prompt, context), alone.see
+        self._session, self._see = alone.drafter.begin(list(prompt), context), alone.see
         self.cheap = is_cheap(self._session)
         if isinstance(self._session, Closes):
             self.close = self._session.close

@@ -235,4 +235,7 @@ class Drafter(Protocol):
     """Frozen configuration of a way to draft; reusable and shareable between generations."""
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
-        """Start a generation after `prompt` [n] token ids, before the target has read it."""
+        """Start a generation after `prompt` [n] token ids, before the target has read it.
+
+        It is a copy, to be kept if need be, and stays as it is.
+        """

@@ -83,7 +83,7 @@ class FirstOf(Several):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> FirstOfSession:
         """Begin with each of them."""
-        sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
+        sessions = [drafter.begin(list(prompt), context) for drafter in self.drafters]
         return self.session(sessions, [key_of(drafter) for drafter in self.drafters])
 
     def session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> FirstOfSession:

@@ -83,8 +83,10 @@ class Spelling:
         for text in PROBES:
             ids = self._backend.encode(text, add_special_tokens=False).ids
             decoded = self._backend.decode(ids, skip_special_tokens=False)
-            if self._joined(text) != (before + text).encode() or decoded not in (text, " " + text):
-                raise TokenizerMismatchError(f"{text!r} comes back as {decoded!r}.")
+            joined = self._joined(text)
+            if joined != (before + text).encode() or decoded not in (text, " " + text):
+                as_bytes = f" and, token by token, {joined!r}"
+                raise TokenizerMismatchError(f"{text!r} comes back as {decoded!r}{as_bytes}.")
 
 
 def _backend_of(tokenizer: Any) -> Any:
@@ -99,14 +101,15 @@ def _backend_of(tokenizer: Any) -> Any:
 
 
 def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
-    """Contents of the tokens that are no text, by id."""
+    """Contents of the tokens that are no text, by id; a line break that ends a text is some."""
     added = backend.get_added_tokens_decoder()
     special = {index: token.content for index, token in added.items() if token.special}
     roles = [getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")]
-    ends = getattr(tokenizer, "eos_token_ids", None) or ()
+    ends = added.keys() & (getattr(tokenizer, "eos_token_ids", None) or ())
     for index in {*roles, *ends} - {None}:
         special.setdefault(index, str(backend.id_to_token(index)))
-    return special
+    probes = backend.encode("".join(PROBES), add_special_tokens=False)
+    return {index: content for index, content in special.items() if index not in probes.ids}
 
 
 def _reader(decoder: Any) -> Callable[[str], bytes]:

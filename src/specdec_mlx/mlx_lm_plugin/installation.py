@@ -28,6 +28,7 @@ from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.loop import speculate
 from specdec_mlx.mlx_lm_plugin.conversation import continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
@@ -73,6 +74,7 @@ class Speculation:
 
     drafter, draft_length, rule, tokenizer: as in `speculate`. grammar: of each text, for which the
     tokenizer must be known, or None. stats: of the latest generation, None before the first.
+    is_seeded: MLX's global state, which `mx.random.seed` sets, is taken for the caller's seed.
     """
 
     drafter: Drafter | None
@@ -81,6 +83,7 @@ class Speculation:
     tokenizer: Any = None
     grammar: Grammar | None = None
     stats: SpeculationStats | None = None
+    is_seeded: bool = True
 
     def steps(
         self,
@@ -107,6 +110,7 @@ class Speculation:
             drafter=continued(drafter, earlier),
             draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
+            seed=Noise.from_global_state().seed if self.is_seeded else None,
             tokenizer=self.tokenizer,
             prompt_cache=prompt_cache,
             logits_processors=processors,
@@ -192,7 +196,8 @@ def install(
     """Let mlx-lm's own calls speculate, in the whole process, until `uninstall`.
 
     A call's own `draft_model=` counts instead: a draft model, a drafter or a drafter's name, with
-    `num_draft_tokens=` as the draft length. A second `install` replaces the first.
+    `num_draft_tokens=` as the draft length. A second `install` replaces the first. After
+    `mx.random.seed` a call has one text, as with a `seed` of ours.
 
     Args:
         drafter: a drafter, the name of one with options ("ngram:max_order=3"), or a draft model;

@@ -77,7 +77,8 @@ class Drafting:
         if self.drafter is None:
             return
         self.why_none = NO_MATCH
-        self.session = begin_session(self.drafter, self.sequence.tokens, context)
+        prompt = list(self.sequence.tokens)  # which a drafter may keep: it does not grow
+        self.session = begin_session(self.drafter, prompt, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
         values = self.values = self.length if isinstance(self.length, ValuesDrafts) else None
         for group in session_groups(self.session, key_of(self.drafter)):

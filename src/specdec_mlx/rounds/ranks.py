@@ -140,8 +140,9 @@ def shared_noise(ranks: Ranks | None, seed: int | None) -> Noise:
     noise = noise_of(seed)
     if ranks is None:
         return noise
-    low, high = ranks.gather([noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)])[0]
-    return Noise(high << WORD | low)
+    words = noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)
+    low, high, is_given = ranks.gather([*words, noise.is_given])[0]
+    return Noise(high << WORD | low, is_given=bool(is_given))
 
 
 def check_drafts_alone(drafter: Drafter | None) -> None:

@@ -96,8 +96,11 @@ def rule_names() -> list[str]:
     return [*RULES, *_installed()]
 
 
-def make_rule(choice: str | AcceptanceRule) -> AcceptanceRule:
+def make_rule(choice: str | AcceptanceRule, *, is_seeded: bool = False) -> AcceptanceRule:
     """The rule that a caller passed: one, or NAME:key=value,... as "lenient:lenience=0.5".
+
+    With a seed "auto" is coupled: under block the length of a draft, which timing chooses, would
+    have a say in the text.
 
     Raises:
         UnknownNameError: no rule has this name.
@@ -106,7 +109,7 @@ def make_rule(choice: str | AcceptanceRule) -> AcceptanceRule:
     """
     rule: Any = choice
     if isinstance(choice, str):
-        name, options = split_spec(choice)
+        name, options = split_spec("coupled" if is_seeded and choice == "auto" else choice)
         if name not in RULES and name not in _installed():
             raise UnknownNameError(f"Unknown rule {name!r}. Known: {', '.join(rule_names())}.")
         kind = RULES.get(name) or load(_installed()[name], "rule")

@@ -169,7 +169,8 @@ class Verifier:
     ) -> None:
         self.model_pass = model_pass
         self.distribution = next_token
-        self.rule = make_rule(rule)
+        is_opaque = next_token.by_row or next_token.sampling is None
+        self.rule = make_rule(rule, is_seeded=next_token.noise.is_given and not is_opaque)
         self.tree_rule = tree_rule_for(self.rule)
         self.counterfactual = counterfactual
         self.feed = model_pass.feed
@@ -179,7 +180,7 @@ class Verifier:
         self.widest_pass = model_pass.widest
         self.quantize = model_pass.quantize
         self.extend_history = next_token.extend_history
-        if next_token.by_row or next_token.sampling is None:
+        if is_opaque:
             _check_needs(self.rule, counterfactual)
 
     @property

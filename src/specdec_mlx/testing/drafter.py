@@ -105,7 +105,7 @@ class NotedNoise(Noise):
 
 
 class LoopsOwn(list[int]):
-    """A list that a drafter is shown: only the loop changes it, by `list.extend`."""
+    """A list that a drafter is shown: it may keep it, and must not change it."""
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise TypeError("it writes into the loop's own list. Copy it, list(prompt)")
@@ -120,7 +120,7 @@ class ScriptedGeneration:
     """A session and its text; num_decided: draws of its noise that are of decided drafts."""
 
     session: DraftSession
-    text: LoopsOwn
+    text: list[int]
     noise: NotedNoise
     num_decided: int = 0
 
@@ -286,13 +286,14 @@ class DrafterConformance(Conformance):
     def _begin(
         self, prompt: Sequence[int], sampling: Sampling | None = GREEDY, seed: int = 0
     ) -> ScriptedGeneration:
-        text, noise = LoopsOwn(prompt), NotedNoise(seed)
+        noise = NotedNoise(seed)
         context = DraftContext(
             sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
         )
         check_fits(self.subject, context)
         with self.blaming("begin()", part="protocol"):
-            return ScriptedGeneration(begin_session(self.subject, text, context), text, noise)
+            session = begin_session(self.subject, LoopsOwn(prompt), context)
+            return ScriptedGeneration(session, list(prompt), noise)
 
     def _propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
         drawn, num_drawn = generation.noise.drawn, len(generation.noise.drawn)
@@ -307,7 +308,7 @@ class DrafterConformance(Conformance):
         return draft
 
     def _observe(self, generation: ScriptedGeneration, tokens: list[int]) -> None:
-        list.extend(generation.text, tokens)
+        generation.text += tokens
         generation.num_decided = len(generation.noise.drawn)
         with self.blaming("observe()", part="protocol"):
             generation.session.observe(LoopsOwn(tokens))
