@@ -127,7 +127,7 @@ def _empty_like(kept: Memory | NGramTable) -> Memory | NGramTable:
     """One of the same kind; a table of the same orders and bound."""
     if isinstance(kept, Memory):
         return Memory(MOST_TOKENS)
-    return NGramTable(kept.max_order, kept.min_order, kept.max_entries)
+    return kept.empty()
 
 
 def _prune(args: argparse.Namespace) -> None:

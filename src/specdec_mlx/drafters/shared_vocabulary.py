@@ -14,16 +14,9 @@ from typing import Any
 import mlx.core as mx
 import numpy as np
 
-from specdec_mlx.drafters.tokenizers import PerPair, difference_between, unwrapped
+from specdec_mlx.drafters.tokenizers import PerPair, difference_between
 from specdec_mlx.errors import TokenizerMismatchError
-
-PROBES = (
-    "The quick brown fox jumps over the lazy dog; the other animals, 23 of them, were sleeping.",
-    "def f(x):\n    return {'a': [1, 22, 333], \"b\": x ** 2}  # ok?\n",
-    "Two  spaces,\na new line\n\nand UPPER or CamelCase: a <b> & `c` = 3.14159e-10.",
-)
-"""What every tokenizer must give back as it was. What it does to other scripts costs acceptance
-where they occur, and no more."""
+from specdec_mlx.same_tokenizer import PROBES, unwrapped
 
 ANCHOR = "\n"
 """Encoded before a text that is not the beginning of one, for tokenizers that put a space before
@@ -78,7 +71,10 @@ class Spelling:
         return b"".join(self.spelled.get(index, b"") for index in ids)
 
     def _check_round_trips(self) -> None:
-        """Raise TokenizerMismatchError unless the probes come back, by table and by decoder."""
+        """Raise TokenizerMismatchError unless the probes come back, by table and by decoder.
+
+        What a tokenizer does to other scripts costs acceptance where they occur, and no more.
+        """
         before = " " if self.prepends_space else ""
         for text in PROBES:
             ids = self._backend.encode(text, add_special_tokens=False).ids

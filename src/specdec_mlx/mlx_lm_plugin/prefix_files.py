@@ -13,8 +13,9 @@ import os
 import re
 from collections.abc import Sequence
 from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_caches
@@ -26,6 +27,32 @@ from specdec_mlx.target.strategies import leaves
 OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors(\.damaged)?")
 PART = ".part-"  # begins the name of a file that is being written
 HEADER = "prefix"  # name of our metadata in a file
+
+
+class Header(NamedTuple):
+    """What a file says of itself.
+
+    points: positions of the states that are kept, ascending; None where the caches go back to any.
+    layers: caches of the text itself, before those of the states.
+    """
+
+    key: str
+    tokens: list[int]
+    points: list[int] | None
+    layers: int
+
+    @classmethod
+    def of(cls, path: Path) -> Header:
+        """Read it; raises whatever MLX and Python do for what is no file of ours."""
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        header = cls(**json.loads(loaded[1][f"0.{HEADER}"]))
+        numbers = header.layers, *header.tokens, *(header.points or ())
+        ascending = (0, *(header.points or ()), len(header.tokens) + 1)
+        if {type(number) for number in numbers} != {int} or header.layers < 1:
+            raise TypeError(f"its header has other numbers than counts and tokens: {header!s:.99}")
+        if not header.tokens or any(a >= b for a, b in pairwise(ascending)):
+            raise ValueError(f"its states are at {header.points} of {len(header.tokens)} tokens")
+        return header
 
 
 class PrefixFiles:
@@ -42,9 +69,10 @@ class PrefixFiles:
             part.unlink(missing_ok=True)
         for _, _, path in self._by_age(f"{key}-*.safetensors"):
             try:
-                loaded: Any = mx.load(str(path), return_metadata=True)
-                header = json.loads(loaded[1][f"0.{HEADER}"])
-                self._trie.add(key, header["tokens"], (path, header))
+                header = Header.of(path)
+                if header.key != key:
+                    raise ValueError(f"it is of the model {header.key}")
+                self._trie.add(key, header.tokens, (path, header))
             except Exception as error:  # whatever MLX says of what is no file of its own
                 self._put_aside(path, error)
 
@@ -54,7 +82,7 @@ class PrefixFiles:
         longest: tuple[list[int], int] = [], 0
         for held in filter(None, (found.exact, found.longer, found.shorter)):
             common = found.common_prefix if held is found.longer else len(held)
-            points = self._trie.get(self.key, held)[1]["points"]
+            points = self._trie.get(self.key, held)[1].points
             if points is not None:  # its caches go back to these, and not to any position
                 common = max((p for p in (*points, len(held)) if p <= common), default=0)
             longest = max(longest, (held, common), key=lambda one: one[1])
@@ -64,18 +92,18 @@ class PrefixFiles:
         """The caches of the file of these tokens, with their states; None if it is damaged."""
         path, header = self._trie.get(self.key, tokens)
         try:
-            if path.stem != f"{self.key}-{_digest(path)}" or header["key"] != self.key:
+            if path.stem != f"{self.key}-{_digest(path)}":
                 raise ValueError("its content is not what was written")
             flat = load_prompt_cache(str(path))
             mx.eval([cache.state for cache in flat])
+            caches, rest = flat[: header.layers], iter(flat[header.layers :])
+            num_states = len(stateful(caches))
+            points = {p: [next(rest) for _ in range(num_states)] for p in header.points or ()}
             os.utime(path)
         except Exception as error:
             self._trie.pop(self.key, tokens)
             self._put_aside(path, error)
             return None
-        caches, rest = flat[: header["layers"]], iter(flat[header["layers"] :])
-        num_states = len(stateful(caches))
-        points = {p: [next(rest) for _ in range(num_states)] for p in header["points"] or ()}
         return [*caches, Points(points)] if points else list(caches)
 
     def save(self, tokens: list[int], caches: Sequence[Any], at: States) -> None:
@@ -84,11 +112,11 @@ class PrefixFiles:
         if not all(hasattr(mlx_lm_caches, type(cache).__name__) for cache in leaves(flat)):
             return  # of a class that mlx-lm does not read
         points = sorted(at) if stateful(caches) else None
-        header = {"key": self.key, "tokens": tokens, "points": points, "layers": len(caches)}
+        header = Header(self.key, tokens, points, len(caches))
         part = self.folder / f"{PART}{os.getpid()}.safetensors"
         try:
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-            save_prompt_cache(str(part), flat, {HEADER: json.dumps(header)})
+            save_prompt_cache(str(part), flat, {HEADER: json.dumps(header._asdict())})
             path = part.rename(self.folder / f"{self.key}-{_digest(part)}.safetensors")
             before = self._trie.add(self.key, tokens, (path, header))
             replaced = [before, *(entry for _, entry in self._trie.pop_prefixes(self.key, tokens))]

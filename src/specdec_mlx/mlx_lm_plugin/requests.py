@@ -20,7 +20,7 @@ from mlx_lm.server import GenerationContext
 from mlx_lm.utils import _parse_size, load_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from specdec_mlx.contracts import Checks, DraftContext, Drafter
+from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.choosing import registry
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL, first_of
@@ -28,6 +28,7 @@ from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.memory import Memory
+from specdec_mlx.memory.kept import Kept
 from specdec_mlx.mlx_lm_plugin import openai_fields
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags
 from specdec_mlx.mlx_lm_plugin.heads import HeadToLoad
@@ -290,6 +291,19 @@ class Menu:
         drafter = self._made.get(MODEL_DRAFTER)
         if isinstance(drafter, Checks):
             drafter.check(DraftContext(tokenizer=tokenizer))
+
+    def bind_files(self, tokenizer: Any = None) -> None:
+        """Hold memories and tables to the server's own tokenizer; for others they are left out.
+
+        Raises TokenizerMismatchError for a file that was named and has another one's token ids.
+        """
+        parts = [part for drafter in self._made.values() for part in all_drafters(drafter)]
+        options = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+        for kept in (*options, self.flags.remembered):
+            if isinstance(kept, Kept):
+                if tokenizer is not None:
+                    kept.check_tokenizer(tokenizer)
+                kept.refuses_others = False
 
     def requested(self, body: dict[str, Any], api_key: str = "") -> Requested:
         """How a request is to be served; raises ValueError and MissingPackageError."""
