@@ -105,13 +105,17 @@ class LazyPass:
 
 @dataclass
 class RowByRowPass:
-    """A round whose rows go through callables of the caller's one at a time, in order."""
+    """A round whose rows go through callables of the caller's one at a time, in order.
+
+    ends: tokens after which no draft is of use.
+    """
 
     draft: Draft
     num_fed: int
     logits: mx.array
     distribution: NextToken
     position: int
+    ends: Set[int] = frozenset()
     features: FeatureRows | None = None
     logprobs: list[mx.array] = field(default_factory=list)
 
@@ -137,7 +141,7 @@ class RowByRowPass:
 
     def read(self) -> Outcome:
         """The outcome."""
-        drafted = to_list(self.draft.tokens)
+        drafted = Draft(to_list(self.draft.tokens)).until(self.ends).tokens
         check_drafted(drafted, self.logits.shape[-1])
         tokens: list[int] = []
         while len(tokens) <= len(drafted) and tokens == drafted[: len(tokens)]:
@@ -252,7 +256,8 @@ class Verifier:
     ) -> LazyPass | RowByRowPass:
         """The round of a pass that was made, lazy; logits: [K+1, V] from the last pending on."""
         if self.distribution.by_row:
-            return RowByRowPass(draft, num_fed, logits, self.distribution, position)
+            own = self.distribution
+            return RowByRowPass(draft, num_fed, logits, own, position, self.end_tokens)
         processed = self.distribution.process(logits, drafted, draft.parents)
         rows = Rows(processed, self.distribution, position, draft.parents)
         verdict: Verdict | Agreement | TreeVerdict
