@@ -141,7 +141,8 @@ class RowByRowPass:
 
     def read(self) -> Outcome:
         """The outcome."""
-        drafted = Draft(to_list(self.draft.tokens)).until(self.ends).tokens
+        drafted = to_list(self.draft.tokens)
+        drafted = drafted[: len(Draft(drafted).until(self.ends))]
         check_drafted(drafted, self.logits.shape[-1])
         tokens: list[int] = []
         while len(tokens) <= len(drafted) and tokens == drafted[: len(tokens)]:
