@@ -57,6 +57,7 @@ from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_ids
 
+SHORT = 8  # most tokens of a text that is drafted from its first pass on, since each pass counts
 CLEAR_CACHE_EVERY = 256
 """Tokens after which MLX's buffer cache is cleared, as in mlx-lm's `generate_step`."""
 
@@ -66,20 +67,20 @@ class Token:
     """One emitted token.
 
     origin: "draft" (accepted), "correction" (after a rejection), "bonus" (after a draft accepted
-    whole) or "plain" (no draft). stats: the running account. rows, row: log-probabilities of its
-    round, [K+1, V], and which of them is this token's.
+    whole) or "plain" (no draft). stats: the running account. own_row: [1, V] its log-probabilities,
+    which keep no others in memory. row: its place in the pass, 0 after the pending tokens.
     """
 
     token: int
     origin: Origin
     stats: SpeculationStats
-    rows: Float[mx.array, "rows vocab"] = field(repr=False)
+    own_row: Float[mx.array, "1 vocab"] = field(repr=False)
     row: int = field(repr=False)
 
     @property
     def logprobs(self) -> Float[mx.array, " vocab"]:
         """Log-probabilities [V] as mlx-lm reports them, before temperature and filters."""
-        return self.rows[self.row]
+        return self.own_row[0]
 
     @property
     def from_draft(self) -> bool:
@@ -166,6 +167,7 @@ def speculate(
     context = verifier.draft_context(tokenizer, draft_cache)
     check_fits(drafter, context)
     sequence = SequenceState(prompt, len(prompt), max_tokens, input_embeddings)
+    sequence.has_prompt = len(prompt_tokens) > 0
     length = make_draft_length(draft_length, tuning_for(model) if tuning is None else tuning)
     keeps_cache = prompt_cache is not None
     side = Drafting if ranks is None else functools.partial(SharedDrafting, ranks)
@@ -207,8 +209,9 @@ class Generation:
         try:
             self.drafting.begin(context)
             self.prefill()
-            current = self.verify(NO_DRAFT)
-            waits = self.drafting.is_shared or self.drafting.session is not None
+            current = self.verify(self.propose() if self.may_draft else NO_DRAFT)
+            has_session = self.drafting.session is not None
+            waits = self.drafting.is_shared or (has_session and not self.target.remembers)
             while current is not None:
                 following = ahead = None if waits else self.pipeline.verify_ahead(current)
                 outcome = self.accept(current, ahead)
@@ -241,9 +244,16 @@ class Generation:
         self.target.widest_pass()  # a model's first time is measured here, and not in a round
         caches.drop_checkpoints()
         self.is_prefilled = True
-        self.target.extend_history(self.sequence.tokens)
+        if self.sequence.has_prompt:
+            self.target.extend_history(self.sequence.tokens)
         self.stats.prefill_seconds = perf_counter() - started
         self.clock.start()
+
+    @property
+    def may_draft(self) -> bool:
+        """True after the first token, which comes before any drafting but in short texts."""
+        sequence = self.sequence
+        return sequence.num_generated > 0 or 0 < sequence.max_tokens <= SHORT
 
     def propose(self) -> Draft:
         """A draft for the text so far, no longer than is worth verifying."""
@@ -312,16 +322,26 @@ class Generation:
         if self.drafting.values is not None:
             self.clock.time_if_hidden(following, self.drafting.values)
         started = perf_counter()
-        for token, origin, row in _emitted(current, outcome):
+        tokens = _emitted(current, outcome)
+        for n, (token, origin, row) in enumerate(tokens, start=1):
+            if self.target.remembers and n == len(tokens) > len(outcome.kept):
+                self.step_ahead(current, following)
             self.sequence.num_handed_out += 1
             if self.sequence.num_handed_out % CLEAR_CACHE_EVERY == 0:
                 mx.clear_cache()
-            yield Token(token, origin, self.stats, current.under_way.logprobs, row)
+            yield Token(token, origin, self.stats, current.under_way.logprobs[row], row)
         self.clock.resumed(started)
         if self.failure is not None:
             raise self.failure
         if self.drafting.drafter is not None and following and not following.num_drafted:
             self.target.rollback.drop_checkpoints()
+
+    def step_ahead(self, current: Round, following: Round | None) -> None:
+        """Show processors that remember a token before it is handed out, as mlx-lm's loop does."""
+        if following is not None:
+            _ = following.under_way.next_token
+        elif not self.sequence.wants_more():
+            self.target.show_end(current.under_way.logprobs[-1])
 
     def feed(self, num_tokens: int) -> None:
         """Feed the next tokens of the text, at most so many, for the caches alone."""

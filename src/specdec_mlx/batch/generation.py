@@ -259,11 +259,11 @@ class BatchGeneration:
         return make_draft_length(choice, tuning_for(self.model))
 
     def _propose(self) -> list[Draft]:
-        """A draft for each row that has its first token, cut to one width if lengths are shared."""
+        """A draft for each row that may have one, cut to one width if lengths are shared."""
         drafts = []
         for row in self._rows:
             draft = NO_DRAFT
-            if row.generation.sequence.num_generated > 0:
+            if row.generation.may_draft:
                 with self._alone(row.uid, row):
                     proposed = row.generation.propose()
                     is_told = self.on_error is not None
@@ -412,10 +412,11 @@ class BatchGeneration:
         next_of = {row.uid: round_ for row, round_ in following}
         for (row, round_), outcome in zip(current, outcomes, strict=True):
             left = len(outcome.tokens)
-            for token in row.generation.emit(round_, outcome, next_of.get(row.uid)):
-                if row.finish_reason == "removed":
-                    break
-                left -= 1
-                reason = None if left else row.finish_reason
-                caches = row.prompt_cache if reason else None
-                yield RowToken(row.uid, token, reason, caches, row.num_cached)
+            with self._alone(row.uid, row):
+                for token in row.generation.emit(round_, outcome, next_of.get(row.uid)):
+                    if row.finish_reason == "removed":
+                        break
+                    left -= 1
+                    reason = None if left else row.finish_reason
+                    caches = row.prompt_cache if reason else None
+                    yield RowToken(row.uid, token, reason, caches, row.num_cached)

@@ -127,6 +127,7 @@ class Row:
             is_end = self.matcher is not None and self.matcher.advance(token)
             if is_end or token in stop_tokens:
                 self.finish_reason = "stop"
+                sequence.max_tokens = sequence.num_generated - (len(tokens) - i - 1)
                 del sequence.tokens[len(sequence.tokens) - (len(tokens) - i - 1) :]
                 outcome.tokens = tokens[: i + 1]
                 return

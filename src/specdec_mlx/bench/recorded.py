@@ -68,6 +68,8 @@ class _RecordedPass:
 class RecordedTarget:
     """A target whose greedy text is known; see `specdec_mlx.contracts.Target`."""
 
+    remembers = False
+
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
         self.rollback = Rollback([], position=len(text.prompt) - 1)
         self._text, self._vocab_size = text, vocab_size
@@ -101,6 +103,9 @@ class RecordedTarget:
         return top_rows(self._text, [None] * self._num_fed), self._num_fed
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
+        """No processors want to know."""
+
+    def show_end(self, logprobs: mx.array) -> None:
         """No processors want to know."""
 
     def quantize(self) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -13,7 +13,7 @@ import mlx.core as mx
 from jaxtyping import Float
 
 from specdec_mlx.contracts.trees import ROOT as ROOT
-from specdec_mlx.contracts.trees import first_path
+from specdec_mlx.contracts.trees import chain, first_path
 
 if TYPE_CHECKING:
     from specdec_mlx.contracts.target import TargetCaches
@@ -128,13 +128,32 @@ class Draft:
         """
         if self.parents is None:
             return self
-        nodes, tokens = first_path(self.parents), self.tokens
+        return self._some(first_path(self.parents))
+
+    def until(self, ends: Set[int]) -> Draft:
+        """Without what continues a token of `ends`; its tokens have to be known.
+
+        A drawn token may decide about those after it, which then were as good as never drawn.
+        """
+        places = {ROOT: ROOT}  # node -> its place among those that stay
+        parents = chain(len(self)) if self.parents is None else self.parents
+        for node, parent in enumerate(parents):
+            if parent in places and (parent == ROOT or self.tokens[parent] not in ends):
+                places[node] = len(places) - 1
+        if self.parents is None:
+            return self.head(len(places) - 1)
+        _, *nodes = places
+        return self._some(nodes, [places[parents[node]] for node in nodes])
+
+    def _some(self, nodes: list[int], parents: Sequence[int] | None = None) -> Draft:
+        tokens = self.tokens
         return Draft(
             tokens=tokens[mx.array(nodes)]
             if isinstance(tokens, mx.array)
             else [tokens[i] for i in nodes],
             logprobs=None if self.logprobs is None else self.logprobs[mx.array(nodes)],
             evidence=None if self.evidence is None else [self.evidence[i] for i in nodes],
+            parents=parents,
         )
 
 

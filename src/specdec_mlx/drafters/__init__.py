@@ -24,6 +24,8 @@ _PLACES = {
     "early_exit": "specdec_mlx.drafters.heads.early_exit",
 }
 
+__all__ = [*_PLACES]
+
 
 def __getattr__(name: str) -> Any:
     """Import the module of a name when it is first used."""

@@ -33,7 +33,7 @@ from specdec_mlx.draft_length.chances import told
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import Several, SeveralSession
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.options import require
+from specdec_mlx.options import require, shown
 from specdec_mlx.token_ids import to_ids, to_list
 
 NUM_FIRST = 4
@@ -62,8 +62,8 @@ class Cascade(Several):
         for part in all_drafters(then):
             if models_of(part) or isinstance(part, ReadsTarget):
                 raise ValueError(
-                    f"Cascade: then={self.then!r} runs a model or reads the target; expected a "
-                    "look-up, such as 'suffix'."
+                    f"Cascade: then={shown(self.then)} runs a model or reads the target; expected "
+                    "a look-up, such as 'suffix'."
                 )
         require(self, self.num_first >= 1, "num_first", "an int >= 1")
         name = type(self.first).__name__

@@ -67,7 +67,7 @@ class ModelDrafter:
         if not isinstance(self.model, nn.Module):
             raise wrong("model", self.model, "a loaded model: ModelDrafter(*mlx_lm.load(...))")
         if self.tokenizers not in TOKENIZERS:
-            raise ValueError(f"tokenizers={self.tokenizers!r}: expected one of {TOKENIZERS}.")
+            raise wrong("tokenizers", self.tokenizers, f"one of {TOKENIZERS}")
         check_draft_temp(self.draft_temp)
         whole("branches", self.branches, 1)
 

@@ -35,6 +35,7 @@ from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.options import argument, checked, name_in, refusal
 from specdec_mlx.rules.registry import make_rule, rule_names
+from specdec_mlx.sampling.distribution import Sampling
 
 EVERYBODY, USER, KEY = "all", "user", "key"  # whom a server's memory is for
 
@@ -249,6 +250,8 @@ def check_numbers(namespace: argparse.Namespace) -> None:
         if value is not None and value < least and not (unlimited and value == -1):
             expected = f"an int >= {least}{', or -1 for no limit' if unlimited else ''}"
             raise ValueError(f"argument --{flag}: {value}: expected {expected}.")
+    named = vars(Sampling()).keys() & vars(namespace).keys()
+    Sampling(**{name: getattr(namespace, name) for name in named})
 
 
 def check_files(namespace: argparse.Namespace) -> None:

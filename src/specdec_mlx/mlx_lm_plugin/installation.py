@@ -30,7 +30,6 @@ from specdec_mlx.mlx_lm_plugin.conversation import continued, remember, tokens_o
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
 
 SERIES = "0.32"
@@ -94,13 +93,9 @@ class Speculation:
         draft_length: int | None = None,
         prompt_cache: list[Any] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
-        max_tokens: int = 256,
         **options: Any,
     ) -> Iterator[Any]:
-        """Tokens, log-probabilities and, of 3 fields, True if drafted; drafters see earlier turns.
-
-        A processor that remembers is shown the last token as well, since mlx-lm's are a step ahead.
-        """
+        """Tokens, log-probabilities and, of 3 fields, is it drafted; drafters see earlier turns."""
         processors = list(logits_processors or ())
         if self.grammar is not None:
             processors.append(GrammarProcessor(self.grammar, self.tokenizer))
@@ -114,18 +109,13 @@ class Speculation:
             tokenizer=self.tokenizer,
             prompt_cache=prompt_cache,
             logits_processors=processors,
-            max_tokens=max_tokens,
             **options,
         )
         try:
             with closing(tokens):
-                for n, token in enumerate(tokens, start=1):
+                for token in tokens:
                     self.stats = token.stats
                     text.append(token.token)
-                    is_last = n == max_tokens and not token.stats.cut  # else it was judged, and cut
-                    if is_last and not all(map(is_pure, processors)):
-                        for processor in processors:
-                            processor(mx.array(text), token.logprobs[None])
                     yield (token.token, token.logprobs, token.from_draft)[:num_fields]
         finally:
             remember(prompt_cache, [*earlier, *text])

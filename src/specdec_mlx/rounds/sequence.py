@@ -18,7 +18,8 @@ class SequenceState:
     """The text of one generation, prompt included.
 
     tokens: known to the host. embeddings: [prompt_length, D] in place of the prompt's tokens, or
-    None. num_handed_out: generated tokens that the caller has.
+    None; has_prompt: the prompt's tokens are known as well. num_handed_out: generated tokens that
+    the caller has.
     """
 
     tokens: list[int]
@@ -26,6 +27,7 @@ class SequenceState:
     max_tokens: int
     embeddings: mx.array | None = None
     num_handed_out: int = 0
+    has_prompt: bool = True
 
     @property
     def num_generated(self) -> int:

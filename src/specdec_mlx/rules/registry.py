@@ -27,7 +27,7 @@ from specdec_mlx.contracts import (
     Verdict,
 )
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.options import installed, load, make_with, split_spec
+from specdec_mlx.options import installed, load, make_with, split_spec, wrong
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.lossy import Lenient, Typical
 from specdec_mlx.rules.match import Coupled, Match
@@ -116,7 +116,7 @@ def make_rule(choice: str | AcceptanceRule, *, is_seeded: bool = False) -> Accep
         rule = make_with("rule", name, kind, options)
     if isinstance(rule, AcceptanceRule) and not isinstance(rule, type):
         return rule
-    raise ValueError(f"rule={choice!r}: expected a name or an instance of an AcceptanceRule.")
+    raise wrong("rule", choice, "a name or an instance of an AcceptanceRule")
 
 
 @functools.cache

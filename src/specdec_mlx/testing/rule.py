@@ -299,7 +299,7 @@ class RuleConformance(Conformance):
         with self.blaming(f"{question}: decide()", next_step):
             answer = question.ask(self.subject, evidence)
             numbers = {"scales": rows.scales, **answer.arrays()}
-            outcome = LazyPass(draft, size + 1, rows.logprobs, answer, numbers).read()
+            outcome = LazyPass(draft, size + 1, rows.each(), answer, numbers).read()
         kinds = {array.dtype for array in vars(answer).values() if array is not None}
         are_integers = all(mx.issubdtype(kind, mx.integer) for kind in kinds)
         self.require(are_integers, f"{question}: it answers in {kinds}, not in integers.")
