@@ -15,8 +15,8 @@ import tiny_text
 from selection import in_one_test
 from serving import complete, serving, text_of
 from specdec_mlx.contracts import all_drafters
+from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, WITH_MODEL
 from specdec_mlx.drafters.recycling import SuccessorTable
-from specdec_mlx.drafters.registry import MODEL_DRAFTER, WITH_MODEL
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
