@@ -23,7 +23,7 @@ from selection import cases, in_one_test
 from specdec_mlx.checks import run as check
 from specdec_mlx.cli import commands
 from specdec_mlx.drafters.candidates import heads_lines, known_repositories, report
-from specdec_mlx.drafters.draft_models import Lighter, NamedModel, choose_drafter, lighter_of
+from specdec_mlx.drafters.draft_models import NamedModel, choose_drafter, lighter_of
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3Config, output_layers
 from specdec_mlx.drafters.heads.loading import FORMATS, is_head, kind_of
 from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, MTPHead, one_layer_model
@@ -334,9 +334,12 @@ def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
     """With the options that it is loaded with; wrong ones are named, not dropped."""
     assert not is_head(heads.reference("eagle1").write(tmp_path / "eagle1")), "it does not say so"
     folder = heads.reference("eagle3").write(tmp_path / "eagle3")
-    target, spec = heads.reference("eagle3").target(), "model:branches=4,greedy=true,draft_temp=1"
+    target, spec = (
+        heads.reference("eagle3").target(),
+        "model:branches=4,greedy=true,draft_temp=1,draft_bits=8",
+    )
     assert isinstance(choose_drafter(None, folder, target), sd.drafters.HeadDrafter)
-    flags = Flags(drafters=[spec], draft_model=str(folder), lighter=Lighter(bits=8))
+    flags = Flags(drafters=[spec], draft_model=str(folder))
     assert (flags.has_head, Flags().has_head) == (True, False)
     unnamed, ordered = Flags(draft_model=str(folder)), Flags(["ngram"], draft_model=str(folder))
     assert type(unnamed.drafter(target)) is sd.BestOf

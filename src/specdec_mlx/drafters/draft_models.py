@@ -6,7 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +17,7 @@ import mlx.nn as nn
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.heads.loading import is_head, load_head, named_head
-from specdec_mlx.drafters.lighter import first_layers, quantized
+from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
@@ -36,24 +36,19 @@ AUTO = "auto"
 
 @dataclass(frozen=True)
 class Lighter:
-    """How to make a draft model lighter as it loads: bits, first layers; None: as it is."""
+    """How to make a draft model lighter as it loads: its first layers; None: as it is."""
 
-    bits: int | None = None
     layers: int | None = None
 
     @property
     def flags(self) -> dict[str, str]:
         """What was asked for, by the flag that asks for it."""
-        values = {f"--draft-{each.name}": getattr(self, each.name) for each in fields(self)}
-        return {flag: str(value) for flag, value in values.items() if value is not None}
+        return {} if self.layers is None else {"--draft-layers": str(self.layers)}
 
     def applied_to(self, model: nn.Module) -> nn.Module:
         """The lighter model, its weights computed; DraftModelError if it cannot be made so."""
-        if self.bits is not None:
-            model = quantized(model, self.bits)
         if self.layers is not None:
             model = first_layers(model, self.layers)
-        if self.flags:
             mx.eval(model.parameters())
         return model
 
@@ -98,12 +93,12 @@ class NamedModel:
             )
         if self.lighter.layers is not None:
             raise DraftModelError(
-                "--draft-layers: --draft-model is a trained head, which takes --draft-bits alone. "
-                "Leave it out."
+                "--draft-layers: --draft-model is a trained head, which has no layers to leave "
+                "out. Leave the flag out."
             )
         if name == MODEL_DRAFTER:
-            return named_head(spec, self.name, target, self.lighter.bits)
-        head = load_head(self.name, target, draft_bits=self.lighter.bits)
+            return named_head(spec, self.name, target)
+        head = load_head(self.name, target)
         return make_drafter(spec, draft_model=head, **options)
 
 
@@ -169,9 +164,8 @@ def _model_drafter(choice: Any, target: nn.Module | None) -> Drafter | None:
 
 def add_lighter_arguments(parser: Any) -> None:
     """The flags that make a draft model lighter, for a parser, or group, with --draft-model."""
-    add, count = parser.add_argument, argument(positive_int)
-    add("--draft-bits", type=count, metavar="N", help="Quantize the draft model to so many bits.")
-    add("--draft-layers", type=count, metavar="N", help="Draft with its first layers only.")
+    how = {"type": argument(positive_int), "metavar": "N"}
+    parser.add_argument("--draft-layers", help="Draft with its first layers only.", **how)
 
 
 def named_model(arguments: argparse.Namespace) -> NamedModel:
@@ -190,7 +184,7 @@ def lighter_of(arguments: argparse.Namespace) -> Lighter:
         arguments.draft_model = found_for(
             getattr(arguments, "model", None), arguments.draft_model, say
         )
-    lighter = Lighter(arguments.draft_bits, arguments.draft_layers)
+    lighter = Lighter(arguments.draft_layers)
     if lighter.flags and not arguments.draft_model:
         raise DraftModelError(f"{', '.join(lighter.flags)}: give --draft-model MODEL as well.")
     return lighter
