@@ -375,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = ["--draft-length", args.draft_length]
     flags += [word for name in args.drafter for word in ("--drafter", name)]
     flags += ["--draft-model", args.draft_model] if args.draft_model else []
-    flags += [word for flag in named_model(args).lighter.flags.items() for word in flag]
+    flags += [word for flag in named_model(args).flags.items() for word in flag]
     try:
         phases = run(model, texts, args.num, args.clients, args.max_tokens, flags)
     except (MissingPackageError, RuntimeError) as error:

@@ -43,7 +43,13 @@ from lossless import noisy_copy
 from selection import FULL, cases, in_one_test
 from specdec_mlx.checks import drawn, one_step
 from specdec_mlx.checks import run as run_module
-from specdec_mlx.checks.chi_square import FALSE_ALARM, ChiSquare, power
+from specdec_mlx.checks.chi_square import (
+    FALSE_ALARM,
+    ChiSquare,
+    noncentral_cdf,
+    power,
+    survival,
+)
 from specdec_mlx.checks.drawn import Cells, Draws, check_declared, check_joint
 from specdec_mlx.checks.one_step import VARIANTS, check_one_step, lossless
 from specdec_mlx.checks.report import CheckReport, Part
@@ -365,6 +371,20 @@ def test_chi_square_joins_rare_cells_and_sees_the_impossible() -> None:
     right, wrong = np.array([100.0, 100.0, 0.0]), np.array([100.0, 98.0, 2.0])
     assert ChiSquare.of(wrong, right).p_value == 0
     assert power(wrong, right) == pytest.approx(1 - math.exp(-2), abs=1e-3)
+
+
+def test_the_chances_of_chi_square_statistics_are_scipys() -> None:
+    """Far into the tail, for few and many degrees of freedom, at nothing and at infinity."""
+    freedoms, quantiles = (1, 2, 3, 8, 41, 300, 1_001), (0.999, 0.5, 1e-3, 1e-12, 1e-200)
+    for freedom in freedoms:
+        for quantile in quantiles:
+            statistic = stats.chi2.isf(quantile, freedom)
+            assert survival(freedom, statistic) == pytest.approx(quantile, rel=1e-9)
+        assert (survival(freedom, 0.0), survival(freedom, math.inf)) == (1, 0)
+        limit = stats.chi2.isf(FALSE_ALARM, freedom)
+        for shift in (0.0, 0.5, 30.0, 2_000.0, 1e9):
+            expected = stats.ncx2.cdf(limit, freedom, shift) if shift else 1 - FALSE_ALARM
+            assert noncentral_cdf(limit, freedom, shift) == pytest.approx(expected, abs=1e-9)
 
 
 # What is remembered -------------------------------------------------------------------------------

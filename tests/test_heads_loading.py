@@ -26,7 +26,6 @@ from specdec_mlx.cli import commands
 from specdec_mlx.drafters.choosing.candidates import heads_lines, known_repositories, report
 from specdec_mlx.drafters.choosing.choice import (
     DrafterChoice,
-    Lighter,
     NamedModel,
     choice_of,
     resolve,
@@ -341,9 +340,12 @@ def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
     """With the options that it is loaded with; wrong ones are named, not dropped."""
     assert not is_head(heads.reference("eagle1").write(tmp_path / "eagle1")), "it does not say so"
     folder = heads.reference("eagle3").write(tmp_path / "eagle3")
-    target, spec = heads.reference("eagle3").target(), "model:branches=4,greedy=true,draft_temp=1"
+    target, spec = (
+        heads.reference("eagle3").target(),
+        "model:branches=4,greedy=true,draft_temp=1,draft_bits=8",
+    )
     assert isinstance(resolve(None, folder, target), sd.drafters.HeadDrafter)
-    head = NamedModel(folder, Lighter(bits=8))
+    head = NamedModel(folder)
     flags = Flags(DrafterChoice([spec], head))
     learning = replace(flags, online=True)
     assert (flags.waits_for_target, Flags().waits_for_target) == (True, False)

@@ -305,7 +305,7 @@ def test_a_target_with_another_tokenizer_is_refused(loaded, draft, tmp_path):
     swapped = write_model_folder(tmp_path / "swapped", "qwen2", swapped=True)
     target, tokenizer = load_model(swapped)
     learning = learner_of(draft, target)
-    own = replace(learning.drafter, tokenizers="text")
+    own = replace(learning.drafter, tokenizers="any")
     for drafter in (learning, learning.drafting_as(own)):
         with pytest.raises(TokenizerMismatchError, match="Use a draft model of the same family"):
             sd.generate(target, tokenizer, TEXT, drafter=drafter, max_tokens=2)

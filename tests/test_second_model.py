@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +53,7 @@ def named(name: str, **options: Any) -> Any:
 
 
 DRAFTERS: dict[str, Callable[[], Any]] = {
-    **{name: lambda name=name: named(name) for name in sd.drafters.drafter_names()},
+    **{name: partial(named, name) for name in sd.drafters.drafter_names()},
     "model without a tokenizer": lambda: sd.ModelDrafter(tiny_text.model(5)),
     "auto with a memory": lambda: named("auto:memory=process"),
     "auto with tables": lambda: named("auto:recycling=true"),

@@ -59,9 +59,9 @@ class Wide(Table):
         super().__init__(8)
         self.vocab_size = vocab_size
 
-    def __call__(self, tokens: mx.array, cache: Any = None, **more: Any) -> mx.array:
-        super().__call__(tokens % 8, cache=cache)
-        return mx.cos((tokens[..., None] + 1) * 0.37 * mx.arange(self.vocab_size))
+    def __call__(self, ids: mx.array, cache: Any = None) -> mx.array:
+        super().__call__(ids % 8, cache=cache)
+        return mx.cos((ids[..., None] + 1) * 0.37 * mx.arange(self.vocab_size))
 
 
 # Rows of their own --------------------------------------------------------------------------------

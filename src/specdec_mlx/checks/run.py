@@ -245,7 +245,7 @@ def main(args: argparse.Namespace) -> int:
         "drafter": " then ".join(map(str, choice.drafters)),
     }
     if choice.model.name is not None:
-        names |= {"draft_model": choice.model.name, **choice.model.lighter.flags}
+        names |= {"draft_model": choice.model.name, **choice.model.flags}
     report = replace(report, settings=report.settings | names)
     if is_first:
         print(report)

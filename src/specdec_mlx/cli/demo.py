@@ -30,7 +30,7 @@ from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name, describe_dtype,
 from specdec_mlx.bench.prompts import Task, encode_chat
 from specdec_mlx.bench.summary import find_differences
 from specdec_mlx.bench.timing import Run, Sample, Settings, take_turns
-from specdec_mlx.cli.blas import THREADS, start_again_with_openblas
+from specdec_mlx.cli.blas import THREADS, as_shell, start_again_with_openblas
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import tuning_for
@@ -136,7 +136,7 @@ def main(args: argparse.Namespace) -> int:
 
     The pair that ships is shown beside the default model alone.
     """
-    preloaded = None if args.print_model_path else start_again_with_openblas("demo")
+    preloaded = {} if args.print_model_path else start_again_with_openblas("demo")
     path = args.model or demo_model.demo_model_path()
     if args.print_model_path:
         print(path)
@@ -188,19 +188,19 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def say_what_multiplies(preloaded: str | None) -> None:
+def say_what_multiplies(preloaded: dict[str, str]) -> None:
     """On a Linux CPU, name the BLAS, and what it means for speculation and other programs."""
     if sys.platform != "linux" or mx.default_device() != mx.cpu:
         return
     if blas_name() == REFERENCE_BLAS:
         say(
             "MLX's wheel has the reference BLAS here, where a pass over m positions costs m times "
-            'one: no draft can pay. pip install "specdec-mlx[cpu]" brings OpenBLAS (8 MB); this '
+            'one: no draft can pay. pip install "specdec-mlx[cpu]" brings OpenBLAS (20 MB); this '
             "command then preloads it by itself; or LD_PRELOAD=libopenblas.so.0, the system's own."
         )
         return
-    threads = f"{THREADS}={os.environ.get(THREADS)}"
-    advice = f"; for programs of your own: LD_PRELOAD={preloaded} {threads}" if preloaded else ""
+    variables = as_shell(preloaded | {THREADS: os.environ.get(THREADS, "1")})
+    advice = f"; for programs of your own: {variables}" if preloaded else ""
     say(f"Matrices are multiplied by {blas_name()}{advice}.")
 
 

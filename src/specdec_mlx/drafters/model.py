@@ -29,7 +29,7 @@ from specdec_mlx.token_ids import to_ids
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
-TOKENIZERS = ("any", "same", "text", "shared")
+TOKENIZERS = ("any", "same")
 """What may be said about the tokenizer of a draft model."""
 
 
@@ -42,9 +42,8 @@ class ModelDrafter:
         tokenizer: its tokenizer, None for the target's; compared with the target's by content.
         greedy: propose the model's argmax, a point mass, whatever the target's sampling.
         draft_temp: temperature of the drafts, None for the target's own, 0 for greedy.
-        tokenizers: how to draft if they differ. "text" carries drafts over as text, "shared" draws
-            from the common tokens, "any" does so where they are enough and tokens are drawn; "same"
-            raises TokenizerMismatchError with the first difference.
+        tokenizers: what to do if they differ. "any" carries drafts over as text, "same" raises
+            TokenizerMismatchError with the first difference.
         branches: most tokens at a place; with more than one it proposes trees, if it has the
             target's tokenizer; see `drafters.growing`.
         on_every_rank: each machine of a target that is spread over several runs the draft model; by
@@ -75,8 +74,6 @@ class ModelDrafter:
     def key(self) -> str:
         """The model by its content, and how it drafts."""
         options = f"greedy={self.greedy}, draft_temp={self.draft_temp}"
-        if self.tokenizers in TOKENIZERS[2:]:
-            options += f", tokenizers={self.tokenizers}"
         options += f", branches={self.branches}" if self.branches > 1 else ""
         return f"ModelDrafter({fingerprint(self.model)}, {options})"
 
@@ -100,10 +97,10 @@ class ModelDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ModelSession | Retokenized:
         """Start a generation; the draft model reads the prompt with its first proposal."""
-        shared, sampling = self.shared_with(context), self.sampling_for(context.sampling)
+        shared = self.shared_with(context)
         if shared is None:
             return self.session(prompt, context)
-        return Retokenized(self.model, shared, prompt, context, sampling, self.tokenizers)
+        return Retokenized(self.model, shared, prompt, context)
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
         """The model's side of a generation."""

@@ -121,8 +121,8 @@ def check_learns(model: NamedModel) -> None:
     wrong = ""
     if model.name is None:
         wrong = "expected --draft-model, a head or a draft model that `specdec-mlx train` made."
-    elif model.lighter.flags:
-        others = ", ".join(model.lighter.flags)
+    elif model.flags:
+        others = ", ".join(model.flags)
         wrong = f"{others} drafts with another model than the one that learns. Leave one out."
     elif mx.distributed.init().size() > 1:
         wrong = "a target that is spread over ranks cannot be learnt from. Use one machine."

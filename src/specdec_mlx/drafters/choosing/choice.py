@@ -11,7 +11,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +32,7 @@ from specdec_mlx.drafters.choosing.registry import (
 )
 from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.heads.loading import is_head, load_head, named_head
-from specdec_mlx.drafters.lighter import first_layers, quantized
+from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.models import load_model
@@ -46,39 +46,20 @@ Named = Any
 where it is made, with a sentence."""
 
 
-@dataclass(frozen=True)
-class Lighter:
-    """How to make a draft model lighter as it loads: bits, first layers; None: as it is."""
-
-    bits: int | None = None
-    layers: int | None = None
-
-    @property
-    def flags(self) -> dict[str, str]:
-        """What was asked for, by the flag that asks for it."""
-        values = {f"--draft-{each.name}": getattr(self, each.name) for each in fields(self)}
-        return {flag: str(value) for flag, value in values.items() if value is not None}
-
-    def applied_to(self, model: nn.Module) -> nn.Module:
-        """The lighter model, its weights computed; DraftModelError if it cannot be made so."""
-        if self.bits is not None:
-            model = quantized(model, self.bits)
-        if self.layers is not None:
-            model = first_layers(model, self.layers)
-        if self.flags:
-            mx.eval(model.parameters())
-        return model
-
-
 @dataclass
 class NamedModel:
     """A draft model, the folder or name of one or of a trained head, or what else drafts.
 
-    A model that is named is loaded once.
+    A model that is named is loaded once. layers: draft with its first ones only.
     """
 
     name: Any = None
-    lighter: Lighter = field(default_factory=Lighter)
+    layers: int | None = None
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """What makes it lighter, by the flag that asks for it."""
+        return {} if self.layers is None else {"--draft-layers": str(self.layers)}
 
     @property
     def drafter(self) -> Named:
@@ -98,7 +79,10 @@ class NamedModel:
         if self.is_head or not isinstance(self.name, str | Path):
             return (None if self.is_head else self.name), None
         model, tokenizer = load_model(self.name)
-        return self.lighter.applied_to(model), tokenizer
+        if self.layers is not None:
+            model = first_layers(model, self.layers)
+            mx.eval(model.parameters())
+        return model, tokenizer
 
     def make(self, spec: str, target: nn.Module | None = None) -> Drafter | None:
         """The drafter of a name that stands for this model, for a target, which a head needs.
@@ -116,14 +100,14 @@ class NamedModel:
                 f"{self.name} is made for a loaded target, which is not known here. Load it with "
                 "load_head(path, target)."
             )
-        if self.lighter.layers is not None:
+        if self.layers is not None:
             raise DraftModelError(
-                "--draft-layers: --draft-model is a trained head, which takes --draft-bits alone. "
-                "Leave it out."
+                "--draft-layers: --draft-model is a trained head, which has no layers to leave "
+                "out. Leave the flag out."
             )
         if name_in(spec) == MODEL_DRAFTER:
-            return named_head(spec, self.name, target, self.lighter.bits)
-        head = load_head(self.name, target, draft_bits=self.lighter.bits)
+            return named_head(spec, self.name, target)
+        head = load_head(self.name, target)
         return make_drafter(spec, draft_model=head)
 
 
@@ -234,9 +218,8 @@ def found_for(model: str | None, spec: str, say: Callable[[str], object]) -> str
 
 def add_lighter_arguments(parser: Any) -> None:
     """The flags that make a draft model lighter, for a parser, or group, with --draft-model."""
-    add, count = parser.add_argument, argument(positive_int)
-    add("--draft-bits", type=count, metavar="N", help="Quantize the draft model to so many bits.")
-    add("--draft-layers", type=count, metavar="N", help="Draft with its first layers only.")
+    how = {"type": argument(positive_int), "metavar": "N"}
+    parser.add_argument("--draft-layers", help="Draft with its first layers only.", **how)
 
 
 def named_model(arguments: argparse.Namespace) -> NamedModel:
@@ -249,10 +232,10 @@ def named_model(arguments: argparse.Namespace) -> NamedModel:
         arguments.draft_model = found_for(
             getattr(arguments, "model", None), arguments.draft_model, say
         )
-    lighter = Lighter(arguments.draft_bits, arguments.draft_layers)
-    if lighter.flags and not arguments.draft_model:
-        raise DraftModelError(f"{', '.join(lighter.flags)}: give --draft-model MODEL as well.")
-    return NamedModel(arguments.draft_model, lighter)
+    model = NamedModel(arguments.draft_model, arguments.draft_layers)
+    if model.flags and not arguments.draft_model:
+        raise DraftModelError(f"{', '.join(model.flags)}: give --draft-model MODEL as well.")
+    return model
 
 
 def choice_of(arguments: argparse.Namespace) -> DrafterChoice:

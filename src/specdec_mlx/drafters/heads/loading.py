@@ -382,13 +382,10 @@ def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
     mx.eval(session.propose(3).tokens)
 
 
-def named_head(
-    spec: str, path_or_repo: str | Path, target: nn.Module, draft_bits: int | None = None
-) -> Drafter:
+def named_head(spec: str, path_or_repo: str | Path, target: nn.Module) -> Drafter:
     """`load_head` with typed options, as `model:branches=4`; ValueError for unknown ones."""
     name, options = split_spec(spec)
-    load = partial(load_head, path_or_repo, target)
-    return make_with("drafter", name, load, {"draft_bits": draft_bits} | options)
+    return make_with("drafter", name, partial(load_head, path_or_repo, target), options)
 
 
 def config_of(path_or_repo: str | Path) -> dict[str, Any]:
