@@ -4,24 +4,25 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import pytest
+from mlx_lm.utils import load_tokenizer
 
 import specdec_mlx as sd
 import tiny_text
 from selection import in_one_test
 from serving import complete, serving, text_of
-from specdec_mlx.contracts import all_drafters
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, WITH_MODEL
 from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
 from specdec_mlx.mlx_lm_plugin.server import run_server
+from specdec_mlx.same_tokenizer import fingerprint_of
 from tiny_model_folder import write_model_folder
 
 NUM_TOKENS = 32
@@ -29,11 +30,13 @@ PROMPT = "the cat in the hat and the cat in the hat"
 NARROW = 258  # entries of a vocabulary that lacks merges and names of roles
 
 
+@cache
 def wide() -> tuple[nn.Module, Any]:
     """A model and its tokenizer."""
     return tiny_text.model(), tiny_text.tokenizer()
 
 
+@cache
 def narrow() -> tuple[nn.Module, Any]:
     """A model with fewer tokens, each with another id than in the wide one."""
     single = tuple(reversed(tiny_text.BYTES))
@@ -86,6 +89,12 @@ def said(
     return [item.token for item in items], items[-1].stats
 
 
+@cache
+def alone(make: Callable[[], Any]) -> list[int]:
+    """Tokens of plain decoding."""
+    return said(make(), None)[0]
+
+
 @in_one_test("knows", [True, False])
 @in_one_test("order", ORDERS)
 @in_one_test("name", DRAFTERS)
@@ -94,7 +103,7 @@ def test_two_models_in_turn_get_their_own_texts(name: str, order: Any, knows: bo
     other, and each drafts the second time at least as well as at first."""
     drafter = DRAFTERS[name]()
     texts = [said(make(), drafter, knows) for make in order]
-    assert [tokens for tokens, _ in texts] == [said(make(), None, knows)[0] for make in order]
+    assert [tokens for tokens, _ in texts] == [alone(make) for make in order]
     accepted = [stats.accepted if drafter is not None else 0 for _, stats in texts]
     assert accepted[2] >= accepted[0]
     assert accepted[3] >= accepted[1]
@@ -164,49 +173,60 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     return write_model_folder(root / "one"), write_model_folder(root / "two", swapped=True)
 
 
-@in_one_test("order", ["1212", "2112", "d2d1"])
-@in_one_test("flags", [(), ("--drafter", "auto:recycling=true"), ("--drafter", "ngram")])
+@pytest.fixture(scope="module")
+def plain(folders: tuple[Path, Path]) -> list[str]:
+    """The texts of both."""
+    with serving("--model", str(folders[0]), "--drafter", "none") as client:
+        return [text_of(complete(client, model=str(folder))) for folder in folders]
+
+
+@in_one_test(
+    ("order", "flags"),
+    [
+        ("1212", ()),
+        ("2112", ()),
+        ("2121", ("--drafter", "auto:recycling=true")),
+        ("1221", ("--drafter", "suffix:memory=process", "--drafter", "ngram")),
+    ],
+)
 def test_a_server_remembers_for_each_tokenizer(
-    order: str, flags: tuple[str, ...], folders: tuple[Path, Path]
+    order: str, flags: tuple[str, ...], folders: tuple[Path, Path], plain: list[str]
 ) -> None:
-    """On a loopback address, by default: its own model or any other first; the second answers of
-    each are drafted from the first ones."""
-    one, two = map(str, folders)
-    names, accepted = {"1": one, "2": two, "d": "default_model"}, dict[str, list[int]]()
-    with serving("--model", one, "--no-tuning", *flags) as client:
+    """On a loopback address, by default: its own model first, or another one; later answers of each
+    are drafted from its first one.
+    """
+    accepted: dict[str, list[int]] = {"1": [], "2": []}
+    with serving("--model", str(folders[0]), "--no-tuning", *flags) as client:
         for key in order:
-            reply = complete(client, model=names[key], extra_body={"draft_length": 4})
-            account = reply.usage.speculation
-            accepted.setdefault(key.replace("d", "1"), []).append(account["accepted"])
-            texts = {k: text_of(complete(client, model=names[k])) for k in order}
-            assert text_of(reply) == texts[key]
-    if not flags:
-        assert all(later[-1] >= first for first, *later in accepted.values() if later)
+            folder = folders[int(key) - 1]
+            reply = complete(client, model=str(folder), extra_body={"draft_length": 4})
+            accepted[key].append(reply.usage.speculation["accepted"])
+            assert text_of(reply) == plain[int(key) - 1]
+    assert all(second > first for first, second in accepted.values())
 
 
 @in_one_test("kind", ["memory", "table"])
 def test_a_servers_file_is_its_own_models(
-    kind: str, folders: tuple[Path, Path], tmp_path: Path, caplog: pytest.LogCaptureFixture
+    kind: str,
+    folders: tuple[Path, Path],
+    plain: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """Refused at the start if it is another tokenizer's; for other models that requests name it is
     left out, with one line of log each."""
-    one, two = map(str, folders)
-    path = tmp_path / kind
-    flag = {"memory": ("--memory", str(path)), "table": ("--drafter", f"ngram:table={path}")}[kind]
-    with serving("--model", one, *flag) as client:
-        own = text_of(complete(client))
-        with caplog.at_level(logging.WARNING):
-            for _ in range(2):
-                other = text_of(complete(client, model=two))
-                assert text_of(complete(client)) == own
+    (one, two), path = map(str, folders), tmp_path / kind
+    caplog.clear()
+    drafter = {"memory": "suffix", "table": "ngram"}[kind]
+    flags = ("--memory", str(path)) if kind == "memory" else ("--drafter", f"ngram:table={path}")
+    with serving("--model", one, *flags) as client, caplog.at_level(logging.WARNING):
+        texts = [text_of(complete(client, model=model)) for model in (one, two, one, two)]
+    assert texts == plain * 2
     assert sum("is left out" in line for line in caplog.messages) == 1
-    with serving("--model", two, "--memory", "none") as client:
-        assert text_of(complete(client)) == other
-    for drafter in all_drafters(
-        sd.make_drafter(f"{'suffix' if kind == 'memory' else 'ngram'}:{kind}={path}")
-    ):
-        kept = getattr(drafter, kind)
-        kept.save()
-        assert kept.facts()["texts" if kind == "memory" else "n-grams"] != "0"
+    kept = getattr(sd.make_drafter(f"{drafter}:{kind}={path}"), kind)
+    kept.save()
+    assert kept.tokenizer == fingerprint_of(load_tokenizer(folders[0]))
+    if kind == "memory":
+        assert [len(text) for text in kept.texts()] == [60, 60]
     with pytest.raises(SystemExit, match="2"):
-        run_server(["--model", two, *flag])
+        run_server(["--model", two, *flags])
