@@ -22,8 +22,8 @@ import tiny
 from lossless import noisy_copy
 from scripted import PROMPT, plain, target
 from selection import FULL, cases, in_one_test
-from specdec_mlx.target import verifier
-from specdec_mlx.target.exactness import places_of
+from specdec_mlx.verify import verifier
+from specdec_mlx.verify.exactness import places_of
 
 VOCAB = 128
 NUM_TOKENS = 24

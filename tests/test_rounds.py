@@ -33,13 +33,13 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.engine import clock
+from specdec_mlx.engine.drafting import Drafting
+from specdec_mlx.engine.sequence import SequenceState
 from specdec_mlx.loop import Generation
-from specdec_mlx.rounds import clock
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.testing import check_drafter
+from specdec_mlx.verify.rollback import Rollback
 
 VOCAB = 128
 

@@ -21,7 +21,7 @@ from specdec_mlx.loop import speculate
 from specdec_mlx.options import wrong
 from specdec_mlx.responses import SpeculativeResponse, Text, prefill_bar, printed, respond
 from specdec_mlx.sampling.distribution import Sampler, Sampling
-from specdec_mlx.target.inputs import check_model, max_tokens_of, prompt_ids
+from specdec_mlx.verify.inputs import check_model, max_tokens_of, prompt_ids
 
 Prompt = str | mx.array | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages."""

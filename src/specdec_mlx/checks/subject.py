@@ -21,12 +21,12 @@ from specdec_mlx.contracts import (
     DraftSession,
     shares_noise,
 )
+from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.loop import Token, speculate
-from specdec_mlx.rounds.ranks import Ranks
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.inputs import check_drafted
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.inputs import check_drafted
 
 Item = TypeVar("Item")
 

@@ -28,7 +28,7 @@ from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles
 from specdec_mlx.mlx_lm_plugin.prefixes import Points, States, back_at, split, stateful, thinned
 from specdec_mlx.models import explained
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.row_pass import reads_caches
+from specdec_mlx.verify.row_pass import reads_caches
 
 
 class HeadToLoad:

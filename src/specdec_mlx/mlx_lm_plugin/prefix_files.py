@@ -22,7 +22,8 @@ from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import PromptTrie, load_prompt_cache, save_prompt_cache
 
 from specdec_mlx.mlx_lm_plugin.prefixes import Points, States, stateful
-from specdec_mlx.target.strategies import leaves
+from specdec_mlx.verify.rollback import wait_for
+from specdec_mlx.verify.strategies import leaves
 
 OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors(\.damaged)?")
 PART = ".part-"  # begins the name of a file that is being written
@@ -95,7 +96,7 @@ class PrefixFiles:
             if path.stem != f"{self.key}-{_digest(path)}":
                 raise ValueError("its content is not what was written")
             flat = load_prompt_cache(str(path))
-            mx.eval([cache.state for cache in flat])
+            wait_for(flat)
             caches, rest = flat[: header.layers], iter(flat[header.layers :])
             num_states = len(stateful(caches))
             points = {p: [next(rest) for _ in range(num_states)] for p in header.points or ()}

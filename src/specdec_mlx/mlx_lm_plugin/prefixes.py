@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from typing import Any
 
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.strategies import leaves, strategy_for
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.strategies import leaves, strategy_for
 
 MOST_POINTS = 16  # positions of one conversation at which states are kept
 

@@ -50,8 +50,8 @@ from specdec_mlx.models import explained
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
-from specdec_mlx.target.inputs import check_ids, check_prompt
-from specdec_mlx.target.model_pass import vocab_size_of
+from specdec_mlx.verify.inputs import check_ids, check_prompt
+from specdec_mlx.verify.model_pass import vocab_size_of
 
 MODULE: Any = importlib.import_module("mlx_lm.server")
 

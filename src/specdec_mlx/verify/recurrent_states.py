@@ -31,9 +31,9 @@ from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.ssm import ssm_update
 
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.rounding import is_rounding
-from specdec_mlx.target.strategies import Snapshot, Strategy, leaves, strategy_for
-from specdec_mlx.target.watching import answering, watching
+from specdec_mlx.verify.rounding import is_rounding
+from specdec_mlx.verify.strategies import Snapshot, Strategy, leaves, strategy_for
+from specdec_mlx.verify.watching import answering, watching
 
 MOST_POSITIONS = 8  # widest pass whose states are kept; wider ones are rare
 NUM_BEFORE, NUM_WATCHED = 2, 3  # positions before and in the pass that a model is measured with

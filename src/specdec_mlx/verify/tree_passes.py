@@ -22,7 +22,7 @@ from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKV
 
 from specdec_mlx.contracts.trees import chain, depths_of, path_to
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.watching import change_class, held
+from specdec_mlx.verify.watching import change_class, held
 
 
 @dataclass(frozen=True, eq=False)
