@@ -376,7 +376,6 @@ def test_errors_name_a_model_and_do_not_print_it() -> None:
     held = sd.ModelDrafter(model)
     for call in (
         lambda: sd.Cascade(sd.PromptLookupDrafter(), then=held),
-        lambda: sd.ModelDrafter(model, tokenizers=model),  # type: ignore[arg-type]
         lambda: generated(rule=model),
         lambda: generated(drafter=model),
         lambda: generated(temp=model),
