@@ -205,8 +205,8 @@ OUT_OF_RANGE: dict[str, list[float]] = {
     "temp": [-0.1, float("nan"), 9e-31, 1e-45, float("inf"), 1e38],
     "top_p": [-0.1, 1.1, float("nan")],
     "min_p": [-0.1, 1.1, float("nan")],
-    "min_tokens_to_keep": [0, 1.5, float("inf")],
-    "top_k": [-1, 2.5, float("inf")],
+    "min_tokens_to_keep": [0],
+    "top_k": [-1],
     "xtc_probability": [-0.1, 1.1],
     "xtc_threshold": [-0.1, 0.6],
 }

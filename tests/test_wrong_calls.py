@@ -378,7 +378,6 @@ def test_errors_name_a_model_and_do_not_print_it() -> None:
         lambda: sd.Cascade(sd.PromptLookupDrafter(), then=held),
         lambda: generated(rule=model),
         lambda: generated(drafter=model),
-        lambda: generated(temp=model),
     ):
         with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words are checked below)
             call()
