@@ -43,7 +43,7 @@ TOKENS = {
     "batch": 4_581,
     "beams": 2_876,
     "bench": 12_616,
-    "checks": 11_254,
+    "checks": 11_243,
     "cli": 5_701,
     "contracts": 3_999,
     "draft_length": 8_792,
