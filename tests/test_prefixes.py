@@ -247,7 +247,8 @@ def test_no_flipped_bit_and_no_cut_is_an_error_or_a_wrong_cache(data: st.DataObj
     whole = bytearray(written())
     size = 8 + int.from_bytes(whole[:8], "little")
     last = data.draw(st.sampled_from([8, size, len(whole)])) - 1
-    place = data.draw(st.integers(0, last))
+    names = [whole.index(name.encode()) for name in WRONG]
+    place = data.draw(st.integers(0, last) | st.sampled_from(names))
     if data.draw(st.booleans()):
         whole[place] ^= 1 << data.draw(st.integers(0, 7))
     else:

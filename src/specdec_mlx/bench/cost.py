@@ -46,8 +46,10 @@ class CostCurve:
         positions, costs = list(self.positions), self.seconds
         is_sorted = positions == sorted({1, *positions}) and len(positions) == len(costs) > 1
         if not is_sorted or min(costs) <= 0:
-            what = f"Cost curve {self.name!r}: got positions {self.positions} with costs {costs}, "
-            raise ValueError(f"{what}expected increasing positions from 1, two or more, costs > 0.")
+            raise ValueError(
+                f"Cost curve {self.name!r}: got positions {self.positions} with costs {costs}, "
+                "expected increasing positions from 1, two or more, costs > 0."
+            )
 
     def __call__(self, num_positions: int) -> float:
         """Seconds of a pass over `num_positions` >= 1."""
@@ -80,9 +82,10 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
         rows, costs = zip(*((m, float(cost)) for m, cost in points), strict=True)
         seconds = tuple(unit * cost / costs[0] for cost in costs)
     except (ValueError, ZeroDivisionError) as error:
-        what = f"Cost {text!r}: expected measured (by a benchmark, whose file is given), "
-        what += f"linear:SLOPE, costs as 1,1.1,1.3, or one of {', '.join(CURVES)}."
-        raise ValueError(what) from error
+        raise ValueError(
+            f"Cost {text!r}: expected measured (by a benchmark, whose file is given), "
+            f"linear:SLOPE, costs as 1,1.1,1.3, or one of {', '.join(CURVES)}."
+        ) from error
     return CostCurve(text, rows, seconds)
 
 

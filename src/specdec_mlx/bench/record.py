@@ -86,8 +86,10 @@ def load_record(path: Path | str) -> Record:
             differences=[Difference(**difference) for difference in data["differences"]],
         )
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        what = f"{path} is no record of a benchmark ({error!r})"
-        raise ValueError(f"{what}. Make one with specdec-mlx bench --json FILE.") from error
+        raise ValueError(
+            f"{path} is no record of a benchmark ({error!r}). Make one with "
+            "specdec-mlx bench --json FILE."
+        ) from error
 
 
 def read_result(data: dict[str, Any]) -> Result:

@@ -92,8 +92,10 @@ class RecordedTarget:
         Of a text without `top_tokens` only its own token is known: scores are lower bounds.
         """
         if wanted != Features(top=wanted.top):
-            what = "A recorded text has no states to read, only the likeliest tokens. "
-            raise UnreadableError(f"{what}Replay drafters that work on tokens.")
+            raise UnreadableError(
+                "A recorded text has no states to read, only the likeliest tokens. "
+                "Replay drafters that work on tokens."
+            )
         self._is_tapped, self.rollback = True, Rollback([])
 
     def fed_features(self) -> tuple[FeatureRows, int]:

@@ -101,8 +101,13 @@ def _probe(args: argparse.Namespace) -> int:
 def _add_drafters(commands: Commands[argparse.ArgumentParser]) -> None:
     drafters = commands.add_parser("drafters", help="the drafters there are, or those for a model")
     drafters.add_argument("--model", help="also which models here can draft for this one")
-    here = "look for them here instead of in the Hugging Face cache"
-    drafters.add_argument("--in", dest="folder", type=Path, metavar="FOLDER", help=here)
+    drafters.add_argument(
+        "--in",
+        dest="folder",
+        type=Path,
+        metavar="FOLDER",
+        help="look for them here instead of in the Hugging Face cache",
+    )
     drafters.set_defaults(run=_drafters)
 
 

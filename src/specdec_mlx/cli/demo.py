@@ -120,15 +120,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx demo`."""
     add, count = parser.add_argument, argument(positive_int)
     add("--model", help="model folder or Hugging Face name (default: a small one)")
-    most = "most that the generation may take; texts are cut to fit (%(default)s)"
-    add("--seconds", type=count, default=45, help=most)
+    add(
+        "--seconds",
+        type=count,
+        default=45,
+        help="most that the generation may take; texts are cut to fit (%(default)s)",
+    )
     add("--max-tokens", type=count, default=64, help="most tokens of a text (%(default)s)")
-    repeats = "timed runs of each text, as many as fit (%(default)s at most)"
-    add("--repeats", type=count, default=3, help=repeats)
+    add(
+        "--repeats",
+        type=count,
+        default=3,
+        help="timed runs of each text, as many as fit (%(default)s at most)",
+    )
     tokens, length = "tokens a round, or auto (%(default)s)", checked(parse_draft_length)
     add("--draft-length", type=length, default="auto", metavar="K", help=tokens)
-    prepare = "prepare the demo model, print its folder, and do nothing else"
-    add("--print-model-path", action="store_true", help=prepare)
+    add(
+        "--print-model-path",
+        action="store_true",
+        help="prepare the demo model, print its folder, and do nothing else",
+    )
 
 
 def main(args: argparse.Namespace) -> int:

@@ -134,8 +134,10 @@ def _only_one(root: Path) -> Iterator[None]:
             _say("waiting for another process")
             lock.acquire()
     except OSError as error:
-        what = f"The cache folder {root} cannot be written: {error}. Set SPECDEC_MLX_CACHE to a "
-        raise DemoModelError(f"{what}folder with 1 GB of free space.") from error
+        raise DemoModelError(
+            f"The cache folder {root} cannot be written: {error}. Set SPECDEC_MLX_CACHE to a "
+            "folder with 1 GB of free space."
+        ) from error
     try:
         yield
     finally:

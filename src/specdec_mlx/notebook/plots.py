@@ -95,13 +95,6 @@ def finish(ax: Axes, title: str, x: str, y: str, **options: Any) -> Figure:
     return legend(ax, **options)
 
 
-def legend_above(ax: Axes, title: str, num_columns: int = 4) -> Figure:
-    """Add the legend in rows between a title and the axes; returns the figure."""
-    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
-    titled = {"title": title, "title_fontsize": 10, "alignment": "left"}
-    return legend(ax, ncols=num_columns, **place, **titled)
-
-
 def plot_stats(stats: SpeculationStats) -> Plot:
     """Accept histogram, acceptance by position, and tokens per pass over time."""
     drawings = (accept_histogram, acceptance_by_position, tokens_over_time)
@@ -121,8 +114,12 @@ def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     num_plain = stats.target_passes - counts.total()
     ax.set_xticks(numbers)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    title = f"Rounds that drafted ({num_plain} plain ones beside them)"
-    return label_axes(ax, title, "draft tokens accepted", "rounds")
+    return label_axes(
+        ax,
+        f"Rounds that drafted ({num_plain} plain ones beside them)",
+        "draft tokens accepted",
+        "rounds",
+    )
 
 
 def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
@@ -135,8 +132,9 @@ def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> F
     ax.errorbar(positions, shares, yerr=ends, fmt="o", color=BLUE, capsize=3)
     ax.set_ylim(0, 1.03)
     ax.set_xticks(positions)
-    y = "share accepted, 95% interval"
-    return label_axes(ax, "Acceptance by position", "position in the draft", y)
+    return label_axes(
+        ax, "Acceptance by position", "position in the draft", "share accepted, 95% interval"
+    )
 
 
 def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
@@ -158,15 +156,13 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     return finish(ax, "Along the generation", "round", "tokens per pass", loc="upper right")
 
 
-def cost_curve(
-    cost: Any, acceptance: float | None = None, draft_cost: float = 0.0, ax: Axes | None = None
-) -> Figure:
+def cost_curve(cost: Any, acceptance: float | None = None, draft_cost: float = 0.0) -> Figure:
     """c(m), a pass over m positions in plain steps, and the draft length that pays best on it.
 
     cost: a `bench.cost.CostCurve`. acceptance: α; None draws the curve alone. draft_cost: of one
     draft token, in plain steps.
     """
-    ax = axes_or_new(ax)
+    ax = axes_or_new(None)
     known = cost.positions if len(cost.positions) > 2 else range(1, MOST_POSITIONS + 1)
     positions = [m for m in known if m <= MOST_POSITIONS]
     ax.plot(positions, [cost(m) / cost(1) for m in positions], "o-", color=BLUE, label="c(m)")
@@ -178,23 +174,27 @@ def cost_curve(
     if acceptance is not None:
         seconds, longest = draft_cost * cost(1), positions[-1] - 1
         K = theory.best_draft_length_on_curve(acceptance, cost, seconds, longest)
-        label = f"pays best: K = {K}"
-        ax.plot([K + 1], [cost(K + 1) / cost(1)], "D", color=VERMILLION, markersize=9, label=label)
+        ax.plot(
+            [K + 1],
+            [cost(K + 1) / cost(1)],
+            "D",
+            color=VERMILLION,
+            markersize=9,
+            label=f"pays best: K = {K}",
+        )
         tokens = [theory.expected_tokens(acceptance, m - 1) for m in positions]
         ax.plot(positions, tokens, "--", color=GREEN, label=f"tokens a round, α = {acceptance:.2f}")
     ax.set_ylim(0)
     return finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
 
 
-def draft_lengths(
-    runs: Mapping[int, SpeculationStats], cost: Any = None, ax: Axes | None = None
-) -> Figure:
+def draft_lengths(runs: Mapping[int, SpeculationStats], cost: Any = None) -> Figure:
     """Expected against observed by draft length: tokens per pass, or speed where `cost` is given.
 
     Expected is equation 1, or theorem 3.8 on the cost curve, with the likeliest α of all rounds.
     `runs` has the account of a generation for each draft length K.
     """
-    ax = axes_or_new(ax)
+    ax = axes_or_new(None)
     lengths = sorted(runs)
     alpha = pooled_acceptance(runs.values())
     unit = "tokens per pass" if cost is None else "speed, plain decoding = 1"
@@ -229,8 +229,13 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
         label = _way(key[0], key[1], key[2] if with_rule else "")
         speeds[label] = {r.category: (r.ratio, r.ratio_low, r.ratio_high) for r in chosen}
     categories = list(dict.fromkeys(r.category for r in results))
-    words = "tokens per second relative to plain mlx-lm, 95% interval over texts"
-    return _speeds(categories, speeds, words, ax, title)
+    return _speeds(
+        categories,
+        speeds,
+        "tokens per second relative to plain mlx-lm, 95% interval over texts",
+        ax,
+        title,
+    )
 
 
 def modelled_speed(scores: Sequence[Any]) -> Figure:
@@ -241,8 +246,13 @@ def modelled_speed(scores: Sequence[Any]) -> Figure:
             way = speeds.setdefault(_way(score.drafter, score.draft_length), {})
             way[score.category] = (score.speedup,) * 3
     categories = list(dict.fromkeys(score.category for score in scores))
-    words = "modelled speed relative to plain decoding"
-    return _speeds(categories, speeds, words, None, scores[0].cost if scores else "")
+    return _speeds(
+        categories,
+        speeds,
+        "modelled speed relative to plain decoding",
+        None,
+        scores[0].cost if scores else "",
+    )
 
 
 def _way(drafter: str, draft_length: str, rule: str = "") -> str:
@@ -275,7 +285,16 @@ def _speeds(
     ax.set_yticks([i + 0.5 for i in range(len(names))], names)
     ax.set_ylim(len(categories), 0)
     label_axes(ax, "", words, "")
-    return legend_above(ax, title)
+    return legend(
+        ax,
+        title=title,
+        title_fontsize=10,
+        alignment="left",
+        ncols=4,  # in rows between the title and the axes
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0.2,
+    )
 
 
 def power_of_check(parts: Sequence[Any]) -> Figure:
