@@ -76,7 +76,8 @@ def speculate(
     model: nn.Module,
     prompt_tokens: Sequence[int] | mx.array,
     drafter: Drafter | None = None,
-    **options: Any,
+    options: Options | None = None,
+    **given: Any,
 ) -> Generator[Token, None, None]:
     """Yield the target's own continuation of a prompt, sooner: tokens in, tokens out.
 
@@ -88,7 +89,8 @@ def speculate(
         model: any mlx-lm model.
         prompt_tokens: [n] token ids.
         drafter: None for plain decoding.
-        options: of `engine.options.Options`, which lists them.
+        options: how; None makes them of `given`.
+        given: fields of `engine.options.Options`, which lists them, such as `max_tokens`.
 
     Raises:
         PromptError: for what cannot be a prompt of this model.
@@ -99,7 +101,7 @@ def speculate(
         ValueError: for other bad input.
     """
     check_model(model)
-    how = Options.of(options, "speculate")
+    how = options or Options.of(given, "speculate")
     caches, draft_cache = split_cache(model, how.prompt_cache, how.caches)
     ranks = ranks_of(model, how.stream)
     parts = assemble(
