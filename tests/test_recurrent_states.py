@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.ssm import ssm_update
@@ -20,6 +23,7 @@ from lossless import PROMPT, plain_text
 from scripted import OracleDrafter
 from selection import cases, in_one_test
 from specdec_mlx.target import recurrent_states, watching
+from specdec_mlx.target.exactness import probe
 from specdec_mlx.target.recurrent_states import MOST_POSITIONS, recurrent_states_of
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.strategies import leaves
@@ -85,6 +89,36 @@ def test_any_number_kept_of_a_pass_is_as_if_no_more_had_been_fed(
             for kept in (min(num_kept + 1, width), num_kept):
                 assert rollback.rewind_to(start + kept) == start + kept, "nothing is fed again"
             assert is_as_stepped(model, rollback, logits, num_kept, tolerance)
+
+
+WIDE = [*product(MAMBA_2, (mx.bfloat16, mx.float16, mx.float32))]
+
+
+@pytest.mark.parametrize(("name", "dtype"), cases(WIDE, ("granitemoehybrid", mx.bfloat16)))
+def test_a_wide_pass_rounds_as_single_steps(name: str, dtype: mx.Dtype) -> None:
+    """Logits of passes too wide for their states to be kept are bit-equal to single tokens', as
+    the probe, which measures passes as they are made, says."""
+    model, draft = built(name, dtype), DRAFT * 3
+    caches, rollback = make_prompt_cache(model), Rollback(make_prompt_cache(model))
+    for tape in (caches, rollback.caches):
+        model(mx.array([PROMPT]), cache=tape)
+    rollback.states = recurrent_states_of(model)
+    assert mx.array_equal(rollback.forward(model, mx.array(draft)), step(model, caches, draft))
+    assert all(row.bitwise for row in probe(model, widths=(2, MOST_POSITIONS + 1)).rows)
+
+
+@pytest.mark.parametrize("begin", cases([9, 0, 6, 7, 10], 9))
+def test_wide_drafts_change_no_expert_of_a_quantized_model(begin: int) -> None:
+    """In bfloat16 a recurrence that rounds otherwise makes the router choose other experts."""
+    model = tiny.build("granitemoehybrid", mx.bfloat16)
+    nn.quantize(model, 32, class_predicate=lambda _, m: isinstance(m, nn.Linear | nn.Embedding))
+    prompt = np.random.default_rng(begin).integers(3, 93, 12).tolist() * 3
+    options: dict[str, Any] = {"max_tokens": 60, "prefill_step_size": 1}
+    plain = [int(token) for token, _ in generate_step(mx.array(prompt), model, **options)]
+    look_up = sd.PromptLookupDrafter(min_ngram=1)
+    items = list(sd.speculate(model, prompt, look_up, draft_length=13, **options))
+    assert [item.token for item in items] == plain
+    assert items[-1].stats.drafted > 60
 
 
 @in_one_test("name", ["qwen3_next", "mamba2", "lfm2"])

@@ -1,12 +1,12 @@
-"""Recurrent state after each position of a short pass, so that nothing is fed again.
+"""Recurrences of a pass as plain decoding computes them, and their state after each position.
 
 Recurrent state cannot be shortened, and putting back the one from before a pass makes the kept
 positions be fed again. For these recurrences the state after n positions follows from the pass:
 
 - Gated delta: its inputs are run once more over the first n positions, only after a rejection. The
   state of each position, which is large, is never stored.
-- Mamba-2: a pass over several positions rounds otherwise than single steps. A short pass is
-  therefore run step by step, as plain decoding does it, and each state kept.
+- Mamba-2: a pass over several positions rounds otherwise than single steps. A pass that verifies
+  is therefore run step by step, as plain decoding does it, and each state of a short one kept.
 - Short convolutions: their state is the last rows of their input.
 
 The call that fills each slot of a cache is found once for each loaded model, and its states are
@@ -153,7 +153,7 @@ class RecurrentStates:
         with _recording(self.places, self.convolutions) as calls:
             logits = run()
         ways: dict[int, Strategy] = {}
-        if [type(call) for call in calls] == self.kinds:
+        if width <= MOST_POSITIONS and [type(call) for call in calls] == self.kinds:
             for index, numbers in self.sources.items():
                 chosen = [calls[number] for number in numbers]
                 pairs = zip(chosen, caches[index].cache, strict=True)
