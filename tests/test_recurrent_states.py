@@ -22,6 +22,8 @@ import tiny
 from lossless import PROMPT, plain_text
 from scripted import OracleDrafter
 from selection import cases, in_one_test
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rows import Request
 from specdec_mlx.target import recurrent_states, watching
 from specdec_mlx.target.exactness import probe
 from specdec_mlx.target.recurrent_states import MOST_POSITIONS, recurrent_states_of
@@ -107,18 +109,47 @@ def test_a_wide_pass_rounds_as_single_steps(name: str, dtype: mx.Dtype) -> None:
     assert all(row.bitwise for row in probe(model, widths=(2, MOST_POSITIONS + 1)).rows)
 
 
-@pytest.mark.parametrize("begin", cases([9, 0, 6, 7, 10], 9))
-def test_wide_drafts_change_no_expert_of_a_quantized_model(begin: int) -> None:
-    """In bfloat16 a recurrence that rounds otherwise makes the router choose other experts."""
+@cache
+def quantized() -> nn.Module:
+    """A recurrence that rounds otherwise makes its router choose other experts."""
     model = tiny.build("granitemoehybrid", mx.bfloat16)
     nn.quantize(model, 32, class_predicate=lambda _, m: isinstance(m, nn.Linear | nn.Embedding))
-    prompt = np.random.default_rng(begin).integers(3, 93, 12).tolist() * 3
-    options: dict[str, Any] = {"max_tokens": 60, "prefill_step_size": 1}
-    plain = [int(token) for token, _ in generate_step(mx.array(prompt), model, **options)]
-    look_up = sd.PromptLookupDrafter(min_ngram=1)
-    items = list(sd.speculate(model, prompt, look_up, draft_length=13, **options))
-    assert [item.token for item in items] == plain
+    return model
+
+
+def repeated(begin: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(begin).integers(3, 93, 12).tolist() * 3
+    return tokens
+
+
+def plain(prompt: list[int], **options: Any) -> list[int]:
+    generation = generate_step(mx.array(prompt), quantized(), max_tokens=60, **options)
+    return [int(token) for token, _ in generation]
+
+
+LOOK_UP = sd.PromptLookupDrafter(min_ngram=1)
+
+
+@pytest.mark.parametrize("begin", cases([9, 0, 6, 7, 10], 9))
+def test_wide_drafts_change_no_expert_of_a_quantized_model(begin: int) -> None:
+    """In bfloat16: the text is plain decoding's."""
+    how: dict[str, Any] = {"draft_length": 13, "max_tokens": 60, "prefill_step_size": 1}
+    items = list(sd.speculate(quantized(), repeated(begin), LOOK_UP, **how))
+    assert [item.token for item in items] == plain(repeated(begin), prefill_step_size=1)
     assert items[-1].stats.drafted > 60
+
+
+@pytest.mark.parametrize("length", cases([4, 13], 13))
+def test_drafts_of_several_texts_change_no_expert_of_a_quantized_model(length: int) -> None:
+    """In bfloat16, with texts of different lengths in a pass: each is plain decoding's."""
+    prompts = [repeated(begin)[begin:] for begin in range(8)]
+    batch = BatchGeneration(quantized(), LOOK_UP, draft_length=length, max_rows=3)
+    for prompt in prompts:
+        batch.insert(Request(prompt, 60))
+    texts: list[list[int]] = [[] for _ in prompts]
+    for row in batch.run():
+        texts[row.uid].append(row.token.token)
+    assert texts == [plain(prompt) for prompt in prompts]
 
 
 @in_one_test("name", ["qwen3_next", "mamba2", "lfm2"])

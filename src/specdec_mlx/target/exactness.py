@@ -20,7 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.recurrent_states import recurrent_states_of, ways_back
+from specdec_mlx.target.recurrent_states import in_steps, recurrent_states_of, ways_back
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.rounding import is_rounding
 from specdec_mlx.target.row_caches import RowCaches
@@ -91,8 +91,11 @@ class ProbeReport:
                 f"{row.context:>7}  {row.width:>5}  {row.max_difference:>14.2e}  "
                 f"{row.argmax_flips:>5}  {verdict}"
             )
-        where_not = "not exact where it says so, and switches itself off there"
-        lines.append(f"Drafting is {'exact on this model' if self.exact else where_not}.")
+        how = "exact where it does not say otherwise, and switches itself off where it does"
+        if self.exact:
+            is_bitwise = all(row.bitwise for row in self.rows)
+            how = "exact on this model" + ", up to the rounding of near ties" * (not is_bitwise)
+        lines.append(f"Drafting is {how}.")
         return "\n".join(lines)
 
 
@@ -195,8 +198,9 @@ def _can_hold_rows(model: nn.Module) -> bool:
     reason = "its caches cannot be held in rows"
     if rows is not None:
         try:
-            if _texts_report(model, rows).exact:
-                return True
+            with in_steps(model, max(TEXT_WIDTHS)):
+                if _texts_report(model, rows).exact:
+                    return True
             reason = "its texts differ from what they are alone"
         except Exception as error:
             reason = f"it fails with {type(error).__name__}"

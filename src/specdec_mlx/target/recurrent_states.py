@@ -19,7 +19,7 @@ import copy
 import inspect
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -59,11 +59,17 @@ class Recurrence(NamedTuple):
         return self.function(**given | {name: given[name][:, start:end] for name in self.sequences})
 
     def step_by_step(self, given: dict[str, Any]) -> tuple[mx.array, list[mx.array]]:
-        """Outputs of all positions, one at a time, and the state after each."""
-        outputs, states = [], []
+        """Outputs of all positions, one at a time, and the state after each.
+
+        A mask [B, S] leaves a text's state as it was, as where that text has fewer tokens.
+        """
+        mask, outputs, states = given.get("mask"), [], []
+        given = {**given, **dict.fromkeys(self.idle)}
         for i in range(given[self.sequences[0]].shape[1]):
             output, state = self.run(given, i, i + 1)
-            given = {**given, "state": state}
+            if mask is not None:
+                state = mx.where(mask[:, i, None, None, None], state, given["state"])
+            given["state"] = state
             outputs.append(output)
             states.append(state)
         return mx.concatenate(outputs, axis=1), states
@@ -167,19 +173,22 @@ class RecurrentStates:
 def _recording(
     places: list[tuple[ModuleType, str]], convolutions: list[nn.Module]
 ) -> Iterator[list[_Call]]:
-    """The calls of a pass that states can be had from, in order; those with a mask are left out."""
+    """The calls of a pass that states can be had from, in order, and the steps of recurrences.
+
+    Calls with a mask are left out.
+    """
     calls: list[_Call] = []
 
     def answer(function: Callable[..., Any], args: tuple[Any, ...], more: Any) -> Any:
         recurrence = RECURRENCES[function]
         given = dict(zip(recurrence.parameters, args, strict=False)) | more
-        if any(given.get(name) is not None for name in recurrence.idle):
-            return function(*args, **more)
-        if recurrence.in_steps:
+        is_alone = all(given.get(name) is None for name in recurrence.idle)
+        if recurrence.in_steps and (is_alone or given.get("state") is not None):
             output, states = recurrence.step_by_step(given)
         else:
             output, *states = function(*args, **more)
-        calls.append(_Update(recurrence, given, states))
+        if is_alone:
+            calls.append(_Update(recurrence, given, states))
         return output, states[-1]
 
     def convolve(module: nn.Module, rows: mx.array, output: Any) -> None:
@@ -221,6 +230,12 @@ def _find(model: nn.Module) -> RecurrentStates | None:
 
 recurrent_states_of = PerModel(_find)
 """How a loaded model's recurrent states are had; None where positions are fed again."""
+
+
+def in_steps(model: nn.Module, width: int) -> AbstractContextManager[Any]:
+    """Recurrences of a pass of this width in here go step by step, as those of a text alone do."""
+    states = recurrent_states_of(model) if width > 1 else None
+    return nullcontext() if states is None else _recording(states.places, [])
 
 
 def ways_back(model: nn.Module) -> list[str]:
