@@ -247,7 +247,7 @@ class Case:
             return worst, BIT_EQUAL
         spread = float(mx.std(mx.where(mx.isfinite(single), single, 0)))
         choices = mx.argmax(mx.stack(wide), axis=-1) != mx.argmax(single, axis=-1)
-        return worst, f"{worst / spread:.1g}, {int(choices.sum())} of {choices.size}"
+        return worst, f"{worst / spread:.1g} ({int(choices.sum())})"
 
     @cached_property
     def stock(self) -> str:

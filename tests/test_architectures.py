@@ -162,6 +162,7 @@ def test_what_is_inexact_is_written_one_token_at_a_time(inexact: Case) -> None:
 
 
 @on_cpu
+@pytest.mark.filterwarnings("ignore:.*nothing is drafted there")  # the probe met another expert
 @pytest.mark.parametrize("name", cases(RUNS, "mamba2"))
 def test_in_16_bits_text_is_plain_decodings_up_to_the_rounding_on_the_page(name: str) -> None:
     """In bfloat16 and float16. Bit for bit where the page says that several positions at once are
@@ -180,7 +181,7 @@ def test_in_16_bits_text_is_plain_decodings_up_to_the_rounding_on_the_page(name:
         if on_page == BIT_EQUAL:
             assert found == BIT_EQUAL, kind
             continue
-        share, on_page_share = (float(text.partition(",")[0]) for text in (found, on_page))
+        share, on_page_share = (float(text.partition(" ")[0]) for text in (found, on_page))
         assert on_page_share / 2 <= share <= on_page_share * 2, "generate_architectures.py"
         pairs = zip(said.tokens, case.plain.tokens, strict=True)
         end = next((i for i, (a, b) in enumerate(pairs) if a != b), len(case.plain))
