@@ -15,6 +15,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.contracts import Draft, Drafter, PendingPass, ReadsTarget, all_drafters
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.exactness import can_hold_rows
+from specdec_mlx.verify.recurrent_states import in_steps
 from specdec_mlx.verify.rollback import Rollback, wait_for
 from specdec_mlx.verify.row_caches import RowCaches
 from specdec_mlx.verify.taps import Tap
@@ -98,7 +99,7 @@ class RowPasses:
         drafted = [v.drafted_ids(r.draft) for v, r in zip(self.verifiers, rounds, strict=True)]
         fed = [round_.fed(ids) for round_, ids in zip(rounds, drafted, strict=True)]
         all_taps = [verifier.model_pass.taps for verifier in self.verifiers]
-        with ExitStack() as stack:
+        with in_steps(self.model, max(map(len, fed))), ExitStack() as stack:
             different = {taps.wanted: taps for taps in all_taps if taps is not None}
             rows_of = {w: stack.enter_context(taps.watched()) for w, taps in different.items()}
             logits = self.caches.feed(self.model, fed)
