@@ -30,9 +30,6 @@ from specdec_mlx.verify.inputs import check_drafted
 
 Item = TypeVar("Item")
 
-NUM_ASKED = 4
-"""Tokens that a drafter is asked for where the length is automatic: a pass of 5 rows."""
-
 Probs = NDArray[np.float64]  # probabilities [V] of the next token, float64
 
 
@@ -56,8 +53,8 @@ class Subject:
 
     @property
     def num_asked(self) -> int:
-        """Tokens to ask a drafter for outside of the loop."""
-        return NUM_ASKED if isinstance(self.draft_length, str) else self.draft_length
+        """Tokens to ask a drafter for outside of the loop, where nothing is automatic."""
+        return 4 if isinstance(self.draft_length, str) else self.draft_length
 
     def begin(self, prompt: Sequence[int], **options: Any) -> DraftSession:
         """A session outside of the loop; options: further ones of the context."""

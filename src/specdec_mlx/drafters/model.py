@@ -19,8 +19,8 @@ from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.drafters.writing import Writes
+from specdec_mlx.models import PerModel
 from specdec_mlx.options import whole, wrong
-from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling, check_draft_temp, sampling_of_drafts
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.exactness import exact_until

@@ -36,7 +36,7 @@ from specdec_mlx.draft_length.policy import DraftLength, Fixed
 from specdec_mlx.engine.drafting import Drafting
 from specdec_mlx.engine.features import FeatureFeed
 from specdec_mlx.errors import DraftError, RankError
-from specdec_mlx.per_model import PerModel
+from specdec_mlx.models import PerModel
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.verify.inputs import check_draft, noise_of

@@ -27,7 +27,7 @@ from specdec_mlx.contracts import LogitsProcessor
 from specdec_mlx.drafters.grammar import GrammarProcessor
 from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.mlx_lm_plugin.requests import Requested, ServerEndingError
-from specdec_mlx.per_model import PerModel
+from specdec_mlx.models import PerModel
 from specdec_mlx.verify.exactness import can_hold_rows
 from specdec_mlx.verify.rollback import Rollback, states_of
 

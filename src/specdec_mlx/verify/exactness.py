@@ -19,10 +19,14 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts.trees import path_to
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.verify.recurrent_states import in_steps, recurrent_states_of, ways_back
+from specdec_mlx.models import PerModel
+from specdec_mlx.verify.recurrent_states import (
+    in_steps,
+    is_rounding,
+    recurrent_states_of,
+    ways_back,
+)
 from specdec_mlx.verify.rollback import Rollback, wait_for
-from specdec_mlx.verify.rounding import is_rounding
 from specdec_mlx.verify.row_caches import RowCaches
 from specdec_mlx.verify.strategies import leaves, window_of
 from specdec_mlx.verify.tree_passes import (

@@ -11,7 +11,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues
-from specdec_mlx.per_model import PerModel
+from specdec_mlx.models import PerModel
 from specdec_mlx.verify.exactness import exact_until, warn_of_chains
 from specdec_mlx.verify.inputs import CacheOptions
 from specdec_mlx.verify.recurrent_states import recurrent_states_of
