@@ -23,8 +23,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import Prompt, read_prompts
+from specdec_mlx.bench.record import describe_machine
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning

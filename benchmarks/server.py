@@ -26,8 +26,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import builtin_prompts, choose, read_prompts
+from specdec_mlx.bench.record import describe_machine
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, named_model
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.lab.demo_model import demo_model_path

@@ -61,8 +61,8 @@ from specdec_mlx.cli import commands as cli
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.target.exactness import ProbeReport, probe
 from specdec_mlx.testing.enumeration import sources
+from specdec_mlx.verify.exactness import ProbeReport, probe
 from tiny_model_folder import write_model_folder
 
 V = 12

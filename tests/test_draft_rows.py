@@ -29,7 +29,7 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.session import RecurrentSession
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.drafters.rows import DraftRows, HeadRowSession, ModelRows, RowSession
-from specdec_mlx.target.inputs import CacheOptions
+from specdec_mlx.verify.inputs import CacheOptions
 
 PROMPTS = [[9], [5, 17, 99, 3, 41, 8, 7], [11, 12, 13], [30, 31] * 20]
 LENGTHS = [75, 12, 66, 50]

@@ -35,9 +35,9 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.writing import Marginals
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.taps import Taps
 from specdec_mlx.testing.enumeration import continued, sources
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.taps import Taps
 
 BRANCHES, SIZE = 3, 10
 

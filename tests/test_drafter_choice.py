@@ -16,10 +16,10 @@ from specdec_mlx.contracts import DraftContext, Drafter
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.engine import drafting
 from specdec_mlx.mlx_lm_plugin import flags
 from specdec_mlx.mlx_lm_plugin.requests import Menu
 from specdec_mlx.models import load_model
-from specdec_mlx.rounds import drafting
 from tiny_model_folder import write_model_folder
 
 MEANINGS = [

@@ -26,8 +26,8 @@ from specdec_mlx.drafters.heads import gemma4_assistant, mtp
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.one_pass import CorrectedSession, GroupedConvolution, Markov
 from specdec_mlx.drafters.heads.session import Level
-from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.rollback import Rollback
 
 TOLERANCE = 1e-4  # of the largest logit
 

@@ -36,8 +36,7 @@ from on_ranks import free_ports
 from selection import FULL, cases, in_one_test
 from serving import chat, serving, text_of, until
 from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
-from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles
-from specdec_mlx.mlx_lm_plugin.prefixes import MOST_POINTS, stateful, thinned
+from specdec_mlx.mlx_lm_plugin.prefix_files import MOST_POINTS, PrefixFiles, stateful, thinned
 from specdec_mlx.mlx_lm_plugin.server import run_server
 from tiny_model_folder import write_model_folder
 

@@ -24,11 +24,11 @@ from scripted import OracleDrafter
 from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request
-from specdec_mlx.target import recurrent_states, watching
-from specdec_mlx.target.exactness import probe
-from specdec_mlx.target.recurrent_states import MOST_POSITIONS, recurrent_states_of
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.strategies import leaves
+from specdec_mlx.verify import recurrent_states, watching
+from specdec_mlx.verify.exactness import probe
+from specdec_mlx.verify.recurrent_states import MOST_POSITIONS, recurrent_states_of
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.strategies import leaves
 
 GATED_DELTA = ["qwen3_5", "qwen3_next", "kimi_linear", "kimi_k3", "olmo_hybrid", "bailing_moe_v3"]
 MAMBA_2 = ["mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid", "plamo2"]

@@ -33,13 +33,13 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.engine import clock
+from specdec_mlx.engine.drafting import Drafting
+from specdec_mlx.engine.sequence import SequenceState
 from specdec_mlx.loop import Generation
-from specdec_mlx.rounds import clock
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.testing import check_drafter
+from specdec_mlx.verify.rollback import Rollback
 
 VOCAB = 128
 
@@ -60,11 +60,15 @@ def asked(max_tokens: int, keeps_cache: bool) -> list[int]:
 
 
 def test_the_last_token_wanted_is_not_drafted_unless_the_caches_are_kept() -> None:
-    """It comes with the verdict; in the caller's caches it has to be in any case."""
-    assert asked(1, keeps_cache=True) == []  # the first token never is
-    assert asked(2, keeps_cache=False) == []
-    assert asked(4, keeps_cache=False) == [2, 1]
-    assert asked(7, keeps_cache=True) == [4, 4, 4, 3, 2, 1]
+    """It comes with the verdict; in the caller's caches it has to be in any case. A text of up to 8
+    tokens is drafted from its first pass on, a longer one from the second."""
+    assert asked(1, keeps_cache=False) == []
+    assert asked(1, keeps_cache=True) == [1]
+    assert asked(2, keeps_cache=False) == [1]
+    assert asked(4, keeps_cache=False) == [3, 2, 1]
+    assert asked(7, keeps_cache=True) == [4, 4, 4, 4, 3, 2, 1]
+    assert asked(9, keeps_cache=False) == [4, 4, 4, 4, 3, 2, 1]
+    assert asked(9, keeps_cache=True) == [4, 4, 4, 4, 4, 3, 2, 1]
 
 
 @dataclass(frozen=True)
@@ -189,6 +193,8 @@ class TimedPass:
 
 class TimedTarget:
     """A target that writes 1s, whose passes take a second each, one after the other."""
+
+    remembers = False
 
     def __init__(self, time: FakeTime) -> None:
         self.time, self.free_at, self.rollback = time, 0.0, Rollback([])

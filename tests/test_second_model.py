@@ -19,10 +19,10 @@ from serving import complete, serving, text_of
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, WITH_MODEL
 from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.errors import TokenizerMismatchError
+from specdec_mlx.memory.kept import fingerprint_of
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
 from specdec_mlx.mlx_lm_plugin.server import run_server
-from specdec_mlx.same_tokenizer import fingerprint_of
 from tiny_model_folder import write_model_folder
 
 NUM_TOKENS = 32

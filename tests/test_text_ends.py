@@ -27,8 +27,8 @@ from specdec_mlx.lab import load_pair
 from specdec_mlx.loop import SHORT, Token
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.trees import Traversal
-from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.testing.enumeration import sources
+from specdec_mlx.verify.verifier import Verifier
 
 VOCAB = 128
 PAIR = load_pair()

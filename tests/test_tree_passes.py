@@ -29,10 +29,10 @@ from scripted import TREE, OracleDrafter, OracleTrees
 from selection import FULL, cases, in_one_test
 from specdec_mlx import Sampling, speculate
 from specdec_mlx.loop import Token
-from specdec_mlx.target import exactness, tree_passes, watching
-from specdec_mlx.target.exactness import exact_until, probe, tree_report
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.verify import exactness, tree_passes, watching
+from specdec_mlx.verify.exactness import exact_until, probe, tree_report
+from specdec_mlx.verify.model_pass import ModelPass
+from specdec_mlx.verify.rollback import Rollback
 
 REPRESENTATIVE = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "ministral3")
 """One of each kind of attention that trees work on; `test_architectures` measures all others."""

@@ -25,7 +25,7 @@ from specdec_mlx.options import whole, wrong
 from specdec_mlx.responses import SpeculativeResponse, TextUnderWay, speeds
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.inputs import CacheOptions, max_tokens_of
+from specdec_mlx.verify.inputs import CacheOptions, max_tokens_of
 
 
 @dataclass

@@ -19,8 +19,8 @@ from specdec_mlx.errors import UnreadableError
 from specdec_mlx.generation import Prompt, encode, loaded
 from specdec_mlx.options import whole
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.target.inputs import CacheOptions, check_fits, check_ids, check_prompt
-from specdec_mlx.target.model_pass import vocab_size_of
+from specdec_mlx.verify.inputs import CacheOptions, check_fits, check_ids, check_prompt
+from specdec_mlx.verify.model_pass import vocab_size_of
 
 
 @dataclass

@@ -14,8 +14,8 @@ from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.tree_of import texts_of
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.inputs import begin_session, check_draft
+from specdec_mlx.models import PerModel
+from specdec_mlx.verify.inputs import begin_session, check_draft
 
 Tokens = tuple[int, ...]
 

@@ -16,14 +16,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft
 from specdec_mlx.draft_length.costs import CURVES, Curve
-from specdec_mlx.rules.match import Match
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.engine.assemble import verifier_for
+from specdec_mlx.engine.options import Options
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.counterfactual import median_of
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.next_token import NextToken
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.verify.rollback import Rollback, wait_for
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
 MEASURED = "measured"
@@ -104,12 +101,12 @@ class CostMeter:
     ) -> None:
         """Fill the cache with a real text, since experts are chosen by it, and warm up."""
         self._widths = tuple(widths)
-        target = ModelPass(model, Rollback(make_prompt_cache(model)))
-        self._verifier = Verifier(target, NextToken(Sampling(), (), Noise(0)), Match())
+        how, caches = Options(rule="match"), Rollback(make_prompt_cache(model))
+        self._verifier = verifier_for(model, caches, how, probe=True, noise=Noise(0))
         self._tokens = list(islice(cycle(tokens), max(NUM_CACHED, *widths)))
         with mx.stream(generation_stream):
             self._verifier.feed(mx.array(self._tokens))
-            mx.eval([cache.state for cache in self._verifier.rollback.caches])
+            wait_for(self._verifier.rollback.caches)
         self._single: list[float] = []
         self._ratios: dict[int, list[float]] = {width: [] for width in self._widths[1:]}
         self.sweep()

@@ -18,9 +18,16 @@ from mlx_lm.generate import generation_stream, wired_limit
 from specdec_mlx.bench import prompts
 from specdec_mlx.bench.contenders import PLAIN, Contender, make_contenders
 from specdec_mlx.bench.cost import CostMeter
-from specdec_mlx.bench.machine import describe_dtype, describe_machine
 from specdec_mlx.bench.prompts import Prompt, Task
-from specdec_mlx.bench.record import Record, RecordedText, format_record, read_sessions, save_record
+from specdec_mlx.bench.record import (
+    Record,
+    RecordedText,
+    describe_dtype,
+    describe_machine,
+    format_record,
+    read_sessions,
+    save_record,
+)
 from specdec_mlx.bench.summary import find_differences, reference_texts, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length

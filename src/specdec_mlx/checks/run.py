@@ -25,15 +25,15 @@ from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_o
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.model import logit_width
+from specdec_mlx.engine.ranks import ranks_of
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
 from specdec_mlx.options import argument, whole
-from specdec_mlx.rounds.ranks import ranks_of
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
-from specdec_mlx.target.exactness import ProbeReport
+from specdec_mlx.verify.exactness import ProbeReport
 
 BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")

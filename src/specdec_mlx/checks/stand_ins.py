@@ -20,10 +20,10 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, ReadsTarget, is_cheap
 from specdec_mlx.drafters.model import logit_width
-from specdec_mlx.rounds.features import FeatureFeed
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.engine.features import FeatureFeed
 from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.verify.model_pass import ModelPass
+from specdec_mlx.verify.rollback import Rollback
 
 MOST_ROWS = 1000
 IMPOSSIBLE = -1e9  # logit of a token that never comes: finite, as logits have to be

@@ -21,17 +21,14 @@ from specdec_mlx.contracts import (
     DraftSession,
     shares_noise,
 )
+from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.loop import Token, speculate
-from specdec_mlx.rounds.ranks import Ranks
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.inputs import check_drafted
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.inputs import check_drafted
 
 Item = TypeVar("Item")
-
-NUM_ASKED = 4
-"""Tokens that a drafter is asked for where the length is automatic: a pass of 5 rows."""
 
 Probs = NDArray[np.float64]  # probabilities [V] of the next token, float64
 
@@ -56,8 +53,8 @@ class Subject:
 
     @property
     def num_asked(self) -> int:
-        """Tokens to ask a drafter for outside of the loop."""
-        return NUM_ASKED if isinstance(self.draft_length, str) else self.draft_length
+        """Tokens to ask a drafter for outside of the loop, where nothing is automatic."""
+        return 4 if isinstance(self.draft_length, str) else self.draft_length
 
     def begin(self, prompt: Sequence[int], **options: Any) -> DraftSession:
         """A session outside of the loop; options: further ones of the context."""

@@ -19,8 +19,8 @@ from specdec_mlx.contracts import all_drafters
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.target.exactness import ProbeReport, probe
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.exactness import ProbeReport, probe
 
 WIDTHS_NAME = "widths"
 STATE_NAME = "drafter's state"

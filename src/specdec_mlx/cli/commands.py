@@ -91,7 +91,7 @@ def _add_probe(commands: Commands[argparse.ArgumentParser]) -> None:
 def _probe(args: argparse.Namespace) -> int:
     from specdec_mlx.lab.demo_model import demo_model_path
     from specdec_mlx.models import load_model
-    from specdec_mlx.target.exactness import probe
+    from specdec_mlx.verify.exactness import probe
 
     report = probe(load_model(args.model or demo_model_path())[0])
     print(report)

@@ -26,8 +26,8 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted, ours, plain
-from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name, describe_dtype, describe_machine
 from specdec_mlx.bench.prompts import Task, encode_chat
+from specdec_mlx.bench.record import REFERENCE_BLAS, blas_name, describe_dtype, describe_machine
 from specdec_mlx.bench.summary import find_differences
 from specdec_mlx.bench.timing import Run, Sample, Settings, take_turns
 from specdec_mlx.cli.blas import THREADS, as_shell, start_again_with_openblas

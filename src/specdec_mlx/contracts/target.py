@@ -12,7 +12,7 @@ from specdec_mlx.contracts.drafting import Draft
 from specdec_mlx.contracts.verdicts import Outcome
 
 if TYPE_CHECKING:
-    from specdec_mlx.target.rollback import Rollback
+    from specdec_mlx.verify.rollback import Rollback
 
 
 @dataclass(frozen=True)

@@ -19,13 +19,13 @@ from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.drafters.writing import Writes
+from specdec_mlx.models import PerModel
 from specdec_mlx.options import whole, wrong
-from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import Sampling, check_draft_temp, sampling_of_drafts
-from specdec_mlx.target.exactness import exact_until
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.tree_passes import GrowingRows, TreeRows
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.exactness import exact_until
+from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
+from specdec_mlx.verify.tree_passes import GrowingRows, TreeRows
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -192,7 +192,7 @@ class ModelSession(Writes):
         while (left := len(self.tokens) - self.rollback.position) > most:
             self.feed_text(min(left - 1, step))
             if left - 1 > step:
-                mx.eval([cache.state for cache in self.rollback.caches])
+                wait_for(self.rollback.caches)
 
     def feed_text(self, size: int) -> None:
         """Feed the next `size` tokens of the text, for the caches alone."""
@@ -212,7 +212,7 @@ class ModelSession(Writes):
         if self.callers_cache is not None:
             while (left := length - self.rollback.position) > 0:
                 self.feed_text(min(left, self.context.prefill_step_size))
-            mx.async_eval([cache.state for cache in self.rollback.caches])
+            mx.async_eval(states_of(self.rollback.caches))
         if self.on_close is not None:
             self.on_close(self.tokens[:length])
 

@@ -13,8 +13,8 @@ from typing import Any, ClassVar
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, FeatureRows, Features
 from specdec_mlx.contracts.drafting import share_class
 from specdec_mlx.drafters.tree_of import Text
+from specdec_mlx.memory.kept import fingerprint_of
 from specdec_mlx.options import require
-from specdec_mlx.same_tokenizer import fingerprint_of
 
 TOP = 8  # successors that are kept of each token, as in the paper
 BRANCHES = 4  # successors of the last token that a tree goes on from

@@ -17,9 +17,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, Spelling
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.strategies import leaves, strategy_for
 from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.verify.rollback import Rollback, wait_for
+from specdec_mlx.verify.strategies import leaves, strategy_for
 
 MARGIN = 8
 """Last tokens that more text may still change; longer words are rare, and cost acceptance alone."""
@@ -204,7 +204,7 @@ class Retokenized:
         step = self.context.prefill_step_size
         while (left := settled - position) > (0 if restores else MARGIN):
             self.feed(ids[position : position + min(left, step)])
-            mx.eval([cache.state for cache in self.rollback.caches])
+            wait_for(self.rollback.caches)
             position = self.rollback.position
         self.rollback.checkpoint()
         self.num_same = min(position, settled)

@@ -14,9 +14,9 @@ from specdec_mlx.drafters.drawing import Draws, cut_while
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.session import RecurrentSession
 from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession, logit_width
-from specdec_mlx.target.exactness import can_hold_rows
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.row_caches import RowCaches
+from specdec_mlx.verify.exactness import can_hold_rows
+from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
+from specdec_mlx.verify.row_caches import RowCaches
 
 
 @dataclass
@@ -119,7 +119,7 @@ class ModelRows:
             for session, ids in zip(self.sessions, pending, strict=True):
                 session.position += min(step, len(ids) - 1)
             self.go_back()
-            mx.eval([cache.state for cache in self.caches.caches])
+            wait_for(self.caches.caches)
 
 
 class HeadRows(ModelRows):
@@ -168,7 +168,7 @@ class HeadRows(ModelRows):
         counts = [session.num_pending - 1 for session in self.sessions]
         if min(counts, default=0) > 0:
             self.feed(counts)
-            mx.async_eval([cache.state for cache in self.caches.caches])
+            mx.async_eval(states_of(self.caches.caches))
 
 
 class AsRow:

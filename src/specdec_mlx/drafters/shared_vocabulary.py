@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec_mlx.drafters.tokenizers import PerPair, difference_between
 from specdec_mlx.errors import TokenizerMismatchError
-from specdec_mlx.same_tokenizer import PROBES, unwrapped
+from specdec_mlx.memory.kept import PROBES, unwrapped
 
 ANCHOR = "\n"
 """Encoded before a text that is not the beginning of one, for tokenizers that put a space before

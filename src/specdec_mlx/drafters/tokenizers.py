@@ -7,7 +7,7 @@ from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
 from specdec_mlx.errors import TokenizerMismatchError
-from specdec_mlx.same_tokenizer import SAMPLES, fingerprint_of, unwrapped
+from specdec_mlx.memory.kept import SAMPLES, fingerprint_of, unwrapped
 
 T = TypeVar("T")
 

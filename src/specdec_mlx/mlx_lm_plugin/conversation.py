@@ -23,10 +23,10 @@ from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.rows import RowSession
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.next_token import is_pure
-from specdec_mlx.target.strategies import leaves
+from specdec_mlx.models import PerModel
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.next_token import is_pure
+from specdec_mlx.verify.strategies import leaves
 
 _held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # tokens, by a model's first cache
 

@@ -24,11 +24,17 @@ from specdec_mlx.memory.sources import state_of
 from specdec_mlx.mlx_lm_plugin.conversation import remember, with_parts
 from specdec_mlx.mlx_lm_plugin.flags import check_adapter
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, is_clients
-from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles
-from specdec_mlx.mlx_lm_plugin.prefixes import Points, States, back_at, split, stateful, thinned
-from specdec_mlx.models import explained
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.row_pass import reads_caches
+from specdec_mlx.mlx_lm_plugin.prefix_files import (
+    Points,
+    PrefixFiles,
+    States,
+    back_at,
+    split,
+    stateful,
+    thinned,
+)
+from specdec_mlx.models import PerModel, explained
+from specdec_mlx.verify.row_pass import reads_caches
 
 
 class HeadToLoad:

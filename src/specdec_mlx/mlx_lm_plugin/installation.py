@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +25,7 @@ from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
+from specdec_mlx.engine.options import Options
 from specdec_mlx.loop import speculate
 from specdec_mlx.mlx_lm_plugin.conversation import continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
@@ -54,7 +55,8 @@ def check_version() -> None:
 def check_step(name: str) -> None:
     """Raise MlxLmVersionError unless the function to replace is mlx-lm's own, as we know it."""
     check_version()
-    ours = {"prompt", "draft_model", "num_draft_tokens", *inspect.signature(speculate).parameters}
+    ours = {"model", "prompt", "draft_model", "num_draft_tokens"}
+    ours |= {field.name for field in fields(Options)}
     step = getattr(STEPS, name)
     if (owner := getattr(step, "__module__", None)) != STEPS.__name__:
         raise MlxLmVersionError(

@@ -6,13 +6,15 @@ before it is used.
 
 from __future__ import annotations
 
+import copy
 import hashlib
 import json
 import logging
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,8 +23,70 @@ import mlx.core as mx
 from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import PromptTrie, load_prompt_cache, save_prompt_cache
 
-from specdec_mlx.mlx_lm_plugin.prefixes import Points, States, stateful
-from specdec_mlx.target.strategies import leaves
+from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.verify.rollback import Rollback, wait_for
+from specdec_mlx.verify.strategies import leaves, strategy_for
+
+MOST_POINTS = 16  # positions of one conversation at which states are kept
+
+States = dict[int, list[Any]]
+"""Position -> copies, as they were there, of the caches that cannot be shortened."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """States after the caches of a conversation in mlx-lm's store, which counts their bytes."""
+
+    at: States
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(cache.nbytes for caches in self.at.values() for cache in caches)
+
+    def is_trimmable(self) -> bool:
+        """False: what it stands with cannot be shortened."""
+        return False
+
+
+def stateful(caches: Sequence[Any]) -> list[Any]:
+    """Those of the caches that may go back only to a copy."""
+    return [cache for cache in leaves(caches) if strategy_for(cache).must_restore]
+
+
+def split(kept: Sequence[Any]) -> tuple[list[Any], States]:
+    """The caches of an entry of the store, and the states that are kept with them."""
+    if isinstance(kept[-1], Points):
+        return list(kept[:-1]), kept[-1].at
+    return list(kept), {}
+
+
+def thinned(at: Mapping[int, list[Any]], end: int) -> States:
+    """The states at `MOST_POINTS` positions at most: the first, and more the nearer to the end."""
+    left = dict(sorted(at.items()))
+    while len(left) > MOST_POINTS:
+        before, *inner = [*left, end]
+        gaps = zip([before, *inner], inner, inner[1:], strict=False)
+        del left[min(gaps, key=lambda gap: (gap[2] - gap[0]) / (end - gap[1] + 1))[1]]
+    return left
+
+
+def back_at(kept: Sequence[Any], length: int, position: int) -> tuple[list[Any], States, int]:
+    """Copies of an entry's caches, of `length` tokens, at `position` or the last one before it that
+    can be had; the states before it; and that position, 0 if there is none."""
+    caches, at = split(kept)
+    caches = copy.deepcopy(caches)
+    rollback = Rollback(caches, length)
+    if (point := max((p for p in at if p <= position), default=0)) > 0:
+        states = iter(at[point])
+        pairs = ((strategy_for(cache), cache) for cache in leaves(caches))
+        saved = [s.save(next(states)) if s.must_restore else None for s, _ in pairs]
+        rollback.checkpoints = [(point, saved)]
+    reached = 0
+    with suppress(CacheRollbackError):
+        reached = rollback.rewind_to(position)
+    return caches, {p: states for p, states in at.items() if p < reached}, reached
+
 
 OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors(\.damaged)?")
 PART = ".part-"  # begins the name of a file that is being written
@@ -95,7 +159,7 @@ class PrefixFiles:
             if path.stem != f"{self.key}-{_digest(path)}":
                 raise ValueError("its content is not what was written")
             flat = load_prompt_cache(str(path))
-            mx.eval([cache.state for cache in flat])
+            wait_for(flat)
             caches, rest = flat[: header.layers], iter(flat[header.layers :])
             num_states = len(stateful(caches))
             points = {p: [next(rest) for _ in range(num_states)] for p in header.points or ()}

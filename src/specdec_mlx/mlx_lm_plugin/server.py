@@ -42,16 +42,14 @@ from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, SpeculatingBatch, ha
 from specdec_mlx.mlx_lm_plugin.flags import Flags, replaced_names, run_main
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
 from specdec_mlx.mlx_lm_plugin.openai_fields import Refused, RequestError
-from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles
-from specdec_mlx.mlx_lm_plugin.prefixes import stateful
+from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles, stateful
 from specdec_mlx.mlx_lm_plugin.requests import Channel, Menu, Requested
 from specdec_mlx.mlx_lm_plugin.status import Totals
-from specdec_mlx.models import explained
-from specdec_mlx.per_model import PerModel
+from specdec_mlx.models import PerModel, explained
 from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
-from specdec_mlx.target.inputs import check_ids, check_prompt
-from specdec_mlx.target.model_pass import vocab_size_of
+from specdec_mlx.verify.inputs import check_ids, check_prompt
+from specdec_mlx.verify.model_pass import vocab_size_of
 
 MODULE: Any = importlib.import_module("mlx_lm.server")
 

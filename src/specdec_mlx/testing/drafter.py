@@ -22,16 +22,16 @@ from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, DraftSession, is_cheap
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.inputs import (
+from specdec_mlx.testing.conformance import Conformance
+from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.verify.inputs import (
     begin_session,
     check_draft,
     check_drafted,
     check_fits,
     check_is_drafter,
 )
-from specdec_mlx.target.verifier import check_distribution
-from specdec_mlx.testing.conformance import Conformance
-from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.verify.verifier import check_distribution
 
 LIMITS = (3, 1, 5, 2, 4, 8)
 NUM_ROUNDS = 14

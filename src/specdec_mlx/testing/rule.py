@@ -29,8 +29,6 @@ from specdec_mlx.contracts import (
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows
-from specdec_mlx.target.verifier import LazyPass
 from specdec_mlx.testing.conformance import Conformance
 from specdec_mlx.testing.enumeration import (
     Comparison,
@@ -43,6 +41,8 @@ from specdec_mlx.testing.enumeration import (
     state_after,
 )
 from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.verify.next_token import NextToken, RoundNoise, Rows
+from specdec_mlx.verify.verifier import LazyPass
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
 NUM_DRAFT, VOCAB_SIZE, LENGTH = 2, 3, 3  # K, V and tokens of the texts that are drawn

@@ -19,9 +19,9 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import ArraysCache
 
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.strategies import STRATEGIES, Gathers, Strategy, window_of
 from specdec_mlx.testing.conformance import Conformance
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.strategies import STRATEGIES, Gathers, Strategy, window_of
 
 Feed = Callable[[Any, mx.array], mx.array]
 """(cache, tokens [S]) -> rows [S, D]: one pass over S positions, which the cache then holds."""
@@ -60,7 +60,7 @@ def attend(cache: Any, tokens: mx.array) -> mx.array:
 def check_strategy(
     strategy: Strategy, make_cache: Callable[[], Any], feed: Feed = attend
 ) -> list[str]:
-    """Hold a rollback strategy to the contract of `specdec_mlx.target.strategies`.
+    """Hold a rollback strategy to the contract of `specdec_mlx.verify.strategies`.
 
     Args:
         strategy: an instance; it need not be registered.

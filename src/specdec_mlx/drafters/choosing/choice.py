@@ -37,7 +37,7 @@ from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, make_with, name_in, positive_int, split_spec
-from specdec_mlx.target.inputs import check_is_drafter
+from specdec_mlx.verify.inputs import check_is_drafter
 
 AUTO = "auto"
 

@@ -31,9 +31,9 @@ from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while
 from specdec_mlx.drafters.writing import Writes
 from specdec_mlx.sampling.distribution import sampling_of_drafts
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_depths, view_of
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.rollback import Rollback, states_of
+from specdec_mlx.verify.tree_passes import GrowingRows, pass_over, teach_depths, view_of
 
 
 class WaitingRows:
@@ -216,7 +216,7 @@ class RecurrentSession(HeadSession):
     def read(self) -> list[Any]:
         """Read the complete pairs but the last: the last layer computes only keys and values."""
         self._read_pairs(but=1)
-        states = [cache.state for level in self.levels for cache in level.rollback.caches]
+        states = [array for level in self.levels for array in states_of(level.rollback.caches)]
         return [*states, *(level.parts for level in self.levels[1:])]
 
     def _read_pairs(self, but: int = 0) -> None:

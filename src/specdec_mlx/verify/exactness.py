@@ -19,13 +19,17 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts.trees import path_to
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.recurrent_states import in_steps, recurrent_states_of, ways_back
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.rounding import is_rounding
-from specdec_mlx.target.row_caches import RowCaches
-from specdec_mlx.target.strategies import leaves, window_of
-from specdec_mlx.target.tree_passes import (
+from specdec_mlx.models import PerModel
+from specdec_mlx.verify.recurrent_states import (
+    in_steps,
+    is_rounding,
+    recurrent_states_of,
+    ways_back,
+)
+from specdec_mlx.verify.rollback import Rollback, wait_for
+from specdec_mlx.verify.row_caches import RowCaches
+from specdec_mlx.verify.strategies import leaves, window_of
+from specdec_mlx.verify.tree_passes import (
     TreeRows,
     chooses_blocks,
     is_rope,
@@ -252,7 +256,7 @@ def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
     caches = [later(cache, shift) for cache in make_prompt_cache(model)]
     for i in range(0, tokens.shape[0], STEP):
         model(tokens[None, i : i + STEP], cache=caches)
-        mx.eval([cache.state for cache in caches])
+        wait_for(caches)
     return caches
 
 

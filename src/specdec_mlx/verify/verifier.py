@@ -35,11 +35,11 @@ from specdec_mlx.errors import DraftError, LogitsError, VerdictError
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.registry import make_rule, tree_rule_for
 from specdec_mlx.stats.counterfactual import Counterfactual, chances
-from specdec_mlx.target.inputs import check_draft, check_drafted
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows, existing, is_pure
-from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import read_all, to_ids, to_list
+from specdec_mlx.verify.inputs import check_draft, check_drafted
+from specdec_mlx.verify.model_pass import ModelPass
+from specdec_mlx.verify.next_token import NextToken, RoundNoise, Rows, existing, is_pure
+from specdec_mlx.verify.rollback import Rollback
 
 NO_TOKENS = mx.array([], mx.uint32)
 

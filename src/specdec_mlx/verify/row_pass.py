@@ -13,13 +13,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, Drafter, PendingPass, ReadsTarget, all_drafters
-from specdec_mlx.target.exactness import can_hold_rows
-from specdec_mlx.target.recurrent_states import in_steps
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.row_caches import RowCaches
-from specdec_mlx.target.taps import Tap
-from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.exactness import can_hold_rows
+from specdec_mlx.verify.recurrent_states import in_steps
+from specdec_mlx.verify.rollback import Rollback, wait_for
+from specdec_mlx.verify.row_caches import RowCaches
+from specdec_mlx.verify.taps import Tap
+from specdec_mlx.verify.verifier import Verifier
 
 
 @dataclass
@@ -86,7 +86,7 @@ class RowPasses:
     def read(self, texts: Sequence[Sequence[int]]) -> None:
         """Feed tokens to all rows for the caches alone, at least one to each, and wait for it."""
         self.caches.feed(self.model, texts)
-        mx.eval([cache.state for cache in self.caches.caches])
+        wait_for(self.caches.caches)
         mx.clear_cache()
         self._move()
 

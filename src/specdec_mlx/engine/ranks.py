@@ -33,14 +33,14 @@ from specdec_mlx.contracts import (
     models_of,
 )
 from specdec_mlx.draft_length.policy import DraftLength, Fixed
+from specdec_mlx.engine.drafting import Drafting
+from specdec_mlx.engine.features import FeatureFeed
 from specdec_mlx.errors import DraftError, RankError
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.features import FeatureFeed
+from specdec_mlx.models import PerModel
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.inputs import check_draft, noise_of
-from specdec_mlx.target.rollback import refuse
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.inputs import check_draft, noise_of
+from specdec_mlx.verify.rollback import refuse, wait_for
 
 MOST_TOKENS = 64  # longest draft of a generation on several ranks; its message has room for them
 
@@ -339,4 +339,4 @@ class SharedDrafting(Drafting):
         """Close the session; no pass may be under way when the caller sends something."""
         super().close(end)
         if self.keeps_cache and self.is_alike:
-            mx.eval([cache.state for cache in self.target.rollback.caches])
+            wait_for(self.target.rollback.caches)

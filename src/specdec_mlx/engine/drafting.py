@@ -23,10 +23,10 @@ from specdec_mlx.contracts import (
     key_of,
     session_groups,
 )
+from specdec_mlx.engine.features import FeatureFeed
+from specdec_mlx.engine.sequence import SequenceState
 from specdec_mlx.errors import DraftError
-from specdec_mlx.rounds.features import FeatureFeed
-from specdec_mlx.rounds.sequence import SequenceState
-from specdec_mlx.target.inputs import begin_session
+from specdec_mlx.verify.inputs import begin_session
 
 
 class _Part(NamedTuple):

@@ -21,8 +21,8 @@ from specdec_mlx.contracts import (
     key_of,
     session_parts,
 )
+from specdec_mlx.engine.clock import Round
 from specdec_mlx.errors import DraftError
-from specdec_mlx.rounds.clock import Round
 from specdec_mlx.token_ids import to_list
 
 

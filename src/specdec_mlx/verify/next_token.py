@@ -15,8 +15,8 @@ from specdec_mlx.options import shown
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import max_window, read_sampler
 from specdec_mlx.sampling.noise import GumbelRows, Noise
-from specdec_mlx.target.inputs import check_sampler, processors_of
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.inputs import check_sampler, processors_of
 
 
 class NextToken:

@@ -16,11 +16,21 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.target.recurrent_states import RecurrentStates
-from specdec_mlx.target.strategies import Gathers, Strategy, leaves, strategy_for
-from specdec_mlx.target.tree_passes import VIEWS, TreeRows, tree_pass
+from specdec_mlx.verify.recurrent_states import RecurrentStates
+from specdec_mlx.verify.strategies import Gathers, Strategy, leaves, strategy_for
+from specdec_mlx.verify.tree_passes import VIEWS, TreeRows, tree_pass
 
 T = TypeVar("T")
+
+
+def states_of(caches: Sequence[Any]) -> list[Any]:
+    """The arrays that caches hold, to be computed together; no handle on them is to be kept."""
+    return [cache.state for cache in caches]
+
+
+def wait_for(caches: Sequence[Any]) -> None:
+    """Wait until all that was fed to caches is computed."""
+    mx.eval(states_of(caches))
 
 
 @dataclass

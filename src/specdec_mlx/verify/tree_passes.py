@@ -21,8 +21,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from specdec_mlx.contracts.trees import chain, depths_of, path_to
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.watching import change_class, held
+from specdec_mlx.models import PerModel
+from specdec_mlx.verify.watching import change_class, held
 
 
 @dataclass(frozen=True, eq=False)

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from specdec_mlx.contracts import Target
-from specdec_mlx.target.rollback import refuse
+from specdec_mlx.verify.rollback import refuse, states_of
 
 
 @dataclass
@@ -99,7 +99,7 @@ def bring_caches_to(
         while (left := end - caches.position) > 0:
             feed(left)
         target.quantize()
-        mx.async_eval([cache.state for cache in caches.caches])
+        mx.async_eval(states_of(caches.caches))
     except BaseException as failure:
         reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
         refuse(caches.caches, f"a generation was interrupted and could not be undone ({reason}).")
