@@ -168,7 +168,7 @@ def position_moves_on(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     """Each token of a draft is asked from a position of its own."""
     step = gemma4_assistant.AssistantSession.next_logits
 
-    def wrong(self: Any, token: mx.array | None) -> mx.array:
+    def wrong(self: Any, token: mx.array | None, parents: Any = None) -> mx.array:
         if token is not None:
             self.held = {k: x._replace(offset=x.offset + 1) for k, x in self.held.items()}
         return step(self, token)
@@ -271,10 +271,10 @@ def attribute(owner: Any, name: str, wrong: Any) -> Change:
     return lambda patch, given: patch.setattr(owner, name, wrong)
 
 
-def after_the_text(self: CorrectedSession, places: list[int], before: mx.array) -> mx.array:
+def after_the_text(self: CorrectedSession, places: mx.array, before: mx.array) -> mx.array:
     """Every place as if the block's known token stood before it."""
-    rows = mx.array(places)
-    return self.head.corrected(self.logits[rows], self.states[rows], mx.array(self.tokens[-1:]))
+    last = mx.array(self.tokens[-1:])
+    return self.head.corrected(self.logits[places], self.states[places], last)
 
 
 def no_convolution(self: GroupedConvolution, part: Any, x: mx.array) -> Any:

@@ -24,7 +24,7 @@ from specdec_mlx.contracts import NO_DRAFT, AcceptanceRule, Draft, Drafter, Outc
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
-from specdec_mlx.drafters.rows import DraftRows
+from specdec_mlx.drafters.shared_drafts import SharedDrafts
 from specdec_mlx.loop import Generation
 from specdec_mlx.rounds.drafting import Drafting
 from specdec_mlx.rounds.sequence import SequenceState, close_all
@@ -76,7 +76,7 @@ class BatchGeneration:
     _reading: list[Row] = field(default_factory=list)
     _rows: list[Row] = field(default_factory=list)
     _leaving: list[Row] = field(default_factory=list)  # their last tokens are being emitted
-    _draft_rows: DraftRows = field(default_factory=DraftRows)
+    _shared_drafts: SharedDrafts = field(default_factory=SharedDrafts)
     _num_inserted: int = 0
     _is_pipelined: bool = False
     _read_at: float = 0.0
@@ -238,8 +238,10 @@ class BatchGeneration:
         verifier = Verifier(model_pass, next_token, own.rule)
         check_ids(prompt, verifier.vocab_size())
         context = verifier.draft_context(self.tokenizer, None)
-        rows = self._draft_rows if self._passes.is_together else None
-        context = replace(context, target_caches=None, rows=rows, num_unseen=request.num_read)
+        shared = self._shared_drafts if self._passes.is_together else None
+        context = replace(
+            context, target_caches=None, shared_drafts=shared, num_unseen=request.num_read
+        )
         check_fits(own.drafter, context)
         begun = len(prompt) - num_said
         sequence = SequenceState(prompt, begun, request.max_tokens, None, num_said)

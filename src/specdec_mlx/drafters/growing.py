@@ -21,9 +21,8 @@ from specdec_mlx.drafters.drawing import fit_width
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.token_ids import read_all, to_ids
 
-NextRows = Callable[[mx.array, Sequence[int]], mx.array]
-"""Logits [n, V] of what follows each of n further tokens, from tokens [n] and parents [n], among
-all tokens that were given so far; `ROOT` for the text's end."""
+NextRows = Callable[[mx.array | None, Sequence[int]], mx.array]
+"""Logits of what follows further tokens of a tree; see `writing.WritingSession.next_logits`."""
 
 
 @dataclass
@@ -71,11 +70,11 @@ class Tree:
         place.children.append(new)
         return new
 
-    def feed(self, nodes: Sequence[int], after: NextRows) -> mx.array:
+    def feed(self, nodes: Sequence[int], step: NextRows) -> mx.array:
         """Logits [n, V] of what follows some nodes."""
         parents = [self.fed[self.parents[node]] for node in nodes]
         self.fed |= {node: len(self.fed) - 1 + i for i, node in enumerate(nodes)}
-        return after(to_ids([self.tokens[node] for node in nodes]), parents)
+        return step(to_ids([self.tokens[node] for node in nodes]), parents)
 
     def learn(self, text: Sequence[int]) -> None:
         """Learn from how the text went on, until it left the tree."""
@@ -114,19 +113,17 @@ class TreeDraws:
     def __post_init__(self) -> None:
         self.tree = Tree(self.known, not self.sampling.greedy)
 
-    def write(
-        self, first: mx.array, after: NextRows, limit: int, depth: int | None = None
-    ) -> Draft:
-        """A tree of at most `limit` tokens, `depth` on a path; first: logits after the text."""
+    def write(self, step: NextRows, limit: int, depth: int) -> Draft:
+        """A tree of at most `limit` tokens, and of at most `depth` on a path."""
         grow = self._drawn if self.tree.is_drawn else self._likeliest
-        return grow(first, after, limit, limit if depth is None else min(limit, depth))
+        return grow(step, limit, depth)
 
-    def _likeliest(self, logits: mx.array, after: NextRows, limit: int, depth: int) -> Draft:
+    def _likeliest(self, step: NextRows, limit: int, depth: int) -> Draft:
+        """Point masses: of all nodes those that are reached with the largest chances."""
         tree, nodes = self.tree, [ROOT]
         best: list[int] = []
         for level in range(depth):
-            if level:
-                logits = tree.feed(nodes, after)
+            logits = tree.feed(nodes, step) if level else step(None, ())
             new = []
             rows = _guesses(self._processed(logits, nodes), self.branches)
             for node, (tokens, confidences) in zip(nodes, rows, strict=True):
@@ -139,12 +136,11 @@ class TreeDraws:
                 break
         return tree.draft(sorted(best))
 
-    def _drawn(self, logits: mx.array, after: NextRows, limit: int, depth: int) -> Draft:
-        """Draws, as many at each place as pay best by what is known before them."""
+    def _drawn(self, step: NextRows, limit: int, depth: int) -> Draft:
+        """Draws; the numbers of children are fixed before anything is sampled."""
         tree, nodes, rows = self.tree, [ROOT], []
         for level in range(depth):
-            if level:
-                logits = tree.feed(nodes, after)
+            logits = tree.feed(nodes, step) if level else step(None, ())
             q = self.sampling.log_distribution(self._processed(logits, nodes))
             count = min(self.branches, q.shape[-1])
             drawn, laws = self._without_replacement(q, nodes, count)

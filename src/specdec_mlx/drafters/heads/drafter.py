@@ -208,5 +208,5 @@ class HeadDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
         """Start a generation; the head reads the prompt as the target's rows come."""
-        begin = self.head.session if context.rows is None else context.rows
+        begin = self.head.session if context.shared_drafts is None else context.shared_drafts
         return begin(self, prompt, context)

@@ -10,7 +10,7 @@ attention, always from the position of the text's last token. (transformers, `Ge
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -68,9 +68,11 @@ class AssistantSession(HeadSession):
         """Release the caches, which could not grow in place otherwise."""
         self.held, self.handed_on = {}, self.state
 
-    def next_logits(self, token: mx.array | None) -> mx.array:
-        """From the state that the step before handed on."""
-        last = to_ids(self.tokens[-1:]) if token is None else token
+    def next_logits(
+        self, tokens: mx.array | None, parents: Sequence[int] | None = None
+    ) -> mx.array:
+        """From the state that the step before handed on; chains alone."""
+        last = to_ids(self.tokens[-1:]) if tokens is None else tokens
         logits: mx.array
         logits, self.handed_on = self.head.step(self.handed_on, last, self.held)
         return logits

@@ -17,14 +17,14 @@ from typing import Any, cast
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.contracts import ROOT, Draft, DraftContext, FeatureRows
+from specdec_mlx.contracts import DraftContext, FeatureRows
 from specdec_mlx.drafters.drawing import fit_width
 from specdec_mlx.drafters.heads.drafter import Head
 from specdec_mlx.drafters.heads.eagle import SLIDING, LayersConfig, LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
-from specdec_mlx.drafters.writing import WritesAtOnce
+from specdec_mlx.drafters.writing import AtOnceSession, PlacesOfNodes
 from specdec_mlx.token_ids import to_ids
 
 
@@ -35,70 +35,54 @@ class BlockSession(HeadSession):
         super().__init__(*args)
         self.cache = self.head.make_cache()
 
-    def length_for(self, limit: int) -> int:
-        """Tokens that may be drafted, after all rows were read; 0 before the prompt was."""
+    def begin_draft(self, limit: int) -> int:
+        """Read all states; `limit`, or what the head can draft, 0 before it was shown any."""
         self.read()
+        self.places = PlacesOfNodes()
         return min(limit, self.head.most_drafted) if self.waiting.start else 0
 
-    def read(self) -> list[Any]:
-        """Read all rows."""
+    def read(self) -> None:
+        """Add all states that wait to the head's caches."""
         if self.waiting.num_rows:
             self.head.read(self.waiting.take(self.waiting.num_rows), self.cache)
-        return [getattr(kept, "state", kept) for kept in self.cache]
+
+    def read_ahead(self) -> None:
+        """Read all that wait."""
+        self.read()
+        mx.async_eval([getattr(kept, "state", kept) for kept in self.cache])
 
 
-class OnePassSession(WritesAtOnce, BlockSession):
+class OnePassSession(AtOnceSession, BlockSession):
     """All tokens at once, by the head's `guesses`."""
 
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Logits [n, V] of the next n <= limit tokens; None before the prompt was read."""
-        length = self.length_for(limit)
-        if length == 0:
-            return None
-        logits: mx.array = self.head.guesses(self.tokens[-1], length, self.cache)
-        return logits
+    def begin_draft(self, limit: int) -> int:
+        """Run the head."""
+        if length := super().begin_draft(limit):
+            self.logits = self.head.guesses(self.tokens[-1], length, self.cache)
+        return length
 
 
 class CorrectedSession(BlockSession):
     """A block in one pass, then token by token: the head's `corrected` knows the token before."""
 
     def begin_draft(self, limit: int) -> int:
-        """Run the block; how many tokens may be drafted."""
-        length = self.length_for(limit)
-        if length:
+        """Run the block."""
+        if length := super().begin_draft(limit):
             self.states = self.head.states(self.tokens[-1], length, self.cache)
             self.logits = self.head.logits(self.states)
-        self.depths: list[int] = []
-        self.num_asked = 0
         return length
 
-    def propose(self, limit: int) -> Draft:
-        """A chain, or a tree that is no deeper than the block."""
-        if not self.forks:
-            return super().propose(limit)
-        depth = self.begin_draft(limit)
-        if depth == 0:
-            return Draft()
-        first = self.next_logits(None)
-        return self.tree_draws().write(first, self.logits_after, limit, depth)
+    def next_logits(
+        self, tokens: mx.array | None, parents: Sequence[int] | None = None
+    ) -> mx.array:
+        """Logits of the places after these tokens, corrected."""
+        before = to_ids(self.tokens[-1:]) if tokens is None else tokens
+        return self.at(self.places.after(tokens, parents), before)
 
-    def next_logits(self, token: mx.array | None) -> mx.array:
-        """Logits [1, V] of the block's next place."""
-        self.num_asked += 1
-        before = to_ids(self.tokens[-1:]) if token is None else token
-        return self.at([self.num_asked - 1], before)
-
-    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """Logits [n, V] of the places after tokens [n] of a tree; see `growing.NextRows`."""
-        depths = [1 if parent == ROOT else self.depths[parent] + 1 for parent in parents]
-        self.depths += depths
-        return self.at(depths, tokens)
-
-    def at(self, places: list[int], before: mx.array) -> mx.array:
+    def at(self, places: mx.array, before: mx.array) -> mx.array:
         """Corrected logits [n, V] of n places of the block, after tokens [n]."""
-        rows = mx.array(places)
-        logits: mx.array = self.head.corrected(self.logits[rows], self.states[rows], before)
-        return logits
+        corrected: mx.array = self.head.corrected(self.logits[places], self.states[places], before)
+        return corrected
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -415,7 +399,7 @@ class PardDrafter(ModelDrafter):
         return PardSession(self, prompt, context)
 
 
-class PardSession(WritesAtOnce, ModelSession):
+class PardSession(AtOnceSession, ModelSession):
     """A generation of the draft model; its caches never hold more than the text."""
 
     def __init__(self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext) -> None:
@@ -427,16 +411,17 @@ class PardSession(WritesAtOnce, ModelSession):
         """True if its drafts are trees; these take no pass of their own."""
         return self.branches > 1
 
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Logits [n, V] of the next n <= limit tokens; None for a limit of 0."""
+    def begin_draft(self, limit: int) -> int:
+        """Feed the text, and a mask for each token of the draft but the first."""
         if limit == 0:
-            return None
+            return 0
         self.catch_up()
+        self.places = PlacesOfNodes()
         room = self.rollback.widest_pass()
         pending = self.tokens[self.rollback.position :]
         length = limit if room is None else min(limit, 1 + room - len(pending))
         self.rollback.checkpoint()
         masks = [self.mask_token] * (length - 1)
-        logits = self.feed(to_ids([*pending, *masks]))[-length:]
+        self.logits = self.feed(to_ids([*pending, *masks]))[-length:]
         self.rollback.rewind_to(len(self.tokens))
-        return logits
+        return length
