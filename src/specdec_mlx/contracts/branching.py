@@ -1,8 +1,7 @@
 """Draft lengths: the contract, and what drafts that fork need.
 
-A drafter with a tree of its own hands it over as a `Draft` with `parents`; where that costs time
-its session has `forks`. A session with `propose_tree(limit, values, may_fork)` is asked by it for
-the chain or tree that is worth most to `values`, a `ValuesDrafts`.
+A drafter with a tree of its own hands it over as a `Draft` with `parents`; one whose sessions have
+several drafts may leave the choice, and the tree of them, to the draft length.
 """
 
 from __future__ import annotations
@@ -19,6 +18,22 @@ class OffersSeveral(Protocol):
 
     def candidates(self, limit: int) -> Sequence[Draft]:
         """Point-mass chains of 1 to `limit` tokens, the likeliest first; microseconds of work."""
+
+
+@runtime_checkable
+class GrowsTrees(Protocol):
+    """A look-up's session that merges drafts into a tree; default: `propose` is asked."""
+
+    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
+        """The chain or tree, of at most `limit` tokens on a path, that is worth most to `values`.
+
+        may_fork: asked if a tree is best, and False where the target cannot verify one.
+        """
+
+
+def drafts_trees(session: DraftSession) -> bool:
+    """`forks` of a session: its own drafts, which cost time, are trees; default: chains."""
+    return getattr(session, "forks", False)
 
 
 class DraftLength(Protocol):

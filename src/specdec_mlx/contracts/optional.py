@@ -35,16 +35,37 @@ class ReadsTarget(Protocol):
 
 @runtime_checkable
 class SeesTarget(Protocol):
-    """A session that reads the target's states; default: it is shown none.
-
-    With `see_rejected(tokens [n], features)` it is shown those of rejected drafts too.
-    """
+    """A session that reads the target's states; default: it is shown none."""
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions of the text, lazy, before they are observed.
 
         Evaluate, or drop, those of one chunk of the prompt before the next.
         """
+
+
+@runtime_checkable
+class SeesRejected(SeesTarget, Protocol):
+    """A session that reads the states of rejected drafts as well; default: those are dropped."""
+
+    def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
+        """Take the rows [n] of draft tokens that were not kept, after those that were."""
+
+
+@runtime_checkable
+class LooksAhead(DraftSession, Protocol):
+    """A look-up's session that a `Cascade` may ask; default: it cannot stand in one."""
+
+    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
+        """Point masses after a text that ends with tokens [n] which may be rejected."""
+
+
+@runtime_checkable
+class Forks(Protocol):
+    """A session that can be copied, for beams; default: a new one is begun for each."""
+
+    def fork(self) -> DraftSession:
+        """A session of the same text, which goes its own way from here on."""
 
 
 @runtime_checkable
@@ -87,6 +108,16 @@ class Closes(Protocol):
 def is_cheap(session: DraftSession) -> bool:
     """`cheap` of a session: proposing is microseconds of host work, and may be thrown away."""
     return getattr(session, "cheap", False)
+
+
+def branches_of(drafter: Drafter) -> int:
+    """`branches` of a drafter: most tokens that it proposes at a place; default: 1, a chain."""
+    return getattr(drafter, "branches", 1)
+
+
+def is_on_every_rank(drafter: Drafter) -> bool:
+    """`on_every_rank` of a drafter: each machine of a target runs it; default: the first one."""
+    return getattr(drafter, "on_every_rank", False)
 
 
 def session_groups(session: DraftSession, key: str) -> list[list[tuple[str, DraftSession]]]:

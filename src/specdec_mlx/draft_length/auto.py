@@ -21,9 +21,11 @@ from specdec_mlx.contracts import (
     ROOT,
     Draft,
     DraftSession,
+    GrowsTrees,
     RoundRecord,
     SeesTarget,
     Stepwise,
+    drafts_trees,
 )
 from specdec_mlx.contracts.trees import chain
 from specdec_mlx.draft_length.chances import told
@@ -48,10 +50,10 @@ class Auto:
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
         """Expect a session; the way to ask it."""
-        if (grown := getattr(session, "propose_tree", None)) is not None:
+        if isinstance(session, GrowsTrees):
             self._part(part, LookUp)
-            return lambda limit: grown(limit, self, may_fork)
-        forks = getattr(session, "forks", False) and may_fork()
+            return lambda limit: session.propose_tree(limit, self, may_fork)
+        forks = drafts_trees(session) and may_fork()
         if isinstance(session, Stepwise) and not forks:
             unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
             model = Model(self.prices, self.tuning.of(part), can_stop=True, most_unread=unread)

@@ -21,11 +21,15 @@ from specdec_mlx.contracts import (
     DraftSession,
     Evidence,
     GoesOn,
+    LooksAhead,
     ReadsTarget,
+    SeesRejected,
     SeesTarget,
     Step,
     Stepwise,
     all_drafters,
+    branches_of,
+    is_on_every_rank,
     key_of,
     models_of,
 )
@@ -69,9 +73,9 @@ class Cascade(Several):
         name = type(self.first).__name__
         if len(getattr(self.first, "drafters", ())) > 1:
             raise ValueError(f"Cascade: first={name} is made of several. Give each its cascade.")
-        if getattr(self.first, "branches", 1) > 1:
+        if branches_of(self.first) > 1:
             raise ValueError(f"Cascade: first={name} drafts trees. Leave its branches out.")
-        if getattr(self.first, "on_every_rank", False):
+        if is_on_every_rank(self.first):
             raise ValueError(f"Cascade: first={name} drafts on every rank. Leave that out.")
         if isinstance(self.first, ReadsTarget):
             object.__setattr__(self, "features", self.first.features)
@@ -85,7 +89,7 @@ class Cascade(Several):
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
         first, then = [drafter.begin(prompt, context) for drafter in self.drafters]
-        if not hasattr(then, "propose_after"):
+        if not isinstance(then, LooksAhead):
             raise ValueError(
                 f"Cascade: {type(self.drafters[1]).__name__} cannot be asked what follows a draft; "
                 "expected one whose sessions have propose_after, such as 'suffix'."
@@ -108,15 +112,15 @@ def cascade(
 class CascadeSession(SeveralSession):
     """One generation of both; it can do what the first one's session can, but for trees."""
 
-    def __init__(self, first: DraftSession, then: Any, num_first: int) -> None:
-        """then: has `propose_after`. num_first: most tokens of a draft by the first."""
+    def __init__(self, first: DraftSession, then: LooksAhead, num_first: int) -> None:
+        """num_first: most tokens of a draft by the first."""
         self.first, self.then, self.num_first = first, then, num_first
         self.sessions = first, then
         if isinstance(first, Stepwise):
             self.propose_while = self._propose_while
         if isinstance(first, SeesTarget):
             self.see = first.see
-        if hasattr(first, "see_rejected"):
+        if isinstance(first, SeesRejected):
             self.see_rejected = first.see_rejected
 
     def propose(self, limit: int) -> Draft:
@@ -135,7 +139,7 @@ class CascadeSession(SeveralSession):
         if not len(draft) or not room:
             return draft
         written = to_list(draft.tokens)
-        found: Draft = self.then.propose_after(written, room)
+        found = self.then.propose_after(written, room)
         assert found.logprobs is None, "a look-up's draft is a point mass"
         evidence = [_evidence(each) for each in draft.evidence or ()]
         tail: list[int] = []

@@ -26,7 +26,7 @@ NextRows = Callable[[mx.array | None, Sequence[int]], mx.array]
 
 
 @dataclass
-class Place:
+class Siblings:
     """Siblings that may follow a node at some depth; children: those that became nodes."""
 
     depth: int
@@ -47,7 +47,7 @@ class Tree:
     parents: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     reaches: dict[int, float] = field(default_factory=lambda: {ROOT: 1.0})
-    places: dict[int, Place] = field(default_factory=dict)
+    places: dict[int, Siblings] = field(default_factory=dict)
     fed: dict[int, int] = field(default_factory=lambda: {ROOT: ROOT})
 
     def open(self, node: int, confidences: Sequence[float]) -> None:
@@ -59,7 +59,7 @@ class Tree:
         ]
         chances = [self.known.of_draft([one], first=depth)[0] for one in evidence]
         total = max(1.0, sum(chances))
-        self.places[node] = Place(depth, evidence, [chance / total for chance in chances])
+        self.places[node] = Siblings(depth, evidence, [chance / total for chance in chances])
 
     def add(self, node: int, token: int) -> int:
         """A further node: the next sibling at a place."""

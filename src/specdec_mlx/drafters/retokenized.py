@@ -19,7 +19,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, DraftContext
-from specdec_mlx.drafters.drawing import Draws, draft_to
+from specdec_mlx.drafters.drawing import ChainDraws, draft_to
 from specdec_mlx.drafters.shared_vocabulary import ENOUGH, SharedVocabulary, Spelling
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.target.model_pass import vocab_size_of
@@ -214,7 +214,7 @@ class Retokenized:
                 logits = self.rollback.forward(self.model, self.common[token])
             return logits[-1:, self.common] + self.floor
 
-        draws = Draws(self.context, self.sampling, self.tokens, self.num_prompt, limit)
+        draws = ChainDraws(self.context, self.sampling, self.tokens, self.num_prompt, limit)
         draft = draft_to(limit, draws, next_logits)
         self.drawn = to_ids(draft.tokens)
         return draft

@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, GoesOn
-from specdec_mlx.drafters.drawing import Draws, cut_while
+from specdec_mlx.drafters.drawing import ChainDraws, cut_while
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.session import RecurrentSession
 from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession, logit_width
@@ -181,7 +181,7 @@ class SharedSession(WritingSession):
 
     base = 0
     has_ended = was_asked = False
-    drawn: Draws | None = None
+    drawn: ChainDraws | None = None
 
     def __init__(self, passes: ModelPasses, *of_session: Any) -> None:
         super().__init__(*of_session)
@@ -197,7 +197,7 @@ class SharedSession(WritingSession):
         drawn = self.shared_draft(limit)
         return super().propose_while(limit, goes_on) if drawn is None else cut_while(drawn, goes_on)
 
-    def shared_draft(self, limit: int) -> Draws | None:
+    def shared_draft(self, limit: int) -> ChainDraws | None:
         """The tokens drawn for this text in this round; None where it is no row yet."""
         if limit == 0:
             return None
@@ -206,7 +206,7 @@ class SharedSession(WritingSession):
         self.was_asked = self.drawn is not None
         return self.drawn
 
-    def set_draft(self, draws: Draws) -> None:
+    def set_draft(self, draws: ChainDraws) -> None:
         """Take the draft of this round."""
         self.drawn = draws
 
@@ -227,7 +227,7 @@ class SharedModelSession(SharedSession, ModelSession):
         self.base = self.rollback.end - self.position
         return self.rollback
 
-    def set_draft(self, draws: Draws) -> None:
+    def set_draft(self, draws: ChainDraws) -> None:
         """Take a draft, which is in the row but for its last token."""
         super().set_draft(draws)
         self.position = len(self.tokens) + len(draws) - 1

@@ -12,7 +12,7 @@ from specdec_mlx.contracts import Draft, DraftContext, GoesOn
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import (
     DRAWN_AT_ONCE,
-    Draws,
+    ChainDraws,
     Pace,
     cut_while,
     draft_to,
@@ -88,9 +88,9 @@ class WritingSession(ABC):
         self.end_draft()
         return draft
 
-    def draws(self, at_once: int = DRAWN_AT_ONCE) -> Draws:
+    def draws(self, at_once: int = DRAWN_AT_ONCE) -> ChainDraws:
         """An empty draft after the text; `at_once` tokens share an operation for their noise."""
-        return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
+        return ChainDraws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Add the tokens emitted to the text, and learn from them if the draft forked."""
@@ -142,7 +142,7 @@ class AtOnceSession(WritingSession):
         """The part that is worth verifying; see `cut_while`."""
         return cut_while(self.drawn(limit), goes_on)
 
-    def drawn(self, limit: int) -> Draws:
+    def drawn(self, limit: int) -> ChainDraws:
         """All tokens of a draft, drawn."""
         length = self.begin_draft(limit)
         draws = self.draws(length)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
@@ -14,6 +13,7 @@ from specdec_mlx.contracts import (
     Features,
     Outcome,
     ReadsTarget,
+    SeesRejected,
     SeesTarget,
     Tappable,
     Target,
@@ -35,8 +35,8 @@ class FeatureFeed:
 
     def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
         self._readers = readers
-        self._rejected_readers: list[tuple[Any, Features]] = [
-            (session, wish) for session, wish in readers if hasattr(session, "see_rejected")
+        self._rejected_readers = [
+            (session, wish) for session, wish in readers if isinstance(session, SeesRejected)
         ]
         self._target = target
         self._num_shown = 0

@@ -76,12 +76,12 @@ class Head(nn.Module):  # type: ignore[misc]
             notes.append(f"{self.vocabulary.ids.size} of {self.ends.vocab_size} tokens")
         return notes
 
-    def variations(self) -> list[Variation]:
+    def variations(self) -> Iterator[Variation]:
         """Other readings of its files: the state on the other side of the norm."""
         other = not self.pre_norm
         name = f"state {'before' if other else 'after'} the final norm"
         advice = f"it looks trained on the {name}; load it with pre_norm={other}"
-        return [Variation(self, name, advice, {"pre_norm": other})]
+        yield Variation(self, name, advice, {"pre_norm": other})
 
 
 class RecurrentHead(Head):

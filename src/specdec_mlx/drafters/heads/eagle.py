@@ -8,7 +8,7 @@ EAGLE-3 (Li et al. 2025, arXiv 2503.01840) fuses three layers of the target, att
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -169,16 +169,17 @@ class LayersHead(Head):
         fused = mx.concatenate(states, axis=-1)
         return self.fc(self.input_norm(fused) if "input_norm" in self else fused)
 
-    def variations(self) -> list[Variation]:
+    def variations(self) -> Iterator[Variation]:
         """The outputs of the layers before and after, where the target has them."""
-        found = []
         for name, by in (("later", 1), ("earlier", -1)):
             layers = tuple(layer + by for layer in self.config.layers)
             if min(layers) >= 0 and max(layers) < self.ends.num_layers:
                 advice = f"its layer ids look meant otherwise; load it with layers={list(layers)}"
-                changes = {"config": replace(self.config, layers=layers)}
-                found.append(Variation(self, f"one layer {name}", advice, changes))
-        return found
+                yield self.otherwise(f"one layer {name}", advice, layers=layers)
+
+    def otherwise(self, name: str, advice: str, **changes: Any) -> Variation:
+        """A variation with another config."""
+        return Variation(self, name, advice, {"config": replace(self.config, **changes)})
 
     def notes(self) -> list[str]:
         """Layers, vocabulary, windows."""
@@ -203,15 +204,14 @@ class Eagle3(LayersHead, RecurrentHead):
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(ends.width, self.norm.eps) for _ in config.layers]
 
-    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> Any:
         """States [batch, n, D]: the first layer attends over [embedding, state]."""
-        h: mx.array = states
         first = self.layers[0]
         windows = self.config.windows or (None,) * len(cache)
-        masks = [create_attention_mask(h, *of) for of in zip(cache, windows, strict=True)]
+        masks = [create_attention_mask(states, *of) for of in zip(cache, windows, strict=True)]
         embedded = first.input_layernorm(self.embed(tokens))
-        normed = self.hidden_norm(h)
-        residual = normed if self.config.norm_before_residual else h
+        normed = self.hidden_norm(states)
+        residual = normed if self.config.norm_before_residual else states
         h = residual + first.self_attn(mx.concatenate([embedded, normed], -1), masks[0], cache[0])
         h = h + first.mlp(first.post_attention_layernorm(h))
         for layer, mask, kept in zip(self.layers[1:], masks[1:], cache[1:], strict=True):
@@ -222,15 +222,13 @@ class Eagle3(LayersHead, RecurrentHead):
         """Logits [..., Vd] of states [..., D]."""
         return super().draft_logits(states if self.config.norm_output else self.norm(states))
 
-    def variations(self) -> list[Variation]:
+    def variations(self) -> Iterator[Variation]:
         """Other layers, another residual, another state fed back."""
-        found = super().variations()
+        yield from super().variations()
         for key in ("norm_before_residual", "norm_output"):
-            other: Any = not getattr(self.config, key)
+            other = not getattr(self.config, key)
             advice = f"its config.json looks wrong; write {key}: {str(other).lower()} there"
-            changes = {"config": replace(self.config, **{key: other})}
-            found.append(Variation(self, f"{key} {other}", advice, changes))
-        return found
+            yield self.otherwise(f"{key} {other}", advice, **{key: other})
 
     def notes(self) -> list[str]:
         """Layers, vocabulary, windows, flags."""

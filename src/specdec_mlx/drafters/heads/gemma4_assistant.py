@@ -68,12 +68,9 @@ class AssistantSession(HeadSession):
         """Release the caches, which could not grow in place otherwise."""
         self.held, self.handed_on = {}, self.state
 
-    def next_logits(
-        self, tokens: mx.array | None, parents: Sequence[int] | None = None
-    ) -> mx.array:
+    def next_logits(self, tokens: mx.array | None, parents: Sequence[int] | None = None) -> Any:
         """From the state that the step before handed on; chains alone."""
         last = to_ids(self.tokens[-1:]) if tokens is None else tokens
-        logits: mx.array
         logits, self.handed_on = self.head.step(self.handed_on, last, self.held)
         return logits
 
@@ -113,18 +110,17 @@ class Gemma4Assistant(Head):
     ) -> tuple[mx.array, mx.array]:
         """Logits [1, V] after a state [1, D] and a token [1], and the next state."""
         embedded = self.ends.embed(token) * self.ends.width**0.5
-        h: mx.array = self.pre_projection(mx.concatenate([embedded, state], axis=-1))[None]
+        h = self.pre_projection(mx.concatenate([embedded, state], axis=-1))[None]
         for layer in self.layers:
             keys, values, offset = read[layer.layer_type]
             h, _, _ = layer(h, shared_kv=(keys, values), offset=offset)
-        made: mx.array = self.norm(h[0])
+        made = self.norm(h[0])
         return self.logits(made), self.post_projection(made)
 
-    def logits(self, states: mx.array) -> mx.array:
+    def logits(self, states: mx.array) -> Any:
         """Logits [n, V] of states [n, d]; -inf for tokens of groups that were not chosen."""
         if "masked_embedding" not in self:
-            everything: mx.array = self.embed_tokens.as_linear(states)
-            return everything
+            return self.embed_tokens.as_linear(states)
         groups = self.masked_embedding
         scores, order = groups.centroids(states), groups.token_ordering
         chosen = mx.argpartition(-scores, kth=self.num_chosen - 1, axis=-1)[..., : self.num_chosen]

@@ -46,7 +46,7 @@ VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
 """Rows by which vocabularies may differ, by padding; most layers or heads of a config."""
 
 
-class Source(NamedTuple):
+class HeadSource(NamedTuple):
     """Files of a head, their tensors by our names, and the variant that `load_head` was told."""
 
     files: HeadFiles
@@ -104,7 +104,7 @@ class Format:
 
     label: str
     told_by: str
-    build: Callable[[Source], Head] | None = None
+    build: Callable[[HeadSource], Head] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     loads: bool = True
 
@@ -132,7 +132,7 @@ def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str | None:
     return None
 
 
-def build_head(kind: str, source: Source) -> tuple[Head, Tensors]:
+def build_head(kind: str, source: HeadSource) -> tuple[Head, Tensors]:
     """A head of a format that has a `build`, and its weights; HeadError if it does not fit."""
     files, ends, form = source.files, source.ends, FORMATS[kind]
     assert form.build is not None
@@ -161,13 +161,13 @@ def build_head(kind: str, source: Source) -> tuple[Head, Tensors]:
     return head, {n: x for n, x in wanted.items() if not n.startswith(unused)}
 
 
-def _eagle3(source: Source) -> Head:
+def _eagle3(source: HeadSource) -> Head:
     config = source.with_layers(Eagle3Config.read(source.files.config, source.ends.num_layers))
     own = [source.rows(f"{name}.weight") for name in ("embed_tokens", "lm_head")]
     return Eagle3(config, source.ends, source.vocabulary(), *own)
 
 
-def _eagle(source: Source) -> Head:
+def _eagle(source: HeadSource) -> Head:
     source.check_width(source.files.config["hidden_size"])
     has_biases = "body.layers.0.self_attn.q_proj.bias" in source.tensors
     config = source.files.config | {"qkv_bias": has_biases}
@@ -176,14 +176,14 @@ def _eagle(source: Source) -> Head:
     return MTPHead(eagle1_family(config), config, source.ends, **own)
 
 
-def _dflash(source: Source, head: type[DFlash] = DFlash) -> Head:
+def _dflash(source: HeadSource, head: type[DFlash] = DFlash) -> Head:
     config = source.with_layers(DFlashConfig.read(source.files.config, source.ends.num_layers))
     source.files.expect("mask_token_id", config.mask_token, 0, source.ends.vocab_size - 1)
     source.files.expect("block_size", config.block_size, 2, 1024)
     return head(config, source.ends, source.vocabulary())
 
 
-def _gemma4(source: Source) -> Head:
+def _gemma4(source: HeadSource) -> Head:
     files, ends = source.files, source.ends
     source.check_width(files.config.get("backbone_hidden_size", ends.width))
     for kind, width in key_widths(layer_args(files.config)).items():
@@ -202,14 +202,14 @@ def _gemma4(source: Source) -> Head:
     return Gemma4Assistant(files.config, ends)
 
 
-def _medusa(source: Source) -> Head:
+def _medusa(source: HeadSource) -> Head:
     source.check_width(source.rows("blocks.0.0.weight"))
     blocks = [name.split(".") for name in source.tensors if name.startswith("blocks.")]
     heads, layers = len({block[1] for block in blocks}), len({block[2] for block in blocks})
     return Medusa(heads, layers, source.ends, own_heads=source.rows("lm_heads.0.weight"))
 
 
-def _mtp(source: Source) -> Head:
+def _mtp(source: HeadSource) -> Head:
     files, found = source.files, family_of(source.files.config)
     config, prefixes = files.config.get("text_config") or files.config, files.own_layers()
     if found is None or not prefixes:
@@ -358,7 +358,7 @@ def _load(
         return PardDrafter(model, tokenizer, mask_token=mask, **options)
     if kind is None or FORMATS[kind].build is None:
         raise HeadError(refusal(files, kind))
-    source = Source(files, target_ends(target), {}, *variant)
+    source = HeadSource(files, target_ends(target), {}, *variant)
     head, weights = build_head(kind, source)
     _set_weights(head, weights, source)
     _quantize(head, bits)
@@ -408,7 +408,7 @@ def is_head(path_or_repo: str | Path) -> bool:
         return False
 
 
-def _set_weights(head: Head, weights: Tensors, source: Source) -> None:
+def _set_weights(head: Head, weights: Tensors, source: HeadSource) -> None:
     """Give a head its weights, in the target's type; ValueError if they do not fit."""
 
     def stored(path: str, part: nn.Module) -> bool | dict[str, Any]:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, product, takewhile
 from typing import Any, Literal
@@ -132,12 +132,10 @@ class HalfLayer(nn.Module):  # type: ignore[misc]
         for part in (*_HALVED, "mlps"):
             self[part] = layer[part][:1]
 
-    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> Any:
         """States [batch, n, D] of n positions."""
-        attended = self.self_attn[0](self.input_layernorm[0](x), mask=mask, cache=cache[0])
-        x = x + attended
-        made: mx.array = x + self.mlps[0](self.post_attention_layernorm[0](x))
-        return made
+        x = x + self.self_attn[0](self.input_layernorm[0](x), mask=mask, cache=cache[0])
+        return x + self.mlps[0](self.post_attention_layernorm[0](x))
 
 
 def keep_half_of_its_layer(model: nn.Module) -> None:
@@ -302,13 +300,12 @@ class MTPHead(RecurrentHead):
         self.further = [MTPHead(family, config, ends, depth) for depth in depths]
         self.kind = family.label if self.moves_on else f"layered {family.label}"
 
-    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> Any:
         """States [batch, n, D] in place of the target's after its final norm."""
         parts = [self.embedding_norm(self.embed(tokens)), self.hidden_norm(states)]
         if self.family.hidden_first:
             parts.reverse()
-        made: mx.array = self.body(self.projection(mx.concatenate(parts, -1)), cache)
-        return made
+        return self.body(self.projection(mx.concatenate(parts, -1)), cache)
 
     def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of states [..., D], by the target's head or its own."""
@@ -332,21 +329,17 @@ class MTPHead(RecurrentHead):
         notes += super().notes()
         return [*notes, "the state comes first"] if self.family.hidden_first else notes
 
-    def variations(self) -> list[Variation]:
+    def variations(self) -> Iterator[Variation]:
         """Norms stored otherwise, another state, the other order."""
         less = "this file looks already shifted; load it with norms_less_one=False"
         more = "its norms look stored as w - 1; load it with norms_less_one=True"
         order = "its projection looks written for the other order, which is another family's"
         other = replace(self.family, hidden_first=not self.family.hidden_first)
-        shifted = [
-            Variation(self, "norms less one", less, norm_shift=-1.0),
-            Variation(self, "norms plus one", more, norm_shift=1.0),
-        ]
-        return [
-            *(shifted if "hidden_norm" in self.family.names else []),
-            *super().variations(),
-            Variation(self, "the other order of state and embedding", order, {"family": other}),
-        ]
+        if "hidden_norm" in self.family.names:
+            yield Variation(self, "norms less one", less, norm_shift=-1.0)
+            yield Variation(self, "norms plus one", more, norm_shift=1.0)
+        yield from super().variations()
+        yield Variation(self, "the other order of state and embedding", order, {"family": other})
 
 
 def one_layer_model(family: MTPFamily, config: Mapping[str, Any], depth: int = 0) -> nn.Module:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -41,15 +41,11 @@ class BlockSession(HeadSession):
         self.places = PlacesOfNodes()
         return min(limit, self.head.most_drafted) if self.waiting.start else 0
 
-    def read(self) -> None:
+    def read(self) -> list[Any]:
         """Add all states that wait to the head's caches."""
         if self.waiting.num_rows:
             self.head.read(self.waiting.take(self.waiting.num_rows), self.cache)
-
-    def read_ahead(self) -> None:
-        """Read all that wait."""
-        self.read()
-        mx.async_eval([getattr(kept, "state", kept) for kept in self.cache])
+        return [getattr(kept, "state", kept) for kept in self.cache]
 
 
 class OnePassSession(AtOnceSession, BlockSession):
@@ -79,10 +75,9 @@ class CorrectedSession(BlockSession):
         before = to_ids(self.tokens[-1:]) if tokens is None else tokens
         return self.at(self.places.after(tokens, parents), before)
 
-    def at(self, places: mx.array, before: mx.array) -> mx.array:
+    def at(self, places: mx.array, before: mx.array) -> Any:
         """Corrected logits [n, V] of n places of the block, after tokens [n]."""
-        corrected: mx.array = self.head.corrected(self.logits[places], self.states[places], before)
-        return corrected
+        return self.head.corrected(self.logits[places], self.states[places], before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -162,7 +157,7 @@ class DFlash(LayersHead):
         """Logits [n, V] of the n tokens after `token`, by a block that is not kept."""
         return self.logits(self.states(token, number, cache))
 
-    def states(self, token: int, number: int, cache: list[Any]) -> mx.array:
+    def states(self, token: int, number: int, cache: list[Any]) -> Any:
         """Normed states [n, D] of the places of these tokens."""
         tokens = to_ids([token, *[self.config.mask_token] * (self.config.block_size - 1)])
         h = self.ends.embed(tokens)[None] * self.config.embedding_scale
@@ -170,8 +165,7 @@ class DFlash(LayersHead):
             h = self.run(layer, h, self.mask(i, kept.offset, tokens.shape[0]), kept)
             kept.trim(tokens.shape[0])
         first = 0 if self.config.from_anchor else 1
-        normed: mx.array = self.norm(h[0, first : first + number])
-        return normed
+        return self.norm(h[0, first : first + number])
 
     def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any) -> Any:
         """States [1, B, D] of a block after a layer."""
@@ -217,13 +211,13 @@ class GroupedConvolution(nn.Module):  # type: ignore[misc]
         _, taps, width = self.base_kernel.shape
         dynamic = self.kernel_projection(x).reshape(*x.shape[:2], 2, taps, -1)
         kernels = mx.repeat(dynamic, width // dynamic.shape[-1], axis=-1) + self.base_kernel
-        for side in range(2):
-            if side:
-                x = part(x)
+
+        def convolved(x: mx.array, side: int) -> mx.array:
             size = x.shape[1]
             earlier = [mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :size] for back in range(taps)]
-            x = (kernels[:, :, side] * mx.stack(earlier, axis=2)).sum(axis=2)
-        return x
+            return (kernels[:, :, side] * mx.stack(earlier, axis=2)).sum(axis=2)
+
+        return convolved(part(convolved(x, 0)), 1)
 
 
 class Selector(nn.Module):  # type: ignore[misc]
@@ -250,20 +244,14 @@ def rows_of(table: mx.array, ids: mx.array) -> mx.array:
     return table[mx.minimum(ids, table.shape[0] - 1)]
 
 
-class CorrectedDFlash(DFlash):
-    """A DFlash head that corrects a place's logits by the token before it."""
-
-    session = CorrectedSession
-    corrected: Callable[[mx.array, mx.array, mx.array], mx.array]
-
-
-class DFlash2(CorrectedDFlash):
+class DFlash2(DFlash):
     """A DFlash 2 head: convolutions within the block, and a choice among the top tokens.
 
     The authors' sampler knows the temperature alone; here drafts keep to the target's filters.
     """
 
     kind = "DFlash 2"
+    session = CorrectedSession
 
     def __init__(self, config: DFlashConfig, ends: TargetEnds, *args: Any) -> None:
         super().__init__(config, ends, *args)
@@ -300,18 +288,19 @@ class Markov(nn.Module):  # type: ignore[misc]
         if gated:
             self.gate_proj = nn.Linear(width + rank, rank)
 
-    def bias(self, states: mx.array, before: mx.array) -> mx.array:
+    def bias(self, states: mx.array, before: mx.array) -> Any:
         """Bias [n, V] of n places with states [n, D] after tokens [n]."""
         made = self.markov_w1(mx.minimum(before, self.markov_w1.weight.shape[0] - 1))
         if "gate_proj" in self:
             made = made * mx.sigmoid(self.gate_proj(mx.concatenate([states, made], axis=-1)))
-        return cast(mx.array, self.markov_w2(made))
+        return self.markov_w2(made)
 
 
-class DSpark(CorrectedDFlash):
+class DSpark(DFlash):
     """A DSpark head, for Qwen3 or Gemma 4. Its estimate of confidence is not read."""
 
     kind = "DSpark"
+    session = CorrectedSession
 
     def __init__(self, config: DFlashConfig, ends: TargetEnds, *args: Any) -> None:
         super().__init__(config, ends, *args)

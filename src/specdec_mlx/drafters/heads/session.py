@@ -70,10 +70,11 @@ class HeadSession(WritingSession):
 
     def _read_if_many(self) -> None:
         if self.waiting.num_rows >= MOST_WAITING:
-            self.read_ahead()
+            mx.async_eval(self.read())
 
-    def read_ahead(self) -> None:
-        """Start to compute what can be read before a draft; by default nothing waits."""
+    def read(self) -> list[Any]:
+        """Read what can be before a draft; the arrays to compute for it, by default none."""
+        return []
 
     def close(self, length: int) -> None:
         """End the generation; the text has `length` tokens."""
@@ -89,9 +90,9 @@ class Level(Unread):
         self.rollback = Rollback(layer.make_cache())
         self.num_read = 0
 
-    def step(self, states: mx.array, tokens: mx.array) -> mx.array:
+    def step(self, states: mx.array, tokens: mx.array) -> Any:
         """States [n, D] of n further positions, from states [n, D] and tokens [n]."""
-        made: mx.array = self.layer.step(states, tokens, self.rollback.caches)
+        made = self.layer.step(states, tokens, self.rollback.caches)
         self.rollback.advance(states.shape[0])
         return made
 
@@ -139,9 +140,7 @@ class RecurrentSession(HeadSession):
         self.rows = GrowingRows()
         return limit if self.head.moves_on else min(limit, len(self.levels))
 
-    def next_logits(
-        self, tokens: mx.array | None, parents: Sequence[int] | None = None
-    ) -> mx.array:
+    def next_logits(self, tokens: mx.array | None, parents: Sequence[int] | None = None) -> Any:
         """Logits of the state of the last pair, then of steps over drafted tokens."""
         made, level = self.state, self.waiting
         if tokens is not None and parents is not None:
@@ -152,26 +151,25 @@ class RecurrentSession(HeadSession):
             rows = mx.concatenate([*([] if self.head.moves_on else level.parts), *self.made])
             made = level.step(rows, mx.concatenate(self.drafted[-rows.shape[0] :]))[-1:]
             self.made = [made] if self.head.chained else []
-        logits: mx.array = level.layer.logits(made)
-        return logits
+        return level.layer.logits(made)
 
-    def _grow(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
+    def _grow(self, tokens: mx.array, parents: Sequence[int]) -> Any:
         """States [n, D] of further nodes of a tree, from the states of their parents."""
         teach_depths(self.head)
         rows, rollback = self.rows.further(parents), self.waiting.rollback
         states = self.made[0][mx.array(list(parents)) + 1]
         with pass_over(rows):
             views = [view_of(cache, rows) for cache in rollback.caches]
-            made: mx.array = self.head.step(states, tokens, views)
+            made = self.head.step(states, tokens, views)
         rollback.advance(len(rows))
         self.made = [mx.concatenate([*self.made, made])]
         return made
 
-    def read_ahead(self) -> None:
+    def read(self) -> list[Any]:
         """Read the complete pairs but the last: the last layer computes only keys and values."""
         self._read_pairs(but=1)
         states = [cache.state for level in self.levels for cache in level.rollback.caches]
-        mx.async_eval(states, [level.parts for level in self.levels[1:]])
+        return [*states, *(level.parts for level in self.levels[1:])]
 
     def _read_pairs(self, but: int = 0) -> None:
         """Drop drafts and read the complete pairs, in the first layer all but so many."""
