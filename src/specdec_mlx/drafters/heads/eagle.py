@@ -8,6 +8,7 @@ EAGLE-3 (Li et al. 2025, arXiv 2503.01840) fuses three layers of the target, att
 from __future__ import annotations
 
 import importlib
+from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -37,6 +38,11 @@ class LayersConfig:
     layer: Mapping[str, Any]
     layers: tuple[int, ...]
     windows: tuple[int | None, ...] = ()
+
+    @classmethod
+    @abstractmethod
+    def read(cls, config: Mapping[str, Any], num_layers: int) -> LayersConfig:
+        """From a config.json; num_layers: the target's."""
 
 
 @dataclass(frozen=True)

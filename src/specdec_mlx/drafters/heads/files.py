@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import safe_open
 
-from specdec_mlx.drafters.heads.mtp import family_of
+from specdec_mlx.drafters.heads.mtp import layer_prefixes
 from specdec_mlx.errors import HeadError
 
 CONFIG = "config.json"
@@ -149,8 +149,7 @@ class HeadFiles:
 
         Raises HeadError for a quantization that is not MLX's.
         """
-        found, part = family_of(self.config), self.config.get("text_config") or self.config
-        prefixes = found[1].prefixes_in(self.weight_map, part) if found is not None else []
+        prefixes = layer_prefixes(self.config, self.weight_map)
         for name in self.weight_map:
             if name.startswith((*prefixes,)) and FOREIGN.search(name):
                 raise HeadError(

@@ -16,11 +16,25 @@ from mlx_lm.utils import infer_quant_config
 
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
-from specdec_mlx.drafters.heads.eagle import Eagle3, Eagle3Config, LayersHead, eagle1_family
+from specdec_mlx.drafters.heads.eagle import (
+    Eagle3,
+    Eagle3Config,
+    LayersConfig,
+    LayersHead,
+    eagle1_family,
+)
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
-from specdec_mlx.drafters.heads.mtp import MTPHead, family_of, less_one, mtp_weights, other_formula
+from specdec_mlx.drafters.heads.mtp import (
+    MTPHead,
+    family_of,
+    layer_prefixes,
+    less_one,
+    mtp_weights,
+    other_formula,
+    text_part,
+)
 from specdec_mlx.drafters.heads.one_pass import (
     DFlash,
     DFlash2,
@@ -30,6 +44,7 @@ from specdec_mlx.drafters.heads.one_pass import (
     PardDrafter,
 )
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
+from specdec_mlx.drafters.lighter import GROUP_SIZES
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
 from specdec_mlx.options import make_with, split_spec, whole
@@ -67,8 +82,9 @@ class HeadSource(NamedTuple):
             return None
         return DraftVocabulary(apart + mx.arange(apart.shape[0]), self.ends.vocab_size)
 
-    def with_layers(self, config: Any) -> Any:
-        """A config with the layers that the caller names, checked."""
+    def read_config(self, kind: type[LayersConfig]) -> Any:
+        """The config of a head over several layers, of which the caller may have named others."""
+        config: Any = kind.read(self.files.config, self.ends.num_layers)
         if self.layers is not None:
             config = replace(config, layers=tuple(self.layers))
         self.check_width(self.columns("fc") / len(config.layers))
@@ -122,8 +138,7 @@ def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str | None:
     kind = known_kind(config)
     if kind is not None:
         return kind
-    found = family_of(config)
-    if found is not None and found[1].prefixes_in(names, config.get("text_config") or config):
+    if layer_prefixes(config, names):
         return "mtp"
     if any(re.fullmatch(r"(medusa_head\.)?\d+\.\d+\.linear\.weight", name) for name in names):
         return "medusa"
@@ -132,12 +147,10 @@ def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str | None:
     return None
 
 
-def build_head(kind: str, source: HeadSource) -> tuple[Head, Tensors]:
-    """A head of a format that has a `build`, and its weights; HeadError if it does not fit."""
-    files, ends, form = source.files, source.ends, FORMATS[kind]
-    assert form.build is not None
+def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
+    """Raise HeadError for a config with numbers that cannot be, or of another vocabulary."""
     config, size = files.config, ends.vocab_size
-    part = config.get("transformer_layer_config") or config.get("text_config") or config
+    part = config.get("transformer_layer_config") or text_part(config)
     for said in (config, part):
         files.expect("num_hidden_layers", said.get("num_hidden_layers") or 1, 1, MOST_LAYERS)
         for key, count in said.items():
@@ -148,21 +161,10 @@ def build_head(kind: str, source: HeadSource) -> tuple[Head, Tensors]:
             f"{files.name} was trained for a vocabulary of {part['vocab_size']} tokens, and this "
             f"target has {size}. Use a head that was trained for this target."
         )
-    tensors, _ = files.read(n for n in files.weight_map if form.renamed or n == "d2t")
-    for old, new in form.renamed.items():
-        tensors = {re.sub(old, new, name): value for name, value in tensors.items()}
-    head = form.build(source._replace(tensors=tensors))
-    for layer in head.features.layers:
-        files.expect("a layer that it reads", layer, 0, ends.num_layers - 1)
-    if source.pre_norm is not None and not isinstance(head, LayersHead):
-        head.pre_norm = source.pre_norm
-    unused = tuple(name for name in SHARED_ENDS if name.partition(".")[0] not in head)
-    wanted = {n: x for n, x in tensors.items() if not IGNORED.match(n)}
-    return head, {n: x for n, x in wanted.items() if not n.startswith(unused)}
 
 
 def _eagle3(source: HeadSource) -> Head:
-    config = source.with_layers(Eagle3Config.read(source.files.config, source.ends.num_layers))
+    config = source.read_config(Eagle3Config)
     own = [source.rows(f"{name}.weight") for name in ("embed_tokens", "lm_head")]
     return Eagle3(config, source.ends, source.vocabulary(), *own)
 
@@ -177,7 +179,7 @@ def _eagle(source: HeadSource) -> Head:
 
 
 def _dflash(source: HeadSource, head: type[DFlash] = DFlash) -> Head:
-    config = source.with_layers(DFlashConfig.read(source.files.config, source.ends.num_layers))
+    config = source.read_config(DFlashConfig)
     source.files.expect("mask_token_id", config.mask_token, 0, source.ends.vocab_size - 1)
     source.files.expect("block_size", config.block_size, 2, 1024)
     return head(config, source.ends, source.vocabulary())
@@ -211,7 +213,7 @@ def _medusa(source: HeadSource) -> Head:
 
 def _mtp(source: HeadSource) -> Head:
     files, found = source.files, family_of(source.files.config)
-    config, prefixes = files.config.get("text_config") or files.config, files.own_layers()
+    config, prefixes = text_part(files.config), files.own_layers()
     if found is None or not prefixes:
         raise HeadError(refusal(files))
     source.check_width(config["hidden_size"])
@@ -241,7 +243,7 @@ def refusal(files: HeadFiles, kind: str | None = None) -> str:
     if kind is not None:
         return f"{files.name} holds {FORMATS[kind].label}. That cannot be loaded yet."
     if (found := family_of(config)) is not None:
-        prefix = found[1].prefix_at(config.get("text_config") or config)
+        prefix = found[1].prefix_at(text_part(config))
         where = ", which conversions leave out"
         if files.is_apart:
             where = f" in {files.list_file}, which has {min(files.weight_map, default='none')}"
@@ -333,7 +335,7 @@ def load_head(
     options = {"greedy": greedy, "draft_temp": draft_temp, "branches": branches}
     files = HeadFiles(path_or_repo, torch_files=torch_files)
     try:
-        return _load(files, target, draft_bits, (layers, pre_norm, norms_less_one), options)
+        return _load(files, target, draft_bits, layers, pre_norm, norms_less_one, options)
     except (HeadError, ModelFolderError):
         raise
     except Exception as error:  # tensors that do not fit; a damaged file may fail anywhere
@@ -345,7 +347,13 @@ def load_head(
 
 
 def _load(
-    files: HeadFiles, target: nn.Module, bits: int | None, variant: Any, options: dict[str, Any]
+    files: HeadFiles,
+    target: nn.Module,
+    bits: int | None,
+    layers: Sequence[int] | None,
+    pre_norm: bool | None,
+    norms_less_one: bool | None,
+    options: dict[str, Any],
 ) -> HeadDrafter | PardDrafter | ExitDrafter:
     kind = kind_of(files.config, files.weight_map)
     if kind == "exit":
@@ -356,15 +364,24 @@ def _load(
         files.expect("pard_token", mask, 0, target_ends(model).vocab_size - 1)
         _quantize(model, bits)
         return PardDrafter(model, tokenizer, mask_token=mask, **options)
-    if kind is None or FORMATS[kind].build is None:
+    form = FORMATS.get(kind or "")
+    if form is None or form.build is None:
         raise HeadError(refusal(files, kind))
-    source = HeadSource(files, target_ends(target), {}, *variant)
-    head, weights = build_head(kind, source)
-    _set_weights(head, weights, source)
+    ends = target_ends(target)
+    check_sizes(files, ends)
+    tensors, _ = files.read(n for n in files.weight_map if form.renamed or n == "d2t")
+    for old, new in form.renamed.items():
+        tensors = {re.sub(old, new, name): value for name, value in tensors.items()}
+    head = form.build(HeadSource(files, ends, tensors, layers, pre_norm, norms_less_one))
+    for layer in head.features.layers:
+        files.expect("a layer that it reads", layer, 0, ends.num_layers - 1)
+    if pre_norm is not None and not isinstance(head, LayersHead):
+        head.pre_norm = pre_norm
+    _set_weights(head, tensors, ends.dtype)
     _quantize(head, bits)
     drafter = HeadDrafter(head, name=files.name, **options)
     mx.eval(head.parameters())
-    _try_out(drafter, source.ends)
+    _try_out(drafter, ends)
     return drafter
 
 
@@ -408,20 +425,20 @@ def is_head(path_or_repo: str | Path) -> bool:
         return False
 
 
-def _set_weights(head: Head, weights: Tensors, source: HeadSource) -> None:
+def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
     """Give a head its weights, in the target's type; ValueError if they do not fit."""
+    unused = tuple(name for name in SHARED_ENDS if name.partition(".")[0] not in head)
+    weights = {n: x for n, x in tensors.items() if not (IGNORED.match(n) or n.startswith(unused))}
 
-    def stored(path: str, part: nn.Module) -> bool | dict[str, Any]:
-        if not hasattr(part, "to_quantized") or f"{path}.scales" not in weights:
-            return False
-        return dict(infer_quant_config(path, part, weights))
+    def stored(path: str, part: nn.Module) -> Any:
+        is_packed = hasattr(part, "to_quantized") and f"{path}.scales" in weights
+        return is_packed and infer_quant_config(path, part, weights)
 
-    if any(name.endswith(".scales") for name in weights):
-        nn.quantize(head, class_predicate=stored)
+    nn.quantize(head, class_predicate=stored)
     keeps_type = "e_score_correction_bias"  # a sum that chooses experts
     for name, x in weights.items():
         if mx.issubdtype(x.dtype, mx.floating) and not name.endswith(keeps_type):
-            weights[name] = x.astype(source.ends.dtype)
+            weights[name] = x.astype(dtype)
     head.load_weights(list(weights.items()))
 
 
@@ -433,7 +450,8 @@ def _quantize(head: nn.Module, bits: int | None) -> None:
     def how(path: str, part: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(part, "to_quantized") or path.endswith(("gate", "router", "classifier")):
             return False
-        sizes = [size for size in (64, 32) if part.weight.shape[-1] % size == 0]
-        return {"group_size": sizes[0], "bits": bits} if sizes else False
+        width = part.weight.shape[-1]
+        size = next((size for size in GROUP_SIZES if width % size == 0), None)
+        return size is not None and {"group_size": size, "bits": bits}
 
     nn.quantize(head, class_predicate=how)

@@ -67,19 +67,17 @@ class MTPFamily:
 
     def prefix_at(self, config: Config, depth: int = 0) -> str:
         """Prefix of a layer's tensors in the original repository."""
-        layer = int(config.get("num_hidden_layers") or 0) + depth
-        return self.prefix.format(layer=layer, depth=depth)
+        return _at_depth(self.prefix, config, depth)
 
     def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
         """Prefixes of the layers found among tensors, in order."""
         # the original's, and those of conversions and of a repository of the layer alone
         forms = (self.prefix, "mtp.layers.{depth}.", "mtp.", "")
         for outer, form in product(("", "language_model.", "model."), forms):
-            family = replace(self, prefix=outer + form)
-            first = family.prefix_at(config)
+            first = _at_depth(outer + form, config, 0)
             if f"{first}{self.names['projection']}.weight" in names:
                 depths = count(1) if self.further != "again" and "{" in form else ()
-                further = (family.prefix_at(config, depth) for depth in depths)
+                further = (_at_depth(outer + form, config, depth) for depth in depths)
                 return [first, *takewhile(lambda p: any(n.startswith(p) for n in names), further)]
         return []
 
@@ -95,6 +93,11 @@ class MTPFamily:
             found[f"{theirs['norm']}."] = f"body.{self.final_norm}."
         found |= {self.layer + old: f"body.{self.here}{new}" for old, new in self.renamed.items()}
         return {**found, self.layer: f"body.{self.here}"}
+
+
+def _at_depth(prefix: str, config: Config, depth: int) -> str:
+    layer = int(config.get("num_hidden_layers") or 0) + depth
+    return prefix.format(layer=layer, depth=depth)
 
 
 def _names(theirs: str) -> dict[str, str]:
@@ -237,6 +240,17 @@ OTHER_FORMULAS = {
 """Model type -> why its multi-token prediction is refused."""
 
 
+def text_part(config: Config) -> Config:
+    """The part of a config that is about its text model; all of it for most."""
+    return config.get("text_config") or config
+
+
+def layer_prefixes(config: Config, names: Collection[str]) -> list[str]:
+    """Prefixes of the prediction layers among a model's tensors; none for a family without any."""
+    found = family_of(config)
+    return [] if found is None else found[1].prefixes_in(names, text_part(config))
+
+
 def family_of(config: Config) -> tuple[str, MTPFamily] | None:
     """Model type and family of a config, its text part included."""
     return next(((n, FAMILIES[n]) for n in _model_types(config) if n in FAMILIES), None)
@@ -249,7 +263,7 @@ def other_formula(config: Config) -> str | None:
 
 def _model_types(config: Config) -> list[str]:
     """Model types of a config and its text part, also without the suffix of a part."""
-    whole = [str(c.get("model_type")) for c in (config, config.get("text_config") or {})]
+    whole = [str(c.get("model_type")) for c in (config, text_part(config))]
     return [name for w in whole for name in (w, w.removesuffix("_mtp").removesuffix("_text"))]
 
 
