@@ -165,8 +165,8 @@ def test_what_was_right_is_learned() -> None:
     before = PRIORS["model"]
     for text, deeper in (([1], False), ([1, 0], True), ([2, 1], False)):
         _, draws = point_masses(logits, 99, branches=2)
-        draws.tree.learn(text)
-        odds = [weight[0] for weight in draws.tree.known.weights]
+        draws.learn(text)
+        odds = [weight[0] for weight in draws.known.weights]
         likeliest, second = class_of("confidence", 0.5), class_of("rank", 1)
         assert odds[likeliest] < before[likeliest]
         assert (odds[second] > before[second]) == (text[0] == 1)
@@ -235,7 +235,7 @@ def drawn_trees(source: Source, limit: int) -> Iterator[tuple[float, Draft]]:
         draft = draws.write(levels.next_logits, limit, limit)
         kept = [
             (node, rank)
-            for node, place in draws.tree.places.items()
+            for node, place in draws.siblings.items()
             for rank in range(len(place.children))
         ]
         following = next((key for key in kept if key not in script), None)

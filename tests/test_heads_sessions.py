@@ -276,11 +276,9 @@ class Path(ChainDraws):
         self.num_drawn += 1
         return mx.array([self.tokens[self.num_drawn - 1]])
 
-    def log_confidence(self) -> mx.array:
-        return self.log_confidences()[-1:]
-
-    def log_confidences(self) -> mx.array:
-        return mx.log(mx.array(self.sure[: self.num_drawn]))
+    def log_confidences(self, *, latest: bool = False) -> mx.array:
+        logs = mx.log(mx.array(self.sure[: self.num_drawn]))
+        return logs[-1:] if latest else logs
 
     def draft(self, length: int | None = None) -> Draft:
         return Draft(self.tokens[:length])

@@ -67,7 +67,7 @@ class ValuesDrafts(DraftLength, Protocol):
     def begin(
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
-        """Expect a session; the way to ask it for a draft of at most so many tokens."""
+        """Register a session; returns the function that gets its drafts, by most tokens."""
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
         """The draft that is worth most, with its drafter's key; empty where none is worth any.

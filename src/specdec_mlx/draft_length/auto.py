@@ -49,7 +49,7 @@ class Auto:
     def begin(
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
-        """Expect a session; the way to ask it."""
+        """Register a session; returns the function that gets its drafts."""
         if isinstance(session, GrowsTrees):
             self._part(part, LookUp)
             return lambda limit: session.propose_tree(limit, self, may_fork)

@@ -17,7 +17,7 @@ from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
-from specdec_mlx.drafters.writing import WritingSession
+from specdec_mlx.drafters.writing import Parents, WritingSession
 from specdec_mlx.options import whole, wrong
 from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import check_draft_temp, sampling_of_drafts
@@ -135,9 +135,7 @@ class ModelSession(WritingSession):
         may_fork = super().forks and rollback.takes_trees() and rollback.widest_pass() is None
         return may_fork and exact_until(self.model, 0, on_trees=True) is None
 
-    def next_logits(
-        self, tokens: mx.array | None, parents: Sequence[int] | None = None
-    ) -> mx.array:
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
         """Logits of a pass over further tokens, or over those of the text that were not read."""
         if tokens is None:
             return self.feed(to_ids(self.tokens[self.rollback.position :]))[-1:]

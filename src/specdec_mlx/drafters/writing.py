@@ -19,8 +19,10 @@ from specdec_mlx.drafters.drawing import (
     draft_while,
     draw_rows,
 )
-from specdec_mlx.drafters.growing import Tree, TreeDraws
+from specdec_mlx.drafters.growing import TreeDraws
 from specdec_mlx.sampling.distribution import sampling_of_drafts
+
+Parents = Sequence[int] | None  # of nodes of a tree; None in a chain, each token after the last
 
 
 class WritingSession(ABC):
@@ -41,7 +43,7 @@ class WritingSession(ABC):
         self.num_prompt = len(self.tokens)
         self.branches: int = drafter.branches
         self.chances = Chances.of("model")
-        self.tree: Tree | None = None  # the draft that is being verified, if it forked
+        self.tree: TreeDraws | None = None  # the draft that is being verified, if it forked
         self.pace = Pace()
 
     @abstractmethod
@@ -49,9 +51,7 @@ class WritingSession(ABC):
         """Read the text for a draft; returns how long it may be, 0 to `limit`."""
 
     @abstractmethod
-    def next_logits(
-        self, tokens: mx.array | None, parents: Sequence[int] | None = None
-    ) -> mx.array:
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
         """Logits [1, V] after the text for None, or [n, V] after n further tokens of the draft.
 
         parents: of these among all that were given, `ROOT` for the text; None in a chain.
@@ -69,13 +69,12 @@ class WritingSession(ABC):
         """`limit` tokens as one lazy graph, or a tree of as many; fewer where it has no more."""
         length = self.begin_draft(limit)
         if length and self.forks:
-            draws = TreeDraws(
+            self.tree = TreeDraws(
                 *(self.context, self.sampling, self.tokens, self.num_prompt),
                 self.branches,
                 self.chances,
             )
-            self.tree = draws.tree
-            draft = draws.write(self.next_logits, limit, length)
+            draft = self.tree.write(self.next_logits, limit, length)
         else:
             draft = draft_to(length, self.draws(length), self.next_logits)
         self.end_draft()
@@ -111,7 +110,7 @@ class PlacesOfNodes:
     def __init__(self) -> None:
         self._places = [0]  # of what follows the text, and then each node
 
-    def after(self, tokens: mx.array | None, parents: Sequence[int] | None) -> mx.array:
+    def after(self, tokens: mx.array | None, parents: Parents) -> mx.array:
         """Places [n] of what follows further nodes; see `WritingSession.next_logits`."""
         if tokens is None:
             return mx.array([0])
@@ -128,9 +127,7 @@ class AtOnceSession(WritingSession):
     logits: mx.array
     places: PlacesOfNodes
 
-    def next_logits(
-        self, tokens: mx.array | None, parents: Sequence[int] | None = None
-    ) -> mx.array:
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
         """Logits of the places, whatever the tokens are."""
         return self.logits[self.places.after(tokens, parents)]
 

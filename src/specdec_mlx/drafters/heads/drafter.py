@@ -21,6 +21,8 @@ from specdec_mlx.errors import HeadError
 from specdec_mlx.options import whole
 from specdec_mlx.sampling.distribution import check_draft_temp
 
+Config = Mapping[str, Any]  # of a head or a target: a config.json, or a part of one
+
 
 class Head(nn.Module):  # type: ignore[misc]
     """A head's weights, and how they are run.
@@ -128,13 +130,12 @@ class Variation:
         """Read the head so within the context."""
         parts = [self.head, *self.head.levels]
         before = [(part, key, getattr(part, key)) for part in parts for key in self.changes]
-        weights = tree_flatten(self.head.parameters()) if self.norm_shift else []
-        norms = [(name, x) for name, x in weights if is_norm(name, x)]
+        norms = [(n, x) for n, x in tree_flatten(self.head.parameters()) if is_norm(n, x)]
         shifted = [(name, x + self.norm_shift) for name, x in norms]
         try:
             for part, key, _ in before:
                 setattr(part, key, self.changes[key])
-            self.head.update(tree_unflatten(shifted))
+            self.head.update(tree_unflatten(shifted if self.norm_shift else norms))
             yield
         finally:
             for part, key, value in before:

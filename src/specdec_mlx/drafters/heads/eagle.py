@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import importlib
 from abc import abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,7 +18,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from specdec_mlx.contracts import FeatureRows, Features
-from specdec_mlx.drafters.heads.drafter import Head, RecurrentHead, Variation
+from specdec_mlx.drafters.heads.drafter import Config, Head, RecurrentHead, Variation
 from specdec_mlx.drafters.heads.mtp import MTPFamily
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 
@@ -35,13 +35,13 @@ class LayersConfig:
     None for all; empty for no windows.
     """
 
-    layer: Mapping[str, Any]
+    layer: Config
     layers: tuple[int, ...]
     windows: tuple[int | None, ...] = ()
 
     @classmethod
     @abstractmethod
-    def read(cls, config: Mapping[str, Any], num_layers: int) -> LayersConfig:
+    def read(cls, config: Config, num_layers: int) -> LayersConfig:
         """From a config.json; num_layers: the target's."""
 
 
@@ -60,7 +60,7 @@ class Eagle3Config(LayersConfig):
     norm_output: bool = False
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], num_layers: int) -> Eagle3Config:
+    def read(cls, config: Config, num_layers: int) -> Eagle3Config:
         """From a config.json of SafeAILab, SpecForge or speculators; num_layers: the target's."""
         nested = config.get("eagle_config") or {}
         layer = config.get("transformer_layer_config") or config
@@ -88,7 +88,7 @@ def output_layers(ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(i - back for i in ids)
 
 
-def layer_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+def layer_arguments(config: Config) -> dict[str, Any]:
     """Arguments of mlx-lm's model with a head's layers, by its config; Qwen2's has biases."""
     name = "qwen3" if str(config.get("model_type", "")).startswith("qwen3") else "llama"
     rope, heads = config.get("rope_parameters") or {}, config["num_attention_heads"]
@@ -110,12 +110,12 @@ def layer_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_gemma4(config: Mapping[str, Any]) -> bool:
+def is_gemma4(config: Config) -> bool:
     """True for a head whose own layers are Gemma 4's."""
     return str(config.get("model_type", "")).startswith("gemma4")
 
 
-def eagle1_family(config: Mapping[str, Any]) -> MTPFamily:
+def eagle1_family(config: Config) -> MTPFamily:
     """EAGLE-1 and 2, which differ in their trees only: prediction layers without norms around."""
 
     def without_first_norm(model: nn.Module) -> None:

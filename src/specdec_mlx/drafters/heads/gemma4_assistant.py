@@ -10,7 +10,7 @@ attention, always from the position of the text's last token. (transformers, `Ge
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -19,13 +19,14 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
 from specdec_mlx.contracts import MOST_WAITING, FeatureRows, Features, KeysValues, ReadsCache
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import Config, Head
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.writing import Parents
 from specdec_mlx.token_ids import to_ids
 
 
-def layer_args(config: Mapping[str, Any]) -> gemma4_text.ModelArgs:
+def layer_args(config: Config) -> gemma4_text.ModelArgs:
     """Arguments of an assistant's layers, which have queries only, from its config.json."""
     text = config["text_config"]
     others = {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
@@ -68,7 +69,7 @@ class AssistantSession(HeadSession):
         """Release the caches, which could not grow in place otherwise."""
         self.held, self.handed_on = {}, self.state
 
-    def next_logits(self, tokens: mx.array | None, parents: Sequence[int] | None = None) -> Any:
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
         """From the state that the step before handed on; chains alone."""
         last = to_ids(self.tokens[-1:]) if tokens is None else tokens
         logits, self.handed_on = self.head.step(self.handed_on, last, self.held)
@@ -82,7 +83,7 @@ class Gemma4Assistant(Head):
     session = AssistantSession
     grows_trees = False
 
-    def __init__(self, config: Mapping[str, Any], ends: TargetEnds) -> None:
+    def __init__(self, config: Config, ends: TargetEnds) -> None:
         super().__init__()
         args = layer_args(config)
         width = args.hidden_size

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.utils import infer_quant_config
 
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
-from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
+from specdec_mlx.drafters.heads.drafter import Config, Head, HeadDrafter
 from specdec_mlx.drafters.heads.eagle import (
     Eagle3,
     Eagle3Config,
@@ -125,7 +125,7 @@ class Format:
     loads: bool = True
 
 
-def known_kind(config: Mapping[str, Any]) -> str | None:
+def known_kind(config: Config) -> str | None:
     """Key of FORMATS by a config alone; "mtp" is then a repository of just that layer."""
     keys = [*config, *(config.get("dflash_config") or ())]
     named = [config.get(k, "") for k in ("speculators_model_type", "model_type", "architectures")]
@@ -133,7 +133,7 @@ def known_kind(config: Mapping[str, Any]) -> str | None:
     return next((kind for kind, one in FORMATS.items() if re.search(one.told_by, said)), None)
 
 
-def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str | None:
+def kind_of(config: Config, names: Collection[str]) -> str | None:
     """Key of FORMATS by config and tensors; "mtp" for a model that still has its layer."""
     kind = known_kind(config)
     if kind is not None:

@@ -22,10 +22,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
-from specdec_mlx.drafters.heads.drafter import RecurrentHead, Variation, is_norm
+from specdec_mlx.drafters.heads.drafter import Config, RecurrentHead, Variation, is_norm
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 
-Config = Mapping[str, Any]
 Further = Literal["again", "chained", "side by side"]
 
 
@@ -356,7 +355,7 @@ class MTPHead(RecurrentHead):
         yield Variation(self, "the other order of state and embedding", order, {"family": other})
 
 
-def one_layer_model(family: MTPFamily, config: Mapping[str, Any], depth: int = 0) -> nn.Module:
+def one_layer_model(family: MTPFamily, config: Config, depth: int = 0) -> nn.Module:
     """A model of the family's architecture with the decoder layer alone, random weights."""
     module = importlib.import_module(f"mlx_lm.models.{family.architecture}")
     changes = family.changes(config, depth) if callable(family.changes) else family.changes

@@ -10,7 +10,7 @@ a matrix over the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -19,12 +19,12 @@ import mlx.nn as nn
 
 from specdec_mlx.contracts import DraftContext, FeatureRows
 from specdec_mlx.drafters.drawing import fit_width
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import Config, Head
 from specdec_mlx.drafters.heads.eagle import SLIDING, LayersConfig, LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
-from specdec_mlx.drafters.writing import AtOnceSession, PlacesOfNodes
+from specdec_mlx.drafters.writing import AtOnceSession, Parents, PlacesOfNodes
 from specdec_mlx.token_ids import to_ids
 
 
@@ -68,9 +68,7 @@ class CorrectedSession(BlockSession):
             self.logits = self.head.logits(self.states)
         return length
 
-    def next_logits(
-        self, tokens: mx.array | None, parents: Sequence[int] | None = None
-    ) -> mx.array:
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
         """Logits of the places after these tokens, corrected."""
         before = to_ids(self.tokens[-1:]) if tokens is None else tokens
         return self.at(self.places.after(tokens, parents), before)
@@ -96,10 +94,10 @@ class DFlashConfig(LayersConfig):
     logit_scale: float = 1.0
     logit_cap: float | None = None
     from_anchor: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Config = field(default_factory=dict)
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], num_layers: int) -> DFlashConfig:
+    def read(cls, config: Config, num_layers: int) -> DFlashConfig:
         """From a config.json of z-lab or speculators; num_layers: the target's."""
         nested = {**config, **(config.get("dflash_config") or {})}
         layer = {"model_type": "qwen3", **(config.get("transformer_layer_config") or config)}

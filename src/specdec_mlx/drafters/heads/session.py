@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 
 from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
-from specdec_mlx.drafters.writing import WritingSession
+from specdec_mlx.drafters.writing import Parents, WritingSession
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_depths, view_of
 from specdec_mlx.token_ids import to_ids
@@ -140,7 +140,7 @@ class RecurrentSession(HeadSession):
         self.rows = GrowingRows()
         return limit if self.head.moves_on else min(limit, len(self.levels))
 
-    def next_logits(self, tokens: mx.array | None, parents: Sequence[int] | None = None) -> Any:
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
         """Logits of the state of the last pair, then of steps over drafted tokens."""
         made, level = self.state, self.waiting
         if tokens is not None and parents is not None:
