@@ -22,7 +22,6 @@ from specdec_mlx.checks.subject import Step, Subject, Work
 from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
 from specdec_mlx.drafters import draft_models
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.lab.demo_model import demo_model_path
@@ -33,6 +32,7 @@ from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.target.exactness import ProbeReport
+from specdec_mlx.target.model_pass import vocab_size_of
 
 BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
@@ -102,7 +102,7 @@ def check(
         sampling=sampling,
         rule=make_rule(rule),
         prompts=_encoded(tokenizer, prompts),
-        vocab_size=logit_width(model),
+        vocab_size=vocab_size_of(model),
         draft_length=draft_length,
         seed=seed,
         tokenizer=tokenizer,

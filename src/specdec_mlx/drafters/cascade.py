@@ -88,7 +88,7 @@ class Cascade(Several):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
-        first, then = [drafter.begin(prompt, context) for drafter in self.drafters]
+        first, then = [drafter.begin(list(prompt), context) for drafter in self.drafters]
         if not isinstance(then, LooksAhead):
             raise ValueError(
                 f"Cascade: {type(self.drafters[1]).__name__} cannot be asked what follows a draft; "

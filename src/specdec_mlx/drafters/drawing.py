@@ -105,8 +105,7 @@ class ChainDraws:
 
 def _first(parts: Sequence[mx.array], length: int) -> mx.array:
     """The first rows of parts, each of one row or more, as one array."""
-    together = parts[0] if len(parts) == 1 else mx.concatenate(list(parts[:length]))
-    return together if together.shape[0] == length else together[:length]
+    return mx.concatenate(list(parts[:length]))[:length]  # of one part, or all, this is no copy
 
 
 def draft_to(length: int, draws: ChainDraws, step: NextLogits) -> Draft:

@@ -85,7 +85,7 @@ class FirstOf(Several):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> FirstOfSession:
         """Begin with each of them."""
-        sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
+        sessions = [drafter.begin(list(prompt), context) for drafter in self.drafters]
         return self._together(sessions, [key_of(drafter) for drafter in self.drafters])
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:

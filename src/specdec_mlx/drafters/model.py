@@ -19,9 +19,9 @@ from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_betw
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.drafters.writing import Parents, WritingSession
 from specdec_mlx.options import whole, wrong
-from specdec_mlx.per_model import PerModel
 from specdec_mlx.sampling.distribution import check_draft_temp, sampling_of_drafts
 from specdec_mlx.target.exactness import exact_until
+from specdec_mlx.target.model_pass import vocab_size_of
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.tree_passes import GrowingRows, TreeRows
 from specdec_mlx.token_ids import to_ids
@@ -178,7 +178,7 @@ class ModelSession(WritingSession):
 
     def feed(self, ids: mx.array, tree: TreeRows | None = None) -> mx.array:
         """One pass of the draft model over a chain or a tree; logits [S, V], as the target's."""
-        width = logit_width(self.model)
+        width = vocab_size_of(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
         logits = self.rollback.forward(self.model, ids, tree)
@@ -192,9 +192,3 @@ class ModelSession(WritingSession):
                 self.feed_text(min(left, self.context.prefill_step_size))
             mx.async_eval([cache.state for cache in self.rollback.caches])
         super().close(length)
-
-
-logit_width = PerModel(
-    lambda model: int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
-)
-"""V of a model, from the shape of logits that are never computed."""

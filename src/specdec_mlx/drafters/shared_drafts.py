@@ -16,9 +16,10 @@ from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, GoesOn
 from specdec_mlx.drafters.drawing import ChainDraws, cut_while
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.session import RecurrentSession
-from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession, logit_width
+from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession
 from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.target.exactness import can_hold_rows
+from specdec_mlx.target.model_pass import vocab_size_of
 from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.target.row_caches import RowCaches
 
@@ -115,7 +116,7 @@ class ModelPasses:
 
     def pending(self) -> list[list[int]]:
         """Each text's tokens that its row does not hold."""
-        most = logit_width(self.model) - 1  # an id that the target alone has
+        most = vocab_size_of(self.model) - 1  # an id that the target alone has
         return [
             [min(token, most) for token in session.tokens[session.position :]]
             for session in self.sessions

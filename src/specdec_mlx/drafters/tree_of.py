@@ -31,7 +31,7 @@ class TreeOf(FirstOf):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> TreeOfSession:
         """Begin with each of them; ValueError for a drafter whose drafts cost time."""
-        sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
+        sessions = [drafter.begin(list(prompt), context) for drafter in self.drafters]
         for drafter, session in zip(self.drafters, sessions, strict=True):
             if not is_cheap(session):
                 raise ValueError(

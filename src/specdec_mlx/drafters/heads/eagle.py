@@ -121,9 +121,15 @@ def eagle1_family(config: Config) -> MTPFamily:
     def without_first_norm(model: nn.Module) -> None:
         model.layers[0].input_layernorm = nn.Identity()
 
-    arguments, names = layer_arguments(config), {"projection": "fc"}
-    how: Any = {"changes": arguments, "adapted": without_first_norm, "label": "EAGLE"}
-    return MTPFamily(arguments["model_type"], "", names, **how)
+    arguments = layer_arguments(config)
+    return MTPFamily(
+        arguments["model_type"],
+        prefix="",
+        names={"projection": "fc"},
+        changes=arguments,
+        adapted=without_first_norm,
+        label="EAGLE",
+    )
 
 
 class LayersHead(Head):

@@ -165,17 +165,21 @@ def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
 
 def _eagle3(source: HeadSource) -> Head:
     config = source.read_config(Eagle3Config)
-    own = [source.rows(f"{name}.weight") for name in ("embed_tokens", "lm_head")]
-    return Eagle3(config, source.ends, source.vocabulary(), *own)
+    embeddings, head = source.rows("embed_tokens.weight"), source.rows("lm_head.weight")
+    return Eagle3(config, source.ends, source.vocabulary(), embeddings, head)
 
 
 def _eagle(source: HeadSource) -> Head:
     source.check_width(source.files.config["hidden_size"])
     has_biases = "body.layers.0.self_attn.q_proj.bias" in source.tensors
     config = source.files.config | {"qkv_bias": has_biases}
-    own: Any = {"own_embeddings": source.rows("embed_tokens.weight")}
-    own["has_bias"] = "projection.bias" in source.tensors
-    return MTPHead(eagle1_family(config), config, source.ends, **own)
+    return MTPHead(
+        eagle1_family(config),
+        config,
+        source.ends,
+        own_embeddings=source.rows("embed_tokens.weight"),
+        has_bias="projection.bias" in source.tensors,
+    )
 
 
 def _dflash(source: HeadSource, head: type[DFlash] = DFlash) -> Head:
@@ -335,7 +339,7 @@ def load_head(
     options = {"greedy": greedy, "draft_temp": draft_temp, "branches": branches}
     files = HeadFiles(path_or_repo, torch_files=torch_files)
     try:
-        return _load(files, target, draft_bits, layers, pre_norm, norms_less_one, options)
+        return _load(files, target, draft_bits, (layers, pre_norm, norms_less_one), options)
     except (HeadError, ModelFolderError):
         raise
     except Exception as error:  # tensors that do not fit; a damaged file may fail anywhere
@@ -347,13 +351,7 @@ def load_head(
 
 
 def _load(
-    files: HeadFiles,
-    target: nn.Module,
-    bits: int | None,
-    layers: Sequence[int] | None,
-    pre_norm: bool | None,
-    norms_less_one: bool | None,
-    options: dict[str, Any],
+    files: HeadFiles, target: nn.Module, bits: int | None, variant: Any, options: dict[str, Any]
 ) -> HeadDrafter | PardDrafter | ExitDrafter:
     kind = kind_of(files.config, files.weight_map)
     if kind == "exit":
@@ -372,11 +370,12 @@ def _load(
     tensors, _ = files.read(n for n in files.weight_map if form.renamed or n == "d2t")
     for old, new in form.renamed.items():
         tensors = {re.sub(old, new, name): value for name, value in tensors.items()}
-    head = form.build(HeadSource(files, ends, tensors, layers, pre_norm, norms_less_one))
+    source = HeadSource(files, ends, tensors, *variant)
+    head = form.build(source)
     for layer in head.features.layers:
         files.expect("a layer that it reads", layer, 0, ends.num_layers - 1)
-    if pre_norm is not None and not isinstance(head, LayersHead):
-        head.pre_norm = pre_norm
+    if source.pre_norm is not None and not isinstance(head, LayersHead):
+        head.pre_norm = source.pre_norm
     _set_weights(head, tensors, ends.dtype)
     _quantize(head, bits)
     drafter = HeadDrafter(head, name=files.name, **options)
