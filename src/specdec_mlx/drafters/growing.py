@@ -73,6 +73,7 @@ class TreeDraws:
                 self.open(node, confidences)
                 new += [self.add(node, token) for token in tokens]
             best = nlargest(limit, range(len(self.parents)), key=lambda i: (self.reaches[i], -i))
+            # a node that is not among the best has no descendant among them
             least = self.reaches[best[-1]] if len(best) == limit else 0.0
             nodes = [node for node in new if self.reaches[node] > least]
             if not nodes:
@@ -85,7 +86,7 @@ class TreeDraws:
         for level in range(depth):
             q = self.sampling.log_distribution(self._logits_after(nodes, step))
             count = min(self.branches, q.shape[-1])
-            drawn, laws = self._without_replacement(q, nodes, count)
+            drawn, laws = self._without_replacement(q, nodes, count)  # of which some are kept
             confidences = mx.exp(mx.max(q, axis=-1))
             tokens, possible, sure = read_all(drawn, mx.sum(q > -mx.inf, axis=-1), confidences)
             for node, most, confidence in zip(nodes, possible, sure, strict=True):

@@ -131,7 +131,7 @@ class ModelSession(WritingSession):
     @property
     def forks(self) -> bool:
         """True if drafts are to fork, and the model drafts the same in a tree as in chains."""
-        rollback = self.rollback
+        rollback = self.rollback  # a level of a tree is wider than narrow passes may be
         may_fork = super().forks and rollback.takes_trees() and rollback.widest_pass() is None
         return may_fork and exact_until(self.model, 0, on_trees=True) is None
 

@@ -38,14 +38,13 @@ class SharedDrafts:
         passes = self._by_model[id(model)][1]
         if passes is not None and drafter.branches == 1:
             return passes.session(passes, drafter, prompt, context)
-        begin = drafter.begin if type(drafter) is HeadDrafter else drafter.session
-        return begin(prompt, replace(context, shared_drafts=None))
+        return drafter.begin(prompt, replace(context, shared_drafts=None))
 
 
 def passes_of(drafter: Any) -> ModelPasses | None:
     """Shared passes of its model, or of a head with one layer; None where there cannot be any."""
     model, kind = drafter.model, type(drafter)
-    is_head = kind is HeadDrafter and issubclass(model.session, RecurrentSession) and model.moves_on
+    is_head = kind is HeadDrafter and getattr(model, "moves_on", False)
     if not (is_head or kind is ModelDrafter):  # an exit is no model
         return None
     fresh = make_prompt_cache(model)

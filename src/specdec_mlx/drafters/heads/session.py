@@ -129,7 +129,7 @@ class RecurrentSession(HeadSession):
         """Read all pairs; `limit`, or the number of layers, 0 before there was a pair."""
         if limit == 0:
             return 0
-        if self.waiting.num_rows >= MANY_WAITING:
+        if self.waiting.num_rows >= MANY_WAITING:  # all but the last for keys and values alone
             self._read_pairs(but=1)
         self._read_pairs()
         if self.state is None:
@@ -148,6 +148,7 @@ class RecurrentSession(HeadSession):
         elif tokens is not None:
             self.drafted.append(tokens)
             level = self.levels[min(len(self.drafted), len(self.levels) - 1)]
+            # a layer of its own reads the states for which it lacked a token until now, too
             rows = mx.concatenate([*([] if self.head.moves_on else level.parts), *self.made])
             made = level.step(rows, mx.concatenate(self.drafted[-rows.shape[0] :]))[-1:]
             self.made = [made] if self.head.chained else []
