@@ -32,7 +32,7 @@ from specdec_mlx.draft_length.chances import (
 )
 from specdec_mlx.drafters.growing import TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.writing import PlacesOfNodes
+from specdec_mlx.drafters.writing import places_after
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.target.taps import Taps
@@ -118,8 +118,8 @@ def test_each_node_is_drafted_from_its_own_path(kind: str, name: str) -> None:
 
 def marginals(logits: mx.array) -> Any:
     """Logits [n, V] by place alone, as of heads that draft at once."""
-    places = PlacesOfNodes()
-    return lambda tokens, parents: logits[places.after(tokens, parents)]
+    known = [0]
+    return lambda tokens, parents: logits[mx.array(places_after(known, tokens, parents))]
 
 
 def point_masses(logits: mx.array, limit: int, branches: int = BRANCHES) -> tuple[Draft, TreeDraws]:

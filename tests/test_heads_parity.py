@@ -271,10 +271,10 @@ def attribute(owner: Any, name: str, wrong: Any) -> Change:
     return lambda patch, given: patch.setattr(owner, name, wrong)
 
 
-def after_the_text(self: CorrectedSession, places: mx.array, before: mx.array) -> mx.array:
+def after_the_text(self: CorrectedSession, places: list[int], before: mx.array) -> mx.array:
     """Every place as if the block's known token stood before it."""
-    last = mx.array(self.tokens[-1:])
-    return self.head.corrected(self.logits[places], self.states[places], last)
+    rows = mx.array(places)
+    return self.head.corrected(self.logits[rows], self.states[rows], mx.array(self.tokens[-1:]))
 
 
 def no_convolution(self: GroupedConvolution, part: Any, x: mx.array) -> Any:

@@ -104,32 +104,29 @@ class WritingSession(ABC):
             self.on_close(self.tokens[:length])
 
 
-class PlacesOfNodes:
-    """Place in the draft of each node of a tree, 0 for the first token's, while it is written."""
+def places_after(known: list[int], tokens: mx.array | None, parents: Parents) -> list[int]:
+    """Places [n] in a draft of what follows the text, or n further nodes.
 
-    def __init__(self) -> None:
-        self._places = [0]  # of what follows the text, and then each node
-
-    def after(self, tokens: mx.array | None, parents: Parents) -> mx.array:
-        """Places [n] of what follows further nodes; see `WritingSession.next_logits`."""
-        if tokens is None:
-            return mx.array([0])
-        latest = len(self._places) - 1
-        above = [latest] if parents is None else [parent + 1 for parent in parents]
-        places = [self._places[node] + 1 for node in above]
-        self._places += places
-        return mx.array(places)
+    known: [0], for the text's end, to which those of the nodes are added. See
+    `WritingSession.next_logits`.
+    """
+    if tokens is None:
+        return [0]
+    above = [len(known) - 1] if parents is None else [parent + 1 for parent in parents]
+    places = [known[node] + 1 for node in above]
+    known += places
+    return places
 
 
 class AtOnceSession(WritingSession):
     """A session whose `begin_draft` makes the logits [n, V] of a whole draft in one pass."""
 
     logits: mx.array
-    places: PlacesOfNodes
+    places: list[int]
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
         """Logits of the places, whatever the tokens are."""
-        return self.logits[self.places.after(tokens, parents)]
+        return self.logits[mx.array(places_after(self.places, tokens, parents))]
 
     def propose(self, limit: int) -> Draft:
         """A chain whose tokens are drawn together, or a tree."""

@@ -230,11 +230,12 @@ def _mtp(source: HeadSource) -> Head:
         rests = {n: n.removeprefix(prefix) for n in files.weight_map if n.startswith(prefix)}
         wanted = [n for n, rest in rests.items() if rest.startswith(begins)]
         tensors, converted = files.read(n for n in wanted if not rests[n].startswith(SHARED_ENDS))
-        default = family.norms_less_one and not converted
-        may_be = converted or files.is_apart or "quantization" in files.config
-        if family.norms_less_one and may_be and (prefix or not converted):
-            default = less_one(tensors)
-        add_one = default if source.norms_less_one is None else source.norms_less_one
+        add_one = source.norms_less_one
+        if add_one is None:
+            is_alone = converted and not prefix  # conversions of a layer alone add the one
+            is_original = not (converted or files.is_apart or "quantization" in files.config)
+            may_be = family.norms_less_one and not is_alone
+            add_one = may_be and (is_original or less_one(tensors))
         weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
         ours = f"further.{depth - 1}." if depth else ""
         source.tensors.update({ours + name: x for name, x in weights.items()})

@@ -24,7 +24,7 @@ from specdec_mlx.drafters.heads.eagle import SLIDING, LayersConfig, LayersHead, 
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
-from specdec_mlx.drafters.writing import AtOnceSession, Parents, PlacesOfNodes
+from specdec_mlx.drafters.writing import AtOnceSession, Parents, places_after
 from specdec_mlx.token_ids import to_ids
 
 
@@ -38,7 +38,7 @@ class BlockSession(HeadSession):
     def begin_draft(self, limit: int) -> int:
         """Read all states; `limit`, or what the head can draft, 0 before it was shown any."""
         self.read()
-        self.places = PlacesOfNodes()
+        self.places = [0]
         return min(limit, self.head.most_drafted) if self.waiting.start else 0
 
     def read(self) -> list[Any]:
@@ -71,11 +71,12 @@ class CorrectedSession(BlockSession):
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
         """Logits of the places after these tokens, corrected."""
         before = to_ids(self.tokens[-1:]) if tokens is None else tokens
-        return self.at(self.places.after(tokens, parents), before)
+        return self.at(places_after(self.places, tokens, parents), before)
 
-    def at(self, places: mx.array, before: mx.array) -> Any:
+    def at(self, places: list[int], before: mx.array) -> Any:
         """Corrected logits [n, V] of n places of the block, after tokens [n]."""
-        return self.head.corrected(self.logits[places], self.states[places], before)
+        rows = mx.array(places)
+        return self.head.corrected(self.logits[rows], self.states[rows], before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -403,7 +404,7 @@ class PardSession(AtOnceSession, ModelSession):
         if limit == 0:
             return 0
         self.catch_up()
-        self.places = PlacesOfNodes()
+        self.places = [0]
         room = self.rollback.widest_pass()
         pending = self.tokens[self.rollback.position :]
         length = limit if room is None else min(limit, 1 + room - len(pending))
