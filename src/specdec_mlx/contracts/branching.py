@@ -20,15 +20,13 @@ class OffersSeveral(Protocol):
         """Point-mass chains of 1 to `limit` tokens, the likeliest first; microseconds of work."""
 
 
-@runtime_checkable
-class GrowsTrees(Protocol):
-    """A look-up's session that merges drafts into a tree; default: `propose` is asked."""
+def tree_proposer(session: DraftSession) -> Callable[..., Draft] | None:
+    """`propose_tree` of a look-up's session that merges drafts; None: `propose` is asked.
 
-    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
-        """The chain or tree, of at most `limit` tokens on a path, that is worth most to `values`.
-
-        may_fork: asked if a tree is best, and False where the target cannot verify one.
-        """
+    Of limit, values, a `ValuesDrafts`, and may_fork, which is asked if a tree is best: the chain or
+    tree that is worth most to `values`, of at most `limit` tokens on a path.
+    """
+    return getattr(session, "propose_tree", None)
 
 
 def drafts_trees(session: DraftSession) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import mlx.nn as nn
@@ -42,30 +42,6 @@ class SeesTarget(Protocol):
 
         Evaluate, or drop, those of one chunk of the prompt before the next.
         """
-
-
-@runtime_checkable
-class SeesRejected(SeesTarget, Protocol):
-    """A session that reads the states of rejected drafts as well; default: those are dropped."""
-
-    def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
-        """Take the rows [n] of draft tokens that were not kept, after those that were."""
-
-
-@runtime_checkable
-class LooksAhead(DraftSession, Protocol):
-    """A look-up's session that a `Cascade` may ask; default: it cannot stand in one."""
-
-    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
-        """Point masses after a text that ends with tokens [n] which may be rejected."""
-
-
-@runtime_checkable
-class Forks(Protocol):
-    """A session that can be copied, for beams; default: a new one is begun for each."""
-
-    def fork(self) -> DraftSession:
-        """A session of the same text, which goes its own way from here on."""
 
 
 @runtime_checkable
@@ -118,6 +94,28 @@ def branches_of(drafter: Drafter) -> int:
 def is_on_every_rank(drafter: Drafter) -> bool:
     """`on_every_rank` of a drafter: each machine of a target runs it; default: the first one."""
     return getattr(drafter, "on_every_rank", False)
+
+
+def rejected_reader(session: SeesTarget) -> Callable[[Sequence[int], FeatureRows], None] | None:
+    """`see_rejected` of a session, which takes tokens [n] that were not kept, and their rows.
+
+    It comes after `see`; None: those are dropped.
+    """
+    return getattr(session, "see_rejected", None)
+
+
+def ahead_proposer(session: DraftSession) -> Callable[[Sequence[int], int], Draft] | None:
+    """`propose_after` of a look-up's session, which a `Cascade` needs; None: it has none.
+
+    Of tokens [n], which may be rejected, and a limit: point masses that continue text and tokens.
+    """
+    return getattr(session, "propose_after", None)
+
+
+def fork_of(session: DraftSession | None) -> DraftSession | None:
+    """`fork()` of a session: a copy that goes its own way, for beams; None: it is begun anew."""
+    fork = getattr(session, "fork", None)
+    return None if fork is None else fork()
 
 
 def session_groups(session: DraftSession, key: str) -> list[list[tuple[str, DraftSession]]]:

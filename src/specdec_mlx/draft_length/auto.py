@@ -21,11 +21,11 @@ from specdec_mlx.contracts import (
     ROOT,
     Draft,
     DraftSession,
-    GrowsTrees,
     RoundRecord,
     SeesTarget,
     Stepwise,
     drafts_trees,
+    tree_proposer,
 )
 from specdec_mlx.contracts.trees import chain
 from specdec_mlx.draft_length.chances import told
@@ -50,9 +50,9 @@ class Auto:
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
         """Register a session; returns the function that gets its drafts."""
-        if isinstance(session, GrowsTrees):
+        if (grown := tree_proposer(session)) is not None:
             self._part(part, LookUp)
-            return lambda limit: session.propose_tree(limit, self, may_fork)
+            return lambda limit: grown(limit, self, may_fork)
         forks = drafts_trees(session) and may_fork()
         if isinstance(session, Stepwise) and not forks:
             unread = MANY_WAITING if isinstance(session, SeesTarget) else inf

@@ -21,17 +21,17 @@ from specdec_mlx.contracts import (
     DraftSession,
     Evidence,
     GoesOn,
-    LooksAhead,
     ReadsTarget,
-    SeesRejected,
     SeesTarget,
     Step,
     Stepwise,
+    ahead_proposer,
     all_drafters,
     branches_of,
     is_on_every_rank,
     key_of,
     models_of,
+    rejected_reader,
 )
 from specdec_mlx.draft_length.chances import told
 from specdec_mlx.drafters.first_of import Several, SeveralSession
@@ -89,7 +89,7 @@ class Cascade(Several):
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
         first, then = [drafter.begin(list(prompt), context) for drafter in self.drafters]
-        if not isinstance(then, LooksAhead):
+        if ahead_proposer(then) is None:
             raise ValueError(
                 f"Cascade: {type(self.drafters[1]).__name__} cannot be asked what follows a draft; "
                 "expected one whose sessions have propose_after, such as 'suffix'."
@@ -112,16 +112,16 @@ def cascade(
 class CascadeSession(SeveralSession):
     """One generation of both; it can do what the first one's session can, but for trees."""
 
-    def __init__(self, first: DraftSession, then: LooksAhead, num_first: int) -> None:
-        """num_first: most tokens of a draft by the first."""
+    def __init__(self, first: DraftSession, then: Any, num_first: int) -> None:
+        """then: has `propose_after`. num_first: most tokens of a draft by the first."""
         self.first, self.then, self.num_first = first, then, num_first
         self.sessions = first, then
         if isinstance(first, Stepwise):
             self.propose_while = self._propose_while
         if isinstance(first, SeesTarget):
             self.see = first.see
-        if isinstance(first, SeesRejected):
-            self.see_rejected = first.see_rejected
+            if (see_rejected := rejected_reader(first)) is not None:
+                self.see_rejected = see_rejected
 
     def propose(self, limit: int) -> Draft:
         """Up to `limit` tokens, as many of them by the first as it may write."""
@@ -139,7 +139,7 @@ class CascadeSession(SeveralSession):
         if not len(draft) or not room:
             return draft
         written = to_list(draft.tokens)
-        found = self.then.propose_after(written, room)
+        found: Draft = self.then.propose_after(written, room)
         assert found.logprobs is None, "a look-up's draft is a point mass"
         evidence = [_evidence(each) for each in draft.evidence or ()]
         tail: list[int] = []

@@ -13,12 +13,12 @@ from specdec_mlx.contracts import (
     Features,
     Outcome,
     ReadsTarget,
-    SeesRejected,
     SeesTarget,
     Tappable,
     Target,
     all_drafters,
     key_of,
+    rejected_reader,
     session_parts,
 )
 from specdec_mlx.errors import DraftError
@@ -36,7 +36,7 @@ class FeatureFeed:
     def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
         self._readers = readers
         self._rejected_readers = [
-            (session, wish) for session, wish in readers if isinstance(session, SeesRejected)
+            (see, wish) for session, wish in readers if (see := rejected_reader(session))
         ]
         self._target = target
         self._num_shown = 0
@@ -105,8 +105,8 @@ class FeatureFeed:
         if left:
             drafted = to_list(current.under_way.draft.tokens)
             not_kept = rows.rows([current.num_pending + node for node in left])
-            for session, wanted in self._rejected_readers:
-                session.see_rejected([drafted[node] for node in left], not_kept.only(wanted))
+            for see_rejected, wanted in self._rejected_readers:
+                see_rejected([drafted[node] for node in left], not_kept.only(wanted))
 
     def _show(self, rows: FeatureRows, num_rows: int, start: int, indices: Sequence[int]) -> None:
         """Show new rows from position `start` on, by ascending `indices` of those of the text."""

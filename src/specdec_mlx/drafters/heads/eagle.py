@@ -8,7 +8,6 @@ EAGLE-3 (Li et al. 2025, arXiv 2503.01840) fuses three layers of the target, att
 from __future__ import annotations
 
 import importlib
-from abc import abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -38,11 +37,6 @@ class LayersConfig:
     layer: Config
     layers: tuple[int, ...]
     windows: tuple[int | None, ...] = ()
-
-    @classmethod
-    @abstractmethod
-    def read(cls, config: Config, num_layers: int) -> LayersConfig:
-        """From a config.json; num_layers: the target's."""
 
 
 @dataclass(frozen=True)

@@ -16,13 +16,7 @@ from mlx_lm.utils import infer_quant_config
 
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.heads.drafter import Config, Head, HeadDrafter
-from specdec_mlx.drafters.heads.eagle import (
-    Eagle3,
-    Eagle3Config,
-    LayersConfig,
-    LayersHead,
-    eagle1_family,
-)
+from specdec_mlx.drafters.heads.eagle import Eagle3, Eagle3Config, LayersHead, eagle1_family
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
@@ -82,9 +76,9 @@ class HeadSource(NamedTuple):
             return None
         return DraftVocabulary(apart + mx.arange(apart.shape[0]), self.ends.vocab_size)
 
-    def read_config(self, kind: type[LayersConfig]) -> Any:
+    def read_config(self, kind: Any) -> Any:
         """The config of a head over several layers, of which the caller may have named others."""
-        config: Any = kind.read(self.files.config, self.ends.num_layers)
+        config = kind.read(self.files.config, self.ends.num_layers)
         if self.layers is not None:
             config = replace(config, layers=tuple(self.layers))
         self.check_width(self.columns("fc") / len(config.layers))
@@ -173,13 +167,9 @@ def _eagle(source: HeadSource) -> Head:
     source.check_width(source.files.config["hidden_size"])
     has_biases = "body.layers.0.self_attn.q_proj.bias" in source.tensors
     config = source.files.config | {"qkv_bias": has_biases}
-    return MTPHead(
-        eagle1_family(config),
-        config,
-        source.ends,
-        own_embeddings=source.rows("embed_tokens.weight"),
-        has_bias="projection.bias" in source.tensors,
-    )
+    rows, bias = source.rows("embed_tokens.weight"), "projection.bias" in source.tensors
+    family = eagle1_family(config)
+    return MTPHead(family, config, source.ends, own_embeddings=rows, has_bias=bias)
 
 
 def _dflash(source: HeadSource, head: type[DFlash] = DFlash) -> Head:
