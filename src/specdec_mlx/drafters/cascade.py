@@ -110,7 +110,7 @@ def cascade(
 
 
 class CascadeSession(SeveralSession):
-    """One generation of both; it can do what the first one's session can, but for trees."""
+    """One generation of both, with the optional members of the first one's session but trees."""
 
     def __init__(self, first: DraftSession, then: Any, num_first: int) -> None:
         """then: has `propose_after`. num_first: most tokens of a draft by the first."""

@@ -1,4 +1,4 @@
-"""How a draft is written: token by token, each drawn from logits under the target's sampling.
+"""Drafts that are drawn token by token, from logits, under the target's sampling.
 
 Draft models and trained heads differ in where the next logits come from, a *step*.
 """
@@ -28,7 +28,7 @@ GOES_ON = 0.75  # chance that a draft goes on after its first token: as in a dra
 
 
 class ChainDraws:
-    """One draft while it is drawn.
+    """A chain in the making: tokens, and the distributions that they were drawn from.
 
     sampling: of drafts; greedy makes a point mass. text: [n] prompt of `num_prompt` tokens, and
     tokens emitted. at_once: tokens whose noise is drawn together. one_by_one: for processors.
@@ -118,7 +118,7 @@ def draft_to(length: int, draws: ChainDraws, step: NextLogits) -> Draft:
 
 
 def draw_rows(draws: ChainDraws, logits: mx.array) -> ChainDraws:
-    """`draws`, with a token drawn from each of the rows [n, V], which came all at once."""
+    """Add to `draws` a token from each of the rows [n, V] of one pass."""
     for rows in mx.split(logits, len(logits)) if draws.one_by_one else [logits]:
         draws.draw(rows)
     return draws
@@ -126,7 +126,7 @@ def draw_rows(draws: ChainDraws, logits: mx.array) -> ChainDraws:
 
 @dataclass
 class Pace:
-    """Host time to build a step, and time that it is then waited for, in seconds.
+    """Host time to build a step, and time to wait for it, in seconds.
 
     Building the next step while the evidence of one is awaited saves that wait where the draft goes
     on, and costs a step where it does not.
@@ -136,7 +136,7 @@ class Pace:
     wait: float | None = None
 
     def overlaps(self, latest: float | None) -> bool:
-        """True if the next step is to be under way before this one's evidence is read.
+        """True if launching the next step before reading this one's evidence saves time.
 
         latest: largest probability at the position before it; None for a draft's first.
         """

@@ -57,7 +57,7 @@ class TreeOfSession(FirstOfSession):
         return merged([draft for draft in some if draft.logprobs is None]).head(limit)
 
     def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
-        """What is worth verifying of all that they know; see `contracts.branching`."""
+        """The chain or tree of all their drafts that is worth most; see `contracts.branching`."""
         drafts: list[tuple[str, Draft]] = []
         for key, part in self.parts:
             most = min(limit, values.limit(key, True))

@@ -73,7 +73,7 @@ class Eagle3Config(LayersConfig):
 
 
 def output_layers(ids: Sequence[int]) -> tuple[int, ...]:
-    """Layers whose outputs are meant, from 0.
+    """Layers of the target whose outputs a config names, from 0.
 
     Stored ids are "output of", from 1 by default, or "input of", from 2 (sglang#25454). A wrong
     guess costs about 0.1 tokens a pass.
@@ -110,7 +110,7 @@ def is_gemma4(config: Config) -> bool:
 
 
 def eagle1_family(config: Config) -> MTPFamily:
-    """EAGLE-1 and 2, which differ in their trees only: prediction layers without norms around."""
+    """Description of EAGLE-1 and 2 heads as prediction layers without norms around."""
 
     def without_first_norm(model: nn.Module) -> None:
         model.layers[0].input_layernorm = nn.Identity()

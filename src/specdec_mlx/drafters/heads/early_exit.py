@@ -1,4 +1,4 @@
-"""Early exit: the target's own first layers, final norm and head draft for it.
+"""Early exit: drafts from the target's own first layers, final norm and head.
 
 LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models for that; others may get a trained
 exit in place of the final norm: a causal convolution over the last states, an MLP and a norm (cf.
@@ -46,7 +46,7 @@ class ExitDrafter(ModelDrafter):
         return f"{self.name}: early exit after {len(self.model.layers)} layers, trained"
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
-        """One that copies what the target has read, if it can."""
+        """A session that copies from the target's caches where it can."""
         if self.copies and context.target_caches is not None:
             return ExitSession(self, prompt, context)
         return super().session(prompt, context)
@@ -88,7 +88,7 @@ class ExitSession(ModelSession):
         self.rollback.advance(missed - self.attended)
 
     def fork(self) -> ModelSession:
-        """A copy that reads for itself: the target's caches hold this one's text."""
+        """Copy this session without the target's caches, which hold this session's text."""
         other = super().fork()
         other.context = replace(self.context, target_caches=None)
         return other
@@ -119,7 +119,7 @@ def load_exit(files: HeadFiles, target: nn.Module, **options: Any) -> ExitDrafte
 
 
 def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
-    """True if the caches of first layers come to hold what the target's first caches do."""
+    """True if a pass fills the caches of the first layers as it fills the target's."""
     theirs, own = make_prompt_cache(target), make_prompt_cache(shortened)
     for model, caches in ((target, theirs), (shortened, own)):
         model(mx.array([[0, 1]]), cache=caches)
@@ -151,7 +151,7 @@ class Exit(nn.Module):  # type: ignore[misc]
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Without effect: the convolution reads its own position, and the MLP adds zeros."""
+        """Weights that leave x as it is: an identity as convolution, an MLP that adds zeros."""
         super().__init__()
         width, self.window = int(config["hidden_size"]), int(config[WINDOW])
         if self.window < 1:
@@ -169,7 +169,7 @@ class Exit(nn.Module):  # type: ignore[misc]
         return self.norm(x + self.mlp((read * self.kernel).sum(axis=-2)))
 
     def read_back(self, rows: mx.array, cache: Any) -> mx.array:
-        """[B, n, W, D] each of rows [B, n, D] and those before it, which the cache has as keys."""
+        """Windows [B, n, W, D] that end with each of rows [B, n, D]; the cache has them as keys."""
         num_rows, mask = rows.shape[1], create_attention_mask(rows, cache)
         if cache is not None:
             keys, _ = cache.update_and_fetch(rows[:, None], rows[:, None, :, :0])

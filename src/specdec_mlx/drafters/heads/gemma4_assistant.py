@@ -49,7 +49,7 @@ class AssistantSession(HeadSession):
     keys_values: ReadsCache | None = None
 
     def see(self, features: FeatureRows) -> None:
-        """Take the last row, and the way to the caches."""
+        """Keep the last state, and the function that reads the target's caches."""
         self.keys_values = features.keys_values
         rows = self.head.rows(features)
         if rows.shape[0]:
@@ -58,7 +58,7 @@ class AssistantSession(HeadSession):
             mx.async_eval(self.state)
 
     def begin_draft(self, limit: int) -> int:
-        """`limit`; 0 before the prompt was read."""
+        """Read the target's caches; `limit`, or 0 before the prompt was read."""
         if limit == 0 or self.state is None or self.keys_values is None:
             return 0
         self.handed_on = self.state
@@ -70,7 +70,7 @@ class AssistantSession(HeadSession):
         self.held, self.handed_on = {}, self.state
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
-        """From the state that the step before handed on; chains alone."""
+        """Logits of a step from the state that the step before handed on; chains alone."""
         last = to_ids(self.tokens[-1:]) if tokens is None else tokens
         logits, self.handed_on = self.head.step(self.handed_on, last, self.held)
         return logits

@@ -1,4 +1,4 @@
-"""Loading a head for a target: the table of published formats, the fit, the weights."""
+"""Loading of heads: the published formats, the check that a head fits its target, its weights."""
 
 from __future__ import annotations
 
@@ -52,11 +52,11 @@ IGNORED = re.compile(
 SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")  # copies of the target's ends
 
 VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
-"""Rows by which vocabularies may differ, by padding; most layers or heads of a config."""
+"""Most tokens by which vocabularies differ through padding, and most layers or attention heads."""
 
 
 class HeadSource(NamedTuple):
-    """Files of a head, their tensors by our names, and the variant that `load_head` was told."""
+    """Input of a format's `build`: files, tensors by our names, and the options of `load_head`."""
 
     files: HeadFiles
     ends: TargetEnds
@@ -77,7 +77,7 @@ class HeadSource(NamedTuple):
         return DraftVocabulary(apart + mx.arange(apart.shape[0]), self.ends.vocab_size)
 
     def read_config(self, kind: Any) -> Any:
-        """The config of a head over several layers, of which the caller may have named others."""
+        """Config of a head that reads several layers, with the `layers` that the caller named."""
         config = kind.read(self.files.config, self.ends.num_layers)
         if self.layers is not None:
             config = replace(config, layers=tuple(self.layers))
@@ -105,7 +105,7 @@ class HeadSource(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """A way in which heads are published.
+    """A published format of heads.
 
     told_by: pattern of a config's model types and keys, each key with a "=" after it. build: makes
     a head with random weights. renamed: patterns of the checkpoint's names -> ours. loads: False
@@ -120,7 +120,7 @@ class Format:
 
 
 def known_kind(config: Config) -> str | None:
-    """Key of FORMATS by a config alone; "mtp" is then a repository of just that layer."""
+    """Key of FORMATS, by a config alone; "mtp" for a repository of the layer alone."""
     keys = [*config, *(config.get("dflash_config") or ())]
     named = [config.get(k, "") for k in ("speculators_model_type", "model_type", "architectures")]
     said = " ".join([*map(str, named), *(f"{key}=" for key in keys)]).lower()
@@ -128,7 +128,7 @@ def known_kind(config: Config) -> str | None:
 
 
 def kind_of(config: Config, names: Collection[str]) -> str | None:
-    """Key of FORMATS by config and tensors; "mtp" for a model that still has its layer."""
+    """Key of FORMATS, by config and tensors; "mtp" for a model with its prediction layer, too."""
     kind = known_kind(config)
     if kind is not None:
         return kind
@@ -142,7 +142,7 @@ def kind_of(config: Config, names: Collection[str]) -> str | None:
 
 
 def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
-    """Raise HeadError for a config with numbers that cannot be, or of another vocabulary."""
+    """Raise HeadError for impossible sizes in the config, and for another vocabulary size."""
     config, size = files.config, ends.vocab_size
     part = config.get("transformer_layer_config") or text_part(config)
     for said in (config, part):
@@ -376,7 +376,7 @@ def _load(
 
 
 def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
-    """Draft once after zeros: some configs contradict the tensors in a pass only."""
+    """Draft once after states of zeros: some contradictions of a config show in a pass only."""
     head: Any = drafter.head
     blank = mx.zeros((3, ends.width), ends.dtype)
     held = {}
@@ -407,7 +407,7 @@ def config_of(path_or_repo: str | Path) -> dict[str, Any]:
 
 
 def is_head(path_or_repo: str | Path) -> bool:
-    """True for a head's config, and for a file that was named in a model's folder."""
+    """True for a folder or repository with a head's config, and for a file in a model's folder."""
     try:
         files = HeadFiles(path_or_repo)
         return known_kind(files.config) is not None or Path(files.name).expanduser().is_file()

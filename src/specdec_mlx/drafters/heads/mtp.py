@@ -1,4 +1,4 @@
-"""Multi-token prediction: the layer that a model was trained with to see one token further.
+"""Multi-token prediction: extra layers of a model, trained to predict the token after the next.
 
     in(t) = projection [embedding_norm(embed(x_{t+1})), hidden_norm(h_t)]
     s(t)  = norm(decoder_layer(in(t))),  logits of x_{t+2} = head(s(t))
@@ -30,7 +30,7 @@ Further = Literal["again", "chained", "side by side"]
 
 @dataclass(frozen=True)
 class MTPFamily:
-    """The layer of a family.
+    """Description of the prediction layer of a family of models.
 
     architecture: module of mlx_lm.models with its decoder layer. prefix: of its tensors in the
         original repository; {layer}: among the target's layers, {depth}: among such layers.
@@ -81,7 +81,7 @@ class MTPFamily:
         return []
 
     def ours(self, num_layers: int = 1) -> dict[str, str]:
-        """Beginnings of a layer's names without prefix, the checkpoint's -> those of `MTPHead`.
+        """Map from beginnings of the checkpoint's names, without prefix, to those of `MTPHead`.
 
         The first that fits counts; num_layers: decoder layers in it.
         """
@@ -113,13 +113,13 @@ _HALVED = ("input_layernorm", "self_attn", "post_attention_layernorm")
 
 
 def _deepseek(architecture: str, names: Mapping[str, str] = _DEEPSEEK, **changes: Any) -> MTPFamily:
-    """The layer after the target's last, with experts; Ling's and Ring's have full attention."""
+    """DeepSeek's kind: a layer with experts, stored after the target's last one."""
     changes = {"first_k_dense_replace": 0, **changes}
     return MTPFamily(architecture, "model.layers.{layer}.", names, changes=changes)
 
 
 def _exaone_moe(config: Config, depth: int) -> Config:
-    """Its own kind of attention, and the others', by which mlx-lm decides on rotation."""
+    """Its own kind of attention, then the target's, by which mlx-lm decides on rotation."""
     kind, *_ = config.get("mtp_layer_types") or ["full_attention"]
     windows = config.get("mtp_sliding_windows")
     window = {"sliding_window": windows[0]} if kind == "sliding_attention" and windows else {}
@@ -147,7 +147,7 @@ def keep_half_of_its_layer(model: nn.Module) -> None:
 
 
 def _step(config: Config, depth: int) -> Config:
-    """The values of its layer; lists that end before it repeat their last."""
+    """The layer's entries of lists that have one a layer; the last one where a list is short."""
     at = config["num_hidden_layers"] + depth
     names = "layer_types rope_theta partial_rotary_factors swiglu_limits swiglu_limits_shared"
     said = {name: config[name] for name in names.split() if isinstance(config.get(name), list)}
@@ -156,7 +156,7 @@ def _step(config: Config, depth: int) -> Config:
 
 
 def _nemotron_h(config: Config, depth: int) -> Config:
-    """Several layers, each of one kind, that predict one token; by a pattern or by a list."""
+    """The kinds of the layers that predict a token together, from a list or a pattern."""
     kinds = {"hybrid_override_pattern": None, "layer_types": None}
     if config.get("mtp_layers_block_type"):
         return kinds | {"layers_block_type": config["mtp_layers_block_type"]}
@@ -325,7 +325,7 @@ class MTPHead(RecurrentHead):
         return super().draft_logits(self.norm(states))
 
     def choose_among(self, vocabulary: DraftVocabulary) -> None:
-        """Compute the logits of these tokens alone."""
+        """Restrict the logits to the tokens of a draft vocabulary."""
         self.vocabulary = vocabulary
         self.ends = self.ends.narrowed(vocabulary.ids)
 
@@ -343,7 +343,7 @@ class MTPHead(RecurrentHead):
         return [*notes, "the state comes first"] if self.family.hidden_first else notes
 
     def variations(self) -> Iterator[Variation]:
-        """Norms stored otherwise, another state, the other order."""
+        """Norms stored as w - 1 or w, the other state, the other order of the projection."""
         less = "this file looks already shifted; load it with norms_less_one=False"
         more = "its norms look stored as w - 1; load it with norms_less_one=True"
         order = "its projection looks written for the other order, which is another family's"
@@ -397,7 +397,7 @@ def mtp_weights(
 
 
 def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Experts that are still one by one, as mlx-lm stacks them; quantized ones too."""
+    """Stack experts that are stored one by one, as mlx-lm has them; quantized ones too."""
     parts: dict[str, dict[int, mx.array]] = {}
     for name in list(weights):
         if found := re.fullmatch(r"(.*mlp\.)experts\.(\d+)\.(.+)", name):
@@ -407,7 +407,7 @@ def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def less_one(tensors: Mapping[str, mx.array]) -> bool:
-    """True if a decoder layer's norms look stored as w - 1, where a file does not tell.
+    """Guess from their means whether norms are stored as w - 1.
 
     Means in heads published for Qwen 3.5 and 3.6 are up to 0.6, or from 1.3 (MTPLX, issue 301).
     """

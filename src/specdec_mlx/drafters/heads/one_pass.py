@@ -29,7 +29,7 @@ from specdec_mlx.token_ids import to_ids
 
 
 class BlockSession(HeadSession):
-    """Drafts at most the head's `most_drafted` tokens by one pass, after its `read`."""
+    """A session whose head drafts up to `most_drafted` tokens in one pass over what it has read."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -52,17 +52,17 @@ class OnePassSession(AtOnceSession, BlockSession):
     """All tokens at once, by the head's `guesses`."""
 
     def begin_draft(self, limit: int) -> int:
-        """Run the head."""
+        """Run the head for all logits of the draft."""
         if length := super().begin_draft(limit):
             self.logits = self.head.guesses(self.tokens[-1], length, self.cache)
         return length
 
 
 class CorrectedSession(BlockSession):
-    """A block in one pass, then token by token: the head's `corrected` knows the token before."""
+    """A block in one pass, whose logits the head corrects token by token (`corrected`)."""
 
     def begin_draft(self, limit: int) -> int:
-        """Run the block."""
+        """Run the head for the states and logits of the block."""
         if length := super().begin_draft(limit):
             self.states = self.head.states(self.tokens[-1], length, self.cache)
             self.logits = self.head.logits(self.states)
@@ -206,7 +206,7 @@ class GroupedConvolution(nn.Module):  # type: ignore[misc]
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
 
     def around(self, part: Callable[[mx.array], Any], x: mx.array) -> mx.array:
-        """What a part makes of states [1, B, D], convolved before and after it."""
+        """Run a part of a layer on states [1, B, D], with a convolution before and after it."""
         _, taps, width = self.base_kernel.shape
         dynamic = self.kernel_projection(x).reshape(*x.shape[:2], 2, taps, -1)
         kernels = mx.repeat(dynamic, width // dynamic.shape[-1], axis=-1) + self.base_kernel
@@ -341,7 +341,7 @@ class Medusa(Head):
             self.lm_heads = [nn.Linear(width, own_heads, bias=False) for _ in heads]
 
     def make_cache(self) -> list[Any]:
-        """Space for the last state."""
+        """An empty list, for the last state."""
         return []
 
     def read(self, rows: mx.array, cache: list[Any]) -> None:
