@@ -8,8 +8,6 @@ needs `Drafter`, `DraftSession` and `Draft`; who writes a rule, `AcceptanceRule`
 from specdec_mlx.contracts.branching import DraftLength as DraftLength
 from specdec_mlx.contracts.branching import OffersSeveral as OffersSeveral
 from specdec_mlx.contracts.branching import ValuesDrafts as ValuesDrafts
-from specdec_mlx.contracts.branching import drafts_trees as drafts_trees
-from specdec_mlx.contracts.branching import tree_proposer as tree_proposer
 from specdec_mlx.contracts.drafting import NO_DRAFT as NO_DRAFT
 from specdec_mlx.contracts.drafting import ROOT as ROOT
 from specdec_mlx.contracts.drafting import Draft as Draft
@@ -30,15 +28,11 @@ from specdec_mlx.contracts.optional import ReadsTarget as ReadsTarget
 from specdec_mlx.contracts.optional import SeesTarget as SeesTarget
 from specdec_mlx.contracts.optional import SessionGroups as SessionGroups
 from specdec_mlx.contracts.optional import Stepwise as Stepwise
-from specdec_mlx.contracts.optional import ahead_proposer as ahead_proposer
 from specdec_mlx.contracts.optional import all_drafters as all_drafters
-from specdec_mlx.contracts.optional import branches_of as branches_of
-from specdec_mlx.contracts.optional import fork_of as fork_of
 from specdec_mlx.contracts.optional import is_cheap as is_cheap
-from specdec_mlx.contracts.optional import is_on_every_rank as is_on_every_rank
 from specdec_mlx.contracts.optional import key_of as key_of
 from specdec_mlx.contracts.optional import models_of as models_of
-from specdec_mlx.contracts.optional import rejected_reader as rejected_reader
+from specdec_mlx.contracts.optional import optional as optional
 from specdec_mlx.contracts.optional import session_groups as session_groups
 from specdec_mlx.contracts.optional import session_parts as session_parts
 from specdec_mlx.contracts.target import FeatureRows as FeatureRows

@@ -1,7 +1,7 @@
 """Draft lengths: the contract, and what drafts that fork need.
 
-A drafter with a tree of its own hands it over as a `Draft` with `parents`; one whose sessions have
-several drafts may leave the choice, and the tree of them, to the draft length.
+A drafter with a tree of its own hands it over as a `Draft` with `parents`. Sessions that have
+several drafts may leave it to the draft length which of them, or which tree of them, is verified.
 """
 
 from __future__ import annotations
@@ -18,20 +18,6 @@ class OffersSeveral(Protocol):
 
     def candidates(self, limit: int) -> Sequence[Draft]:
         """Point-mass chains of 1 to `limit` tokens, the likeliest first; microseconds of work."""
-
-
-def tree_proposer(session: DraftSession) -> Callable[..., Draft] | None:
-    """`propose_tree` of a look-up's session that merges drafts; None: `propose` is asked.
-
-    Of limit, values, a `ValuesDrafts`, and may_fork, which is asked if a tree is best: the chain or
-    tree that is worth most to `values`, of at most `limit` tokens on a path.
-    """
-    return getattr(session, "propose_tree", None)
-
-
-def drafts_trees(session: DraftSession) -> bool:
-    """`forks` of a session: its own drafts, which cost time, are trees; default: chains."""
-    return getattr(session, "forks", False)
 
 
 class DraftLength(Protocol):

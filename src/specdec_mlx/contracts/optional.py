@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import mlx.nn as nn
 
@@ -81,41 +81,36 @@ class Closes(Protocol):
         """The end: the first `length` tokens of prompt + observed are all that the caller has."""
 
 
+OPTIONAL: dict[str, Any] = {
+    # of a drafter: most tokens that it proposes at a place; more than one makes trees
+    "branches": 1,
+    # of a drafter: each machine of a target that is spread over several runs it, not one for all
+    "on_every_rank": False,
+    # of a session that costs time: its drafts are trees
+    "forks": False,
+    # of a look-up's session, (limit, values, may_fork) -> Draft: the chain or tree that is worth
+    # most to `values`, a `ValuesDrafts`; may_fork() is asked if a tree is best
+    "propose_tree": None,
+    # of a look-up's session in a `Cascade`, (tokens [n], limit) -> Draft: point masses after tokens
+    # that may be rejected
+    "propose_after": None,
+    # of a session that reads the target, (tokens [n], rows): draft tokens that were not kept, and
+    # their rows, after `see` was shown the others
+    "see_rejected": None,
+    # of a session, for beams, () -> DraftSession: a copy that goes its own way from here on
+    "fork": None,
+}
+"""Further optional members: what each means, how it is called, and its default."""
+
+
+def optional(owner: object, name: str) -> Any:
+    """A member of OPTIONAL of a drafter or session, or its default."""
+    return getattr(owner, name, OPTIONAL[name])
+
+
 def is_cheap(session: DraftSession) -> bool:
     """`cheap` of a session: proposing is microseconds of host work, and may be thrown away."""
     return getattr(session, "cheap", False)
-
-
-def branches_of(drafter: Drafter) -> int:
-    """`branches` of a drafter: most tokens that it proposes at a place; default: 1, a chain."""
-    return getattr(drafter, "branches", 1)
-
-
-def is_on_every_rank(drafter: Drafter) -> bool:
-    """`on_every_rank` of a drafter: each machine of a target runs it; default: the first one."""
-    return getattr(drafter, "on_every_rank", False)
-
-
-def rejected_reader(session: SeesTarget) -> Callable[[Sequence[int], FeatureRows], None] | None:
-    """`see_rejected` of a session, which takes tokens [n] that were not kept, and their rows.
-
-    It comes after `see`; None: those are dropped.
-    """
-    return getattr(session, "see_rejected", None)
-
-
-def ahead_proposer(session: DraftSession) -> Callable[[Sequence[int], int], Draft] | None:
-    """`propose_after` of a look-up's session, which a `Cascade` needs; None: it has none.
-
-    Of tokens [n], which may be rejected, and a limit: point masses that continue text and tokens.
-    """
-    return getattr(session, "propose_after", None)
-
-
-def fork_of(session: DraftSession | None) -> DraftSession | None:
-    """`fork()` of a session: a copy that goes its own way, for beams; None: it is begun anew."""
-    fork = getattr(session, "fork", None)
-    return None if fork is None else fork()
 
 
 def session_groups(session: DraftSession, key: str) -> list[list[tuple[str, DraftSession]]]:

@@ -24,8 +24,7 @@ from specdec_mlx.contracts import (
     RoundRecord,
     SeesTarget,
     Stepwise,
-    drafts_trees,
-    tree_proposer,
+    optional,
 )
 from specdec_mlx.contracts.trees import chain
 from specdec_mlx.draft_length.chances import told
@@ -50,10 +49,10 @@ class Auto:
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
         """Register a session; returns the function that gets its drafts."""
-        if (grown := tree_proposer(session)) is not None:
+        if (grown := optional(session, "propose_tree")) is not None:
             self._part(part, LookUp)
             return lambda limit: grown(limit, self, may_fork)
-        forks = drafts_trees(session) and may_fork()
+        forks = optional(session, "forks") and may_fork()
         if isinstance(session, Stepwise) and not forks:
             unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
             model = Model(self.prices, self.tuning.of(part), can_stop=True, most_unread=unread)

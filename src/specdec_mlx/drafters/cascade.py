@@ -25,13 +25,10 @@ from specdec_mlx.contracts import (
     SeesTarget,
     Step,
     Stepwise,
-    ahead_proposer,
     all_drafters,
-    branches_of,
-    is_on_every_rank,
     key_of,
     models_of,
-    rejected_reader,
+    optional,
 )
 from specdec_mlx.draft_length.chances import told
 from specdec_mlx.drafters.first_of import Several, SeveralSession
@@ -73,9 +70,9 @@ class Cascade(Several):
         name = type(self.first).__name__
         if len(getattr(self.first, "drafters", ())) > 1:
             raise ValueError(f"Cascade: first={name} is made of several. Give each its cascade.")
-        if branches_of(self.first) > 1:
+        if optional(self.first, "branches") > 1:
             raise ValueError(f"Cascade: first={name} drafts trees. Leave its branches out.")
-        if is_on_every_rank(self.first):
+        if optional(self.first, "on_every_rank"):
             raise ValueError(f"Cascade: first={name} drafts on every rank. Leave that out.")
         if isinstance(self.first, ReadsTarget):
             object.__setattr__(self, "features", self.first.features)
@@ -89,7 +86,7 @@ class Cascade(Several):
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
         first, then = [drafter.begin(list(prompt), context) for drafter in self.drafters]
-        if ahead_proposer(then) is None:
+        if optional(then, "propose_after") is None:
             raise ValueError(
                 f"Cascade: {type(self.drafters[1]).__name__} cannot be asked what follows a draft; "
                 "expected one whose sessions have propose_after, such as 'suffix'."
@@ -120,7 +117,7 @@ class CascadeSession(SeveralSession):
             self.propose_while = self._propose_while
         if isinstance(first, SeesTarget):
             self.see = first.see
-            if (see_rejected := rejected_reader(first)) is not None:
+            if (see_rejected := optional(first, "see_rejected")) is not None:
                 self.see_rejected = see_rejected
 
     def propose(self, limit: int) -> Draft:

@@ -18,7 +18,7 @@ from specdec_mlx.contracts import (
     Target,
     all_drafters,
     key_of,
-    rejected_reader,
+    optional,
     session_parts,
 )
 from specdec_mlx.errors import DraftError
@@ -36,7 +36,7 @@ class FeatureFeed:
     def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
         self._readers = readers
         self._rejected_readers = [
-            (see, wish) for session, wish in readers if (see := rejected_reader(session))
+            (see, wish) for session, wish in readers if (see := optional(session, "see_rejected"))
         ]
         self._target = target
         self._num_shown = 0

@@ -29,9 +29,9 @@ from specdec_mlx.contracts import (
     Drafter,
     ReadsTarget,
     all_drafters,
-    is_on_every_rank,
     key_of,
     models_of,
+    optional,
 )
 from specdec_mlx.draft_length.policy import DraftLength, Fixed
 from specdec_mlx.errors import DraftError, RankError
@@ -190,7 +190,7 @@ class SharedDrafting(Drafting):
         self.first_end = 0
         self._num_met = 0  # tokens of the text at the latest meeting
         self._everywhere = [
-            key_of(part) for part in all_drafters(drafter) if is_on_every_rank(part)
+            key_of(part) for part in all_drafters(drafter) if optional(part, "on_every_rank")
         ]
 
     def begin(self, context: DraftContext) -> None:
