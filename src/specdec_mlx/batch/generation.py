@@ -24,7 +24,7 @@ from specdec_mlx.contracts import NO_DRAFT, AcceptanceRule, Draft, Drafter, Outc
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
-from specdec_mlx.drafters.rows import DraftRows
+from specdec_mlx.drafters.shared_drafts import SharedDrafts
 from specdec_mlx.engine.assemble import assemble
 from specdec_mlx.engine.options import Options
 from specdec_mlx.engine.sequence import close_all
@@ -66,7 +66,7 @@ class BatchGeneration:
     _reading: list[Row] = field(default_factory=list)
     _rows: list[Row] = field(default_factory=list)
     _leaving: list[Row] = field(default_factory=list)  # their last tokens are being emitted
-    _draft_rows: DraftRows = field(default_factory=DraftRows)
+    _shared_drafts: SharedDrafts = field(default_factory=SharedDrafts)
     _num_inserted: int = 0
     _is_pipelined: bool = False
     _read_at: float = 0.0
@@ -233,7 +233,7 @@ class BatchGeneration:
         )
         of_batch = {
             "target_caches": None,
-            "rows": self._draft_rows if is_together else None,
+            "shared_drafts": self._shared_drafts if is_together else None,
             "num_unseen": request.num_read,
         }
         parts = assemble(

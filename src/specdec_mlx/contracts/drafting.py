@@ -196,9 +196,10 @@ class DraftContext:
     noise of the target's own draws. logits_processors: (tokens [n], logits [1, V]) -> logits.
     draft_cache: caches for a draft model that the caller wants kept in step, or None.
     prefill_step_size: most positions of the prompt at a time. target_caches: for drafters that run
-    layers of the target; None where several texts are written at once. rows: begins the session of
-    a draft model or head (drafter, prompt, context) as one of several texts; None for a text alone.
-    num_unseen: first positions of the prompt, of which readers of the target's states see nothing.
+    layers of the target; None where several texts are written at once. shared_drafts: begins the
+    session of a draft model or head (drafter, prompt, context) as one of several texts; None for a
+    text alone. num_unseen: first positions of the prompt, of which readers of the target's states
+    see nothing.
     """
 
     sampling: Sampling | None = None
@@ -210,7 +211,7 @@ class DraftContext:
     draft_cache: list[Any] | None = None
     prefill_step_size: int = 2048
     target_caches: TargetCaches | None = None
-    rows: Callable[..., Any] | None = None
+    shared_drafts: Callable[..., Any] | None = None
     num_unseen: int = 0
 
     def draft_gumbel(self, start: int, index: int) -> Float[mx.array, " vocab"]:

@@ -31,6 +31,7 @@ from specdec_mlx.contracts import (
     all_drafters,
     key_of,
     models_of,
+    optional,
 )
 from specdec_mlx.draft_length.policy import DraftLength, Fixed
 from specdec_mlx.engine.drafting import Drafting
@@ -190,7 +191,7 @@ class SharedDrafting(Drafting):
         self.first_end = 0
         self._num_met = 0  # tokens of the text at the latest meeting
         self._everywhere = [
-            key_of(part) for part in all_drafters(drafter) if getattr(part, "on_every_rank", False)
+            key_of(part) for part in all_drafters(drafter) if optional(part, "on_every_rank")
         ]
 
     def begin(self, context: DraftContext) -> None:

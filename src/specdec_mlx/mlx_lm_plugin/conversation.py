@@ -21,7 +21,7 @@ from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf, Several
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.drafters.rows import RowSession
+from specdec_mlx.drafters.shared_drafts import SharedModelSession
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.models import PerModel
 from specdec_mlx.token_ids import to_ids
@@ -182,7 +182,7 @@ class Kept(Wrapper):
 
         def close(length: int) -> None:
             """Store the caches as far as the model has read."""
-            if isinstance(session, RowSession):
+            if isinstance(session, SharedModelSession):
                 session.close(length - len(held))
             read = session.rollback
             with suppress(CacheRollbackError):
