@@ -26,8 +26,8 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 
 from benchmarks.recorded_rows import groups_of
 from specdec_mlx.batch_generation import batch_stream_generate
-from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import Task, builtin_prompts, encode_chat, read_prompts
+from specdec_mlx.bench.record import describe_machine
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.models import load_model
 from specdec_mlx.notebook.views import markdown_table

@@ -23,8 +23,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import Prompt, read_prompts
+from specdec_mlx.bench.record import describe_machine
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
@@ -36,6 +36,7 @@ from specdec_mlx.loop import Token, speculate
 from specdec_mlx.models import load_model
 from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.options import argument, positive_int
+from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
 
@@ -74,6 +75,7 @@ def compare(
     lengths: Sequence[int | str] = LENGTHS,
     temps: Sequence[float] = TEMPS,
     max_tokens: int = 128,
+    is_seeded: bool = False,
 ) -> Iterator[Row]:
     """Rows of the table, temperature by temperature.
 
@@ -84,7 +86,9 @@ def compare(
         lengths: draft lengths; speeds are of "auto".
         temps: temperatures of the text.
         max_tokens: of each text.
+        is_seeded: with the rule of callers who give a seed.
     """
+    rule = make_rule("auto", is_seeded=is_seeded)
     for temp in temps:
         tunings = {name: Tuning() for name in drafters}
         accounts: dict[tuple[str, str], list[SpeculationStats]] = {}
@@ -94,6 +98,7 @@ def compare(
                 "sampler": Sampling(temp=temp),
                 "max_tokens": max_tokens,
                 "seed": seed,
+                "rule": rule,
             }
             begin: Begin = partial(speculate, target, prompt, **options)
             for (name, drafter), length in product(drafters.items(), lengths):
@@ -174,7 +179,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     target, prompts = target_and_prompts(args)
     drafters = dict(_drafters(args, target))
     lengths, max_tokens = args.lengths, args.max_tokens
-    rows = list(compare(target, drafters, prompts, lengths=lengths, max_tokens=max_tokens))
+    how = {"lengths": lengths, "max_tokens": max_tokens, "is_seeded": args.seeded}
+    rows = list(compare(target, drafters, prompts, **how))
     report(args, prompts, rows, f"{format_rows(rows)}\n\n{NOTE}")
 
 
@@ -232,6 +238,8 @@ def _parser() -> argparse.ArgumentParser:
         metavar="K",
         help="draft lengths (1 2 3 4 auto)",
     )
+    help_seeded = "under the rule of callers who give a seed, coupled"
+    parser.add_argument("--seeded", action="store_true", help=help_seeded)
     return parser
 
 

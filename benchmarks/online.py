@@ -27,8 +27,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
-from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import read_prompts
+from specdec_mlx.bench.record import describe_machine
 from specdec_mlx.contracts import Drafter, LogitsProcessor
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import draft_path, head_path, target_path

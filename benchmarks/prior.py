@@ -30,7 +30,7 @@ from specdec_mlx.draft_length.chances import (
 )
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Learned, Tuning
-from specdec_mlx.drafters.registry import make_drafter
+from specdec_mlx.drafters.choosing.registry import make_drafter
 
 DEFAULT_DRAFTERS = ("prompt-lookup", "suffix:memory=process", "ngram")
 

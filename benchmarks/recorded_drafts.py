@@ -24,8 +24,8 @@ from tqdm import tqdm
 
 from specdec_mlx.bench.record import RecordedText, load_record
 from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, Step
-from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.rollback import Rollback
 
 LONGEST_CHAIN = 16
 

@@ -22,14 +22,14 @@ from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.recorded import Modelled, RecordedTarget, greedy_context
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
+from specdec_mlx.engine.drafting import Drafting
+from specdec_mlx.engine.sequence import SequenceState
 from specdec_mlx.loop import Generation
 from specdec_mlx.notebook.views import markdown_table
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.row_caches import RowCaches
-from specdec_mlx.target.row_pass import OneByOne, RowPasses
-from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.verify.row_caches import RowCaches
+from specdec_mlx.verify.row_pass import OneByOne, RowPasses
+from specdec_mlx.verify.verifier import Verifier
 
 Kind = TypeVar("Kind")
 

@@ -20,10 +20,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import Task, builtin_prompts, choose, encode_chat, read_prompts
+from specdec_mlx.bench.record import describe_machine
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.drafters.draft_models import NamedModel, add_lighter_arguments, lighter_of
+from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, named_model
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.loop import speculate
@@ -179,7 +179,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     args = _parser().parse_args(arguments)
     path = args.model or demo_model_path()
     model, tokenizer = load_model(path)
-    given = NamedModel(args.draft_model, lighter_of(args)).pair[0]
+    given = named_model(args).pair[0]
     draft_model = four_bit_copy(path) if given is None else given
     prompts = read_prompts(args.prompts) if args.prompts else builtin_prompts()
     prompts = choose(prompts, per_category=args.per_category)

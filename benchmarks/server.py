@@ -26,9 +26,9 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specdec_mlx.bench.machine import describe_machine
 from specdec_mlx.bench.prompts import builtin_prompts, choose, read_prompts
-from specdec_mlx.drafters.draft_models import add_lighter_arguments, lighter_of
+from specdec_mlx.bench.record import describe_machine
+from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, named_model
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.lab.demo_model import demo_model_path
 
@@ -375,7 +375,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     flags = ["--draft-length", args.draft_length]
     flags += [word for name in args.drafter for word in ("--drafter", name)]
     flags += ["--draft-model", args.draft_model] if args.draft_model else []
-    flags += [word for flag in lighter_of(args).flags.items() for word in flag]
+    flags += [word for flag in named_model(args).flags.items() for word in flag]
     try:
         phases = run(model, texts, args.num, args.clients, args.max_tokens, flags)
     except (MissingPackageError, RuntimeError) as error:

@@ -32,10 +32,10 @@ from specdec_mlx.options import argument, positive_int
 from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.next_token import NextToken
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.verify.model_pass import ModelPass
+from specdec_mlx.verify.next_token import NextToken
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.verifier import Verifier
 
 SIZES = (4, 8, 16)
 CONTEXTS = (128, 1024)

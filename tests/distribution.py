@@ -18,6 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.checks.chi_square import ChiSquare
+from specdec_mlx.rules.registry import make_rule
 
 V = 6
 LENGTH = 3
@@ -79,8 +80,11 @@ the_prompts_last.pure = True  # type: ignore[attr-defined]
 def generate(
     model: nn.Module, drafter: Any, sampling: sd.Sampling, runs: int, rule: Any = "auto"
 ) -> Count:
-    """Three tokens from each of the seeds 0 ... runs - 1, behind one that is certain."""
-    count = Count(np.zeros((V,) * LENGTH))
+    """Three tokens from each of the seeds 0 ... runs - 1, behind one that is certain.
+
+    "auto" is what it is for callers without a seed.
+    """
+    rule, count = make_rule(rule), Count(np.zeros((V,) * LENGTH))
     options: dict[str, Any] = {"sampler": sampling, "rule": rule, "draft_length": NUM_DRAFT}
     options |= {"max_tokens": 1 + LENGTH, "logits_processors": [the_prompts_last]}
     for seed in range(runs):

@@ -24,7 +24,6 @@ from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPFamily, MTPHead
 from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
-from specdec_mlx.drafters.lighter import quantized
 from specdec_mlx.training import trainees
 from specdec_mlx.training.trainees import Recipe, Size
 from tiny_model_folder import write_model_folder
@@ -303,7 +302,7 @@ def write_conversion(
     mx.save_safetensors(str(folder / "model.safetensors"), own, metadata={"format": "mlx"})
     head = random_head(mtp(name, **size), model)
     if bits is not None:
-        head.body = quantized(head.body, bits)
+        nn.quantize(head.body, 32, bits)
     layer = as_published(head, FAMILIES[name], part)
     layer |= {key: x - 1 for key, x in layer.items() if "norm" in key and less_one}
     for key in [key for key in layer if "switch_mlp" in key and one_by_one]:

@@ -26,11 +26,11 @@ from specdec_mlx.contracts import FeatureRows, Features
 from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.loop import Token
-from specdec_mlx.target.exactness import places_of, tree_report
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.recurrent_states import ways_back
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.taps import Taps
+from specdec_mlx.verify.exactness import places_of, tree_report
+from specdec_mlx.verify.model_pass import ModelPass
+from specdec_mlx.verify.recurrent_states import recurrent_states_of, ways_back
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.taps import Taps
 
 BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
 PROMPT = BLOCK + BLOCK[:6]
@@ -50,6 +50,11 @@ DRAFT_LENGTHS = (1, 4, 7)
 WIDER_THAN_WINDOW = 20
 NEAR_TIE = 1e-4  # below this gap between the two best tokens, rounding may decide which is chosen
 TOLERANCE = 1e-3  # of a log-probability
+
+BIT_EQUAL = "bit-equal"
+HALVES = {"bfloat16": mx.bfloat16, "float16": mx.float16}
+NUM_IN_HALVES = 32
+HALVES_HEADING = "\n## In 16 bits\n"
 
 ROUGH: dict[str, tuple[float, str]] = {
     "deepseek_v41": (3e-2, "rounds keys to fp8 and queries to fp4, which magnifies 1e-7 to 1e-2"),
@@ -138,6 +143,17 @@ class Row(NamedTuple):
         return "| " + " | ".join(self) + " |"
 
 
+class HalfRow(NamedTuple):
+    """A line of the page's table about 16 bits."""
+
+    architecture: str
+    bfloat16: str
+    float16: str
+
+    def __str__(self) -> str:
+        return "| " + " | ".join(self) + " |"
+
+
 class Case:
     """One architecture's tiny model, and what was run with it, each thing once."""
 
@@ -210,13 +226,28 @@ class Case:
     @cached_property
     def width_deviation(self) -> float:
         """How far one pass over several positions is from single positions, without rollback."""
-        ids = mx.array([PROMPT + self.plain.tokens])
+        ids = mx.array(PROMPT + self.plain.tokens)
         return largest_difference(self.in_passes(ids, 1), self.in_passes(ids, 5))
 
     def in_passes(self, ids: mx.array, width: int) -> mx.array:
-        caches = make_prompt_cache(self.model)
-        parts = mx.split(ids, range(width, ids.shape[1], width), axis=1)
-        return mx.concatenate([self.model(part, cache=caches) for part in parts], axis=1)
+        """Logits [S, V] of passes as they verify drafts, over so many of the ids [S]."""
+        caches = Rollback(make_prompt_cache(self.model), states=recurrent_states_of(self.model))
+        parts = mx.split(ids, range(width, ids.shape[0], width))
+        return mx.concatenate([caches.forward(self.model, part) for part in parts])
+
+    @cached_property
+    def rounding(self) -> tuple[float, str]:
+        """Largest difference of a logit between passes over 5 and 14 positions and single ones,
+        and what the page says: it by the spread of logits, and choices that fall otherwise."""
+        ids = mx.array(PROMPT + self.plain.tokens)
+        single = self.in_passes(ids, 1).astype(mx.float32)
+        wide = [self.in_passes(ids, width).astype(mx.float32) for width in (5, 14)]
+        worst = max(largest_difference(logits, single) for logits in wide)
+        if worst == 0:
+            return worst, BIT_EQUAL
+        spread = float(mx.std(mx.where(mx.isfinite(single), single, 0)))
+        choices = mx.argmax(mx.stack(wide), axis=-1) != mx.argmax(single, axis=-1)
+        return worst, f"{worst / spread:.1g} ({int(choices.sum())})"
 
     @cached_property
     def stock(self) -> str:
@@ -385,12 +416,27 @@ def _kind(cache: Any) -> str:
     return f"CacheList({', '.join(_kind(child) for child in cache.caches)})"
 
 
-def page(text: str, rows: Sequence[Row]) -> str:
+def in_16_bits(name: str) -> HalfRow:
+    """What passes over several positions are against single ones, in both types."""
+    cases = [Case(name, dtype, NUM_IN_HALVES, briefly=True) for dtype in HALVES.values()]
+    return HalfRow(name, *(case.rounding[1] for case in cases))
+
+
+def page(text: str, rows: Sequence[Row], halves: Sequence[HalfRow]) -> str:
     """The page about architectures with these rows; its text stands in the page itself."""
+    first, second = text.split(HALVES_HEADING)
+    run = sum(not row.ours.startswith("cannot") for row in rows)
+    differ = [half for half in halves if set(half[1:]) != {BIT_EQUAL}]
+    count = f"{run - len(differ)} of {run} architectures are bit-equal in both types. The others:"
+    parts = [_with_table(first, _counts(rows), rows), _with_table(second, count, differ)]
+    return (HALVES_HEADING + "\n").join(parts)
+
+
+def _with_table(text: str, counts: str, rows: Sequence[Row | HalfRow]) -> str:
     prose, table = text.split("| Architecture", 1)
     paragraphs = prose.strip().split("\n\n")[:-1]
     head = ("| Architecture" + table).split("\n")[:2]
-    return "\n\n".join([*paragraphs, _counts(rows), "\n".join([*head, *map(str, rows)])]) + "\n"
+    return "\n\n".join([*paragraphs, counts, "\n".join([*head, *map(str, rows)])]) + "\n"
 
 
 def _counts(rows: Sequence[Row]) -> str:
@@ -411,5 +457,15 @@ def _counts(rows: Sequence[Row]) -> str:
 
 def rows_of(text: str) -> list[Row]:
     """The rows of a page."""
+    return [Row(*cells) for cells in _cells(text.split(HALVES_HEADING)[0])]
+
+
+def halves_of(text: str) -> dict[str, HalfRow]:
+    """The rows of a page about 16 bits, by architecture."""
+    rows = [HalfRow(*cells) for cells in _cells(text.split(HALVES_HEADING)[1])]
+    return {row.architecture: row for row in rows}
+
+
+def _cells(text: str) -> list[list[str]]:
     lines = [line for line in text.splitlines() if line.startswith("| ")][1:]
-    return [Row(*line.removeprefix("| ").removesuffix(" |").split(" | ")) for line in lines]
+    return [line.removeprefix("| ").removesuffix(" |").split(" | ") for line in lines]

@@ -22,10 +22,10 @@ from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import MILDEST, Curve
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.engine.clock import RoundClock
+from specdec_mlx.engine.drafting import Drafting
+from specdec_mlx.engine.sequence import SequenceState
 from specdec_mlx.loop import Generation
-from specdec_mlx.rounds.clock import RoundClock
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
 
 Pace = Callable[[float], tuple[float, float]]

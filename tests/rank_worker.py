@@ -28,11 +28,11 @@ from on_ranks import SENTENCES
 from scripted import ScriptedSession
 from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, Features
+from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.heads.early_exit import early_exit
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.drafters.registry import make_drafter
+from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.errors import DraftError, RankError
-from specdec_mlx.rounds.ranks import Ranks
 
 GROUP = mx.distributed.init()
 RANK = GROUP.rank()
@@ -309,6 +309,9 @@ def arguments() -> None:
         check(f"another {name}", ending(sd.speculate(sharded(), **given)), ([], "RankError"))
     got = tokens(sharded(), prompt, look_up, **DRAWN | {"seed": 5 + RANK})
     check("another seed", got, plain(prompt, **DRAWN))
+    model, given = sd.ModelDrafter(pair().draft), {"draft_length": 4, **DRAWN}
+    got = tokens(sharded(), prompt, model, **given | {"seed": None if RANK else 5})
+    check("a seed on rank 0 alone", got, plain(prompt, **DRAWN))
     mx.random.seed(3 + RANK)
     unseeded = tokens(sharded(), prompt, look_up, **DRAWN | {"seed": None})
     every = mx.distributed.all_gather(mx.array([unseeded])).tolist()

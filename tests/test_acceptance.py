@@ -443,14 +443,16 @@ def test_a_lenient_greedy_text_has_no_unlikely_token() -> None:
 
 
 def test_auto_takes_a_lossless_rule(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Block for drawn drafts; nothing lossy is computed unless it is asked for by name."""
-    assert run("auto", AT_ONE)[0] == run("block", AT_ONE)[0] != run("rejection", AT_ONE)[0]
+    """For drawn drafts coupled with a seed, block without; nothing lossy unless it is named."""
+    unseeded = make_rule("auto")
+    assert run("auto", AT_ONE)[0] == run("coupled", AT_ONE)[0] != run("block", AT_ONE)[0]
+    assert run(unseeded, AT_ONE)[0] == run("block", AT_ONE)[0] != run("rejection", AT_ONE)[0]
     unasked = Mock(side_effect=AssertionError("a lossy rule was used"))
     for kind, name in product((Lenient, Typical), ("accept_probs", "nearly_matches")):
         monkeypatch.setattr(kind, name, unasked, raising=False)
     drafters = [sd.ModelDrafter(draft()), sd.PromptLookupDrafter(min_ngram=1)]
-    for sampling, drafter in product([None, AT_ONE], drafters):
-        run("auto", sampling, drafter=drafter, max_tokens=20)
+    for sampling, drafter, rule in product([None, AT_ONE], drafters, ["auto", unseeded]):
+        run(rule, sampling, drafter=drafter, max_tokens=20)
     for rule in ("lenient", "typical"):
         with pytest.raises(AssertionError, match="lossy"):
             run(rule, AT_ONE)

@@ -11,18 +11,22 @@ from typing import Any
 
 import mlx.core as mx
 import pytest
-from mlx_lm.models.cache import KVCache, LRUPromptCache, make_prompt_cache
-from mlx_lm.models.switch_layers import QuantizedSwitchLinear, SwitchLinear
+from mlx_lm.models.cache import LRUPromptCache, RotatingKVCache, make_prompt_cache
 
 import tiny
 from lossless import (
+    BIT_EQUAL,
+    HALVES,
     INEXACT,
     NEAR_TIE,
+    NUM_IN_HALVES,
     PROMPT,
     ROUGH,
     SECOND_PROMPT,
     Case,
+    HalfRow,
     Text,
+    halves_of,
     largest_difference,
     noisy_copy,
     only_counting,
@@ -35,12 +39,14 @@ from scripted import Recorder
 from selection import FULL, cases
 from specdec_mlx import ModelDrafter
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
-from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.strategies import leaves
 
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
 EXACT = [name for name in RUNS if name not in INEXACT]
 OTHERS = [name for name in EXACT if name not in tiny.REPRESENTATIVE]
 ACROSS_THE_WINDOW = 32
+LAST_PLACES = {"bfloat16": 0.1, "float16": 0.02}  # of a log-probability
 PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
 
 on_cpu = pytest.mark.skipif(mx.metal.is_available(), reason="the table is about the CPU")
@@ -121,7 +127,9 @@ def test_the_page_is_written_by_its_generator() -> None:
     be read and draft trees, and those that cannot be read have the reason."""
     text = PAGE.read_text()
     rows = rows_of(text)
-    assert text == page(text, rows), "run docs/generate_architectures.py"
+    assert text == page(text, rows, list(halves_of(text).values())), (
+        "run docs/generate_architectures.py"
+    )
     assert [row.architecture for row in rows] == tiny.architecture_files()
     rows = [row for row in rows if row.architecture in RUNS]
     unread = [row.reads for row in rows if row.reads != "yes"]
@@ -154,25 +162,31 @@ def test_what_is_inexact_is_written_one_token_at_a_time(inexact: Case) -> None:
 
 
 @on_cpu
-@pytest.mark.parametrize("name", tiny.REPRESENTATIVE)
-def test_bfloat16_text_is_plain_decodings_up_to_a_tie(name: str) -> None:
-    """Bit for bit with plain key-value caches; with others, which round otherwise in a wide pass,
-    up to a tie. Mixtures of experts run on a CPU in float32 only."""
-    case = Case(name, mx.bfloat16)
-    experts = (SwitchLinear, QuantizedSwitchLinear)
-    if any(isinstance(module, experts) for module in case.model.modules()):
-        with pytest.raises(RuntimeError, match=r"GatherMM.* only supports float32"):
-            _ = case.plain
-        return
-    said = spoken(case.speculate(case.oracle(), 4, probe=False))
-    if all(type(cache) is KVCache for cache in make_prompt_cache(case.model)):
-        assert said.deviation(case.plain) == 0
-        return
-    pairs = zip(said.tokens, case.plain.tokens, strict=True)
-    end = next((i for i, (a, b) in enumerate(pairs) if a != b), len(case.plain))
-    if end < len(case.plain):
-        assert Text([0], case.plain.logprobs[end : end + 1]).smallest_gap <= 0.1
-    assert largest_difference(said.logprobs[:end], case.plain.logprobs[:end]) < 0.2
+@pytest.mark.filterwarnings("ignore:.*nothing is drafted there")  # the probe met another expert
+@pytest.mark.parametrize("name", cases(RUNS, "mamba2"))
+def test_in_16_bits_text_is_plain_decodings_up_to_the_rounding_on_the_page(name: str) -> None:
+    """In bfloat16 and float16. Bit for bit where the page says that several positions at once are
+    bit-equal to single ones; elsewhere that is as far off as it says, and a text parts where that
+    explains it."""
+    told = halves_of(PAGE.read_text()).get(name, HalfRow(name, BIT_EQUAL, BIT_EQUAL))
+    for kind, dtype in HALVES.items():
+        case = Case(name, dtype, NUM_IN_HALVES, briefly=True)
+        worst, found = case.rounding
+        on_page = getattr(told, kind)
+        said = spoken(case.speculate(case.oracle(), 4))
+        if name in INEXACT or on_page == BIT_EQUAL:
+            kinds = {type(cache) for cache in leaves(make_prompt_cache(case.model))}
+            moves = RotatingKVCache in kinds  # sums over keys in another order, once it wraps
+            assert said.deviation(case.plain) <= (LAST_PLACES[kind] if moves else 0), kind
+        if on_page == BIT_EQUAL:
+            assert found == BIT_EQUAL, kind
+            continue
+        share, on_page_share = (float(text.partition(" ")[0]) for text in (found, on_page))
+        assert on_page_share / 2 <= share <= on_page_share * 2, "generate_architectures.py"
+        pairs = zip(said.tokens, case.plain.tokens, strict=True)
+        end = next((i for i, (a, b) in enumerate(pairs) if a != b), len(case.plain))
+        if end < len(case.plain):
+            assert Text([0], case.plain.logprobs[end : end + 1]).smallest_gap <= 2 * worst
 
 
 DRAFT_MODELS = ["llama", "llama4", "rwkv7", "qwen3_next", "deepseek_v41"]

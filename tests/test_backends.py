@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import os
 import subprocess
 import sys
@@ -15,14 +14,12 @@ from typing import Any
 
 import mlx.core as mx
 import mlx_lm
-import numpy as np
 import pytest
 
 import specdec_mlx
 from selection import in_one_test
-from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_in
+from specdec_mlx.bench.record import REFERENCE_BLAS, blas_in
 from specdec_mlx.cli import backends, blas, doctor
-from specdec_mlx.cli.blas import without_prefix
 from specdec_mlx.cli.commands import main
 from specdec_mlx.errors import MissingBackendError
 
@@ -111,7 +108,7 @@ SLOW = replace(RIGHT, blas=REFERENCE_BLAS)
 
 FOUND: list[tuple[doctor.Installation, int, tuple[str, ...]]] = [
     *((right, 0, ()) for right in (RIGHT, CUDA, MAC)),
-    (replace(SLOW, openblas="/c/l.so"), 0, ("LD_PRELOAD=/c/l.so OPENBLAS_NUM_THREADS=1",)),
+    (replace(SLOW, openblas={"A": "/c/l.so"}), 0, ("export A=/c/l.so OPENBLAS_NUM_THREADS=1",)),
     (
         replace(RIGHT, backends=CPU | CUDA.backends),
         1,
@@ -198,72 +195,69 @@ def test_the_matrix_library_is_read_off_what_is_loaded(file: str) -> None:
     )
 
 
-# OpenBLAS for MLX on Linux: the library's names, the copy, and the second start -------------------
+# OpenBLAS for MLX on Linux: the wheel, what it needs, and the second start ------------------------
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="an ELF library is loaded")
-def test_a_real_library_loads_and_runs_under_its_plain_names(tmp_path: Path) -> None:
-    """NumPy's own OpenBLAS, whose names have the same prefix."""
-    folder = Path(np.__file__).parent.parent / "numpy.libs"
-    (source,) = folder.glob("libscipy_openblas64_*.so")
-    copy = tmp_path / "plain.so"
-    copy.write_bytes(without_prefix(source.read_bytes(), b"scipy_"))
-    library = ctypes.CDLL(str(copy))
-    assert library.openblas_get_num_threads64_() >= 1
-    assert not hasattr(library, "scipy_openblas_get_num_threads64_")
-    assert copy.stat().st_size == source.stat().st_size
-
-
-def plainly_without(library: bytes, prefix: bytes) -> bytes:
-    """`without_prefix`, of a library that is nothing but a name."""
-    is_name = library == b"scipy_name"
-    return library.removeprefix(prefix) if is_name else without_prefix(library, prefix)
+def test_the_wheels_library_multiplies_for_mlx(tmp_path: Path) -> None:
+    """In a process with these variables MLX's CPU backend has OpenBLAS in place of its own."""
+    code = "import mlx.core as mx; from specdec_mlx.bench.record import blas_name\n"
+    code += "x = mx.ones((4, 4)); print(blas_name(), (x @ x).sum().item())"
+    (variables,) = filter(None, [blas.find_openblas()])
+    environment = {**os.environ, "SPECDEC_MLX_CACHE": str(tmp_path), **variables}
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True)
+    assert (done.stdout, done.stderr) == (b"OpenBLAS 64.0\n", b"")
 
 
 @pytest.fixture
-def library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """The library of a wheel that is installed, with an empty cache."""
-    wheel = SimpleNamespace(version="1.2", locate_file=lambda path: tmp_path / path)
-    library = tmp_path / blas.LIBRARY
-    library.parent.mkdir(parents=True)
-    library.write_bytes(b"scipy_name")
-    monkeypatch.setattr(blas, "without_prefix", plainly_without)
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the wheel and MLX's CPU backend, and an empty cache."""
+    for name in (blas.LIBRARY, "mlx_cpu.libs/libgfortran-f7.so.5.0.0"):
+        (tmp_path / name).parent.mkdir(parents=True)
+        (tmp_path / name).touch()
+    wheel = SimpleNamespace(locate_file=lambda path: tmp_path / path)
     monkeypatch.setattr(blas, "distribution", lambda name: wheel)
     monkeypatch.setenv("SPECDEC_MLX_CACHE", str(tmp_path / "cache"))
-    return library
+    return tmp_path
 
 
-def test_the_wheels_library_is_copied_with_plain_names_once(library: Path, tmp_path: Path) -> None:
-    """The copy alone lies in the cache, by the wheel's version; the wheel stays as it is."""
-    copy = Path(str(blas.find_openblas()))
-    assert copy == tmp_path / "cache" / "blas" / "libopenblas-1.2.so"
-    assert copy.read_bytes() == b"name"
-    assert library.read_bytes() == b"scipy_name"
-    library.unlink()
-    assert blas.find_openblas() == str(copy)
-    assert list(copy.parent.iterdir()) == [copy]
+def test_the_wheels_library_finds_mlxs_fortran_by_its_plain_name(installed: Path) -> None:
+    """Through a link in the cache, which is mended where it leads elsewhere."""
+    fortran = installed / "mlx_cpu.libs" / "libgfortran-f7.so.5.0.0"
+    link = installed / "cache" / "blas" / fortran.name / "libgfortran.so.5"
+    expected = {
+        "LD_PRELOAD": str(installed / blas.LIBRARY),
+        "LD_LIBRARY_PATH": f"{link.parent}:{fortran.parent}",
+    }
+    for _ in range(2):
+        assert blas.find_openblas() == expected
+        assert link.resolve() == fortran
+        assert list(link.parent.iterdir()) == [link]
+        link.unlink()
+        link.symlink_to("of another environment, which is gone")
 
 
 def test_without_the_wheel_nothing_is_preloaded(
-    library: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    installed: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Nothing that is wrong with the wheel is an error: the command works without."""
+    """Nothing that is wrong with it, MLX or the cache is an error: the command works without."""
 
     def no_distribution(name: str) -> Any:
         raise PackageNotFoundError(name)
 
-    (tmp_path / "cache").write_text("a file where the folder should be")
-    assert blas.find_openblas() is None
-    (tmp_path / "cache").unlink()
-    for other in (b"MZ", b"\xcf\xfa\xed\xfe" + bytes(100), b"\x7fELF\x01\x01" + bytes(100)):
-        library.write_bytes(other)  # of Windows, of a Mac, and of 32 bits
-        assert blas.find_openblas() is None
-        with pytest.raises(ValueError, match="expected a 64-bit ELF library"):
-            without_prefix(other, b"scipy_")
-    library.unlink()
-    assert blas.find_openblas() is None
+    (installed / "cache").write_text("a file where the folder should be")
+    assert blas.find_openblas() == {}
+    (installed / "cache").unlink()
+    assert blas.find_openblas() != {}
+    for file in ("mlx_cpu.libs/libgfortran-f7.so.5.0.0", blas.LIBRARY):
+        (installed / file).rename(installed / "away")
+        assert blas.find_openblas() == {}
+        (installed / "away").rename(installed / file)
     monkeypatch.setattr(blas, "distribution", no_distribution)
-    assert blas.find_openblas() is None
+    assert blas.find_openblas() == {}
+
+
+OWN = {"LD_PRELOAD": "/site/libopenblas.so.0", "LD_LIBRARY_PATH": "/cache/gf:/site/mlx_cpu.libs"}
 
 
 class Started(BaseException):
@@ -288,7 +282,7 @@ def starts(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, list[str], dict]]
     monkeypatch.setattr(sys, "platform", "linux")
     monkeypatch.setattr(blas.mx, "default_device", lambda: blas.mx.cpu)
     monkeypatch.setattr(blas, "blas_name", lambda: blas.REFERENCE_BLAS)
-    monkeypatch.setattr(blas, "find_openblas", lambda: "/cache/libopenblas.so")
+    monkeypatch.setattr(blas, "find_openblas", lambda: OWN)
     return seen
 
 
@@ -304,17 +298,17 @@ def test_the_command_starts_again_with_the_library_preloaded(
     assert arguments == ["/venv/bin/python", *expected]
     environment.pop("PYTEST_CURRENT_TEST", None)
     assert environment == {
-        "LD_PRELOAD": "/cache/libopenblas.so libtrace.so",
+        "LD_PRELOAD": "/site/libopenblas.so.0:libtrace.so",
+        "LD_LIBRARY_PATH": OWN["LD_LIBRARY_PATH"],
         "OPENBLAS_NUM_THREADS": "4",
         "PATH": "/bin",
-        blas.PRELOADED: "/cache/libopenblas.so",
+        blas.PRELOADED: '{"LD_PRELOAD": "libtrace.so", "LD_LIBRARY_PATH": ""}',
     }
     assert capsys.readouterr().err.startswith("Preloading OpenBLAS")
-    for before, preload in (({"LD_PRELOAD": "libtrace.so"}, " libtrace.so"), ({}, "")):
-        own = {blas.PRELOADED: "/cache/a.so", "LD_PRELOAD": f"/cache/a.so{preload}"}
-        monkeypatch.setattr(blas.os, "environ", own)
-        assert blas.start_again_with_openblas("demo") == "/cache/a.so"
-        assert blas.os.environ == before
+    monkeypatch.setattr(blas.os, "environ", environment)
+    assert blas.start_again_with_openblas("demo") == OWN
+    before = {"LD_PRELOAD": "libtrace.so", "LD_LIBRARY_PATH": "", "PATH": "/bin"}
+    assert blas.os.environ == before | {"OPENBLAS_NUM_THREADS": "4"}
     monkeypatch.setattr(blas.os, "environ", {blas.THREADS: "3"})
     with pytest.raises(Started):
         blas.start_again_with_openblas("demo")
@@ -328,7 +322,7 @@ def test_the_command_starts_again_with_the_library_preloaded(
         (blas.mx, "default_device", lambda: blas.mx.gpu),
         (blas, "blas_name", lambda: "OpenBLAS"),
         (blas, "blas_name", lambda: "MKL"),
-        (blas, "find_openblas", lambda: None),
+        (blas, "find_openblas", dict),
         (sys, "argv", ["/bin/pytest", "tests"]),
         (sys, "orig_argv", ["python", "/bin/pytest", "tests"]),
     ],
@@ -339,5 +333,5 @@ def test_nothing_starts_again_where_that_gains_nothing(
     """And never in a process that is not the command itself."""
     with monkeypatch.context() as patch:
         patch.setattr(module, name, value)
-        assert blas.start_again_with_openblas("demo") is None
+        assert blas.start_again_with_openblas("demo") == {}
     assert starts == []

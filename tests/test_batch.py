@@ -32,9 +32,9 @@ from selection import cases
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request, RowDrafting, RowToken, samples_of
 from specdec_mlx.contracts import DraftContext, Drafter, Features
-from specdec_mlx.target import row_caches
-from specdec_mlx.target.inputs import CacheOptions
-from specdec_mlx.target.row_pass import RowPasses, passes_over
+from specdec_mlx.verify import row_caches
+from specdec_mlx.verify.inputs import CacheOptions
+from specdec_mlx.verify.row_pass import RowPasses, passes_over
 
 BLOCK = [5, 17, 99, 3, 41, 8]
 PROMPTS = [

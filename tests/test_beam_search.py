@@ -23,7 +23,7 @@ from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.contracts import Draft, DraftContext, Features
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import Fixed
-from specdec_mlx.target.model_pass import vocab_size_of
+from specdec_mlx.verify.model_pass import vocab_size_of
 
 PROMPT = [5, 17, 99, 3, 41, 8, 5, 17, 99]
 STEPS = 12

@@ -51,10 +51,11 @@ from specdec_mlx.contracts import Draft, DraftContext, Outcome, RoundRecord
 from specdec_mlx.draft_length.costs import CURVES, WIDTHS
 from specdec_mlx.draft_length.policy import Fixed, make_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters import draft_models
+from specdec_mlx.drafters.choosing import choice
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.lab.pair import head_path, load_pair
 from specdec_mlx.stats.counterfactual import ratio_of
-from specdec_mlx.target.verifier import LazyPass
+from specdec_mlx.verify.verifier import LazyPass
 
 SETTINGS = Settings(max_tokens=24, repeats=2)
 LOOKUP = "prompt-lookup"
@@ -69,7 +70,10 @@ def bench(
     **options: Any,
 ) -> Record:
     model = narrow.model()
-    contenders = make_contenders(model, drafters, lengths, temp, **options)
+    model_or_none = NamedModel(options.get("draft_model"))
+    choices = DrafterChoice(drafters, model_or_none).each().items()
+    made = {spec: one.resolve(model) for spec, one in choices}
+    contenders = make_contenders(model, made, lengths, temp, **options)
     return run.run_bench(model, narrow.tasks(), contenders, settings, temp=temp, measure_cost=False)
 
 
@@ -148,7 +152,8 @@ def test_contenders_take_turns_and_what_auto_learned_is_kept_within_a_repeat(
         return speculate(*args, tuning=tuning, **kwargs)
 
     monkeypatch.setattr("specdec_mlx.bench.contenders.speculate", spy)
-    contenders = make_contenders(narrow.model(), [LOOKUP, "ngram"], ["auto"])
+    drafters = {name: sd.make_drafter(name) for name in (LOOKUP, "ngram")}
+    contenders = make_contenders(narrow.model(), drafters, ["auto"])
     settings, order = Settings(max_tokens=4, repeats=2), []
     sweep = SimpleNamespace(id="", repeat=0, drafter="sweep")
     for s in run_interleaved(narrow.tasks(2), contenders, settings, lambda: order.append(sweep)):
@@ -192,6 +197,17 @@ def test_random_texts_are_not_compared_and_those_of_a_single_round_have_no_speed
     assert (result.identical, result.tokens, result.tokens_per_pass) == (4, 4, 1)
     assert "- to -" in format_record(record)
     assert "| rule" not in format_record(record)
+
+
+def test_a_seed_that_is_given_is_measured_as_a_caller_has_it() -> None:
+    """One text at every length; without one the rule is that of calls without a seed."""
+    options: dict[str, Any] = {"temp": 1.0, "draft_model": narrow.model(seed=1)}
+    for is_seeded in (True, False):
+        settings = Settings(max_tokens=24, seed=3 if is_seeded else None)
+        record = bench(["model"], ["2", "5"], settings, is_seeded=is_seeded, **options)
+        own = [s for s in record.samples if s.drafter == "model" and s.id == "task 0"]
+        texts = {tuple(s.tokens) for s in own}
+        assert (len(texts) == 1) == is_seeded
 
 
 def test_the_pass_after_the_first_token_counts_for_the_tokens_after_it(
@@ -257,7 +273,7 @@ def command(*arguments: str) -> int:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> narrow.FakeTokenizer:
     """The command line loads the narrow model, whatever it is asked for."""
     tokenizer = narrow.FakeTokenizer()
-    for module, name in ((run, "load_target"), (draft_models, "load_model")):
+    for module, name in ((run, "load_target"), (choice, "load_model")):
         monkeypatch.setattr(module, name, lambda name: (narrow.model(), tokenizer))
     return tokenizer
 
@@ -342,7 +358,7 @@ def test_a_draft_model_brings_both_speculations_and_a_trained_head_only_ours(
     assert command("--draft-model", "any", *ONE_CHAT) == 0
     report = capsys.readouterr().out
     assert MLX_LM_SPECULATION in report
-    assert "| model " in report
+    assert "| auto " in report, "as `generate` drafts: look-up and the model compete"
     pair = load_pair()
     monkeypatch.setattr(run, "load_target", lambda name: (pair.target, pair.tokenizer))
     head = ["--draft-model", str(head_path("medusa")), *ONE_CHAT]
@@ -353,7 +369,7 @@ def test_a_draft_model_brings_both_speculations_and_a_trained_head_only_ours(
     assert MLX_LM_SPECULATION not in report
     assert all(f"| {name} " in report for name in cases)
     assert command(*head, "--draft-layers", "1") == 2
-    assert re.search(r"--draft-layers: .* --draft-bits alone", capsys.readouterr().err)
+    assert re.search(r"--draft-layers: .* no layers to leave out", capsys.readouterr().err)
 
 
 def test_cost_curves_run_through_their_points() -> None:
@@ -541,7 +557,8 @@ def test_the_commands_score_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "kind 0" in report
     assert {s["cost"] for s in json.loads(scored.read_text())} == {"linear:0", "1,1.5,2"}
     picture = tmp_path / "speeds.svg"
-    assert main(["replay", str(path), "--plot", str(picture)]) == 0
+    lengths = ["--draft-length", "2", "--draft-length", "8"]
+    assert main(["replay", str(path), *lengths, "--plot", str(picture)]) == 0
     assert "auto, K = 8" in picture.read_text()
     assert "cost linear:0.24" in capsys.readouterr().out
     assert experiment.main([str(path), *named, *curves, "--longest", "3"]) == 0

@@ -32,12 +32,27 @@ FOREIGN = {"references"}  # runs torch, which is not installed
 
 PROMPT = "the cat in the hat and the other cat in the hat and the"
 
+GENERATES = """
+import unittest
+
+from mlx_lm import load, stream_generate
+
+
+class TestIt(unittest.TestCase):
+    def test_it(self):
+        model, tokenizer = load("mlx-community/Qwen1.5-0.5B-Chat-4bit")
+        prompt = tokenizer.apply_chat_template([{"role": "user", "content": "the cat"}])
+        self.assertEqual(len(list(stream_generate(model, tokenizer, prompt, max_tokens=4))), 4)
+"""
+"""As a test of mlx-lm's."""
+
 COMMANDS = {
     "batches": "--model {model} --prompts {prompts} --rows 2 --groups 1 --repeats 1 --max-tokens 8",
     "head_trees": "{medusa} --prompts {prompts} --every 5 --sizes 2 --max-tokens 8",
     "heads": "{medusa} --prompts {prompts} --every 5 --lengths 2 --max-tokens 8",
     "host_time": "--context 300 --rounds 2",
     "memory": "{folder} --tokenizer {model} --max-tokens 100000",
+    "mlx_lm_tests": "{mlx_lm_tests} --model {model}",
     "online": "--model {model} --draft-model {model} --texts 2 --held-out 1 --max-tokens 8",
     "peers": "--peer mlx-dspark --help",
     "prior": "{texts} --drafter ngram",
@@ -70,6 +85,9 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     medusa = f"--model {lab.target_path()} --head {lab.head_path('medusa')}"
     made = {"model": str(model), "prompts": prompts, "texts": texts, "medusa": medusa}
     made["sessions"] = str(folder / "sessions.jsonl")
+    (folder / "tests").mkdir()
+    (folder / "tests" / "test_it.py").write_text(GENERATES)
+    made["mlx_lm_tests"] = str(folder / "tests")
     return made | {"out": str(folder / "out.json"), "folder": str(ROOT / "benchmarks")}
 
 
@@ -104,6 +122,46 @@ def test_long_texts_are_counted_by_hundreds(files: dict[str, str]) -> None:
         assert sum(passes + accepted) - 240 in range(4)
         assert np.all(accepted <= drafted)
     assert record["learning"] != record["not learning"]
+
+
+# mlx-lm's own tests: the three columns differ where the drafters show ----------------------------
+
+SEES = """
+import unittest
+
+from mlx_lm.generate import generate_step
+
+
+class TestIt(unittest.TestCase):
+    def test_alike(self):
+        raise ValueError("in every column")
+
+    def test_installed(self):
+        self.assertFalse(hasattr(generate_step, "__wrapped__"))
+"""
+
+
+@FULL
+def test_what_differs_from_stock_is_named_and_is_exit_status_1(
+    tmp_path: Path, files: dict[str, str]
+) -> None:
+    """Not what fails stock as well, with the same."""
+    (tmp_path / "test_it.py").write_text(SEES)
+    flags = [tmp_path, "--model", files["model"]]
+    done = command_line.run(*flags, program="benchmarks.mlx_lm_tests")
+    assert done.returncode == 1
+    assert "test_it.TestIt.test_installed: NOT EXPECTED" in done.stdout
+    assert "test_it.TestIt.test_alike:" not in done.stdout
+    assert done.stdout.count("ValueError: in every column") == 3
+
+
+@FULL
+def test_a_column_generates_with_drafters_only_if_it_says_so(files: dict[str, str]) -> None:
+    """None in the first; what a test generates counts in both others."""
+    flags = [files["mlx_lm_tests"], "--model", files["model"]]
+    done = command_line.run(*flags, program="benchmarks.mlx_lm_tests")
+    counts = [line.split("; ")[1].split()[0] for line in done.stdout.splitlines() if "; " in line]
+    assert counts == ["0", "1", "1"]
 
 
 # Heads: each generation is charged with its own passes --------------------------------------------

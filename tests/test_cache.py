@@ -29,8 +29,8 @@ import tiny
 from lossless import largest_difference, only_counting
 from selection import cases, in_one_test
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.strategies import STRATEGIES, leaves, strategy_for
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.strategies import STRATEGIES, leaves, strategy_for
 
 WINDOW = 8
 VOCAB = 128
@@ -67,6 +67,9 @@ SUBJECTS: dict[str, tuple[str, Callable[[], Any] | None]] = {
 }
 """One for every class that mlx-lm's architectures make."""
 
+TOLERANCE = {mx.float32: 1e-3, mx.float16: 0.08, mx.bfloat16: 0.4}
+"""Of a logit, of which the spread is 1.5."""
+
 STEPS = st.tuples(
     st.sampled_from(["text", "pass", "pass", "pass", "singles", "stopped", "turn"]),
     st.lists(st.integers(1, VOCAB - 28), min_size=2, max_size=WINDOW + 5),
@@ -82,10 +85,11 @@ class Speculation:
     there and a copy of the plain caches, so that going back is to forget the later copies.
     """
 
-    def __init__(self, subject: str) -> None:
+    def __init__(self, subject: str, dtype: mx.Dtype = mx.float32) -> None:
         name, self.kind = SUBJECTS[subject]
         # Heads are wide enough for caches to be quantized.
-        self.model = build(name, **{"head_dim": 32} if self.kind else {})
+        self.model = build(name, dtype, **{"head_dim": 32} if self.kind else {})
+        self.tolerance = TOLERANCE[dtype]
         self.tape = Rollback(self.make())
         self.start = 0  # position in the text at which the tape was made
         self.text: list[int] = []
@@ -157,7 +161,7 @@ class Speculation:
         logits = self.model(ids, cache=self.tape.caches)[0]
         self.tape.advance(size)
         expected = mx.stack([self.reference(start + i) for i in range(size)])
-        assert largest_difference(logits, expected) < 1e-3
+        assert largest_difference(logits, expected) < self.tolerance
         offsets = {c.offset for c in leaves(self.tape.caches) if hasattr(c, "offset")}
         assert offsets <= {self.position}
 

@@ -13,8 +13,13 @@ from tokenizers import normalizers
 
 import tiny_text
 from specdec_mlx.cli.commands import main
-from specdec_mlx.drafters import candidates, registry
-from specdec_mlx.drafters.candidates import Candidate, find_candidates, locate, weight_bytes
+from specdec_mlx.drafters.choosing import candidates, registry
+from specdec_mlx.drafters.choosing.candidates import (
+    Candidate,
+    find_candidates,
+    locate,
+    weight_bytes,
+)
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.stats.theory import expected_speedup
 from tiny_model_folder import write_model_folder

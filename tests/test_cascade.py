@@ -28,8 +28,8 @@ from specdec_mlx.contracts import (
     key_of,
 )
 from specdec_mlx.drafters.cascade import CascadeSession
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
-from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
@@ -156,7 +156,7 @@ def test_it_has_a_name_where_there_is_a_draft_model() -> None:
     assert drafter is not None
     assert key_of(drafter) == key_of(sd.Cascade(sd.ModelDrafter(model), "prompt-lookup", 3))
     assert key_of(drafter) != key_of(sd.Cascade(sd.ModelDrafter(model), "prompt-lookup", 2))
-    assert Flags(drafters=["cascade"], draft_model="M").names == ["cascade"]
+    assert DrafterChoice(["cascade"], NamedModel("M")).ordered == ["cascade"]
     with pytest.raises(ValueError, match="draft-model"):
         sd.make_drafter("cascade")
 

@@ -43,7 +43,13 @@ from lossless import noisy_copy
 from selection import FULL, cases, in_one_test
 from specdec_mlx.checks import drawn, one_step
 from specdec_mlx.checks import run as run_module
-from specdec_mlx.checks.chi_square import FALSE_ALARM, ChiSquare, power
+from specdec_mlx.checks.chi_square import (
+    FALSE_ALARM,
+    ChiSquare,
+    noncentral_cdf,
+    power,
+    survival,
+)
 from specdec_mlx.checks.drawn import Cells, Draws, check_declared, check_joint
 from specdec_mlx.checks.one_step import VARIANTS, check_one_step, lossless
 from specdec_mlx.checks.report import CheckReport, Part
@@ -55,8 +61,8 @@ from specdec_mlx.cli import commands as cli
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.target.exactness import ProbeReport, probe
 from specdec_mlx.testing.enumeration import sources
+from specdec_mlx.verify.exactness import ProbeReport, probe
 from tiny_model_folder import write_model_folder
 
 V = 12
@@ -367,6 +373,20 @@ def test_chi_square_joins_rare_cells_and_sees_the_impossible() -> None:
     assert power(wrong, right) == pytest.approx(1 - math.exp(-2), abs=1e-3)
 
 
+def test_the_chances_of_chi_square_statistics_are_scipys() -> None:
+    """Far into the tail, for few and many degrees of freedom, at nothing and at infinity."""
+    freedoms, quantiles = (1, 2, 3, 8, 41, 300, 1_001), (0.999, 0.5, 1e-3, 1e-12, 1e-200)
+    for freedom in freedoms:
+        for quantile in quantiles:
+            statistic = stats.chi2.isf(quantile, freedom)
+            assert survival(freedom, statistic) == pytest.approx(quantile, rel=1e-9)
+        assert (survival(freedom, 0.0), survival(freedom, math.inf)) == (1, 0)
+        limit = stats.chi2.isf(FALSE_ALARM, freedom)
+        for shift in (0.0, 0.5, 30.0, 2_000.0, 1e9):
+            expected = stats.ncx2.cdf(limit, freedom, shift) if shift else 1 - FALSE_ALARM
+            assert noncentral_cdf(limit, freedom, shift) == pytest.approx(expected, abs=1e-9)
+
+
 # What is remembered -------------------------------------------------------------------------------
 
 
@@ -469,6 +489,19 @@ def test_the_command_passes_at_temperature_0(folder: Path, tmp_path: Path) -> No
     assert [part["name"] for part in data["parts"]] == ALL_PARTS
     not_drawn = [part["name"] for part in data["parts"] if part["status"] == "not applicable"]
     assert not_drawn == DRAWN_PARTS
+
+
+@in_one_test("seed", [None, 0, 2])
+def test_what_is_checked_is_the_rule_that_a_call_would_take(
+    seed: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a seed and no rule named, the one that has one text for it."""
+    subjects: list[Subject] = []
+    monkeypatch.setattr(run_module, "run_parts", lambda subject, *_: subjects.append(subject) or [])
+    options: dict[str, Any] = {"drafter": model_drafter(), "prompts": PROMPTS, "sampler": AT_ONE}
+    sd.check(model(), None, seed=seed, progress=False, **options)
+    assert subjects[0].rule.name == ("auto" if seed is None else "coupled")
+    assert subjects[0].seed == (seed or 0)
 
 
 def test_flags_reach_the_check(

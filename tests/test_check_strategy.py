@@ -18,7 +18,9 @@ from mlx_lm.models.cache import (
 )
 
 from selection import cases, in_one_test
-from specdec_mlx.target.strategies import (
+from specdec_mlx.testing import check_strategy
+from specdec_mlx.testing.strategy import Feed, StrategyConformance, attend
+from specdec_mlx.verify.strategies import (
     STRATEGIES,
     Chunks,
     Gathers,
@@ -32,8 +34,6 @@ from specdec_mlx.target.strategies import (
     Unknown,
     Window,
 )
-from specdec_mlx.testing import check_strategy
-from specdec_mlx.testing.strategy import Feed, StrategyConformance, attend
 
 WINDOW = 8
 

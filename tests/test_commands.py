@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import huggingface_hub.constants
+import mlx.core as mx
 import pytest
 
 import specdec_mlx
@@ -144,6 +145,25 @@ def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     assert account(generate(folders, *flags, "--rule", "rejection")) == all_accepted(80)
     _, accepted, drafted = account(generate(folders, *flags, "--rule", "match"))
     assert accepted < drafted
+
+
+@both_ways
+def test_a_seed_is_one_text_at_any_draft_length(folders: Path) -> None:
+    """Of a draft model at temperature 1, where no rule is named."""
+    flags = ["--draft-model", str(folders / "other"), "--temp", "1", "--seed", "3"]
+    plain = text_in(generate(folders, *flags[2:], "--drafter", "none", tokens=24))
+    for length in ("2", "5", "auto"):
+        assert text_in(generate(folders, *flags, "--draft-length", length, tokens=24)) == plain
+
+
+def test_without_a_seed_generate_takes_the_rule_that_accepts_most(folders: Path) -> None:
+    """Drafts of other lengths then lead to other texts."""
+    flags = ["--draft-model", str(folders / "other"), "--temp", "1"]
+    texts = []
+    for length in ("2", "5"):
+        mx.random.seed(3)
+        texts.append(text_in(generate(folders, *flags, "--draft-length", length, tokens=24)))
+    assert texts[0] != texts[1]
 
 
 WRONG: dict[str, str] = {
@@ -315,7 +335,7 @@ def test_probe_says_whether_drafting_is_exact(
     assert done.returncode == 0, done.stderr
     assert "exact" in done.stdout.splitlines()[-1]
     assert "caches: KVCache" in done.stdout
-    module = sys.modules["specdec_mlx.target.exactness"]
+    module = sys.modules["specdec_mlx.verify.exactness"]
     monkeypatch.setattr(module, "probe", lambda model: SimpleNamespace(exact=False))
     assert cli.main(["probe", "--model", str(folder)]) == 1
 

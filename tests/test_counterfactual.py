@@ -43,7 +43,7 @@ from specdec_mlx.stats.counterfactual import (
     coupled_probs,
     kept_by_token,
 )
-from specdec_mlx.target import verifier
+from specdec_mlx.verify import verifier
 
 EXACT = 1e-12
 COUNT = len(BY_TOKEN)

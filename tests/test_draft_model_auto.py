@@ -18,7 +18,7 @@ import command_line
 import heads
 import specdec_mlx as sd
 from selection import in_one_test
-from specdec_mlx.drafters.candidates import choose_for, report
+from specdec_mlx.drafters.choosing.candidates import choose_for, report
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.errors import HeadError
 from tiny_model_folder import write_model_folder

@@ -24,12 +24,17 @@ from specdec_mlx.batch.rows import Request, samples_of
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters import rows as draft_rows
+from specdec_mlx.drafters import shared_drafts
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.session import RecurrentSession
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.drafters.rows import DraftRows, HeadRowSession, ModelRows, RowSession
-from specdec_mlx.target.inputs import CacheOptions
+from specdec_mlx.drafters.shared_drafts import (
+    ModelPasses,
+    SharedDrafts,
+    SharedHeadSession,
+    SharedModelSession,
+)
+from specdec_mlx.verify.inputs import CacheOptions
 
 PROMPTS = [[9], [5, 17, 99, 3, 41, 8, 7], [11, 12, 13], [30, 31] * 20]
 LENGTHS = [75, 12, 66, 50]
@@ -109,15 +114,15 @@ class Sometimes:
 def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Draft]]:
     """Each draft that a text asked for, and the text."""
     found: list[tuple[list[int], Draft]] = []
-    real = RowSession.propose
+    real = SharedModelSession.propose
 
-    def propose(self: RowSession, limit: int) -> Draft:
+    def propose(self: SharedModelSession, limit: int) -> Draft:
         draft = real(self, limit)
         found.append((list(self.tokens), draft))
         return draft
 
-    monkeypatch.setattr(RowSession, "propose", propose)
-    monkeypatch.setattr(draft_rows, "MOST_PENDING", 3)  # texts that wait longer are read apart
+    monkeypatch.setattr(SharedModelSession, "propose", propose)
+    monkeypatch.setattr(shared_drafts, "MOST_PENDING", 3)  # texts that wait longer are read apart
     return found
 
 
@@ -150,7 +155,7 @@ def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
     both = sd.FirstOf(Sometimes(name), head)
     found: list[dict[tuple[int, ...], list[int]]] = [{}, {}]
     with monkeypatch.context() as patched:
-        for kinds, where in ((RecurrentSession, found[0]), (HeadRowSession, found[1])):
+        for kinds, where in ((RecurrentSession, found[0]), (SharedHeadSession, found[1])):
 
             def propose(
                 self: Any, limit: int, real: Any = kinds.propose, kept: Any = where
@@ -160,7 +165,7 @@ def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
                 return draft
 
             patched.setattr(kinds, "propose", propose)
-        patched.setattr(draft_rows, "MOST_WAITING", 9)  # texts that wait longer are read apart
+        patched.setattr(shared_drafts, "MOST_WAITING", 9)  # texts that wait longer are read apart
         for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
             list(sd.speculate(tiny.build(name), prompt, both, max_tokens=length, draft_length=3))
         alone = dict(found[0])
@@ -176,13 +181,13 @@ def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
 
 def test_a_head_begins_where_the_prompt_was_not_read_before(monkeypatch: Any) -> None:
     """Samples of one prompt: it pairs the states that it sees with the tokens after them."""
-    target, real, counts = tiny.build("qwen2"), HeadRowSession.propose, list[int]()
+    target, real, counts = tiny.build("qwen2"), SharedHeadSession.propose, list[int]()
 
-    def propose(self: HeadRowSession, limit: int) -> Draft:
+    def propose(self: SharedHeadSession, limit: int) -> Draft:
         counts.append(self.waiting.start + self.waiting.num_rows - len(self.tokens))
         return real(self, limit)
 
-    monkeypatch.setattr(HeadRowSession, "propose", propose)
+    monkeypatch.setattr(SharedHeadSession, "propose", propose)
     head = HeadDrafter(heads.random_head(heads.HEADS["eagle3"], target))
     batch = BatchGeneration(target, head, draft_length=2)
     asked = Request(PROMPTS[3], LENGTHS[3], sd.Sampling())
@@ -196,13 +201,13 @@ def test_a_head_begins_where_the_prompt_was_not_read_before(monkeypatch: Any) ->
 
 
 def test_all_rows_draft_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
-    widths, real = [], ModelRows.draft
+    widths, real = [], ModelPasses.draft
 
-    def draft(self: ModelRows, *asked: Any) -> None:
+    def draft(self: ModelPasses, *asked: Any) -> None:
         real(self, *asked)
         widths.append(len(self.sessions))
 
-    monkeypatch.setattr(ModelRows, "draft", draft)
+    monkeypatch.setattr(ModelPasses, "draft", draft)
     batch = Batch("qwen2", max_rows=4, draft_length=3)
     assert max(widths) == 4
     assert len(widths) < max(map(len, batch.texts.values()))  # one a round, not one a text
@@ -217,7 +222,7 @@ def test_drawn_texts_are_repeatable_and_a_recurrent_model_drafts_alone() -> None
         for _ in range(2)
     ]
     assert texts[0] == texts[1]
-    assert type(DraftRows()(sd.ModelDrafter(model), [1], DraftContext())) is ModelSession
+    assert type(SharedDrafts()(sd.ModelDrafter(model), [1], DraftContext())) is ModelSession
 
 
 @pytest.mark.parametrize("length", [5, 20])
@@ -225,7 +230,7 @@ def test_a_text_that_ends_leaves_what_was_read_to_the_caller(length: int, asked:
     """The server keeps a draft model's caches for the next turn."""
     model = tiny.build("qwen2")
     rows, context = (
-        DraftRows(),
+        SharedDrafts(),
         DraftContext(sampling=sd.Sampling(), vocab_size=model.args.vocab_size),
     )
     caches, earlier = [make_prompt_cache(model) for _ in range(3)], [5, 6, 7]

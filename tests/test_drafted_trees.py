@@ -32,12 +32,12 @@ from specdec_mlx.draft_length.chances import (
 )
 from specdec_mlx.drafters.growing import TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.writing import Marginals
+from specdec_mlx.drafters.writing import places_after
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.taps import Taps
 from specdec_mlx.testing.enumeration import continued, sources
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.taps import Taps
 
 BRANCHES, SIZE = 3, 10
 
@@ -104,7 +104,7 @@ def test_each_node_is_drafted_from_its_own_path(kind: str, name: str) -> None:
     session.begin_draft(SIZE)
     assert session.forks
     session.next_logits(None)
-    rows = mx.concatenate([session.logits_after(mx.array(t), p) for t, p in LEVELS])
+    rows = mx.concatenate([session.next_logits(mx.array(t), p) for t, p in LEVELS])
     tokens = [token for level, _ in LEVELS for token in level]
     parents = [parent for _, level in LEVELS for parent in level]
     for node in range(len(tokens)):
@@ -116,11 +116,17 @@ def test_each_node_is_drafted_from_its_own_path(kind: str, name: str) -> None:
         np.testing.assert_allclose(np.array(rows[node]), np.array(logits[0]), atol=1e-4)
 
 
+def marginals(logits: mx.array) -> Any:
+    """Logits [n, V] by place alone, as of heads that draft at once."""
+    known = [0]
+    return lambda tokens, parents: logits[mx.array(places_after(known, tokens, parents))]
+
+
 def point_masses(logits: mx.array, limit: int, branches: int = BRANCHES) -> tuple[Draft, TreeDraws]:
     """A tree of marginals, greedy."""
     context = DraftContext(vocab_size=logits.shape[-1])
     draws = TreeDraws(context, Sampling(), PROMPT, len(PROMPT), branches, Chances.of("model"))
-    return draws.write(logits[:1], Marginals(logits).logits_after, limit, len(logits)), draws
+    return draws.write(marginals(logits), limit, len(logits)), draws
 
 
 @in_one_test("limit", [1, 2, 5, 12, 99])
@@ -159,8 +165,8 @@ def test_what_was_right_is_learned() -> None:
     before = PRIORS["model"]
     for text, deeper in (([1], False), ([1, 0], True), ([2, 1], False)):
         _, draws = point_masses(logits, 99, branches=2)
-        draws.tree.learn(text)
-        odds = [weight[0] for weight in draws.tree.known.weights]
+        draws.learn(text)
+        odds = [weight[0] for weight in draws.known.weights]
         likeliest, second = class_of("confidence", 0.5), class_of("rank", 1)
         assert odds[likeliest] < before[likeliest]
         assert (odds[second] > before[second]) == (text[0] == 1)
@@ -197,7 +203,9 @@ class Known:
     def row(self, text: tuple[int, ...]) -> mx.array:
         return mx.array(np.log(self.source.after(self.state, text) + 1e-30))[None]
 
-    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
+    def next_logits(self, tokens: mx.array | None, parents: Sequence[int]) -> mx.array:
+        if tokens is None:
+            return self.row(())
         new = [
             (*(() if parent == ROOT else self.texts[parent]), token)
             for token, parent in zip(to_list(tokens), parents, strict=True)
@@ -224,10 +232,10 @@ def drawn_trees(source: Source, limit: int) -> Iterator[tuple[float, Draft]]:
         draws = Scripted(context, Sampling(temp=1.0), [0], 1, 2, decided())
         draws.begin(script)
         levels = Known(source, 0)
-        draft = draws.write(levels.row(()), levels.logits_after, limit)
+        draft = draws.write(levels.next_logits, limit, limit)
         kept = [
             (node, rank)
-            for node, place in draws.tree.places.items()
+            for node, place in draws.siblings.items()
             for rank in range(len(place.children))
         ]
         following = next((key for key in kept if key not in script), None)
@@ -303,7 +311,7 @@ def test_two_draws_of_a_place_follow_the_law_that_they_declare() -> None:
     for seed in range(count):
         context = DraftContext(sampling=sampling, noise=Noise(seed), vocab_size=4)
         draws = TreeDraws(context, sampling, PROMPT, len(PROMPT), 2, Chances.of("model"))
-        first, second = to_list(draws.write(logits, Marginals(logits).logits_after, 2, 1).tokens)
+        first, second = to_list(draws.write(marginals(logits), 2, 1).tokens)
         seen[first, second] += 1
     p = np.array([0.5, 0.3, 0.15, 0.05])
     joint = np.outer(p, p) / (1 - p)[:, None]

@@ -30,8 +30,8 @@ from specdec_mlx.drafters.heads.early_exit import (
 )
 from specdec_mlx.drafters.lighter import first_layers as cut
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.target.exactness import exact_until
-from specdec_mlx.target.taps import keys_values_of
+from specdec_mlx.verify.exactness import exact_until
+from specdec_mlx.verify.taps import keys_values_of
 
 COPIES = ("qwen2", "qwen3", "gemma2", "gpt2", "deepseek_v3")
 READS = {"llama": 2, "gemma3_text": 2, "mamba2": 1}

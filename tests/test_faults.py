@@ -37,8 +37,8 @@ from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.target.exactness import can_hold_rows
-from specdec_mlx.target.rollback import check_usable
+from specdec_mlx.verify.exactness import can_hold_rows
+from specdec_mlx.verify.rollback import check_usable
 
 pytestmark = pytest.mark.filterwarnings("ignore:specdec_mlx")
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import socket
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,13 @@ import tiny
 from selection import cases, in_one_test
 from specdec_mlx.checks import run as check
 from specdec_mlx.cli import commands
-from specdec_mlx.drafters.candidates import heads_lines, known_repositories, report
-from specdec_mlx.drafters.draft_models import Lighter, NamedModel, choose_drafter, lighter_of
+from specdec_mlx.drafters.choosing.candidates import heads_lines, known_repositories, report
+from specdec_mlx.drafters.choosing.choice import (
+    DrafterChoice,
+    NamedModel,
+    choice_of,
+    resolve,
+)
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3Config, output_layers
 from specdec_mlx.drafters.heads.loading import FORMATS, is_head, kind_of
 from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, MTPHead, one_layer_model
@@ -334,31 +340,39 @@ def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
     """With the options that it is loaded with; wrong ones are named, not dropped."""
     assert not is_head(heads.reference("eagle1").write(tmp_path / "eagle1")), "it does not say so"
     folder = heads.reference("eagle3").write(tmp_path / "eagle3")
-    target, spec = heads.reference("eagle3").target(), "model:branches=4,greedy=true,draft_temp=1"
-    assert isinstance(choose_drafter(None, folder, target), sd.drafters.HeadDrafter)
-    flags = Flags(drafters=[spec], draft_model=str(folder), lighter=Lighter(bits=8))
-    assert (flags.has_head, Flags().has_head) == (True, False)
-    unnamed, ordered = Flags(draft_model=str(folder)), Flags(["ngram"], draft_model=str(folder))
+    target, spec = (
+        heads.reference("eagle3").target(),
+        "model:branches=4,greedy=true,draft_temp=1,draft_bits=8",
+    )
+    assert isinstance(resolve(None, folder, target), sd.drafters.HeadDrafter)
+    head = NamedModel(folder)
+    flags = Flags(DrafterChoice([spec], head))
+    learning = replace(flags, online=True)
+    assert (flags.waits_for_target, Flags().waits_for_target) == (True, False)
+    unnamed, ordered = Flags(DrafterChoice(model=head)), Flags(DrafterChoice(["ngram"], head))
     assert type(unnamed.drafter(target)) is sd.BestOf
     assert type(ordered.drafter(target)) is sd.FirstOf
     requested = Menu(flags).requested({"drafter": "model"}).drafter
     parser = argparse.ArgumentParser()
     check.add_arguments(parser)
     arguments = parser.parse_args(["--draft-model", str(folder), "--drafter", spec])
-    checked = NamedModel(arguments.draft_model, lighter_of(arguments)).make(spec, target)
+    checked = choice_of(arguments).resolve(target)
     for drafter in (flags.drafter(target), with_heads(requested, target), checked):
         assert isinstance(drafter, sd.drafters.HeadDrafter)
         assert (drafter.branches, drafter.greedy, drafter.draft_temp) == (4, True, 1.0)
-    learning = Flags(draft_model=str(folder), online=True)
-    for make, named in (
+    make = flags.drafting.make
+    for call, named in (
         (flags.drafter, "made for a loaded target, which is not known"),
-        (partial(flags.make, "model:twigs=4", target), r"twigs.*See help\(load_head\)"),
-        (partial(flags.make, "model:branches=many", target), "branches is 'many', expected int"),
-        (partial(flags.make, "model:branches=0", target), "expected an int >= 1"),
-        (partial(learning.make, spec, target), "--online a trained head takes no options"),
+        (partial(make, "model:twigs=4", target), r"twigs.*See help\(load_head\)"),
+        (
+            partial(make, "model:branches=many", target),
+            "branches is 'many', expected int",
+        ),
+        (partial(make, "model:branches=0", target), "expected an int >= 1"),
+        (partial(learning.drafting.make, spec, target), "--online a trained head takes no options"),
     ):
         with pytest.raises(ValueError, match=named):
-            make()
+            call()
 
 
 def test_heads_for_a_model_are_listed(tmp_path: Path) -> None:

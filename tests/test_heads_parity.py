@@ -26,8 +26,8 @@ from specdec_mlx.drafters.heads import gemma4_assistant, mtp
 from specdec_mlx.drafters.heads.mtp import MTPHead
 from specdec_mlx.drafters.heads.one_pass import CorrectedSession, GroupedConvolution, Markov
 from specdec_mlx.drafters.heads.session import Level
-from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.rollback import Rollback
 
 TOLERANCE = 1e-4  # of the largest logit
 
@@ -47,7 +47,7 @@ Change = Callable[[pytest.MonkeyPatch, dict[str, Any]], None]
 def both_drafts(name: str, drafter: Any) -> dict[str, tuple[list[int], mx.array]]:
     """Tokens and logits of the first and the second draft of a session shown the rows."""
     seen: list[mx.array] = []
-    draw = drawing.Draws.draw
+    draw = drawing.ChainDraws.draw
 
     def noting(self: Any, logits: mx.array) -> mx.array:
         seen.extend(mx.split(logits, len(logits)))  # of one pass they come together
@@ -61,7 +61,7 @@ def both_drafts(name: str, drafter: Any) -> dict[str, tuple[list[int], mx.array]
         asked.see(heads.features(drafter, rows[a:b], read=read, keys_values=held))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(drawing.Draws, "draw", noting)
+        patch.setattr(drawing.ChainDraws, "draw", noting)
         asked = drafter.begin(reference.prompt, DraftContext(vocab_size=heads.VOCAB))
         see(0, 4)  # the prompt in two chunks
         see(4, 6)
@@ -168,7 +168,7 @@ def position_moves_on(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     """Each token of a draft is asked from a position of its own."""
     step = gemma4_assistant.AssistantSession.next_logits
 
-    def wrong(self: Any, token: mx.array | None) -> mx.array:
+    def wrong(self: Any, token: mx.array | None, parents: Any = None) -> mx.array:
         if token is not None:
             self.held = {k: x._replace(offset=x.offset + 1) for k, x in self.held.items()}
         return step(self, token)

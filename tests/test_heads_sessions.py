@@ -35,7 +35,7 @@ from specdec_mlx.contracts import (
     Step,
 )
 from specdec_mlx.draft_length.parts import Model
-from specdec_mlx.drafters.drawing import Draws, Pace, cut_while, draft_while
+from specdec_mlx.drafters.drawing import ChainDraws, Pace, cut_while, draft_while
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.one_pass import PardDrafter
@@ -260,7 +260,7 @@ GUESSED = (1, 2, 2, 1)
 """Tokens that a draft in one pass takes to stand before its later ones, whatever is drawn."""
 
 
-class Path(Draws):
+class Path(ChainDraws):
     """Draws that come out as one path; its rows are those of a source."""
 
     is_drawn = True
@@ -276,11 +276,9 @@ class Path(Draws):
         self.num_drawn += 1
         return mx.array([self.tokens[self.num_drawn - 1]])
 
-    def log_confidence(self) -> mx.array:
-        return self.log_confidences()[-1:]
-
-    def log_confidences(self) -> mx.array:
-        return mx.log(mx.array(self.sure[: self.num_drawn]))
+    def log_confidences(self, *, latest: bool = False) -> mx.array:
+        logs = mx.log(mx.array(self.sure[: self.num_drawn]))
+        return logs[-1:] if latest else logs
 
     def draft(self, length: int | None = None) -> Draft:
         return Draft(self.tokens[:length])

@@ -32,8 +32,8 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.target import verifier
-from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.verify import verifier
+from specdec_mlx.verify.rollback import Rollback
 
 K = 4
 KINDS = {kind.name: kind for kind in kinds(K)}

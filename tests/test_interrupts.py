@@ -16,8 +16,8 @@ import scripted
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.mlx_lm_plugin.commands import terminated_as_interrupted
-from specdec_mlx.target.rollback import check_usable
-from specdec_mlx.target.strategies import STRATEGIES, Trim
+from specdec_mlx.verify.rollback import check_usable
+from specdec_mlx.verify.strategies import STRATEGIES, Trim
 
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 

@@ -1,8 +1,6 @@
-"""Draft models with fewer bits and fewer layers."""
+"""Draft models with fewer layers."""
 
 from __future__ import annotations
-
-from collections.abc import Callable
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -17,14 +15,13 @@ from lossless import PROMPT, ROUGH, Case, largest_difference, plain_text, spoken
 from scripted import Recorder
 from selection import cases, in_one_test
 from specdec_mlx.contracts import key_of
-from specdec_mlx.drafters.lighter import first_layers, quantized
+from specdec_mlx.drafters.lighter import first_layers
 from test_commands import account, text_in
 from tiny_model_folder import write_model_folder
 
 RUNS = ("llama", "gemma3_text", "mamba2", "qwen3_next", "falcon_h1", "deepseek_v3", "gpt2")
 """Architectures of every kind; beside them, below, those that are refused."""
 TOKENS = mx.array([PROMPT])
-FORTY = {"hidden_size": 40, "num_attention_heads": 4, "head_dim": 8}
 TEXT = "the cat in the hat and the other cat in the hat"
 
 
@@ -33,15 +30,11 @@ def logits_of(model: nn.Module) -> mx.array:
     return logits.astype(mx.float32)
 
 
-LIGHTER: dict[str, Callable[[nn.Module], nn.Module]] = {
-    "quantized": lambda model: quantized(model, 4),
-    "one layer": lambda model: first_layers(model, 1),
-    "both": lambda model: first_layers(quantized(model, 8), 2),
-}
+NUM_LAYERS = (1, 2)
 
 
-@in_one_test("way", LIGHTER)
-def test_the_model_that_was_given_is_left_alone(way: str) -> None:
+@in_one_test("num_layers", NUM_LAYERS)
+def test_the_model_that_was_given_is_left_alone(num_layers: int) -> None:
     """The same arrays, under the same names, and the same logits; the lighter one has a key of its
     own, the same for the same content.
     """
@@ -49,43 +42,27 @@ def test_the_model_that_was_given_is_left_alone(way: str) -> None:
     logits = logits_of(model)
     arrays, lighter, after = (
         {name: id(array) for name, array in tree_flatten(model.parameters())},
-        LIGHTER[way](model),
+        first_layers(model, num_layers),
         {name: id(array) for name, array in tree_flatten(model.parameters())},
     )
     assert not mx.allclose(logits_of(lighter), logits, atol=1e-3)
     assert arrays == after
     assert mx.array_equal(logits_of(model), logits)
-    keys = [key_of(sd.ModelDrafter(m)) for m in (model, lighter, LIGHTER[way](again))]
+    keys = [key_of(sd.ModelDrafter(m)) for m in (model, lighter, first_layers(again, num_layers))]
     assert keys[0] != keys[1] == keys[2]
 
 
-@in_one_test("way", LIGHTER)
+@in_one_test("num_layers", NUM_LAYERS)
 @pytest.mark.parametrize("name", cases(["llama", "qwen3_next"], "llama"))
-def test_greedy_text_is_the_targets_own(name: str, way: str) -> None:
+def test_greedy_text_is_the_targets_own(name: str, num_layers: int) -> None:
     """And what is proposed is what the lighter model would write."""
     case = Case(name, num_tokens=30)
-    model = LIGHTER[way](case.model)
+    model = first_layers(case.model, num_layers)
     recorder = Recorder(sd.ModelDrafter(model))
     items = list(case.speculate(recorder, 4))
     assert spoken(items).deviation(case.plain) <= case.tolerance
     for text, proposed in recorder.proposals[2::6]:
         assert proposed == plain_text(model, text, len(proposed)).tokens
-
-
-@in_one_test(
-    ("changes", "packed", "bits", "words"),
-    [
-        ({}, False, 7, "of 7 bits: expected one of 2, 3, 4, 5, 6, 8"),
-        ({}, True, 3, r"quantized already \(.*: 4 bits\). Leave the bits out"),
-        (FORTY, False, 4, "is 40 wide. Widths must be multiples of 32"),
-    ],
-)
-def test_what_cannot_be_quantized_is_said_in_words(
-    changes: dict[str, int], packed: bool, bits: int, words: str
-) -> None:
-    model = tiny.build("llama", **changes)
-    with pytest.raises(sd.errors.DraftModelError, match=words):
-        quantized(quantized(model, 4) if packed else model, bits)
 
 
 CANNOT_BE_CUT: dict[str, str] = {
@@ -145,11 +122,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @both_ways
-def test_each_flag_makes_another_draft_model_and_the_same_text(folder: str) -> None:
+def test_the_flag_makes_another_draft_model_and_the_same_text(folder: str) -> None:
     """The target itself, lighter: it is not always right any more."""
     texts, counts = set(), []
-    bits, layers = ("--draft-bits", "2"), ("--draft-layers", "1")
-    for flags in ((), bits, layers, bits + layers):
+    for flags in ((), ("--draft-layers", "1")):
         model = ("--model", folder, "--draft-model", folder, "--drafter", "model", *flags)
         text = ("--prompt", TEXT, "--max-tokens", "60", "--draft-length", "4")
         done = run("generate", *model, *text)

@@ -22,8 +22,9 @@ import tiny
 from lossless import noisy_copy
 from scripted import PROMPT, plain, target
 from selection import FULL, cases, in_one_test
-from specdec_mlx.target import verifier
-from specdec_mlx.target.exactness import places_of
+from specdec_mlx.engine.options import Options
+from specdec_mlx.verify import verifier
+from specdec_mlx.verify.exactness import places_of
 
 VOCAB = 128
 NUM_TOKENS = 24
@@ -237,7 +238,7 @@ def test_input_embeddings_give_plain_decodings_text() -> None:
 
 def test_defaults_and_progress_are_mlx_lms() -> None:
     """Of the arguments that both take; and the callback hears of a prompt what theirs does."""
-    ours, theirs = (inspect.signature(f).parameters for f in (sd.speculate, generate_step))
+    ours, theirs = (inspect.signature(f).parameters for f in (Options, generate_step))
     both = ours.keys() & theirs.keys() - {"prompt", "model", "stream"}
     assert len(both) > 9
     assert {n: ours[n].default for n in both} == {n: theirs[n].default for n in both}

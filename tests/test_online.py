@@ -21,6 +21,7 @@ from selection import FULL, in_one_test
 from serving import chat, serving, text_of
 from specdec_mlx.checks.chi_square import RARE_ALARM
 from specdec_mlx.contracts import Features, key_of
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
@@ -256,7 +257,8 @@ def test_the_menu_of_a_server_makes_what_learns_on_for_its_target(folder, loaded
     """One for all requests, with the options of the server's flags; for another model that it loads
     it goes on from what was learnt.
     """
-    flags = Flags(drafters=["ngram", "model:greedy=true"], draft_model=str(draft), online=True)
+    choice = DrafterChoice(["ngram", "model:greedy=true"], NamedModel(str(draft)))
+    flags = Flags(choice, online=True)
     menu = Menu(flags)
 
     def made(target: nn.Module) -> Any:
@@ -303,11 +305,11 @@ def test_a_target_with_another_tokenizer_is_refused(loaded, draft, tmp_path):
     swapped = write_model_folder(tmp_path / "swapped", "qwen2", swapped=True)
     target, tokenizer = load_model(swapped)
     learning = learner_of(draft, target)
-    own = replace(learning.drafter, tokenizers="text")
+    own = replace(learning.drafter, tokenizers="any")
     for drafter in (learning, learning.drafting_as(own)):
         with pytest.raises(TokenizerMismatchError, match="Use a draft model of the same family"):
             sd.generate(target, tokenizer, TEXT, drafter=drafter, max_tokens=2)
-    menu = Menu(Flags(draft_model=str(draft), online=True))
+    menu = Menu(Flags(DrafterChoice(model=NamedModel(str(draft))), online=True))
     menu.check(loaded[1])
     with pytest.raises(TokenizerMismatchError):
         menu.check(tokenizer)

@@ -1,51 +1,36 @@
-"""Draft models with a tokenizer of their own: their text, or what they say of common tokens."""
+"""Draft models with a tokenizer of their own, whose text is carried over."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
-from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
-from tokenizers import Tokenizer, normalizers, trainers
+from tokenizers import normalizers
 
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from exact import NUM_STATES, ByRule, Rounds, Source
 from selection import FULL, in_one_test
-from specdec_mlx.drafters.retokenized import MOST_OPEN, DraftText, Retokenized, continuation
+from specdec_mlx.drafters.retokenized import MOST_OPEN, DraftText, continuation
 from specdec_mlx.drafters.shared_vocabulary import (
-    ORDINARY,
     SharedVocabulary,
     Spelling,
     shared_between,
 )
-from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.token_ids import to_list
 from tiny_text import SPECIAL, bpe, plain, sentencepiece
 
 LETTERS = tuple(reversed(tiny_text.BYTES))
 """The bytes in another order, so that no id means the same."""
-
-
-def trained() -> Tokenizer:
-    """Byte-level, with a token for nearly every word of ordinary text."""
-    learned, letters = bpe(merges=()), list(tiny_text.BYTES)
-    options: Any = {"initial_alphabet": letters, "special_tokens": list(SPECIAL)}
-    learned.train_from_iterator(ORDINARY * 3, trainers.BpeTrainer(vocab_size=700, **options))
-    return learned
 
 
 TOKENIZERS: dict[str, Any] = {
@@ -57,7 +42,6 @@ TOKENIZERS: dict[str, Any] = {
     "sentencepiece": lambda: tiny_text.tokenizer(
         sentencepiece(), bos_token="<s>", eos_token="</s>"
     ),
-    "words": lambda: tiny_text.tokenizer(trained()),
     "plain": lambda: tiny_text.tokenizer(plain(), bos_token="<s>", eos_token="</s>"),
 }
 BYTE_LEVEL = ("byte-level", "byte-level, other merges", "bytes")
@@ -185,7 +169,7 @@ def test_special_tokens_are_the_same_by_content_or_by_role() -> None:
     follow = DraftText(vocabulary)
     follow.read(encoded("byte-level", "<|bos|>a<|user|>b<|end|>c"))
     assert "".join(map(theirs.convert_ids_to_tokens, follow.ids)) == "<s>▁a<|user|>b</s>c"
-    session, _ = begun("text", "byte-level", "sentencepiece")
+    session = begun("byte-level", "sentencepiece")
     tokens = session.in_targets_tokens([*encoded("sentencepiece", "a"), theirs.eos_token_id, 5])
     assert tokens[-1] == ours.eos_token_id
     assert ours.decode(tokens[:-1]).strip() == "a"
@@ -258,35 +242,29 @@ def twins() -> tuple[nn.Module, Any, nn.Module, Any]:
     return Ascii(target, orders[0]), ours, Ascii(draft, orders[1]), theirs
 
 
-@in_one_test("temp", [0.0, 1.0])
-def test_the_target_itself_in_other_tokens_is_accepted_whole(temp: float) -> None:
-    """The very text where it is greedy, the very distribution where it is drawn."""
+def test_the_target_itself_in_other_tokens_is_accepted_whole() -> None:
+    """It writes the very text."""
     target, ours, draft, theirs = twins()
     options: dict[str, Any] = {"tokenizer": ours, "draft_length": 3, "max_tokens": 60}
-    sampler = sd.Sampling(temp=temp)
-    tokens = run(target, sd.ModelDrafter(draft, theirs), sampler=sampler, seed=1, **options)
+    tokens = run(target, sd.ModelDrafter(draft, theirs), **options)
     stats = tokens[-1].stats
     assert stats.drafted > 30
     assert stats.accepted == stats.drafted
 
 
-def begun(drafts: str, target: str, draft: str, temp: float = 1.0, name: str = "qwen2") -> Any:
-    """A session and its context, with the prompt observed."""
-    drafter = sd.ModelDrafter(model(1, name), tokenizer(draft), tokenizers=drafts)
+def begun(target: str, draft: str, name: str = "qwen2") -> Any:
+    """A session, with the prompt observed."""
+    drafter = sd.ModelDrafter(model(1, name), tokenizer(draft))
     context = sd.DraftContext(
-        sampling=sd.Sampling(temp=temp, top_p=0.95),
-        noise=Noise(3),
-        vocab_size=VOCAB,
-        tokenizer=tokenizer(target),
+        sampling=sd.Sampling(temp=1.0), vocab_size=VOCAB, tokenizer=tokenizer(target)
     )
-    return drafter.begin(tokenizer(target).encode(PROMPT), context), context
+    return drafter.begin(tokenizer(target).encode(PROMPT), context)
 
 
 @in_one_test("name", ["qwen2", "mamba"])
-@in_one_test("drafts", ["text", "shared"])
-def test_the_caches_hold_what_was_read(drafts: str, name: str) -> None:
+def test_the_caches_hold_what_was_read(name: str) -> None:
     """After any verdict: what is said next is what a pass over all that was fed leads to."""
-    session, _ = begun(drafts, "byte-level", "byte-level, other merges", name=name)
+    session = begun("byte-level", "byte-level, other merges", name)
     said = encoded("byte-level", TEXT)
     for place in range(0, 40, 5):
         draft = session.propose(4)
@@ -303,11 +281,10 @@ def test_the_caches_hold_what_was_read(drafts: str, name: str) -> None:
 
 
 @FULL
-@pytest.mark.parametrize("drafts", ["text", "shared"])
 @pytest.mark.parametrize("name", ["qwen2", "mamba"])
-def test_the_contract_is_kept(drafts: str, name: str) -> None:
-    """Draws follow what is declared for them, rejected drafts leave nothing behind."""
-    drafter = sd.ModelDrafter(model(1, name), tokenizer("bytes"), tokenizers=drafts)
+def test_the_contract_is_kept(name: str) -> None:
+    """Drafts are point masses at any temperature, rejected ones leave nothing behind."""
+    drafter = sd.ModelDrafter(model(1, name), tokenizer("bytes"))
     lines = check_drafter(
         drafter,
         vocab_size=VOCAB,
@@ -315,86 +292,28 @@ def test_the_contract_is_kept(drafts: str, name: str) -> None:
         prompts=[tokenizer("byte-level").encode(text) for text in ("the cat", "in the hat ")],
         num_draws=200 if name == "qwen2" else 40,
     )
-    assert ("chi-square" in lines[4]) == (drafts == "shared")
+    assert "point masses" in lines[4]
     assert not lines[0].startswith("protocol: 0 drafts")
 
 
-def test_enough_common_tokens_are_drawn_from_and_else_text_is_written() -> None:
-    """By what ordinary text is written in; always text where nothing is drawn."""
-    target = "byte-level, other merges"
-    for draft, draws in (("byte-level", True), ("words", False)):
-        assert begun("any", target, draft)[0].draws == draws, shared(target, draft).coverage
-        assert begun("shared", target, draft)[0].draws
-        assert not begun("text", target, draft)[0].draws
-        assert not begun("shared", target, draft, temp=0.0)[0].draws
-
-
-def test_what_is_declared_is_the_draft_models_distribution_given_a_common_token() -> None:
-    """Under the target's temperature and top-p, by token of the same bytes; in float64."""
-    session, context = begun("shared", "byte-level", "byte-level, other merges", temp=0.7)
-    declared = np.array(session.propose(1).logprobs[0], np.float64)
-    ids = DraftText(session.shared)
-    ids.read(tokenizer("byte-level").encode(PROMPT))
-    logits = np.array(session.model(mx.array([ids.ids]))[0, -1], np.float64)
-    expected = np.full(VOCAB, -np.inf)
-    theirs = tokenizer("byte-level, other merges").get_vocab()
-    for token, index in tokenizer("byte-level").get_vocab().items():
-        if token in theirs:
-            expected[index] = logits[theirs[token]]
-    assert np.isfinite(expected).sum() == len(session.shared.to_draft)
-    law = context.sampling.log_distribution(mx.array(expected.astype(np.float32)))
-    np.testing.assert_allclose(np.exp(declared), np.exp(np.array(law)), atol=1e-5)
-    assert np.exp(declared).sum() == pytest.approx(1, abs=1e-5)
-
-
-class Forced(sd.DraftContext):
-    """A context whose noise has given tokens drawn."""
-
-    wanted: tuple[int, ...]
-
-    def draft_gumbels(self, start: int, n: int, first: int = 0) -> mx.array:
-        wanted = mx.array(self.wanted[first : first + n])
-        return 1e6 * (mx.arange(self.vocab_size)[None] == wanted[:, None])
-
-
-class Enumerated:
-    """All drafts of a session after one prompt, as it hands them over."""
-
-    def __init__(self, peeks: bool = False, declared: Any = lambda rows: rows) -> None:
-        self.peeks, self.declared = peeks, declared
-
-    def drafts(self, state: int) -> Iterator[tuple[float, tuple[int, ...], np.ndarray]]:
-        """Only asked where the text begins."""
-        assert state == 0
-        for wanted in product(range(1, 4), repeat=2):
-            context = Forced(sampling=sd.Sampling(temp=1.0), noise=Noise(0), vocab_size=4)
-            object.__setattr__(context, "wanted", wanted)
-            vocabulary, sampling = shared("sentencepiece", "byte-level"), sd.Sampling(temp=1.0)
-            session = Retokenized(model(1), vocabulary, [40, 50], context, sampling, "shared")
-            draft = session.propose(2)
-            assert tuple(to_list(draft.tokens)) == wanted
-            rows = np.exp(np.array(draft.logprobs, np.float64))
-            rows /= rows.sum(axis=-1, keepdims=True)
-            chance = rows[range(2), wanted].prod()
-            if self.peeks and wanted[0] == 1:  # and goes no further after that very token
-                if wanted == (1, 1):
-                    yield rows[0, 1], (), rows[:0]
-                continue
-            yield chance, wanted, self.declared(rows)
-
-
-@in_one_test("rule", [Rejection(), Block()])
-def test_texts_keep_the_targets_distribution(rule: Any) -> None:
-    """All that a session can draft, in float64, with a token that is not common; faults are found:
-    a draft dropped for its token, a distribution that is not normalised, one of other ids."""
-    target = Source(np.random.default_rng(6).dirichlet(np.ones(4), NUM_STATES))
-    assert Rounds(target, Enumerated(), ByRule(rule)).total_variation(1, 3) < 1e-12
-    for wrong in (
-        Enumerated(peeks=True),
-        Enumerated(declared=lambda rows: 0.8 * rows),
-        Enumerated(declared=lambda rows: rows[:, [0, 2, 3, 1]]),
-    ):
-        assert Rounds(target, wrong, ByRule(rule)).total_variation(1, 3) > 1e-3
+@in_one_test("pair", PAIRS)
+def test_an_end_token_that_is_ordinary_text_is_read_and_drafted_as_text(pair: Any) -> None:
+    """A line break that ends a text, of the target, of the draft model, or the tokenizer's own end;
+    the texts stay the target's.
+    """
+    for number in range(3):
+        one, other = (TOKENIZERS[name]() for name in pair)
+        ending = (one, other, one)[number]
+        index = ending.encode("a\nb", add_special_tokens=False)[-2]
+        if number < 2:
+            ending.add_eos_token(index)
+        else:
+            ending._tokenizer.eos_token = "\n"
+        assert Spelling(ending).spelled[index] == b"\n"
+        drafter = sd.ModelDrafter(model(1), other)
+        drafted = run(model(0), drafter, tokenizer=one, max_tokens=8, draft_length=3)
+        plainly = run(model(0), None, tokenizer=one, max_tokens=8)
+        assert [t.token for t in drafted] == [t.token for t in plainly]
 
 
 @in_one_test(

@@ -23,7 +23,6 @@ from specdec_mlx.notebook.views import GREY, VERMILLION
 from specdec_mlx.stats import theory
 
 ROUNDS = [(0, 0)] * 3 + [(4, 2), (4, 4), (4, 4), (2, 0)]
-TREE = [-1, -1, 0, 0, 2]
 
 
 def stats_of(rounds: list[tuple[int, int]]) -> sd.stats.SpeculationStats:
@@ -67,11 +66,6 @@ def every_plot() -> dict[str, plots.Plot]:
         "by text": plots.speed_by_text(results),
         "modelled": Scores([score("ngram", "a", 1.5), score("ngram", "all", 1.2)]).plot(),
         "power": CheckReport([Part("joint", "passed", "", {"power": {"bonus": 1.0}})]).plot(),
-        "tree": plots.token_tree(TREE, list("abcd$"), [0, 2]),
-        "gain": plots.tree_gain([[0.6, 0.2]] * 4),
-        "figure 2": plots.paper_figure_2(),
-        "figure 3": plots.paper_figure_3(),
-        "figure 4": plots.paper_figure_4(),
     }
 
 
@@ -105,37 +99,8 @@ def test_draft_lengths_hold_equation_1_against_the_counts():
     assert speeds == pytest.approx([2 / 2, 4 / 3])
 
 
-def test_figures_of_the_paper():
-    """Figure 2 is equation 1, figure 3 section 3.5, figure 4 theorems 3.8 and 3.11."""
-    for plot, label, number in (
-        (plots.paper_figure_2(), "K = 5", (1 - 0.8**6) / 0.2),
-        (plots.paper_figure_3(), "c = 0.05", theory.best_draft_length(0.8, 0.05)),
-        (plots.paper_figure_4(), "speed, K = 5", 3.69),  # table 1
-        (plots.paper_figure_4(), "operations, K = 5", 1.63),
-    ):
-        x, y = line(plot, label)
-        assert y[x.index(0.8)] == pytest.approx(number, abs=0.005)
-
-
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     monkeypatch.delitem(sys.modules, "specdec_mlx.notebook.plots")
     with pytest.raises(sd.errors.MissingPackageError, match=r"pip install \"specdec-mlx\[plot\]\""):
         stats_of(ROUNDS).plot()
-
-
-def test_a_tree_is_drawn_with_what_was_kept_and_is_worth_no_less_than_a_chain():
-    """An edge for each node, those of the kept path in another colour; leaves at other heights.
-
-    At every cost; by 1 + the sum of all chances where positions cost nothing.
-    """
-    ax = axes(plots.token_tree(TREE, list("abcde"), [0, 2]))
-    *edges, nodes = ax.get_lines()
-    assert [edge.get_color() == VERMILLION for edge in edges] == [True, False, True, False, False]
-    assert [text.get_text() for text in ax.texts] == list("abcde")
-    assert len(set(zip(*nodes.get_data(), strict=True))) == 6
-    gain = plots.tree_gain([[0.6, 0.2]] * 3)
-    tree, chain = line(gain, "best tree")[1], line(gain, "best chain")[1]
-    assert all(a >= b for a, b in zip(tree, chain, strict=True))
-    assert tree[0] == pytest.approx(1 + 0.8 + 0.8**2 + 0.8**3)
-    assert chain[0] == pytest.approx(1 + 0.6 + 0.6**2 + 0.6**3)

@@ -223,6 +223,23 @@ def test_draft_model_takes_a_drafter_a_name_or_a_model(given: Any, pair: Pair) -
     assert len(speculation.stats.drafted_at) == 3
 
 
+def test_mlxs_own_seed_is_one_text_with_any_draft_of_a_model(pair: Pair) -> None:
+    """`mx.random.seed` is how mlx-lm's calls are given a seed."""
+    small = tiny.build("qwen2", seed=7, vocab_size=pair[0].args.vocab_size)
+
+    def text(drafter: Any, length: int = 0, **options: Any) -> str:
+        mx.random.seed(7)
+        with installed(drafter, draft_length=length) as speculation:
+            said = stock(pair, sampler=make_sampler(1.0), **options)
+        assert speculation.stats is not None
+        assert (speculation.stats.drafted > 0) == (length > 0 or len(options) > 0)
+        return said
+
+    expected = text(None)
+    assert text(small, 2) == text(small, 5) == expected
+    assert text(None, draft_model=small, num_draft_tokens=3) == expected
+
+
 @in_one_test("is_model", [False, True])
 def test_turns_on_one_cache_equal_a_fresh_run_of_the_conversation(
     is_model: bool, pair: Pair

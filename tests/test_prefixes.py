@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import copy
+import hashlib
+import json
 import os
 import random
 import re
+import shutil
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
+from collections.abc import Callable
 from functools import cache
 from itertools import pairwise
 from pathlib import Path
@@ -19,15 +24,19 @@ import mlx.core as mx
 import mlx_lm
 import openai
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import tiny
 from command_line import run
 from on_ranks import free_ports
-from selection import FULL, cases
+from selection import FULL, cases, in_one_test
 from serving import chat, serving, text_of, until
 from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
-from specdec_mlx.mlx_lm_plugin.prefixes import MOST_POINTS, stateful, thinned
+from specdec_mlx.mlx_lm_plugin.prefix_files import MOST_POINTS, PrefixFiles, stateful, thinned
 from specdec_mlx.mlx_lm_plugin.server import run_server
 from tiny_model_folder import write_model_folder
 
@@ -140,6 +149,7 @@ def test_a_server_that_starts_again_reads_only_the_new_turn(
         "cut": (file.name, whole[:-99]),
         "flipped": (file.name, flipped),
         "foreign": (f"{key}-{'0' * 32}.safetensors", b"a letter to my aunt"),
+        "without a field": renamed(key, whole.replace(b"points", b"pointt")),
         "of another model": ("0" * 16 + file.name[16:], whole),
         "whole": (file.name, whole),
     }
@@ -156,11 +166,201 @@ def test_a_server_that_starts_again_reads_only_the_new_turn(
         assert text_of(reply) == text, kind
         assert cached(reply) in (range(len(prompt) - 12, len(prompt)) if kind == "whole" else [0])
         assert (cached(again) > len(prompt) - 50) == (kind == "whole"), "a state of its file"
-        is_put_aside = kind in ("cut", "flipped", "foreign")
+        is_put_aside = kind in ("cut", "flipped", "foreign", "without a field")
         assert len(re.findall("is put aside", caplog.text)) == is_put_aside, kind
         assert (disk / f"{name}.damaged").exists() == is_put_aside
         assert (disk / "letter.safetensors").exists()
         assert not (disk / ".part-7.safetensors").exists()
+
+
+KEY = "a" * 16
+
+
+def renamed(key: str, content: bytes) -> tuple[str, bytes]:
+    """A file's name, which is right for its content, and the content."""
+    return f"{key}-{hashlib.sha256(content).hexdigest()[:32]}.safetensors", content
+
+
+@cache
+def written() -> bytes:
+    """A file of a model with recurrent states, of `TEXT` and of states at some positions."""
+    model = built("qwen3_next")
+    caches = make_prompt_cache(model)
+    with tempfile.TemporaryDirectory() as folder:
+        files, store = PrefixFiles(Path(folder), KEY, 10**9), ConversationCache(10)
+        store.of_content = lambda key: (key, files)
+        for start, end in pairwise(CUTS):
+            read(model, caches, TEXT, [start, end])
+            kind = "assistant" if end == len(TEXT) else "user"
+            store.insert_cache("model", TEXT[:end], copy.deepcopy(caches), cache_type=kind)
+        (file,) = Path(folder).iterdir()
+        return file.read_bytes()
+
+
+def fetched(name: str, content: bytes, tokens: list[int]) -> tuple[Any, list[str]]:
+    """What a new server has of `tokens` with this file, and the files that are there then."""
+    with tempfile.TemporaryDirectory() as folder:
+        (Path(folder) / name).write_bytes(content)
+        files, store = PrefixFiles(Path(folder), KEY, 10**9), ConversationCache(10)
+        store.of_content = lambda key: (key, files)
+        found = [store.fetch_nearest_cache("model", tokens)[0] for _ in range(2)]
+        assert found[0] is not None or found[1] is None
+        return found[0], [path.name for path in Path(folder).iterdir()]
+
+
+def header_of(content: bytes) -> tuple[dict[str, Any], dict[str, Any], bytes]:
+    """Header of the format, ours in it, and the rest of a file."""
+    size = int.from_bytes(content[:8], "little")
+    header = json.loads(content[8 : 8 + size])
+    return header, json.loads(header["__metadata__"]["0.prefix"]), content[8 + size :]
+
+
+WRONG: dict[str, list[Any]] = {
+    "key": ["b" * 16, 1, None],
+    "tokens": [[], 5, None, "abc", [1.5], [True], {"1": 2}, [TEXT]],
+    "points": [5, "ab", [0], [11, 11], [62, 40], [91], [-3], ["40"], [40.0], {"40": 1}],
+    "layers": [0, -1, None, "4", True, 2.0, [4]],
+}
+
+
+@in_one_test("field", WRONG)
+def test_a_header_that_lacks_a_field_or_has_another_type_is_put_aside(field: str) -> None:
+    """Whatever stands there in its place, in a file whose name is right for its content."""
+    header, ours, rest = header_of(written())
+    for tokens in ([*TEXT, 3], [*TEXT[:50], *OTHER]):
+        assert fetched(*renamed(KEY, written()), tokens)[0] is not None
+    without = {name: value for name, value in ours.items() if name != field}
+    for wrong in (without, *(ours | {field: value} for value in WRONG[field]), ours | {"more": 1}):
+        header["__metadata__"]["0.prefix"] = json.dumps(wrong)
+        front = json.dumps(header).encode()
+        content = len(front).to_bytes(8, "little") + front + rest
+        for tokens in ([*TEXT, 3], [*TEXT[:50], *OTHER]):
+            found, names = fetched(*renamed(KEY, content), tokens)
+            assert found is None, wrong
+            assert all(name.endswith(".damaged") for name in names), wrong
+
+
+@given(st.data())
+def test_no_flipped_bit_and_no_cut_is_an_error_or_a_wrong_cache(data: st.DataObject) -> None:
+    """Wherever it is, in the header more than elsewhere: the text is read anew."""
+    whole = bytearray(written())
+    size = 8 + int.from_bytes(whole[:8], "little")
+    last = data.draw(st.sampled_from([8, size, len(whole)])) - 1
+    names = [whole.index(name.encode()) for name in WRONG]
+    place = data.draw(st.integers(0, last) | st.sampled_from(names))
+    if data.draw(st.booleans()):
+        whole[place] ^= 1 << data.draw(st.integers(0, 7))
+    else:
+        del whole[place:]
+    name = renamed(KEY, written())[0]
+    for tokens in ([*TEXT, 3], [*TEXT[:50], *OTHER]):
+        assert fetched(name, bytes(whole), tokens)[0] is None
+
+
+def with_config(**changes: Any) -> Callable[[Path], list[str]]:
+    """A change of the configuration in a model's folder."""
+
+    def change(folder: Path) -> list[str]:
+        config = json.loads((folder / "config.json").read_text())
+        assert config.keys() & changes.keys() or "rope_scaling" in changes
+        (folder / "config.json").write_text(json.dumps(config | changes))
+        return []
+
+    return change
+
+
+def with_a_row_edited(folder: Path) -> list[str]:
+    """Between the places that a fingerprint reads; the file's size and time are as they were."""
+    file = folder / "model.safetensors"
+    before, weights = file.stat(), dict(mx.load(str(file)))
+    name = next(name for name in weights if name.endswith("k_proj.weight"))
+    weights[name][3] = -weights[name][3]
+    mx.save_safetensors(str(file), weights, metadata={"format": "mlx"})
+    os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
+    return []
+
+
+def with_adapter(scale: float) -> Callable[[Path], list[str]]:
+    """A LoRA adapter with the same weights at any scale."""
+
+    def change(folder: Path) -> list[str]:
+        adapter = folder.with_name(f"{folder.name} adapter")
+        adapter.mkdir(exist_ok=True)
+        options = {"rank": 2, "scale": scale, "dropout": 0.0, "keys": ["self_attn.k_proj"]}
+        config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": options}
+        (adapter / "adapter_config.json").write_text(json.dumps(config))
+        plain, _ = mlx_lm.load(str(folder))[:2]
+        linear_to_lora_layers(plain, 1, options)
+        weights = [(n, x) for n, x in tree_flatten(plain.parameters()) if "lora_" in n]
+        values = {name: mx.arange(x.size).reshape(x.shape) % 3 * 1.0 for name, x in weights}
+        mx.save_safetensors(str(adapter / "adapters.safetensors"), values)
+        return ["--adapter-path", str(adapter)]
+
+    return change
+
+
+def with_nothing(folder: Path) -> list[str]:
+    """Copied, with another time."""
+    copied = folder.with_name(f"{folder.name} copied")
+    shutil.copytree(folder, copied)
+    shutil.rmtree(folder)
+    shutil.copytree(copied, folder, copy_function=shutil.copy)
+    return []
+
+
+OTHERS: dict[str, tuple[str, Callable[[Path], list[str]]]] = {
+    "the same": ("qwen3_moe", with_nothing),
+    "YaRN": (
+        "qwen3_moe",
+        with_config(
+            rope_scaling={"type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
+        ),
+    ),
+    "linear scaling": ("qwen3_moe", with_config(rope_scaling={"type": "linear", "factor": 2.0})),
+    "rope_theta": ("qwen3_moe", with_config(rope_theta=777.0)),
+    "rms_norm_eps": ("qwen3_moe", with_config(rms_norm_eps=0.1)),
+    "experts a token": ("qwen3_moe", with_config(num_experts_per_tok=1)),
+    "sliding_window": ("gemma3_text", with_config(sliding_window=8)),
+    "a row": ("qwen3_moe", with_a_row_edited),
+    "an adapter": ("qwen3_moe", with_adapter(1.0)),
+    "its scale": ("qwen3_moe", with_adapter(20.0)),
+}
+
+
+@pytest.mark.parametrize("name", cases(OTHERS, "the same", "YaRN", "a row", "its scale"))
+def test_kept_caches_are_of_one_configuration_one_adapter_and_one_set_of_weights(
+    name: str, tmp_path: Path
+) -> None:
+    """After any change between two starts the prompt is read anew, and the text is the model's; the
+    same model goes on with them, with other times of its files too.
+    """
+    folder, (architecture, change) = tmp_path / "model", OTHERS[name]
+    write_model_folder(folder, architecture, max_position_embeddings=2**20)
+    server = ["--model", str(folder), "--prompt-cache", str(tmp_path / "kept")]
+    flags = with_adapter(1.0)(folder) if name == "its scale" else []
+    with serving(*server, *flags) as client:
+        chat(client, asked(SAID[:1]), max_tokens=8)
+    flags = change(folder)
+    adapter = {"adapter_path": flags[-1]} if flags else {}
+    model, tokenizer = mlx_lm.load(str(folder), **adapter)[:2]
+    prompt = tokenizer.apply_chat_template(asked(SAID[:1]), add_generation_prompt=True)
+    with serving(*server, *flags) as client:
+        reply = chat(client, asked(SAID[:1]), max_tokens=8)
+    assert text_of(reply) == mlx_lm.generate(model, tokenizer, prompt, max_tokens=8)
+    assert cached(reply) == (len(prompt) - 1 if name == "the same" else 0)
+
+
+def test_a_model_that_was_changed_while_another_was_served_is_read_anew(tmp_path: Path) -> None:
+    """In the memory of one server; an unchanged one goes on with what was kept."""
+    one, two = (write_model_folder(tmp_path / name, "qwen3_moe") for name in ("one", "two"))
+    with serving("--model", str(one)) as client:
+        for folder in (one, two, one):
+            reply = chat(client, asked(SAID[:1]), max_tokens=8, model=str(folder))
+        assert cached(reply) == reply.usage.prompt_tokens - 1
+        chat(client, asked(SAID[:1]), max_tokens=8, model=str(two))
+        with_config(rope_theta=777.0)(one)
+        reply = chat(client, asked(SAID[:1]), max_tokens=8, model=str(one))
+    assert cached(reply) == 0
 
 
 def test_files_reach_beyond_memory_and_are_bounded(folder: Path, tmp_path: Path) -> None:

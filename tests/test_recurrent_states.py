@@ -5,11 +5,14 @@ from __future__ import annotations
 import importlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
+from itertools import product
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+import numpy as np
 import pytest
+from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import ArraysCache, make_prompt_cache
 from mlx_lm.models.gated_delta import gated_delta_update
 from mlx_lm.models.ssm import ssm_update
@@ -19,10 +22,13 @@ import tiny
 from lossless import PROMPT, plain_text
 from scripted import OracleDrafter
 from selection import cases, in_one_test
-from specdec_mlx.target import recurrent_states, watching
-from specdec_mlx.target.recurrent_states import MOST_POSITIONS, recurrent_states_of
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.strategies import leaves
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.rows import Request
+from specdec_mlx.verify import recurrent_states, watching
+from specdec_mlx.verify.exactness import probe
+from specdec_mlx.verify.recurrent_states import MOST_POSITIONS, recurrent_states_of
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.strategies import leaves
 
 GATED_DELTA = ["qwen3_5", "qwen3_next", "kimi_linear", "kimi_k3", "olmo_hybrid", "bailing_moe_v3"]
 MAMBA_2 = ["mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid", "plamo2"]
@@ -85,6 +91,65 @@ def test_any_number_kept_of_a_pass_is_as_if_no_more_had_been_fed(
             for kept in (min(num_kept + 1, width), num_kept):
                 assert rollback.rewind_to(start + kept) == start + kept, "nothing is fed again"
             assert is_as_stepped(model, rollback, logits, num_kept, tolerance)
+
+
+WIDE = [*product(MAMBA_2, (mx.bfloat16, mx.float16, mx.float32))]
+
+
+@pytest.mark.parametrize(("name", "dtype"), cases(WIDE, ("granitemoehybrid", mx.bfloat16)))
+def test_a_wide_pass_rounds_as_single_steps(name: str, dtype: mx.Dtype) -> None:
+    """Logits of passes too wide for their states to be kept are bit-equal to single tokens', as
+    the probe, which measures passes as they are made, says."""
+    model, draft = built(name, dtype), DRAFT * 3
+    caches, rollback = make_prompt_cache(model), Rollback(make_prompt_cache(model))
+    for tape in (caches, rollback.caches):
+        model(mx.array([PROMPT]), cache=tape)
+    rollback.states = recurrent_states_of(model)
+    assert mx.array_equal(rollback.forward(model, mx.array(draft)), step(model, caches, draft))
+    assert all(row.bitwise for row in probe(model, widths=(2, MOST_POSITIONS + 1)).rows)
+
+
+@cache
+def quantized() -> nn.Module:
+    """A recurrence that rounds otherwise makes its router choose other experts."""
+    model = tiny.build("granitemoehybrid", mx.bfloat16)
+    nn.quantize(model, 32, class_predicate=lambda _, m: isinstance(m, nn.Linear | nn.Embedding))
+    return model
+
+
+def repeated(begin: int) -> list[int]:
+    tokens: list[int] = np.random.default_rng(begin).integers(3, 93, 12).tolist() * 3
+    return tokens
+
+
+def plain(prompt: list[int], **options: Any) -> list[int]:
+    generation = generate_step(mx.array(prompt), quantized(), max_tokens=60, **options)
+    return [int(token) for token, _ in generation]
+
+
+LOOK_UP = sd.PromptLookupDrafter(min_ngram=1)
+
+
+@pytest.mark.parametrize("begin", cases([9, 0, 6, 7, 10], 9))
+def test_wide_drafts_change_no_expert_of_a_quantized_model(begin: int) -> None:
+    """In bfloat16: the text is plain decoding's."""
+    how: dict[str, Any] = {"draft_length": 13, "max_tokens": 60, "prefill_step_size": 1}
+    items = list(sd.speculate(quantized(), repeated(begin), LOOK_UP, **how))
+    assert [item.token for item in items] == plain(repeated(begin), prefill_step_size=1)
+    assert items[-1].stats.drafted > 60
+
+
+@pytest.mark.parametrize("length", cases([4, 13], 13))
+def test_drafts_of_several_texts_change_no_expert_of_a_quantized_model(length: int) -> None:
+    """In bfloat16, with texts of different lengths in a pass: each is plain decoding's."""
+    prompts = [repeated(begin)[begin:] for begin in range(8)]
+    batch = BatchGeneration(quantized(), LOOK_UP, draft_length=length, max_rows=3)
+    for prompt in prompts:
+        batch.insert(Request(prompt, 60))
+    texts: list[list[int]] = [[] for _ in prompts]
+    for row in batch.run():
+        texts[row.uid].append(row.token.token)
+    assert texts == [plain(prompt) for prompt in prompts]
 
 
 @in_one_test("name", ["qwen3_next", "mamba2", "lfm2"])

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import pairwise, product
 from typing import Any
@@ -16,6 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import scripted
 import specdec_mlx as sd
 import tiny
+import tiny_text
 from scripted import PROMPT, plain, target
 from selection import in_one_test
 from specdec_mlx import loop
@@ -31,12 +33,13 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.engine import clock
+from specdec_mlx.engine.drafting import Drafting
+from specdec_mlx.engine.sequence import SequenceState
 from specdec_mlx.loop import Generation
-from specdec_mlx.rounds import clock
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.testing import check_drafter
+from specdec_mlx.verify.rollback import Rollback
 
 VOCAB = 128
 
@@ -57,11 +60,15 @@ def asked(max_tokens: int, keeps_cache: bool) -> list[int]:
 
 
 def test_the_last_token_wanted_is_not_drafted_unless_the_caches_are_kept() -> None:
-    """It comes with the verdict; in the caller's caches it has to be in any case."""
-    assert asked(1, keeps_cache=True) == []  # the first token never is
-    assert asked(2, keeps_cache=False) == []
-    assert asked(4, keeps_cache=False) == [2, 1]
-    assert asked(7, keeps_cache=True) == [4, 4, 4, 3, 2, 1]
+    """It comes with the verdict; in the caller's caches it has to be in any case. A text of up to 8
+    tokens is drafted from its first pass on, a longer one from the second."""
+    assert asked(1, keeps_cache=False) == []
+    assert asked(1, keeps_cache=True) == [1]
+    assert asked(2, keeps_cache=False) == [1]
+    assert asked(4, keeps_cache=False) == [3, 2, 1]
+    assert asked(7, keeps_cache=True) == [4, 4, 4, 4, 3, 2, 1]
+    assert asked(9, keeps_cache=False) == [4, 4, 4, 4, 3, 2, 1]
+    assert asked(9, keeps_cache=True) == [4, 4, 4, 4, 4, 3, 2, 1]
 
 
 @dataclass(frozen=True)
@@ -101,6 +108,65 @@ def test_a_rule_of_the_callers_own_decides() -> None:
     assert [t.token for t in tokens] == plain(10)
 
 
+@dataclass(frozen=True)
+class KeepsThePrompt:
+    """Draws uniformly, and looks at the prompt's length when it needs it."""
+
+    starts: list[tuple[int, int]]
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        return KeepingSession(prompt, context, self.starts)
+
+
+class KeepingSession:
+    def __init__(self, prompt: Any, context: DraftContext, starts: Any) -> None:
+        self.prompt, self.context, self.starts = prompt, context, starts
+        self.text = list(prompt)
+
+    def propose(self, limit: int) -> Draft:
+        start = len(self.text) - len(self.prompt)
+        self.starts.append((start, len(self.prompt)))
+        if not limit:
+            return Draft()
+        rows = mx.full((limit, VOCAB), -math.log(VOCAB))
+        noise = self.context.draft_gumbels(start, limit)
+        return Draft(mx.argmax(rows + noise, axis=-1), rows)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self.text += tokens
+
+
+def in_the_loop(drafter: Any) -> None:
+    list(sd.speculate(target(), PROMPT, drafter, draft_length=2, sampler=sd.Sampling(1.0), seed=1))
+
+
+def in_a_batch(drafter: Any) -> None:
+    how = {"draft_length": 2, "sampler": sd.Sampling(1.0), "max_tokens": 20}
+    list(
+        sd.batch_stream_generate(target(), tiny_text.tokenizer(), [PROMPT], drafter=drafter, **how)
+    )
+
+
+PLACES = {
+    "the loop": in_the_loop,
+    "a batch": in_a_batch,
+    "the first of two": lambda one: in_the_loop(sd.FirstOf(sd.NGramDrafter(), one)),
+    "the conformance test": lambda one: check_drafter(one, vocab_size=VOCAB, num_draws=50),
+}
+
+
+@in_one_test("place", PLACES)
+def test_the_prompt_that_a_drafter_keeps_stays_as_it_was(place: str) -> None:
+    """So that it counts the tokens emitted, and no two of its drafts are drawn from one noise."""
+    starts: list[tuple[int, int]] = []
+    PLACES[place](KeepsThePrompt(starts))
+    if place != "the conformance test":
+        assert {length for _, length in starts} == {len(PROMPT)}
+        places = [start for start, _ in starts]
+        assert places == sorted(set(places))
+        assert len(places) > 5
+
+
 class FakeTime:
     """A clock that passes move on by a second, and the caller by as much as he likes."""
 
@@ -127,6 +193,8 @@ class TimedPass:
 
 class TimedTarget:
     """A target that writes 1s, whose passes take a second each, one after the other."""
+
+    remembers = False
 
     def __init__(self, time: FakeTime) -> None:
         self.time, self.free_at, self.rollback = time, 0.0, Rollback([])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import re
 from dataclasses import replace
 
 import mlx.core as mx
@@ -19,6 +20,7 @@ import strategies
 from selection import in_one_test
 from specdec_mlx import Sampling
 from specdec_mlx.sampling.distribution import check_draft_temp, sampling_of_drafts
+from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.sampling.noise import Noise
 
 FLOAT32 = 1e-5
@@ -200,9 +202,9 @@ def test_defaults_are_those_of_the_host_sampler():
 
 
 OUT_OF_RANGE: dict[str, list[float]] = {
-    "temp": [-0.1, float("nan")],
-    "top_p": [-0.1, 1.1],
-    "min_p": [-0.1, 1.1],
+    "temp": [-0.1, float("nan"), 9e-31, 1e-45, float("inf"), 1e38],
+    "top_p": [-0.1, 1.1, float("nan")],
+    "min_p": [-0.1, 1.1, float("nan")],
     "min_tokens_to_keep": [0],
     "top_k": [-1],
     "xtc_probability": [-0.1, 1.1],
@@ -213,8 +215,24 @@ OUT_OF_RANGE: dict[str, list[float]] = {
 @in_one_test(("name", "value"), [(name, x) for name, wrong in OUT_OF_RANGE.items() for x in wrong])
 def test_arguments_out_of_range_are_refused(name, value):
     """A ValueError that names the argument and what was given, before the first token."""
-    with pytest.raises(ValueError, match=rf"Sampling\({name}={value}\): expected "):
+    with pytest.raises(ValueError, match=rf"Sampling\({name}={re.escape(str(value))}\): expected "):
         Sampling(**{name: value})
+
+
+@in_one_test("temp", [1e-30, 1e-20, 1e30])
+def test_temperatures_to_the_ends_of_their_range_draw_tokens(temp: float) -> None:
+    """At the low end the likeliest one, at the high end any of those that are not filtered out."""
+    logits = mx.where(mx.arange(7) == 5, -mx.inf, LOGITS)
+    probs = np.array(Sampling(temp=temp).distribution(logits))
+    assert np.isfinite(probs).all()
+    assert probs[5] == 0
+    assert abs(probs.sum() - 1) < 1e-6
+
+
+def test_a_sampler_of_mlx_lms_that_draws_from_no_distribution_is_refused() -> None:
+    """It would write token 0 again and again."""
+    with pytest.raises(ValueError, match=r"Sampling\(temp=1e-40\): expected "):
+        read_sampler(make_sampler(temp=1e-40))
 
 
 def test_top_k_of_the_whole_vocabulary_is_refused():
@@ -232,7 +250,7 @@ def test_probabilities_are_those_of_the_logarithms_in_every_row() -> None:
         expected = np.exp(np.array(sampling.log_distribution(logits)))
         np.testing.assert_allclose(np.array(sampling.distribution(logits)), expected, atol=1e-6)
     assert Sampling(xtc_special_tokens=[1]).xtc_special_tokens == (1,)
-    for wrong in (-0.5, float("nan")):
+    for wrong in (-0.5, float("nan"), 1e-40, float("inf")):
         with pytest.raises(ValueError, match="draft_temp="):
             check_draft_temp(wrong)
     check_draft_temp(None)

@@ -309,13 +309,13 @@ def refused(client: openai.OpenAI, **more: Any) -> str:
 
 
 def test_a_head_drafts_and_the_text_is_plain_decodings(with_head: openai.OpenAI) -> None:
-    """Also at a temperature, under the rule that has one text for a seed; and of a later turn, on
+    """Also at a temperature, where a seed has one text if no rule is named; and of a later turn, on
     the caches that were kept of the earlier one, of which the head has seen nothing; and of
     several at once.
     """
     first = {"role": "assistant", "content": text_of(briefly(with_head))}
     turns = [*MESSAGES, first, {"role": "user", "content": "and then the hat"}]
-    drawn = {"rule": "coupled", "temperature": 1.0, "seed": 5}
+    drawn = {"temperature": 1.0, "seed": 5}
     for messages, body in ((MESSAGES, {}), (MESSAGES, drawn), (turns, {})):
         plain = briefly(with_head, messages, drafter="none", **body)
         for names, name in (("model", "model"), (["ngram", "model"], "ngram+model")):

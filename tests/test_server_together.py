@@ -20,14 +20,14 @@ import specdec_mlx as sd
 import tiny
 from selection import cases, in_one_test
 from serving import chat, complete, said, serving, text_of
-from specdec_mlx.batch.rows import PromptReading
 from specdec_mlx.drafters.grammar import GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
+from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.mlx_lm_plugin import batch
 from specdec_mlx.mlx_lm_plugin.batch import SpeculatingBatch
 from specdec_mlx.mlx_lm_plugin.requests import Channel, Requested
-from specdec_mlx.target.row_caches import RowCaches, RowsCache
-from specdec_mlx.target.row_pass import RowPasses
+from specdec_mlx.verify.row_caches import RowCaches, RowsCache
+from specdec_mlx.verify.row_pass import RowPasses
 from test_server_requests import JSON_SCHEMA, assert_fits, schema_of
 from tiny_model_folder import make_tokenizer, write_model_folder
 
@@ -163,7 +163,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., bool]]] = {
     "admitted: its drafter is checked": (NGramDrafter, "check", always),
     "admitted: its drafter begins": (NGramDrafter, "begin", always),
     "admitted: its prompt is read": (
-        PromptReading,
+        PromptReader,
         "read",
         lambda reading, *args: len(reading.prompt) == NUM_READ,
     ),

@@ -22,8 +22,8 @@ from selection import in_one_test
 from specdec_mlx.rules import arithmetic
 from specdec_mlx.rules import registry as rule_registry
 from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.target.strategies import STRATEGIES
 from specdec_mlx.testing import check_rule, check_strategy
+from specdec_mlx.verify.strategies import STRATEGIES
 from test_docs import DOCS, blocks
 
 VOCAB = 128

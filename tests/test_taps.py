@@ -25,12 +25,12 @@ from selection import in_one_test
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target import taps, watching
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.next_token import NextToken
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.taps import Taps
-from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.verify import taps, watching
+from specdec_mlx.verify.model_pass import ModelPass
+from specdec_mlx.verify.next_token import NextToken
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.taps import Taps
+from specdec_mlx.verify.verifier import Verifier
 
 IDS = mx.array(PROMPT)
 NUM_TOKENS = 40

@@ -34,11 +34,11 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.drafters.tree_of import TreeOf, merged, texts_of
+from specdec_mlx.engine.clock import RoundClock
+from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.errors import UnreadableError
-from specdec_mlx.rounds.clock import RoundClock
-from specdec_mlx.rounds.ranks import Ranks
-from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.testing import check_drafter
+from specdec_mlx.verify.verifier import Verifier
 
 FREE = linear_cost(0.0)
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import math
 import random
 import warnings
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import mlx.core as mx
@@ -27,10 +29,10 @@ from scripted import TREE, OracleDrafter, OracleTrees
 from selection import FULL, cases, in_one_test
 from specdec_mlx import Sampling, speculate
 from specdec_mlx.loop import Token
-from specdec_mlx.target import exactness, tree_passes
-from specdec_mlx.target.exactness import exact_until, probe, tree_report
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.rollback import Rollback
+from specdec_mlx.verify import exactness, tree_passes, watching
+from specdec_mlx.verify.exactness import exact_until, probe, tree_report
+from specdec_mlx.verify.model_pass import ModelPass
+from specdec_mlx.verify.rollback import Rollback
 
 REPRESENTATIVE = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "ministral3")
 """One of each kind of attention that trees work on; `test_architectures` measures all others."""
@@ -80,6 +82,66 @@ def test_greedy_text_with_trees_is_plain_text(name):
     assert any(token.from_draft for token in tokens)
     assert (kept_branches(tokens) > 3) == (name in REPRESENTATIVE)
     assert len(caught) == (name in CHAINS_ALONE)
+
+
+def classes(model: Any) -> list[type]:
+    return [type(module) for module in model.modules()]
+
+
+def taught_classes(name: str) -> list[type]:
+    """Those of a model that nobody watched."""
+    model = tiny.build(name)
+    tree_passes.teach_depths(model)
+    return classes(model)
+
+
+@pytest.mark.parametrize("name", ["llama", "ministral3"])
+def test_depths_are_taught_while_another_thread_watches_every_module(name):
+    """As it does where a head begins: trees are not given up, and what is taught stays taught."""
+    model = tiny.build(name)
+    watches, is_taught = Event(), Event()
+
+    def watch() -> None:
+        with watching.watching(model.modules(), lambda *call: None):
+            watches.set()
+            assert is_taught.wait(60)
+
+    with ThreadPoolExecutor(1) as pool:
+        watcher = pool.submit(watch)
+        assert watches.wait(60)
+        target = ModelPass(model, Rollback(make_prompt_cache(model)))
+        was_taken = target.takes_trees()
+        tree_passes._teach_depths(model)  # a second thread that came at the same time
+        is_taught.set()
+        watcher.result()
+    assert was_taken
+    assert classes(model) == taught_classes(name)
+
+
+def test_depths_are_taught_while_another_thread_begins_to_watch(monkeypatch):
+    """Between looking at a module's class and changing it: both are under one lock."""
+    model, with_rows = tiny.build("llama"), tree_passes._with_rows
+    teaches, watches, is_taught = Event(), Event(), Event()
+
+    def watch() -> None:
+        assert teaches.wait(60)
+        with watching.watching(model.modules(), lambda *call: None):
+            watches.set()
+            assert is_taught.wait(60)
+
+    def slowly(kind: type) -> type:
+        teaches.set()
+        watches.wait(0.5)  # the other thread would be done by then, if it could
+        return with_rows(kind)
+
+    monkeypatch.setattr(tree_passes, "_with_rows", slowly)
+    with ThreadPoolExecutor(1) as pool:
+        watcher = pool.submit(watch)
+        tree_passes.teach_depths(model)
+        is_taught.set()
+        watcher.result()
+    monkeypatch.undo()
+    assert classes(model) == taught_classes("llama")
 
 
 SCALED = ("ministral3", "mistral3", "mistral4")  # queries scaled by position, from 32 on

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Callable
@@ -29,8 +30,8 @@ from specdec_mlx import lab
 from specdec_mlx.beams.generation import BeamSearchResponse
 from specdec_mlx.bench.timing import Settings
 from specdec_mlx.draft_length.policy import Heuristic
-from specdec_mlx.drafters.draft_models import choose_drafter
-from specdec_mlx.drafters.registry import GROUP, drafter_names, first_of, make_drafter
+from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.registry import GROUP, drafter_names, first_of, make_drafter
 from specdec_mlx.options import installed, load, parse_options
 
 PROMPT = "a b c a b"
@@ -350,12 +351,39 @@ def test_a_drafter_and_a_draft_model_take_turns_in_this_order() -> None:
         ("auto", sd.BestOf, sd.SuffixDrafter),  # of the default the better draft is taken
         ("prompt-lookup", sd.FirstOf, sd.PromptLookupDrafter),
     ):
-        both: Any = choose_drafter(name, model)
+        both: Any = resolve(name, model)
         assert type(both) is kind
         assert [type(part) for part in both.drafters] == [look_up, sd.ModelDrafter]
-    assert isinstance(choose_drafter(None, model), sd.ModelDrafter)
+    assert isinstance(resolve(None, model), sd.ModelDrafter)
     assert first_of([]) is first_of([None]) is None
     assert generated(drafter="prompt-lookup", draft_model=model) == generated()
+
+
+def test_rooms_bring_by_star_what_the_page_lists_of_them() -> None:
+    """Further drafters, rules and statistics, each by its name, and of rules nothing else."""
+    page = (Path(__file__).parents[1] / "docs/api.md").read_text()
+    listed = set(re.findall(r"^::: specdec_mlx\.rules\.\w+\.(\w+)$", page, re.MULTILINE))
+    brought: dict[str, Any] = {}
+    exec("from specdec_mlx.rules import *", brought)
+    assert brought.keys() - {"__builtins__"} == listed
+    exec("from specdec_mlx.drafters import *; from specdec_mlx.stats import *", brought)
+    assert {"Grammar", "drafter_names", "SpeculationStats", "Rows"} <= brought.keys()
+
+
+def test_errors_name_a_model_and_do_not_print_it() -> None:
+    """Also one that a drafter holds: one short line each."""
+    model: Any = scripted.target()
+    held = sd.ModelDrafter(model)
+    for call in (
+        lambda: sd.Cascade(sd.PromptLookupDrafter(), then=held),
+        lambda: generated(rule=model),
+        lambda: generated(drafter=model),
+    ):
+        with pytest.raises(ValueError) as caught:  # noqa: PT011 (the words are checked below)
+            call()
+        assert "Linear" not in str(caught.value)
+        assert "(mod" not in str(caught.value)
+        assert "\n" not in str(caught.value)
 
 
 def test_the_public_names_are_what_dir_shows() -> None:

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from specdec_mlx.contracts import DraftSession as DraftSession
     from specdec_mlx.draft_length.store import Tuning as Tuning
     from specdec_mlx.drafters.cascade import Cascade as Cascade
+    from specdec_mlx.drafters.choosing.registry import make_drafter as make_drafter
     from specdec_mlx.drafters.first_of import BestOf as BestOf
     from specdec_mlx.drafters.first_of import FirstOf as FirstOf
     from specdec_mlx.drafters.heads.loading import load_head as load_head
@@ -39,7 +40,6 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
     from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter as PromptLookupDrafter
     from specdec_mlx.drafters.recycling import RecyclingDrafter as RecyclingDrafter
-    from specdec_mlx.drafters.registry import make_drafter as make_drafter
     from specdec_mlx.drafters.suffix import SuffixDrafter as SuffixDrafter
     from specdec_mlx.drafters.tree_of import TreeOf as TreeOf
     from specdec_mlx.generation import generate as generate
@@ -80,7 +80,7 @@ _PLACES = {
     "install": "mlx_lm_plugin",
     "installed": "mlx_lm_plugin",
     "load_head": "drafters.heads.loading",
-    "make_drafter": "drafters.registry",
+    "make_drafter": "drafters.choosing.registry",
     "speculate": "loop",
     "stream_generate": "generation",
     "uninstall": "mlx_lm_plugin",

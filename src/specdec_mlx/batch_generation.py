@@ -18,14 +18,14 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.rows import Request, samples_of
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.drafters.draft_models import choose_drafter
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
 from specdec_mlx.options import whole, wrong
 from specdec_mlx.responses import SpeculativeResponse, TextUnderWay, speeds
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.inputs import CacheOptions, max_tokens_of
+from specdec_mlx.verify.inputs import CacheOptions, max_tokens_of
 
 
 @dataclass
@@ -103,7 +103,7 @@ def batch_stream_generate(
         raise wrong("prompts", prompts, "a list of prompts. For one, give [prompt]")
     batch = BatchGeneration(
         model,
-        choose_drafter(drafter, draft_model, model, tokenizer),
+        resolve(drafter, draft_model, model, tokenizer),
         rule=rule,
         draft_length=draft_length,
         stop_tokens=frozenset(tokenizer.eos_token_ids),

@@ -2,26 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor, models_of
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.draft_models import choose_drafter
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.engine.options import Options
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import speculate
 from specdec_mlx.options import wrong
 from specdec_mlx.responses import SpeculativeResponse, Text, prefill_bar, printed, respond
 from specdec_mlx.sampling.distribution import Sampler, Sampling
-from specdec_mlx.target.inputs import check_model, max_tokens_of, prompt_ids
+from specdec_mlx.verify.inputs import check_model, max_tokens_of, prompt_ids
 
 Prompt = str | mx.array | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages."""
@@ -41,19 +41,8 @@ def stream_generate(
     sampler: Sampler | Sampling | None = None,
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: list[Any] | None = None,
-    max_kv_size: int | None = None,
-    prefill_step_size: int = 2048,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
-    prompt_progress_callback: Callable[[int, int], None] | None = None,
-    input_embeddings: mx.array | None = None,
     num_draft_tokens: int | None = None,
-    tuning: Tuning | None = None,
-    probe: bool = True,
-    counterfactual: bool = False,
-    prefill_stops: Sequence[int] = (),
-    stream: Any = generation_stream,
+    **options: Any,
 ) -> Generator[SpeculativeResponse, None, None]:
     """Stream the same text as `mlx_lm.stream_generate`, sooner.
 
@@ -65,28 +54,18 @@ def stream_generate(
         drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
             decoding.
         draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
-            one with any, or of a trained head; "auto" for one here that fits. With a drafter as
-            well, that one is asked first.
+            one with any, or of a trained head; "auto" for one here that fits. It competes with
+            look-up; a drafter that is named is asked first.
         rule: acceptance rule, by name or as an object; see `speculate`.
         draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
-        seed: makes the draws reproducible; None takes one from MLX's global random state.
+        seed: one text for each, with any drafter and draft length; None takes one from MLX's global
+            random state, and what a draft model drafts then has a say in the text.
         temp: temperature; short for `sampler=Sampling(temp=...)`.
         sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler; greedy if None.
         logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
         prompt_cache: caches of earlier turns, which the prompt continues.
-        max_kv_size: positions after which new caches rotate; None for no limit.
-        prefill_step_size: most positions of the prompt in one pass.
-        kv_bits: bits of quantized caches, None for none.
-        kv_group_size: their group size.
-        quantized_kv_start: the position from which on caches are quantized.
-        prompt_progress_callback: called with (positions read, positions in all).
-        input_embeddings: [n, D] to feed in place of the prompt's tokens.
         num_draft_tokens: mlx-lm's name for `draft_length`, which it overrides.
-        tuning: what "auto" has learned and goes on learning; None takes the loaded model's own.
-        probe: measure once whether the model is exact for several positions at once.
-        counterfactual: work out in `stats.counterfactual` what every rule would have accepted.
-        prefill_stops: positions of the prompt at which a pass ends; see `speculate`.
-        stream: MLX's stream to run on.
+        options: all others of `engine.options.Options`, which are mlx-lm's and a few of ours.
 
     Yields:
         mlx-lm's response for each token, with `stats`, `origin` and `drafter` besides.
@@ -99,38 +78,27 @@ def stream_generate(
         PromptError, DraftError, LogitsError, CacheRollbackError: see `speculate`.
         ValueError: for other bad input.
     """
-    tokenizer, max_tokens = loaded(model, tokenizer), max_tokens_of(max_tokens, 1)
-    chosen = choose_drafter(drafter, draft_model, model, tokenizer)
-    prompt_tokens = encode(tokenizer, prompt)
-    tokens = speculate(
-        model,
-        prompt_tokens,
-        chosen,
-        max_tokens=max_tokens,
+    how = Options.of(options, "stream_generate")
+    how = replace(
+        how,
+        max_tokens=max_tokens_of(max_tokens, 1),
         sampler=choose_sampler(sampler, temp),
         seed=seed,
         rule=rule,
         draft_length=draft_length if num_draft_tokens is None else num_draft_tokens,
-        tuning=tuning,
         logits_processors=logits_processors,
         prompt_cache=prompt_cache,
-        max_kv_size=max_kv_size,
-        prefill_step_size=prefill_step_size,
-        kv_bits=kv_bits,
-        kv_group_size=kv_group_size,
-        quantized_kv_start=quantized_kv_start,
-        prompt_progress_callback=prompt_progress_callback,
-        input_embeddings=input_embeddings,
-        tokenizer=tokenizer,
-        probe=probe,
-        counterfactual=counterfactual,
-        prefill_stops=prefill_stops,
-        stream=stream,
+        tokenizer=loaded(model, tokenizer),
     )
-    num_prompt = len(prompt_tokens) or len(() if input_embeddings is None else input_embeddings)
+    chosen = resolve(drafter, draft_model, model, how.tokenizer)
+    prompt_tokens = encode(how.tokenizer, prompt)
+    tokens = speculate(model, prompt_tokens, chosen, options=how)
+    num_prompt = len(prompt_tokens) or len(
+        () if how.input_embeddings is None else how.input_embeddings
+    )
     name = drafter if isinstance(drafter, str) else "" if chosen is None else type(chosen).__name__
     models = [model, *models_of(chosen)]
-    return respond(tokens, tokenizer, models, num_prompt, max_tokens, stream, name)
+    return respond(tokens, how.tokenizer, models, num_prompt, how.max_tokens, how.stream, name)
 
 
 def generate(
@@ -160,7 +128,7 @@ def generate(
         draft_model: a small model, or the folder or Hugging Face name of one, or of a trained head.
         rule: acceptance rule, by name or as an object.
         draft_length: most tokens to draft a round, or "auto" for what pays.
-        seed: makes the draws reproducible.
+        seed: one text for each, with any drafter and draft length.
         temp: temperature, 0 for greedy; short for `sampler=Sampling(temp=...)`.
         sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler.
         options: all else that `stream_generate` takes.

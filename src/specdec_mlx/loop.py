@@ -10,8 +10,7 @@ handed out; `pipeline` says when it may even be launched before they are known.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field
 from time import perf_counter
 from typing import Any
@@ -19,44 +18,30 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from jaxtyping import Float
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
+from mlx_lm.generate import generation_stream
 
 from specdec_mlx.contracts import (
     NO_DRAFT,
-    AcceptanceRule,
     Draft,
     DraftContext,
     Drafter,
-    LogitsProcessor,
     Origin,
     Outcome,
     Target,
 )
-from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.draft_length.store import Tuning, tuning_for
-from specdec_mlx.rounds.clock import Round, RoundClock
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.pipeline import Pipeline
-from specdec_mlx.rounds.ranks import SharedDrafting, ranks_of, shared_noise
-from specdec_mlx.rounds.sequence import SequenceState, bring_caches_to, close_all
-from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.engine.assemble import Assembled, assemble
+from specdec_mlx.engine.clock import Round, RoundClock
+from specdec_mlx.engine.drafting import Drafting
+from specdec_mlx.engine.options import Options
+from specdec_mlx.engine.pipeline import Pipeline
+from specdec_mlx.engine.prompt_reader import PromptReader
+from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
+from specdec_mlx.engine.sequence import SequenceState, bring_caches_to, close_all
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.stats.counterfactual import Counterfactual
-from specdec_mlx.target.inputs import (
-    CacheOptions,
-    check_fits,
-    check_ids,
-    check_model,
-    check_prompt,
-    max_tokens_of,
-    split_cache,
-)
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.next_token import NextToken
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.inputs import check_model, split_cache
 
+SHORT = 8  # most tokens of a text that is drafted from its first pass on, since each pass counts
 CLEAR_CACHE_EVERY = 256
 """Tokens after which MLX's buffer cache is cleared, as in mlx-lm's `generate_step`."""
 
@@ -66,20 +51,20 @@ class Token:
     """One emitted token.
 
     origin: "draft" (accepted), "correction" (after a rejection), "bonus" (after a draft accepted
-    whole) or "plain" (no draft). stats: the running account. rows, row: log-probabilities of its
-    round, [K+1, V], and which of them is this token's.
+    whole) or "plain" (no draft). stats: the running account. own_row: [1, V] its log-probabilities,
+    which keep no others in memory. row: its place in the pass, 0 after the pending tokens.
     """
 
     token: int
     origin: Origin
     stats: SpeculationStats
-    rows: Float[mx.array, "rows vocab"] = field(repr=False)
+    own_row: Float[mx.array, "1 vocab"] = field(repr=False)
     row: int = field(repr=False)
 
     @property
     def logprobs(self) -> Float[mx.array, " vocab"]:
         """Log-probabilities [V] as mlx-lm reports them, before temperature and filters."""
-        return self.rows[self.row]
+        return self.own_row[0]
 
     @property
     def from_draft(self) -> bool:
@@ -91,53 +76,21 @@ def speculate(
     model: nn.Module,
     prompt_tokens: Sequence[int] | mx.array,
     drafter: Drafter | None = None,
-    *,
-    max_tokens: int = 256,
-    sampler: Sampler | Sampling | None = None,
-    seed: int | None = None,
-    rule: str | AcceptanceRule = "auto",
-    draft_length: int | str | DraftLength = "auto",
-    tuning: Tuning | None = None,
-    logits_processors: Sequence[LogitsProcessor] | None = None,
-    prompt_cache: list[Any] | None = None,
-    max_kv_size: int | None = None,
-    prefill_step_size: int = 2048,
-    kv_bits: int | None = None,
-    kv_group_size: int = 64,
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START,
-    prompt_progress_callback: Callable[[int, int], None] | None = None,
-    input_embeddings: mx.array | None = None,
-    tokenizer: Any = None,
-    probe: bool = True,
-    counterfactual: bool = False,
-    prefill_stops: Sequence[int] = (),
-    stream: Any = generation_stream,
+    options: Options | None = None,
+    **given: Any,
 ) -> Generator[Token, None, None]:
     """Yield the target's own continuation of a prompt, sooner: tokens in, tokens out.
 
     However the generation ends (length, close, an exception), the caches hold exactly the prompt
     and the tokens handed out. Where that cannot be had, a note on the exception says why, and later
-    calls refuse these caches. Arguments that are not named here are those of `stream_generate`.
+    calls refuse these caches.
 
     Args:
         model: any mlx-lm model.
         prompt_tokens: [n] token ids.
         drafter: None for plain decoding.
-        rule: acceptance rule, by name or as an object. "auto" takes match for greedy decoding,
-            opaque samplers and point-mass drafts, and block for drafts drawn at random; "coupled"
-            gives one text for a seed, with any drafter and draft length; "lenient" and "typical"
-            change the text's distribution.
-        draft_length: most tokens to draft a round, K; "auto" takes what pays, 0 included, from
-            measured cost and acceptance; "heuristic" follows the last verdict.
-        prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a draft
-            model's; None makes new ones.
-        tokenizer: the target's, for drafters that compare it.
-        probe: measure once, for each loaded model, whether passes over several positions are exact,
-            and do not draft where they are not.
-        counterfactual: also work out, in `stats.counterfactual`, what every rule would have
-            accepted.
-        prefill_stops: ascending positions of the prompt at which a pass ends, for the progress
-            callback to take the caches as they are there.
+        options: how; None makes them of `given`.
+        given: fields of `engine.options.Options`, which lists them, such as `max_tokens`.
 
     Raises:
         PromptError: for what cannot be a prompt of this model.
@@ -148,31 +101,14 @@ def speculate(
         ValueError: for other bad input.
     """
     check_model(model)
-    prompt = check_prompt(prompt_tokens, input_embeddings, drafter)
-    max_tokens = max_tokens_of(max_tokens)
-    options = CacheOptions(
-        max_kv_size, prefill_step_size, kv_bits, kv_group_size, quantized_kv_start
+    how = options or Options.of(given, "speculate")
+    caches, draft_cache = split_cache(model, how.prompt_cache, how.caches)
+    ranks = ranks_of(model, how.stream)
+    parts = assemble(
+        model, prompt_tokens, drafter, how, caches, draft_cache=draft_cache, ranks=ranks
     )
-    caches, draft_cache = split_cache(model, prompt_cache, options)
-    account = Counterfactual() if counterfactual else None
-    model_pass = ModelPass(model, Rollback(caches), options, probe=probe and drafter is not None)
-    ranks = ranks_of(model, stream)
-    noise = shared_noise(ranks, seed)
-    next_token = NextToken(sampler or Sampling(), logits_processors or (), noise)
-    verifier = Verifier(model_pass, next_token, rule, account)
-    check_ids(prompt, verifier.vocab_size())
-    context = verifier.draft_context(tokenizer, draft_cache)
-    check_fits(drafter, context)
-    sequence = SequenceState(prompt, len(prompt), max_tokens, input_embeddings)
-    length = make_draft_length(draft_length, tuning_for(model) if tuning is None else tuning)
-    keeps_cache = prompt_cache is not None
-    side = Drafting if ranks is None else functools.partial(SharedDrafting, ranks)
-    drafting = side(drafter, length, verifier, sequence, keeps_cache=keeps_cache, stream=stream)
-    stats = SpeculationStats(counterfactual=account)
-    on_progress = prompt_progress_callback or (lambda done, total: None)
-    reading = prefill_step_size, on_progress, prompt_cache, prefill_stops
-    generation = Generation(verifier, sequence, drafting, stats, stream, *reading)
-    tokens = generation.run(context)
+    tokens = Generation.of(parts, how, callers_cache=how.prompt_cache).run(parts.context)
+    drafting = parts.drafting
     return drafting.as_on_first(tokens) if isinstance(drafting, SharedDrafting) else tokens
 
 
@@ -181,7 +117,7 @@ class Generation:
     """The continuation of one sequence.
 
     sequence: prompt + generated tokens. drafting: the drafter's side. callers_cache: the list that
-    is to hold the caches at the end, None if the caller has none. stops: as `prefill_stops`.
+    is to hold the caches at the end, None if the caller has none. reading: of the prompt.
     """
 
     target: Target
@@ -189,24 +125,44 @@ class Generation:
     drafting: Drafting
     stats: SpeculationStats
     stream: Any = generation_stream
-    prefill_step_size: int = 2048
-    on_progress: Callable[[int, int], None] = lambda done, total: None
     callers_cache: list[Any] | None = None
-    stops: Sequence[int] = ()
+    reading: dict[str, Any] = field(default_factory=dict)
     clock: RoundClock = field(default_factory=RoundClock)
     is_prefilled: bool = False
     failure: Exception | None = None
 
     def __post_init__(self) -> None:
         self.pipeline = Pipeline(self.target, self.sequence, self.clock, self.stream)
+        prompt = self.sequence.tokens[: self.sequence.prompt_length]
+        caches, how = self.target.rollback, self.reading
+        self.reader = PromptReader(prompt, caches, self.feed, stream=self.stream, **how)
+
+    def use_clock(self, clock: RoundClock) -> None:
+        """Take the time of rounds from another clock."""
+        self.clock = self.pipeline.clock = clock
+
+    @classmethod
+    def of(
+        cls, parts: Assembled, options: Options, callers_cache: list[Any] | None = None
+    ) -> Generation:
+        """The generation of what was put together."""
+        reading: dict[str, Any] = {
+            "step_size": options.caches.prefill_step_size,
+            "stops": options.prefill_stops,
+        }
+        if options.prompt_progress_callback is not None:
+            reading["on_progress"] = options.prompt_progress_callback
+        four = parts.target, parts.sequence, parts.drafting, parts.stats
+        return cls(*four, options.stream, callers_cache, reading)
 
     def run(self, context: DraftContext) -> Generator[Token, None, None]:
         """The algorithm (Leviathan et al. 2023, Algorithm 1, round by round)."""
         try:
             self.drafting.begin(context)
             self.prefill()
-            current = self.verify(NO_DRAFT)
-            waits = self.drafting.is_shared or self.drafting.session is not None
+            current = self.verify(self.propose() if self.may_draft else NO_DRAFT)
+            has_session = self.drafting.session is not None
+            waits = self.drafting.is_shared or (has_session and not self.target.remembers)
             while current is not None:
                 following = ahead = None if waits else self.pipeline.verify_ahead(current)
                 outcome = self.accept(current, ahead)
@@ -225,23 +181,24 @@ class Generation:
 
     def prefill(self) -> None:
         """Feed the prompt but for its last token, in chunks."""
-        caches, end = self.target.rollback, self.sequence.prompt_length
-        started = perf_counter()
-        self.on_progress(0, end)
+        caches, reader = self.target.rollback, self.reader
+        started = perf_counter() - reader.seconds  # of parts that were read before
+        reader.on_progress(0, self.sequence.prompt_length)
         caches.checkpoint()
-        for stop in (*self.stops, end - 1):
-            while (left := min(stop, end - 1) - caches.position) > 0:
-                with mx.stream(self.stream):
-                    self.feed(left)
-                    mx.eval([cache.state for cache in caches.caches])
-                    mx.clear_cache()
-                self.on_progress(caches.position, end)
+        reader.read_all()
         self.target.widest_pass()  # a model's first time is measured here, and not in a round
         caches.drop_checkpoints()
         self.is_prefilled = True
-        self.target.extend_history(self.sequence.tokens)
+        if self.sequence.has_prompt:
+            self.target.extend_history(self.sequence.tokens)
         self.stats.prefill_seconds = perf_counter() - started
         self.clock.start()
+
+    @property
+    def may_draft(self) -> bool:
+        """True after the first token, which comes before any drafting but in short texts."""
+        sequence = self.sequence
+        return sequence.num_generated > 0 or 0 < sequence.max_tokens <= SHORT
 
     def propose(self) -> Draft:
         """A draft for the text so far, no longer than is worth verifying."""
@@ -269,7 +226,7 @@ class Generation:
             outcome = current.under_way.read()
         self.clock.was_read(started)
         if self.sequence.num_generated == 0:
-            self.on_progress(self.sequence.prompt_length, self.sequence.prompt_length)
+            self.reader.on_progress(self.sequence.prompt_length, self.sequence.prompt_length)
         context = len(self.sequence.tokens) - current.num_pending
         outcome.tokens = self.sequence.append(outcome.tokens)
         if ahead is None:
@@ -310,20 +267,30 @@ class Generation:
         if self.drafting.values is not None:
             self.clock.time_if_hidden(following, self.drafting.values)
         started = self.clock.now()
-        for token, origin, row in _emitted(current, outcome):
+        tokens = _emitted(current, outcome)
+        for n, (token, origin, row) in enumerate(tokens, start=1):
+            if self.target.remembers and n == len(tokens) > len(outcome.kept):
+                self.step_ahead(current, following)
             self.sequence.num_handed_out += 1
             if self.sequence.num_handed_out % CLEAR_CACHE_EVERY == 0:
                 mx.clear_cache()
-            yield Token(token, origin, self.stats, current.under_way.logprobs, row)
+            yield Token(token, origin, self.stats, current.under_way.logprobs[row], row)
         self.clock.resumed(started)
         if self.failure is not None:
             raise self.failure
         if self.drafting.drafter is not None and following and not following.num_drafted:
             self.target.rollback.drop_checkpoints()
 
+    def step_ahead(self, current: Round, following: Round | None) -> None:
+        """Show processors that remember a token before it is handed out, as mlx-lm's loop does."""
+        if following is not None:
+            _ = following.under_way.next_token
+        elif not self.sequence.wants_more():
+            self.target.show_end(current.under_way.logprobs[-1])
+
     def feed(self, num_tokens: int) -> None:
         """Feed the next tokens of the text, at most so many, for the caches alone."""
-        start, size = self.target.rollback.position, min(num_tokens, self.prefill_step_size)
+        start, size = self.target.rollback.position, min(num_tokens, self.reader.step_size)
         tokens = to_ids(self.sequence.tokens[start : start + size])
         self.target.feed(tokens, self.sequence.embeddings_from(start, size))
         if self.drafting.features is not None:

@@ -1,11 +1,12 @@
-"""Loading a model for the commands: mlx-lm's `load`, with clear errors for wrong folders."""
+"""Loading a model for the commands, and values kept with a loaded model."""
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -13,6 +14,30 @@ from mlx_lm import load
 from mlx_lm.utils import sharded_load
 
 from specdec_mlx.errors import ModelFolderError
+
+T = TypeVar("T")
+
+
+class PerModel(Generic[T]):
+    """A value for each loaded model, made when it is first asked for."""
+
+    def __init__(self, make: Callable[[nn.Module], T]) -> None:
+        self._make = make
+        self._values: dict[int, T] = {}
+
+    def __call__(self, model: nn.Module) -> T:
+        """The model's value."""
+        if id(model) not in self._values:
+            self.put(model, self._make(model))
+        return self._values[id(model)]
+
+    def put(self, model: nn.Module, value: T) -> None:
+        """Give the model another value."""
+        key = id(model)  # a module is a dict and has no hash
+        if key not in self._values:
+            weakref.finalize(model, self._values.pop, key, None)
+        self._values[key] = value
+
 
 TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
 """Any of these makes a tokenizer; `tokenizer_config.json` alone does not."""

@@ -31,8 +31,12 @@ _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
 
 def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
     """Name and options out of NAME:key=value,...; raises ValueError."""
-    name, _, rest = spec.partition(":")
-    return name, parse_options(rest)
+    return name_in(spec), parse_options(spec.partition(":")[2])
+
+
+def name_in(spec: str) -> str:
+    """The name in NAME:key=value,..."""
+    return spec.partition(":")[0]
 
 
 def parse_options(text: str) -> dict[str, Any]:
@@ -68,9 +72,12 @@ def positive_int(text: str) -> int:
 
 
 def shown(value: object) -> str:
-    """A value for an error: short, and on one line."""
+    """A value for an error: short, and on one line; of a model, or what holds one, its class."""
     name = getattr(value, "__name__", None)
-    return name if isinstance(name, str) else " ".join(reprlib.repr(value).split())
+    if isinstance(name, str):
+        return name
+    is_plain = isinstance(value, Sequence) or hasattr(value, "tolist") or "\n" not in repr(value)
+    return " ".join(reprlib.repr(value).split()) if is_plain else type(value).__name__
 
 
 def wrong(name: str, value: object, expected: str) -> ValueError:
@@ -81,7 +88,7 @@ def wrong(name: str, value: object, expected: str) -> ValueError:
 def require(owner: object, holds: bool, name: str, expected: str) -> None:
     """Raise ValueError, with the name of an object's attribute and its value, unless `holds`."""
     if not holds:
-        got = f"{type(owner).__name__}({name}={getattr(owner, name)!r})"
+        got = f"{type(owner).__name__}({name}={shown(getattr(owner, name))})"
         raise ValueError(f"{got}: expected {expected}.")
 
 

@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
+from mlx_lm.models.switch_layers import SwitchLinear
 
 GAIN = 1.5
 """Matrices have this gain over unit variance: attention is then peaked, not an average.
@@ -133,7 +134,10 @@ def architecture_files() -> list[str]:
 
 
 def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes: Any) -> nn.Module:
-    """Build the architecture's tiny model, with the same weights for the same seed."""
+    """Build the architecture's tiny model, with the same weights for the same seed.
+
+    In 16 bits its experts are quantized: MLX's CPU chooses among matrices in float32 only.
+    """
     mx.random.seed(seed)
     module = importlib.import_module(f"mlx_lm.models.{name}")
     config = copy.deepcopy({**CONFIGS[name], **changes})
@@ -142,6 +146,8 @@ def build(name: str, dtype: mx.Dtype = mx.float32, seed: int = 0, **changes: Any
     weights = randomised(model, OVERRIDES.get(name, {}))
     cast = [(path, w.astype(dtype) if keeps(path) else w) for path, w in weights]
     model.update(tree_unflatten(cast))
+    if dtype != mx.float32:
+        nn.quantize(model, 32, class_predicate=lambda _, module: isinstance(module, SwitchLinear))
     model.eval()
     mx.eval(model.parameters())
     return model

@@ -10,7 +10,7 @@ import copy
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from time import perf_counter
 from typing import Any
@@ -24,25 +24,15 @@ from specdec_mlx.contracts import NO_DRAFT, AcceptanceRule, Draft, Drafter, Outc
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
-from specdec_mlx.drafters.rows import DraftRows
+from specdec_mlx.drafters.shared_drafts import SharedDrafts
+from specdec_mlx.engine.assemble import assemble
+from specdec_mlx.engine.options import Options
+from specdec_mlx.engine.sequence import close_all
 from specdec_mlx.loop import Generation
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.sequence import SequenceState, close_all
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.inputs import (
-    CacheOptions,
-    check_fits,
-    check_ids,
-    check_prompt,
-    noise_of,
+from specdec_mlx.verify.inputs import (
     split_cache,
 )
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.next_token import NextToken
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.row_pass import RowPasses, ToVerify, passes_over
-from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.verify.row_pass import RowPasses, ToVerify, passes_over
 
 MOST_AT_ONCE = 8  # prompts that are read at the same time, as in mlx-lm's batches
 
@@ -76,7 +66,7 @@ class BatchGeneration:
     _reading: list[Row] = field(default_factory=list)
     _rows: list[Row] = field(default_factory=list)
     _leaving: list[Row] = field(default_factory=list)  # their last tokens are being emitted
-    _draft_rows: DraftRows = field(default_factory=DraftRows)
+    _shared_drafts: SharedDrafts = field(default_factory=SharedDrafts)
     _num_inserted: int = 0
     _is_pipelined: bool = False
     _read_at: float = 0.0
@@ -216,6 +206,7 @@ class BatchGeneration:
         with mx.stream(self.stream):
             for row in self._reading:
                 self._passes.add(row.verifier)
+                row.generation.reader.caches = row.verifier.rollback  # its place among the others
             self._passes.read(prompts)
         for row in self._reading:
             row.generation.prefill()
@@ -225,31 +216,37 @@ class BatchGeneration:
     def begin_row(self, uid: int, request: Request) -> Row:
         """A text before anything is read."""
         own = request.drafting or RowDrafting(self.drafter, self.rule)
-        prompt = check_prompt(request.prompt, None, own.drafter)
-        given, num_said = request.prompt_cache, request.num_said
-        if not self._passes.is_together or request.num_read < len(prompt) - 1:
+        given, is_together = request.prompt_cache, self._passes.is_together
+        if not is_together or request.num_read < len(request.prompt) - 1:
             given = copy.deepcopy(given)  # else a row is a copy
-        options = CacheOptions(self.max_kv_size, self.prefill_step_size)
-        rollback = Rollback(split_cache(self.model, given, options)[0], request.num_read)
-        probe = self.probe and own.drafter is not None
-        model_pass = ModelPass(self.model, rollback, options, probe=probe)
-        how, noise = request.sampler or Sampling(), noise_of(request.seed)
-        next_token = NextToken(how, request.logits_processors, noise)
-        verifier = Verifier(model_pass, next_token, own.rule)
-        check_ids(prompt, verifier.vocab_size())
-        context = verifier.draft_context(self.tokenizer, None)
-        rows = self._draft_rows if self._passes.is_together else None
-        context = replace(context, target_caches=None, rows=rows, num_unseen=request.num_read)
-        check_fits(own.drafter, context)
-        begun = len(prompt) - num_said
-        sequence = SequenceState(prompt, begun, request.max_tokens, None, num_said)
-        length = self.draft_length_of_row(own.draft_length)
-        side = Drafting(
-            own.drafter, length, verifier, sequence, keeps_cache=False, stream=self.stream
+        options = Options(
+            max_tokens=request.max_tokens,
+            sampler=request.sampler,
+            seed=request.seed,
+            rule=own.rule,
+            logits_processors=request.logits_processors,
+            max_kv_size=self.max_kv_size,
+            prefill_step_size=self.prefill_step_size,
+            tokenizer=self.tokenizer,
+            probe=self.probe,
+            stream=self.stream,
         )
-        stats, step_size = request.stats or SpeculationStats(), self.prefill_step_size
-        generation = Generation(verifier, sequence, side, stats, self.stream, step_size)
-        return Row(uid, generation, verifier, context, request.matcher)
+        of_batch = {
+            "target_caches": None,
+            "shared_drafts": self._shared_drafts if is_together else None,
+            "num_unseen": request.num_read,
+        }
+        parts = assemble(
+            *(self.model, request.prompt, own.drafter, options),
+            split_cache(self.model, given, options.caches)[0],
+            length=self.draft_length_of_row(own.draft_length),
+            num_read=request.num_read,
+            num_said=request.num_said,
+            stats=request.stats,
+            of_batch=of_batch,
+        )
+        generation = Generation.of(parts, options)
+        return Row(uid, generation, parts.target, parts.context, request.matcher)
 
     def draft_length_of_row(self, own: int | str | DraftLength | None = None) -> DraftLength:
         """The draft length of one text: its own, or that of the batch."""
@@ -259,11 +256,11 @@ class BatchGeneration:
         return make_draft_length(choice, tuning_for(self.model))
 
     def _propose(self) -> list[Draft]:
-        """A draft for each row that has its first token, cut to one width if lengths are shared."""
+        """A draft for each row that may have one, cut to one width if lengths are shared."""
         drafts = []
         for row in self._rows:
             draft = NO_DRAFT
-            if row.generation.sequence.num_generated > 0:
+            if row.generation.may_draft:
                 with self._alone(row.uid, row):
                     proposed = row.generation.propose()
                     is_told = self.on_error is not None
@@ -412,10 +409,11 @@ class BatchGeneration:
         next_of = {row.uid: round_ for row, round_ in following}
         for (row, round_), outcome in zip(current, outcomes, strict=True):
             left = len(outcome.tokens)
-            for token in row.generation.emit(round_, outcome, next_of.get(row.uid)):
-                if row.finish_reason == "removed":
-                    break
-                left -= 1
-                reason = None if left else row.finish_reason
-                caches = row.prompt_cache if reason else None
-                yield RowToken(row.uid, token, reason, caches, row.num_cached)
+            with self._alone(row.uid, row):
+                for token in row.generation.emit(round_, outcome, next_of.get(row.uid)):
+                    if row.finish_reason == "removed":
+                        break
+                    left -= 1
+                    reason = None if left else row.finish_reason
+                    caches = row.prompt_cache if reason else None
+                    yield RowToken(row.uid, token, reason, caches, row.num_cached)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from time import perf_counter
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -13,14 +12,15 @@ import mlx.nn as nn
 
 from specdec_mlx.contracts import AcceptanceRule, DraftContext, Drafter, LogitsProcessor, Outcome
 from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.engine.clock import Round
+from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.loop import Generation, Token
-from specdec_mlx.rounds.clock import Round
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.inputs import CacheOptions, check_ids, check_prompt, split_cache
-from specdec_mlx.target.model_pass import vocab_size_of
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.verify.inputs import CacheOptions, check_ids, check_prompt, split_cache
+from specdec_mlx.verify.model_pass import vocab_size_of
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.verifier import Verifier
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,6 @@ class Row:
     matcher: Any = None
     finish_reason: str | None = None
     prompt_cache: list[Any] | None = None
-    reading_seconds: float = 0.0
     num_cached: int = 0
 
     @property
@@ -98,18 +97,12 @@ class Row:
 
     def read_on(self) -> bool:
         """Read a step of the prompt, which is what one pass may have of it; True after the last."""
-        generation, caches = self.generation, self.generation.target.rollback
-        left = generation.sequence.prompt_length - 1 - caches.position
-        if left <= generation.prefill_step_size:
-            generation.prefill()
-            generation.stats.prefill_seconds += self.reading_seconds
-            return True
-        started = perf_counter()
-        generation.feed(left)
-        mx.eval([cache.state for cache in caches.caches])
-        mx.clear_cache()
-        self.reading_seconds += perf_counter() - started
-        return False
+        reader = self.generation.reader
+        if reader.num_left > reader.step_size:
+            reader.read()
+            return False
+        self.generation.prefill()
+        return True
 
     def keep_caches(self, alone: Rollback, *, complete: bool) -> None:
         """Hand these caches out at the end; complete: feed what they lack of the text."""
@@ -127,51 +120,13 @@ class Row:
             is_end = self.matcher is not None and self.matcher.advance(token)
             if is_end or token in stop_tokens:
                 self.finish_reason = "stop"
+                sequence.max_tokens = sequence.num_generated - (len(tokens) - i - 1)
                 del sequence.tokens[len(sequence.tokens) - (len(tokens) - i - 1) :]
                 outcome.tokens = tokens[: i + 1]
                 return
 
 
 Rounds = list[tuple[Row, Round]]  # A pass under way, row by row
-
-
-@dataclass
-class PromptReading:
-    """A prompt that is being read, but for its last token.
-
-    prompt: [n] token ids. caches: hold its first `num_read` tokens and what came before.
-    """
-
-    model: nn.Module
-    prompt: Sequence[int]
-    caches: list[Any]
-    stream: Any
-    num_read: int = 0
-    seconds: float = 0.0
-
-    @property
-    def num_left(self) -> int:
-        """Tokens that are still to be read."""
-        return len(self.prompt) - 1 - self.num_read
-
-    def read(self, most: int) -> int:
-        """Read the next part, of at most so many tokens; returns how many."""
-        size = min(self.num_left, most)
-        started = perf_counter()
-        if size > 0:
-            part = self.prompt[self.num_read : self.num_read + size]
-            with mx.stream(self.stream):
-                self.model(mx.array([list(part)], mx.uint32), cache=self.caches)
-                mx.eval([cache.state for cache in self.caches])
-                mx.clear_cache()
-            self.num_read += size
-            self.seconds += perf_counter() - started
-        return size
-
-    def read_all(self, step_size: int) -> None:
-        """Read all of it, in parts of `step_size`."""
-        while self.read(step_size):
-            pass
 
 
 def samples_of(
@@ -184,7 +139,10 @@ def samples_of(
     prompt = check_prompt(request.prompt, None, None)
     check_ids(prompt, vocab_size_of(model))
     caches, _ = split_cache(model, copy.deepcopy(request.prompt_cache), options)
-    reading = PromptReading(model, prompt, caches, stream)
-    reading.read_all(options.prefill_step_size)
+    step_size = options.prefill_step_size
+    reader = PromptReader.of_model(
+        model, prompt, Rollback(caches), step_size=step_size, stream=stream
+    )
+    reader.read_all()
     for _ in range(num_samples):
-        yield replace(request, prompt=prompt, prompt_cache=caches, num_read=reading.num_read)
+        yield replace(request, prompt=prompt, prompt_cache=caches, num_read=reader.num_read)

@@ -13,14 +13,14 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from specdec_mlx.beams.guesses import Beam, BeamDrafting, guess_length_for
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.contracts import DraftContext, Drafter, ReadsTarget, all_drafters
-from specdec_mlx.drafters.draft_models import choose_drafter
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.generation import Prompt, encode, loaded
 from specdec_mlx.options import whole
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.target.inputs import CacheOptions, check_fits, check_ids, check_prompt
-from specdec_mlx.target.model_pass import vocab_size_of
+from specdec_mlx.verify.inputs import CacheOptions, check_fits, check_ids, check_prompt
+from specdec_mlx.verify.model_pass import vocab_size_of
 
 
 @dataclass
@@ -89,7 +89,7 @@ def beam_search(
     tokenizer = loaded(model, tokenizer)
     num_beams, max_tokens = whole("num_beams", num_beams, 1), whole("max_tokens", max_tokens, 1)
     prefill_step_size = CacheOptions(prefill_step_size=prefill_step_size).prefill_step_size
-    chosen = choose_drafter(drafter, draft_model, model, tokenizer)
+    chosen = resolve(drafter, draft_model, model, tokenizer)
     tokens = check_prompt(encode(tokenizer, prompt), None, chosen)
     vocab_size = vocab_size_of(model)
     check_ids(tokens, vocab_size)

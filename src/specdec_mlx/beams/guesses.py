@@ -9,13 +9,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftLength, DraftSession
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftLength, DraftSession, optional
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.tree_of import texts_of
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.inputs import begin_session, check_draft
+from specdec_mlx.models import PerModel
+from specdec_mlx.verify.inputs import begin_session, check_draft
 
 Tokens = tuple[int, ...]
 
@@ -86,7 +86,7 @@ class BeamDrafting:
         for i, (text, source) in enumerate(zip(texts, sources, strict=True)):
             session = before.get(source)
             if source in sources[i + 1 :]:
-                fork = getattr(session, "fork", None)
+                fork = optional(session, "fork")
                 session = None if fork is None else fork()
             if session is None:
                 session = begin_session(self.drafter, [*self.prompt, *text], self.context)

@@ -18,14 +18,15 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.batch.rows import PromptReading
 from specdec_mlx.beams.guesses import Beam, BeamDrafting, Continuations, Tokens, next_beams
 from specdec_mlx.contracts import DraftLength, RoundRecord
 from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.errors import LogitsError, RowsError
-from specdec_mlx.target.exactness import can_hold_rows
-from specdec_mlx.target.row_caches import RowCaches
 from specdec_mlx.token_ids import read_all
+from specdec_mlx.verify.exactness import can_hold_rows
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.row_caches import RowCaches
 
 
 class Guess(NamedTuple):
@@ -58,9 +59,8 @@ class BeamRows:
                     "Beams are rows of one batch, and this model's texts cannot be. Generate "
                     "one text, or use a model that specdec_mlx.batch_generate writes together."
                 )
-            PromptReading(self.model, self.prompt, alone, self.stream).read_all(
-                self.prefill_step_size
-            )
+            how: dict[str, Any] = {"step_size": self.prefill_step_size, "stream": self.stream}
+            PromptReader.of_model(self.model, self.prompt, Rollback(alone), **how).read_all()
             rows.add(alone, len(self.prompt) - 1)
         self.caches = rows
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field
 from itertools import product
@@ -16,8 +16,8 @@ from mlx_lm.sample_utils import make_sampler
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.registry import make_drafter
 from specdec_mlx.loop import speculate
+from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampling
 
 PLAIN = "mlx-lm"
@@ -121,12 +121,14 @@ def ours(
     tokenizer: Any = None,
     rule: str = "auto",
     tuning: Tuning | None = None,
+    is_seeded: bool = False,
 ) -> Contender:
     """Our loop with a drafter, or with none, by the name that tables give it.
 
     tuning: what an automatic length learns; None for a new one for each repeat, since a text seen
-    before is no fair test.
+    before is no fair test. is_seeded: measure rule "auto" as it is for a caller who gives a seed.
     """
+    how = make_rule(rule, is_seeded=is_seeded)
     length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
 
@@ -136,7 +138,7 @@ def ours(
             max_tokens=max_tokens,
             sampler=Sampling(temp),
             seed=seed,
-            rule=rule,
+            rule=how,
             draft_length=length,
             tuning=tuning or tunings.setdefault(seed, Tuning.for_model(model)),
             tokenizer=tokenizer,
@@ -153,27 +155,26 @@ def ours(
 
 def make_contenders(
     model: nn.Module,
-    drafters: Sequence[str],
+    drafters: Mapping[str, Drafter | None],
     draft_lengths: Sequence[str],
     temp: float = 0.0,
     tokenizer: Any = None,
     draft_model: nn.Module | None = None,
     rules: Sequence[str] = ("auto",),
-    make: Callable[[str], Drafter | None] | None = None,
+    is_seeded: bool = False,
 ) -> list[Contender]:
     """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
 
-    make: makes the drafter of a name; None is `make_drafter` with this draft model, whose tokenizer
-    is the target's. Its errors are raised.
+    drafters: by the names that tables give them; None is plain decoding by our loop. is_seeded: as
+    for `ours`.
     """
     contenders = [plain(model, temp)]
     if draft_model is not None:
         numbers = [int(text) for text in draft_lengths if text.isdecimal()]
         lengths = numbers or [MLX_LM_DRAFT_LENGTH]
         contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
-    own = {} if draft_model is None else {"draft_model": draft_model, "draft_tokenizer": tokenizer}
-    for spec in drafters:
-        drafter = make(spec) if make else make_drafter(spec, **own)
+    for spec, drafter in drafters.items():
         for length, rule in product(draft_lengths, rules) if drafter else [("", "auto")]:
-            contenders.append(ours(model, drafter, spec, length, temp, tokenizer, rule))
+            how = model, drafter, spec, length, temp, tokenizer, rule
+            contenders.append(ours(*how, is_seeded=is_seeded))
     return contenders

@@ -16,14 +16,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft
 from specdec_mlx.draft_length.costs import CURVES, Curve
-from specdec_mlx.rules.match import Match
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.engine.assemble import verifier_for
+from specdec_mlx.engine.options import Options
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.counterfactual import median_of
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.next_token import NextToken
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.verifier import Verifier
+from specdec_mlx.verify.rollback import Rollback, wait_for
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
 MEASURED = "measured"
@@ -49,8 +46,10 @@ class CostCurve:
         positions, costs = list(self.positions), self.seconds
         is_sorted = positions == sorted({1, *positions}) and len(positions) == len(costs) > 1
         if not is_sorted or min(costs) <= 0:
-            what = f"Cost curve {self.name!r}: got positions {self.positions} with costs {costs}, "
-            raise ValueError(f"{what}expected increasing positions from 1, two or more, costs > 0.")
+            raise ValueError(
+                f"Cost curve {self.name!r}: got positions {self.positions} with costs {costs}, "
+                "expected increasing positions from 1, two or more, costs > 0."
+            )
 
     def __call__(self, num_positions: int) -> float:
         """Seconds of a pass over `num_positions` >= 1."""
@@ -83,9 +82,10 @@ def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
         rows, costs = zip(*((m, float(cost)) for m, cost in points), strict=True)
         seconds = tuple(unit * cost / costs[0] for cost in costs)
     except (ValueError, ZeroDivisionError) as error:
-        what = f"Cost {text!r}: expected measured (by a benchmark, whose file is given), "
-        what += f"linear:SLOPE, costs as 1,1.1,1.3, or one of {', '.join(CURVES)}."
-        raise ValueError(what) from error
+        raise ValueError(
+            f"Cost {text!r}: expected measured (by a benchmark, whose file is given), "
+            f"linear:SLOPE, costs as 1,1.1,1.3, or one of {', '.join(CURVES)}."
+        ) from error
     return CostCurve(text, rows, seconds)
 
 
@@ -101,12 +101,12 @@ class CostMeter:
     ) -> None:
         """Fill the cache with a real text, since experts are chosen by it, and warm up."""
         self._widths = tuple(widths)
-        target = ModelPass(model, Rollback(make_prompt_cache(model)))
-        self._verifier = Verifier(target, NextToken(Sampling(), (), Noise(0)), Match())
+        how, caches = Options(rule="match"), Rollback(make_prompt_cache(model))
+        self._verifier = verifier_for(model, caches, how, probe=True, noise=Noise(0))
         self._tokens = list(islice(cycle(tokens), max(NUM_CACHED, *widths)))
         with mx.stream(generation_stream):
             self._verifier.feed(mx.array(self._tokens))
-            mx.eval([cache.state for cache in self._verifier.rollback.caches])
+            wait_for(self._verifier.rollback.caches)
         self._single: list[float] = []
         self._ratios: dict[int, list[float]] = {width: [] for width in self._widths[1:]}
         self.sweep()

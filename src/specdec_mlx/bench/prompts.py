@@ -44,8 +44,9 @@ def read_prompts(path: Path | str) -> list[Prompt]:
         text = row["turns"][0] if "turns" in row else row["prompt"]
         yield Prompt(str(row.get("id", number)), str(row.get("category", "prompts")), str(text))
 
-    expected = "`turns` (a list of messages) or `prompt`, and `id` and `category`"
-    return read_lines(path, prompt, expected)
+    return read_lines(
+        path, prompt, "`turns` (a list of messages) or `prompt`, and `id` and `category`"
+    )
 
 
 def read_lines(
@@ -58,8 +59,9 @@ def read_lines(
         try:
             items += read(json.loads(line), number) if line.strip() else []
         except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            what = f"{path}, line {number}: expected a JSON object with {expected}"
-            raise ValueError(f"{what}; got {line[:60]!r}.") from error
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object with {expected}; got {line[:60]!r}."
+            ) from error
     return items
 
 

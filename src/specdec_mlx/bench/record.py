@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
+import platform
+import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from html import escape
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
 
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.prompts import Task, encode_messages, read_lines
@@ -86,8 +94,10 @@ def load_record(path: Path | str) -> Record:
             differences=[Difference(**difference) for difference in data["differences"]],
         )
     except (KeyError, TypeError, json.JSONDecodeError) as error:
-        what = f"{path} is no record of a benchmark ({error!r})"
-        raise ValueError(f"{what}. Make one with specdec-mlx bench --json FILE.") from error
+        raise ValueError(
+            f"{path} is no record of a benchmark ({error!r}). Make one with "
+            "specdec-mlx bench --json FILE."
+        ) from error
 
 
 def read_result(data: dict[str, Any]) -> Result:
@@ -219,3 +229,49 @@ def format_cost(curve: CostCurve) -> str:
         ends = zip(curve.low, curve.high, strict=True)
         rows.append(["95%", *(f"{low / one:.2f} to {high / one:.2f}" for low, high in ends)])
     return f"A pass of the target, {curve.name}:\n\n{markdown_table(header, rows, 1)}"
+
+
+REFERENCE_BLAS = "reference BLAS"  # the library of MLX's Linux wheel, and any that is not known
+KNOWN_BLAS = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
+
+
+def describe_machine() -> dict[str, str]:
+    """Processor, device, matrix library, versions and load; and the number of ranks."""
+    num_ranks = mx.distributed.init().size()
+    info = Path("/proc/cpuinfo")
+    named = re.search(r"model name\s*: (.+)", info.read_text() if info.exists() else "")
+    return {
+        **({"ranks": str(num_ranks)} if num_ranks > 1 else {}),
+        "platform": platform.platform(),
+        "processor": named[1] if named else platform.processor() or platform.machine(),
+        "cores": str(os.cpu_count()),
+        "load": " ".join(f"{x:.2f}" for x in os.getloadavg()),
+        "device": str(mx.default_device()),
+        "blas": blas_name(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("mlx", "mlx-lm", "specdec-mlx")},
+    }
+
+
+def blas_name() -> str:
+    """Library that multiplies matrices on the CPU; on Linux read off what is loaded."""
+    maps = Path("/proc/self/maps")
+    found = blas_in(maps.read_text() if maps.exists() else "")
+    return "Accelerate" if platform.system() == "Darwin" else found
+
+
+def blas_in(maps: str) -> str:
+    """Matrix library among mapped files (/proc/PID/maps), those of NumPy and SciPy left out."""
+    files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line}
+    loaded = [f.name for f in files if f.parent.name not in ("numpy.libs", "scipy.libs")]
+    names = (name for part, name in KNOWN_BLAS.items() if any(f.startswith(part) for f in loaded))
+    return next(names, REFERENCE_BLAS)
+
+
+def describe_dtype(model: nn.Module) -> str:
+    """The dtype of the largest parameter, and the width of quantized ones."""
+    values = (value for _, value in tree_flatten(model.parameters()))
+    floating = (value for value in values if mx.issubdtype(value.dtype, mx.floating))
+    dtype = str(max(floating, key=lambda value: value.size).dtype).removeprefix("mlx.core.")
+    bits = {module.bits for module in model.modules() if hasattr(module, "bits")}
+    return ", ".join([dtype, *(f"{bits} bits" for bits in sorted(bits))])

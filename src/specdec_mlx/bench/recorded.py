@@ -10,7 +10,6 @@ from itertools import islice
 from typing import Any, NamedTuple
 
 import mlx.core as mx
-from mlx_lm.generate import generation_stream
 
 from specdec_mlx import contracts
 from specdec_mlx.bench.cost import CostCurve
@@ -19,16 +18,15 @@ from specdec_mlx.contracts import ROOT, Draft, DraftContext, FeatureRows, Featur
 from specdec_mlx.contracts.trees import chain, children_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.engine.assemble import assemble_around
+from specdec_mlx.engine.clock import RoundClock
+from specdec_mlx.engine.options import Options
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.loop import Generation
-from specdec_mlx.rounds.clock import RoundClock
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.sequence import SequenceState
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.rollback import Rollback
 
 
 class Modelled(NamedTuple):
@@ -68,6 +66,8 @@ class _RecordedPass:
 class RecordedTarget:
     """A target whose greedy text is known; see `specdec_mlx.contracts.Target`."""
 
+    remembers = False
+
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
         self.rollback = Rollback([], position=len(text.prompt) - 1)
         self._text, self._vocab_size = text, vocab_size
@@ -92,8 +92,10 @@ class RecordedTarget:
         Of a text without `top_tokens` only its own token is known: scores are lower bounds.
         """
         if wanted != Features(top=wanted.top):
-            what = "A recorded text has no states to read, only the likeliest tokens. "
-            raise UnreadableError(f"{what}Replay drafters that work on tokens.")
+            raise UnreadableError(
+                "A recorded text has no states to read, only the likeliest tokens. "
+                "Replay drafters that work on tokens."
+            )
         self._is_tapped, self.rollback = True, Rollback([])
 
     def fed_features(self) -> tuple[FeatureRows, int]:
@@ -101,6 +103,9 @@ class RecordedTarget:
         return top_rows(self._text, [None] * self._num_fed), self._num_fed
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
+        """No processors want to know."""
+
+    def show_end(self, logprobs: mx.array) -> None:
         """No processors want to know."""
 
     def quantize(self) -> None:
@@ -222,12 +227,12 @@ def replay_text(
     """
     modelled = ModelledLength(length, cost, draft_seconds)
     target = RecordedTarget(text, vocab_size)
-    sequence = SequenceState(list(text.prompt), len(text.prompt), max_tokens)
-    options: dict[str, Any] = {"keeps_cache": False, "stream": generation_stream}
-    drafting = Drafting(drafter, modelled, target, sequence, **options)
-    stats = SpeculationStats()
-    generation = Generation(target, sequence, drafting, stats, clock=_UndisturbedClock())
-    with closing(generation.run(greedy_context(vocab_size))) as tokens:
+    options, context = Options(max_tokens=max_tokens), greedy_context(vocab_size)
+    parts = assemble_around(target, list(text.prompt), drafter, modelled, options, context)
+    generation = Generation.of(parts, options)
+    generation.use_clock(_UndisturbedClock())
+    stats = parts.stats
+    with closing(generation.run(context)) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated
     accepted = sum(token.from_draft for token in emitted)

@@ -26,8 +26,8 @@ from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
 from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.draft_models import add_lighter_arguments, named_model
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import explained
 from specdec_mlx.notebook.views import markdown_table, table_html
@@ -36,7 +36,7 @@ from specdec_mlx.stats.account import Row, Rows
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-DEFAULT_LENGTHS = ("2", "4", "8", "auto")
+DEFAULT_LENGTHS = ("auto",)
 DEFAULT_SLOPE = "linear:0.24"
 
 
@@ -157,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--sessions", metavar="FILE", help=f"{sessions}other file only the costs are taken")
     add("--model", help="for --sessions: whose tokenizer (default: a small one)")
     several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=f"repeatable ({DEFAULT_DRAFTER})")
-    add("--draft-model", metavar="MODEL", help="for --drafter model; it really runs")
+    add("--draft-model", metavar="MODEL", help="a model to draft with; it really runs")
     add_lighter_arguments(parser)
     several("--draft-length", metavar="N|POLICY", help=f"repeatable ({', '.join(DEFAULT_LENGTHS)})")
     costs = "repeatable: measured, linear:SLOPE, costs of 1, 2 ... positions as 1,1.1, or a chip as"
@@ -220,8 +220,7 @@ def record_of_sessions(
 
 def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
     """Ways to make the drafters that were named; each is tried once."""
-    named = named_model(args)
-    ways = {spec: partial(named.make, spec) for spec in args.drafter or [DEFAULT_DRAFTER]}
+    ways = {spec: one.resolve for spec, one in choice_of(args).each().items()}
     for make in ways.values():
         make()
     return dict(ways)

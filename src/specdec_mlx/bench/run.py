@@ -18,14 +18,26 @@ from mlx_lm.generate import generation_stream, wired_limit
 from specdec_mlx.bench import prompts
 from specdec_mlx.bench.contenders import PLAIN, Contender, make_contenders
 from specdec_mlx.bench.cost import CostMeter
-from specdec_mlx.bench.machine import describe_dtype, describe_machine
 from specdec_mlx.bench.prompts import Prompt, Task
-from specdec_mlx.bench.record import Record, RecordedText, format_record, read_sessions, save_record
+from specdec_mlx.bench.record import (
+    Record,
+    RecordedText,
+    describe_dtype,
+    describe_machine,
+    format_record,
+    read_sessions,
+    save_record,
+)
 from specdec_mlx.bench.summary import find_differences, reference_texts, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved
 from specdec_mlx.draft_length.policy import parse_draft_length
-from specdec_mlx.drafters.draft_models import add_lighter_arguments, named_model
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, WITH_MODEL
+from specdec_mlx.drafters.choosing.choice import (
+    DrafterChoice,
+    NamedModel,
+    add_lighter_arguments,
+    choice_of,
+)
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
 from specdec_mlx.options import argument, checked, positive_int
@@ -53,7 +65,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
-    add("--seed", type=int, default=0, help="of draws at a temperature above 0 (%(default)s)")
+    add("--seed", type=int, help="of draws (0); rule auto is then the one for seeds")
     add("--no-cost", action="store_true", help="do not measure what a pass over m positions costs")
     add("--json", metavar="FILE", help="write results, and the texts for specdec-mlx replay")
 
@@ -66,12 +78,13 @@ def main(
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
-    named = named_model(args)
-    draft_model, _ = named.pair
+    choice = choice_of(args)
+    draft_model, _ = choice.model.pair
     lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
-    make = partial(named.make, target=model)
+    drafters = {spec: one.resolve(model) for spec, one in choice.each().items()}
     contenders = make_contenders(
-        model, _drafters(args), lengths, args.temp, tokenizer, draft_model, rules, make
+        *(model, drafters, lengths, args.temp, tokenizer, draft_model, rules),
+        is_seeded=args.seed is not None,
     )
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
@@ -169,10 +182,13 @@ def bench_texts(
         for kind, messages in texts.items()
         for i, text in enumerate(messages)
     ]
-    contenders = make_contenders(
-        model, drafters, draft_lengths, temp, tokenizer, draft_model, rules
-    )
+    choice = DrafterChoice(drafters, NamedModel(draft_model))
+    made = {spec: one.resolve(model) for spec, one in choice.each().items()}
     settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
+    contenders = make_contenders(
+        *(model, made, draft_lengths, temp, tokenizer, draft_model, rules),
+        is_seeded=settings.seed is not None,
+    )
     tasks = make_tasks(tokenizer, messages)
     return run_bench(model, tasks, contenders, settings, temp=temp, progress=progress)
 
@@ -182,13 +198,6 @@ def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[Task]:
     if not messages:
         raise ValueError("No prompts. Give another file, or drop --categories.")
     return [Task(p.id, p.category, prompts.encode_chat(tokenizer, p.text)) for p in messages]
-
-
-def _drafters(args: argparse.Namespace) -> list[str]:
-    """Those asked for; a draft model takes part in any case."""
-    asked = args.drafter or ([] if args.draft_model else [DEFAULT_DRAFTER])
-    is_named = any(spec.partition(":")[0] in WITH_MODEL for spec in asked)
-    return [*asked, "model"] if args.draft_model and not is_named else asked
 
 
 def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:

@@ -22,11 +22,14 @@ TURN_TOKENS = 8  # tokens that a contender generates before it is another one's 
 
 @dataclass(frozen=True)
 class Settings:
-    """How contenders generate; end_tokens end a text. ValueError for no token or no repeat."""
+    """How contenders generate; end_tokens end a text. ValueError for no token or no repeat.
+
+    seed: of draws, 0 for None; one that is given makes rule "auto" the coupled one.
+    """
 
     max_tokens: int = 128
     repeats: int = 1
-    seed: int = 0
+    seed: int | None = None
     end_tokens: Collection[int] = ()
 
     def __post_init__(self) -> None:
@@ -124,7 +127,8 @@ class Run:
     def __init__(self, contender: Contender, task: Task, settings: Settings, repeat: int) -> None:
         self.contender, self.task, self.settings, self.repeat = contender, task, settings, repeat
         self.is_over = False
-        self._stream = contender.start(task.prompt, settings.max_tokens, settings.seed + repeat)
+        seed = (settings.seed or 0) + repeat
+        self._stream = contender.start(task.prompt, settings.max_tokens, seed)
         self._emitted: list[Emitted] = []
         self._began = self._first_seconds = self._decode_seconds = 0.0
         self._peak_bytes = 0

@@ -143,9 +143,13 @@ def check_declared(draws: Draws) -> Part:
     seen, due, *wrong = draws.counts
     num_draws = int(seen.sum())
     if draws.proposals and not num_draws:
-        verdict = "The drafter declares no distribution: its drafts are taken as point masses, and "
-        verdict += "verified as such no token can come out of proportion."
-        return Part(DECLARED_NAME, "not applicable", verdict, {"proposals": draws.proposals})
+        return Part(
+            DECLARED_NAME,
+            "not applicable",
+            "The drafter declares no distribution: its drafts are taken as point masses, and "
+            "verified as such no token can come out of proportion.",
+            {"proposals": draws.proposals},
+        )
     samples, aim = f"{num_draws} drafted tokens", "the distributions declared for them"
     compared = Comparison(samples, aim, seen, due, dict(zip(DRAFT_FAULTS, wrong, strict=True)))
     numbers = {
@@ -281,9 +285,12 @@ def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draw
             groups[-1].draw(first_seed + count)
             count += 1
     if not groups:
-        verdict = "The drafter proposed nothing at any place, so that there is nothing to test. "
-        verdict += "Give prompts whose text repeats itself (--prompts)."
-        return Part(JOINT_NAME, "not run", verdict)
+        return Part(
+            JOINT_NAME,
+            "not run",
+            "The drafter proposed nothing at any place, so that there is nothing to test. "
+            "Give prompts whose text repeats itself (--prompts).",
+        )
     cells = [Cells(group) for group in groups]
     right, *wrong = (
         np.concatenate([one.expected(variant) for one in cells])

@@ -7,7 +7,6 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
-from importlib import import_module
 from typing import TYPE_CHECKING, Any, Literal
 
 from specdec_mlx.notebook.views import table_html
@@ -93,9 +92,9 @@ class CheckReport(Rows):
 
     def plot(self) -> Figure:
         """Draw the chance that each named fault would have been found; needs matplotlib."""
-        plots: Any = import_module("specdec_mlx.notebook.plots")
-        figure: Figure = plots.power_of_check(self.parts)
-        return figure
+        from specdec_mlx.notebook.plots import power_of_check
+
+        return power_of_check(self.parts)
 
     def to_json(self) -> str:
         """JSON text, one line an entry."""

@@ -20,19 +20,20 @@ from specdec_mlx.checks import drawn, one_step, texts
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.subject import Step, Subject, Work
 from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
-from specdec_mlx.drafters import draft_models
+from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_length
+from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of, resolve
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.model import logit_width
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
+from specdec_mlx.engine.ranks import ranks_of
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
-from specdec_mlx.options import whole
-from specdec_mlx.rounds.ranks import ranks_of
+from specdec_mlx.options import argument, whole
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
-from specdec_mlx.target.exactness import ProbeReport
+from specdec_mlx.verify.exactness import ProbeReport
+from specdec_mlx.verify.model_pass import vocab_size_of
 
 BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
@@ -51,10 +52,10 @@ def check(
     draft_model: nn.Module | Drafter | str | None = None,
     sampler: Sampler | Sampling | None = None,
     rule: str | AcceptanceRule = "auto",
-    draft_length: int = 4,
+    draft_length: int | str = "auto",
     prompts: Sequence[str | Sequence[int]] | None = None,
     budget: float = BUDGET,
-    seed: int = 0,
+    seed: int | None = None,
     progress: bool = True,
 ) -> CheckReport:
     """Prove on this model, machine and setting that speculation leaves the text alone.
@@ -67,11 +68,12 @@ def check(
         sampler: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers; greedy
             if None.
         rule: as for `speculate`.
-        draft_length: tokens a draft.
+        draft_length: as for `speculate`; where drafters are asked outside of the loop, for which
+            "auto" has no measurements, it stands for 4 tokens.
         prompts: user messages, or token ids; None takes a few of ours.
         budget: seconds; parts take as many samples as fit. One that had no time is "not run", and
             then the whole is not passed.
-        seed: of all draws.
+        seed: of all draws; one that is given makes rule "auto" the coupled one, as in `generate`.
         progress: show a bar.
 
     Returns:
@@ -86,7 +88,7 @@ def check(
         raise ValueError(f"budget={budget}: expected a number of seconds above 0.")
     if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    chosen = draft_models.choose_drafter(drafter, draft_model, model, tokenizer)
+    chosen = resolve(drafter, draft_model, model, tokenizer)
     if chosen is None:
         raise ValueError("There is nothing to check without a drafter. Give drafter=.")
     sampling = read_sampler(sampler)
@@ -95,16 +97,18 @@ def check(
             "The distribution of this sampler is not known, so there is nothing to compare with. "
             "Give a specdec_mlx.Sampling(...) or a sampler of mlx_lm's make_sampler."
         )
-    whole("draft_length", draft_length, 1)
+    if not isinstance(draft_length, str):
+        whole("draft_length", draft_length, 1)
+    make_draft_length(draft_length)
     subject = Subject(
         model=model,
         drafter=chosen,
         sampling=sampling,
-        rule=make_rule(rule),
+        rule=make_rule(rule, is_seeded=seed is not None),
         prompts=_encoded(tokenizer, prompts),
-        vocab_size=logit_width(model),
+        vocab_size=vocab_size_of(model),
         draft_length=draft_length,
-        seed=seed,
+        seed=seed or 0,
         tokenizer=tokenizer,
         end_tokens=getattr(tokenizer, "eos_token_ids", ()),
     )
@@ -119,7 +123,7 @@ def check(
         "draft_length": draft_length,
         "prompts": len(subject.prompts),
         "budget": budget,
-        "seed": seed,
+        "seed": subject.seed,
         "device": "GPU" if mx.default_device() == mx.gpu else "CPU",
         **({} if ranks is None else {"ranks": ranks.group.size()}),
     }
@@ -196,19 +200,21 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx check`."""
     add = parser.add_argument
     add("--model", help="model folder or Hugging Face name (default: a small one)")
-    add("--drafter", metavar="NAME[:KEY=VALUE,...]", help="(model if there is one, else ngram)")
-    add("--draft-model", metavar="MODEL", help="draft model, for --drafter model")
-    draft_models.add_lighter_arguments(parser)
+    spec = "NAME[:KEY=VALUE,...]"
+    add("--drafter", action="append", metavar=spec, help=f"repeatable ({DEFAULT_DRAFTER})")
+    add("--draft-model", metavar="MODEL", help="a model to draft with, a trained head, or auto")
+    add_lighter_arguments(parser)
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--top-p", type=float, default=0.0, help="(off)")
     add("--min-p", type=float, default=0.0, help="(off)")
     add("--top-k", type=int, default=0, help="(off)")
     add("--rule", default="auto", metavar="NAME[:KEY=VALUE,...]", help="(%(default)s)")
-    add("--draft-length", type=int, default=4, metavar="N", help="tokens a draft (%(default)s)")
+    length = argument(parse_draft_length)
+    add("--draft-length", type=length, default="auto", metavar="N|POLICY", help="(%(default)s)")
     add("--prompts", metavar="FILE", help="JSON lines with prompt or turns (default: ours)")
     how = "parts take as many samples as fit (%(default)g)"
     add("--budget", type=float, default=BUDGET, metavar="SECONDS", help=how)
-    add("--seed", type=int, default=0, help="of all draws (%(default)s)")
+    add("--seed", type=int, help="of all draws (0); rule auto is then the one for seeds")
     add("--json", metavar="FILE", help="write the report there too")
 
 
@@ -217,16 +223,15 @@ def main(args: argparse.Namespace) -> int:
     if args.json:
         Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
     sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
-    lighter = draft_models.lighter_of(args)
+    choice = choice_of(args)
     prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
     model_name = str(args.model or demo_model_path())
     model, tokenizer = load_target(model_name)
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
-    name = args.drafter or ("model" if args.draft_model else "ngram")
     report = check(
         model,
         tokenizer,
-        drafter=draft_models.NamedModel(args.draft_model, lighter).make(name, model),
+        drafter=choice.resolve(model),
         sampler=sampling,
         rule=args.rule,
         draft_length=args.draft_length,
@@ -235,9 +240,12 @@ def main(args: argparse.Namespace) -> int:
         seed=args.seed,
         progress=is_first,
     )
-    names: dict[str, Any] = {"model": model_name, "drafter": name}
-    if args.draft_model:
-        names |= {"draft_model": args.draft_model, **lighter.flags}
+    names: dict[str, Any] = {
+        "model": model_name,
+        "drafter": " then ".join(map(str, choice.drafters)),
+    }
+    if choice.model.name is not None:
+        names |= {"draft_model": choice.model.name, **choice.model.flags}
     report = replace(report, settings=report.settings | names)
     if is_first:
         print(report)

@@ -21,12 +21,12 @@ from specdec_mlx.contracts import (
     DraftSession,
     shares_noise,
 )
+from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.loop import Token, speculate
-from specdec_mlx.rounds.ranks import Ranks
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.inputs import check_drafted
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.inputs import check_drafted
 
 Item = TypeVar("Item")
 
@@ -35,7 +35,10 @@ Probs = NDArray[np.float64]  # probabilities [V] of the next token, float64
 
 @dataclass(frozen=True, eq=False)
 class Subject:
-    """A target, a drafter or None, a sampling, a rule, and prompts; seed: of all draws."""
+    """A target, a drafter or None, a sampling, a rule, and prompts.
+
+    draft_length: of the loop. seed: of all draws.
+    """
 
     model: nn.Module
     drafter: Drafter | None
@@ -43,10 +46,15 @@ class Subject:
     rule: AcceptanceRule
     prompts: Sequence[list[int]]
     vocab_size: int
-    draft_length: int = 4
+    draft_length: int | str = 4
     seed: int = 0
     tokenizer: Any = None
     end_tokens: Collection[int] = ()
+
+    @property
+    def num_asked(self) -> int:
+        """Tokens to ask a drafter for outside of the loop, where nothing is automatic."""
+        return 4 if isinstance(self.draft_length, str) else self.draft_length
 
     def begin(self, prompt: Sequence[int], **options: Any) -> DraftSession:
         """A session outside of the loop; options: further ones of the context."""

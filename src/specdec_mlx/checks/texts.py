@@ -19,8 +19,8 @@ from specdec_mlx.contracts import all_drafters
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.target.exactness import ProbeReport, probe
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.exactness import ProbeReport, probe
 
 WIDTHS_NAME = "widths"
 STATE_NAME = "drafter's state"
@@ -160,7 +160,7 @@ def check_state(subject: Subject, work: Work) -> Part:
 
 def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
     """Total variation of both sessions' next tokens (None, or 1 for one); tokens rejected."""
-    session, length = subject.begin(prompt), subject.draft_length
+    session, length = subject.begin(prompt), subject.num_asked
     tokens, rejected = list(prompt), 0
     for num_kept in reversed(range(length + 1)):
         drafted = to_list(session.propose(length).tokens)
@@ -193,7 +193,7 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part
     The text is the target's own in any case, so the part passes; the verdict says what does better.
     """
     subject = replace(subject, drafter=replace(drafter, greedy=True))
-    variations = drafter.head.variations()
+    variations = list(drafter.head.variations())
     readings: list[Any] = [nullcontext, *(variation.applied for variation in variations)]
     drafted, accepted = np.zeros((2, len(readings)))
     texts = 0

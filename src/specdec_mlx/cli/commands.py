@@ -9,7 +9,7 @@ from pathlib import Path
 from types import ModuleType
 
 import specdec_mlx
-from specdec_mlx.drafters.registry import describe_drafters
+from specdec_mlx.drafters.choosing.registry import describe_drafters
 from specdec_mlx.errors import LogitsError
 from specdec_mlx.options import refusal
 
@@ -91,7 +91,7 @@ def _add_probe(commands: Commands[argparse.ArgumentParser]) -> None:
 def _probe(args: argparse.Namespace) -> int:
     from specdec_mlx.lab.demo_model import demo_model_path
     from specdec_mlx.models import load_model
-    from specdec_mlx.target.exactness import probe
+    from specdec_mlx.verify.exactness import probe
 
     report = probe(load_model(args.model or demo_model_path())[0])
     print(report)
@@ -101,14 +101,19 @@ def _probe(args: argparse.Namespace) -> int:
 def _add_drafters(commands: Commands[argparse.ArgumentParser]) -> None:
     drafters = commands.add_parser("drafters", help="the drafters there are, or those for a model")
     drafters.add_argument("--model", help="also which models here can draft for this one")
-    here = "look for them here instead of in the Hugging Face cache"
-    drafters.add_argument("--in", dest="folder", type=Path, metavar="FOLDER", help=here)
+    drafters.add_argument(
+        "--in",
+        dest="folder",
+        type=Path,
+        metavar="FOLDER",
+        help="look for them here instead of in the Hugging Face cache",
+    )
     drafters.set_defaults(run=_drafters)
 
 
 def _drafters(args: argparse.Namespace) -> int:
     if args.model is not None:
-        from specdec_mlx.drafters.candidates import report
+        from specdec_mlx.drafters.choosing.candidates import report
 
         print(report(args.model, args.folder))
     elif args.folder is not None:

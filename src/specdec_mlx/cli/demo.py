@@ -26,17 +26,17 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted, ours, plain
-from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name, describe_dtype, describe_machine
 from specdec_mlx.bench.prompts import Task, encode_chat
+from specdec_mlx.bench.record import REFERENCE_BLAS, blas_name, describe_dtype, describe_machine
 from specdec_mlx.bench.summary import find_differences
 from specdec_mlx.bench.timing import Run, Sample, Settings, take_turns
-from specdec_mlx.cli.blas import THREADS, start_again_with_openblas
+from specdec_mlx.cli.blas import THREADS, as_shell, start_again_with_openblas
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import stream_generate
 from specdec_mlx.lab import demo_model
 from specdec_mlx.lab.pair import held_out_openings, load_pair
@@ -120,15 +120,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx demo`."""
     add, count = parser.add_argument, argument(positive_int)
     add("--model", help="model folder or Hugging Face name (default: a small one)")
-    most = "most that the generation may take; texts are cut to fit (%(default)s)"
-    add("--seconds", type=count, default=45, help=most)
+    add(
+        "--seconds",
+        type=count,
+        default=45,
+        help="most that the generation may take; texts are cut to fit (%(default)s)",
+    )
     add("--max-tokens", type=count, default=64, help="most tokens of a text (%(default)s)")
-    repeats = "timed runs of each text, as many as fit (%(default)s at most)"
-    add("--repeats", type=count, default=3, help=repeats)
+    add(
+        "--repeats",
+        type=count,
+        default=3,
+        help="timed runs of each text, as many as fit (%(default)s at most)",
+    )
     tokens, length = "tokens a round, or auto (%(default)s)", checked(parse_draft_length)
     add("--draft-length", type=length, default="auto", metavar="K", help=tokens)
-    prepare = "prepare the demo model, print its folder, and do nothing else"
-    add("--print-model-path", action="store_true", help=prepare)
+    add(
+        "--print-model-path",
+        action="store_true",
+        help="prepare the demo model, print its folder, and do nothing else",
+    )
 
 
 def main(args: argparse.Namespace) -> int:
@@ -136,7 +147,7 @@ def main(args: argparse.Namespace) -> int:
 
     The pair that ships is shown beside the default model alone.
     """
-    preloaded = None if args.print_model_path else start_again_with_openblas("demo")
+    preloaded = {} if args.print_model_path else start_again_with_openblas("demo")
     path = args.model or demo_model.demo_model_path()
     if args.print_model_path:
         print(path)
@@ -188,19 +199,19 @@ def say(text: str) -> None:
     print(text, file=sys.stderr, flush=True)
 
 
-def say_what_multiplies(preloaded: str | None) -> None:
+def say_what_multiplies(preloaded: dict[str, str]) -> None:
     """On a Linux CPU, name the BLAS, and what it means for speculation and other programs."""
     if sys.platform != "linux" or mx.default_device() != mx.cpu:
         return
     if blas_name() == REFERENCE_BLAS:
         say(
             "MLX's wheel has the reference BLAS here, where a pass over m positions costs m times "
-            'one: no draft can pay. pip install "specdec-mlx[cpu]" brings OpenBLAS (8 MB); this '
+            'one: no draft can pay. pip install "specdec-mlx[cpu]" brings OpenBLAS (20 MB); this '
             "command then preloads it by itself; or LD_PRELOAD=libopenblas.so.0, the system's own."
         )
         return
-    threads = f"{THREADS}={os.environ.get(THREADS)}"
-    advice = f"; for programs of your own: LD_PRELOAD={preloaded} {threads}" if preloaded else ""
+    variables = as_shell(preloaded | {THREADS: os.environ.get(THREADS, "1")})
+    advice = f"; for programs of your own: {variables}" if preloaded else ""
     say(f"Matrices are multiplied by {blas_name()}{advice}.")
 
 

@@ -7,16 +7,16 @@ import os
 import platform
 import sys
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from importlib.metadata import version
 
 import mlx.core as mx
 import mlx_lm
 
 import specdec_mlx
-from specdec_mlx.bench.machine import REFERENCE_BLAS, blas_name
+from specdec_mlx.bench.record import REFERENCE_BLAS, blas_name
 from specdec_mlx.cli.backends import installed, reinstall
-from specdec_mlx.cli.blas import find_openblas, needs_openblas
+from specdec_mlx.cli.blas import THREADS, as_shell, find_openblas, needs_openblas
 from specdec_mlx.mlx_lm_plugin.installation import MlxLmVersionError, check_version
 
 OPENBLAS = (
@@ -30,7 +30,8 @@ class Installation:
     """The installation that generates text here.
 
     runs_on: "metal", "cuda" or "cpu". blas: of a CPU. backends: versions by distribution on Linux.
-    openblas: a better library to preload. refusal: why mlx-lm's own calls cannot be extended.
+    openblas: variables that preload a
+    better library. refusal: why mlx-lm's own calls cannot be extended.
     """
 
     runs_on: str
@@ -39,7 +40,7 @@ class Installation:
     backends: dict[str, str]
     mlx: str
     mlx_lm: str
-    openblas: str | None = None
+    openblas: dict[str, str] = field(default_factory=dict)
     refusal: str | None = None
 
 
@@ -51,9 +52,8 @@ def main(args: argparse.Namespace) -> int:
     """Print the installation, what is recommended, and its problems; exit status 1 for these."""
     found = inspect_installation()
     print("\n".join(f"{name:<12} {value}" for name, value in table(found)))
-    if found.openblas is not None:
-        print(f"\nrecommended: {OPENBLAS}")
-        print(f"export LD_PRELOAD={found.openblas} OPENBLAS_NUM_THREADS=1")
+    if found.openblas:
+        print(f"\nrecommended: {OPENBLAS}\nexport {as_shell(found.openblas | {THREADS: '1'})}")
     problems = list(problems_of(found))
     for problem in problems:
         print(f"\nwarning: {problem}")
@@ -75,7 +75,7 @@ def inspect_installation() -> Installation:
         backends=installed() if sys.platform == "linux" else {},
         mlx=version("mlx"),
         mlx_lm=mlx_lm.__version__,
-        openblas=find_openblas() if needs_openblas() else None,
+        openblas=find_openblas() if needs_openblas() else {},
         refusal=refusal,
     )
 
@@ -105,7 +105,7 @@ def problems_of(found: Installation) -> Iterator[str]:
     elif found.runs_on == "cpu" and any("cuda" in name for name in found.backends):
         what = f"{next(iter(found.backends))} finds no GPU, so that all runs on the CPU."
         yield f"{what} Look at what nvidia-smi says."
-    if found.blas == REFERENCE_BLAS and found.openblas is None:
+    if found.blas == REFERENCE_BLAS and not found.openblas:
         yield f'{OPENBLAS} pip install "specdec-mlx[cpu]"'
     if found.refusal is not None:
         yield found.refusal

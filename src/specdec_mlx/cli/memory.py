@@ -35,10 +35,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     build.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or name")
     build.add_argument("--out", required=True, type=Path, metavar="FILE", help="the memory")
     bound = build.add_mutually_exclusive_group()
-    oldest = f"oldest go first ({MOST_TOKENS})"
-    bound.add_argument("--max-tokens", type=count, metavar="N", help=oldest)
-    table = "a new table of counts instead, for --drafter ngram:table=FILE"
-    bound.add_argument("--ngrams", action="store_true", help=table)
+    bound.add_argument(
+        "--max-tokens", type=count, metavar="N", help=f"oldest go first ({MOST_TOKENS})"
+    )
+    bound.add_argument(
+        "--ngrams",
+        action="store_true",
+        help="a new table of counts instead, for --drafter ngram:table=FILE",
+    )
     info = add("info", _info, "what a memory or a table holds")
     info.add_argument("file", type=Path, metavar="FILE")
     merge = add("merge", _merge, "put what others hold into a memory or a table")
@@ -127,7 +131,7 @@ def _empty_like(kept: Memory | NGramTable) -> Memory | NGramTable:
     """One of the same kind; a table of the same orders and bound."""
     if isinstance(kept, Memory):
         return Memory(MOST_TOKENS)
-    return NGramTable(kept.max_order, kept.min_order, kept.max_entries)
+    return kept.empty()
 
 
 def _prune(args: argparse.Namespace) -> None:

@@ -32,6 +32,7 @@ from specdec_mlx.contracts.optional import all_drafters as all_drafters
 from specdec_mlx.contracts.optional import is_cheap as is_cheap
 from specdec_mlx.contracts.optional import key_of as key_of
 from specdec_mlx.contracts.optional import models_of as models_of
+from specdec_mlx.contracts.optional import optional as optional
 from specdec_mlx.contracts.optional import session_groups as session_groups
 from specdec_mlx.contracts.optional import session_parts as session_parts
 from specdec_mlx.contracts.target import FeatureRows as FeatureRows

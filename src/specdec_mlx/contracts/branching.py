@@ -1,8 +1,7 @@
 """Draft lengths: the contract, and what drafts that fork need.
 
-A drafter with a tree of its own hands it over as a `Draft` with `parents`; where that costs time
-its session has `forks`. A session with `propose_tree(limit, values, may_fork)` is asked by it for
-the chain or tree that is worth most to `values`, a `ValuesDrafts`.
+A drafter with a tree of its own hands it over as a `Draft` with `parents`. Sessions that have
+several drafts may leave it to the draft length which of them, or which tree of them, is verified.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class ValuesDrafts(DraftLength, Protocol):
     def begin(
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
-        """Expect a session; the way to ask it for a draft of at most so many tokens."""
+        """Register a session; returns the function that gets its drafts, by most tokens."""
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
         """The draft that is worth most, with its drafter's key; empty where none is worth any.

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Sequence, Set
 from dataclasses import dataclass
 from enum import Enum
 from functools import cached_property
@@ -13,7 +13,7 @@ import mlx.core as mx
 from jaxtyping import Float
 
 from specdec_mlx.contracts.trees import ROOT as ROOT
-from specdec_mlx.contracts.trees import first_path
+from specdec_mlx.contracts.trees import chain, first_path
 
 if TYPE_CHECKING:
     from specdec_mlx.contracts.target import TargetCaches
@@ -128,13 +128,32 @@ class Draft:
         """
         if self.parents is None:
             return self
-        nodes, tokens = first_path(self.parents), self.tokens
+        return self._some(first_path(self.parents))
+
+    def until(self, ends: Set[int]) -> Draft:
+        """Without what continues a token of `ends`; its tokens have to be known.
+
+        A drawn token may decide about those after it, which then were as good as never drawn.
+        """
+        places = {ROOT: ROOT}  # node -> its place among those that stay
+        parents = chain(len(self)) if self.parents is None else self.parents
+        for node, parent in enumerate(parents):
+            if parent in places and (parent == ROOT or self.tokens[parent] not in ends):
+                places[node] = len(places) - 1
+        if self.parents is None:
+            return self.head(len(places) - 1)
+        _, *nodes = places
+        return self._some(nodes, [places[parents[node]] for node in nodes])
+
+    def _some(self, nodes: list[int], parents: Sequence[int] | None = None) -> Draft:
+        tokens = self.tokens
         return Draft(
             tokens=tokens[mx.array(nodes)]
             if isinstance(tokens, mx.array)
             else [tokens[i] for i in nodes],
             logprobs=None if self.logprobs is None else self.logprobs[mx.array(nodes)],
             evidence=None if self.evidence is None else [self.evidence[i] for i in nodes],
+            parents=parents,
         )
 
 
@@ -182,9 +201,10 @@ class DraftContext:
     noise of the target's own draws. logits_processors: (tokens [n], logits [1, V]) -> logits.
     draft_cache: caches for a draft model that the caller wants kept in step, or None.
     prefill_step_size: most positions of the prompt at a time. target_caches: for drafters that run
-    layers of the target; None where several texts are written at once. rows: begins the session of
-    a draft model or head (drafter, prompt, context) as one of several texts; None for a text alone.
-    num_unseen: first positions of the prompt, of which readers of the target's states see nothing.
+    layers of the target; None where several texts are written at once. shared_drafts: begins the
+    session of a draft model or head (drafter, prompt, context) as one of several texts; None for a
+    text alone. num_unseen: first positions of the prompt, of which readers of the target's states
+    see nothing.
     """
 
     sampling: Sampling | None = None
@@ -196,7 +216,7 @@ class DraftContext:
     draft_cache: list[Any] | None = None
     prefill_step_size: int = 2048
     target_caches: TargetCaches | None = None
-    rows: Callable[..., Any] | None = None
+    shared_drafts: Callable[..., Any] | None = None
     num_unseen: int = 0
 
     def draft_gumbel(self, start: int, index: int) -> Float[mx.array, " vocab"]:
@@ -240,4 +260,7 @@ class Drafter(Protocol):
     """Frozen configuration of a way to draft; reusable and shareable between generations."""
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
-        """Start a generation after `prompt` [n] token ids, before the target has read it."""
+        """Start a generation after `prompt` [n] token ids, before the target has read it.
+
+        It is a copy, to be kept if need be, and stays as it is.
+        """

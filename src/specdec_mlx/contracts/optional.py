@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import mlx.nn as nn
 
@@ -35,10 +35,7 @@ class ReadsTarget(Protocol):
 
 @runtime_checkable
 class SeesTarget(Protocol):
-    """A session that reads the target's states; default: it is shown none.
-
-    With `see_rejected(tokens [n], features)` it is shown those of rejected drafts too.
-    """
+    """A session that reads the target's states; default: it is shown none."""
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions of the text, lazy, before they are observed.
@@ -82,6 +79,33 @@ class Closes(Protocol):
 
     def close(self, length: int) -> None:
         """The end: the first `length` tokens of prompt + observed are all that the caller has."""
+
+
+OPTIONAL: dict[str, Any] = {
+    # of a drafter: most tokens that it proposes at a place; more than one makes trees
+    "branches": 1,
+    # of a drafter: each machine of a target that is spread over several runs it, not one for all
+    "on_every_rank": False,
+    # of a session that costs time: its drafts are trees
+    "forks": False,
+    # of a look-up's session, (limit, values, may_fork) -> Draft: the chain or tree that is worth
+    # most to `values`, a `ValuesDrafts`; may_fork() is asked if a tree is best
+    "propose_tree": None,
+    # of a look-up's session in a `Cascade`, (tokens [n], limit) -> Draft: point masses after tokens
+    # that may be rejected
+    "propose_after": None,
+    # of a session that reads the target, (tokens [n], rows): draft tokens that were not kept, and
+    # their rows, after `see` was shown the others
+    "see_rejected": None,
+    # of a session, for beams, () -> DraftSession: a copy that goes its own way from here on
+    "fork": None,
+}
+"""Further optional members: what each means, how it is called, and its default."""
+
+
+def optional(owner: object, name: str) -> Any:
+    """A member of OPTIONAL of a drafter or session, or its default."""
+    return getattr(owner, name, OPTIONAL[name])
 
 
 def is_cheap(session: DraftSession) -> bool:

@@ -12,7 +12,7 @@ from specdec_mlx.contracts.drafting import Draft
 from specdec_mlx.contracts.verdicts import Outcome
 
 if TYPE_CHECKING:
-    from specdec_mlx.target.rollback import Rollback
+    from specdec_mlx.verify.rollback import Rollback
 
 
 @dataclass(frozen=True)
@@ -117,9 +117,9 @@ class FeatureRows:
 class PendingPass(Protocol):
     """A pass of the target that is under way.
 
-    draft: what it verifies. num_fed: positions computed. logprobs: [K+1, V], processed, before
-    temperature and filters, as mlx-lm reports them. features: rows for a drafter that reads, or
-    None.
+    draft: what it verifies. num_fed: positions computed. logprobs: K+1 times [1, V], processed,
+    before temperature and filters, as mlx-lm reports them; who keeps one keeps no other. features:
+    rows for a drafter that reads, or None.
     """
 
     draft: Draft
@@ -139,7 +139,12 @@ class PendingPass(Protocol):
 
 
 class Target(Protocol):
-    """The target of one generation, as the loop sees it: it verifies drafts and can go back."""
+    """The target of one generation, as the loop sees it: it verifies drafts and can go back.
+
+    remembers: a logits processor may keep what it was shown.
+    """
+
+    remembers: bool
 
     @property
     def rollback(self) -> Rollback:
@@ -162,6 +167,9 @@ class Target(Protocol):
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
         """Add tokens of the text to what logits processors see."""
+
+    def show_end(self, logprobs: mx.array) -> None:
+        """Show them the text when no pass comes after it; logprobs: [1, V], any."""
 
     def vocab_size(self) -> int:
         """V."""

@@ -24,6 +24,7 @@ from specdec_mlx.contracts import (
     RoundRecord,
     SeesTarget,
     Stepwise,
+    optional,
 )
 from specdec_mlx.contracts.trees import chain
 from specdec_mlx.draft_length.chances import told
@@ -47,11 +48,11 @@ class Auto:
     def begin(
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
     ) -> Callable[[int], Draft]:
-        """Expect a session; the way to ask it."""
-        if (grown := getattr(session, "propose_tree", None)) is not None:
+        """Register a session; returns the function that gets its drafts."""
+        if (grown := optional(session, "propose_tree")) is not None:
             self._part(part, LookUp)
             return lambda limit: grown(limit, self, may_fork)
-        forks = getattr(session, "forks", False) and may_fork()
+        forks = optional(session, "forks") and may_fork()
         if isinstance(session, Stepwise) and not forks:
             unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
             model = Model(self.prices, self.tuning.of(part), can_stop=True, most_unread=unread)

@@ -21,7 +21,7 @@ import numpy as np
 from specdec_mlx.draft_length.chances import NUM_WEIGHTS, Chances
 from specdec_mlx.draft_length.costs import MILDEST, WIDTHS, Curve, Staircase, Steps, prior_for
 from specdec_mlx.folders import cache_root
-from specdec_mlx.per_model import PerModel
+from specdec_mlx.models import PerModel
 
 BUDGET = 2.0  # of a drafter that costs time at first, in plain rounds; gains double it at most
 EXPLORATION = 0.01  # share of the time that finding out may take, besides

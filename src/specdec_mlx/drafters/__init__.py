@@ -4,6 +4,7 @@ from importlib import import_module as _import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from specdec_mlx.drafters.choosing.registry import drafter_names as drafter_names
     from specdec_mlx.drafters.grammar import Grammar as Grammar
     from specdec_mlx.drafters.grammar import GrammarDrafter as GrammarDrafter
     from specdec_mlx.drafters.grammar import GrammarProcessor as GrammarProcessor
@@ -11,7 +12,6 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.heads.early_exit import early_exit as early_exit
     from specdec_mlx.drafters.heads.one_pass import PardDrafter as PardDrafter
     from specdec_mlx.drafters.ngram_table import NGramTable as NGramTable
-    from specdec_mlx.drafters.registry import drafter_names as drafter_names
 
 _PLACES = {
     "Grammar": "specdec_mlx.drafters.grammar",
@@ -20,9 +20,11 @@ _PLACES = {
     "HeadDrafter": "specdec_mlx.drafters.heads.drafter",
     "NGramTable": "specdec_mlx.drafters.ngram_table",
     "PardDrafter": "specdec_mlx.drafters.heads.one_pass",
-    "drafter_names": "specdec_mlx.drafters.registry",
+    "drafter_names": "specdec_mlx.drafters.choosing.registry",
     "early_exit": "specdec_mlx.drafters.heads.early_exit",
 }
+
+__all__ = [*_PLACES]
 
 
 def __getattr__(name: str) -> Any:

@@ -28,12 +28,13 @@ from specdec_mlx.contracts import (
     all_drafters,
     key_of,
     models_of,
+    optional,
 )
 from specdec_mlx.draft_length.chances import told
+from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import Several, SeveralSession
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.registry import make_drafter
-from specdec_mlx.options import require
+from specdec_mlx.options import require, shown
 from specdec_mlx.token_ids import to_ids, to_list
 
 NUM_FIRST = 4
@@ -62,16 +63,16 @@ class Cascade(Several):
         for part in all_drafters(then):
             if models_of(part) or isinstance(part, ReadsTarget):
                 raise ValueError(
-                    f"Cascade: then={self.then!r} runs a model or reads the target; expected a "
-                    "look-up, such as 'suffix'."
+                    f"Cascade: then={shown(self.then)} runs a model or reads the target; expected "
+                    "a look-up, such as 'suffix'."
                 )
         require(self, self.num_first >= 1, "num_first", "an int >= 1")
         name = type(self.first).__name__
         if len(getattr(self.first, "drafters", ())) > 1:
             raise ValueError(f"Cascade: first={name} is made of several. Give each its cascade.")
-        if getattr(self.first, "branches", 1) > 1:
+        if optional(self.first, "branches") > 1:
             raise ValueError(f"Cascade: first={name} drafts trees. Leave its branches out.")
-        if getattr(self.first, "on_every_rank", False):
+        if optional(self.first, "on_every_rank"):
             raise ValueError(f"Cascade: first={name} drafts on every rank. Leave that out.")
         if isinstance(self.first, ReadsTarget):
             object.__setattr__(self, "features", self.first.features)
@@ -84,8 +85,8 @@ class Cascade(Several):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
-        first, then = [drafter.begin(prompt, context) for drafter in self.drafters]
-        if not hasattr(then, "propose_after"):
+        first, then = [drafter.begin(list(prompt), context) for drafter in self.drafters]
+        if optional(then, "propose_after") is None:
             raise ValueError(
                 f"Cascade: {type(self.drafters[1]).__name__} cannot be asked what follows a draft; "
                 "expected one whose sessions have propose_after, such as 'suffix'."
@@ -106,7 +107,7 @@ def cascade(
 
 
 class CascadeSession(SeveralSession):
-    """One generation of both; it can do what the first one's session can, but for trees."""
+    """One generation of both, with the optional members of the first one's session but trees."""
 
     def __init__(self, first: DraftSession, then: Any, num_first: int) -> None:
         """then: has `propose_after`. num_first: most tokens of a draft by the first."""
@@ -116,8 +117,8 @@ class CascadeSession(SeveralSession):
             self.propose_while = self._propose_while
         if isinstance(first, SeesTarget):
             self.see = first.see
-        if hasattr(first, "see_rejected"):
-            self.see_rejected = first.see_rejected
+            if (see_rejected := optional(first, "see_rejected")) is not None:
+                self.see_rejected = see_rejected
 
     def propose(self, limit: int) -> Draft:
         """Up to `limit` tokens, as many of them by the first as it may write."""

@@ -1,4 +1,4 @@
-"""How a draft is written: token by token, each drawn from logits under the target's sampling.
+"""Drafts that are drawn token by token, from logits, under the target's sampling.
 
 Draft models and trained heads differ in where the next logits come from, a *step*.
 """
@@ -6,7 +6,7 @@ Draft models and trained heads differ in where the next logits come from, a *ste
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from time import perf_counter
 from typing import Any
@@ -27,8 +27,8 @@ DRAWN_AT_ONCE = 4
 GOES_ON = 0.75  # chance that a draft goes on after its first token: as in a draft of four tokens
 
 
-class Draws:
-    """One draft while it is drawn.
+class ChainDraws:
+    """A chain in the making: tokens, and the distributions that they were drawn from.
 
     sampling: of drafts; greedy makes a point mass. text: [n] prompt of `num_prompt` tokens, and
     tokens emitted. at_once: tokens whose noise is drawn together. one_by_one: for processors.
@@ -79,15 +79,9 @@ class Draws:
             self._seen = mx.concatenate([self._seen, token])
         return token
 
-    def log_confidence(self) -> mx.array:
-        """Log of the largest probability of what was drawn from last; [1] for one token."""
-        return self._log_confidences(self._rows[-1])
-
-    def log_confidences(self) -> mx.array:
-        """The largest log-probability at each token; [n], at least one."""
-        return self._log_confidences(_first(self._rows, len(self)))
-
-    def _log_confidences(self, rows: mx.array) -> mx.array:
+    def log_confidences(self, *, latest: bool = False) -> mx.array:
+        """Log of the largest probability at each token, at least one; or of the latest draw."""
+        rows = self._rows[-1] if latest else _first(self._rows, len(self))
         likeliest = mx.max(rows, axis=-1)
         return likeliest if self.is_drawn else likeliest - mx.logsumexp(rows, axis=-1)
 
@@ -111,11 +105,10 @@ class Draws:
 
 def _first(parts: Sequence[mx.array], length: int) -> mx.array:
     """The first rows of parts, each of one row or more, as one array."""
-    together = parts[0] if len(parts) == 1 else mx.concatenate(list(parts[:length]))
-    return together if together.shape[0] == length else together[:length]
+    return mx.concatenate(list(parts[:length]))[:length]  # of one part, or all, this is no copy
 
 
-def draft_to(length: int, draws: Draws, step: NextLogits) -> Draft:
+def draft_to(length: int, draws: ChainDraws, step: NextLogits) -> Draft:
     """`length` tokens, as one lazy graph: no synchronisation between them."""
     token = None
     for _ in range(length):
@@ -124,8 +117,8 @@ def draft_to(length: int, draws: Draws, step: NextLogits) -> Draft:
     return draws.draft()
 
 
-def draw_rows(draws: Draws, logits: mx.array) -> Draws:
-    """`draws`, with a token drawn from each of the rows [n, V], which came all at once."""
+def draw_rows(draws: ChainDraws, logits: mx.array) -> ChainDraws:
+    """Add to `draws` a token from each of the rows [n, V] of one pass."""
     for rows in mx.split(logits, len(logits)) if draws.one_by_one else [logits]:
         draws.draw(rows)
     return draws
@@ -133,7 +126,7 @@ def draw_rows(draws: Draws, logits: mx.array) -> Draws:
 
 @dataclass
 class Pace:
-    """Host time to build a step, and time that it is then waited for, in seconds.
+    """Host time to build a step, and time to wait for it, in seconds.
 
     Building the next step while the evidence of one is awaited saves that wait where the draft goes
     on, and costs a step where it does not.
@@ -143,7 +136,7 @@ class Pace:
     wait: float | None = None
 
     def overlaps(self, latest: float | None) -> bool:
-        """True if the next step is to be under way before this one's evidence is read.
+        """True if launching the next step before reading this one's evidence saves time.
 
         latest: largest probability at the position before it; None for a draft's first.
         """
@@ -158,48 +151,54 @@ def _mix(average: float, sample: float) -> float:
     return 0.9 * average + 0.1 * sample if average else sample
 
 
-def draft_while(length: int, draws: Draws, step: NextLogits, goes_on: GoesOn, pace: Pace) -> Draft:
+def draft_while(
+    length: int, draws: ChainDraws, step: NextLogits, goes_on: GoesOn, pace: Pace
+) -> Draft:
     """Up to `length` tokens, as long as they are worth it; one small number is read for each.
 
     A step under way is dropped unread if it was one too many: its draw was not seen.
     """
-    evidence: list[Evidence] = []
-    confidences: list[mx.array] = []
-    token, latest, decision = None, None, Step.GO_ON
-    while decision is Step.GO_ON and len(evidence) < length:
+    return _worth_it(draws, _confidences_of_steps(length, draws, step, pace), goes_on)
+
+
+def cut_while(draws: ChainDraws, goes_on: GoesOn) -> Draft:
+    """As much of a draft that came at once as is worth verifying, by confidences, not draws."""
+    logs: Any = draws.log_confidences().tolist() if len(draws) else ()
+    return _worth_it(draws, map(math.exp, logs), goes_on)
+
+
+def _confidences_of_steps(
+    length: int, draws: ChainDraws, step: NextLogits, pace: Pace
+) -> Iterator[float]:
+    """Draw token after token when asked; the largest probability at each."""
+    logs: list[mx.array] = []
+    token, latest = None, None
+    for place in range(length):
         ahead = 2 if pace.overlaps(latest) else 1
-        while len(draws) < min(len(evidence) + ahead, length):
+        while len(draws) < min(place + ahead, length):
             began = perf_counter()
             token = draws.draw(step(token))
-            confidences.append(draws.log_confidence())
-            mx.async_eval(token, confidences[-1])
+            logs.append(draws.log_confidences(latest=True))
+            mx.async_eval(token, logs[-1])
             pace.build = _mix(pace.build, perf_counter() - began)
         began = perf_counter()
-        latest = math.exp(confidences[len(evidence)].item())  # type: ignore[arg-type]
-        if len(draws) == len(evidence) + 1:  # it was waited for alone
+        latest = math.exp(logs[place].item())  # type: ignore[arg-type]
+        if len(draws) == place + 1:  # it was waited for alone
             pace.wait = _mix(pace.wait or 0.0, perf_counter() - began)
-        evidence.append(Evidence(confidence=latest, is_drawn=draws.is_drawn))
-        decision = goes_on(evidence)
-    return _kept(draws, evidence, decision)
+        yield latest
 
 
-def cut_while(draws: Draws, goes_on: GoesOn) -> Draft:
-    """As much of a draft that came at once as is worth verifying, by confidences, not draws."""
+def _worth_it(draws: ChainDraws, confidences: Iterable[float], goes_on: GoesOn) -> Draft:
+    """The draft up to where `goes_on`, asked with the confidences so far, ends it."""
     evidence: list[Evidence] = []
     decision = Step.GO_ON
-    confidences: Any = draws.log_confidences().tolist() if len(draws) else ()
     for confidence in confidences:
-        evidence.append(Evidence(confidence=math.exp(confidence), is_drawn=draws.is_drawn))
+        evidence.append(Evidence(confidence=confidence, is_drawn=draws.is_drawn))
         decision = goes_on(evidence)
         if decision is not Step.GO_ON:
             break
-    return _kept(draws, evidence, decision)
-
-
-def _kept(draws: Draws, evidence: list[Evidence], decision: Step) -> Draft:
-    """The draft that ends with the latest position, or before it."""
-    kept = len(evidence) - (decision is Step.STOP_BEFORE)
-    return replace(draws.draft(kept), evidence=evidence[:kept])
+    length = len(evidence) - (decision is Step.STOP_BEFORE)
+    return replace(draws.draft(length), evidence=evidence[:length])
 
 
 def fit_width(logits: mx.array, vocab_size: int | None) -> mx.array:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import chain
+from typing import ClassVar
 
 from specdec_mlx.contracts import (
     Checks,
@@ -69,6 +70,7 @@ class FirstOf(Several):
     """The draft of the first drafter that has one; each is asked only if those before had none."""
 
     drafters: tuple[Drafter, ...]
+    _together: ClassVar[Callable[..., FirstOfSession]] = FirstOfSession
 
     def __init__(self, *drafters: Drafter) -> None:
         if not drafters:
@@ -83,32 +85,12 @@ class FirstOf(Several):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> FirstOfSession:
         """Begin with each of them."""
-        sessions = [drafter.begin(prompt, context) for drafter in self.drafters]
-        return self.session(sessions, [key_of(drafter) for drafter in self.drafters])
-
-    def session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> FirstOfSession:
-        """The session that is made of theirs."""
-        return FirstOfSession(sessions, keys)
+        sessions = [drafter.begin(list(prompt), context) for drafter in self.drafters]
+        return self._together(sessions, [key_of(drafter) for drafter in self.drafters])
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
         """This combination, of changed drafters."""
         return type(self)(*map(change, self.drafters))
-
-
-@dataclass(frozen=True, init=False)
-class BestOf(FirstOf):
-    """The draft that is worth most: its expected tokens less what its pass costs.
-
-    Every drafter that is free to ask proposes, and the automatic draft length values each draft by
-    its evidence; with a fixed length the longest match wins among them. One that costs time is
-    asked, before it draws, where it promises more than the best of the others. All drafts are
-    scored against what came. drafters: at least one, else ValueError; of equal drafts the earlier
-    one's is taken.
-    """
-
-    def session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> BestOfSession:
-        """See `FirstOf.session`."""
-        return BestOfSession(sessions, keys)
 
 
 class BestOfSession(FirstOfSession):
@@ -128,3 +110,17 @@ class BestOfSession(FirstOfSession):
             return max(certain, key=lambda draft: draft.match)
         asked = (part.propose(limit) for part in self._costly)
         return next(filter(len, chain(asked, free)), Draft())
+
+
+@dataclass(frozen=True, init=False)
+class BestOf(FirstOf):
+    """The draft that is worth most: its expected tokens less what its pass costs.
+
+    Every drafter that is free to ask proposes, and the automatic draft length values each draft by
+    its evidence; with a fixed length the longest match wins among them. One that costs time is
+    asked, before it draws, where it promises more than the best of the others. All drafts are
+    scored against what came. drafters: at least one, else ValueError; of equal drafts the earlier
+    one's is taken.
+    """
+
+    _together = BestOfSession

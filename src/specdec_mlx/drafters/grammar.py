@@ -102,9 +102,9 @@ class GrammarProcessor:
         self.start = start
         self.place = self.beginning()
 
-    def beginning(self) -> Place:
+    def beginning(self) -> GrammarPosition:
         """A new place before the first token of the text."""
-        return Place(self.grammar.begin(self.tokenizer))
+        return GrammarPosition(self.grammar.begin(self.tokenizer))
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Logits [1, V] with -inf for the tokens that may not follow `tokens` [n]."""
@@ -149,7 +149,7 @@ class GrammarSession:
 
     cheap = True
 
-    def __init__(self, place: Place) -> None:
+    def __init__(self, place: GrammarPosition) -> None:
         self.place = place
         self.text: list[int] = []
         self.is_lost = False
@@ -166,7 +166,7 @@ class GrammarSession:
 
 
 @dataclass
-class Place:
+class GrammarPosition:
     """A place in a grammar: a matcher after `path`, the longest part of a text that is allowed."""
 
     matcher: LLMatcher

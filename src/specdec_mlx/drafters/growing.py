@@ -21,13 +21,12 @@ from specdec_mlx.drafters.drawing import fit_width
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.token_ids import read_all, to_ids
 
-NextRows = Callable[[mx.array, Sequence[int]], mx.array]
-"""Logits [n, V] of what follows each of n further tokens, from tokens [n] and parents [n], among
-all tokens that were given so far; `ROOT` for the text's end."""
+NextRows = Callable[[mx.array | None, Sequence[int]], mx.array]
+"""Logits of what follows further tokens of a tree; see `writing.WritingSession.next_logits`."""
 
 
 @dataclass
-class Place:
+class Siblings:
     """Siblings that may follow a node at some depth; children: those that became nodes."""
 
     depth: int
@@ -37,51 +36,96 @@ class Place:
 
 
 @dataclass
-class Tree:
-    """A tree in the making, parents first, whose siblings may be drawn.
+class TreeDraws:
+    """One draft that forks, while it is written, parents first; greedy sampling: point masses.
 
-    places: node, or `ROOT` -> what follows it. fed: node -> its place among those that were fed.
+    text: [n] prompt of `num_prompt` tokens, and tokens emitted. known: chances by evidence, which
+    learn. reaches: node -> chance that the text comes through it. siblings: node, or `ROOT` ->
+    what may follow it. fed: node -> its place among those that were fed.
     """
 
+    context: DraftContext
+    sampling: Sampling
+    text: Sequence[int]
+    num_prompt: int
+    branches: int
     known: Chances
-    is_drawn: bool = False
     parents: list[int] = field(default_factory=list)
     tokens: list[int] = field(default_factory=list)
     reaches: dict[int, float] = field(default_factory=lambda: {ROOT: 1.0})
-    places: dict[int, Place] = field(default_factory=dict)
+    siblings: dict[int, Siblings] = field(default_factory=dict)
     fed: dict[int, int] = field(default_factory=lambda: {ROOT: ROOT})
+    _num_drawn: int = 0
+
+    def write(self, step: NextRows, limit: int, depth: int) -> Draft:
+        """A tree of at most `limit` tokens, and of at most `depth` on a path."""
+        grow = self._likeliest if self.sampling.greedy else self._drawn
+        return grow(step, limit, depth)
+
+    def _likeliest(self, step: NextRows, limit: int, depth: int) -> Draft:
+        """Point masses: of all nodes those that are reached with the largest chances."""
+        nodes = [ROOT]
+        best: list[int] = []
+        for _ in range(depth):
+            rows = _guesses(self._logits_after(nodes, step), self.branches)
+            new = []
+            for node, (tokens, confidences) in zip(nodes, rows, strict=True):
+                self.open(node, confidences)
+                new += [self.add(node, token) for token in tokens]
+            best = nlargest(limit, range(len(self.parents)), key=lambda i: (self.reaches[i], -i))
+            # a node that is not among the best has no descendant among them
+            least = self.reaches[best[-1]] if len(best) == limit else 0.0
+            nodes = [node for node in new if self.reaches[node] > least]
+            if not nodes:
+                break
+        return self.draft(sorted(best))
+
+    def _drawn(self, step: NextRows, limit: int, depth: int) -> Draft:
+        """Draws; the numbers of children are fixed before anything is sampled."""
+        nodes, rows = [ROOT], []
+        for level in range(depth):
+            q = self.sampling.log_distribution(self._logits_after(nodes, step))
+            count = min(self.branches, q.shape[-1])
+            drawn, laws = self._without_replacement(q, nodes, count)  # of which some are kept
+            confidences = mx.exp(mx.max(q, axis=-1))
+            tokens, possible, sure = read_all(drawn, mx.sum(q > -mx.inf, axis=-1), confidences)
+            for node, most, confidence in zip(nodes, possible, sure, strict=True):
+                self.open(node, [confidence] * min(most, count))
+            new = []
+            shares = self._shares(nodes, limit - len(self.parents), depth - level)
+            for i, (node, share) in enumerate(zip(nodes, shares, strict=True)):
+                new += [self.add(node, token) for token in tokens[i][:share]]
+                rows += [law[i] for law in laws[:share]]
+            nodes = new
+            if not nodes or len(self.parents) == limit:
+                break
+        return self.draft(range(len(self.parents)), mx.stack(rows))
 
     def open(self, node: int, confidences: Sequence[float]) -> None:
         """Note what may follow a node, by the confidence in each sibling."""
-        depth, drawn = len(path_to(node, self.parents)), self.is_drawn
+        depth, is_drawn = len(self._path(node)), not self.sampling.greedy
         evidence = [
-            Evidence(confidence=sure, rank=rank, is_drawn=drawn)
+            Evidence(confidence=sure, rank=rank, is_drawn=is_drawn)
             for rank, sure in enumerate(confidences)
         ]
         chances = [self.known.of_draft([one], first=depth)[0] for one in evidence]
         total = max(1.0, sum(chances))
-        self.places[node] = Place(depth, evidence, [chance / total for chance in chances])
+        self.siblings[node] = Siblings(depth, evidence, [chance / total for chance in chances])
 
     def add(self, node: int, token: int) -> int:
-        """A further node: the next sibling at a place."""
-        place, new = self.places[node], len(self.parents)
+        """A further node: the next one of the siblings after `node`."""
+        place, new = self.siblings[node], len(self.parents)
         self.reaches[new] = self.reaches[node] * place.chances[len(place.children)]
         self.parents.append(node)
         self.tokens.append(token)
         place.children.append(new)
         return new
 
-    def feed(self, nodes: Sequence[int], after: NextRows) -> mx.array:
-        """Logits [n, V] of what follows some nodes."""
-        parents = [self.fed[self.parents[node]] for node in nodes]
-        self.fed |= {node: len(self.fed) - 1 + i for i, node in enumerate(nodes)}
-        return after(to_ids([self.tokens[node] for node in nodes]), parents)
-
     def learn(self, text: Sequence[int]) -> None:
         """Learn from how the text went on, until it left the tree."""
         node: int | None = ROOT
         for token in text:
-            place = self.places.get(node) if node is not None else None
+            place = self.siblings.get(node) if node is not None else None
             if place is None:
                 return
             node = None
@@ -98,69 +142,26 @@ class Tree:
         tokens = [self.tokens[node] for node in nodes]
         return Draft(tokens, logprobs, parents=parents if forks else None)
 
+    def _path(self, node: int) -> list[int]:
+        return path_to(node, self.parents)
 
-@dataclass
-class TreeDraws:
-    """One draft that forks, while it is written; greedy sampling makes point masses."""
-
-    context: DraftContext
-    sampling: Sampling
-    text: Sequence[int]
-    num_prompt: int
-    branches: int
-    known: Chances
-    _num_drawn: int = 0
-
-    def __post_init__(self) -> None:
-        self.tree = Tree(self.known, not self.sampling.greedy)
-
-    def write(
-        self, first: mx.array, after: NextRows, limit: int, depth: int | None = None
-    ) -> Draft:
-        """A tree of at most `limit` tokens, `depth` on a path; first: logits after the text."""
-        grow = self._drawn if self.tree.is_drawn else self._likeliest
-        return grow(first, after, limit, limit if depth is None else min(limit, depth))
-
-    def _likeliest(self, logits: mx.array, after: NextRows, limit: int, depth: int) -> Draft:
-        tree, nodes = self.tree, [ROOT]
-        best: list[int] = []
-        for level in range(depth):
-            if level:
-                logits = tree.feed(nodes, after)
-            new = []
-            rows = _guesses(self._processed(logits, nodes), self.branches)
-            for node, (tokens, confidences) in zip(nodes, rows, strict=True):
-                tree.open(node, confidences)
-                new += [tree.add(node, token) for token in tokens]
-            best = nlargest(limit, range(len(tree.parents)), key=lambda i: (tree.reaches[i], -i))
-            least = tree.reaches[best[-1]] if len(best) == limit else 0.0
-            nodes = [node for node in new if tree.reaches[node] > least]
-            if not nodes:
-                break
-        return tree.draft(sorted(best))
-
-    def _drawn(self, logits: mx.array, after: NextRows, limit: int, depth: int) -> Draft:
-        """Draws, as many at each place as pay best by what is known before them."""
-        tree, nodes, rows = self.tree, [ROOT], []
-        for level in range(depth):
-            if level:
-                logits = tree.feed(nodes, after)
-            q = self.sampling.log_distribution(self._processed(logits, nodes))
-            count = min(self.branches, q.shape[-1])
-            drawn, laws = self._without_replacement(q, nodes, count)
-            confidences = mx.exp(mx.max(q, axis=-1))
-            numbers = read_all(drawn, mx.sum(q > -mx.inf, axis=-1), confidences)
-            for node, most, confidence in zip(nodes, *numbers[1:], strict=True):
-                tree.open(node, [confidence] * min(most, count))
-            new = []
-            shares = _shares(tree, nodes, limit - len(tree.parents), depth - level)
-            for i, (node, share) in enumerate(zip(nodes, shares, strict=True)):
-                new += [tree.add(node, token) for token in numbers[0][i][:share]]
-                rows += [law[i] for law in laws[:share]]
-            nodes = new
-            if not nodes or len(tree.parents) == limit:
-                break
-        return tree.draft(range(len(tree.parents)), mx.stack(rows))
+    def _logits_after(self, nodes: Sequence[int], step: NextRows) -> mx.array:
+        """Logits [n, V] of what follows some nodes, processed."""
+        if nodes == [ROOT]:
+            logits = step(None, ())
+        else:
+            parents = [self.fed[self.parents[node]] for node in nodes]
+            self.fed |= {node: len(self.fed) - 1 + i for i, node in enumerate(nodes)}
+            logits = step(to_ids([self.tokens[node] for node in nodes]), parents)
+        logits = fit_width(logits, self.context.vocab_size)
+        if not self.context.logits_processors:
+            return logits
+        rows: list[mx.array] = list(mx.split(logits, len(nodes)))
+        for i, node in enumerate(nodes):
+            seen = to_ids([*self.text, *(self.tokens[above] for above in self._path(node))])
+            for processor in self.context.logits_processors:
+                rows[i] = processor(seen, rows[i])
+        return mx.concatenate(rows)
 
     def _without_replacement(
         self, q: mx.array, nodes: Sequence[int], count: int
@@ -176,22 +177,22 @@ class TreeDraws:
     def _noise(self, nodes: Sequence[int], vocab_size: int) -> mx.array:
         """Gumbel noise [n, V], independent for each node; coupled, that of the target's draw."""
         if self.context.coupled:
-            depth = len(path_to(nodes[0], self.tree.parents))
+            depth = len(self._path(nodes[0]))
             return self.context.draft_gumbel(len(self.text) - self.num_prompt, depth)[None]
         first, self._num_drawn = self._num_drawn, self._num_drawn + len(nodes)
         return self.context.draft_gumbels(len(self.text) - self.num_prompt, len(nodes), first)
 
-    def _processed(self, logits: mx.array, nodes: Sequence[int]) -> mx.array:
-        logits = fit_width(logits, self.context.vocab_size)
-        if not self.context.logits_processors:
-            return logits
-        rows: list[mx.array] = list(mx.split(logits, len(nodes)))
-        for i, node in enumerate(nodes):
-            path = [self.tree.tokens[above] for above in path_to(node, self.tree.parents)]
-            seen = to_ids([*self.text, *path])
-            for processor in self.context.logits_processors:
-                rows[i] = processor(seen, rows[i])
-        return mx.concatenate(rows)
+    def _shares(self, nodes: Sequence[int], limit: int, depth: int) -> list[int]:
+        """Number of draws after each node, out of `limit` for the `depth` levels to come."""
+        here = [(self.reaches[node], self.siblings[node].chances) for node in nodes]
+        values = [[reach * chance for chance in chances] for reach, chances in here]
+        deeper = [reach * chances[0] ** k for reach, chances in here for k in range(2, depth + 1)]
+        best = nlargest(limit, [*(value for row in values for value in row), *deeper])
+        shares: list[int] = []
+        for row in values:
+            share = min(limit - sum(shares), sum(value >= best[-1] for value in row))
+            shares.append(share)
+        return shares
 
 
 def _largest(scores: mx.array, count: int) -> mx.array:
@@ -207,16 +208,3 @@ def _guesses(logits: mx.array, count: int) -> list[tuple[list[int], list[float]]
     tokens = _largest(logprobs, min(count, logits.shape[-1]))
     found = read_all(tokens, mx.exp(mx.take_along_axis(logprobs, tokens, axis=-1)))
     return list(zip(*found, strict=True))
-
-
-def _shares(tree: Tree, nodes: Sequence[int], limit: int, depth: int) -> list[int]:
-    """Number of draws after each of some nodes, out of `limit` for the `depth` levels to come."""
-    here = [(tree.reaches[node], tree.places[node].chances) for node in nodes]
-    values = [[reach * chance for chance in chances] for reach, chances in here]
-    deeper = [reach * chances[0] ** k for reach, chances in here for k in range(2, depth + 1)]
-    best = nlargest(limit, [*(value for row in values for value in row), *deeper])
-    shares: list[int] = []
-    for row in values:
-        share = min(limit - sum(shares), sum(value >= best[-1] for value in row))
-        shares.append(share)
-    return shares

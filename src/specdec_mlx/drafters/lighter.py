@@ -1,7 +1,4 @@
-"""Lighter draft models: fewer bits, fewer layers, on the same arrays where they stay the same.
-
-What is new is lazy, so quantize first and cut then.
-"""
+"""Lighter draft models: the first layers of a model, on the same arrays."""
 
 from __future__ import annotations
 
@@ -14,12 +11,7 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.errors import DraftModelError
-from specdec_mlx.target.strategies import leaves
-
-BITS = (2, 3, 4, 5, 6, 8)  # bits that MLX packs weights into
-
-GROUP_SIZES = (64, 32)
-"""Weights that share a scale; the first that divides a layer's width is taken."""
+from specdec_mlx.verify.strategies import leaves
 
 HEADS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 """Modules that make logits, a row of their weights for each token."""
@@ -30,52 +22,6 @@ TOLERANCE = 0.2
 """Most that two ways to the same logits may differ, in standard deviations of the logits.
 
 Rounding in 16 bits comes to a few hundredths, a wrong mask to several."""
-
-
-def quantized(model: nn.Module, bits: int) -> nn.Module:
-    """The model with weights of `bits` bits, as its own `quant_predicate` has it.
-
-    Raises DraftModelError for a number that there is not, a model that is quantized already, or one
-    most of whose weights do not fit.
-    """
-    if bits not in BITS:
-        known = ", ".join(map(str, BITS))
-        raise DraftModelError(f"A draft model of {bits} bits: expected one of {known}.")
-    for path, module in model.named_modules():
-        if "scales" in module and hasattr(module, "bits"):
-            raise DraftModelError(
-                f"The draft model is quantized already ({path}: {module.bits} bits). Leave the "
-                "bits out, or give the model that it was made from."
-            )
-    new = _copy(model)
-    own_choice = getattr(new, "quant_predicate", None) or (lambda path, module: True)
-    packed: list[int] = []
-    left: list[int] = []
-    misfit = "it has no layer for it"
-
-    def choose(path: str, module: nn.Module) -> dict[str, Any] | bool:
-        """Arguments of `to_quantized`, or False to leave the layer alone."""
-        nonlocal misfit
-        own = hasattr(module, "to_quantized") and own_choice(path, module)
-        if not own:
-            return False
-        width = module.weight.shape[-1]
-        size = next((size for size in GROUP_SIZES if width % size == 0), None)
-        how = {"group_size": size, "bits": bits} | (own if isinstance(own, dict) else {})
-        if how["group_size"] is None or width % how["group_size"]:
-            left.append(module.weight.size)
-            misfit = f"{path} is {width} wide"
-            return False
-        packed.append(module.weight.size)
-        return how
-
-    nn.quantize(new, class_predicate=choose)
-    if sum(left) >= sum(packed):
-        raise DraftModelError(
-            f"The draft model cannot be quantized: {misfit}. Widths must be multiples of "
-            f"{GROUP_SIZES[-1]}. Leave the bits out."
-        )
-    return new
 
 
 def first_layers(model: nn.Module, num_layers: int) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,25 +11,24 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
-from specdec_mlx.contracts import Draft, DraftContext, GoesOn
-from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while, fit_width
+from specdec_mlx.contracts import DraftContext
+from specdec_mlx.drafters.drawing import fit_width
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
-from specdec_mlx.drafters.writing import Writes
+from specdec_mlx.drafters.writing import Parents, WritingSession
 from specdec_mlx.options import whole, wrong
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.sampling.distribution import Sampling, check_draft_temp, sampling_of_drafts
-from specdec_mlx.target.exactness import exact_until
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.tree_passes import GrowingRows, TreeRows
+from specdec_mlx.sampling.distribution import check_draft_temp
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.exactness import exact_until
+from specdec_mlx.verify.model_pass import vocab_size_of
+from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
+from specdec_mlx.verify.tree_passes import GrowingRows, TreeRows
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
-TOKENIZERS = ("any", "same", "text", "shared")
+TOKENIZERS = ("any", "same")
 """What may be said about the tokenizer of a draft model."""
 
 
@@ -42,9 +41,8 @@ class ModelDrafter:
         tokenizer: its tokenizer, None for the target's; compared with the target's by content.
         greedy: propose the model's argmax, a point mass, whatever the target's sampling.
         draft_temp: temperature of the drafts, None for the target's own, 0 for greedy.
-        tokenizers: how to draft if they differ. "text" carries drafts over as text, "shared" draws
-            from the common tokens, "any" does so where they are enough and tokens are drawn; "same"
-            raises TokenizerMismatchError with the first difference.
+        tokenizers: what to do if they differ. "any" carries drafts over as text, "same" raises
+            TokenizerMismatchError with the first difference.
         branches: most tokens at a place; with more than one it proposes trees, if it has the
             target's tokenizer; see `drafters.growing`.
         on_every_rank: each machine of a target that is spread over several runs the draft model; by
@@ -67,7 +65,7 @@ class ModelDrafter:
         if not isinstance(self.model, nn.Module):
             raise wrong("model", self.model, "a loaded model: ModelDrafter(*mlx_lm.load(...))")
         if self.tokenizers not in TOKENIZERS:
-            raise ValueError(f"tokenizers={self.tokenizers!r}: expected one of {TOKENIZERS}.")
+            raise wrong("tokenizers", self.tokenizers, f"one of {TOKENIZERS}")
         check_draft_temp(self.draft_temp)
         whole("branches", self.branches, 1)
 
@@ -75,14 +73,8 @@ class ModelDrafter:
     def key(self) -> str:
         """The model by its content, and how it drafts."""
         options = f"greedy={self.greedy}, draft_temp={self.draft_temp}"
-        if self.tokenizers in TOKENIZERS[2:]:
-            options += f", tokenizers={self.tokenizers}"
         options += f", branches={self.branches}" if self.branches > 1 else ""
         return f"ModelDrafter({fingerprint(self.model)}, {options})"
-
-    def sampling_for(self, target: Sampling | None) -> Sampling:
-        """How to draw for a target: its filters, at the drafts' temperature."""
-        return sampling_of_drafts(target, greedy=self.greedy, draft_temp=self.draft_temp)
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError for a target with a tokenizer that is not taken."""
@@ -100,87 +92,64 @@ class ModelDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> ModelSession | Retokenized:
         """Start a generation; the draft model reads the prompt with its first proposal."""
-        shared, sampling = self.shared_with(context), self.sampling_for(context.sampling)
+        shared = self.shared_with(context)
         if shared is None:
             return self.session(prompt, context)
-        return Retokenized(self.model, shared, prompt, context, sampling, self.tokenizers)
+        return Retokenized(self.model, shared, prompt, context)
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
         """The model's side of a generation."""
-        begin = ModelSession if context.rows is None else context.rows
+        begin = ModelSession if context.shared_drafts is None else context.shared_drafts
         return begin(self, prompt, context)
 
 
-class ModelSession(Writes):
-    """The draft model's side of one generation; on_close is told the text [n] at its end."""
+class ModelSession(WritingSession):
+    """The draft model's side of one generation."""
 
     def __init__(self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext) -> None:
-        self.on_close: Callable[[Sequence[int]], None] | None = None
+        super().__init__(drafter, prompt, context)
         self.model = drafter.model
-        self.context = context
         self.callers_cache = context.draft_cache
         self.rollback = Rollback(self.callers_cache or make_prompt_cache(self.model))
-        self.tokens = list(prompt)
-        self.num_prompt = len(prompt)
-        self.sampling = drafter.sampling_for(context.sampling)
-        self.pace = Pace()
-        self.branches = drafter.branches
-        self.nodes = Chances.of("model")
-        self.tree = None
-        self.rows = GrowingRows()
-
-    def propose(self, limit: int) -> Draft:
-        """`limit` tokens, as one lazy graph: no synchronisation between them; or a tree."""
-        length = self.begin_draft(limit)
-        if length and self.forks:
-            self.rows = GrowingRows()
-            draft = self.tree_draws().write(self.next_logits(None), self.logits_after, length)
-            self.rollback.rewind_to(len(self.tokens))
-            return draft
-        return draft_to(length, self.draws(length), self.next_logits)
-
-    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """Up to `limit` tokens, as long as they are worth it; see `draft_while`."""
-        length = self.begin_draft(limit)
-        return draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
 
     def begin_draft(self, limit: int) -> int:
-        """Read what was missed; returns how many tokens may be drafted."""
+        """Feed what was missed; all that is asked for, unless passes have to be narrow."""
         if limit == 0:
             return 0
         self.catch_up()
         room = self.rollback.widest_pass()
         self.rollback.checkpoint()
+        self.rows = GrowingRows()
         return limit if room is None else min(limit, 1 + room)
 
     @property
     def forks(self) -> bool:
-        """True if drafts are to fork, and can."""
-        may_fork = self.branches > 1 and self.rollback.takes_trees()
+        """True if drafts are to fork, and the model drafts the same in a tree as in chains."""
+        rollback = self.rollback  # a level of a tree is wider than narrow passes may be
+        may_fork = super().forks and rollback.takes_trees() and rollback.widest_pass() is None
         return may_fork and exact_until(self.model, 0, on_trees=True) is None
 
-    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """Logits [n, V] of what follows further tokens of a tree; see `growing.NextRows`."""
-        return self.feed(tokens, self.rows.further(parents))
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
+        """Logits of a pass over further tokens, or over those of the text that were not read."""
+        if tokens is None:
+            return self.feed(to_ids(self.tokens[self.rollback.position :]))[-1:]
+        return self.feed(tokens, None if parents is None else self.rows.further(parents))
 
-    def next_logits(self, token: mx.array | None) -> mx.array:
-        """Logits [1, V] of the token after `token`, or after the text, as a lazy graph."""
-        ids = to_ids(self.tokens[self.rollback.position :]) if token is None else token
-        return self.feed(ids)[-1:]
+    def end_draft(self) -> None:
+        """Drop a tree from the caches: its rows are not in the order of the text."""
+        if self.tree is not None:
+            self.rollback.rewind_to(len(self.tokens))
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal in the caches."""
-        if self.tree is not None:
-            self.tree.learn(tokens)
-            self.tree = None
         self.rollback.rewind_to(min(self.rollback.position, len(self.tokens) + len(tokens) - 1))
-        self.tokens += tokens
+        super().observe(tokens)
 
     def fork(self) -> ModelSession:
         """Copy the caches; what cannot be trimmed in the copy is read again."""
         other, caches = copy.copy(self), self.rollback.caches
         other.tokens = list(self.tokens)
-        other.nodes = copy.deepcopy(self.nodes)
+        other.chances = copy.deepcopy(self.chances)
         if can_trim_prompt_cache(caches):
             other.rollback = Rollback(copy.deepcopy(caches), self.rollback.position)
         else:
@@ -195,7 +164,7 @@ class ModelSession(Writes):
         while (left := len(self.tokens) - self.rollback.position) > most:
             self.feed_text(min(left - 1, step))
             if left - 1 > step:
-                mx.eval([cache.state for cache in self.rollback.caches])
+                wait_for(self.rollback.caches)
 
     def feed_text(self, size: int) -> None:
         """Feed the next `size` tokens of the text, for the caches alone."""
@@ -203,7 +172,7 @@ class ModelSession(Writes):
 
     def feed(self, ids: mx.array, tree: TreeRows | None = None) -> mx.array:
         """One pass of the draft model over a chain or a tree; logits [S, V], as the target's."""
-        width = logit_width(self.model)
+        width = vocab_size_of(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
         logits = self.rollback.forward(self.model, ids, tree)
@@ -215,12 +184,5 @@ class ModelSession(Writes):
         if self.callers_cache is not None:
             while (left := length - self.rollback.position) > 0:
                 self.feed_text(min(left, self.context.prefill_step_size))
-            mx.async_eval([cache.state for cache in self.rollback.caches])
-        if self.on_close is not None:
-            self.on_close(self.tokens[:length])
-
-
-logit_width = PerModel(
-    lambda model: int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
-)
-"""V of a model, from the shape of logits that are never computed."""
+            mx.async_eval(states_of(self.rollback.caches))
+        super().close(length)

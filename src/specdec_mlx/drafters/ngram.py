@@ -63,15 +63,17 @@ class NGramDrafter:
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError if the table was counted with another tokenizer."""
-        if isinstance(self.table, NGramTable) and context.tokenizer is not None:
-            self.table.check_tokenizer(context.tokenizer)
+        self._table_of(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> NGramSession:
         """Count the n-grams of `prompt` [n]; deterministic also where the noise is not known."""
         draws = self.stochastic and context.noise is not None
         if draws and context.sampling is not None and not context.sampling.greedy:
             return StochasticNGramSession(self, prompt, context)
-        return NGramSession(self, prompt)
+        return NGramSession(self, prompt, self._table_of(context))
+
+    def _table_of(self, context: DraftContext) -> NGramTable | None:
+        return self.table.of(context) if isinstance(self.table, NGramTable) else None
 
 
 class NGramSession:
@@ -79,12 +81,14 @@ class NGramSession:
 
     cheap = True
 
-    def __init__(self, config: NGramDrafter, prompt: Sequence[int]) -> None:
+    def __init__(
+        self, config: NGramDrafter, prompt: Sequence[int], table: NGramTable | None = None
+    ) -> None:
         self._config = config
         self._counts = NGramCounts(config.min_order, config.max_order, config.max_entries)
         self._context: Context = ()  # the last max_order - 1 tokens, fewer at the beginning
         self._num_prompt = len(prompt)
-        self._table = config.table if isinstance(config.table, NGramTable) else None
+        self._table = table
         self._written: list[int] = []
         for token in prompt:
             self._learn(token)

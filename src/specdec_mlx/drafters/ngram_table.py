@@ -159,8 +159,7 @@ class NGramCounts:
 class NGramTable(Kept):
     """Counts of what followed each context, for `NGramDrafter(table=...)`; thread-safe.
 
-    max_order, min_order, max_entries: as there. tokenizer: whose token ids these are, or its
-    fingerprint; None: the first that drafts from it.
+    max_order, min_order, max_entries: as there. tokenizer: as of a `Memory`.
     """
 
     kind: ClassVar[str] = "n-grams"
@@ -183,6 +182,10 @@ class NGramTable(Kept):
         self.max_order, self.min_order, self.max_entries = max_order, min_order, max_entries
         self._unsaved: Counter[Context] = Counter()
         self._recount()
+
+    def empty(self) -> NGramTable:
+        """A new one of the same orders and bound."""
+        return NGramTable(self.max_order, self.min_order, self.max_entries)
 
     def __repr__(self) -> str:
         """Its orders: a drafter's key does not change with what is counted."""

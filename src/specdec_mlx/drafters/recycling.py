@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, FeatureRows, Features
 from specdec_mlx.contracts.drafting import share_class
 from specdec_mlx.drafters.tree_of import Text
+from specdec_mlx.memory.kept import fingerprint_of
 from specdec_mlx.options import require
 
 TOP = 8  # successors that are kept of each token, as in the paper
@@ -54,6 +55,15 @@ class SuccessorTable:
     successors: dict[Text, Successors] = field(default_factory=dict)
     most: int = 100_000
     top: int = TOP
+    _others: dict[Any, Any] = field(default_factory=dict, init=False)
+
+    def of(self, context: DraftContext) -> SuccessorTable:
+        """The table of a target's tokenizer and vocabulary size: itself for the first that asks."""
+        whose = fingerprint_of(context.tokenizer), context.vocab_size
+        if whose == self._others.setdefault("first", whose):
+            return self
+        others: dict[Any, SuccessorTable] = self._others
+        return others.setdefault(whose, SuccessorTable(most=self.most, top=self.top))
 
     def __repr__(self) -> str:
         """No content: a drafter's key does not change with it."""
@@ -107,7 +117,8 @@ class RecyclingDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> RecyclingSession:
         """Begin after `prompt` [n]."""
-        return RecyclingSession(self, prompt, context.num_unseen)
+        table = SuccessorTable() if self.table is None else self.table.of(context)
+        return RecyclingSession(self, prompt, table, context.num_unseen)
 
 
 class RecyclingSession:
@@ -116,10 +127,14 @@ class RecyclingSession:
     cheap = True
 
     def __init__(
-        self, drafter: RecyclingDrafter, prompt: Sequence[int], num_unseen: int = 0
+        self,
+        drafter: RecyclingDrafter,
+        prompt: Sequence[int],
+        table: SuccessorTable,
+        num_unseen: int,
     ) -> None:
         self._num_draft, self._width = drafter.num_draft, drafter.context
-        self._table = drafter.table if drafter.table is not None else SuccessorTable()
+        self._table = table
         self._tokens = list(prompt)
         self._first = max(0, len(prompt) - 1)
         self._num_seen = num_unseen

@@ -1,9 +1,6 @@
 """Draft models with a tokenizer of their own: the text is followed in their tokens.
 
-Where few tokens are common, the model writes its likeliest text, encoded with the target's
-tokenizer: a point mass. Where many are, tokens are drawn from its distribution over the common
-ones, normalised, which is declared (Leviathan et al. 2023, section 2.3), and fed as its own tokens
-of the same bytes.
+The model writes its likeliest text, which is encoded with the target's tokenizer: a point mass.
 """
 
 from __future__ import annotations
@@ -19,13 +16,10 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, DraftContext
-from specdec_mlx.drafters.drawing import Draws, draft_to
-from specdec_mlx.drafters.shared_vocabulary import ENOUGH, SharedVocabulary, Spelling
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.target.model_pass import vocab_size_of
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.strategies import leaves, strategy_for
+from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, Spelling
 from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.verify.rollback import Rollback, wait_for
+from specdec_mlx.verify.strategies import leaves, strategy_for
 
 MARGIN = 8
 """Last tokens that more text may still change; longer words are rare, and cost acceptance alone."""
@@ -128,8 +122,7 @@ class Retokenized:
     """The side of a draft model with another tokenizer in one generation.
 
     Its caches hold tokens of its own, `fed`, and go back to what these have in common with the
-    text, encoded anew at its end. drafts: "text", "shared", or "any" for the latter where it is
-    enough.
+    text, encoded anew at its end.
     """
 
     def __init__(
@@ -138,26 +131,16 @@ class Retokenized:
         shared: SharedVocabulary,
         prompt: Sequence[int],
         context: DraftContext,
-        sampling: Sampling,
-        drafts: str,
     ) -> None:
         self.model = model
         self.shared = shared
         self.context = context
-        self.sampling = sampling
         self.rollback = Rollback(make_prompt_cache(model))
         self.tokens = list(prompt)
-        self.num_prompt = len(prompt)
         self.num_read = 0
         self.text = DraftText(shared)
         self.fed: list[int] = []
         self.num_same = 0
-        self.drawn: mx.array | None = None
-        enough = drafts == "shared" or (drafts == "any" and shared.coverage >= ENOUGH)
-        self.draws = enough and not sampling.greedy and len(shared.to_draft) > 0
-        if self.draws:
-            assert context.vocab_size is not None
-            self.common, self.floor = shared.ids(context.vocab_size, vocab_size_of(model))
 
     def propose(self, limit: int) -> Draft:
         """At most `limit` of the target's tokens; none inside of a character."""
@@ -165,15 +148,11 @@ class Retokenized:
             return Draft()
         pending = self.catch_up()
         per_token = len(self.text.ids) / max(1, len(self.tokens))
-        num_steps = limit
-        if not self.draws:
-            num_steps = math.ceil(limit * per_token) + (per_token > SHORTER)
+        num_steps = math.ceil(limit * per_token) + (per_token > SHORTER)
         room = self.rollback.widest_pass()
         has_room = room is None or len(pending) + num_steps <= room
         if not pending or not has_room or self.text.ends_in_character:
             return Draft()
-        if self.draws:
-            return self.draw(pending, limit)
         return Draft(self.write(pending, num_steps)[:limit])
 
     def write(self, pending: list[int], num_steps: int) -> list[int]:
@@ -204,21 +183,6 @@ class Retokenized:
             tokens.pop()
         return tokens
 
-    def draw(self, pending: list[int], limit: int) -> Draft:
-        """`limit` common tokens, as one lazy graph: no synchronisation between them."""
-
-        def next_logits(token: mx.array | None) -> mx.array:
-            if token is None:
-                logits = self.feed(pending)
-            else:
-                logits = self.rollback.forward(self.model, self.common[token])
-            return logits[-1:, self.common] + self.floor
-
-        draws = Draws(self.context, self.sampling, self.tokens, self.num_prompt, limit)
-        draft = draft_to(limit, draws, next_logits)
-        self.drawn = to_ids(draft.tokens)
-        return draft
-
     def observe(self, tokens: Sequence[int]) -> None:
         """Note what was emitted; it is read with the next proposal."""
         self.tokens += tokens
@@ -228,9 +192,6 @@ class Retokenized:
 
         Caches that cannot be trimmed return to a checkpoint after the settled tokens.
         """
-        if self.drawn is not None:  # known by now, and looked at only here
-            self.fed += [self.shared.to_draft[token] for token in to_list(self.drawn)[:-1]]
-            self.drawn = None
         self.text.read(self.tokens[self.num_read :])
         self.num_read = len(self.tokens)
         ids = self.text.ids
@@ -243,7 +204,7 @@ class Retokenized:
         step = self.context.prefill_step_size
         while (left := settled - position) > (0 if restores else MARGIN):
             self.feed(ids[position : position + min(left, step)])
-            mx.eval([cache.state for cache in self.rollback.caches])
+            wait_for(self.rollback.caches)
             position = self.rollback.position
         self.rollback.checkpoint()
         self.num_same = min(position, settled)

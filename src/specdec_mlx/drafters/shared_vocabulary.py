@@ -1,29 +1,19 @@
-"""The tokens that two tokenizers have in common."""
+"""Tokenizers in bytes, and the special tokens that two of them have in common."""
 
 from __future__ import annotations
 
 import json
 import logging
 import re
-from collections.abc import Callable, Container, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from typing import Any
 
-import mlx.core as mx
-import numpy as np
-
-from specdec_mlx.drafters.tokenizers import PerPair, difference_between, unwrapped
+from specdec_mlx.drafters.tokenizers import PerPair, difference_between
 from specdec_mlx.errors import TokenizerMismatchError
-
-PROBES = (
-    "The quick brown fox jumps over the lazy dog; the other animals, 23 of them, were sleeping.",
-    "def f(x):\n    return {'a': [1, 22, 333], \"b\": x ** 2}  # ok?\n",
-    "Two  spaces,\na new line\n\nand UPPER or CamelCase: a <b> & `c` = 3.14159e-10.",
-)
-"""What every tokenizer must give back as it was. What it does to other scripts costs acceptance
-where they occur, and no more."""
+from specdec_mlx.memory.kept import PROBES, unwrapped
 
 ANCHOR = "\n"
 """Encoded before a text that is not the beginning of one, for tokenizers that put a space before
@@ -35,9 +25,9 @@ _BYTE = re.compile("<0x([0-9A-F]{2})>")
 class Spelling:
     """A tokenizer in bytes.
 
-    spelled: bytes of every token that is text, by id. ids_of: the id of those bytes, the one that
-    the tokenizer writes. special: contents of the other tokens, by id. prefix: ids that a text
-    begins with. prepends_space: before what is encoded, as sentencepiece does.
+    spelled: bytes of every token that is text, by id. special: contents of the other tokens, by id.
+    prefix: ids that a text begins with. prepends_space: before what is encoded, as sentencepiece
+    does.
     """
 
     def __init__(self, tokenizer: Any) -> None:
@@ -52,9 +42,6 @@ class Spelling:
             for token, index in vocabulary
             if index not in self.special
         }
-        order = {index: (_BYTE.fullmatch(token) is not None, index) for token, index in vocabulary}
-        best_last = sorted(self.spelled, key=order.__getitem__, reverse=True)
-        self.ids_of = {self.spelled[index]: index for index in best_last}
         bos = getattr(tokenizer, "bos_token_id", None)
         begins = backend.encode("", add_special_tokens=True).ids[:1]
         self.prefix = [index for index in begins if index == bos and index in self.special]
@@ -78,13 +65,18 @@ class Spelling:
         return b"".join(self.spelled.get(index, b"") for index in ids)
 
     def _check_round_trips(self) -> None:
-        """Raise TokenizerMismatchError unless the probes come back, by table and by decoder."""
+        """Raise TokenizerMismatchError unless the probes come back, by table and by decoder.
+
+        What a tokenizer does to other scripts costs acceptance where they occur, and no more.
+        """
         before = " " if self.prepends_space else ""
         for text in PROBES:
             ids = self._backend.encode(text, add_special_tokens=False).ids
             decoded = self._backend.decode(ids, skip_special_tokens=False)
-            if self._joined(text) != (before + text).encode() or decoded not in (text, " " + text):
-                raise TokenizerMismatchError(f"{text!r} comes back as {decoded!r}.")
+            joined = self._joined(text)
+            if joined != (before + text).encode() or decoded not in (text, " " + text):
+                as_bytes = f" and, token by token, {joined!r}"
+                raise TokenizerMismatchError(f"{text!r} comes back as {decoded!r}{as_bytes}.")
 
 
 def _backend_of(tokenizer: Any) -> Any:
@@ -99,14 +91,15 @@ def _backend_of(tokenizer: Any) -> Any:
 
 
 def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
-    """Contents of the tokens that are no text, by id."""
+    """Contents of the tokens that are no text, by id; a line break that ends a text is some."""
     added = backend.get_added_tokens_decoder()
     special = {index: token.content for index, token in added.items() if token.special}
     roles = [getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")]
-    ends = getattr(tokenizer, "eos_token_ids", None) or ()
+    ends = added.keys() & (getattr(tokenizer, "eos_token_ids", None) or ())
     for index in {*roles, *ends} - {None}:
         special.setdefault(index, str(backend.id_to_token(index)))
-    return special
+    probes = backend.encode("".join(PROBES), add_special_tokens=False)
+    return {index: content for index, content in special.items() if index not in probes.ids}
 
 
 def _reader(decoder: Any) -> Callable[[str], bytes]:
@@ -163,17 +156,12 @@ ORDINARY = (
     '"""\n    result = 0\n    for price in prices:\n        result += price * (1 - discount)\n'
     "    return round(result, 2)\n",
 )
-"""Ordinary text, to see what share of its tokens two vocabularies have in common."""
-
-ENOUGH = 0.6
-"""Share of common tokens in ordinary text from which a draft drawn from them is better than one
-without a distribution. Drawing accepts about 0.67 where the likeliest token, proposed alone, is
-accepted at 0.37 (a model and its own 4-bit copy at temperature 1); 0.6 of the one is the other."""
+"""Ordinary text, to see how many tokens two tokenizers make of it."""
 
 
 @dataclass(eq=False)
 class SharedVocabulary:
-    """Two tokenizers, and the tokens with the same bytes in both; special ones by content or role.
+    """Two tokenizers, and the special tokens that both have, by content or role.
 
     roles: beginnings and ends of texts, target id -> draft id. difference: the first, in words.
     """
@@ -186,15 +174,13 @@ class SharedVocabulary:
 
     @cached_property
     def to_draft(self) -> dict[int, int]:
-        """Draft id of each target id that has one; no two have the same."""
-        theirs = self.draft.ids_of
-        mapped = {
-            index: theirs[word] for word, index in self.target.ids_of.items() if word in theirs
-        }
+        """Draft id of each special id of the target that has one; no two have the same."""
         contents = {content: index for index, content in self.draft.special.items()}
-        for index, content in self.target.special.items():
-            if content in contents:
-                mapped[index] = contents[content]
+        mapped = {
+            index: contents[content]
+            for index, content in self.target.special.items()
+            if content in contents
+        }
         for index, other in self.roles.items():
             if index not in mapped and other not in mapped.values():
                 mapped[index] = other
@@ -206,36 +192,17 @@ class SharedVocabulary:
         return {theirs: ours for ours, theirs in self.to_draft.items()}
 
     @cached_property
-    def coverage(self) -> float:
-        """Share of common tokens in ordinary text, of the tokenizer that has fewer of them."""
-        return min(_share(self.target, self.to_draft), _share(self.draft, self.to_target))
-
-    @cached_property
     def draft_tokens_per_token(self) -> float:
         """Draft tokens for one of the target's in ordinary text."""
         return len(_ordinary(self.draft)) / len(_ordinary(self.target))
-
-    def ids(self, vocab_size: int, draft_width: int) -> tuple[mx.array, mx.array]:
-        """The common tokens as arrays, for models with logits of these widths.
-
-        [V] the draft id of each target id, or 0; and [V] 0 for these, -inf elsewhere. `logits[...,
-        ids] + floor`, normalised, is the draft's distribution given that the token is a common one.
-        """
-        index = np.zeros(vocab_size, np.uint32)
-        floor = np.full(vocab_size, -np.inf, np.float32)
-        for ours, theirs in self.to_draft.items():
-            if ours < vocab_size and theirs < draft_width:
-                index[ours], floor[ours] = theirs, 0
-        return mx.array(index), mx.array(floor)
 
     def log_once(self) -> None:
         """Log in one line what becomes of drafts in other tokens."""
         if not self.is_logged:
             logging.getLogger(__name__).warning(
                 "specdec_mlx: the draft model has a tokenizer of its own (%s); what it drafts is "
-                "carried over as text, or drawn from the %d tokens that both have.",
+                "carried over as text.",
                 self.difference,
-                len(self.to_draft),
             )
         self.is_logged = True
 
@@ -261,11 +228,6 @@ def _compared(target: Any, draft: Any) -> SharedVocabulary | None:
 shared_between = PerPair(_compared)
 """What two tokenizers share, None where they are the same; TokenizerMismatchError where they
 differ, and one of them cannot be read as bytes."""
-
-
-def _share(spelling: Spelling, common: Container[int]) -> float:
-    ids = _ordinary(spelling)
-    return sum(index in common for index in ids) / len(ids)
 
 
 def _ordinary(spelling: Spelling) -> list[int]:

@@ -59,20 +59,20 @@ class SuffixDrafter:
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError if the memory was written by another tokenizer."""
-        if not isinstance(self.memory, Memory):
-            return
-        if context.tokenizer is not None:
-            self.memory.check_tokenizer(context.tokenizer)
-        if context.vocab_size is not None and self.memory.largest_token >= context.vocab_size:
-            raise TokenizerMismatchError(
-                f"The memory holds token {self.memory.largest_token}, the target has "
-                f"{context.vocab_size}. Give a memory that was written with its tokenizer."
-            )
+        self._memory_of(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> SuffixSession:
         """Index `prompt` [n], and take the memory as it is now."""
-        self.check(context)
-        return SuffixSession(self, prompt)
+        return SuffixSession(self, prompt, self._memory_of(context))
+
+    def _memory_of(self, context: DraftContext) -> Memory | None:
+        memory = self.memory.of(context) if isinstance(self.memory, Memory) else None
+        if memory and context.vocab_size and memory.largest_token >= context.vocab_size:
+            raise TokenizerMismatchError(
+                f"The memory holds token {memory.largest_token}, the target has "
+                f"{context.vocab_size}. Give a memory that was written with its tokenizer."
+            )
+        return memory
 
 
 class SuffixSession:
@@ -80,10 +80,10 @@ class SuffixSession:
 
     cheap = True
 
-    def __init__(self, config: SuffixDrafter, prompt: Sequence[int]) -> None:
+    def __init__(self, config: SuffixDrafter, prompt: Sequence[int], memory: Memory | None) -> None:
         self._config = config
-        self._memory = config.memory if isinstance(config.memory, Memory) else None
-        indexes = self._memory.indexes() if self._memory is not None else ()
+        self._memory = memory
+        indexes = memory.indexes() if memory is not None else ()
         self._num_prompt = len(prompt)
         self._text = GrowingIndex(prompt)
         self._sources: list[tuple[Source, float]] = [

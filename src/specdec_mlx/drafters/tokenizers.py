@@ -6,18 +6,10 @@ from collections.abc import Callable
 from typing import Any, Generic, TypeVar
 from weakref import WeakKeyDictionary
 
-from mlx_lm.tokenizer_utils import TokenizerWrapper
-
 from specdec_mlx.errors import TokenizerMismatchError
+from specdec_mlx.memory.kept import SAMPLES, fingerprint_of, unwrapped
 
 T = TypeVar("T")
-
-SAMPLES = (
-    "The quick brown fox jumps over the lazy dog.",
-    "def f(x):\n    return {'a': [1, 22, 333], \"b\": x ** 2}  # ok?\n",
-    "naïve café – Zürich, 東京, Привет, 😀",
-    "  two  spaces\tand\ttabs\n\n\nand 3.14159e-10",
-)
 
 
 class PerPair(Generic[T]):
@@ -53,13 +45,10 @@ def check_same_tokenizer(target: Any, draft: Any) -> None:
         )
 
 
-def unwrapped(tokenizer: Any) -> Any:
-    """The tokenizer inside mlx-lm's wrapper: a new wrapper may be made at each call."""
-    return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
-
-
 def first_difference(target: Any, draft: Any) -> str | None:
     """The first difference in words, None if there is none that matters."""
+    if fingerprint_of(target) == fingerprint_of(draft):
+        return _special_difference(target, draft)
     return (
         _vocabulary_difference(target.get_vocab(), draft.get_vocab())
         or _special_difference(target, draft)

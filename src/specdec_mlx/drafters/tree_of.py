@@ -7,11 +7,13 @@ from dataclasses import dataclass
 
 from specdec_mlx.contracts import (
     Draft,
+    DraftContext,
     DraftSession,
     Evidence,
     OffersSeveral,
     ValuesDrafts,
     is_cheap,
+    key_of,
 )
 from specdec_mlx.contracts.trees import ROOT, chain
 from specdec_mlx.drafters.first_of import FirstOf, FirstOfSession
@@ -27,15 +29,16 @@ class TreeOf(FirstOf):
     drafters: at least one, the likelier first, else ValueError; each proposes without a model.
     """
 
-    def session(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> TreeOfSession:
-        """See `FirstOf.session`; ValueError for a drafter whose drafts cost time."""
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> TreeOfSession:
+        """Begin with each of them; ValueError for a drafter whose drafts cost time."""
+        sessions = [drafter.begin(list(prompt), context) for drafter in self.drafters]
         for drafter, session in zip(self.drafters, sessions, strict=True):
             if not is_cheap(session):
                 raise ValueError(
                     f"TreeOf: what {type(drafter).__name__} proposes may not be thrown away, and "
                     "of a tree one path is kept. Give drafters that look tokens up."
                 )
-        return TreeOfSession(self.key, sessions, keys)
+        return TreeOfSession(self.key, sessions, [key_of(drafter) for drafter in self.drafters])
 
 
 class TreeOfSession(FirstOfSession):
@@ -54,7 +57,7 @@ class TreeOfSession(FirstOfSession):
         return merged([draft for draft in some if draft.logprobs is None]).head(limit)
 
     def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
-        """What is worth verifying of all that they know; see `contracts.branching`."""
+        """The chain or tree of all their drafts that is worth most; see `contracts.branching`."""
         drafts: list[tuple[str, Draft]] = []
         for key, part in self.parts:
             most = min(limit, values.limit(key, True))

@@ -1,85 +1,143 @@
-"""Base classes of sessions that draw their drafts from logits."""
+"""The base of sessions that draw drafts from logits: of draft models, and of trained heads."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.contracts import ROOT, Draft, DraftContext, GoesOn
+from specdec_mlx.contracts import Draft, DraftContext, GoesOn
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE, Draws, cut_while, draw_rows
-from specdec_mlx.drafters.growing import Tree, TreeDraws
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.drafters.drawing import (
+    DRAWN_AT_ONCE,
+    ChainDraws,
+    Pace,
+    cut_while,
+    draft_to,
+    draft_while,
+    draw_rows,
+)
+from specdec_mlx.drafters.growing import TreeDraws
+from specdec_mlx.sampling.distribution import sampling_of_drafts
+
+Parents = Sequence[int] | None  # of nodes of a tree; None in a chain, each token after the last
 
 
-class Writes:
-    """A session that draws its drafts from logits.
+class WritingSession(ABC):
+    """A session that draws its drafts from logits, which two methods of its own bring.
 
-    text: `tokens`, of which `num_prompt` are the prompt. branches: most tokens at a place. nodes:
-    chances by rank. tree: the draft that is being verified, if it forked.
+    `begin_draft` reads what was missed of the text, `next_logits` goes on from there.
+
+    drafter: its options are used. tokens: the text, at first the prompt. on_close: called with the
+    text [n] at the end of the generation.
     """
 
-    context: DraftContext
-    sampling: Sampling
-    tokens: list[int]
-    num_prompt: int
-    branches: int
-    nodes: Chances
-    tree: Tree | None
+    def __init__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> None:
+        self.on_close: Callable[[Sequence[int]], None] | None = None
+        how = {"greedy": drafter.greedy, "draft_temp": drafter.draft_temp}
+        self.sampling = sampling_of_drafts(context.sampling, **how)
+        self.context = context
+        self.tokens = list(prompt)
+        self.num_prompt = len(self.tokens)
+        self.branches: int = drafter.branches
+        self.chances = Chances.of("model")
+        self.tree: TreeDraws | None = None  # the draft that is being verified, if it forked
+        self.pace = Pace()
 
-    def draws(self, at_once: int = DRAWN_AT_ONCE) -> Draws:
-        """An empty draft after the text; `at_once` tokens share an operation for their noise."""
-        return Draws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
+    @abstractmethod
+    def begin_draft(self, limit: int) -> int:
+        """Read the text for a draft; returns how long it may be, 0 to `limit`."""
 
-    def tree_draws(self) -> TreeDraws:
-        """An empty draft that forks."""
-        draws = TreeDraws(
-            self.context, self.sampling, self.tokens, self.num_prompt, self.branches, self.nodes
-        )
-        self.tree = draws.tree
-        return draws
+    @abstractmethod
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
+        """Logits [1, V] after the text for None, or [n, V] after n further tokens of the draft.
 
+        parents: of these among all that were given, `ROOT` for the text; None in a chain.
+        """
 
-class WritesAtOnce(Writes, ABC):
-    """A session that has the logits of a whole draft from one pass."""
+    def end_draft(self) -> None:  # noqa: B027  # most hold nothing
+        """Release what was held for the draft; by default nothing is."""
+
+    @property
+    def forks(self) -> bool:
+        """True if its drafts are trees."""
+        return self.branches > 1
 
     def propose(self, limit: int) -> Draft:
-        """At most `limit` tokens, a chain or a tree; none before anything was read."""
-        if self.branches == 1:
-            return self.drawn(limit).draft()
-        logits = self.all_logits(limit)
-        if logits is None:
-            return Draft()
-        return self.tree_draws().write(
-            logits[:1], Marginals(logits).logits_after, limit, len(logits)
-        )
+        """`limit` tokens as one lazy graph, or a tree of as many; fewer where it has no more."""
+        length = self.begin_draft(limit)
+        if length and self.forks:
+            self.tree = TreeDraws(
+                *(self.context, self.sampling, self.tokens, self.num_prompt),
+                self.branches,
+                self.chances,
+            )
+            draft = self.tree.write(self.next_logits, limit, length)
+        else:
+            draft = draft_to(length, self.draws(length), self.next_logits)
+        self.end_draft()
+        return draft
+
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        """Up to `limit` tokens, as long as they are worth it; see `draft_while`."""
+        length = self.begin_draft(limit)
+        draft = draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
+        self.end_draft()
+        return draft
+
+    def draws(self, at_once: int = DRAWN_AT_ONCE) -> ChainDraws:
+        """An empty draft after the text; `at_once` tokens share an operation for their noise."""
+        return ChainDraws(self.context, self.sampling, self.tokens, self.num_prompt, at_once)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Add the tokens emitted to the text, and learn from them if the draft forked."""
+        if self.tree is not None:
+            self.tree.learn(tokens)
+            self.tree = None
+        self.tokens += tokens
+
+    def close(self, length: int) -> None:
+        """End the generation after the first `length` tokens."""
+        if self.on_close is not None:
+            self.on_close(self.tokens[:length])
+
+
+def places_after(known: list[int], tokens: mx.array | None, parents: Parents) -> list[int]:
+    """Places [n] in a draft of what follows the text, or n further nodes.
+
+    known: [0], for the text's end, to which those of the nodes are added. See
+    `WritingSession.next_logits`.
+    """
+    if tokens is None:
+        return [0]
+    above = [len(known) - 1] if parents is None else [parent + 1 for parent in parents]
+    places = [known[node] + 1 for node in above]
+    known += places
+    return places
+
+
+class AtOnceSession(WritingSession):
+    """A session whose `begin_draft` makes the logits [n, V] of a whole draft in one pass."""
+
+    logits: mx.array
+    places: list[int]
+
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
+        """Logits of the places, whatever the tokens are."""
+        return self.logits[mx.array(places_after(self.places, tokens, parents))]
+
+    def propose(self, limit: int) -> Draft:
+        """A chain whose tokens are drawn together, or a tree."""
+        return super().propose(limit) if self.branches > 1 else self.drawn(limit).draft()
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """The part that is worth verifying; see `cut_while`."""
         return cut_while(self.drawn(limit), goes_on)
 
-    def drawn(self, limit: int) -> Draws:
+    def drawn(self, limit: int) -> ChainDraws:
         """All tokens of a draft, drawn."""
-        logits = self.all_logits(limit)
-        return self.draws() if logits is None else draw_rows(self.draws(len(logits)), logits)
-
-    @abstractmethod
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Logits [n, V] of the next n <= limit tokens; None where nothing can be drafted."""
-
-
-@dataclass
-class Marginals:
-    """Logits [n, V] by place alone, as of heads that draft at once."""
-
-    logits: mx.array
-    _depths: list[int] = field(default_factory=list)
-
-    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """Those of the place after each token; see `growing.NextRows`."""
-        depths = [1 if parent == ROOT else self._depths[parent] + 1 for parent in parents]
-        self._depths += depths
-        return self.logits[mx.array(depths)]
+        length = self.begin_draft(limit)
+        draws = self.draws(length)
+        return draw_rows(draws, self.logits) if length else draws

@@ -9,10 +9,14 @@ weight. They know the manner of Python's own reference manual, one byte a token,
 `benchmarks/lab` in the repository makes them.
 """
 
-from specdec_mlx.lab.pair import HEADS as HEADS
-from specdec_mlx.lab.pair import Pair as Pair
-from specdec_mlx.lab.pair import draft_path as draft_path
-from specdec_mlx.lab.pair import head as head
-from specdec_mlx.lab.pair import head_path as head_path
-from specdec_mlx.lab.pair import load_pair as load_pair
-from specdec_mlx.lab.pair import target_path as target_path
+from specdec_mlx.lab.pair import (
+    HEADS,
+    Pair,
+    draft_path,
+    head,
+    head_path,
+    load_pair,
+    target_path,
+)
+
+__all__ = ["HEADS", "Pair", "draft_path", "head", "head_path", "load_pair", "target_path"]

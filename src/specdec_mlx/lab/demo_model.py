@@ -9,7 +9,6 @@ converted once, and kept in the user's cache as an ordinary mlx-lm model folder 
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import json
 import shutil
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from filelock import FileLock, Timeout
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdec_mlx.folders import cache_root
@@ -125,19 +125,23 @@ def _say(step: str) -> None:
 @contextlib.contextmanager
 def _only_one(root: Path) -> Iterator[None]:
     """Hold the cache's lock; the system gives it back when a process dies."""
+    lock = FileLock(root / ".lock")
     try:
         root.mkdir(parents=True, exist_ok=True)
-        lock = (root / ".lock").open("w")
-    except OSError as error:
-        what = f"The cache folder {root} cannot be written: {error}. Set SPECDEC_MLX_CACHE to a "
-        raise DemoModelError(f"{what}folder with 1 GB of free space.") from error
-    with lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
+            lock.acquire(blocking=False)
+        except Timeout:
             _say("waiting for another process")
-            fcntl.flock(lock, fcntl.LOCK_EX)
+            lock.acquire()
+    except OSError as error:
+        raise DemoModelError(
+            f"The cache folder {root} cannot be written: {error}. Set SPECDEC_MLX_CACHE to a "
+            "folder with 1 GB of free space."
+        ) from error
+    try:
         yield
+    finally:
+        lock.release()
 
 
 def _prepare(folder: Path) -> None:

@@ -68,8 +68,7 @@ def head_path(kind: str) -> Path:
 
 def unpacked(packed: Path) -> Path:
     """The folder in float32, in the cache, else temporary; written on the first call."""
-    digest = f"{zlib.crc32((packed / WEIGHTS).read_bytes()):08x}"
-    within = Path("lab", digest, packed.name)
+    within = Path("lab", f"{zlib.crc32((packed / WEIGHTS).read_bytes()):08x}", packed.name)
     folder = cache_root() / within
     if folder.exists():
         return folder

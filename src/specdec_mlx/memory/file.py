@@ -9,7 +9,6 @@ rest      int32, little-endian
 
 from __future__ import annotations
 
-import fcntl
 import glob
 import json
 import os
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+from filelock import FileLock
 from jaxtyping import Int
 
 from specdec_mlx.errors import MemoryFileError
@@ -42,8 +42,7 @@ def check_folder_of(path: Path) -> None:
 def locked(path: Path) -> Iterator[None]:
     """Hold the lock of a file, PATH.lock beside it, against other processes."""
     check_folder_of(path)
-    with open(path.with_name(f"{path.name}.lock"), "a") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # released when it is closed, or the process killed
+    with FileLock(path.with_name(f"{path.name}.lock")):
         yield
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import atexit
 import hashlib
 import json
+import logging
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
@@ -18,35 +19,11 @@ import numpy as np
 from jaxtyping import Int
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
 from specdec_mlx.memory import file
 from specdec_mlx.memory.file import check_folder_of, locked
 from specdec_mlx.options import wrong
-
-SAMPLES = ("def f(x):\n    return {'a': [1, 22, 333]}\n", "naïve café – 東京  😀\t3.14")
-
-
-def fingerprint_of(tokenizer: Any) -> str | None:
-    """Digest of a tokenizer's vocabulary and of how it encodes samples; equal in every process.
-
-    A fingerprint, and None, are returned as they are. 0.1 s for 50,000 tokens, once for each.
-    """
-    if tokenizer is None or isinstance(tokenizer, str):
-        return tokenizer
-    inner = tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
-    with suppress(TypeError):  # of somebody's class that cannot be kept weakly
-        if (known := _known.get(inner)) is not None:
-            return known
-    samples = [list(tokenizer.encode(text, add_special_tokens=False)) for text in SAMPLES]
-    content = [sorted(tokenizer.get_vocab().items()), samples]
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-    with suppress(TypeError):
-        _known[inner] = digest
-    return digest
-
-
-_known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-
 
 SAVE_EVERY = 60.0  # seconds between two savings of an opened file: what a killed process loses
 
@@ -58,7 +35,8 @@ class Kept(ABC):
     """A memory of texts, or a table of counts; safe with many threads.
 
     kind: of its files. what: its name in messages. tokenizer: fingerprint of the tokenizer whose
-    token ids these are; None: of the first that is checked. path: of its file.
+    token ids these are; None: of the first that drafts from it. path: of its file. refuses_others:
+    raise for another tokenizer, as where a file was named, or what was made for one.
     """
 
     kind: ClassVar[str]
@@ -66,10 +44,17 @@ class Kept(ABC):
 
     def __init__(self, tokenizer: Any) -> None:
         self.tokenizer = fingerprint_of(tokenizer)
+        self.refuses_others = tokenizer is not None
+        self._vocab_size: int | None = None
+        self._others: dict[Any, Any] = {}
         self.path: Path | None = None
         self._saved_as = ""
         self._save_at = float("inf")
         self._lock = RLock()
+
+    @abstractmethod
+    def empty(self: K) -> K:
+        """A new one with the same bounds, of no tokenizer yet."""
 
     @abstractmethod
     def facts(self) -> Mapping[str, str]:
@@ -103,8 +88,34 @@ class Kept(ABC):
             kept = cls._of(header, data)
         except (KeyError, TypeError, ValueError, IndexError) as error:
             raise file.damaged(path, f"its header does not fit its content ({error!r})") from error
-        kept.path, kept._saved_as = path, header["id"]
+        kept.path, kept._saved_as, kept.refuses_others = path, header["id"], True
         return kept
+
+    def of(self: K, context: DraftContext) -> K:
+        """The part of a target's tokenizer: itself for the first one, else one of no file.
+
+        Tokenizers that are unknown are told apart by the size of the vocabulary. Raises
+        TokenizerMismatchError for another one, where it `refuses_others`.
+        """
+        if self.refuses_others:
+            if context.tokenizer is not None:
+                self.check_tokenizer(context.tokenizer)
+            return self
+        whose = fingerprint_of(context.tokenizer)
+        with self._lock:
+            self.tokenizer = self.tokenizer or whose
+            self._vocab_size = self._vocab_size or context.vocab_size
+            own: Any = self._vocab_size if whose is None else self.tokenizer
+            asked = whose or context.vocab_size
+            if asked in (None, own):
+                return self
+            others: dict[Any, K] = self._others
+            if asked not in others:
+                others[asked] = self.empty()
+                if self.path is not None:
+                    told = "%s is left out: it has another tokenizer's token ids than this model."
+                    logging.getLogger(__name__).warning(told, self.path)
+            return others[asked]
 
     def merge(self: K, other: K) -> None:
         """Take over what another one holds; TokenizerMismatchError for another tokenizer's."""
@@ -114,14 +125,15 @@ class Kept(ABC):
 
     def check_tokenizer(self, tokenizer: Any) -> None:
         """Raise TokenizerMismatchError unless it is of this tokenizer, or of none yet."""
-        found = fingerprint_of(tokenizer)
+        found, self.refuses_others = fingerprint_of(tokenizer), True
         if self.tokenizer is None:
             self.tokenizer = found
         if self.tokenizer != found:
             raise TokenizerMismatchError(
-                f"The {self.what} holds token ids of tokenizer {self.tokenizer}, the target's is "
-                f"{found}. Give a {self.what} that was written with this model's tokenizer, or "
-                "make one: specdec-mlx memory build --tokenizer MODEL FILES."
+                f"The {self.what} {self.path or 'that was given'} holds token ids of tokenizer "
+                f"{self.tokenizer}, the target's is {found}. Give a {self.what} that was written "
+                "with this model's tokenizer, or make one: specdec-mlx memory build --tokenizer "
+                "MODEL FILES."
             )
 
     def save(self, path: Path | str | None = None) -> None:
@@ -172,6 +184,7 @@ def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
         if found is None:
             found = kind.load(path) if path.exists() else make()
             found.path, found._save_at = path, time.monotonic() + SAVE_EVERY
+            found.refuses_others = True
             atexit.register(found.save)
             _open[path] = found
     if not isinstance(found, kind):
@@ -181,3 +194,40 @@ def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
 
 _open: dict[Path, Kept] = {}
 _opening = RLock()
+
+
+PROBES = (
+    "The quick brown fox jumps over the lazy dog; the other animals, 23 of them, were sleeping.",
+    "def f(x):\n    return {'a': [1, 22, 333], \"b\": x ** 2}  # ok?\n",
+    "Two  spaces,\na new line\n\nand UPPER or CamelCase: a <b> & `c` = 3.14159e-10.",
+)
+"""Samples that any tokenizer can give back as they were."""
+
+SAMPLES = (*PROBES, "naïve café – Zürich, 東京, Привет, 😀", "  two  spaces\tand\ttabs\n\n\n")
+
+
+def fingerprint_of(tokenizer: Any) -> str | None:
+    """Digest of a tokenizer's vocabulary and of how it encodes samples; equal in every process.
+
+    A fingerprint, and None, are returned as they are. 0.1 s for 50,000 tokens, once for each.
+    """
+    if tokenizer is None or isinstance(tokenizer, str):
+        return tokenizer
+    inner = unwrapped(tokenizer)
+    with suppress(TypeError):  # of somebody's class that cannot be kept weakly
+        if (known := _known.get(inner)) is not None:
+            return known
+    samples = [list(tokenizer.encode(text, add_special_tokens=False)) for text in SAMPLES]
+    content = [sorted(tokenizer.get_vocab().items()), samples]
+    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
+    with suppress(TypeError):
+        _known[inner] = digest
+    return digest
+
+
+_known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+
+
+def unwrapped(tokenizer: Any) -> Any:
+    """The tokenizer inside mlx-lm's wrapper: a new wrapper may be made at each call."""
+    return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer

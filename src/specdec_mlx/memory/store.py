@@ -45,8 +45,9 @@ class Memory(Kept):
     merged with the one before once as large, so that a token is sorted a logarithmic number of
     times. max_tokens, max_bytes: the smaller holds; the oldest texts go first. A token takes 80
     bytes. tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts
-    from it. remember_prompts: keep a generation's prompt beside what it wrote. sources: files that
-    `specdec-mlx memory build` has read. path: of its file.
+    from it, and any other's are kept apart from it (`of`), in no file. remember_prompts: keep a
+    generation's prompt beside what it wrote. sources: files that `specdec-mlx memory build` has
+    read. path: of its file.
     """
 
     kind: ClassVar[str] = "texts"
@@ -78,6 +79,10 @@ class Memory(Kept):
         memory.update(paths, tokenizer)
         memory.compact()
         return memory
+
+    def empty(self) -> Memory:
+        """A new one with the same bound."""
+        return Memory(self.max_tokens, remember_prompts=self.remember_prompts)
 
     def __dir__(self) -> list[str]:
         """The methods for users."""

@@ -22,12 +22,14 @@ from mlx_lm.generate import GenerationBatch, PromptProcessingBatch
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import PromptReading, Request, RowToken
+from specdec_mlx.batch.rows import Request, RowToken
 from specdec_mlx.contracts import LogitsProcessor
 from specdec_mlx.drafters.grammar import GrammarProcessor
+from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.mlx_lm_plugin.requests import Requested, ServerEndingError
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.exactness import can_hold_rows
+from specdec_mlx.models import PerModel
+from specdec_mlx.verify.exactness import can_hold_rows
+from specdec_mlx.verify.rollback import Rollback, states_of
 
 
 @dataclass(eq=False)
@@ -42,7 +44,7 @@ class _Served:
     requested: Requested
     num_top: int
     text: Request
-    reading: PromptReading
+    reading: PromptReader
     ends: list[int]
     tokens: list[int]
     seconds_before: float
@@ -151,14 +153,15 @@ class SpeculatingBatch:
             for served in those:
                 self._end(served, error)
 
-    def _reading_of(self, prompt: list[int], caches: Any, num_read: int) -> PromptReading:
+    def _reading_of(self, prompt: list[int], caches: Any, num_read: int) -> PromptReader:
         """The reading of a prompt, shared with a request that reads the same one."""
         for other in self._reading:
             if other.reading.prompt == prompt:
                 return other.reading
         with mx.stream(self.stream):
             caches = caches or make_prompt_cache(self.model)
-        return PromptReading(self.model, prompt, caches, self.stream, num_read)
+        how: dict[str, Any] = {"step_size": self.prefill_step_size, "stream": self.stream}
+        return PromptReader.of_model(self.model, prompt, Rollback(caches, num_read), **how)
 
     def next(self) -> tuple[list[Any], list[Any]]:
         """News: parts of prompts that were read, and tokens; nothing when all has ended."""
@@ -194,7 +197,7 @@ class SpeculatingBatch:
         if row.finish_reason is not None:
             held = served.tokens[: row.num_cached]
             if row.prompt_cache is not None:
-                mx.async_eval([cache.state for cache in row.prompt_cache])
+                mx.async_eval(states_of(row.prompt_cache))
             del self._rows[row.uid]
         if served.num_top > 0:
             logprobs: Any = row.token.logprobs
@@ -230,8 +233,9 @@ class SpeculatingBatch:
 
     def _let_in(self, served: _Served) -> Any:
         reading = served.reading
-        text = replace(served.text, prompt_cache=reading.caches, num_read=reading.num_read)
-        served.reading = replace(reading, caches=[])  # the row has a copy
+        held = reading.caches.caches
+        text = replace(served.text, prompt_cache=held, num_read=reading.num_read)
+        served.reading = reading.without_caches()  # the row has a copy
         self._reading.remove(served)
         self._rows[self._batch.insert(text)] = served
         return served.progress(end_of_segment=True, is_let_in=True)
@@ -240,7 +244,7 @@ class SpeculatingBatch:
         """Copies of the caches of prompts that are being read, and their tokens."""
         readings = {served.uid: served.reading for served in self._reading if served.uid in uids}
         return {
-            uid: (copy.deepcopy(one.caches), list(one.prompt[: one.num_read]))
+            uid: (copy.deepcopy(one.caches.caches), list(one.prompt[: one.num_read]))
             for uid, one in readings.items()
         }
 
@@ -267,7 +271,7 @@ class SpeculatingBatch:
     def prompt_cache_nbytes(self) -> int:
         """Bytes of all caches."""
         readings = {id(served.reading): served.reading for served in self._reading}
-        read = sum(cache.nbytes for reading in readings.values() for cache in reading.caches)
+        read = sum(cache.nbytes for reading in readings.values() for cache in reading.caches.caches)
         return int(read + self._batch.num_cache_bytes)
 
     def close(self) -> None:

@@ -89,7 +89,8 @@ class Command:
             check_benchmark(namespace, flags)
         drafter = None if flags.waits_for_target else flags.drafter()
         how = flags.draft_length, flags.rule, None, flags.grammar
-        self.speculation = Speculation(drafter, *how)
+        is_seeded = getattr(namespace, "seed", 0) is not None  # some always set MLX's own
+        self.speculation = Speculation(drafter, *how, is_seeded=is_seeded)
         self.stack.callback(flags.save_memory)
         self.stack.enter_context(in_force(self.speculation))
 

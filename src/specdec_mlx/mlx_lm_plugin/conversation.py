@@ -21,11 +21,12 @@ from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf, Several
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.drafters.rows import RowSession
+from specdec_mlx.drafters.shared_drafts import SharedModelSession
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.target.next_token import is_pure
-from specdec_mlx.target.strategies import leaves
+from specdec_mlx.models import PerModel
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.next_token import is_pure
+from specdec_mlx.verify.strategies import leaves
 
 _held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # tokens, by a model's first cache
 
@@ -153,6 +154,9 @@ def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
     return with_parts(drafter, keeping)
 
 
+_loaded: PerModel[object] = PerModel(lambda model: object())
+
+
 @dataclass(frozen=True)
 class Kept(Wrapper):
     """A draft model with the target's tokenizer, its caches kept in mlx-lm's `LRUPromptCache`."""
@@ -161,9 +165,9 @@ class Kept(Wrapper):
     store: Any
 
     @property
-    def place(self) -> tuple[str, int]:
-        """Name of the model in the store."""
-        return "draft model", id(self.drafter.model)
+    def place(self) -> tuple[str, object]:
+        """Name of the loaded model in the store, which no other one gets."""
+        return "draft model", _loaded(self.drafter.model)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         """Begin after the prompt, of which the caches that are found hold a part."""
@@ -178,7 +182,7 @@ class Kept(Wrapper):
 
         def close(length: int) -> None:
             """Store the caches as far as the model has read."""
-            if isinstance(session, RowSession):
+            if isinstance(session, SharedModelSession):
                 session.close(length - len(held))
             read = session.rollback
             with suppress(CacheRollbackError):

@@ -11,7 +11,7 @@ import atexit
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from types import SimpleNamespace
@@ -22,26 +22,29 @@ import mlx.nn as nn
 
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
-from specdec_mlx.drafters import registry
-from specdec_mlx.drafters.draft_models import Lighter, NamedModel, add_lighter_arguments, lighter_of
-from specdec_mlx.drafters.first_of import BestOf
+from specdec_mlx.drafters.choosing import registry
+from specdec_mlx.drafters.choosing.choice import (
+    DrafterChoice,
+    NamedModel,
+    add_lighter_arguments,
+    choice_of,
+)
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER, MODEL_DRAFTER, NO_DRAFTER
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
 from specdec_mlx.drafters.heads.loading import is_head
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER, MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
-from specdec_mlx.options import argument, checked, refusal
+from specdec_mlx.options import argument, checked, name_in, refusal
 from specdec_mlx.rules.registry import make_rule, rule_names
+from specdec_mlx.sampling.distribution import Sampling
 
 EVERYBODY, USER, KEY = "all", "user", "key"  # whom a server's memory is for
 
 
 @dataclass(frozen=True)
 class Flags:
-    """Values of our flags. memory: a file, or "process"."""
+    """Values of our flags. choice: of --drafter and --draft-model. memory: a file, or "process"."""
 
-    drafters: Sequence[str] = ()
-    draft_model: str | None = None
-    lighter: Lighter = field(default_factory=Lighter)
+    choice: DrafterChoice = field(default_factory=DrafterChoice)
     draft_length: int | str = "auto"
     rule: str = "auto"
     stats: bool = False
@@ -52,54 +55,21 @@ class Flags:
     online: bool = False
 
     @property
-    def names(self) -> list[str]:
-        """Drafters to try, in order; the draft model is the last unless it is named."""
-        given = [spec for spec in self.drafters or (DEFAULT_DRAFTER,) if spec != NO_DRAFTER]
-        if self.draft_model is not None and not any(name_in(spec) in WITH_MODEL for spec in given):
-            given.append(MODEL_DRAFTER)
-        return given
-
-    @cached_property
-    def named_model(self) -> NamedModel:
-        """The draft model or trained head of --draft-model."""
-        return NamedModel(self.draft_model, self.lighter)
-
-    @property
-    def has_head(self) -> bool:
-        """True if the draft model is a trained head."""
-        return self.named_model.is_head
-
-    @property
     def waits_for_target(self) -> bool:
         """True if the draft model cannot be made before the target is there."""
-        return self.online or self.has_head
+        return self.online or self.choice.model.is_head
 
     def drafter(self, target: nn.Module | None = None) -> Drafter | None:
         """The drafter for a target, a grammar's first; None for plain decoding."""
-        chosen = self.combined([self.make(spec, target) for spec in self.names])
+        chosen = self.drafting.resolve(target)
         drafts_grammar = chosen is not None and self.grammar is not None
         return registry.first_of([GrammarDrafter() if drafts_grammar else None, chosen])
 
-    def combined(self, drafters: Sequence[Drafter | None]) -> Drafter | None:
-        """The drafters of `names` as one: those of no --drafter compete, others are in order."""
-        parts = [part for part in drafters if part is not None]
-        return BestOf(*parts) if parts[1:] and not self.drafters else registry.first_of(parts)
-
-    def make(
-        self, spec: str, target: nn.Module | None = None, memory: Memory | None = None
-    ) -> Drafter | None:
-        """The drafter of NAME or NAME:key=value,..., for a target; raises as `NamedModel.make`."""
-        if self.online and name_in(spec) in WITH_MODEL:
-            learning: Drafter | None = self._learner.drafter(target, spec)
-            return learning
-        memory = memory if memory is not None else self.remembered
-        remembers = memory is not None and name_in(spec) in registry.REMEMBERING
-        options = {"memory": memory} if remembers else {}
-        return self.named_model.make(spec, target, **options)
-
     @cached_property
-    def _learner(self) -> Learner:
-        return Learner(str(self.draft_model))
+    def drafting(self) -> DrafterChoice:
+        """The choice with the memory, and with what learns on."""
+        learner = Learner(str(self.choice.model.name)).drafter if self.online else None
+        return replace(self.choice, memory=self.remembered, learner=learner)
 
     @cached_property
     def remembered(self) -> Memory | None:
@@ -110,11 +80,6 @@ class Flags:
         """Write the memory to its file, if it has one; raises MemoryFileError and OSError."""
         if self.memory not in (None, PROCESS) and self.remembered is not None:
             self.remembered.save()
-
-
-def name_in(spec: str) -> str:
-    """The name in NAME:key=value,..."""
-    return spec.partition(":")[0]
 
 
 class Learner:
@@ -149,21 +114,21 @@ class Learner:
             self._latest.save()
 
 
-def check_learns(draft_model: str | None, lighter: Lighter) -> None:
+def check_learns(model: NamedModel) -> None:
     """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
     from specdec_mlx.training.online import stored_plan
 
     wrong = ""
-    if draft_model is None:
+    if model.name is None:
         wrong = "expected --draft-model, a head or a draft model that `specdec-mlx train` made."
-    elif lighter.flags:
-        others = ", ".join(lighter.flags)
+    elif model.flags:
+        others = ", ".join(model.flags)
         wrong = f"{others} drafts with another model than the one that learns. Leave one out."
     elif mx.distributed.init().size() > 1:
         wrong = "a target that is spread over ranks cannot be learnt from. Use one machine."
-    if wrong or draft_model is None:
+    if wrong:
         raise ValueError(f"argument --online: {wrong}")
-    stored_plan(Path(draft_model).expanduser())
+    stored_plan(Path(str(model.name)).expanduser())
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -255,11 +220,9 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
-    lighter = lighter_of(namespace)  # of --draft-model auto, it is what was found
-    same = "draft_model", "rule", "stats", "memory_for", "online"
+    same = "rule", "stats", "memory_for", "online"
     flags = Flags(
-        tuple(namespace.drafter),
-        lighter=lighter,
+        choice_of(namespace),
         draft_length="auto" if length is None else length,
         grammar=take_grammar(namespace),
         keeps_tuning=not namespace.no_tuning,
@@ -267,7 +230,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         **{name: getattr(namespace, name) for name in same},
     )
     if flags.online:
-        check_learns(flags.draft_model, flags.lighter)
+        check_learns(flags.choice.model)
     namespace.draft_model = None
     return flags
 
@@ -287,6 +250,8 @@ def check_numbers(namespace: argparse.Namespace) -> None:
         if value is not None and value < least and not (unlimited and value == -1):
             expected = f"an int >= {least}{', or -1 for no limit' if unlimited else ''}"
             raise ValueError(f"argument --{flag}: {value}: expected {expected}.")
+    named = vars(Sampling()).keys() & vars(namespace).keys()
+    Sampling(**{name: getattr(namespace, name) for name in named})
 
 
 def check_files(namespace: argparse.Namespace) -> None:

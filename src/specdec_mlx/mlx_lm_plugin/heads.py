@@ -11,23 +11,30 @@ from typing import Any
 import mlx.nn as nn
 from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import ModelProvider
-from mlx_lm.utils import load_tokenizer
+from mlx_lm.utils import hf_repo_to_path, load_tokenizer
 
 from specdec_mlx.contracts import DraftContext, Drafter, DraftSession, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
-from specdec_mlx.drafters.draft_models import NamedModel
+from specdec_mlx.drafters.choosing.choice import NamedModel
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.errors import HeadError
+from specdec_mlx.memory.sources import state_of
 from specdec_mlx.mlx_lm_plugin.conversation import remember, with_parts
 from specdec_mlx.mlx_lm_plugin.flags import check_adapter
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, is_clients
-from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles
-from specdec_mlx.mlx_lm_plugin.prefixes import Points, States, back_at, split, stateful, thinned
-from specdec_mlx.models import explained
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.row_pass import reads_caches
+from specdec_mlx.mlx_lm_plugin.prefix_files import (
+    Points,
+    PrefixFiles,
+    States,
+    back_at,
+    split,
+    stateful,
+    thinned,
+)
+from specdec_mlx.models import PerModel, explained
+from specdec_mlx.verify.row_pass import reads_caches
 
 
 class HeadToLoad:
@@ -67,11 +74,12 @@ def without_readers(drafter: Drafter | None) -> Drafter | None:
 # Names of the most positions of a text in configurations
 POSITIONS = "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"
 LONGEST_TEXT = 2**20  # positions for models whose configuration names none
-longest_text: PerModel[int] = PerModel(lambda model: LONGEST_TEXT)  # of a model
+configuration: PerModel[dict[str, Any]] = PerModel(lambda model: {})  # that a model was loaded by
 
 
-def longest_in(config: dict[str, Any]) -> int:
+def longest_text(model: nn.Module) -> int:
     """Positions that a model's configuration gives a text, or `LONGEST_TEXT`."""
+    config = configuration(model)
     config = {**config, **(config.get("text_config") or {})}
     named: list[int] = [config[n] for n in POSITIONS if isinstance(config.get(n), int)]
     if not named:
@@ -85,16 +93,19 @@ class ConversationCache(LRUPromptCache):  # type: ignore[misc]
     """mlx-lm's prompt caches, with the tokens that they hold; one token is always left to feed.
 
     One entry stands for a conversation. Where its caches cannot be shortened, the ends of the
-    shorter entries that it takes the place of are states to go back to. files: gives the files of a
-    model, None for none.
+    shorter entries that it takes the place of are states to go back to. of_content: gives for a
+    model's key one of what was loaded by it, and its files, None for none.
     """
 
-    files: Callable[[Any], PrefixFiles | None] = staticmethod(lambda model: None)
+    of_content: Callable[[Any], tuple[Any, PrefixFiles | None]] = staticmethod(
+        lambda key: (key, None)
+    )
 
     def fetch_nearest_cache(self, model: Any, tokens: list[Any]) -> tuple[Any, list[Any]]:
         """The cache [layers] that holds most of `tokens`, or None, and the tokens it lacks."""
+        model, files = self.of_content(model)
         caches, at, length = self._nearest(model, tokens[:-1])
-        if (files := self.files(model)) is not None:
+        if files is not None:
             kept, reached = files.longest(tokens[:-1])
             if reached > length and (entry := files.load(kept)) is not None:
                 super().insert_cache(model, kept, entry)
@@ -127,6 +138,7 @@ class ConversationCache(LRUPromptCache):  # type: ignore[misc]
     ) -> None:
         """Keep the caches that hold `tokens`, in the place of those that hold a part of them."""
         at: States = {}
+        model, files = self.of_content(model)
         while stateful(prompt_cache) and (held := self._longest_held(model, tokens)):
             caches, earlier = split(self._pop(model, held).prompt_cache)
             at |= earlier | {len(held): stateful(caches)}
@@ -134,7 +146,7 @@ class ConversationCache(LRUPromptCache):  # type: ignore[misc]
         kept = [*prompt_cache, Points(at)] if at else prompt_cache
         super().insert_cache(model, tokens, kept, cache_type=cache_type)
         has_ended = cache_type == "assistant"
-        if has_ended and (files := self.files(model)) is not None:
+        if has_ended and files is not None:
             files.save(tokens, prompt_cache, at)
 
     def _longest_held(self, model: Any, tokens: list[Any]) -> list[Any] | None:
@@ -156,6 +168,7 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
 
     head: Drafter | None = None
     batch: Any = None
+    files: tuple[str, ...] = ()  # of what is loaded, with their sizes and times
 
     def __init__(self, kept: ExitStack | None, *args: Any) -> None:
         """Keep tunings in `kept`, None to keep none; `args` are mlx-lm's."""
@@ -189,6 +202,8 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
         is_head = NamedModel(draft_model).is_head
         with explained(model):
             super()._load(model, adapter, None if is_head else draft_model)
+        names = filter(None, (model, adapter, None if is_head else draft_model))
+        self.files = tuple(state for name in names for state in _states(str(name)))
         if self._kept is not None:
             self._kept.enter_context(kept_tuning(self.model, str(model), adapter))
         try:
@@ -201,3 +216,10 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
         except ValueError:
             self.reset()
             raise
+
+
+def _states(name: str) -> list[str]:
+    """Name, size and time of each file that was loaded by a folder or a Hugging Face name."""
+    folder = Path(name).expanduser()
+    folder = folder if folder.exists() else hf_repo_to_path(name)
+    return [f"{path} {state_of(str(path))}" for path in sorted(folder.iterdir())]

@@ -12,7 +12,7 @@ import inspect
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 import mlx.core as mx
@@ -22,14 +22,15 @@ from mlx_lm.generate import generation_stream
 
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
-from specdec_mlx.drafters.draft_models import choose_drafter
+from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
-from specdec_mlx.drafters.registry import DEFAULT_DRAFTER
+from specdec_mlx.engine.options import Options
 from specdec_mlx.loop import speculate
 from specdec_mlx.mlx_lm_plugin.conversation import continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.target.next_token import is_pure
 from specdec_mlx.token_ids import to_list
 
 SERIES = "0.32"
@@ -54,7 +55,8 @@ def check_version() -> None:
 def check_step(name: str) -> None:
     """Raise MlxLmVersionError unless the function to replace is mlx-lm's own, as we know it."""
     check_version()
-    ours = {"prompt", "draft_model", "num_draft_tokens", *inspect.signature(speculate).parameters}
+    ours = {"model", "prompt", "draft_model", "num_draft_tokens"}
+    ours |= {field.name for field in fields(Options)}
     step = getattr(STEPS, name)
     if (owner := getattr(step, "__module__", None)) != STEPS.__name__:
         raise MlxLmVersionError(
@@ -73,6 +75,7 @@ class Speculation:
 
     drafter, draft_length, rule, tokenizer: as in `speculate`. grammar: of each text, for which the
     tokenizer must be known, or None. stats: of the latest generation, None before the first.
+    is_seeded: MLX's global state, which `mx.random.seed` sets, is taken for the caller's seed.
     """
 
     drafter: Drafter | None
@@ -81,6 +84,7 @@ class Speculation:
     tokenizer: Any = None
     grammar: Grammar | None = None
     stats: SpeculationStats | None = None
+    is_seeded: bool = True
 
     def steps(
         self,
@@ -91,13 +95,9 @@ class Speculation:
         draft_length: int | None = None,
         prompt_cache: list[Any] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
-        max_tokens: int = 256,
         **options: Any,
     ) -> Iterator[Any]:
-        """Tokens, log-probabilities and, of 3 fields, True if drafted; drafters see earlier turns.
-
-        A processor that remembers is shown the last token as well, since mlx-lm's are a step ahead.
-        """
+        """Tokens, log-probabilities and, of 3 fields, is it drafted; drafters see earlier turns."""
         processors = list(logits_processors or ())
         if self.grammar is not None:
             processors.append(GrammarProcessor(self.grammar, self.tokenizer))
@@ -107,21 +107,17 @@ class Speculation:
             drafter=continued(drafter, earlier),
             draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
+            seed=Noise.from_global_state().seed if self.is_seeded else None,
             tokenizer=self.tokenizer,
             prompt_cache=prompt_cache,
             logits_processors=processors,
-            max_tokens=max_tokens,
             **options,
         )
         try:
             with closing(tokens):
-                for n, token in enumerate(tokens, start=1):
+                for token in tokens:
                     self.stats = token.stats
                     text.append(token.token)
-                    is_last = n == max_tokens and not token.stats.cut  # else it was judged, and cut
-                    if is_last and not all(map(is_pure, processors)):
-                        for processor in processors:
-                            processor(mx.array(text), token.logprobs[None])
                     yield (token.token, token.logprobs, token.from_draft)[:num_fields]
         finally:
             remember(prompt_cache, [*earlier, *text])
@@ -171,7 +167,7 @@ def _stepping(original: Any) -> Any:
             return original(*args, **kwargs)
         if "draft_model" not in options:
             return speculation.steps(speculation.drafter, 2, **options)
-        drafter = choose_drafter(None, options.pop("draft_model"))
+        drafter = resolve(None, options.pop("draft_model"))
         draft_length = options.pop("num_draft_tokens", None)
         return speculation.steps(drafter, 3, draft_length=draft_length, **options)
 
@@ -192,7 +188,8 @@ def install(
     """Let mlx-lm's own calls speculate, in the whole process, until `uninstall`.
 
     A call's own `draft_model=` counts instead: a draft model, a drafter or a drafter's name, with
-    `num_draft_tokens=` as the draft length. A second `install` replaces the first.
+    `num_draft_tokens=` as the draft length. A second `install` replaces the first. After
+    `mx.random.seed` a call has one text, as with a `seed` of ours.
 
     Args:
         drafter: a drafter, the name of one with options ("ngram:max_order=3"), or a draft model;
@@ -236,5 +233,5 @@ def installed(
     make_draft_length(draft_length)  # to raise now rather than at the first token
     make_rule(rule)
     given = (None, drafter) if isinstance(drafter, nn.Module) else (drafter, None)
-    with in_force(Speculation(choose_drafter(*given), draft_length, rule, tokenizer)) as made:
+    with in_force(Speculation(resolve(*given), draft_length, rule, tokenizer)) as made:
         yield made

@@ -13,6 +13,7 @@ from typing import Any, TypeVar
 from specdec_mlx import errors
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.sampling.distribution import TEMPS, is_temp
 
 T = TypeVar("T")
 
@@ -172,7 +173,11 @@ FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "logit_bias": (_is(dict), "an object"),
     "draft_model": (_is(str), "a text"),
     "logprobs": (lambda v: _is(bool)(v) or _is(int, 0, 11)(v), "a boolean or an int up to 11"),
-    "temperature": (_is(float), "a finite number"),
+    "temperature": (lambda value: _is(float)(value) and is_temp(value), TEMPS),
+    "top_p": (_is(float, 0, 1), "a number from 0 to 1"),
+    "min_p": (_is(float, 0, 1), "a number from 0 to 1"),
+    "xtc_probability": (_is(float, 0, 1), "a number from 0 to 1"),
+    "xtc_threshold": (_is(float, 0, 0.5), "a number from 0 to 0.5"),
     "presence_penalty": (_is(float), "a finite number"),
     "frequency_penalty": (_is(float), "a finite number"),
 }

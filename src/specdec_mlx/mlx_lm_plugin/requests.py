@@ -20,19 +20,20 @@ from mlx_lm.server import GenerationContext
 from mlx_lm.utils import _parse_size, load_tokenizer
 from transformers import PreTrainedTokenizerBase
 
-from specdec_mlx.contracts import Checks, DraftContext, Drafter
+from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.policy import parse_draft_length
-from specdec_mlx.drafters import registry
+from specdec_mlx.drafters.choosing import registry
+from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL, first_of
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.drafters.registry import MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL, first_of
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.memory import Memory
+from specdec_mlx.memory.kept import Kept
 from specdec_mlx.mlx_lm_plugin import openai_fields
-from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags, name_in
+from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags
 from specdec_mlx.mlx_lm_plugin.heads import HeadToLoad
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, texts_in
-from specdec_mlx.options import argument, split_spec
+from specdec_mlx.options import argument, name_in, split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.stats.account import SpeculationStats
 
@@ -223,7 +224,7 @@ class Access:
     refused: Set[str] = frozenset()
 
     @classmethod
-    def of(cls, namespace: argparse.Namespace, draft_model: str | None) -> Access:
+    def of(cls, namespace: argparse.Namespace, draft_model: Any) -> Access:
         """As the flags say; raises ValueError for a server that could serve nothing."""
         model = namespace.model
         models = namespace.request_models or (ANY if is_loopback(namespace.host) else TARGETS)
@@ -280,7 +281,8 @@ class Menu:
         self.flags, self.access = flags, access or Access({})
         self._made: dict[str, Drafter | None] = {}
         self._memory = lru_cache(MOST_MEMORIES)(lambda who: Memory())
-        self._specs = {name_in(spec): spec for spec in flags.names}
+        self.choice = flags.drafting
+        self._specs = {name_in(str(spec)): str(spec) for spec in self.choice.ordered}
         for name in self._specs:
             self._make(name)
 
@@ -289,6 +291,19 @@ class Menu:
         drafter = self._made.get(MODEL_DRAFTER)
         if isinstance(drafter, Checks):
             drafter.check(DraftContext(tokenizer=tokenizer))
+
+    def bind_files(self, tokenizer: Any = None) -> None:
+        """Hold memories and tables to the server's own tokenizer; for others they are left out.
+
+        Raises TokenizerMismatchError for a file that was named and has another one's token ids.
+        """
+        parts = [part for drafter in self._made.values() for part in all_drafters(drafter)]
+        options = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+        for kept in (*options, self.flags.remembered):
+            if isinstance(kept, Kept):
+                if tokenizer is not None:
+                    kept.check_tokenizer(tokenizer)
+                kept.refuses_others = False
 
     def requested(self, body: dict[str, Any], api_key: str = "") -> Requested:
         """How a request is to be served; raises ValueError and MissingPackageError."""
@@ -301,7 +316,7 @@ class Menu:
         who = {USER: str(body.get("user") or ""), KEY: api_key}.get(self.flags.memory_for, "")
         memory = self._memory(who) if who else None  # one for all, or nobody is named
         parts = [] if own_model else [self._make(name, memory) for name in chosen]
-        drafter = first_of(parts) if "drafter" in body else self.flags.combined(parts)
+        drafter = first_of(parts) if "drafter" in body else self.choice.combined(parts)
         length = body.get("draft_length", body.get("num_draft_tokens"))
         return Requested(
             drafter,
@@ -314,19 +329,19 @@ class Menu:
         )
 
     def _make(self, name: str, memory: Memory | None = None) -> Drafter | None:
-        flags, spec = self.flags, self._specs.get(name, name)
+        choice, spec = self.choice, self._specs.get(name, name)
         if name not in self._specs and name not in registry.drafter_names():
             known = ", ".join(registry.drafter_names())
             raise UnknownNameError(f"Unknown drafter {name!r}. Known: {known}.")
         if memory is not None and name in registry.REMEMBERING:
-            return flags.make(spec, memory=memory)
+            return choice.make(spec, memory=memory)
         if name not in self._made:
-            if flags.waits_for_target and name in WITH_MODEL:
-                folder = str(flags.draft_model)
-                tokenizer = None if flags.has_head else load_tokenizer(Path(folder).expanduser())
-                self._made[name] = HeadToLoad(folder, partial(flags.make, spec), tokenizer)
+            if self.flags.waits_for_target and name in WITH_MODEL:
+                folder, is_head = str(choice.model.name), choice.model.is_head
+                tokenizer = None if is_head else load_tokenizer(Path(folder).expanduser())
+                self._made[name] = HeadToLoad(folder, partial(choice.make, spec), tokenizer)
             else:
-                self._made[name] = flags.make(spec)
+                self._made[name] = choice.make(spec)
         return self._made[name]
 
 

@@ -9,8 +9,8 @@ from __future__ import annotations
 
 import argparse
 import copy
-import hashlib
 import importlib
+import json
 import logging
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing
@@ -31,27 +31,25 @@ from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.batch.rows import Request, RowDrafting
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.drafters.fingerprint import fingerprint
+from specdec_mlx.drafters.fingerprint import content_digest
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor, compiled_tokenizer
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import stream_generate
-from specdec_mlx.memory.kept import fingerprint_of
 from specdec_mlx.memory.store import PROCESS
 from specdec_mlx.mlx_lm_plugin import conversation, heads, openai_fields, requests
 from specdec_mlx.mlx_lm_plugin.batch import GuardedGrammar, SpeculatingBatch, has_rows
 from specdec_mlx.mlx_lm_plugin.flags import Flags, replaced_names, run_main
 from specdec_mlx.mlx_lm_plugin.handler import SpeculatingHandler
 from specdec_mlx.mlx_lm_plugin.openai_fields import Refused, RequestError
-from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles
-from specdec_mlx.mlx_lm_plugin.prefixes import stateful
+from specdec_mlx.mlx_lm_plugin.prefix_files import PrefixFiles, stateful
 from specdec_mlx.mlx_lm_plugin.requests import Channel, Menu, Requested
 from specdec_mlx.mlx_lm_plugin.status import Totals
-from specdec_mlx.models import explained
+from specdec_mlx.models import PerModel, explained
 from specdec_mlx.responses import SpeculativeResponse
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
-from specdec_mlx.target.inputs import check_ids, check_prompt
-from specdec_mlx.target.model_pass import vocab_size_of
+from specdec_mlx.verify.inputs import check_ids, check_prompt
+from specdec_mlx.verify.model_pass import vocab_size_of
 
 MODULE: Any = importlib.import_module("mlx_lm.server")
 
@@ -63,14 +61,17 @@ def run_server(arguments: Sequence[str]) -> None:
         def on_flags(namespace: argparse.Namespace, flags: Flags) -> None:
             if namespace.memory is None and requests.is_loopback(namespace.host):
                 flags = replace(flags, memory=PROCESS)  # one person's
-            menu = Menu(flags, requests.Access.of(namespace, flags.draft_model))
+            menu = Menu(flags, requests.Access.of(namespace, flags.choice.model.name))
             stack.callback(flags.save_memory)
             if (folder := namespace.prompt_cache) is not None:
                 folder.expanduser().mkdir(mode=0o700, parents=True, exist_ok=True)
+            tokenizer = None
             if namespace.model is not None:  # to say now what the generating thread could not
                 with explained(namespace.model):
                     how = {"trust_remote_code": namespace.trust_remote_code}
-                    menu.check(load_tokenizer(namespace.model, how))
+                    tokenizer = load_tokenizer(namespace.model, how)
+                menu.check(tokenizer)
+            menu.bind_files(tokenizer)
             kept = stack.enter_context(ExitStack()) if flags.keeps_tuning else None
             stack.enter_context(replaced_names(MODULE, _names(menu, kept, stack)))
 
@@ -82,8 +83,8 @@ def _names(menu: Menu, kept: ExitStack | None, stack: ExitStack) -> dict[str, An
     load_processor, scan = MODULE.load_processor, MODULE.scan_cache_dir
     handler = partial(SpeculatingHandler, menu, Totals())
 
-    def noting_length(model: nn.Module, config: dict[str, Any]) -> Any:
-        heads.longest_text.put(model, heads.longest_in(config))
+    def noting_config(model: nn.Module, config: dict[str, Any]) -> Any:
+        heads.configuration.put(model, config)
         return load_processor(model, config)
 
     def scan_what_is_there() -> Any:
@@ -94,7 +95,7 @@ def _names(menu: Menu, kept: ExitStack | None, stack: ExitStack) -> dict[str, An
         return SimpleNamespace(repos=[r for r in found if menu.access.allows("model", r.repo_id)])
 
     return {
-        "load_processor": noting_length,
+        "load_processor": noting_config,
         "scan_cache_dir": scan_what_is_there,
         "LRUPromptCache": heads.ConversationCache,
         "ModelProvider": partial(heads.CheckingProvider, kept),
@@ -114,26 +115,38 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
         self.draft_caches: LRUPromptCache = args[1]
         if mx.distributed.init().size() > 1:  # the first rank alone has caches of a draft model
             self.draft_caches = LRUPromptCache(args[1].max_size)
-        elif menu.flags.draft_model is not None and not menu.flags.has_head:
+        elif menu.choice.model.name is not None and not menu.choice.model.is_head:
             args[1].max_size *= 2  # a conversation has the target's caches and the draft model's
         if (most_bytes := args[0].cli_args.prompt_cache_bytes) is not None:
             args[1].max_bytes = most_bytes  # mlx-lm minds it in batches alone
-        args[1].files, self._opened = self._files, lru_cache(PrefixFiles)
+        args[1].of_content, self._opened = self._of_content, lru_cache(PrefixFiles)
+        self._key_of = PerModel(self._prefix_key)
         super().__init__(*args)
         stack.callback(self.stop_and_join)
 
-    def _files(self, model: Any) -> PrefixFiles | None:
-        """Files of the target's caches, which depend on all of this; None on several ranks."""
+    def _of_content(self, key: Any) -> tuple[Any, PrefixFiles | None]:
+        """For `ConversationCache`; files of the target's caches alone, and not on several ranks."""
         provider, options = self.model_provider, self.cli_args
-        if options.prompt_cache is None or self._is_distributed:
-            return None
-        if model != provider.model_key or provider.draft_model is not None:
-            return None
-        own = fingerprint(provider.model), fingerprint_of(provider.tokenizer)
-        quantized = options.kv_bits, options.kv_group_size, options.quantized_kv_start
-        key = hashlib.sha256(repr((own, quantized, get_system_fingerprint())).encode()).hexdigest()
+        if key != provider.model_key:
+            return key, None
+        place = key, provider.files
+        if options.prompt_cache is None or self._is_distributed or provider.draft_model is not None:
+            return place, None
         folder: Path = options.prompt_cache.expanduser().absolute()
-        return self._opened(folder, key[:16], options.prompt_cache_limit)
+        return place, self._opened(folder, self._key_of(provider.model), options.prompt_cache_limit)
+
+    def _prefix_key(self, model: nn.Module) -> str:
+        """Digest of all that the caches of the loaded model depend on, 16 hexadecimal digits."""
+        adapter, options = self.model_provider.model_key[1], self.cli_args
+        config = heads.configuration(model)
+        about = [
+            config,
+            adapter and json.loads((Path(adapter) / "adapter_config.json").read_text()),
+            self.model_provider.files if config.get("model_file") else (),  # code of its own
+            (options.kv_bits, options.kv_group_size, options.quantized_kv_start),
+            get_system_fingerprint(),
+        ]
+        return content_digest(model, about)[:16]
 
     def _generate(self) -> None:
         """Run mlx-lm's loop, which batches with what it finds under this name."""

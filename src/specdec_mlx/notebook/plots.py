@@ -1,4 +1,4 @@
-"""Figures of runs, benchmarks, theory, trees and trainings (`pip install "specdec-mlx[plot]"`).
+"""Figures of runs, benchmarks and checks (`pip install "specdec-mlx[plot]"`).
 
 Each function returns a `Plot`, which notebooks show, or draws into the axes `ax`.
 """
@@ -6,13 +6,10 @@ Each function returns a `Plot`, which notebooks show, or draws into the axes `ax
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
-from functools import partial
+from collections.abc import Iterable, Mapping, Sequence
 from io import BytesIO
-from itertools import accumulate, count
 from typing import Any
 
-from specdec_mlx.contracts.trees import ROOT, children_of, depths_of
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.notebook import views
 from specdec_mlx.notebook.views import BLUE, COLOURS, GREEN, GREY, MARKERS, ORANGE, VERMILLION
@@ -32,12 +29,9 @@ except ImportError as error:
 PANEL = (4.6, 3.2)  # inches
 PIXELS_PER_INCH, SHARPNESS = 90, 2  # as shown, and pixels drawn for each of them
 MOST_POSITIONS = 17  # widest pass of a drawn cost curve
-TREE_SIZE = (9.2, 4.4)  # inches
 MLX_LM_SPECULATION = "mlx-lm-speculation"
 LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", "none": "no drafter, our loop"}
 """Names in a legend that differ from those of a benchmark's results."""
-CHANCES = [i / 200 for i in range(191)]  # to 0.95
-Functions = Mapping[str, Callable[[float], float]]
 
 
 class Plot(Figure):
@@ -101,13 +95,6 @@ def finish(ax: Axes, title: str, x: str, y: str, **options: Any) -> Figure:
     return legend(ax, **options)
 
 
-def legend_above(ax: Axes, title: str, num_columns: int = 4) -> Figure:
-    """Add the legend in rows between a title and the axes; returns the figure."""
-    place = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
-    titled = {"title": title, "title_fontsize": 10, "alignment": "left"}
-    return legend(ax, ncols=num_columns, **place, **titled)
-
-
 def plot_stats(stats: SpeculationStats) -> Plot:
     """Accept histogram, acceptance by position, and tokens per pass over time."""
     drawings = (accept_histogram, acceptance_by_position, tokens_over_time)
@@ -127,8 +114,12 @@ def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     num_plain = stats.target_passes - counts.total()
     ax.set_xticks(numbers)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    title = f"Rounds that drafted ({num_plain} plain ones beside them)"
-    return label_axes(ax, title, "draft tokens accepted", "rounds")
+    return label_axes(
+        ax,
+        f"Rounds that drafted ({num_plain} plain ones beside them)",
+        "draft tokens accepted",
+        "rounds",
+    )
 
 
 def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
@@ -141,8 +132,9 @@ def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> F
     ax.errorbar(positions, shares, yerr=ends, fmt="o", color=BLUE, capsize=3)
     ax.set_ylim(0, 1.03)
     ax.set_xticks(positions)
-    y = "share accepted, 95% interval"
-    return label_axes(ax, "Acceptance by position", "position in the draft", y)
+    return label_axes(
+        ax, "Acceptance by position", "position in the draft", "share accepted, 95% interval"
+    )
 
 
 def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
@@ -164,15 +156,13 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     return finish(ax, "Along the generation", "round", "tokens per pass", loc="upper right")
 
 
-def cost_curve(
-    cost: Any, acceptance: float | None = None, draft_cost: float = 0.0, ax: Axes | None = None
-) -> Figure:
+def cost_curve(cost: Any, acceptance: float | None = None, draft_cost: float = 0.0) -> Figure:
     """c(m), a pass over m positions in plain steps, and the draft length that pays best on it.
 
     cost: a `bench.cost.CostCurve`. acceptance: α; None draws the curve alone. draft_cost: of one
     draft token, in plain steps.
     """
-    ax = axes_or_new(ax)
+    ax = axes_or_new(None)
     known = cost.positions if len(cost.positions) > 2 else range(1, MOST_POSITIONS + 1)
     positions = [m for m in known if m <= MOST_POSITIONS]
     ax.plot(positions, [cost(m) / cost(1) for m in positions], "o-", color=BLUE, label="c(m)")
@@ -184,23 +174,27 @@ def cost_curve(
     if acceptance is not None:
         seconds, longest = draft_cost * cost(1), positions[-1] - 1
         K = theory.best_draft_length_on_curve(acceptance, cost, seconds, longest)
-        label = f"pays best: K = {K}"
-        ax.plot([K + 1], [cost(K + 1) / cost(1)], "D", color=VERMILLION, markersize=9, label=label)
+        ax.plot(
+            [K + 1],
+            [cost(K + 1) / cost(1)],
+            "D",
+            color=VERMILLION,
+            markersize=9,
+            label=f"pays best: K = {K}",
+        )
         tokens = [theory.expected_tokens(acceptance, m - 1) for m in positions]
         ax.plot(positions, tokens, "--", color=GREEN, label=f"tokens a round, α = {acceptance:.2f}")
     ax.set_ylim(0)
     return finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
 
 
-def draft_lengths(
-    runs: Mapping[int, SpeculationStats], cost: Any = None, ax: Axes | None = None
-) -> Figure:
+def draft_lengths(runs: Mapping[int, SpeculationStats], cost: Any = None) -> Figure:
     """Expected against observed by draft length: tokens per pass, or speed where `cost` is given.
 
     Expected is equation 1, or theorem 3.8 on the cost curve, with the likeliest α of all rounds.
     `runs` has the account of a generation for each draft length K.
     """
-    ax = axes_or_new(ax)
+    ax = axes_or_new(None)
     lengths = sorted(runs)
     alpha = pooled_acceptance(runs.values())
     unit = "tokens per pass" if cost is None else "speed, plain decoding = 1"
@@ -235,8 +229,13 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
         label = _way(key[0], key[1], key[2] if with_rule else "")
         speeds[label] = {r.category: (r.ratio, r.ratio_low, r.ratio_high) for r in chosen}
     categories = list(dict.fromkeys(r.category for r in results))
-    words = "tokens per second relative to plain mlx-lm, 95% interval over texts"
-    return _speeds(categories, speeds, words, ax, title)
+    return _speeds(
+        categories,
+        speeds,
+        "tokens per second relative to plain mlx-lm, 95% interval over texts",
+        ax,
+        title,
+    )
 
 
 def modelled_speed(scores: Sequence[Any]) -> Figure:
@@ -247,8 +246,13 @@ def modelled_speed(scores: Sequence[Any]) -> Figure:
             way = speeds.setdefault(_way(score.drafter, score.draft_length), {})
             way[score.category] = (score.speedup,) * 3
     categories = list(dict.fromkeys(score.category for score in scores))
-    words = "modelled speed relative to plain decoding"
-    return _speeds(categories, speeds, words, None, scores[0].cost if scores else "")
+    return _speeds(
+        categories,
+        speeds,
+        "modelled speed relative to plain decoding",
+        None,
+        scores[0].cost if scores else "",
+    )
 
 
 def _way(drafter: str, draft_length: str, rule: str = "") -> str:
@@ -281,7 +285,16 @@ def _speeds(
     ax.set_yticks([i + 0.5 for i in range(len(names))], names)
     ax.set_ylim(len(categories), 0)
     label_axes(ax, "", words, "")
-    return legend_above(ax, title)
+    return legend(
+        ax,
+        title=title,
+        title_fontsize=10,
+        alignment="left",
+        ncols=4,  # in rows between the title and the axes
+        loc="lower left",
+        bbox_to_anchor=(0, 1),
+        borderaxespad=0.2,
+    )
 
 
 def power_of_check(parts: Sequence[Any]) -> Figure:
@@ -297,131 +310,3 @@ def power_of_check(parts: Sequence[Any]) -> Figure:
     ax.invert_yaxis()
     ax.set_xlim(0, 1)
     return finish(ax, "Power of the check", "chance that the fault would have been found", "")
-
-
-def rule_picture(target_probs: Any, draft_probs: Any) -> Figure:
-    """How rejection comes to the target's p [V] from the drafter's q [V].
-
-    Blue: drawn from q and kept, min(p, q). Orange: drawn after a rejection, max(0, p - q). The
-    outline is q.
-    """
-    ax = axes_or_new(None)
-    tokens = range(len(target_probs))
-    kept = [min(p, q) for p, q in zip(target_probs, draft_probs, strict=True)]
-    replaced = [p - k for p, k in zip(target_probs, kept, strict=True)]
-    ax.bar(tokens, kept, color=BLUE, label=f"kept: {sum(kept):.0%} of the drafts")
-    ax.bar(tokens, replaced, bottom=kept, color=ORANGE, hatch="//", label="after a rejection")
-    ax.bar(tokens, draft_probs, fill=False, edgecolor=GREY, linestyle="--", label="proposed, q")
-    ax.set_xticks(tokens)
-    return finish(ax, "Kept and replaced add up to p", "token", "chance")
-
-
-def paper_figure_2() -> Figure:
-    """Expected tokens a round by acceptance (Leviathan et al. 2023, figure 2)."""
-    tokens = theory.expected_tokens
-    lines = {f"K = {K}": partial(tokens, draft_length=K) for K in (1, 3, 5, 7, 10)}
-    lines["K unlimited"] = partial(tokens, draft_length=1000)
-    return _by_acceptance("Figure 2: tokens a round", "expected tokens", lines)
-
-
-def paper_figure_3() -> Figure:
-    """Best draft length by acceptance, for several costs of a draft token (figure 3)."""
-    costs = (0.01, 0.02, 0.05, 0.1)
-    lines = {f"c = {c:g}": partial(theory.best_draft_length, draft_cost=c) for c in costs}
-    return _by_acceptance("Figure 3: best draft length", "best K, tokens", lines)
-
-
-def paper_figure_4() -> Figure:
-    """Speedup and growth of operations by acceptance, at draft costs of 0 (figure 4)."""
-    speeds, operations = (
-        {f"{name}, K = {K}": partial(function, draft_length=K) for K in (3, 5, 7, 10)}
-        for name, function in (
-            ("speed", theory.expected_speedup),
-            ("operations", theory.expected_operations),
-        )
-    )
-    title, y = "Figure 4: speed and operations", "factor over plain decoding"
-    return _by_acceptance(title, y, speeds, operations)
-
-
-def _by_acceptance(title: str, y: str, lines: Functions, dashed: Functions | None = None) -> Figure:
-    """Functions of the acceptance rate, by their names in the legend."""
-    ax = axes_or_new(None)
-    for style, functions in (("-", lines), ("--", dashed or {})):
-        for colour, (label, function) in zip(COLOURS, functions.items(), strict=False):
-            ax.plot(CHANCES, [function(x) for x in CHANCES], style, color=colour, label=label)
-    return finish(ax, title, "acceptance rate, α", y)
-
-
-def learning_curve(report: Mapping[str, Any], ax: Axes | None = None) -> Figure:
-    """Acceptance on held-out text over the updates, by position, from a `training.json`."""
-    ax = axes_or_new(ax)
-    steps = [point["step"] for point in report["curve"]]
-    by_position = zip(*(point["greedy"] for point in report["curve"]), strict=True)
-    for i, shares in enumerate(by_position):
-        look: dict[str, Any] = {"color": COLOURS[i % 6], "marker": MARKERS[i % 6]}
-        ax.plot(steps, shares, label=f"position {i + 1}", **look)
-    return finish(ax, "Learning curve, held-out text", "updates", "kept, and all before it")
-
-
-def acceptance_of_reports(reports: Mapping[str, Any], ax: Axes | None = None) -> Figure:
-    """Share of the drafts that is kept, by position, for the `training.json` of each name."""
-    ax = axes_or_new(ax)
-    for i, (name, report) in enumerate(reports.items()):
-        shares = report["acceptance"]["greedy"]
-        look: dict[str, Any] = {"color": COLOURS[i % 6], "marker": MARKERS[i % 6]}
-        ax.plot(range(1, len(shares) + 1), shares, label=name, **look)
-    ax.xaxis.set_major_locator(MaxNLocator(integer=True))
-    return finish(ax, "Acceptance, held-out text", "position", "kept, and all before it")
-
-
-def token_tree(
-    parents: Sequence[int], labels: Sequence[str], kept: Collection[int] = (), ax: Any = None
-) -> Figure:
-    """A drafted tree [K], see `Draft.parents`, with its nodes' texts and the path that was kept."""
-    ax = axes_or_new(ax, TREE_SIZE)
-    heights, depths = _heights(parents), [0, *(depth + 1 for depth in depths_of(parents))]
-    above: Any = {"xytext": (0, 7), "textcoords": "offset points", "fontsize": 8, "ha": "center"}
-    for node, parent in enumerate(parents):
-        is_kept = node in kept
-        edge, letters = (VERMILLION, VERMILLION) if is_kept else (GREY, ink(ax))
-        ends = (parent + 1, node + 1)
-        x, y = [depths[end] for end in ends], [heights[end] for end in ends]
-        ax.plot(x, y, color=edge, linewidth=2.4 if is_kept else 0.8, zorder=1)
-        label = repr(labels[node])[1:-1].replace(" ", "␣")
-        ax.annotate(label, (x[1], y[1]), color=letters, **above)
-    ax.plot(depths, heights, "o", color=BLUE, markersize=4, zorder=2)
-    ax.set_yticks([])
-    ax.spines[["left"]].set_visible(False)
-    title = f"A tree of {len(parents)} tokens, {len(kept)} of them kept"
-    return label_axes(ax, title, "tokens after the text", "")
-
-
-def _heights(parents: Sequence[int]) -> list[float]:
-    """Height of each row: leaves one below the other, the others between their children."""
-    children = children_of(parents)
-    heights, leaves = [0.0] * len(children), count(1)
-
-    def place(node: int) -> float:
-        below = [place(child) for child in children[node + 1]]
-        heights[node + 1] = (below[0] + below[-1]) / 2 if below else -float(next(leaves))
-        return heights[node + 1]
-
-    place(ROOT)
-    return heights
-
-
-def tree_gain(acceptance: theory.Ranks, ax: Axes | None = None) -> Figure:
-    """Speed of the best tree and of the best chain against the cost of a further position."""
-    ax = axes_or_new(ax)
-    slopes = [n / 100 for n in range(26)]  # m positions cost 1 + slope (m - 1) passes
-    likeliest = [row[:1] for row in acceptance]
-
-    def speed(ranks: theory.Ranks, slope: float) -> float:
-        tokens = accumulate(theory.greatest_chances(ranks, 60), initial=1.0)
-        return max(number / (1 + slope * size) for size, number in enumerate(tokens))
-
-    for label, ranks, colour in (("tree", acceptance, VERMILLION), ("chain", likeliest, BLUE)):
-        ax.plot(slopes, [speed(ranks, x) for x in slopes], color=colour, label=f"best {label}")
-    x = "cost of a further position, in passes"
-    return finish(ax, "What trees gain", x, "speed, plain = 1")

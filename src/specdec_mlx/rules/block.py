@@ -69,7 +69,8 @@ class Block(CoinRule):
             has_excess = row(mass, num_accepted) > 0
             return xp.where(has_excess, row(excess, num_accepted), row(target_probs, num_accepted))
 
-        return xp.where(total > 0, ratio(mass, total), 1)[1:], next_weights
+        at_end = xp.where(xp.isnan(mass), weights, 1)  # a row of no distribution ends the draft
+        return xp.where(total > 0, ratio(mass, total), at_end)[1:], next_weights
 
 
 def _excess(

@@ -27,7 +27,7 @@ from specdec_mlx.contracts import (
     Verdict,
 )
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.options import installed, load, make_with, split_spec
+from specdec_mlx.options import installed, load, make_with, split_spec, wrong
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.lossy import Lenient, Typical
 from specdec_mlx.rules.match import Coupled, Match
@@ -96,8 +96,11 @@ def rule_names() -> list[str]:
     return [*RULES, *_installed()]
 
 
-def make_rule(choice: str | AcceptanceRule) -> AcceptanceRule:
+def make_rule(choice: str | AcceptanceRule, *, is_seeded: bool = False) -> AcceptanceRule:
     """The rule that a caller passed: one, or NAME:key=value,... as "lenient:lenience=0.5".
+
+    With a seed "auto" is coupled: under block the length of a draft, which timing chooses, would
+    have a say in the text.
 
     Raises:
         UnknownNameError: no rule has this name.
@@ -106,14 +109,14 @@ def make_rule(choice: str | AcceptanceRule) -> AcceptanceRule:
     """
     rule: Any = choice
     if isinstance(choice, str):
-        name, options = split_spec(choice)
+        name, options = split_spec("coupled" if is_seeded and choice == "auto" else choice)
         if name not in RULES and name not in _installed():
             raise UnknownNameError(f"Unknown rule {name!r}. Known: {', '.join(rule_names())}.")
         kind = RULES.get(name) or load(_installed()[name], "rule")
         rule = make_with("rule", name, kind, options)
     if isinstance(rule, AcceptanceRule) and not isinstance(rule, type):
         return rule
-    raise ValueError(f"rule={choice!r}: expected a name or an instance of an AcceptanceRule.")
+    raise wrong("rule", choice, "a name or an instance of an AcceptanceRule")
 
 
 @functools.cache

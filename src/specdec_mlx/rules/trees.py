@@ -233,7 +233,8 @@ class Traversal(TreeCoinRule):
             mass = xp.sum(xp.maximum(weights[row] * left[row] - q, 0))
             left[row] = residual(left[row], q, weights[row])
             total = mass + (1 - weights[row])
-            weights[row] = xp.where(total > 0, mass / xp.where(total > 0, total, 1), 1)
+            at_end = xp.where(xp.isnan(mass), weights[row], 1)  # as in Block
+            weights[row] = xp.where(total > 0, mass / xp.where(total > 0, total, 1), at_end)
 
         settle(0)
         return xp.stack(weights[1:]), xp.stack(left)

@@ -9,16 +9,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from numbers import Real
+from numbers import Integral, Real
 from typing import Any
 
 import mlx.core as mx
 from jaxtyping import Float, Integer
 from mlx_lm.sample_utils import apply_min_p, apply_top_k, apply_top_p, apply_xtc
 
-from specdec_mlx.options import require
+from specdec_mlx.options import require, wrong
 
 Sampler = Callable[[mx.array], mx.array]
+
+LEAST_TEMP, MOST_TEMP = 1e-30, 1e30  # beyond them logits, or 1 / temp, are no float32 any more
+TEMPS = f"a finite number >= 0: 0 for greedy, or {LEAST_TEMP} to {MOST_TEMP}"
+
+
+def is_temp(value: float) -> bool:
+    """True for a temperature that logits can be divided by, and for 0."""
+    return isinstance(value, Real) and (value == 0 or LEAST_TEMP <= value <= MOST_TEMP)
 
 
 @dataclass(frozen=True)
@@ -41,14 +49,16 @@ class Sampling:
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "xtc_special_tokens", tuple(self.xtc_special_tokens or ()))
+        for name, least in (("min_tokens_to_keep", 1), ("top_k", 0)):
+            number: int = getattr(self, name)
+            is_whole = isinstance(number, Integral) and number >= least
+            require(self, is_whole, name, f"an int >= {least}")
         for name, number in vars(self).items():
             is_number = isinstance(number, Real) or name == "xtc_special_tokens"
             require(self, is_number, name, "a number")
-        require(self, self.temp >= 0, "temp", "a number >= 0 (0 is greedy)")
+        require(self, is_temp(self.temp), "temp", TEMPS)
         require(self, 0 <= self.top_p <= 1, "top_p", "a number in [0, 1] (0 or 1: off)")
         require(self, 0 <= self.min_p <= 1, "min_p", "a number in [0, 1] (0: off)")
-        require(self, self.min_tokens_to_keep >= 1, "min_tokens_to_keep", ">= 1")
-        require(self, self.top_k >= 0, "top_k", "an int >= 0 (0: off)")
         require(self, 0 <= self.xtc_probability <= 1, "xtc_probability", "in [0, 1]")
         require(self, 0 <= self.xtc_threshold <= 0.5, "xtc_threshold", "in [0, 0.5]")
 
@@ -143,8 +153,8 @@ def _point_mass(logprobs: mx.array) -> mx.array:
 
 def check_draft_temp(draft_temp: float | None) -> None:
     """Raise ValueError for a temperature of drafts that is none."""
-    if draft_temp is not None and not draft_temp >= 0:
-        raise ValueError(f"draft_temp={draft_temp!r}: expected a number >= 0, or None.")
+    if draft_temp is not None and not is_temp(draft_temp):
+        raise wrong("draft_temp", draft_temp, f"{TEMPS}, or None")
 
 
 def sampling_of_drafts(

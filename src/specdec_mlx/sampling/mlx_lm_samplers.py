@@ -21,7 +21,10 @@ BIAS_CELLS = {"indices", "values"}
 
 
 def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
-    """The `Sampling` of one of our samplers or mlx-lm's, or None (greedy); else None."""
+    """The `Sampling` of one of our samplers or mlx-lm's, or None (greedy); else None.
+
+    Raises ValueError for a sampler of mlx-lm's that draws from no distribution.
+    """
     if isinstance(sampler, Sampling):
         return sampler
     if sampler is None or sampler is greedy_sampler:
@@ -31,9 +34,9 @@ def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
         return None
     try:
         again = make_sampler(**arguments)
-        return Sampling(**arguments) if _same(sampler, again) else None
     except (TypeError, ValueError):
         return None
+    return Sampling(**arguments) if _same(sampler, again) else None
 
 
 def max_window(processors: Sequence[LogitsProcessor]) -> int | None:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import mlx.core as mx
 from jaxtyping import Float
@@ -31,17 +31,19 @@ class Noise:
     """Source of random numbers for one generation.
 
     purpose: what the draw is for ("target", "draft", "accept", ...); two are independent. position:
-    index of the token among those generated.
+    index of the token among those generated. is_given: the seed is the caller's, who may expect one
+    text for it.
     """
 
     seed: int
+    is_given: bool = field(default=True, kw_only=True)
 
     @classmethod
     def from_global_state(cls) -> Noise:
         """Noise seeded by one draw from MLX's global state, so that `mx.random.seed` governs it."""
         bits = 24  # a random integer is drawn as a float32, which has no more
         low, middle, high = to_list(mx.random.randint(0, 1 << bits, shape=(3,)))
-        return cls(low | middle << bits | high << 2 * bits)
+        return cls(low | middle << bits | high << 2 * bits, is_given=False)
 
     def key(self, purpose: str, position: int) -> mx.array:
         """Key for `mx.random`, uint32 [2]: 64 mixed bits of (seed, purpose, position)."""

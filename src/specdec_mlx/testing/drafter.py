@@ -22,16 +22,16 @@ from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, DraftSession, is_cheap
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.inputs import (
+from specdec_mlx.testing.conformance import Conformance
+from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.verify.inputs import (
     begin_session,
     check_draft,
     check_drafted,
     check_fits,
     check_is_drafter,
 )
-from specdec_mlx.target.verifier import check_distribution
-from specdec_mlx.testing.conformance import Conformance
-from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.verify.verifier import check_distribution
 
 LIMITS = (3, 1, 5, 2, 4, 8)
 NUM_ROUNDS = 14
@@ -105,7 +105,7 @@ class NotedNoise(Noise):
 
 
 class LoopsOwn(list[int]):
-    """A list that a drafter is shown: only the loop changes it, by `list.extend`."""
+    """A list that a drafter is shown: it may keep it, and must not change it."""
 
     def _refuse(self, *args: Any) -> NoReturn:
         raise TypeError("it writes into the loop's own list. Copy it, list(prompt)")
@@ -120,7 +120,7 @@ class ScriptedGeneration:
     """A session and its text; num_decided: draws of its noise that are of decided drafts."""
 
     session: DraftSession
-    text: LoopsOwn
+    text: list[int]
     noise: NotedNoise
     num_decided: int = 0
 
@@ -156,8 +156,11 @@ class DrafterConformance(Conformance):
         num_drafts = sum(bool(r.tokens) for begun in generations for r in self._rounds(begun))
         after = getattr(self.subject, "__dict__", {})
         changed = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
-        what = f"a generation changed the drafter itself: {', '.join(changed)}."
-        self.require(not changed, what, "Keep what changes in the session: generations share it")
+        self.require(
+            not changed,
+            f"a generation changed the drafter itself: {', '.join(changed)}.",
+            "Keep what changes in the session: generations share it",
+        )
         return f"{num_drafts} drafts, each can be verified"
 
     def empty_drafts(self) -> str:
@@ -186,8 +189,10 @@ class DrafterConformance(Conformance):
         for where, everyone in runs.items():
             for expected, got in zip(alone, everyone, strict=True):
                 for one, other in zip(expected, got, strict=True):
-                    what = f"it proposed {one.tokens} alone, and {other.tokens} {where}."
-                    self.require(one.tokens == other.tokens, what)
+                    self.require(
+                        one.tokens == other.tokens,
+                        f"it proposed {one.tokens} alone, and {other.tokens} {where}.",
+                    )
         return f"{NUM_SESSIONS} draft as each alone: one after the other, in turns, in threads"
 
     def _in_threads(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[ScriptedRound]]:
@@ -247,8 +252,7 @@ class DrafterConformance(Conformance):
         found += f"p = {test.p_value:.2g}"
         worst = int(np.argmax(np.abs(drawn - declared)))
         counts = f"{drawn[worst]:.0f} times, where {declared[worst]:.1f} times were declared"
-        what = f"{found}. Token {worst} was drawn {counts}."
-        self.require(test.p_value >= RARE_ALARM, what)
+        self.require(test.p_value >= RARE_ALARM, f"{found}. Token {worst} was drawn {counts}.")
         return found
 
     def memory(self) -> str:
@@ -263,9 +267,11 @@ class DrafterConformance(Conformance):
         self.require(held() is None, "a closed session is still held by something.")
         start, middle, end = self._memory_at(0, MEMORY_TOKENS, 3 * MEMORY_TOKENS)
         first, later = middle - start, end - middle
-        what = f"the first {MEMORY_TOKENS} tokens took {first / 1e6:.1f} MB, twice as many then "
-        what += f"took {later / 1e6:.1f} MB."
-        self.require(later <= MEMORY_GROWTH * max(first, 200_000), what)
+        self.require(
+            later <= MEMORY_GROWTH * max(first, 200_000),
+            f"the first {MEMORY_TOKENS} tokens took {first / 1e6:.1f} MB, twice as many then "
+            f"took {later / 1e6:.1f} MB.",
+        )
         return f"released at the end; {first / MEMORY_TOKENS:.0f} bytes a token of text"
 
     def _memory_at(self, *lengths: int) -> list[int]:
@@ -286,13 +292,14 @@ class DrafterConformance(Conformance):
     def _begin(
         self, prompt: Sequence[int], sampling: Sampling | None = GREEDY, seed: int = 0
     ) -> ScriptedGeneration:
-        text, noise = LoopsOwn(prompt), NotedNoise(seed)
+        noise = NotedNoise(seed)
         context = DraftContext(
             sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
         )
         check_fits(self.subject, context)
         with self.blaming("begin()", part="protocol"):
-            return ScriptedGeneration(begin_session(self.subject, text, context), text, noise)
+            session = begin_session(self.subject, LoopsOwn(prompt), context)
+            return ScriptedGeneration(session, list(prompt), noise)
 
     def _propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
         drawn, num_drawn = generation.noise.drawn, len(generation.noise.drawn)
@@ -301,13 +308,16 @@ class DrafterConformance(Conformance):
             self._check_draft(draft, limit)
         new, decided = drawn[num_drawn:], drawn[: generation.num_decided]
         is_fresh = len({*new}) == len(new) and not {*new} & {*decided}
-        what = f"after {len(generation.text)} tokens of text it drew two tokens from the same "
-        what += "noise, or one from that of an earlier draft. What is emitted is then biased."
-        self.require(draft.logprobs is None or is_fresh, what, part="noise")
+        self.require(
+            draft.logprobs is None or is_fresh,
+            f"after {len(generation.text)} tokens of text it drew two tokens from the same "
+            "noise, or one from that of an earlier draft. What is emitted is then biased.",
+            part="noise",
+        )
         return draft
 
     def _observe(self, generation: ScriptedGeneration, tokens: list[int]) -> None:
-        list.extend(generation.text, tokens)
+        generation.text += tokens
         generation.num_decided = len(generation.noise.drawn)
         with self.blaming("observe()", part="protocol"):
             generation.session.observe(LoopsOwn(tokens))
@@ -340,8 +350,9 @@ class DrafterConformance(Conformance):
 
     def _check_draft(self, draft: Draft, limit: int) -> None:
         """Raise for a draft that the loop would refuse, and for one that is too long."""
-        what = f"propose() returned {type(draft).__name__}."
-        self.require(isinstance(draft, Draft), what, part="protocol")
+        self.require(
+            isinstance(draft, Draft), f"propose() returned {type(draft).__name__}.", part="protocol"
+        )
         with self.blaming("propose()", part="protocol"):
             check_draft(draft, self.vocab_size)
             check_drafted(to_list(draft.tokens), self.vocab_size)

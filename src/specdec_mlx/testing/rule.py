@@ -29,8 +29,6 @@ from specdec_mlx.contracts import (
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows
-from specdec_mlx.target.verifier import LazyPass
 from specdec_mlx.testing.conformance import Conformance
 from specdec_mlx.testing.enumeration import (
     Comparison,
@@ -43,6 +41,8 @@ from specdec_mlx.testing.enumeration import (
     state_after,
 )
 from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.verify.next_token import NextToken, RoundNoise, Rows
+from specdec_mlx.verify.verifier import LazyPass
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
 NUM_DRAFT, VOCAB_SIZE, LENGTH = 2, 3, 3  # K, V and tokens of the texts that are drawn
@@ -171,8 +171,10 @@ class RuleConformance(Conformance):
         options, moved = dict(getattr(self.subject, "__dict__", {})), global_state[0].tolist()
         again = [self._outcome(question, with_evidence=True) for question in self.asked[::-1]]
         for question, first, second in zip(self.asked, self.answers, again[::-1], strict=True):
-            emitted = f"asked twice, it emitted {first.tokens} and {second.tokens}; {question}."
-            self.require(first.tokens == second.tokens, emitted)
+            self.require(
+                first.tokens == second.tokens,
+                f"asked twice, it emitted {first.tokens} and {second.tokens}; {question}.",
+            )
         is_same = options == getattr(self.subject, "__dict__", {})
         self.require(is_same, "deciding changed the rule itself.")
         is_same = moved == global_state[0].tolist()
@@ -182,8 +184,11 @@ class RuleConformance(Conformance):
                 mx.compile(partial(self._arrays, question))(question.logprobs)
             except ValueError as error:  # a trace has no numbers
                 self.require("[eval]" in str(error), f"decide() raised {error}.")
-                what = "decide() waits for numbers; a round waits once, after the verdict."
-                self.require(False, what, LAZY)
+                self.require(
+                    False,
+                    "decide() waits for numbers; a round waits once, after the verdict.",
+                    LAZY,
+                )
         return f"{len(self.asked)} answers are the same again, and none is waited for"
 
     def _arrays(self, question: Question, logprobs: mx.array) -> list[mx.array]:
@@ -199,8 +204,10 @@ class RuleConformance(Conformance):
         for question, answer in zip(self.asked, self.answers, strict=True):
             if question.sampler != AT_ONE:
                 emitted, own = answer.tokens, to_list(question.rows().tokens)
-                what = f"it emitted {emitted}; expected the target's own, {own}; {question}."
-                self.require(not self.lossless or emitted == own[: len(emitted)], what)
+                self.require(
+                    not self.lossless or emitted == own[: len(emitted)],
+                    f"it emitted {emitted}; expected the target's own, {own}; {question}.",
+                )
                 num_asked += 1
         can = "the target's own" if self.lossless else "possible"
         return f"{num_asked} drafts, what is emitted is {can}"
@@ -222,10 +229,12 @@ class RuleConformance(Conformance):
         """The tokens emitted have the target's own distribution, jointly."""
         lines = []
         if isinstance(self.subject, CoinRule):
-            what = "it decides by coins, and shares the noise of the target's own draws. A draft "
-            what += "that was rejected would be drawn from the same noise again."
-            next_step = "Share noise only to keep what equals target.tokens"
-            self.require(not shares_noise(self.subject), what, next_step)
+            self.require(
+                not shares_noise(self.subject),
+                "it decides by coins, and shares the noise of the target's own draws. A draft "
+                "that was rejected would be drawn from the same noise again.",
+                "Share noise only to keep what equals target.tokens",
+            )
             for comparison in self.exact:
                 self.require(comparison.total_variation < EXACT, str(comparison))
             largest = max(comparison.total_variation for comparison in self.exact)
@@ -299,7 +308,7 @@ class RuleConformance(Conformance):
         with self.blaming(f"{question}: decide()", next_step):
             answer = question.ask(self.subject, evidence)
             numbers = {"scales": rows.scales, **answer.arrays()}
-            outcome = LazyPass(draft, size + 1, rows.logprobs, answer, numbers).read()
+            outcome = LazyPass(draft, size + 1, rows.each(), answer, numbers).read()
         kinds = {array.dtype for array in vars(answer).values() if array is not None}
         are_integers = all(mx.issubdtype(kind, mx.integer) for kind in kinds)
         self.require(are_integers, f"{question}: it answers in {kinds}, not in integers.")

@@ -19,9 +19,9 @@ from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attenti
 from mlx_lm.models.cache import ArraysCache
 
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.strategies import STRATEGIES, Gathers, Strategy, window_of
 from specdec_mlx.testing.conformance import Conformance
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.strategies import STRATEGIES, Gathers, Strategy, window_of
 
 Feed = Callable[[Any, mx.array], mx.array]
 """(cache, tokens [S]) -> rows [S, D]: one pass over S positions, which the cache then holds."""
@@ -60,7 +60,7 @@ def attend(cache: Any, tokens: mx.array) -> mx.array:
 def check_strategy(
     strategy: Strategy, make_cache: Callable[[], Any], feed: Feed = attend
 ) -> list[str]:
-    """Hold a rollback strategy to the contract of `specdec_mlx.target.strategies`.
+    """Hold a rollback strategy to the contract of `specdec_mlx.verify.strategies`.
 
     Args:
         strategy: an instance; it need not be registered.
@@ -127,8 +127,11 @@ class StrategyConformance(Conformance):
     def widths(self) -> str:
         """Passes as wide as `widest_pass` allows give what single tokens give."""
         for length in self.lengths:
-            where = f"nothing was drafted, and {length} tokens were fed in wide passes"
-            self._go_on(self._fed(length), length, where)
+            self._go_on(
+                self._fed(length),
+                length,
+                f"nothing was drafted, and {length} tokens were fed in wide passes",
+            )
         return f"wide passes are what single tokens are, at {len(self.lengths)} lengths"
 
     def restore(self) -> str:
@@ -256,9 +259,11 @@ class StrategyConformance(Conformance):
             return
         off = mx.abs(rows - self._plain_rows(start + len(rows))[start:]).max(axis=-1)
         first: Any = mx.argmax(~(off <= TOLERANCE)).item()
-        what = f"{where}: the row of token {start + first} is off by {off[first].item():.2g} from "
-        what += "that of a cache that was never drafted on."
-        self.require(mx.all(off <= TOLERANCE).item(), what)
+        self.require(
+            mx.all(off <= TOLERANCE).item(),
+            f"{where}: the row of token {start + first} is off by {off[first].item():.2g} from "
+            "that of a cache that was never drafted on.",
+        )
 
     def _plain_rows(self, length: int) -> mx.array:
         """Rows [length, D] of the text's tokens, given one by one."""

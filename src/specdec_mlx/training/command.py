@@ -10,6 +10,7 @@ from typing import Any
 
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
+from specdec_mlx.sampling.distribution import is_temp
 from specdec_mlx.training.fitting import LOSSES, Schedule
 from specdec_mlx.training.run import Data, Plan, train
 from specdec_mlx.training.trainees import KINDS, TYPES, Size
@@ -97,7 +98,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
 
 def _temps(text: str) -> tuple[float, ...]:
     temps = tuple(float(part) for part in text.split(","))
-    if min(temps) < 0:
+    if not all(map(is_temp, temps)):
         raise ValueError(f"{text!r}: expected temperatures of at least 0, such as 1,0.5.")
     return temps
 

@@ -181,8 +181,10 @@ def fit(
                 loss = float(np.mean(losses))
                 point = {"step": progress.step, "tokens": progress.tokens, "loss": loss}
                 progress.curve.append(point | asdict(acceptance))
-                updates = f"{progress.step} updates, {progress.tokens} tokens"
-                bar.write(f"{updates}: loss {loss:.3f}, held-out text: {acceptance}")
+                bar.write(
+                    f"{progress.step} updates, {progress.tokens} tokens"
+                    f": loss {loss:.3f}, held-out text: {acceptance}"
+                )
                 losses = []
             if clock.seconds() - kept > SECONDS:
                 keep(work / CHECKPOINT, trainee.module, optimizer, progress)

@@ -28,9 +28,9 @@ from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.engine.ranks import group_of
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import load_model
-from specdec_mlx.rounds.ranks import group_of
 from specdec_mlx.training.features import live_batch, load_json
 from specdec_mlx.training.fitting import forward_kl, update
 from specdec_mlx.training.run import PLAN, begin_with

@@ -21,6 +21,8 @@ from specdec_mlx.errors import HeadError
 from specdec_mlx.options import whole
 from specdec_mlx.sampling.distribution import check_draft_temp
 
+Config = Mapping[str, Any]  # of a head or a target: a config.json, or a part of one
+
 
 class Head(nn.Module):  # type: ignore[misc]
     """A head's weights, and how they are run.
@@ -76,12 +78,12 @@ class Head(nn.Module):  # type: ignore[misc]
             notes.append(f"{self.vocabulary.ids.size} of {self.ends.vocab_size} tokens")
         return notes
 
-    def variations(self) -> list[Variation]:
+    def variations(self) -> Iterator[Variation]:
         """Other readings of its files: the state on the other side of the norm."""
         other = not self.pre_norm
         name = f"state {'before' if other else 'after'} the final norm"
         advice = f"it looks trained on the {name}; load it with pre_norm={other}"
-        return [Variation(self, name, advice, {"pre_norm": other})]
+        yield Variation(self, name, advice, {"pre_norm": other})
 
 
 class RecurrentHead(Head):
@@ -128,13 +130,12 @@ class Variation:
         """Read the head so within the context."""
         parts = [self.head, *self.head.levels]
         before = [(part, key, getattr(part, key)) for part in parts for key in self.changes]
-        weights = tree_flatten(self.head.parameters()) if self.norm_shift else []
-        norms = [(name, x) for name, x in weights if is_norm(name, x)]
+        norms = [(n, x) for n, x in tree_flatten(self.head.parameters()) if is_norm(n, x)]
         shifted = [(name, x + self.norm_shift) for name, x in norms]
         try:
             for part, key, _ in before:
                 setattr(part, key, self.changes[key])
-            self.head.update(tree_unflatten(shifted))
+            self.head.update(tree_unflatten(shifted if self.norm_shift else norms))
             yield
         finally:
             for part, key, value in before:
@@ -208,5 +209,5 @@ class HeadDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
         """Start a generation; the head reads the prompt as the target's rows come."""
-        begin = self.head.session if context.rows is None else context.rows
+        begin = self.head.session if context.shared_drafts is None else context.shared_drafts
         return begin(self, prompt, context)

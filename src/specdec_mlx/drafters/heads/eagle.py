@@ -8,7 +8,7 @@ EAGLE-3 (Li et al. 2025, arXiv 2503.01840) fuses three layers of the target, att
 from __future__ import annotations
 
 import importlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from specdec_mlx.contracts import FeatureRows, Features
-from specdec_mlx.drafters.heads.drafter import Head, RecurrentHead, Variation
+from specdec_mlx.drafters.heads.drafter import Config, Head, RecurrentHead, Variation
 from specdec_mlx.drafters.heads.mtp import MTPFamily
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 
@@ -34,7 +34,7 @@ class LayersConfig:
     None for all; empty for no windows.
     """
 
-    layer: Mapping[str, Any]
+    layer: Config
     layers: tuple[int, ...]
     windows: tuple[int | None, ...] = ()
 
@@ -54,7 +54,7 @@ class Eagle3Config(LayersConfig):
     norm_output: bool = False
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], num_layers: int) -> Eagle3Config:
+    def read(cls, config: Config, num_layers: int) -> Eagle3Config:
         """From a config.json of SafeAILab, SpecForge or speculators; num_layers: the target's."""
         nested = config.get("eagle_config") or {}
         layer = config.get("transformer_layer_config") or config
@@ -73,7 +73,7 @@ class Eagle3Config(LayersConfig):
 
 
 def output_layers(ids: Sequence[int]) -> tuple[int, ...]:
-    """Layers whose outputs are meant, from 0.
+    """Layers of the target whose outputs a config names, from 0.
 
     Stored ids are "output of", from 1 by default, or "input of", from 2 (sglang#25454). A wrong
     guess costs about 0.1 tokens a pass.
@@ -82,7 +82,7 @@ def output_layers(ids: Sequence[int]) -> tuple[int, ...]:
     return tuple(i - back for i in ids)
 
 
-def layer_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
+def layer_arguments(config: Config) -> dict[str, Any]:
     """Arguments of mlx-lm's model with a head's layers, by its config; Qwen2's has biases."""
     name = "qwen3" if str(config.get("model_type", "")).startswith("qwen3") else "llama"
     rope, heads = config.get("rope_parameters") or {}, config["num_attention_heads"]
@@ -104,20 +104,26 @@ def layer_arguments(config: Mapping[str, Any]) -> dict[str, Any]:
     }
 
 
-def is_gemma4(config: Mapping[str, Any]) -> bool:
+def is_gemma4(config: Config) -> bool:
     """True for a head whose own layers are Gemma 4's."""
     return str(config.get("model_type", "")).startswith("gemma4")
 
 
-def eagle1_family(config: Mapping[str, Any]) -> MTPFamily:
-    """EAGLE-1 and 2, which differ in their trees only: prediction layers without norms around."""
+def eagle1_family(config: Config) -> MTPFamily:
+    """Description of EAGLE-1 and 2 heads as prediction layers without norms around."""
 
     def without_first_norm(model: nn.Module) -> None:
         model.layers[0].input_layernorm = nn.Identity()
 
-    arguments, names = layer_arguments(config), {"projection": "fc"}
-    how: Any = {"changes": arguments, "adapted": without_first_norm, "label": "EAGLE"}
-    return MTPFamily(arguments["model_type"], "", names, **how)
+    arguments = layer_arguments(config)
+    return MTPFamily(
+        arguments["model_type"],
+        prefix="",
+        names={"projection": "fc"},
+        changes=arguments,
+        adapted=without_first_norm,
+        label="EAGLE",
+    )
 
 
 class LayersHead(Head):
@@ -169,16 +175,17 @@ class LayersHead(Head):
         fused = mx.concatenate(states, axis=-1)
         return self.fc(self.input_norm(fused) if "input_norm" in self else fused)
 
-    def variations(self) -> list[Variation]:
+    def variations(self) -> Iterator[Variation]:
         """The outputs of the layers before and after, where the target has them."""
-        found = []
         for name, by in (("later", 1), ("earlier", -1)):
             layers = tuple(layer + by for layer in self.config.layers)
             if min(layers) >= 0 and max(layers) < self.ends.num_layers:
                 advice = f"its layer ids look meant otherwise; load it with layers={list(layers)}"
-                changes = {"config": replace(self.config, layers=layers)}
-                found.append(Variation(self, f"one layer {name}", advice, changes))
-        return found
+                yield self.otherwise(f"one layer {name}", advice, layers=layers)
+
+    def otherwise(self, name: str, advice: str, **changes: Any) -> Variation:
+        """A variation with another config."""
+        return Variation(self, name, advice, {"config": replace(self.config, **changes)})
 
     def notes(self) -> list[str]:
         """Layers, vocabulary, windows."""
@@ -203,15 +210,14 @@ class Eagle3(LayersHead, RecurrentHead):
         if config.fc_norm:
             self.fc_norm = [nn.RMSNorm(ends.width, self.norm.eps) for _ in config.layers]
 
-    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> Any:
         """States [batch, n, D]: the first layer attends over [embedding, state]."""
-        h: mx.array = states
         first = self.layers[0]
         windows = self.config.windows or (None,) * len(cache)
-        masks = [create_attention_mask(h, *of) for of in zip(cache, windows, strict=True)]
+        masks = [create_attention_mask(states, *of) for of in zip(cache, windows, strict=True)]
         embedded = first.input_layernorm(self.embed(tokens))
-        normed = self.hidden_norm(h)
-        residual = normed if self.config.norm_before_residual else h
+        normed = self.hidden_norm(states)
+        residual = normed if self.config.norm_before_residual else states
         h = residual + first.self_attn(mx.concatenate([embedded, normed], -1), masks[0], cache[0])
         h = h + first.mlp(first.post_attention_layernorm(h))
         for layer, mask, kept in zip(self.layers[1:], masks[1:], cache[1:], strict=True):
@@ -222,15 +228,13 @@ class Eagle3(LayersHead, RecurrentHead):
         """Logits [..., Vd] of states [..., D]."""
         return super().draft_logits(states if self.config.norm_output else self.norm(states))
 
-    def variations(self) -> list[Variation]:
+    def variations(self) -> Iterator[Variation]:
         """Other layers, another residual, another state fed back."""
-        found = super().variations()
+        yield from super().variations()
         for key in ("norm_before_residual", "norm_output"):
-            other: Any = not getattr(self.config, key)
+            other = not getattr(self.config, key)
             advice = f"its config.json looks wrong; write {key}: {str(other).lower()} there"
-            changes = {"config": replace(self.config, **{key: other})}
-            found.append(Variation(self, f"{key} {other}", advice, changes))
-        return found
+            yield self.otherwise(f"{key} {other}", advice, **{key: other})
 
     def notes(self) -> list[str]:
         """Layers, vocabulary, windows, flags."""

@@ -1,4 +1,4 @@
-"""Early exit: the target's own first layers, final norm and head draft for it.
+"""Early exit: drafts from the target's own first layers, final norm and head.
 
 LayerSkip (Elhoushi et al. 2024, arXiv 2404.16710) trains models for that; others may get a trained
 exit in place of the final norm: a causal convolution over the last states, an MLP and a norm (cf.
@@ -18,13 +18,14 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.qwen2 import MLP
 
-from specdec_mlx.contracts import DraftContext
+from specdec_mlx.contracts import DraftContext, TargetCaches
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.target_ends import watched_pass
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import HeadError
-from specdec_mlx.target.strategies import leaves
+from specdec_mlx.verify.strategies import leaves
+from specdec_mlx.verify.watching import held
 
 EXIT_LAYER = "exit_layer"  # keys of a trained exit's config: layers before it,
 WINDOW = "conv_kernel"  # and positions that its convolution reads
@@ -45,14 +46,17 @@ class ExitDrafter(ModelDrafter):
         return f"{self.name}: early exit after {len(self.model.layers)} layers, trained"
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
-        """One that copies what the target has read, if it can."""
+        """A session that copies from the target's caches where it can."""
         if self.copies and context.target_caches is not None:
             return ExitSession(self, prompt, context)
         return super().session(prompt, context)
 
 
 class ExitSession(ModelSession):
-    """Copies what the target has read, so that a long prompt costs next to nothing."""
+    """Copies what the target has read, so that a long prompt costs next to nothing.
+
+    attended: positions before its own that the exit's convolution reads, so that they are fed.
+    """
 
     def __init__(self, drafter: ExitDrafter, prompt: Sequence[int], context: DraftContext) -> None:
         super().__init__(drafter, prompt, context)
@@ -60,23 +64,31 @@ class ExitSession(ModelSession):
 
     def catch_up(self) -> None:
         """Copy what was missed from the target's caches, and feed what cannot be copied."""
-        held, own = self.context.target_caches, self.rollback.caches[: len(self.model.layers)]
-        missed = 0 if held is None else held.position - self.rollback.position
-        if held is not None and missed >= 2 + self.attended:
-            read = [held.keys_values(i) for i in range(len(own))]
-            is_new = self.callers_cache is None and own[0].offset == 0
-            start, end = 0 if is_new else read[0].offset - missed, read[0].offset - self.attended
-            whole = all(keys.shape[2] == offset for keys, _, offset in read)
-            if whole and own[0].offset == start:
-                for cache, (keys, values, _) in zip(own, read, strict=False):
-                    cache.update_and_fetch(keys[..., start:end, :], values[..., start:end, :])
-                for cache in self.rollback.caches[len(own) :]:
-                    cache.trim(cache.offset)
-                self.rollback.advance(missed - self.attended)
+        target = self.context.target_caches
+        missed = 0 if target is None else target.position - self.rollback.position
+        if target is not None and missed >= 2 + self.attended:
+            self._copy(target, missed)
         super().catch_up()
 
+    def _copy(self, target: TargetCaches, missed: int) -> None:
+        """Copy the missed positions but the attended, if the caches hold the text before them."""
+        num_layers = len(self.model.layers)
+        own, of_exit = self.rollback.caches[:num_layers], self.rollback.caches[num_layers:]
+        read = [target.keys_values(i) for i in range(len(own))]
+        length = read[0].offset
+        is_new = self.callers_cache is None and own[0].offset == 0
+        start = 0 if is_new else length - missed
+        if own[0].offset != start or any(one.keys.shape[2] != one.offset for one in read):
+            return
+        copied = slice(start, length - self.attended)
+        for cache, (keys, values, _) in zip(own, read, strict=True):
+            cache.update_and_fetch(keys[:, :, copied], values[:, :, copied])
+        for cache in of_exit:
+            cache.trim(cache.offset)
+        self.rollback.advance(missed - self.attended)
+
     def fork(self) -> ModelSession:
-        """A copy that reads for itself: the target's caches hold this one's text."""
+        """Copy this session without the target's caches, which hold this session's text."""
         other = super().fork()
         other.context = replace(self.context, target_caches=None)
         return other
@@ -107,14 +119,13 @@ def load_exit(files: HeadFiles, target: nn.Module, **options: Any) -> ExitDrafte
 
 
 def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
-    """True if the caches of first layers come to hold what the target's first caches do."""
+    """True if a pass fills the caches of the first layers as it fills the target's."""
     theirs, own = make_prompt_cache(target), make_prompt_cache(shortened)
+    for model, caches in ((target, theirs), (shortened, own)):
+        model(mx.array([[0, 1]]), cache=caches)
     first = list(leaves(theirs))[: len(own)]
-    if len(first) < len(own) or any(type(cache) is not KVCache for cache in [*first, *own]):
-        return False
-    target(mx.array([[0, 1]]), cache=theirs)
-    shortened(mx.array([[0, 1]]), cache=own)
-    if any(cache.empty() for cache in [*first, *own]):
+    every = [*first, *own]
+    if len(first) < len(own) or any(type(c) is not KVCache or c.empty() for c in every):
         return False
     read, copied = ([x for c in caches for x in c.keys_and_values()] for caches in (first, own))
     pairs = zip(read, copied, strict=True)
@@ -140,7 +151,7 @@ class Exit(nn.Module):  # type: ignore[misc]
     """
 
     def __init__(self, config: Mapping[str, Any]) -> None:
-        """Without effect: the convolution reads its own position, and the MLP adds zeros."""
+        """Weights that leave x as it is: an identity as convolution, an MLP that adds zeros."""
         super().__init__()
         width, self.window = int(config["hidden_size"]), int(config[WINDOW])
         if self.window < 1:
@@ -152,14 +163,13 @@ class Exit(nn.Module):  # type: ignore[misc]
         self.mlp.down_proj.weight = mx.zeros_like(self.mlp.down_proj.weight)
         self.norm = nn.RMSNorm(width, float(config["rms_norm_eps"]))
 
-    def __call__(self, x: mx.array) -> mx.array:
+    def __call__(self, x: mx.array) -> Any:
         """States [B, n, D] for the target's head, from the outputs [B, n, D] of the last layer."""
         read = self.read_back(self.input_norm(x), _cache.get())
-        states: mx.array = self.norm(x + self.mlp((read * self.kernel).sum(axis=-2)))
-        return states
+        return self.norm(x + self.mlp((read * self.kernel).sum(axis=-2)))
 
     def read_back(self, rows: mx.array, cache: Any) -> mx.array:
-        """[B, n, W, D] each of rows [B, n, D] and those before it, which the cache has as keys."""
+        """Windows [B, n, W, D] that end with each of rows [B, n, D]; the cache has them as keys."""
         num_rows, mask = rows.shape[1], create_attention_mask(rows, cache)
         if cache is not None:
             keys, _ = cache.update_and_fetch(rows[:, None], rows[:, None, :, :0])
@@ -195,11 +205,7 @@ class ExitModel(nn.Module):  # type: ignore[misc]
         """Caches of the target's layers and of the exit."""
         return [*make_prompt_cache(self.model), KVCache()]
 
-    def __call__(self, tokens: mx.array, cache: list[Any] | None = None, **inputs: Any) -> mx.array:
+    def __call__(self, tokens: mx.array, cache: list[Any] | None = None, **inputs: Any) -> Any:
         """Logits [B, n, V] of tokens [B, n]."""
-        before = _cache.set(cache[-1] if cache else None)
-        try:
-            logits: mx.array = self.model(tokens, cache=cache[:-1] if cache else None, **inputs)
-        finally:
-            _cache.reset(before)
-        return logits
+        with held(_cache, cache[-1] if cache else None):
+            return self.model(tokens, cache=cache[:-1] if cache else None, **inputs)

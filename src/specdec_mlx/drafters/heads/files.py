@@ -1,4 +1,4 @@
-"""The files of a head: a local folder, or a repository of which only what is needed is fetched."""
+"""Files of a head, from a folder or a repository; only those with its tensors are fetched."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from huggingface_hub.errors import (
 )
 from safetensors import safe_open
 
-from specdec_mlx.drafters.heads.mtp import family_of
+from specdec_mlx.drafters.heads.mtp import layer_prefixes
 from specdec_mlx.errors import HeadError
 
 CONFIG = "config.json"
@@ -72,7 +72,7 @@ class HeadFiles:
         return content
 
     def expect(self, name: str, value: Any, low: int, high: int) -> None:
-        """Raise HeadError for a number that is not within bounds."""
+        """Raise HeadError unless a number of the config is an int from `low` to `high`."""
         if not (isinstance(value, int) and low <= value <= high):
             raise HeadError(
                 f"{self.name}: {name} is {value!r}, expected {low} to {high}. Fetch it again, or "
@@ -126,7 +126,7 @@ class HeadFiles:
 
     @property
     def is_apart(self) -> bool:
-        """True if the tensors stand apart from a model's own."""
+        """True if the prediction layer has files of its own, beside the model's."""
         return self.list_file not in (None, INDEX, *SINGLE)
 
     @cached_property
@@ -149,8 +149,7 @@ class HeadFiles:
 
         Raises HeadError for a quantization that is not MLX's.
         """
-        found, part = family_of(self.config), self.config.get("text_config") or self.config
-        prefixes = found[1].prefixes_in(self.weight_map, part) if found is not None else []
+        prefixes = layer_prefixes(self.config, self.weight_map)
         for name in self.weight_map:
             if name.startswith((*prefixes,)) and FOREIGN.search(name):
                 raise HeadError(

@@ -19,13 +19,14 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
 from specdec_mlx.contracts import MOST_WAITING, FeatureRows, Features, KeysValues, ReadsCache
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import Config, Head
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import TargetEnds
+from specdec_mlx.drafters.writing import Parents
 from specdec_mlx.token_ids import to_ids
 
 
-def layer_args(config: Mapping[str, Any]) -> gemma4_text.ModelArgs:
+def layer_args(config: Config) -> gemma4_text.ModelArgs:
     """Arguments of an assistant's layers, which have queries only, from its config.json."""
     text = config["text_config"]
     others = {"hidden_size_per_layer_input": 0, "use_double_wide_mlp": False}
@@ -48,7 +49,7 @@ class AssistantSession(HeadSession):
     keys_values: ReadsCache | None = None
 
     def see(self, features: FeatureRows) -> None:
-        """Take the last row, and the way to the caches."""
+        """Keep the last state, and the function that reads the target's caches."""
         self.keys_values = features.keys_values
         rows = self.head.rows(features)
         if rows.shape[0]:
@@ -57,7 +58,7 @@ class AssistantSession(HeadSession):
             mx.async_eval(self.state)
 
     def begin_draft(self, limit: int) -> int:
-        """`limit`; 0 before the prompt was read."""
+        """Read the target's caches; `limit`, or 0 before the prompt was read."""
         if limit == 0 or self.state is None or self.keys_values is None:
             return 0
         self.handed_on = self.state
@@ -68,10 +69,9 @@ class AssistantSession(HeadSession):
         """Release the caches, which could not grow in place otherwise."""
         self.held, self.handed_on = {}, self.state
 
-    def next_logits(self, token: mx.array | None) -> mx.array:
-        """From the state that the step before handed on."""
-        last = to_ids(self.tokens[-1:]) if token is None else token
-        logits: mx.array
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
+        """Logits of a step from the state that the step before handed on; chains alone."""
+        last = to_ids(self.tokens[-1:]) if tokens is None else tokens
         logits, self.handed_on = self.head.step(self.handed_on, last, self.held)
         return logits
 
@@ -83,7 +83,7 @@ class Gemma4Assistant(Head):
     session = AssistantSession
     grows_trees = False
 
-    def __init__(self, config: Mapping[str, Any], ends: TargetEnds) -> None:
+    def __init__(self, config: Config, ends: TargetEnds) -> None:
         super().__init__()
         args = layer_args(config)
         width = args.hidden_size
@@ -111,18 +111,17 @@ class Gemma4Assistant(Head):
     ) -> tuple[mx.array, mx.array]:
         """Logits [1, V] after a state [1, D] and a token [1], and the next state."""
         embedded = self.ends.embed(token) * self.ends.width**0.5
-        h: mx.array = self.pre_projection(mx.concatenate([embedded, state], axis=-1))[None]
+        h = self.pre_projection(mx.concatenate([embedded, state], axis=-1))[None]
         for layer in self.layers:
             keys, values, offset = read[layer.layer_type]
             h, _, _ = layer(h, shared_kv=(keys, values), offset=offset)
-        made: mx.array = self.norm(h[0])
+        made = self.norm(h[0])
         return self.logits(made), self.post_projection(made)
 
-    def logits(self, states: mx.array) -> mx.array:
+    def logits(self, states: mx.array) -> Any:
         """Logits [n, V] of states [n, d]; -inf for tokens of groups that were not chosen."""
         if "masked_embedding" not in self:
-            everything: mx.array = self.embed_tokens.as_linear(states)
-            return everything
+            return self.embed_tokens.as_linear(states)
         groups = self.masked_embedding
         scores, order = groups.centroids(states), groups.token_ordering
         chosen = mx.argpartition(-scores, kth=self.num_chosen - 1, axis=-1)[..., : self.num_chosen]

@@ -1,4 +1,4 @@
-"""Loading a head for a target: the table of published formats, the fit, the weights."""
+"""Loading of heads: the published formats, the check that a head fits its target, its weights."""
 
 from __future__ import annotations
 
@@ -15,12 +15,20 @@ import mlx.nn as nn
 from mlx_lm.utils import infer_quant_config
 
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
-from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
+from specdec_mlx.drafters.heads.drafter import Config, Head, HeadDrafter
 from specdec_mlx.drafters.heads.eagle import Eagle3, Eagle3Config, LayersHead, eagle1_family
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
-from specdec_mlx.drafters.heads.mtp import MTPHead, family_of, less_one, mtp_weights, other_formula
+from specdec_mlx.drafters.heads.mtp import (
+    MTPHead,
+    family_of,
+    layer_prefixes,
+    less_one,
+    mtp_weights,
+    other_formula,
+    text_part,
+)
 from specdec_mlx.drafters.heads.one_pass import (
     DFlash,
     DFlash2,
@@ -43,11 +51,11 @@ IGNORED = re.compile(
 SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")  # copies of the target's ends
 
 VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
-"""Rows by which vocabularies may differ, by padding; most layers or heads of a config."""
+"""Most tokens by which vocabularies differ through padding, and most layers or attention heads."""
 
 
-class Source(NamedTuple):
-    """Files of a head, their tensors by our names, and the variant that `load_head` was told."""
+class HeadSource(NamedTuple):
+    """Input of a format's `build`: files, tensors by our names, and the options of `load_head`."""
 
     files: HeadFiles
     ends: TargetEnds
@@ -67,8 +75,9 @@ class Source(NamedTuple):
             return None
         return DraftVocabulary(apart + mx.arange(apart.shape[0]), self.ends.vocab_size)
 
-    def with_layers(self, config: Any) -> Any:
-        """A config with the layers that the caller names, checked."""
+    def read_config(self, kind: Any) -> Any:
+        """Config of a head that reads several layers, with the `layers` that the caller named."""
+        config = kind.read(self.files.config, self.ends.num_layers)
         if self.layers is not None:
             config = replace(config, layers=tuple(self.layers))
         self.check_width(self.columns("fc") / len(config.layers))
@@ -95,7 +104,7 @@ class Source(NamedTuple):
 
 @dataclass(frozen=True)
 class Format:
-    """A way in which heads are published.
+    """A published format of heads.
 
     told_by: pattern of a config's model types and keys, each key with a "=" after it. build: makes
     a head with random weights. renamed: patterns of the checkpoint's names -> ours. loads: False
@@ -104,26 +113,25 @@ class Format:
 
     label: str
     told_by: str
-    build: Callable[[Source], Head] | None = None
+    build: Callable[[HeadSource], Head] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
     loads: bool = True
 
 
-def known_kind(config: Mapping[str, Any]) -> str | None:
-    """Key of FORMATS by a config alone; "mtp" is then a repository of just that layer."""
+def known_kind(config: Config) -> str | None:
+    """Key of FORMATS, by a config alone; "mtp" for a repository of the layer alone."""
     keys = [*config, *(config.get("dflash_config") or ())]
     named = [config.get(k, "") for k in ("speculators_model_type", "model_type", "architectures")]
     said = " ".join([*map(str, named), *(f"{key}=" for key in keys)]).lower()
     return next((kind for kind, one in FORMATS.items() if re.search(one.told_by, said)), None)
 
 
-def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str | None:
-    """Key of FORMATS by config and tensors; "mtp" for a model that still has its layer."""
+def kind_of(config: Config, names: Collection[str]) -> str | None:
+    """Key of FORMATS, by config and tensors; "mtp" for a model with its prediction layer, too."""
     kind = known_kind(config)
     if kind is not None:
         return kind
-    found = family_of(config)
-    if found is not None and found[1].prefixes_in(names, config.get("text_config") or config):
+    if layer_prefixes(config, names):
         return "mtp"
     if any(re.fullmatch(r"(medusa_head\.)?\d+\.\d+\.linear\.weight", name) for name in names):
         return "medusa"
@@ -132,12 +140,10 @@ def kind_of(config: Mapping[str, Any], names: Collection[str]) -> str | None:
     return None
 
 
-def build_head(kind: str, source: Source) -> tuple[Head, Tensors]:
-    """A head of a format that has a `build`, and its weights; HeadError if it does not fit."""
-    files, ends, form = source.files, source.ends, FORMATS[kind]
-    assert form.build is not None
+def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
+    """Raise HeadError for impossible sizes in the config, and for another vocabulary size."""
     config, size = files.config, ends.vocab_size
-    part = config.get("transformer_layer_config") or config.get("text_config") or config
+    part = config.get("transformer_layer_config") or text_part(config)
     for said in (config, part):
         files.expect("num_hidden_layers", said.get("num_hidden_layers") or 1, 1, MOST_LAYERS)
         for key, count in said.items():
@@ -148,42 +154,31 @@ def build_head(kind: str, source: Source) -> tuple[Head, Tensors]:
             f"{files.name} was trained for a vocabulary of {part['vocab_size']} tokens, and this "
             f"target has {size}. Use a head that was trained for this target."
         )
-    tensors, _ = files.read(n for n in files.weight_map if form.renamed or n == "d2t")
-    for old, new in form.renamed.items():
-        tensors = {re.sub(old, new, name): value for name, value in tensors.items()}
-    head = form.build(source._replace(tensors=tensors))
-    for layer in head.features.layers:
-        files.expect("a layer that it reads", layer, 0, ends.num_layers - 1)
-    if source.pre_norm is not None and not isinstance(head, LayersHead):
-        head.pre_norm = source.pre_norm
-    unused = tuple(name for name in SHARED_ENDS if name.partition(".")[0] not in head)
-    wanted = {n: x for n, x in tensors.items() if not IGNORED.match(n)}
-    return head, {n: x for n, x in wanted.items() if not n.startswith(unused)}
 
 
-def _eagle3(source: Source) -> Head:
-    config = source.with_layers(Eagle3Config.read(source.files.config, source.ends.num_layers))
-    own = [source.rows(f"{name}.weight") for name in ("embed_tokens", "lm_head")]
-    return Eagle3(config, source.ends, source.vocabulary(), *own)
+def _eagle3(source: HeadSource) -> Head:
+    config = source.read_config(Eagle3Config)
+    embeddings, head = source.rows("embed_tokens.weight"), source.rows("lm_head.weight")
+    return Eagle3(config, source.ends, source.vocabulary(), embeddings, head)
 
 
-def _eagle(source: Source) -> Head:
+def _eagle(source: HeadSource) -> Head:
     source.check_width(source.files.config["hidden_size"])
     has_biases = "body.layers.0.self_attn.q_proj.bias" in source.tensors
     config = source.files.config | {"qkv_bias": has_biases}
-    own: Any = {"own_embeddings": source.rows("embed_tokens.weight")}
-    own["has_bias"] = "projection.bias" in source.tensors
-    return MTPHead(eagle1_family(config), config, source.ends, **own)
+    rows, bias = source.rows("embed_tokens.weight"), "projection.bias" in source.tensors
+    family = eagle1_family(config)
+    return MTPHead(family, config, source.ends, own_embeddings=rows, has_bias=bias)
 
 
-def _dflash(source: Source, head: type[DFlash] = DFlash) -> Head:
-    config = source.with_layers(DFlashConfig.read(source.files.config, source.ends.num_layers))
+def _dflash(source: HeadSource, head: type[DFlash] = DFlash) -> Head:
+    config = source.read_config(DFlashConfig)
     source.files.expect("mask_token_id", config.mask_token, 0, source.ends.vocab_size - 1)
     source.files.expect("block_size", config.block_size, 2, 1024)
     return head(config, source.ends, source.vocabulary())
 
 
-def _gemma4(source: Source) -> Head:
+def _gemma4(source: HeadSource) -> Head:
     files, ends = source.files, source.ends
     source.check_width(files.config.get("backbone_hidden_size", ends.width))
     for kind, width in key_widths(layer_args(files.config)).items():
@@ -202,16 +197,16 @@ def _gemma4(source: Source) -> Head:
     return Gemma4Assistant(files.config, ends)
 
 
-def _medusa(source: Source) -> Head:
+def _medusa(source: HeadSource) -> Head:
     source.check_width(source.rows("blocks.0.0.weight"))
     blocks = [name.split(".") for name in source.tensors if name.startswith("blocks.")]
     heads, layers = len({block[1] for block in blocks}), len({block[2] for block in blocks})
     return Medusa(heads, layers, source.ends, own_heads=source.rows("lm_heads.0.weight"))
 
 
-def _mtp(source: Source) -> Head:
+def _mtp(source: HeadSource) -> Head:
     files, found = source.files, family_of(source.files.config)
-    config, prefixes = files.config.get("text_config") or files.config, files.own_layers()
+    config, prefixes = text_part(files.config), files.own_layers()
     if found is None or not prefixes:
         raise HeadError(refusal(files))
     source.check_width(config["hidden_size"])
@@ -224,11 +219,12 @@ def _mtp(source: Source) -> Head:
         rests = {n: n.removeprefix(prefix) for n in files.weight_map if n.startswith(prefix)}
         wanted = [n for n, rest in rests.items() if rest.startswith(begins)]
         tensors, converted = files.read(n for n in wanted if not rests[n].startswith(SHARED_ENDS))
-        default = family.norms_less_one and not converted
-        may_be = converted or files.is_apart or "quantization" in files.config
-        if family.norms_less_one and may_be and (prefix or not converted):
-            default = less_one(tensors)
-        add_one = default if source.norms_less_one is None else source.norms_less_one
+        add_one = source.norms_less_one
+        if add_one is None:
+            is_alone = converted and not prefix  # conversions of a layer alone add the one
+            is_original = not (converted or files.is_apart or "quantization" in files.config)
+            may_be = family.norms_less_one and not is_alone
+            add_one = may_be and (is_original or less_one(tensors))
         weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
         ours = f"further.{depth - 1}." if depth else ""
         source.tensors.update({ours + name: x for name, x in weights.items()})
@@ -241,7 +237,7 @@ def refusal(files: HeadFiles, kind: str | None = None) -> str:
     if kind is not None:
         return f"{files.name} holds {FORMATS[kind].label}. That cannot be loaded yet."
     if (found := family_of(config)) is not None:
-        prefix = found[1].prefix_at(config.get("text_config") or config)
+        prefix = found[1].prefix_at(text_part(config))
         where = ", which conversions leave out"
         if files.is_apart:
             where = f" in {files.list_file}, which has {min(files.weight_map, default='none')}"
@@ -356,20 +352,30 @@ def _load(
         files.expect("pard_token", mask, 0, target_ends(model).vocab_size - 1)
         _quantize(model, bits)
         return PardDrafter(model, tokenizer, mask_token=mask, **options)
-    if kind is None or FORMATS[kind].build is None:
+    form = FORMATS.get(kind or "")
+    if form is None or form.build is None:
         raise HeadError(refusal(files, kind))
-    source = Source(files, target_ends(target), {}, *variant)
-    head, weights = build_head(kind, source)
-    _set_weights(head, weights, source)
+    ends = target_ends(target)
+    check_sizes(files, ends)
+    tensors, _ = files.read(n for n in files.weight_map if form.renamed or n == "d2t")
+    for old, new in form.renamed.items():
+        tensors = {re.sub(old, new, name): value for name, value in tensors.items()}
+    source = HeadSource(files, ends, tensors, *variant)
+    head = form.build(source)
+    for layer in head.features.layers:
+        files.expect("a layer that it reads", layer, 0, ends.num_layers - 1)
+    if source.pre_norm is not None and not isinstance(head, LayersHead):
+        head.pre_norm = source.pre_norm
+    _set_weights(head, tensors, ends.dtype)
     _quantize(head, bits)
     drafter = HeadDrafter(head, name=files.name, **options)
     mx.eval(head.parameters())
-    _try_out(drafter, source.ends)
+    _try_out(drafter, ends)
     return drafter
 
 
 def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
-    """Draft once after zeros: some configs contradict the tensors in a pass only."""
+    """Draft once after states of zeros: some contradictions of a config show in a pass only."""
     head: Any = drafter.head
     blank = mx.zeros((3, ends.width), ends.dtype)
     held = {}
@@ -382,13 +388,10 @@ def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
     mx.eval(session.propose(3).tokens)
 
 
-def named_head(
-    spec: str, path_or_repo: str | Path, target: nn.Module, draft_bits: int | None = None
-) -> Drafter:
+def named_head(spec: str, path_or_repo: str | Path, target: nn.Module) -> Drafter:
     """`load_head` with typed options, as `model:branches=4`; ValueError for unknown ones."""
     name, options = split_spec(spec)
-    load = partial(load_head, path_or_repo, target)
-    return make_with("drafter", name, load, {"draft_bits": draft_bits} | options)
+    return make_with("drafter", name, partial(load_head, path_or_repo, target), options)
 
 
 def config_of(path_or_repo: str | Path) -> dict[str, Any]:
@@ -400,7 +403,7 @@ def config_of(path_or_repo: str | Path) -> dict[str, Any]:
 
 
 def is_head(path_or_repo: str | Path) -> bool:
-    """True for a head's config, and for a file that was named in a model's folder."""
+    """True for a folder or repository with a head's config, and for a file in a model's folder."""
     try:
         files = HeadFiles(path_or_repo)
         return known_kind(files.config) is not None or Path(files.name).expanduser().is_file()
@@ -408,20 +411,20 @@ def is_head(path_or_repo: str | Path) -> bool:
         return False
 
 
-def _set_weights(head: Head, weights: Tensors, source: Source) -> None:
+def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
     """Give a head its weights, in the target's type; ValueError if they do not fit."""
+    unused = tuple(name for name in SHARED_ENDS if name.partition(".")[0] not in head)
+    weights = {n: x for n, x in tensors.items() if not (IGNORED.match(n) or n.startswith(unused))}
 
-    def stored(path: str, part: nn.Module) -> bool | dict[str, Any]:
-        if not hasattr(part, "to_quantized") or f"{path}.scales" not in weights:
-            return False
-        return dict(infer_quant_config(path, part, weights))
+    def stored(path: str, part: nn.Module) -> Any:
+        is_packed = hasattr(part, "to_quantized") and f"{path}.scales" in weights
+        return is_packed and infer_quant_config(path, part, weights)
 
-    if any(name.endswith(".scales") for name in weights):
-        nn.quantize(head, class_predicate=stored)
+    nn.quantize(head, class_predicate=stored)
     keeps_type = "e_score_correction_bias"  # a sum that chooses experts
     for name, x in weights.items():
         if mx.issubdtype(x.dtype, mx.floating) and not name.endswith(keeps_type):
-            weights[name] = x.astype(source.ends.dtype)
+            weights[name] = x.astype(dtype)
     head.load_weights(list(weights.items()))
 
 
@@ -433,7 +436,8 @@ def _quantize(head: nn.Module, bits: int | None) -> None:
     def how(path: str, part: nn.Module) -> bool | dict[str, Any]:
         if not hasattr(part, "to_quantized") or path.endswith(("gate", "router", "classifier")):
             return False
-        sizes = [size for size in (64, 32) if part.weight.shape[-1] % size == 0]
-        return {"group_size": sizes[0], "bits": bits} if sizes else False
+        width = part.weight.shape[-1]
+        size = next((size for size in (64, 32) if width % size == 0), None)
+        return size is not None and {"group_size": size, "bits": bits}
 
     nn.quantize(head, class_predicate=how)

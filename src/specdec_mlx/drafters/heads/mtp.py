@@ -1,4 +1,4 @@
-"""Multi-token prediction: the layer that a model was trained with to see one token further.
+"""Multi-token prediction: extra layers of a model, trained to predict the token after the next.
 
     in(t) = projection [embedding_norm(embed(x_{t+1})), hidden_norm(h_t)]
     s(t)  = norm(decoder_layer(in(t))),  logits of x_{t+2} = head(s(t))
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import importlib
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from itertools import count, product, takewhile
 from typing import Any, Literal
@@ -22,16 +22,15 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
-from specdec_mlx.drafters.heads.drafter import RecurrentHead, Variation, is_norm
+from specdec_mlx.drafters.heads.drafter import Config, RecurrentHead, Variation, is_norm
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 
-Config = Mapping[str, Any]
 Further = Literal["again", "chained", "side by side"]
 
 
 @dataclass(frozen=True)
 class MTPFamily:
-    """The layer of a family.
+    """Description of the prediction layer of a family of models.
 
     architecture: module of mlx_lm.models with its decoder layer. prefix: of its tensors in the
         original repository; {layer}: among the target's layers, {depth}: among such layers.
@@ -67,24 +66,22 @@ class MTPFamily:
 
     def prefix_at(self, config: Config, depth: int = 0) -> str:
         """Prefix of a layer's tensors in the original repository."""
-        layer = int(config.get("num_hidden_layers") or 0) + depth
-        return self.prefix.format(layer=layer, depth=depth)
+        return _at_depth(self.prefix, config, depth)
 
     def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
         """Prefixes of the layers found among tensors, in order."""
         # the original's, and those of conversions and of a repository of the layer alone
         forms = (self.prefix, "mtp.layers.{depth}.", "mtp.", "")
         for outer, form in product(("", "language_model.", "model."), forms):
-            family = replace(self, prefix=outer + form)
-            first = family.prefix_at(config)
+            first = _at_depth(outer + form, config, 0)
             if f"{first}{self.names['projection']}.weight" in names:
                 depths = count(1) if self.further != "again" and "{" in form else ()
-                further = (family.prefix_at(config, depth) for depth in depths)
+                further = (_at_depth(outer + form, config, depth) for depth in depths)
                 return [first, *takewhile(lambda p: any(n.startswith(p) for n in names), further)]
         return []
 
     def ours(self, num_layers: int = 1) -> dict[str, str]:
-        """Beginnings of a layer's names without prefix, the checkpoint's -> those of `MTPHead`.
+        """Map from beginnings of the checkpoint's names, without prefix, to those of `MTPHead`.
 
         The first that fits counts; num_layers: decoder layers in it.
         """
@@ -95,6 +92,11 @@ class MTPFamily:
             found[f"{theirs['norm']}."] = f"body.{self.final_norm}."
         found |= {self.layer + old: f"body.{self.here}{new}" for old, new in self.renamed.items()}
         return {**found, self.layer: f"body.{self.here}"}
+
+
+def _at_depth(prefix: str, config: Config, depth: int) -> str:
+    layer = int(config.get("num_hidden_layers") or 0) + depth
+    return prefix.format(layer=layer, depth=depth)
 
 
 def _names(theirs: str) -> dict[str, str]:
@@ -111,13 +113,13 @@ _HALVED = ("input_layernorm", "self_attn", "post_attention_layernorm")
 
 
 def _deepseek(architecture: str, names: Mapping[str, str] = _DEEPSEEK, **changes: Any) -> MTPFamily:
-    """The layer after the target's last, with experts; Ling's and Ring's have full attention."""
+    """DeepSeek's kind: a layer with experts, stored after the target's last one."""
     changes = {"first_k_dense_replace": 0, **changes}
     return MTPFamily(architecture, "model.layers.{layer}.", names, changes=changes)
 
 
 def _exaone_moe(config: Config, depth: int) -> Config:
-    """Its own kind of attention, and the others', by which mlx-lm decides on rotation."""
+    """Its own kind of attention, then the target's, by which mlx-lm decides on rotation."""
     kind, *_ = config.get("mtp_layer_types") or ["full_attention"]
     windows = config.get("mtp_sliding_windows")
     window = {"sliding_window": windows[0]} if kind == "sliding_attention" and windows else {}
@@ -132,12 +134,10 @@ class HalfLayer(nn.Module):  # type: ignore[misc]
         for part in (*_HALVED, "mlps"):
             self[part] = layer[part][:1]
 
-    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> mx.array:
+    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> Any:
         """States [batch, n, D] of n positions."""
-        attended = self.self_attn[0](self.input_layernorm[0](x), mask=mask, cache=cache[0])
-        x = x + attended
-        made: mx.array = x + self.mlps[0](self.post_attention_layernorm[0](x))
-        return made
+        x = x + self.self_attn[0](self.input_layernorm[0](x), mask=mask, cache=cache[0])
+        return x + self.mlps[0](self.post_attention_layernorm[0](x))
 
 
 def keep_half_of_its_layer(model: nn.Module) -> None:
@@ -147,7 +147,7 @@ def keep_half_of_its_layer(model: nn.Module) -> None:
 
 
 def _step(config: Config, depth: int) -> Config:
-    """The values of its layer; lists that end before it repeat their last."""
+    """The layer's entries of lists that have one a layer; the last one where a list is short."""
     at = config["num_hidden_layers"] + depth
     names = "layer_types rope_theta partial_rotary_factors swiglu_limits swiglu_limits_shared"
     said = {name: config[name] for name in names.split() if isinstance(config.get(name), list)}
@@ -156,7 +156,7 @@ def _step(config: Config, depth: int) -> Config:
 
 
 def _nemotron_h(config: Config, depth: int) -> Config:
-    """Several layers, each of one kind, that predict one token; by a pattern or by a list."""
+    """The kinds of the layers that predict a token together, from a list or a pattern."""
     kinds = {"hybrid_override_pattern": None, "layer_types": None}
     if config.get("mtp_layers_block_type"):
         return kinds | {"layers_block_type": config["mtp_layers_block_type"]}
@@ -239,6 +239,17 @@ OTHER_FORMULAS = {
 """Model type -> why its multi-token prediction is refused."""
 
 
+def text_part(config: Config) -> Config:
+    """The part of a config that is about its text model; all of it for most."""
+    return config.get("text_config") or config
+
+
+def layer_prefixes(config: Config, names: Collection[str]) -> list[str]:
+    """Prefixes of the prediction layers among a model's tensors; none for a family without any."""
+    found = family_of(config)
+    return [] if found is None else found[1].prefixes_in(names, text_part(config))
+
+
 def family_of(config: Config) -> tuple[str, MTPFamily] | None:
     """Model type and family of a config, its text part included."""
     return next(((n, FAMILIES[n]) for n in _model_types(config) if n in FAMILIES), None)
@@ -251,7 +262,7 @@ def other_formula(config: Config) -> str | None:
 
 def _model_types(config: Config) -> list[str]:
     """Model types of a config and its text part, also without the suffix of a part."""
-    whole = [str(c.get("model_type")) for c in (config, config.get("text_config") or {})]
+    whole = [str(c.get("model_type")) for c in (config, text_part(config))]
     return [name for w in whole for name in (w, w.removesuffix("_mtp").removesuffix("_text"))]
 
 
@@ -302,20 +313,19 @@ class MTPHead(RecurrentHead):
         self.further = [MTPHead(family, config, ends, depth) for depth in depths]
         self.kind = family.label if self.moves_on else f"layered {family.label}"
 
-    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> mx.array:
+    def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> Any:
         """States [batch, n, D] in place of the target's after its final norm."""
         parts = [self.embedding_norm(self.embed(tokens)), self.hidden_norm(states)]
         if self.family.hidden_first:
             parts.reverse()
-        made: mx.array = self.body(self.projection(mx.concatenate(parts, -1)), cache)
-        return made
+        return self.body(self.projection(mx.concatenate(parts, -1)), cache)
 
     def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of states [..., D], by the target's head or its own."""
         return super().draft_logits(self.norm(states))
 
     def choose_among(self, vocabulary: DraftVocabulary) -> None:
-        """Compute the logits of these tokens alone."""
+        """Restrict the logits to the tokens of a draft vocabulary."""
         self.vocabulary = vocabulary
         self.ends = self.ends.narrowed(vocabulary.ids)
 
@@ -332,24 +342,20 @@ class MTPHead(RecurrentHead):
         notes += super().notes()
         return [*notes, "the state comes first"] if self.family.hidden_first else notes
 
-    def variations(self) -> list[Variation]:
-        """Norms stored otherwise, another state, the other order."""
+    def variations(self) -> Iterator[Variation]:
+        """Norms stored as w - 1 or w, the other state, the other order of the projection."""
         less = "this file looks already shifted; load it with norms_less_one=False"
         more = "its norms look stored as w - 1; load it with norms_less_one=True"
         order = "its projection looks written for the other order, which is another family's"
         other = replace(self.family, hidden_first=not self.family.hidden_first)
-        shifted = [
-            Variation(self, "norms less one", less, norm_shift=-1.0),
-            Variation(self, "norms plus one", more, norm_shift=1.0),
-        ]
-        return [
-            *(shifted if "hidden_norm" in self.family.names else []),
-            *super().variations(),
-            Variation(self, "the other order of state and embedding", order, {"family": other}),
-        ]
+        if "hidden_norm" in self.family.names:
+            yield Variation(self, "norms less one", less, norm_shift=-1.0)
+            yield Variation(self, "norms plus one", more, norm_shift=1.0)
+        yield from super().variations()
+        yield Variation(self, "the other order of state and embedding", order, {"family": other})
 
 
-def one_layer_model(family: MTPFamily, config: Mapping[str, Any], depth: int = 0) -> nn.Module:
+def one_layer_model(family: MTPFamily, config: Config, depth: int = 0) -> nn.Module:
     """A model of the family's architecture with the decoder layer alone, random weights."""
     module = importlib.import_module(f"mlx_lm.models.{family.architecture}")
     changes = family.changes(config, depth) if callable(family.changes) else family.changes
@@ -391,7 +397,7 @@ def mtp_weights(
 
 
 def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
-    """Experts that are still one by one, as mlx-lm stacks them; quantized ones too."""
+    """Stack experts that are stored one by one, as mlx-lm has them; quantized ones too."""
     parts: dict[str, dict[int, mx.array]] = {}
     for name in list(weights):
         if found := re.fullmatch(r"(.*mlp\.)experts\.(\d+)\.(.+)", name):
@@ -401,7 +407,7 @@ def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
 
 
 def less_one(tensors: Mapping[str, mx.array]) -> bool:
-    """True if a decoder layer's norms look stored as w - 1, where a file does not tell.
+    """Guess from their means whether norms are stored as w - 1.
 
     Means in heads published for Qwen 3.5 and 3.6 are up to 0.6, or from 1.3 (MTPLX, issue 301).
     """

@@ -10,95 +10,73 @@ a matrix over the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, cast
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.contracts import ROOT, Draft, DraftContext, FeatureRows
+from specdec_mlx.contracts import DraftContext, FeatureRows
 from specdec_mlx.drafters.drawing import fit_width
-from specdec_mlx.drafters.heads.drafter import Head
+from specdec_mlx.drafters.heads.drafter import Config, Head
 from specdec_mlx.drafters.heads.eagle import SLIDING, LayersConfig, LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
-from specdec_mlx.drafters.writing import WritesAtOnce
+from specdec_mlx.drafters.writing import AtOnceSession, Parents, places_after
 from specdec_mlx.token_ids import to_ids
 
 
 class BlockSession(HeadSession):
-    """Drafts at most the head's `most_drafted` tokens by one pass, after its `read`."""
+    """A session whose head drafts up to `most_drafted` tokens in one pass over what it has read."""
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.cache = self.head.make_cache()
 
-    def length_for(self, limit: int) -> int:
-        """Tokens that may be drafted, after all rows were read; 0 before the prompt was."""
+    def begin_draft(self, limit: int) -> int:
+        """Read all states; `limit`, or what the head can draft, 0 before it was shown any."""
         self.read()
+        self.places = [0]
         return min(limit, self.head.most_drafted) if self.waiting.start else 0
 
     def read(self) -> list[Any]:
-        """Read all rows."""
+        """Add all states that wait to the head's caches."""
         if self.waiting.num_rows:
             self.head.read(self.waiting.take(self.waiting.num_rows), self.cache)
         return [getattr(kept, "state", kept) for kept in self.cache]
 
 
-class OnePassSession(WritesAtOnce, BlockSession):
+class OnePassSession(AtOnceSession, BlockSession):
     """All tokens at once, by the head's `guesses`."""
 
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Logits [n, V] of the next n <= limit tokens; None before the prompt was read."""
-        length = self.length_for(limit)
-        if length == 0:
-            return None
-        logits: mx.array = self.head.guesses(self.tokens[-1], length, self.cache)
-        return logits
+    def begin_draft(self, limit: int) -> int:
+        """Run the head for all logits of the draft."""
+        if length := super().begin_draft(limit):
+            self.logits = self.head.guesses(self.tokens[-1], length, self.cache)
+        return length
 
 
 class CorrectedSession(BlockSession):
-    """A block in one pass, then token by token: the head's `corrected` knows the token before."""
+    """A block in one pass, whose logits the head corrects token by token (`corrected`)."""
 
     def begin_draft(self, limit: int) -> int:
-        """Run the block; how many tokens may be drafted."""
-        length = self.length_for(limit)
-        if length:
+        """Run the head for the states and logits of the block."""
+        if length := super().begin_draft(limit):
             self.states = self.head.states(self.tokens[-1], length, self.cache)
             self.logits = self.head.logits(self.states)
-        self.depths: list[int] = []
-        self.num_asked = 0
         return length
 
-    def propose(self, limit: int) -> Draft:
-        """A chain, or a tree that is no deeper than the block."""
-        if not self.forks:
-            return super().propose(limit)
-        depth = self.begin_draft(limit)
-        if depth == 0:
-            return Draft()
-        first = self.next_logits(None)
-        return self.tree_draws().write(first, self.logits_after, limit, depth)
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
+        """Logits of the places after these tokens, corrected."""
+        before = to_ids(self.tokens[-1:]) if tokens is None else tokens
+        return self.at(places_after(self.places, tokens, parents), before)
 
-    def next_logits(self, token: mx.array | None) -> mx.array:
-        """Logits [1, V] of the block's next place."""
-        self.num_asked += 1
-        before = to_ids(self.tokens[-1:]) if token is None else token
-        return self.at([self.num_asked - 1], before)
-
-    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """Logits [n, V] of the places after tokens [n] of a tree; see `growing.NextRows`."""
-        depths = [1 if parent == ROOT else self.depths[parent] + 1 for parent in parents]
-        self.depths += depths
-        return self.at(depths, tokens)
-
-    def at(self, places: list[int], before: mx.array) -> mx.array:
+    def at(self, places: list[int], before: mx.array) -> Any:
         """Corrected logits [n, V] of n places of the block, after tokens [n]."""
         rows = mx.array(places)
-        logits: mx.array = self.head.corrected(self.logits[rows], self.states[rows], before)
-        return logits
+        return self.head.corrected(self.logits[rows], self.states[rows], before)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -117,10 +95,10 @@ class DFlashConfig(LayersConfig):
     logit_scale: float = 1.0
     logit_cap: float | None = None
     from_anchor: bool = False
-    options: Mapping[str, Any] = field(default_factory=dict)
+    options: Config = field(default_factory=dict)
 
     @classmethod
-    def read(cls, config: Mapping[str, Any], num_layers: int) -> DFlashConfig:
+    def read(cls, config: Config, num_layers: int) -> DFlashConfig:
         """From a config.json of z-lab or speculators; num_layers: the target's."""
         nested = {**config, **(config.get("dflash_config") or {})}
         layer = {"model_type": "qwen3", **(config.get("transformer_layer_config") or config)}
@@ -178,7 +156,7 @@ class DFlash(LayersHead):
         """Logits [n, V] of the n tokens after `token`, by a block that is not kept."""
         return self.logits(self.states(token, number, cache))
 
-    def states(self, token: int, number: int, cache: list[Any]) -> mx.array:
+    def states(self, token: int, number: int, cache: list[Any]) -> Any:
         """Normed states [n, D] of the places of these tokens."""
         tokens = to_ids([token, *[self.config.mask_token] * (self.config.block_size - 1)])
         h = self.ends.embed(tokens)[None] * self.config.embedding_scale
@@ -186,8 +164,7 @@ class DFlash(LayersHead):
             h = self.run(layer, h, self.mask(i, kept.offset, tokens.shape[0]), kept)
             kept.trim(tokens.shape[0])
         first = 0 if self.config.from_anchor else 1
-        normed: mx.array = self.norm(h[0, first : first + number])
-        return normed
+        return self.norm(h[0, first : first + number])
 
     def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any) -> Any:
         """States [1, B, D] of a block after a layer."""
@@ -229,17 +206,17 @@ class GroupedConvolution(nn.Module):  # type: ignore[misc]
         self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
 
     def around(self, part: Callable[[mx.array], Any], x: mx.array) -> mx.array:
-        """What a part makes of states [1, B, D], convolved before and after it."""
+        """Run a part of a layer on states [1, B, D], with a convolution before and after it."""
         _, taps, width = self.base_kernel.shape
         dynamic = self.kernel_projection(x).reshape(*x.shape[:2], 2, taps, -1)
         kernels = mx.repeat(dynamic, width // dynamic.shape[-1], axis=-1) + self.base_kernel
-        for side in range(2):
-            if side:
-                x = part(x)
+
+        def convolved(x: mx.array, side: int) -> mx.array:
             size = x.shape[1]
             earlier = [mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :size] for back in range(taps)]
-            x = (kernels[:, :, side] * mx.stack(earlier, axis=2)).sum(axis=2)
-        return x
+            return (kernels[:, :, side] * mx.stack(earlier, axis=2)).sum(axis=2)
+
+        return convolved(part(convolved(x, 0)), 1)
 
 
 class Selector(nn.Module):  # type: ignore[misc]
@@ -266,20 +243,14 @@ def rows_of(table: mx.array, ids: mx.array) -> mx.array:
     return table[mx.minimum(ids, table.shape[0] - 1)]
 
 
-class CorrectedDFlash(DFlash):
-    """A DFlash head that corrects a place's logits by the token before it."""
-
-    session = CorrectedSession
-    corrected: Callable[[mx.array, mx.array, mx.array], mx.array]
-
-
-class DFlash2(CorrectedDFlash):
+class DFlash2(DFlash):
     """A DFlash 2 head: convolutions within the block, and a choice among the top tokens.
 
     The authors' sampler knows the temperature alone; here drafts keep to the target's filters.
     """
 
     kind = "DFlash 2"
+    session = CorrectedSession
 
     def __init__(self, config: DFlashConfig, ends: TargetEnds, *args: Any) -> None:
         super().__init__(config, ends, *args)
@@ -316,18 +287,19 @@ class Markov(nn.Module):  # type: ignore[misc]
         if gated:
             self.gate_proj = nn.Linear(width + rank, rank)
 
-    def bias(self, states: mx.array, before: mx.array) -> mx.array:
+    def bias(self, states: mx.array, before: mx.array) -> Any:
         """Bias [n, V] of n places with states [n, D] after tokens [n]."""
         made = self.markov_w1(mx.minimum(before, self.markov_w1.weight.shape[0] - 1))
         if "gate_proj" in self:
             made = made * mx.sigmoid(self.gate_proj(mx.concatenate([states, made], axis=-1)))
-        return cast(mx.array, self.markov_w2(made))
+        return self.markov_w2(made)
 
 
-class DSpark(CorrectedDFlash):
+class DSpark(DFlash):
     """A DSpark head, for Qwen3 or Gemma 4. Its estimate of confidence is not read."""
 
     kind = "DSpark"
+    session = CorrectedSession
 
     def __init__(self, config: DFlashConfig, ends: TargetEnds, *args: Any) -> None:
         super().__init__(config, ends, *args)
@@ -369,7 +341,7 @@ class Medusa(Head):
             self.lm_heads = [nn.Linear(width, own_heads, bias=False) for _ in heads]
 
     def make_cache(self) -> list[Any]:
-        """Space for the last state."""
+        """An empty list, for the last state."""
         return []
 
     def read(self, rows: mx.array, cache: list[Any]) -> None:
@@ -415,7 +387,7 @@ class PardDrafter(ModelDrafter):
         return PardSession(self, prompt, context)
 
 
-class PardSession(WritesAtOnce, ModelSession):
+class PardSession(AtOnceSession, ModelSession):
     """A generation of the draft model; its caches never hold more than the text."""
 
     def __init__(self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext) -> None:
@@ -427,16 +399,17 @@ class PardSession(WritesAtOnce, ModelSession):
         """True if its drafts are trees; these take no pass of their own."""
         return self.branches > 1
 
-    def all_logits(self, limit: int) -> mx.array | None:
-        """Logits [n, V] of the next n <= limit tokens; None for a limit of 0."""
+    def begin_draft(self, limit: int) -> int:
+        """Feed the text, and a mask for each token of the draft but the first."""
         if limit == 0:
-            return None
+            return 0
         self.catch_up()
+        self.places = [0]
         room = self.rollback.widest_pass()
         pending = self.tokens[self.rollback.position :]
         length = limit if room is None else min(limit, 1 + room - len(pending))
         self.rollback.checkpoint()
         masks = [self.mask_token] * (length - 1)
-        logits = self.feed(to_ids([*pending, *masks]))[-length:]
+        self.logits = self.feed(to_ids([*pending, *masks]))[-length:]
         self.rollback.rewind_to(len(self.tokens))
-        return logits
+        return length

@@ -14,30 +14,20 @@ lags k positions, until x_{t+1+k} is known; a draft reads those with drafted tok
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.contracts import (
-    MANY_WAITING,
-    MOST_WAITING,
-    Draft,
-    DraftContext,
-    FeatureRows,
-    GoesOn,
-)
-from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.drafters.drawing import Pace, draft_to, draft_while
-from specdec_mlx.drafters.writing import Writes
-from specdec_mlx.sampling.distribution import sampling_of_drafts
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.tree_passes import GrowingRows, pass_over, teach_depths, view_of
+from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
+from specdec_mlx.drafters.writing import Parents, WritingSession
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.rollback import Rollback, states_of
+from specdec_mlx.verify.tree_passes import GrowingRows, pass_over, teach_depths, view_of
 
 
-class WaitingRows:
-    """Rows [n, W], in parts, of consecutive positions from `start` on that were not read yet."""
+class Unread:
+    """States [n, W], in parts, of consecutive positions from `start` on that were not read yet."""
 
     def __init__(self) -> None:
         self.start = self.num_rows = 0
@@ -51,43 +41,22 @@ class WaitingRows:
     def take(self, num_rows: int) -> mx.array:
         """Remove and return the first rows, at most as many as there are."""
         rows = mx.concatenate(self.parts)
-        taken, left = rows[:num_rows], rows[num_rows:]
-        self.parts, self.num_rows = [left] if left.shape[0] else [], left.shape[0]
+        taken, rest = rows[:num_rows], rows[num_rows:]
+        self.parts, self.num_rows = [rest] if rest.shape[0] else [], rest.shape[0]
         self.start += taken.shape[0]
         return taken
 
 
-class HeadSession(Writes):
-    """A session that drafts token by token; an earlier turn in the target's caches is unknown.
+class HeadSession(WritingSession):
+    """A head's side of a generation; an earlier turn in the target's caches is unknown to it.
 
-    on_close: called with the text [n] at the end. read: reads rows ahead of a draft; the arrays to
-    evaluate for that. begin_draft: reads the rows; how many tokens may be drafted. next_logits: [1,
-    V] after a token, or after the text. logits_after: see `growing.NextRows`.
+    waiting: the target's states that it was shown.
     """
 
-    read: Callable[[], list[Any]]
-    begin_draft: Callable[[int], int]
-    next_logits: Callable[[mx.array | None], mx.array]
-    logits_after: Callable[[mx.array, Sequence[int]], mx.array]
-
     def __init__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> None:
-        self.on_close: Callable[[Sequence[int]], None] | None = None
-        self.branches = drafter.branches
-        self.nodes = Chances.of("model")
-        self.tree = None
+        super().__init__(drafter, list(prompt)[context.num_unseen :], context)
         self.head = drafter.head
-        how = {"greedy": drafter.greedy, "draft_temp": drafter.draft_temp}
-        self.sampling = sampling_of_drafts(context.sampling, **how)
-        self.context = context
-        self.tokens = list(prompt)[context.num_unseen :]
-        self.num_prompt = len(self.tokens)
-        self.waiting = WaitingRows()
-        self.pace = Pace()
-
-    @property
-    def forks(self) -> bool:
-        """True if its drafts are trees."""
-        return self.branches > 1
+        self.waiting = Unread()
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions; a long prompt is read chunk by chunk."""
@@ -96,42 +65,23 @@ class HeadSession(Writes):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Take the tokens emitted."""
-        if self.tree is not None:
-            self.tree.learn(tokens)
-            self.tree = None
-        self.tokens += tokens
+        super().observe(tokens)
         self._read_if_many()
 
     def _read_if_many(self) -> None:
         if self.waiting.num_rows >= MOST_WAITING:
             mx.async_eval(self.read())
 
+    def read(self) -> list[Any]:
+        """Read what can be before a draft; the arrays to compute for it, by default none."""
+        return []
+
     def close(self, length: int) -> None:
         """End the generation; the text has `length` tokens."""
-        if self.on_close is not None:
-            self.on_close(self.tokens[: length - self.context.num_unseen])
-
-    def propose(self, limit: int) -> Draft:
-        """`limit` tokens as one lazy graph, or a tree; empty before anything was read."""
-        length = self.begin_draft(limit)
-        if length and self.forks:
-            return self.tree_draws().write(self.next_logits(None), self.logits_after, limit)
-        draft = draft_to(length, self.draws(length), self.next_logits)
-        self.end_draft()
-        return draft
-
-    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """Up to `limit` tokens, as long as they are worth it; see `draft_while`."""
-        length = self.begin_draft(limit)
-        draft = draft_while(length, self.draws(), self.next_logits, goes_on, self.pace)
-        self.end_draft()
-        return draft
-
-    def end_draft(self) -> None:
-        """Release what was held for the draft."""
+        super().close(length - self.context.num_unseen)
 
 
-class Level(WaitingRows):
+class Level(Unread):
     """One layer in a generation; its caches hold num_read positions and the latest draft."""
 
     def __init__(self, layer: Any) -> None:
@@ -140,15 +90,18 @@ class Level(WaitingRows):
         self.rollback = Rollback(layer.make_cache())
         self.num_read = 0
 
-    def step(self, states: mx.array, tokens: mx.array) -> mx.array:
+    def step(self, states: mx.array, tokens: mx.array) -> Any:
         """States [n, D] of n further positions, from states [n, D] and tokens [n]."""
-        made: mx.array = self.layer.step(states, tokens, self.rollback.caches)
+        made = self.layer.step(states, tokens, self.rollback.caches)
         self.rollback.advance(states.shape[0])
         return made
 
 
 class RecurrentSession(HeadSession):
-    """Reads pairs as they become known, and drafts from the state [1, D] of the last one."""
+    """Reads pairs as they become known, and drafts from the state [1, D] of the last one.
+
+    drafted: tokens of the draft. made: states that its next step starts from.
+    """
 
     waiting: Level
     drafted: list[mx.array]
@@ -164,7 +117,7 @@ class RecurrentSession(HeadSession):
     @property
     def forks(self) -> bool:
         """True if trees were asked for and its caches take them."""
-        return self.branches > 1 and self.waiting.rollback.takes_trees()
+        return super().forks and self.waiting.rollback.takes_trees()
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions, for every layer that reads the target."""
@@ -173,10 +126,10 @@ class RecurrentSession(HeadSession):
         super().see(features)
 
     def begin_draft(self, limit: int) -> int:
-        """`limit`, or the number of layers; 0 before a pair was read."""
+        """Read all pairs; `limit`, or the number of layers, 0 before there was a pair."""
         if limit == 0:
             return 0
-        if self.waiting.num_rows >= MANY_WAITING:
+        if self.waiting.num_rows >= MANY_WAITING:  # all but the last for keys and values alone
             self._read_pairs(but=1)
         self._read_pairs()
         if self.state is None:
@@ -187,21 +140,22 @@ class RecurrentSession(HeadSession):
         self.rows = GrowingRows()
         return limit if self.head.moves_on else min(limit, len(self.levels))
 
-    def next_logits(self, token: mx.array | None) -> mx.array:
+    def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
         """Logits of the state of the last pair, then of steps over drafted tokens."""
-        made: Any = self.state
-        level = self.waiting
-        if token is not None:
-            self.drafted.append(token)
+        made, level = self.state, self.waiting
+        if tokens is not None and parents is not None:
+            made = self._grow(tokens, parents)
+        elif tokens is not None:
+            self.drafted.append(tokens)
             level = self.levels[min(len(self.drafted), len(self.levels) - 1)]
+            # a layer of its own reads the states for which it lacked a token until now, too
             rows = mx.concatenate([*([] if self.head.moves_on else level.parts), *self.made])
             made = level.step(rows, mx.concatenate(self.drafted[-rows.shape[0] :]))[-1:]
             self.made = [made] if self.head.chained else []
-        logits: mx.array = level.layer.logits(made)
-        return logits
+        return level.layer.logits(made)
 
-    def logits_after(self, tokens: mx.array, parents: Sequence[int]) -> mx.array:
-        """Logits of a step from the states of the parents."""
+    def _grow(self, tokens: mx.array, parents: Sequence[int]) -> Any:
+        """States [n, D] of further nodes of a tree, from the states of their parents."""
         teach_depths(self.head)
         rows, rollback = self.rows.further(parents), self.waiting.rollback
         states = self.made[0][mx.array(list(parents)) + 1]
@@ -210,13 +164,12 @@ class RecurrentSession(HeadSession):
             made = self.head.step(states, tokens, views)
         rollback.advance(len(rows))
         self.made = [mx.concatenate([*self.made, made])]
-        logits: mx.array = self.head.logits(made)
-        return logits
+        return made
 
     def read(self) -> list[Any]:
         """Read the complete pairs but the last: the last layer computes only keys and values."""
         self._read_pairs(but=1)
-        states = [cache.state for level in self.levels for cache in level.rollback.caches]
+        states = [array for level in self.levels for array in states_of(level.rollback.caches)]
         return [*states, *(level.parts for level in self.levels[1:])]
 
     def _read_pairs(self, but: int = 0) -> None:

@@ -12,10 +12,10 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.drafters.lighter import HEADS, some_rows
 from specdec_mlx.errors import HeadError
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.strategies import leaves, window_of
-from specdec_mlx.target.taps import READABLE
-from specdec_mlx.target.watching import watching
+from specdec_mlx.models import PerModel
+from specdec_mlx.verify.strategies import leaves, window_of
+from specdec_mlx.verify.taps import READABLE
+from specdec_mlx.verify.watching import watching
 
 
 @dataclass(frozen=True)

@@ -19,12 +19,17 @@ import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts.trees import path_to
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.recurrent_states import ways_back
-from specdec_mlx.target.rounding import is_rounding
-from specdec_mlx.target.row_caches import RowCaches
-from specdec_mlx.target.strategies import leaves, window_of
-from specdec_mlx.target.tree_passes import (
+from specdec_mlx.models import PerModel
+from specdec_mlx.verify.recurrent_states import (
+    in_steps,
+    is_rounding,
+    recurrent_states_of,
+    ways_back,
+)
+from specdec_mlx.verify.rollback import Rollback, wait_for
+from specdec_mlx.verify.row_caches import RowCaches
+from specdec_mlx.verify.strategies import leaves, window_of
+from specdec_mlx.verify.tree_passes import (
     TreeRows,
     chooses_blocks,
     is_rope,
@@ -90,8 +95,11 @@ class ProbeReport:
                 f"{row.context:>7}  {row.width:>5}  {row.max_difference:>14.2e}  "
                 f"{row.argmax_flips:>5}  {verdict}"
             )
-        where_not = "not exact where it says so, and switches itself off there"
-        lines.append(f"Drafting is {'exact on this model' if self.exact else where_not}.")
+        how = "exact where it does not say otherwise, and switches itself off where it does"
+        if self.exact:
+            is_bitwise = all(row.bitwise for row in self.rows)
+            how = "exact on this model" + ", up to the rounding of near ties" * (not is_bitwise)
+        lines.append(f"Drafting is {how}.")
         return "\n".join(lines)
 
 
@@ -172,7 +180,7 @@ def _is_exact(model: nn.Module, place: Place, on_trees: bool) -> bool:
         model,
         f"{place.name} gives other logits for several positions at once than one by one (by up to "
         f"{worst:.2g}), so nothing is drafted there. The text is right, as fast as plain decoding. "
-        "See specdec_mlx.probe(model)",
+        "Run specdec-mlx probe to see by how much",
     )
     return False
 
@@ -194,8 +202,9 @@ def _can_hold_rows(model: nn.Module) -> bool:
     reason = "its caches cannot be held in rows"
     if rows is not None:
         try:
-            if _texts_report(model, rows).exact:
-                return True
+            with in_steps(model, max(TEXT_WIDTHS)):
+                if _texts_report(model, rows).exact:
+                    return True
             reason = "its texts differ from what they are alone"
         except Exception as error:
             reason = f"it fails with {type(error).__name__}"
@@ -247,7 +256,7 @@ def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
     caches = [later(cache, shift) for cache in make_prompt_cache(model)]
     for i in range(0, tokens.shape[0], STEP):
         model(tokens[None, i : i + STEP], cache=caches)
-        mx.eval([cache.state for cache in caches])
+        wait_for(caches)
     return caches
 
 
@@ -262,9 +271,10 @@ def _compare(model: nn.Module, place: Place, widths: Sequence[int]) -> list[Widt
         steps.append(model(tokens[None, context + i, None], cache=single)[0])
         mx.eval(steps[-1])  # passes in one graph may be run in another order on each rank
     expected = mx.concatenate(steps)
-    reports = []
+    states, reports = recurrent_states_of(model), []
     for width in widths:
-        logits = model(tokens[None, context : context + width], cache=copy.deepcopy(start))[0]
+        rollback = Rollback(copy.deepcopy(start), states=states)
+        logits = rollback.forward(model, tokens[context : context + width])
         report = _report(width, context + shift, logits, expected[:width])
         agrees = not shift or _ropes_agree(model, context + shift, width)
         reports.append(replace(report, exact=report.exact and agrees))

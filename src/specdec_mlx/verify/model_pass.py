@@ -11,13 +11,13 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.exactness import exact_until, warn_of_chains
-from specdec_mlx.target.inputs import CacheOptions
-from specdec_mlx.target.recurrent_states import recurrent_states_of
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.taps import Taps, check_readable, keys_values_of
-from specdec_mlx.target.tree_passes import TreeRows
+from specdec_mlx.models import PerModel
+from specdec_mlx.verify.exactness import exact_until, warn_of_chains
+from specdec_mlx.verify.inputs import CacheOptions
+from specdec_mlx.verify.recurrent_states import recurrent_states_of
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.taps import Taps, check_readable, keys_values_of
+from specdec_mlx.verify.tree_passes import TreeRows
 
 
 def _vocab_size(model: nn.Module) -> int:

@@ -8,8 +8,8 @@ would, no further than the first rejected token.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence, Set
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ import numpy as np
 
 from specdec_mlx.contracts import (
     NO_DRAFT,
+    ROOT,
     AcceptanceRule,
     Agreement,
     Draft,
@@ -34,14 +35,18 @@ from specdec_mlx.errors import DraftError, LogitsError, VerdictError
 from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.registry import make_rule, tree_rule_for
 from specdec_mlx.stats.counterfactual import Counterfactual, chances
-from specdec_mlx.target.inputs import check_draft, check_drafted
-from specdec_mlx.target.model_pass import ModelPass
-from specdec_mlx.target.next_token import NextToken, RoundNoise, Rows, existing, is_pure
-from specdec_mlx.target.rollback import Rollback
 from specdec_mlx.token_ids import read_all, to_ids, to_list
+from specdec_mlx.verify.inputs import check_draft, check_drafted
+from specdec_mlx.verify.model_pass import ModelPass
+from specdec_mlx.verify.next_token import NextToken, RoundNoise, Rows, existing, is_pure
+from specdec_mlx.verify.rollback import Rollback
 
 NO_TOKENS = mx.array([], mx.uint32)
 
+NOT_FINITE = (
+    "The target's logits for the next token are not finite. Check the weights, the dtype and the "
+    "logits processors."
+)
 MASS_TOLERANCE = 1e-3  # most that a draft's distribution may be off from summing to 1, in float32
 
 
@@ -54,7 +59,7 @@ class LazyPass:
 
     draft: Draft
     num_fed: int
-    logprobs: mx.array
+    logprobs: list[mx.array]
     verdict: Verdict | Agreement | TreeVerdict
     results: dict[str, mx.array]
     counterfactual: Counterfactual | None = None
@@ -64,13 +69,13 @@ class LazyPass:
     @property
     def to_compute(self) -> list[mx.array]:
         """The arrays that the device begins with."""
-        return [*self.results.values(), self.logprobs]
+        return [*self.results.values(), *self.logprobs]
 
     @property
     def next_token(self) -> mx.array:
         """Token after an empty draft, not computed yet."""
         tokens = self.results["target_tokens"]
-        return existing(tokens, self.logprobs.shape[-1]) if self.is_sampled else to_ids(tokens)
+        return existing(tokens, self.logprobs[0].shape[-1]) if self.is_sampled else to_ids(tokens)
 
     def wait(self) -> None:
         """Wait until it is computed."""
@@ -78,18 +83,18 @@ class LazyPass:
 
     def read(self) -> Outcome:
         """The outcome; the only host synchronisation of a round."""
-        vocab_size = self.logprobs.shape[-1]
+        vocab_size = self.logprobs[0].shape[-1]
         if not len(self.draft.tokens):  # every line of the host shows beside plain decoding
             tokens, scales = read_all(self.results["target_tokens"], self.results["scales"])
-            _check_logits(scales, [0])
+            if not math.isfinite(scales[0][0]):
+                raise LogitsError(NOT_FINITE)
             _check_next_token(tokens[0], vocab_size)
             return Outcome(range(0), tokens)
         numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
         drafted = numbers.get("drafted", self.draft.tokens)
         check_drafted(numbers.get("drafted", ()), vocab_size)
         _check_verdict(self.verdict, numbers, len(drafted))
-        outcome = self.verdict.outcome(numbers, drafted)
-        _check_logits(numbers["scales"], [0, *[i + 1 for i in outcome.kept]])
+        outcome = _before_failure(self.verdict.outcome(numbers, drafted), numbers["scales"])
         _check_next_token(outcome.tokens[-1], vocab_size)
         if "masses" in numbers:
             check_distribution(numbers["masses"], numbers["own"])
@@ -100,54 +105,63 @@ class LazyPass:
 
 @dataclass
 class RowByRowPass:
-    """A round whose rows go through callables of the caller's one at a time, in order."""
+    """A round whose rows go through callables of the caller's one at a time, in order.
+
+    ends: tokens after which no draft is of use.
+    """
 
     draft: Draft
     num_fed: int
-    logprobs: mx.array
+    logits: mx.array
     distribution: NextToken
     position: int
+    ends: Set[int] = frozenset()
     features: FeatureRows | None = None
+    logprobs: list[mx.array] = field(default_factory=list)
 
     @property
     def to_compute(self) -> list[mx.array]:
         """The arrays that the device begins with."""
-        return [self.logprobs]
+        return [self.logits]
 
     @cached_property
     def _first_row(self) -> tuple[mx.array, mx.array, mx.array]:
+        if self.distribution.has_failed:  # the processors have seen it, in the round before
+            raise LogitsError(NOT_FINITE)
         return self._row(0, [])
 
     @property
     def next_token(self) -> mx.array:
         """Token after an empty draft, not computed yet."""
-        return existing(self._first_row[0], self.logprobs.shape[-1])
+        return existing(self._first_row[0], self.logits.shape[-1])
 
     def wait(self) -> None:
         """Wait until the rows are computed."""
-        mx.eval(self.logprobs)
+        mx.eval(self.logits)
 
     def read(self) -> Outcome:
         """The outcome."""
         drafted = to_list(self.draft.tokens)
-        check_drafted(drafted, self.logprobs.shape[-1])
+        drafted = drafted[: len(Draft(drafted).until(self.ends))]
+        check_drafted(drafted, self.logits.shape[-1])
         tokens: list[int] = []
-        rows: list[mx.array] = []
         while len(tokens) <= len(drafted) and tokens == drafted[: len(tokens)]:
             row = len(tokens)
             token, bad, logprobs = self._row(row, drafted[:row]) if row else self._first_row
             token_id, is_bad = to_list(mx.concatenate([token, bad]))
-            if is_bad:
-                raise _logits_error(row)
+            if is_bad and not row:
+                raise LogitsError(NOT_FINITE)
+            if is_bad:  # what came before is handed out first
+                self.distribution.has_failed = True
+                return Outcome(range(row), tokens)
             tokens.append(token_id)
-            rows.append(logprobs)
-        _check_next_token(tokens[-1], self.logprobs.shape[-1])
-        self.logprobs = mx.concatenate(rows)
+            self.logprobs.append(logprobs)
+        _check_next_token(tokens[-1], self.logits.shape[-1])
         return Outcome(range(len(tokens) - 1), tokens)
 
     def _row(self, row: int, before: list[int]) -> tuple[mx.array, mx.array, mx.array]:
         """The target's token [1] after draft tokens, 1 if its logits are not finite, [1, V]."""
-        logits = self.distribution.process_row(self.logprobs[row : row + 1], before)
+        logits = self.distribution.process_row(self.logits[row : row + 1], before)
         scale = mx.logsumexp(logits, axis=-1, keepdims=True)
         token = self.distribution.draw(logits - scale, self.position + row)
         return token, ~mx.isfinite(scale[0]).astype(mx.bool_), logits - scale
@@ -169,7 +183,8 @@ class Verifier:
     ) -> None:
         self.model_pass = model_pass
         self.distribution = next_token
-        self.rule = make_rule(rule)
+        is_opaque = next_token.by_row or next_token.sampling is None
+        self.rule = make_rule(rule, is_seeded=next_token.noise.is_given and not is_opaque)
         self.tree_rule = tree_rule_for(self.rule)
         self.counterfactual = counterfactual
         self.feed = model_pass.feed
@@ -179,7 +194,10 @@ class Verifier:
         self.widest_pass = model_pass.widest
         self.quantize = model_pass.quantize
         self.extend_history = next_token.extend_history
-        if next_token.by_row or next_token.sampling is None:
+        self.show_end = next_token.show_end
+        self.remembers = next_token.remembers
+        self.end_tokens: Set[int] = frozenset()
+        if is_opaque:
             _check_needs(self.rule, counterfactual)
 
     @property
@@ -188,7 +206,8 @@ class Verifier:
         return self.model_pass.rollback
 
     def draft_context(self, tokenizer: Any, draft_cache: list[Any] | None) -> DraftContext:
-        """The target as a drafter may know it."""
+        """The target as a drafter may know it; of its tokenizer the tokens that end a text."""
+        self.end_tokens = frozenset(getattr(tokenizer, "eos_token_ids", None) or ())
         return DraftContext(
             sampling=self.distribution.sampling,
             noise=self.distribution.noise,
@@ -239,13 +258,14 @@ class Verifier:
     ) -> LazyPass | RowByRowPass:
         """The round of a pass that was made, lazy; logits: [K+1, V] from the last pending on."""
         if self.distribution.by_row:
-            return RowByRowPass(draft, num_fed, logits, self.distribution, position)
+            own = self.distribution
+            return RowByRowPass(draft, num_fed, logits, own, position, self.end_tokens)
         processed = self.distribution.process(logits, drafted, draft.parents)
         rows = Rows(processed, self.distribution, position, draft.parents)
         verdict: Verdict | Agreement | TreeVerdict
         if not len(draft.tokens):
             results = {"scales": rows.scales, "target_tokens": rows.tokens}
-            pass_ = LazyPass(NO_DRAFT, num_fed, rows.logprobs, Agreement(rows.tokens), results)
+            pass_ = LazyPass(NO_DRAFT, num_fed, [rows.logprobs], Agreement(rows.tokens), results)
             pass_.is_sampled = not rows.has_distribution
             return pass_
         as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
@@ -265,12 +285,18 @@ class Verifier:
         if self.counterfactual is not None:
             q = point_mass(drafted, rows.probs) if q is None else q
             results["chances"] = chances(rows.probs, drafted, q)
-        return LazyPass(draft, num_fed, rows.logprobs, verdict, results, self.counterfactual)
+        return LazyPass(draft, num_fed, rows.each(), verdict, results, self.counterfactual)
 
     def checked(self, draft: Draft, *, may_fork: bool = True) -> Draft:
-        """A draft, of a tree the first chain where it must be one; DraftError for what is none."""
+        """A draft until its end tokens, of a tree the first chain where it must be one.
+
+        Raises DraftError for what is none.
+        """
         if len(draft.tokens):
             check_draft(draft, self.vocab_size())
+            is_known = not isinstance(draft.tokens, mx.array)
+            if is_known and not self.end_tokens.isdisjoint(draft.tokens):
+                draft = draft.until(self.end_tokens)
             if draft.parents is not None and not (may_fork and self.takes_trees()):
                 return draft.first_chain()
         return draft
@@ -346,18 +372,17 @@ def _check_next_token(token: int, vocab_size: int) -> None:
         )
 
 
-def _logits_error(row: int) -> LogitsError:
-    return LogitsError(
-        f"The target's logits are not finite at token {row} of this round. Check the weights, the "
-        "dtype and the logits processors."
-    )
+def _before_failure(outcome: Outcome, scales: Sequence[Sequence[float]]) -> Outcome:
+    """The tokens before the first row of log-sum-exps that is not finite; without one, LogitsError.
 
-
-def _check_logits(scales: Sequence[Sequence[float]], rows: Sequence[int]) -> None:
-    """Raise LogitsError for the first of these rows whose log-sum-exp is not finite."""
-    for i, row in enumerate(rows):
-        if not math.isfinite(scales[row][0]):
-            raise _logits_error(i)
+    The next round finds that row again, as its first, when these tokens have been handed out.
+    """
+    for i, node in enumerate((ROOT, *outcome.kept)):
+        if not math.isfinite(scales[node + 1][0]):
+            if i == 0:
+                raise LogitsError(NOT_FINITE)
+            return Outcome(outcome.kept[:i], outcome.tokens[:i])
+    return outcome
 
 
 def check_distribution(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:

@@ -13,12 +13,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, Drafter, PendingPass, ReadsTarget, all_drafters
-from specdec_mlx.target.exactness import can_hold_rows
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.row_caches import RowCaches
-from specdec_mlx.target.taps import Tap
-from specdec_mlx.target.verifier import Verifier
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.exactness import can_hold_rows
+from specdec_mlx.verify.recurrent_states import in_steps
+from specdec_mlx.verify.rollback import Rollback, wait_for
+from specdec_mlx.verify.row_caches import RowCaches
+from specdec_mlx.verify.taps import Tap
+from specdec_mlx.verify.verifier import Verifier
 
 
 @dataclass
@@ -85,7 +86,7 @@ class RowPasses:
     def read(self, texts: Sequence[Sequence[int]]) -> None:
         """Feed tokens to all rows for the caches alone, at least one to each, and wait for it."""
         self.caches.feed(self.model, texts)
-        mx.eval([cache.state for cache in self.caches.caches])
+        wait_for(self.caches.caches)
         mx.clear_cache()
         self._move()
 
@@ -98,7 +99,7 @@ class RowPasses:
         drafted = [v.drafted_ids(r.draft) for v, r in zip(self.verifiers, rounds, strict=True)]
         fed = [round_.fed(ids) for round_, ids in zip(rounds, drafted, strict=True)]
         all_taps = [verifier.model_pass.taps for verifier in self.verifiers]
-        with ExitStack() as stack:
+        with in_steps(self.model, max(map(len, fed))), ExitStack() as stack:
             different = {taps.wanted: taps for taps in all_taps if taps is not None}
             rows_of = {w: stack.enter_context(taps.watched()) for w, taps in different.items()}
             logits = self.caches.feed(self.model, fed)

@@ -31,16 +31,17 @@ from specdec_mlx.contracts import (
     all_drafters,
     key_of,
     models_of,
+    optional,
 )
 from specdec_mlx.draft_length.policy import DraftLength, Fixed
+from specdec_mlx.engine.drafting import Drafting
+from specdec_mlx.engine.features import FeatureFeed
 from specdec_mlx.errors import DraftError, RankError
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.rounds.drafting import Drafting
-from specdec_mlx.rounds.features import FeatureFeed
+from specdec_mlx.models import PerModel
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.inputs import check_draft, noise_of
-from specdec_mlx.target.rollback import refuse
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.verify.inputs import check_draft, noise_of
+from specdec_mlx.verify.rollback import refuse, wait_for
 
 MOST_TOKENS = 64  # longest draft of a generation on several ranks; its message has room for them
 
@@ -140,8 +141,9 @@ def shared_noise(ranks: Ranks | None, seed: int | None) -> Noise:
     noise = noise_of(seed)
     if ranks is None:
         return noise
-    low, high = ranks.gather([noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)])[0]
-    return Noise(high << WORD | low)
+    words = noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)
+    low, high, is_given = ranks.gather([*words, noise.is_given])[0]
+    return Noise(high << WORD | low, is_given=bool(is_given))
 
 
 def check_drafts_alone(drafter: Drafter | None) -> None:
@@ -189,7 +191,7 @@ class SharedDrafting(Drafting):
         self.first_end = 0
         self._num_met = 0  # tokens of the text at the latest meeting
         self._everywhere = [
-            key_of(part) for part in all_drafters(drafter) if getattr(part, "on_every_rank", False)
+            key_of(part) for part in all_drafters(drafter) if optional(part, "on_every_rank")
         ]
 
     def begin(self, context: DraftContext) -> None:
@@ -338,4 +340,4 @@ class SharedDrafting(Drafting):
         """Close the session; no pass may be under way when the caller sends something."""
         super().close(end)
         if self.keeps_cache and self.is_alike:
-            mx.eval([cache.state for cache in self.target.rollback.caches])
+            wait_for(self.target.rollback.caches)

@@ -17,8 +17,8 @@ from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make
 
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues, ReadsCache
 from specdec_mlx.errors import UnreadableError
-from specdec_mlx.target.strategies import leaves
-from specdec_mlx.target.watching import watching
+from specdec_mlx.verify.strategies import leaves
+from specdec_mlx.verify.watching import watching
 
 NUM_WATCHED = 7
 """Positions of the watched pass; no other axis, such as streams side by side, is as long."""

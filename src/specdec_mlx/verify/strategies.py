@@ -205,7 +205,7 @@ def strategy_for(cache: Any) -> Strategy:
             warnings.warn(
                 f"specdec_mlx: {kind.__name__} has no known way back after a rejected draft, so "
                 "nothing is drafted. Register a strategy in "
-                "specdec_mlx.target.strategies.STRATEGIES to lift that.",
+                "specdec_mlx.verify.strategies.STRATEGIES to lift that.",
                 stacklevel=2,
             )
     return STRATEGIES[kind]

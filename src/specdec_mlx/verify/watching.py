@@ -81,6 +81,15 @@ def watching(modules: Iterable[nn.Module], watcher: Watcher) -> Iterator[None]:
         yield
 
 
+def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
+    """Change a module's own class for good, whether a pass is watching it or not."""
+    with _lock:
+        kind: Any = type(module)
+        is_watched = id(module) in _num_passes
+        changed: Any = change(kind.__bases__[0] if is_watched else kind)
+        _set_class(module, _reporting(changed) if is_watched else changed)
+
+
 def _set_class(module: nn.Module, kind: type) -> None:
     object.__setattr__(module, "__class__", kind)  # past MLX's setter, which looks for parameters
 
@@ -88,6 +97,7 @@ def _set_class(module: nn.Module, kind: type) -> None:
 @cache
 def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
     def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)  # other threads read what a module's call takes
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = method(self, *args, **kwargs)
             for watcher in _watchers.get():

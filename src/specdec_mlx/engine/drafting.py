@@ -24,10 +24,10 @@ from specdec_mlx.contracts import (
     session_groups,
 )
 from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.engine.features import FeatureFeed
+from specdec_mlx.engine.sequence import SequenceState
 from specdec_mlx.errors import DraftError
-from specdec_mlx.rounds.features import FeatureFeed
-from specdec_mlx.rounds.sequence import SequenceState
-from specdec_mlx.target.inputs import begin_session
+from specdec_mlx.verify.inputs import begin_session
 
 
 class _Part(NamedTuple):
@@ -82,7 +82,8 @@ class Drafting:
         if self.drafter is None:
             return
         self.why_none = NO_MATCH
-        self.session = begin_session(self.drafter, self.sequence.tokens, context)
+        prompt = list(self.sequence.tokens)  # which a drafter may keep: it does not grow
+        self.session = begin_session(self.drafter, prompt, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
         values = self.values = self.length if isinstance(self.length, ValuesDrafts) else None
         for group in session_groups(self.session, key_of(self.drafter)):

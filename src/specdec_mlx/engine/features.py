@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import mlx.core as mx
 
@@ -19,10 +18,11 @@ from specdec_mlx.contracts import (
     Target,
     all_drafters,
     key_of,
+    optional,
     session_parts,
 )
+from specdec_mlx.engine.clock import Round
 from specdec_mlx.errors import DraftError
-from specdec_mlx.rounds.clock import Round
 from specdec_mlx.token_ids import to_list
 
 
@@ -35,8 +35,8 @@ class FeatureFeed:
 
     def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
         self._readers = readers
-        self._rejected_readers: list[tuple[Any, Features]] = [
-            (session, wish) for session, wish in readers if hasattr(session, "see_rejected")
+        self._rejected_readers = [
+            (see, wish) for session, wish in readers if (see := optional(session, "see_rejected"))
         ]
         self._target = target
         self._num_shown = 0
@@ -105,8 +105,8 @@ class FeatureFeed:
         if left:
             drafted = to_list(current.under_way.draft.tokens)
             not_kept = rows.rows([current.num_pending + node for node in left])
-            for session, wanted in self._rejected_readers:
-                session.see_rejected([drafted[node] for node in left], not_kept.only(wanted))
+            for see_rejected, wanted in self._rejected_readers:
+                see_rejected([drafted[node] for node in left], not_kept.only(wanted))
 
     def _show(self, rows: FeatureRows, num_rows: int, start: int, indices: Sequence[int]) -> None:
         """Show new rows from position `start` on, by ascending `indices` of those of the text."""

@@ -24,7 +24,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.errors import DraftError, PromptError
 from specdec_mlx.options import shown, whole, wrong
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.target.rollback import check_usable
+from specdec_mlx.verify.rollback import check_usable
 
 
 @dataclass(frozen=True)

@@ -12,8 +12,8 @@ from typing import Any
 import mlx.core as mx
 
 from specdec_mlx.contracts import NO_DRAFT, Target
-from specdec_mlx.rounds.clock import Round, RoundClock
-from specdec_mlx.rounds.sequence import SequenceState
+from specdec_mlx.engine.clock import Round, RoundClock
+from specdec_mlx.engine.sequence import SequenceState
 
 HIT_RATE_DECAY = 0.8  # decay of the moving average of "this round's draft was of use"
 FIRST_HIT_RATE = 0.3  # initial value

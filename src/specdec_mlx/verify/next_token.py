@@ -15,15 +15,16 @@ from specdec_mlx.options import shown
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import max_window, read_sampler
 from specdec_mlx.sampling.noise import GumbelRows, Noise
-from specdec_mlx.target.inputs import check_sampler, processors_of
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.inputs import check_sampler, processors_of
 
 
 class NextToken:
     """Turns the target's logits into a distribution, and draws tokens.
 
     sampling: also read back from mlx-lm's `make_sampler`; None if only a sampler is known. by_row:
-    rows are drawn one by one, since a sampler or processor of the caller's may remember.
+    rows are drawn one by one, since a sampler or processor of the caller's may remember; remembers:
+    a processor may. has_failed: the logits after the text were seen to be not finite.
     """
 
     def __init__(
@@ -36,7 +37,9 @@ class NextToken:
         self.noise = noise
         self._gumbels = GumbelRows(noise, "target")
         self.history: mx.array | None = None
-        self.by_row = not all(is_pure(f) for f in (self.sampler, *self.processors))
+        self.remembers = not all(map(is_pure, self.processors))
+        self.by_row = self.remembers or not is_pure(self.sampler)
+        self.has_failed = False
         self._window = max_window(self.processors)
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
@@ -66,6 +69,10 @@ class NextToken:
         for processor in self.processors:
             logits = _returned("processor", processor(seen, logits), logits.shape, mx.floating)
         return logits
+
+    def show_end(self, logprobs: mx.array) -> None:
+        """Show the processors the text when no pass comes after it; logprobs: [1, V], any."""
+        self.process_row(logprobs, ())
 
     def draw(
         self, logprobs: mx.array, position: int, parents: Sequence[int] | None = None
@@ -115,6 +122,7 @@ class Rows:
     ) -> None:
         self.scales = mx.logsumexp(logits, axis=-1, keepdims=True)
         self.logprobs = logits - self.scales
+        self._logits = logits
         self._next_token = next_token
         self._position = position
         self._parents = parents
@@ -129,6 +137,11 @@ class Rows:
     def has_distribution(self) -> bool:
         """True if `probs` is known."""
         return self._next_token.sampling is not None
+
+    def each(self) -> list[mx.array]:
+        """`logprobs` once more, each row [1, V] in memory of its own: a slice would keep all."""
+        count = self.logprobs.shape[0]
+        return list(map(mx.subtract, mx.split(self._logits, count), mx.split(self.scales, count)))
 
     @cached_property
     def probs(self) -> mx.array:

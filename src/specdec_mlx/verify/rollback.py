@@ -16,11 +16,21 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.target.recurrent_states import MOST_POSITIONS, RecurrentStates
-from specdec_mlx.target.strategies import Gathers, Strategy, leaves, strategy_for
-from specdec_mlx.target.tree_passes import VIEWS, TreeRows, tree_pass
+from specdec_mlx.verify.recurrent_states import RecurrentStates
+from specdec_mlx.verify.strategies import Gathers, Strategy, leaves, strategy_for
+from specdec_mlx.verify.tree_passes import VIEWS, TreeRows, tree_pass
 
 T = TypeVar("T")
+
+
+def states_of(caches: Sequence[Any]) -> list[Any]:
+    """The arrays that caches hold, to be computed together; no handle on them is to be kept."""
+    return [cache.state for cache in caches]
+
+
+def wait_for(caches: Sequence[Any]) -> None:
+    """Wait until all that was fed to caches is computed."""
+    mx.eval(states_of(caches))
 
 
 @dataclass
@@ -28,7 +38,7 @@ class Rollback:
     """A model's caches, and how many positions they hold of what this object was fed.
 
     caches: the caller's own list, whose entries may be replaced (kv_bits does). states: how
-    recurrent states are had after a short pass, or None.
+    recurrences go step by step once the prompt was read, or None.
     """
 
     caches: list[Any]
@@ -59,9 +69,8 @@ class Rollback:
             return logits
 
         self._chosen = {}
-        is_after_checkpoint = self.checkpoints and self.checkpoints[-1][0] == self.position
-        is_short = self.states is not None and is_after_checkpoint and width <= MOST_POSITIONS
-        logits = self._all_or_nothing(run_with_states if is_short else run)
+        is_to_verify = self.states is not None and width > 1
+        logits = self._all_or_nothing(run_with_states if is_to_verify else run)
         self.position += logits.shape[0]
         return logits
 

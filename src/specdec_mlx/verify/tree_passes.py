@@ -21,8 +21,8 @@ import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
 
 from specdec_mlx.contracts.trees import chain, depths_of, path_to
-from specdec_mlx.per_model import PerModel
-from specdec_mlx.target.watching import held
+from specdec_mlx.models import PerModel
+from specdec_mlx.verify.watching import change_class, held
 
 
 @dataclass(frozen=True, eq=False)
@@ -160,12 +160,15 @@ def chooses_blocks(model: nn.Module) -> bool:
 
 def _teach_depths(model: nn.Module) -> None:
     """Have the modules that read positions look if a pass is over a tree."""
-    for module in model.modules():
-        kind: Any = type(module)
+
+    def taught(module: nn.Module, kind: type) -> type:  # one that is taught stays as it is
         if is_rope(kind):
-            module.__class__ = _with_rows(kind)
-        elif "rope" in module and _parameters(kind)[1:2] == ["attn_scale"]:
-            module.__class__ = _with_scale(kind)
+            return _with_rows(kind)
+        is_scaled = "rope" in module and _parameters(kind)[1:2] == ["attn_scale"]
+        return _with_scale(kind) if is_scaled else kind
+
+    for module in model.modules():
+        change_class(module, functools.partial(taught, module))
 
 
 teach_depths = PerModel(_teach_depths)
@@ -219,10 +222,10 @@ def _with_rows(kind: type) -> type:
 def _with_scale(kind: type) -> type:
     """An attention's class, with the scale of its depth for every row of a tree."""
 
-    def call(self: Any, x: mx.array, attn_scale: Any = None, *args: Any, **kwargs: Any) -> Any:
+    def call(self: Any, x: mx.array, scale: Any = None, *args: Any, **kwargs: Any) -> Any:
         rows = _pass_over.get()
-        if rows is not None and attn_scale is not None:
-            attn_scale = attn_scale[..., rows.offsets, :]
-        return kind.__call__(self, x, attn_scale, *args, **kwargs)
+        if rows is not None and scale is not None:
+            scale = scale[..., rows.offsets, :]
+        return kind.__call__(self, x, scale, *args, **kwargs)
 
     return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

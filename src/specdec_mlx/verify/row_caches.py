@@ -18,8 +18,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, RotatingKVCache
 
-from specdec_mlx.target.strategies import leaves, saved_buffer
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.strategies import leaves, saved_buffer
 
 EMPTY = -1  # position of a slot that holds nothing of its row's text
 MOST_EMPTY = 64  # slots beyond those of the fullest row from which on the empty ones are dropped

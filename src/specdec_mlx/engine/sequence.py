@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from specdec_mlx.contracts import Target
-from specdec_mlx.target.rollback import refuse
+from specdec_mlx.verify.rollback import refuse, states_of
 
 
 @dataclass
@@ -18,7 +18,8 @@ class SequenceState:
     """The text of one generation, prompt included.
 
     tokens: known to the host. embeddings: [prompt_length, D] in place of the prompt's tokens, or
-    None. num_handed_out: generated tokens that the caller has.
+    None; has_prompt: the prompt's tokens are known as well. num_handed_out: generated tokens that
+    the caller has.
     """
 
     tokens: list[int]
@@ -26,6 +27,7 @@ class SequenceState:
     max_tokens: int
     embeddings: mx.array | None = None
     num_handed_out: int = 0
+    has_prompt: bool = True
 
     @property
     def num_generated(self) -> int:
@@ -97,7 +99,7 @@ def bring_caches_to(
         while (left := end - caches.position) > 0:
             feed(left)
         target.quantize()
-        mx.async_eval([cache.state for cache in caches.caches])
+        mx.async_eval(states_of(caches.caches))
     except BaseException as failure:
         reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
         refuse(caches.caches, f"a generation was interrupted and could not be undone ({reason}).")

@@ -1,4 +1,7 @@
-"""A draft model, or a trained head, for several texts at once: a draft for each from its passes."""
+"""Drafts of several texts from the same passes of a draft model, or of a trained head.
+
+Each text has a row of the caches. The first one that asks in a round has a draft drawn for all.
+"""
 
 from __future__ import annotations
 
@@ -10,57 +13,63 @@ import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, GoesOn
-from specdec_mlx.drafters.drawing import Draws, cut_while
+from specdec_mlx.drafters.drawing import ChainDraws, cut_while
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.session import RecurrentSession
-from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession, logit_width
-from specdec_mlx.target.exactness import can_hold_rows
-from specdec_mlx.target.rollback import Rollback
-from specdec_mlx.target.row_caches import RowCaches
+from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession
+from specdec_mlx.drafters.writing import WritingSession
+from specdec_mlx.verify.exactness import can_hold_rows
+from specdec_mlx.verify.model_pass import vocab_size_of
+from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
+from specdec_mlx.verify.row_caches import RowCaches
 
 
 @dataclass
-class DraftRows:
-    """What the texts of a batch share of their drafters, by model or head; `DraftContext.rows`."""
+class SharedDrafts:
+    """What the texts of a batch share of their drafters; `DraftContext.shared_drafts`."""
 
-    _shared: dict[int, tuple[Any, ModelRows | None]] = field(default_factory=dict)
+    _by_model: dict[int, tuple[Any, ModelPasses | None]] = field(default_factory=dict)
 
     def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Any:
-        """Begin a text as a row among others; alone for trees, and where there cannot be rows."""
-        if id(drafter.model) not in self._shared:
-            self._shared[id(drafter.model)] = drafter.model, rows_for(drafter)
-        rows = self._shared[id(drafter.model)][1]
-        if rows is None or drafter.branches > 1:
-            begin = drafter.begin if type(drafter) is HeadDrafter else drafter.session
-            return begin(prompt, replace(context, rows=None))
-        return rows.kind(rows, drafter, prompt, context)
+        """Begin a text beside others; alone for trees, and where passes cannot be shared."""
+        model = drafter.model
+        if id(model) not in self._by_model:
+            self._by_model[id(model)] = model, passes_of(drafter)
+        passes = self._by_model[id(model)][1]
+        if passes is not None and drafter.branches == 1:
+            return passes.session(passes, drafter, prompt, context)
+        return drafter.begin(prompt, replace(context, shared_drafts=None))
 
 
-def rows_for(drafter: Any) -> ModelRows | None:
+def passes_of(drafter: Any) -> ModelPasses | None:
     """Shared passes of its model, or of a head with one layer; None where there cannot be any."""
     model, kind = drafter.model, type(drafter)
-    is_head = kind is HeadDrafter and issubclass(model.session, RecurrentSession) and model.moves_on
+    is_head = kind is HeadDrafter and getattr(model, "moves_on", False)
     if not (is_head or kind is ModelDrafter):  # an exit is no model
         return None
     fresh = make_prompt_cache(model)
-    may = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
-    caches = RowCaches.like(fresh) if may else None
-    return None if caches is None else (HeadRows if is_head else ModelRows)(model, caches)
+    may_share = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
+    caches = RowCaches.like(fresh) if may_share else None
+    if caches is None:
+        return None
+    passes, session = (
+        (HeadPasses, SharedHeadSession) if is_head else (ModelPasses, SharedModelSession)
+    )
+    return passes(model, caches, session)
 
 
 @dataclass
-class ModelRows:
-    """A draft model's passes over several texts. sessions: of its rows. joining: not yet rows."""
+class ModelPasses:
+    """A draft model's passes over several texts, each of which is a row of its caches.
+
+    session: class of each text's. sessions: of the rows, in order. joining: not yet rows.
+    """
 
     model: Any
     caches: RowCaches
+    session: type[Any]
     sessions: list[Any] = field(default_factory=list)
     joining: list[Any] = field(default_factory=list)
-
-    @property
-    def kind(self) -> type[Any]:
-        """The session of a row."""
-        return RowSession
 
     def draft(self, limit: int, asked_by: Any) -> None:
         """Draw `limit` tokens for every text, asked for or not: a row more costs little."""
@@ -74,13 +83,16 @@ class ModelRows:
             tokens = [draws.draw(row) for draws, row in zip(every, logits, strict=True)]
             mx.async_eval(tokens)
         for session, draws in zip(self.sessions, every, strict=True):
-            session.hold(draws)
+            session.set_draft(draws)
 
     def next_logits(self, tokens: Any) -> Sequence[mx.array]:
         """Logits [1, V] after a token of each text, or after the texts for None."""
-        texts = self.pending() if tokens is None else tokens
-        logits = self.caches.feed(self.model, texts)
-        return [logits[row, len(text) - 1][None] for row, text in enumerate(texts)]
+        return self.run(self.model, self.pending() if tokens is None else tokens)
+
+    def run(self, model: Any, texts: Sequence[Any]) -> list[mx.array]:
+        """One pass over these tokens of each text; what it makes of each one's last, [1, W]."""
+        made = self.caches.feed(model, texts)
+        return [made[row, len(text) - 1][None] for row, text in enumerate(texts)]
 
     def update(self) -> None:
         """Drop the texts that ended, let new ones in, go back to what was kept of the others."""
@@ -103,7 +115,7 @@ class ModelRows:
 
     def pending(self) -> list[list[int]]:
         """Each text's tokens that its row does not hold."""
-        most = logit_width(self.model) - 1  # an id that the target alone has
+        most = vocab_size_of(self.model) - 1  # an id that the target alone has
         return [
             [min(token, most) for token in session.tokens[session.position :]]
             for session in self.sessions
@@ -113,51 +125,40 @@ class ModelRows:
         """Feed what was written while the model was not asked, but for its last tokens."""
         step = min(session.context.prefill_step_size for session in self.sessions)
         while max(map(len, pending := self.pending())) > MOST_PENDING:
-            self.caches.feed(
-                self.model, [ids[: min(step, max(1, len(ids) - 1))] for ids in pending]
-            )
+            self.run(self.model, [ids[: min(step, max(1, len(ids) - 1))] for ids in pending])
             for session, ids in zip(self.sessions, pending, strict=True):
                 session.position += min(step, len(ids) - 1)
             self.go_back()
-            mx.eval([cache.state for cache in self.caches.caches])
+            wait_for(self.caches.caches)
 
 
-class HeadRows(ModelRows):
-    """A head's passes over several texts: over pairs of a state and the token after it."""
+class HeadPasses(ModelPasses):
+    """A head's passes over several texts: over pairs of a state and the token after it.
+
+    states: of each text [n, D], for its next pass.
+    """
 
     states: list[mx.array]
 
-    @property
-    def kind(self) -> type[Any]:
-        """The session of a row."""
-        return HeadRowSession
-
     def next_logits(self, tokens: Any) -> Sequence[mx.array]:
-        """As of a model, by the states of its own steps; for None every complete pair is read."""
+        """Logits of the states of its own steps; for None every complete pair is read."""
         if tokens is None:
-            tokens = self.feed([session.num_pending for session in self.sessions])
+            self.read([session.num_pending for session in self.sessions])
         else:
-            self.run(tokens)
-        return list(mx.split(self.model.logits(mx.concatenate(self.states)), len(tokens)))
+            self.states = self.run(self._forward, tokens)
+        return list(mx.split(self.model.logits(mx.concatenate(self.states)), len(self.states)))
 
-    def feed(self, counts: Sequence[int]) -> list[list[int]]:
-        """Read so many of the pairs of each text; returns their tokens."""
+    def read(self, counts: Sequence[int]) -> None:
+        """Read so many of the pairs of each text."""
         pairs = [s.take_pairs(count) for s, count in zip(self.sessions, counts, strict=True)]
-        self.states, texts = [pair[0] for pair in pairs], [pair[1] for pair in pairs]
-        self.run(texts)
-        return texts
+        self.states = [states for states, _ in pairs]
+        self.states = self.run(self._forward, [tokens for _, tokens in pairs])
 
-    def run(self, texts: Sequence[Any]) -> None:
-        """A pass over `states`, and these tokens; the last of each text take their place."""
-
-        def forward(ids: mx.array, cache: list[Any]) -> mx.array:
-            width = ids.shape[1]
-            wide = [mx.pad(x, [(0, width - x.shape[0]), (0, 0)]) for x in self.states]
-            made: mx.array = self.model.forward(mx.stack(wide), ids, cache)
-            return made
-
-        made = self.caches.feed(forward, texts)
-        self.states = [made[row, len(text) - 1][None] for row, text in enumerate(texts)]
+    def _forward(self, ids: mx.array, cache: list[Any]) -> Any:
+        """States [rows, S, D] after `self.states` and ids [rows, S]."""
+        width = ids.shape[1]
+        padded = [mx.pad(x, [(0, width - x.shape[0]), (0, 0)]) for x in self.states]
+        return self.model.forward(mx.stack(padded), ids, cache)
 
     def catch_up(self) -> None:
         """Read all pairs but the last of each text, if they are many."""
@@ -167,71 +168,68 @@ class HeadRows(ModelRows):
         self.update()
         counts = [session.num_pending - 1 for session in self.sessions]
         if min(counts, default=0) > 0:
-            self.feed(counts)
-            mx.async_eval([cache.state for cache in self.caches.caches])
+            self.read(counts)
+            mx.async_eval(states_of(self.caches.caches))
 
 
-class AsRow:
-    """The side of one of several texts; its drafts come with the others'.
+class SharedSession(WritingSession):
+    """One of several texts: its drafts come from a shared pass, once it is a row of that.
 
-    position: tokens of the text in its row. base: positions of earlier texts there.
+    position: tokens of the text in its row. base: positions of earlier texts there. drawn: its
+    draft of this round, which may not be asked for.
     """
 
     base = 0
     has_ended = was_asked = False
-    drawn: Draws | None = None
-    rows_of_model: ModelRows
+    drawn: ChainDraws | None = None
+
+    def __init__(self, passes: ModelPasses, *of_session: Any) -> None:
+        super().__init__(*of_session)
+        self.passes = passes
 
     def propose(self, limit: int) -> Draft:
         """At most `limit` tokens; the first text that asks has all texts' drafts drawn."""
-        if (drawn := self.asked(limit)) is None:
-            alone: Draft = super().propose(limit)  # type: ignore[misc]
-            return alone
-        return drawn.draft(min(limit, len(drawn)))
+        drawn = self.shared_draft(limit)
+        return super().propose(limit) if drawn is None else drawn.draft(min(limit, len(drawn)))
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """The part that is worth verifying; see `cut_while`."""
-        if (drawn := self.asked(limit)) is None:
-            alone: Draft = super().propose_while(limit, goes_on)  # type: ignore[misc]
-            return alone
-        return cut_while(drawn, goes_on)
+        drawn = self.shared_draft(limit)
+        return super().propose_while(limit, goes_on) if drawn is None else cut_while(drawn, goes_on)
 
-    def asked(self, limit: int) -> Draws | None:
+    def shared_draft(self, limit: int) -> ChainDraws | None:
         """The tokens drawn for this text in this round; None where it is no row yet."""
         if limit == 0:
             return None
         if self.drawn is None:
-            self.rows_of_model.draft(limit, self)
+            self.passes.draft(limit, self)
         self.was_asked = self.drawn is not None
         return self.drawn
 
-    def hold(self, draws: Draws) -> None:
-        """Take a draft."""
+    def set_draft(self, draws: ChainDraws) -> None:
+        """Take the draft of this round."""
         self.drawn = draws
 
 
-class RowSession(AsRow, ModelSession):
+class SharedModelSession(SharedSession, ModelSession):
     """A draft model's side of one of several texts."""
 
     position = 0
 
-    def __init__(self, rows: ModelRows, *of_session: Any) -> None:
-        super().__init__(*of_session)
-        self.rows_of_model = rows
-        rows.joining.append(self)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
+        self.passes.joining.append(self)
 
     def read_alone(self) -> Rollback:
-        """What is read before this is a row."""
+        """Caches with what is read before this is a row."""
         self.catch_up()
-        self.position, self.base = (
-            self.rollback.position,
-            self.rollback.end - self.rollback.position,
-        )
+        self.position = self.rollback.position
+        self.base = self.rollback.end - self.position
         return self.rollback
 
-    def hold(self, draws: Draws) -> None:
+    def set_draft(self, draws: ChainDraws) -> None:
         """Take a draft, which is in the row but for its last token."""
-        super().hold(draws)
+        super().set_draft(draws)
         self.position = len(self.tokens) + len(draws) - 1
 
     def observe(self, tokens: Sequence[int]) -> None:
@@ -243,24 +241,19 @@ class RowSession(AsRow, ModelSession):
 
     def close(self, length: int) -> None:
         """Leave the rows; the caller's caches get what they hold of the first `length` tokens."""
-        rows, caches = self.rows_of_model, self.callers_cache
+        passes, caches = self.passes, self.callers_cache
         self.has_ended = True
-        if self in rows.sessions and caches is not None:
+        if self in passes.sessions and caches is not None:
             self.position = min(self.position, length)
-            rows.go_back()
+            passes.go_back()
             fresh = make_prompt_cache(self.model)
-            caches[:] = rows.caches.extract(rows.sessions.index(self), fresh)
+            caches[:] = passes.caches.extract(passes.sessions.index(self), fresh)
             self.rollback = Rollback(caches, self.position)
-        if self.on_close is not None:
-            self.on_close(self.tokens[:length])
+        WritingSession.close(self, length)  # not the model's, which reads on to the end
 
 
-class HeadRowSession(AsRow, RecurrentSession):
+class SharedHeadSession(SharedSession, RecurrentSession):
     """A head's side of one of several texts; until its first token it reads alone."""
-
-    def __init__(self, rows: ModelRows, *of_session: Any) -> None:
-        super().__init__(*of_session)
-        self.rows_of_model = rows
 
     @property
     def position(self) -> int:
@@ -279,7 +272,7 @@ class HeadRowSession(AsRow, RecurrentSession):
         return self.waiting.take(count), self.tokens[first : first + count]
 
     def read_alone(self) -> Rollback | None:
-        """What is read before this is a row, all pairs but the last; None if there are too few."""
+        """Caches with all pairs but the last; None if there are too few to be a row."""
         if self.num_pending > 0:
             self._read_pairs(but=1)
             if self.waiting.num_read:
@@ -289,13 +282,13 @@ class HeadRowSession(AsRow, RecurrentSession):
     def observe(self, tokens: Sequence[int]) -> None:
         """Take the tokens emitted, of which the first make a row of this."""
         if len(self.tokens) == self.num_prompt:
-            self.rows_of_model.joining.append(self)
+            self.passes.joining.append(self)
         super().observe(tokens)
         self.drawn = None
 
     def _read_if_many(self) -> None:
-        if self in self.rows_of_model.sessions:
-            self.rows_of_model.catch_up()
+        if self in self.passes.sessions:
+            self.passes.catch_up()
         else:
             super()._read_if_many()
 

@@ -13,6 +13,7 @@ from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
+from specdec_mlx.drafters.choosing.registry import describe_drafters
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.loading import (
     FORMATS,
@@ -23,7 +24,6 @@ from specdec_mlx.drafters.heads.loading import (
     refusal,
 )
 from specdec_mlx.drafters.heads.mtp import family_of, other_formula
-from specdec_mlx.drafters.registry import describe_drafters
 from specdec_mlx.drafters.shared_vocabulary import shared_between
 from specdec_mlx.errors import HeadError, ModelFolderError, TokenizerMismatchError
 from specdec_mlx.models import check_folder, is_path

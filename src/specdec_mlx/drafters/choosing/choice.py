@@ -1,0 +1,243 @@
+"""From what a user gives to a drafter: the one place that decides who drafts.
+
+The rule, in Python and in every command: a draft model competes with look-up for each draft. A
+drafter that is named is asked before the model instead; where a named one is the model itself
+("model", "cascade"), the names are all that drafts.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from specdec_mlx.contracts import Drafter
+from specdec_mlx.drafters.choosing.registry import (
+    DEFAULT_DRAFTER,
+    MODEL_DRAFTER,
+    NO_DRAFTER,
+    REMEMBERING,
+    WITH_MODEL,
+    drafter_names,
+    first_of,
+    make_drafter,
+)
+from specdec_mlx.drafters.first_of import BestOf
+from specdec_mlx.drafters.heads.loading import is_head, load_head, named_head
+from specdec_mlx.drafters.lighter import first_layers
+from specdec_mlx.errors import DraftModelError, HeadError
+from specdec_mlx.memory.store import Memory
+from specdec_mlx.models import load_model
+from specdec_mlx.options import argument, make_with, name_in, positive_int, split_spec
+from specdec_mlx.verify.inputs import check_is_drafter
+
+AUTO = "auto"
+
+Named = Any
+"""A drafter, or the name of one with options, "ngram:max_order=3"; what else is given is refused
+where it is made, with a sentence."""
+
+
+@dataclass
+class NamedModel:
+    """A draft model, the folder or name of one or of a trained head, or what else drafts.
+
+    A model that is named is loaded once. layers: draft with its first ones only.
+    """
+
+    name: Any = None
+    layers: int | None = None
+
+    @property
+    def flags(self) -> dict[str, str]:
+        """What makes it lighter, by the flag that asks for it."""
+        return {} if self.layers is None else {"--draft-layers": str(self.layers)}
+
+    @property
+    def drafter(self) -> Named:
+        """What stands for it among the drafters: a drafter for itself, a model by a name."""
+        is_name = isinstance(self.name, str) and name_in(self.name) in drafter_names()
+        is_model = isinstance(self.name, str | Path | nn.Module) and not is_name
+        return MODEL_DRAFTER if is_model else self.name
+
+    @cached_property
+    def is_head(self) -> bool:
+        """True for a trained head."""
+        return isinstance(self.name, str | Path) and is_head(self.name)
+
+    @cached_property
+    def pair(self) -> tuple[Any, Any]:
+        """The draft model and its tokenizer, None where it is not known; no model for a head."""
+        if self.is_head or not isinstance(self.name, str | Path):
+            return (None if self.is_head else self.name), None
+        model, tokenizer = load_model(self.name)
+        if self.layers is not None:
+            model = first_layers(model, self.layers)
+            mx.eval(model.parameters())
+        return model, tokenizer
+
+    def make(self, spec: str, target: nn.Module | None = None) -> Drafter | None:
+        """The drafter of a name that stands for this model, for a target, which a head needs.
+
+        Raises ValueError as `make_drafter`, and ModelFolderError, HeadError and DraftModelError for
+        what the name or a flag cannot be.
+        """
+        if not self.is_head:
+            model, tokenizer = self.pair
+            if spec == MODEL_DRAFTER and isinstance(model, Drafter):
+                return model
+            return make_drafter(spec, draft_model=model, draft_tokenizer=tokenizer)
+        if target is None:
+            raise HeadError(
+                f"{self.name} is made for a loaded target, which is not known here. Load it with "
+                "load_head(path, target)."
+            )
+        if self.layers is not None:
+            raise DraftModelError(
+                "--draft-layers: --draft-model is a trained head, which has no layers to leave "
+                "out. Leave the flag out."
+            )
+        if name_in(spec) == MODEL_DRAFTER:
+            return named_head(spec, self.name, target)
+        head = load_head(self.name, target)
+        return make_drafter(spec, draft_model=head)
+
+
+@dataclass(frozen=True)
+class DrafterChoice:
+    """A user's choice of what drafts.
+
+    drafters: in order; ("auto",) is the default, () is none. model: a draft model besides. memory:
+    for the drafters that take one. learner: (target, spec) -> the drafter of a model that learns
+    on; None: it does not.
+    """
+
+    drafters: Sequence[Named] = (DEFAULT_DRAFTER,)
+    model: NamedModel = field(default_factory=NamedModel)
+    memory: Memory | None = None
+    learner: Callable[[nn.Module | None, str], Drafter] | None = None
+
+    @property
+    def ordered(self) -> list[Named]:
+        """All that draft, the draft model the last unless it is named among them."""
+        given = [one for one in self.drafters if one != NO_DRAFTER]
+        if self.model.name is not None and not self.names_model:
+            given.append(self.model.drafter)
+        return given
+
+    @property
+    def names_model(self) -> bool:
+        """True if one of the drafters is made of the draft model."""
+        return any(map(is_of_model, self.drafters))
+
+    def resolve(self, target: nn.Module | None = None) -> Drafter | None:
+        """The drafter, for a target, which trained heads need; None for plain decoding."""
+        return self.combined([self.make(one, target) for one in self.ordered])
+
+    def combined(self, parts: Sequence[Drafter | None]) -> Drafter | None:
+        """The drafters of `ordered` as one: they compete if none but the default was named."""
+        some = [part for part in parts if part is not None]
+        competes = len(some) > 1 and list(self.drafters) == [DEFAULT_DRAFTER]
+        return BestOf(*some) if competes else first_of(some)
+
+    def make(
+        self, one: Named, target: nn.Module | None = None, memory: Memory | None = None
+    ) -> Drafter | None:
+        """One of the drafters; memory: in place of the choice's own."""
+        if not isinstance(one, str):
+            check_is_drafter(one)
+            drafter: Drafter | None = one
+            return drafter
+        name, memory = name_in(one), self.memory if memory is None else memory
+        if name not in WITH_MODEL:
+            takes_it = memory is not None and name in REMEMBERING
+            return make_drafter(one, memory=memory) if takes_it else make_drafter(one)
+        return self.learner(target, one) if self.learner else self.model.make(one, target)
+
+    def each(self) -> dict[str, DrafterChoice]:
+        """The choice of each named drafter alone, as benchmarks compare them, around one model."""
+        others = NamedModel() if self.names_model else self.model  # where a name stands for it
+        return {
+            spec: replace(self, drafters=(spec,), model=self.model if is_of_model(spec) else others)
+            for spec in self.drafters
+            if isinstance(spec, str)
+        }
+
+
+def is_of_model(one: Named) -> bool:
+    """True for the name of a drafter that is made of the draft model."""
+    return isinstance(one, str) and name_in(one) in WITH_MODEL
+
+
+def resolve(
+    drafter: Any, draft_model: Any = None, target: nn.Module | None = None, tokenizer: Any = None
+) -> Drafter | None:
+    """The drafter that Python's two arguments name; None for plain decoding.
+
+    draft_model: a model, the folder or Hugging Face name of one or of a trained head, or what
+    `drafter` takes; "auto" for what fits the model that the tokenizer was loaded with, see
+    `candidates.choose_for`. target: the model to draft for, which heads need. Raises
+    UnknownNameError, ModelFolderError, HeadError for a head that does not fit the target, and
+    ValueError for what is neither.
+    """
+    if is_auto(draft_model):
+        place = getattr(tokenizer, "name_or_path", "")
+        draft_model = found_for(place, draft_model, logging.getLogger(__name__).warning)
+    given = () if drafter is None else (drafter,)
+    return DrafterChoice(given, NamedModel(draft_model)).resolve(target)
+
+
+def is_auto(draft_model: Any) -> bool:
+    """True for "auto", with options or without, which asks for what fits the target."""
+    return isinstance(draft_model, str) and name_in(draft_model) == AUTO
+
+
+def found_for(model: str | None, spec: str, say: Callable[[str], object]) -> str | None:
+    """The draft model for a model of this name or folder, None for none; `say` is told why.
+
+    Raises ModelFolderError for a model that is not here, ValueError where none is named, or for an
+    option of the spec that there is not.
+    """
+    from specdec_mlx.drafters.choosing.candidates import choose_for
+
+    if not model:
+        raise ValueError(f"Draft model {AUTO!r}: what it is for has no name. Name a draft model.")
+    choice = make_with("draft model", AUTO, partial(choose_for, model), split_spec(spec)[1])
+    for line in choice.lines:
+        say(f"specdec_mlx: {line}")
+    return choice.found
+
+
+def add_lighter_arguments(parser: Any) -> None:
+    """The flags that make a draft model lighter, for a parser, or group, with --draft-model."""
+    how = {"type": argument(positive_int), "metavar": "N"}
+    parser.add_argument("--draft-layers", help="Draft with its first layers only.", **how)
+
+
+def named_model(arguments: argparse.Namespace) -> NamedModel:
+    """The draft model of a command's flags; DraftModelError where none is named to be lightened.
+
+    `--draft-model auto` becomes the name of what was found.
+    """
+    if is_auto(arguments.draft_model):
+        say = partial(print, file=sys.stderr)
+        arguments.draft_model = found_for(
+            getattr(arguments, "model", None), arguments.draft_model, say
+        )
+    model = NamedModel(arguments.draft_model, arguments.draft_layers)
+    if model.flags and not arguments.draft_model:
+        raise DraftModelError(f"{', '.join(model.flags)}: give --draft-model MODEL as well.")
+    return model
+
+
+def choice_of(arguments: argparse.Namespace) -> DrafterChoice:
+    """The choice of a command's --drafter, which may be repeated, and --draft-model."""
+    return DrafterChoice(arguments.drafter or (DEFAULT_DRAFTER,), named_model(arguments))

@@ -1,0 +1,92 @@
+"""How a text is generated: the arguments of `speculate` besides model, prompt and drafter."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields
+from functools import cached_property
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
+
+from specdec_mlx.contracts import AcceptanceRule, LogitsProcessor
+from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.options import did_you_mean
+from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.verify.inputs import CacheOptions
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """How a text is generated.
+
+    Args:
+        max_tokens: tokens to generate, -1 for no limit.
+        sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler; greedy if None.
+        seed: one text for each, whatever drafts, unless another rule than "auto", "match" and
+            "coupled" is named; None takes one from MLX's global random state, and what a draft
+            model drafts then has a say in the text.
+        rule: acceptance rule, by name or as an object. "auto" takes match for greedy decoding,
+            opaque samplers and point-mass drafts; for drafts drawn at random coupled with a seed,
+            and block, which accepts more, without. "lenient" and "typical" change the text's
+            distribution.
+        draft_length: most tokens to draft a round, K; "auto" takes what pays, 0 included, from
+            measured cost and acceptance; "heuristic" follows the last verdict.
+        tuning: what "auto" has learned and goes on learning; None takes the loaded model's own.
+        logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
+        prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a draft
+            model's; None makes new ones.
+        max_kv_size: positions after which new caches rotate; None for no limit.
+        prefill_step_size: most positions of the prompt in one pass.
+        kv_bits: bits of quantized caches, None for none.
+        kv_group_size: their group size.
+        quantized_kv_start: the position from which on caches are quantized.
+        prompt_progress_callback: called with (positions read, positions in all).
+        input_embeddings: [n, D] to feed in place of the prompt's tokens.
+        tokenizer: the target's, for drafters that compare it.
+        probe: measure once, for each loaded model, whether passes over several positions are exact,
+            and do not draft where they are not.
+        counterfactual: also work out, in `stats.counterfactual`, what every rule would have
+            accepted.
+        prefill_stops: ascending positions of the prompt at which a pass ends, for the progress
+            callback to take the caches as they are there.
+        stream: MLX's stream to run on.
+    """
+
+    max_tokens: int = 256
+    sampler: Sampler | Sampling | None = None
+    seed: int | None = None
+    rule: str | AcceptanceRule = "auto"
+    draft_length: int | str | DraftLength = "auto"
+    tuning: Tuning | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    prompt_cache: list[Any] | None = None
+    max_kv_size: int | None = None
+    prefill_step_size: int = 2048
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
+    prompt_progress_callback: Callable[[int, int], None] | None = None
+    input_embeddings: mx.array | None = None
+    tokenizer: Any = None
+    probe: bool = True
+    counterfactual: bool = False
+    prefill_stops: Sequence[int] = ()
+    stream: Any = generation_stream
+
+    @classmethod
+    def of(cls, given: Mapping[str, Any], caller: str) -> Options:
+        """The options that a call was given; TypeError for one that there is not."""
+        known = [field.name for field in fields(cls)]
+        for name in given:
+            if name not in known:
+                near = did_you_mean(name, known)
+                raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}.{near}")
+        return cls(**given)
+
+    @cached_property
+    def caches(self) -> CacheOptions:
+        """How caches are made and filled; ValueError for what cannot be."""
+        return CacheOptions(*(getattr(self, field.name) for field in fields(CacheOptions)))

@@ -1,0 +1,174 @@
+"""Who drafts: one meaning of `--drafter` and `--draft-model` in all commands, and in Python."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+
+import specdec_mlx as sd
+from specdec_mlx.cli.commands import main
+from specdec_mlx.contracts import DraftContext, Drafter
+from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.engine import drafting
+from specdec_mlx.mlx_lm_plugin import flags
+from specdec_mlx.mlx_lm_plugin.requests import Menu
+from specdec_mlx.models import load_model
+from tiny_model_folder import write_model_folder
+
+MEANINGS = [
+    pytest.param([], "BestOf(SuffixDrafter, ModelDrafter)", id="it competes with look-up"),
+    pytest.param(["auto"], "BestOf(SuffixDrafter, ModelDrafter)", id="the default, said"),
+    pytest.param(["ngram"], "FirstOf(NGramDrafter, ModelDrafter)", id="a named one is first"),
+    pytest.param(["model"], "ModelDrafter", id="the model alone"),
+    pytest.param(["none"], "ModelDrafter", id="no look-up"),
+    pytest.param(["cascade"], "Cascade(ModelDrafter, SuffixDrafter)", id="as a part"),
+]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("model"))
+
+
+@pytest.fixture
+def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, str]]:
+    """The drafter, with its parts, and the draft length of each generation that is begun."""
+    found: list[tuple[str, str]] = []
+    begin = drafting.Drafting.begin
+
+    def spy(self: drafting.Drafting, context: DraftContext) -> None:
+        if self.drafter is not None:
+            found.append((shape(self.drafter), type(self.length).__name__))
+        begin(self, context)
+
+    monkeypatch.setattr(drafting.Drafting, "begin", spy)
+    return found
+
+
+def shape(drafter: Drafter) -> str:
+    """Names of a drafter and its parts."""
+    parts = ", ".join(map(shape, getattr(drafter, "drafters", ())))
+    return f"{type(drafter).__name__}({parts})" if parts else type(drafter).__name__
+
+
+def commands(folder: Path, tmp_path: Path) -> dict[str, list[str]]:
+    """Each command but the server, on a tiny model, with as little to do as there is."""
+    prompts = tmp_path / "prompts.jsonl"
+    prompts.write_text(json.dumps({"id": "a", "category": "chat", "turns": ["ab ab ab"]}) + "\n")
+    session = tmp_path / "sessions.jsonl"
+    messages = [{"role": "user", "content": "ab"}, {"role": "assistant", "content": "ab ab"}]
+    session.write_text(json.dumps({"id": "a", "messages": messages}) + "\n")
+    model, short = ["--model", str(folder)], ["--max-tokens", "4"]
+    return {
+        "generate": [*model, *short, "--prompt", "ab ab"],
+        "chat": [*model, *short],
+        "benchmark": [*model, "-p", "8", "-g", "4", "-n", "1"],
+        "check": [*model, "--prompts", str(prompts), "--budget", "20"],
+        "bench": [*model, *short, "--prompts", str(prompts), "--no-cost"],
+        "replay": [*model, "--sessions", str(session), "--cost", "linear:0.1"],
+    }
+
+
+NAMES = ("generate", "chat", "benchmark", "check", "bench", "replay")
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(("drafters", "meaning"), MEANINGS)
+def test_a_draft_model_means_the_same_in_every_command(
+    name: str,
+    drafters: list[str],
+    meaning: str,
+    folder: Path,
+    seen: list[tuple[str, str]],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Every generation of a command drafts so, at an automatic length, unless flags say else."""
+    said = iter(["ab ab", "q"])
+    monkeypatch.setattr("builtins.input", lambda *prompt: next(said))
+    named = [word for drafter in drafters for word in ("--drafter", drafter)]
+    own = commands(folder, tmp_path)[name]
+    tuning = ["--no-tuning"] if name in ("generate", "chat", "benchmark") else []
+    main([name, *own, *named, "--draft-model", str(folder), *tuning])
+    assert {found for found, _ in seen} == {meaning}
+    lengths = {length for _, length in seen}
+    assert lengths == {"ModelledLength" if name == "replay" else Auto.__name__}
+
+
+@pytest.mark.parametrize(("drafters", "meaning"), MEANINGS)
+def test_a_draft_model_means_the_same_to_the_server(
+    drafters: list[str], meaning: str, folder: Path
+) -> None:
+    """To requests that name nothing, and to those that name what the flags did."""
+    parser = argparse.ArgumentParser()
+    flags.add_arguments(parser)
+    named = [word for drafter in drafters for word in ("--drafter", drafter)]
+    given = parser.parse_args([*named, "--draft-model", str(folder)])
+    menu = Menu(flags.take_flags(given))
+    for body in ({}, {"user": "somebody"}):
+        drafter = menu.requested(body).drafter
+        assert drafter is not None
+        assert shape(drafter) == meaning
+
+
+@pytest.mark.parametrize(("drafters", "meaning"), MEANINGS)
+def test_a_draft_model_means_the_same_in_python(
+    drafters: list[str], meaning: str, folder: Path, seen: list[tuple[str, str]]
+) -> None:
+    """As a folder or as a loaded model, in every call that drafts."""
+    model, tokenizer = load_model(folder)
+    how: dict[str, Any] = {"drafter": drafters[0]} if drafters else {}
+    for draft_model in (str(folder), model):
+        given: Any = {"max_tokens": 4, "draft_model": draft_model, **how}
+        sd.generate(model, tokenizer, "ab ab", **given)
+        list(sd.stream_generate(model, tokenizer, "ab ab", **given))
+    sd.batch_generate(model, tokenizer, ["ab ab"], max_tokens=4, draft_model=model, **how)
+    assert {found for found, _ in seen} == {meaning}
+
+
+def test_without_flags_the_check_proves_what_generate_runs(
+    folder: Path, seen: list[tuple[str, str]], tmp_path: Path
+) -> None:
+    """Look-up at an automatic length; a length that is given is the loop's."""
+    own = commands(folder, tmp_path)
+    main(["generate", *own["generate"], "--no-tuning"])
+    main(["check", *own["check"]])
+    assert set(seen) == {("SuffixDrafter", "Auto")}
+    seen.clear()
+    main(["check", *own["check"], "--draft-length", "3"])
+    assert set(seen) == {("SuffixDrafter", "Fixed")}
+
+
+def test_drafters_that_are_compared_share_one_draft_model() -> None:
+    """A name that stands for the model has it; where none does, it joins each of them."""
+    model = NamedModel(nn.Linear(2, 2))
+    apart = DrafterChoice(["suffix", "model"], model).each()
+    assert [one.ordered for one in apart.values()] == [["suffix"], ["model"]]
+    joined = DrafterChoice(["suffix", "ngram"], model).each()
+    assert [one.ordered for one in joined.values()] == [["suffix", "model"], ["ngram", "model"]]
+    made = apart["model"].resolve()
+    assert isinstance(made, ModelDrafter)
+    assert made.model is model.name
+
+
+def test_a_drafter_in_the_place_of_a_draft_model_is_one_like_any_other() -> None:
+    """It competes with the default, comes after a named one, and can be the model of a cascade."""
+    drafter, model = sd.NGramDrafter(), ModelDrafter(nn.Linear(2, 2))
+    for given, meaning in (
+        (("auto", drafter), "BestOf(SuffixDrafter, NGramDrafter)"),
+        (("suffix", "ngram"), "FirstOf(SuffixDrafter, NGramDrafter)"),
+        ((None, drafter), "NGramDrafter"),
+        (("cascade", model), "Cascade(ModelDrafter, SuffixDrafter)"),
+        (("model", model), "ModelDrafter"),
+    ):
+        choice = DrafterChoice([given[0]] if given[0] else [], NamedModel(given[1]))
+        made = choice.resolve()
+        assert made is not None
+        assert shape(made) == meaning

@@ -1,0 +1,232 @@
+"""One drafter, two models with different tokenizers in turn: each is drafted for as if alone."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from functools import cache, partial
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+from mlx_lm.utils import load_tokenizer
+
+import specdec_mlx as sd
+import tiny_text
+from selection import in_one_test
+from serving import complete, serving, text_of
+from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, WITH_MODEL
+from specdec_mlx.drafters.recycling import SuccessorTable
+from specdec_mlx.errors import TokenizerMismatchError
+from specdec_mlx.memory.kept import fingerprint_of
+from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
+from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
+from specdec_mlx.mlx_lm_plugin.server import run_server
+from tiny_model_folder import write_model_folder
+
+NUM_TOKENS = 32
+PROMPT = "the cat in the hat and the cat in the hat"
+NARROW = 258  # entries of a vocabulary that lacks merges and names of roles
+
+
+@cache
+def wide() -> tuple[nn.Module, Any]:
+    """A model and its tokenizer."""
+    return tiny_text.model(), tiny_text.tokenizer()
+
+
+@cache
+def narrow() -> tuple[nn.Module, Any]:
+    """A model with fewer tokens, each with another id than in the wide one."""
+    single = tuple(reversed(tiny_text.BYTES))
+    tokenizer = tiny_text.tokenizer(tiny_text.bpe((), tiny_text.SPECIAL[:2], single))
+    return tiny_text.model(7, NARROW), tokenizer
+
+
+ORDERS = [(wide, narrow, wide, narrow), (narrow, wide, narrow, wide)]
+
+
+def named(name: str, **options: Any) -> Any:
+    """The drafter of a name, with a draft model where it needs one."""
+    if name.partition(":")[0] in WITH_MODEL:
+        model, tokenizer = wide()
+        options = {"draft_model": model, "draft_tokenizer": tokenizer} | options
+    return sd.make_drafter(name, **options)
+
+
+DRAFTERS: dict[str, Callable[[], Any]] = {
+    **{name: partial(named, name) for name in sd.drafters.drafter_names()},
+    "model without a tokenizer": lambda: sd.ModelDrafter(tiny_text.model(5)),
+    "auto with a memory": lambda: named("auto:memory=process"),
+    "auto with tables": lambda: named("auto:recycling=true"),
+    "auto with all": lambda: named("auto:memory=process,recycling=true,trees=true"),
+    "suffix with a memory": lambda: named("suffix:memory=process"),
+    "a kept table": lambda: sd.NGramDrafter(table=sd.drafters.NGramTable()),
+    "kept successors": lambda: sd.RecyclingDrafter(table=SuccessorTable()),
+    "kept successors of pairs": lambda: sd.RecyclingDrafter(table=SuccessorTable(), context=2),
+    "tree of": lambda: sd.TreeOf(sd.SuffixDrafter(sd.Memory()), sd.NGramDrafter()),
+    "best of": lambda: sd.BestOf(sd.SuffixDrafter(sd.Memory()), named(MODEL_DRAFTER)),
+    "first of": lambda: sd.FirstOf(
+        sd.NGramDrafter(table=sd.drafters.NGramTable()), sd.ModelDrafter(tiny_text.model(5))
+    ),
+    "cascade, remembering": lambda: sd.Cascade(named(MODEL_DRAFTER), sd.SuffixDrafter(sd.Memory())),
+    "as a server has it": lambda: keeping_caches(named(MODEL_DRAFTER), ConversationCache(10)),
+}
+
+
+def said(
+    pair: tuple[nn.Module, Any], drafter: Any, knows: bool = True
+) -> tuple[list[int], sd.stats.SpeculationStats]:
+    """Tokens and account of a text; where only tokens are handed over, no tokenizer is known."""
+    model, tokenizer = pair
+    prompt = tokenizer.encode(PROMPT)
+    options: Any = {"max_tokens": NUM_TOKENS, "drafter": drafter, "draft_length": 4}
+    if knows:
+        text = sd.generate(model, tokenizer, prompt, **options)
+        return list(text.tokens), text.stats
+    items = list(sd.speculate(model, prompt, **options))
+    return [item.token for item in items], items[-1].stats
+
+
+@cache
+def alone(make: Callable[[], Any]) -> list[int]:
+    """Tokens of plain decoding."""
+    return said(make(), None)[0]
+
+
+@in_one_test("knows", [True, False])
+@in_one_test("order", ORDERS)
+@in_one_test("name", DRAFTERS)
+def test_two_models_in_turn_get_their_own_texts(name: str, order: Any, knows: bool) -> None:
+    """In both orders, with tokenizers and without: what was kept of the one is not proposed to the
+    other, and each drafts the second time at least as well as at first."""
+    drafter = DRAFTERS[name]()
+    texts = [said(make(), drafter, knows) for make in order]
+    assert [tokens for tokens, _ in texts] == [alone(make) for make in order]
+    accepted = [stats.accepted if drafter is not None else 0 for _, stats in texts]
+    assert accepted[2] >= accepted[0]
+    assert accepted[3] >= accepted[1]
+    if "memory" in name or "kept" in name:
+        assert sum(accepted[2:]) > sum(accepted[:2])
+
+
+@in_one_test("order", ORDERS)
+def test_what_is_kept_of_the_first_tokenizer_is_not_changed_by_another(order: Any) -> None:
+    """Its texts, counts and successors are the same after a text of the other one."""
+    memory, counts, successors = sd.Memory(), sd.drafters.NGramTable(), SuccessorTable()
+    drafter = sd.FirstOf(
+        sd.SuffixDrafter(memory),
+        sd.NGramDrafter(table=counts),
+        sd.RecyclingDrafter(table=successors),
+    )
+
+    def held() -> Any:
+        known = {context: list(found.texts) for context, found in successors.successors.items()}
+        return [text.tolist() for text in memory.texts()], counts.counts(), known
+
+    said(order[0](), drafter)
+    before = held()
+    said(order[1](), drafter)
+    assert all(before)
+    assert held() == before
+
+
+@in_one_test("made", ["loaded", "opened", "of a tokenizer", "of files"])
+def test_what_was_made_for_one_tokenizer_is_refused_by_another(made: str, tmp_path: Path) -> None:
+    """At the call, before a token; the file is as it was."""
+    (model, tokenizer), path = wide(), tmp_path / "memory"
+    (tmp_path / "text.txt").write_text(PROMPT)
+    memory = sd.Memory.from_files([tmp_path / "text.txt"], tokenizer)
+    memory.save(path)
+    content = path.read_bytes()
+    choices: dict[str, Any] = {
+        "loaded": lambda: sd.Memory.load(path),
+        "opened": lambda: str(path),
+        "of a tokenizer": lambda: sd.Memory(tokenizer=tokenizer),
+        "of files": lambda: memory,
+    }
+    drafter = sd.SuffixDrafter(choices[made]())
+    for _ in range(2):
+        with pytest.raises(TokenizerMismatchError, match="holds token ids of tokenizer"):
+            said(narrow(), drafter)
+        assert said((model, tokenizer), drafter)[1].drafted > 0
+    assert path.read_bytes() == content
+
+
+def test_each_loaded_draft_model_has_a_place_of_its_own_among_kept_caches() -> None:
+    """Addresses come again, where one model is dropped and the next one loaded."""
+    store, places = ConversationCache(10), set()
+    for seed in range(50):
+        model = nn.Linear(1, seed + 1)
+        place = keeping_caches(sd.ModelDrafter(model), store).place  # type: ignore[attr-defined]
+        assert place == keeping_caches(sd.ModelDrafter(model), store).place  # type: ignore[attr-defined]
+        places.add(place)
+        del model
+    assert len(places) == 50
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """Two models whose tokenizers give two ids to each other's tokens."""
+    root = tmp_path_factory.mktemp("models")
+    return write_model_folder(root / "one"), write_model_folder(root / "two", swapped=True)
+
+
+@pytest.fixture(scope="module")
+def plain(folders: tuple[Path, Path]) -> list[str]:
+    """The texts of both."""
+    with serving("--model", str(folders[0]), "--drafter", "none") as client:
+        return [text_of(complete(client, model=str(folder))) for folder in folders]
+
+
+@in_one_test(
+    ("order", "flags"),
+    [
+        ("1212", ()),
+        ("2112", ()),
+        ("2121", ("--drafter", "auto:recycling=true")),
+        ("1221", ("--drafter", "suffix:memory=process", "--drafter", "ngram")),
+    ],
+)
+def test_a_server_remembers_for_each_tokenizer(
+    order: str, flags: tuple[str, ...], folders: tuple[Path, Path], plain: list[str]
+) -> None:
+    """On a loopback address, by default: its own model first, or another one; later answers of each
+    are drafted from its first one.
+    """
+    accepted: dict[str, list[int]] = {"1": [], "2": []}
+    with serving("--model", str(folders[0]), "--no-tuning", *flags) as client:
+        for key in order:
+            folder = folders[int(key) - 1]
+            reply = complete(client, model=str(folder), extra_body={"draft_length": 4})
+            accepted[key].append(reply.usage.speculation["accepted"])
+            assert text_of(reply) == plain[int(key) - 1]
+    assert all(second > first for first, second in accepted.values())
+
+
+@in_one_test("kind", ["memory", "table"])
+def test_a_servers_file_is_its_own_models(
+    kind: str,
+    folders: tuple[Path, Path],
+    plain: list[str],
+    tmp_path: Path,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Refused at the start if it is another tokenizer's; for other models that requests name it is
+    left out, with one line of log each."""
+    (one, two), path = map(str, folders), tmp_path / kind
+    caplog.clear()
+    drafter = {"memory": "suffix", "table": "ngram"}[kind]
+    flags = ("--memory", str(path)) if kind == "memory" else ("--drafter", f"ngram:table={path}")
+    with serving("--model", one, *flags) as client, caplog.at_level(logging.WARNING):
+        texts = [text_of(complete(client, model=model)) for model in (one, two, one, two)]
+    assert texts == plain * 2
+    assert sum("is left out" in line for line in caplog.messages) == 1
+    kept = getattr(sd.make_drafter(f"{drafter}:{kind}={path}"), kind)
+    kept.save()
+    assert kept.tokenizer == fingerprint_of(load_tokenizer(folders[0]))
+    if kind == "memory":
+        assert [len(text) for text in kept.texts()] == [60, 60]
+    with pytest.raises(SystemExit, match="2"):
+        run_server(["--model", two, *flags])
