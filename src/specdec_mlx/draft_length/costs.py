@@ -23,10 +23,9 @@ WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
 """Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
 for machines without tiles. A draft of K tokens is K + 1 rows."""
 NUM_SAMPLES = 7  # measurements that a median is taken over: other programs use the machine too
-NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds that a pace is the median of
+NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds that a pace is the median of, and rounds in succession
+# that contradict what was measured, until they are believed
 MOVED = 1.7  # times that a plain round differs from the ones before if the pace has changed
-MANY_ODD = 4  # rounds in succession that contradict what was measured, until they are believed
-SPACING = 24  # rounds from one of the first plain rounds to the next; later `EXPIRES` / 2
 EXPIRES = 256  # rounds after which a measurement of the least recently used width is dropped
 FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few rows take 5 at once
 FIRST_EXCESS = 3.0  # bound of a width's first excess over one row, in the prior's: kernels compile
@@ -84,8 +83,7 @@ class Staircase:
 
     An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
     the measured one. plain: seconds of passes over one row; seconds: their median. ratios: rows ->
-    measured costs. needs_plain: True if a plain round is due. num_moves: times that measurements
-    were taken back, as the pace had changed.
+    measured costs. needs_plain: True if a plain round is due.
     """
 
     prior: Curve = MILDEST
@@ -94,7 +92,6 @@ class Staircase:
     ratios: dict[int, deque[float]] = field(default_factory=dict)
     seconds: float = 0.0
     needs_plain: bool = True
-    num_moves: int = 0
     fitted: dict[int, float] = field(default_factory=dict)
     _measured: dict[int, tuple[float, int]] = field(default_factory=dict)
     _since: list[deque[float]] = field(default_factory=list)
@@ -133,10 +130,9 @@ class Staircase:
         before = self.seconds or seconds
         self.plain.append(seconds)
         self.seconds = median_low(self.plain)
-        spacing = SPACING if len(self.plain) < NUM_PLAIN else EXPIRES // 2
+        spacing = EXPIRES // (8 if len(self.plain) < NUM_PLAIN else 2)
         if not before / MOVED < seconds < before * MOVED:
             spacing = 0  # another one decides whether the pace has changed
-            self.num_moves += bool(self._since)
             for samples in self._since:
                 if samples:
                     samples.pop()
@@ -155,9 +151,9 @@ class Staircase:
         least = known if is_settled else 1.0
         is_odd = ratio * MOVED < least or (len(samples) > 0 and ratio > known * MOVED)
         self._num_odd = self._num_odd + 1 if is_odd else 0
-        if self._num_odd >= (MANY_ODD if samples else 1):
+        if self._num_odd > (NUM_PLAIN if samples else 0):
             self._due = self._num_rounds
-        if 0 < self._num_odd < MANY_ODD:
+        if 0 < self._num_odd <= NUM_PLAIN:
             return None
         self._since.append(samples)
         return ratio

@@ -6,9 +6,8 @@ drafter that costs time tells nothing until it is paid for: its losses are bound
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 from operator import mul
@@ -16,20 +15,16 @@ from time import perf_counter
 
 from specdec_mlx.contracts import Draft, Evidence, RoundRecord, Step, Stepwise
 from specdec_mlx.draft_length.chances import told
-from specdec_mlx.draft_length.costs import WIDTHS, Staircase, Steps
+from specdec_mlx.draft_length.costs import WIDTHS, Staircase
 from specdec_mlx.draft_length.store import Learned
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen from
 LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
-PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts
+PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts, and a
+# drafter that costs time rests `REST` times in succession at most
 REST = 8  # rounds without asking a drafter that costs time, after one in which it was not worth it
-NUM_RESTS = 12  # rests in succession of a drafter that is usually right, at most
-USUALLY_RIGHT = 0.35  # recent share of right first tokens: of one that is right half of the time
-RIGHT_DECAY = 0.9  # of the moving average of that share, per draft
-MOST_REFUSED = 5  # drafts stopped at once in succession, until one token is verified all the same
 READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
-MOST_READ = 50  # tokens read before a step that is measured with it: hardly more than a step's
-RATE_DECAY = 0.95  # of the sums that the going rate is the ratio of, per round
+RATE_DECAY = 0.95  # of moving averages, and of the sums that the going rate is the ratio of
 
 
 @dataclass
@@ -155,8 +150,7 @@ class Model(LookUp):
 
     can_stop: True if its session is `Stepwise`. unread: tokens of the text that it has not read,
     None for all; `most_unread` count at most. charge: cost of reading them. rest: rounds until it
-    is asked again. num_refused: drafts in succession that brought nothing. num_steps: of the latest
-    draft. num_moves: changes of the machine's pace that are accounted for.
+    is asked again. num_refused: drafts in succession that brought nothing.
     """
 
     can_stop: bool = False
@@ -166,16 +160,7 @@ class Model(LookUp):
     rest: int = 0
     num_emitted: int = 0
     num_refused: int = 0
-    num_steps: int = 0
-    num_moves: int = 0
-    _started: float = 0.0
-    _first: float = 0.0
-    _latest: float = 0.0
-
-    def __post_init__(self) -> None:
-        """Begin as a look-up does, at the pace that is known."""
-        super().__post_init__()
-        self.num_moves = self.prices.stairs.num_moves
+    _times: list[float] = field(default_factory=list)
 
     def num_unread(self) -> float:
         """Tokens that it has to read besides a round's."""
@@ -204,8 +189,8 @@ class Model(LookUp):
         if loss > account.budget:
             self.rest = REST
             self.learned.unseen.doubt()
-            if account.right >= USUALLY_RIGHT:
-                account.budget = max(0.0, account.budget) + loss / NUM_RESTS
+            if account.right >= PREDICTABLE:
+                account.budget = max(0.0, account.budget) + loss / REST
             return 0
         return min(LONGEST, prices.most) if self.can_stop else length
 
@@ -215,7 +200,7 @@ class Model(LookUp):
 
     def ask(self, session: Stepwise, limit: int) -> Draft:
         """Its draft, as long as the next token is worth its steps."""
-        self._started = self.prices.clock()
+        self._times = [self.prices.clock()]
         return session.propose_while(limit, self.goes_on)
 
     def goes_on(self, evidence: Sequence[Evidence]) -> Step:
@@ -223,74 +208,57 @@ class Model(LookUp):
         length, latest, learned = len(evidence), evidence[-1], self.learned
         free = latest.is_free
         if not free:
-            self._latest, self.num_steps = self.prices.clock(), length
-            self._first = self._latest if length == 1 else self._first
+            self._times.append(self.prices.clock())
         self.evidence, chances = evidence, learned.chances.of_draft(evidence)
-        guess, steps = (learned.chances, None) if free else (learned.unseen, self._step_costs())
+        guess, steps = (learned.chances, None) if free else (learned.unseen, learned.steps)
         chances += guess.of_draft([latest if free else 0] * (LONGEST - length), first=length)
         best, _ = self.prices.best([*accumulate(chances, mul)], steps, length)
         if best > length:
             return Step.GO_ON
-        if self.num_refused >= MOST_REFUSED:  # what a pass over it costs has to be seen again
-            return Step.STOP_AFTER
         return Step.STOP_AFTER if best == length else Step.STOP_BEFORE
-
-    def _step_costs(self) -> Steps:
-        """Costs of steps; of a first draft by its own steps, once the text was read."""
-        num_steps, seconds = self.num_steps, self.prices.stairs.seconds
-        if self.learned.steps.first or num_steps < 2 or not seconds:
-            return self.learned.steps
-        further = (self._latest - self._first) / (num_steps - 1)
-        return Steps(deque([further / seconds]))
 
     def _learn_steps(self, plain: float) -> None:
         """Learn what steps cost, by the seconds of a plain pass at that time."""
-        steps = self.learned.steps
-        if not plain:
-            return
-        if self.num_unread() <= MOST_READ:
-            steps.add(steps.first, (self._first - self._started) / plain)
-        if self.num_steps > 1:
-            further = (self._latest - self._first) / (self.num_steps - 1)
-            steps.add(steps.further, further / plain)
+        steps, (started, first, *further) = self.learned.steps, self._times
+        if not self.num_unread():
+            steps.add(steps.first, (first - started) / plain)
+        if further:
+            steps.add(steps.further, (further[-1] - first) / len(further) / plain)
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
         """Learn what a draft cost and how far it was right; rest where asking is not worth it."""
         learned, stairs, extra = self.learned, self.prices.stairs, 0.0
         steps, account = learned.steps, learned.account
-        if not drafted:
-            account.add()
+        num_steps = len(self._times) - 1 if self.can_stop else round_.drafted * drafted
         self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
-        pass_seconds = round_.pass_seconds
-        if self.num_steps and pass_seconds > 0:
-            plain = pass_seconds / stairs(1 + round_.drafted)
-            self._learn_steps(plain if round_.steady else stairs.seconds)
+        if not drafted:
+            account.add()
+        if self.can_stop and num_steps > 0 and round_.pass_seconds > 0:
+            cost = stairs(1 + round_.drafted)
+            plain = round_.pass_seconds / cost if round_.steady else stairs.seconds
+            if plain:
+                self._learn_steps(plain)
             if round_.steady:
-                stairs.add(1 + round_.drafted, pass_seconds)
-        if stairs.num_moves != self.num_moves:  # what was booked before was booked at false costs
-            self.num_moves, self.rest = stairs.num_moves, 0
-            if account.right >= USUALLY_RIGHT:
-                account.budget = max(account.budget, 0.0)
+                stairs.add(1 + round_.drafted, round_.pass_seconds)
         if drafted:
             verdict = [*[True] * round_.accepted, *[False] * (round_.accepted < round_.drafted)]
             learned.unseen.learn([0] * len(verdict), verdict)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
-            elif round_.steady and stairs.seconds and self.num_unread() <= MOST_READ:
+            elif round_.steady and stairs.seconds and not self.num_unread():
                 steps.add_whole(stairs, round_.seconds, round_.drafted)
             extra = stairs(1 + round_.drafted) - 1.0
-        if drafted or self.num_steps:
-            extra += steps(self.num_steps if self.can_stop else round_.drafted)
+        if num_steps > 0:
+            extra += steps(num_steps)
             account.add((round_.emitted - 1) * drafted - extra - self.charge)
             self.unread = 0
             is_right = drafted and round_.accepted > 0
-            account.right += (1 - RIGHT_DECAY) * (is_right - account.right)
+            account.right += (1 - RATE_DECAY) * (is_right - account.right)
             has_paid = is_right or (drafted and self.gain > 0)
             self.num_refused = 0 if has_paid else self.num_refused + 1
             self.rest = max(self.rest, min(REST, 2**self.num_refused - 2))
-            self.num_refused = 0 if self.num_refused > MOST_REFUSED else self.num_refused
         elif self.unread is not None:
             self.unread += round_.emitted
-        self.evidence, self.num_steps, self.charge = (), 0, 0.0
+        self.evidence, self._times, self.charge = (), [], 0.0
         return extra

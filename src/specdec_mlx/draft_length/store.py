@@ -31,10 +31,10 @@ SHORT_CONTEXT = 2048  # positions below which contexts are of one class; then on
 @dataclass
 class Account:
     """Budget for trying a drafter, in plain rounds. right: share of drafts lately
-    whose first token was right; from just below `USUALLY_RIGHT`."""
+    whose first token was right; from just below `PREDICTABLE`."""
 
     budget: float = BUDGET
-    right: float = 0.34
+    right: float = 0.39
 
     def add(self, amount: float = EXPLORATION) -> None:
         """Book a gain or a loss; by default a round's share of the time."""
