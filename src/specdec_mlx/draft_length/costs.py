@@ -94,7 +94,6 @@ class Staircase:
     needs_plain: bool = True
     fitted: dict[int, float] = field(default_factory=dict)
     _measured: dict[int, tuple[float, int]] = field(default_factory=dict)
-    _since: list[deque[float]] = field(default_factory=list)
     _num_rounds: int = 0
     _due: int = 0
     _num_odd: int = 0
@@ -117,8 +116,8 @@ class Staircase:
             self._add_plain(seconds)
         elif self.plain:
             samples = self.ratios.pop(rows, None) or new_samples()
-            known = median_low(samples or (1.0,))
-            if (ratio := self.compare(seconds, samples, known)) is not None:
+            known = median_low(samples or (0.0,))
+            if (ratio := self.compare(seconds, known, len(samples) >= NUM_PLAIN)) is not None:
                 samples.append(min(ratio, rows + 1.0))
             if samples:
                 self.ratios[rows] = samples  # the latest stands last
@@ -126,37 +125,26 @@ class Staircase:
         self.needs_plain = self._num_rounds >= self._due
 
     def _add_plain(self, seconds: float) -> None:
-        """Add a plain pass; where it contradicts the ones before, so does what followed those."""
+        """Add a plain pass; where it contradicts the ones before, another one decides."""
         before = self.seconds or seconds
         self.plain.append(seconds)
         self.seconds = median_low(self.plain)
         spacing = EXPIRES // (8 if len(self.plain) < NUM_PLAIN else 2)
         if not before / MOVED < seconds < before * MOVED:
-            spacing = 0  # another one decides whether the pace has changed
-            for samples in self._since:
-                if samples:
-                    samples.pop()
-            self._fit(*self.ratios)
-            self._num_odd = 0
-        self._since.clear()
+            spacing = 0
         self._due = self._num_rounds + spacing
 
-    def compare(self, seconds: float, samples: deque[float], known: float) -> float | None:
-        """Seconds in plain rounds, to be added to samples, and taken back if the pace has changed.
+    def compare(self, seconds: float, known: float, is_settled: bool) -> float | None:
+        """Seconds in plain rounds; None for what contradicts what is known of it, 0 for nothing.
 
-        known: what the samples say of it. None for what contradicts them: a bad moment, unless it
-        comes several times.
+        That was a bad moment, unless it comes several times: then the pace may have changed.
         """
-        ratio, is_settled = seconds / self.seconds, len(samples) >= NUM_PLAIN
-        least = known if is_settled else 1.0
-        is_odd = ratio * MOVED < least or (len(samples) > 0 and ratio > known * MOVED)
-        self._num_odd = self._num_odd + 1 if is_odd else 0
-        if self._num_odd > (NUM_PLAIN if samples else 0):
+        ratio = seconds / self.seconds
+        is_odd = ratio * MOVED < (known if is_settled else 1.0) or 0 < known * MOVED < ratio
+        self._num_odd = (self._num_odd + 1) * is_odd
+        if self._num_odd > NUM_PLAIN * (known > 0):
             self._due = self._num_rounds
-        if 0 < self._num_odd <= NUM_PLAIN:
-            return None
-        self._since.append(samples)
-        return ratio
+        return None if 0 < self._num_odd <= NUM_PLAIN else ratio
 
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
         """Take over the measured ratios of another one, or out of a file."""
@@ -218,8 +206,8 @@ class Steps:
     def add_whole(self, stairs: Staircase, seconds: float, num_steps: int) -> None:
         """Add a round whose pass verified so many tokens, of which the whole is known."""
         cost = stairs(1 + num_steps)
-        ratio = stairs.compare(seconds, self.first, cost + self(num_steps))
-        if ratio is not None:
+        known, is_settled = cost + self(num_steps), len(self.first) >= NUM_PLAIN
+        if (ratio := stairs.compare(seconds, known, is_settled)) is not None:
             self.add(self.first, (ratio - cost) / num_steps)
 
     @property

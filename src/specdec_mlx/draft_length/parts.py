@@ -16,12 +16,12 @@ from time import perf_counter
 from specdec_mlx.contracts import Draft, Evidence, RoundRecord, Step, Stepwise
 from specdec_mlx.draft_length.chances import told
 from specdec_mlx.draft_length.costs import WIDTHS, Staircase
-from specdec_mlx.draft_length.store import Learned
+from specdec_mlx.draft_length.store import EXPLORATION, Learned
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen from
 LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
-PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts, and a
-# drafter that costs time rests `REST` times in succession at most
+PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts, and a model
+# is asked again soon
 REST = 8  # rounds without asking a drafter that costs time, after one in which it was not worth it
 READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
 RATE_DECAY = 0.95  # of moving averages, and of the sums that the going rate is the ratio of
@@ -74,8 +74,6 @@ class Prices:
                 value = tokens - rate * (cost - 1.0)
                 if value > gain:
                     best, gain = length, value
-                if value + reach * (whole - length) <= gain:
-                    break  # were all that follows right if this one is, and free
         return best, gain
 
 
@@ -150,7 +148,7 @@ class Model(LookUp):
 
     can_stop: True if its session is `Stepwise`. unread: tokens of the text that it has not read,
     None for all; `most_unread` count at most. charge: cost of reading them. rest: rounds until it
-    is asked again. num_refused: drafts in succession that brought nothing.
+    is asked again.
     """
 
     can_stop: bool = False
@@ -159,7 +157,6 @@ class Model(LookUp):
     charge: float = 0.0
     rest: int = 0
     num_emitted: int = 0
-    num_refused: int = 0
     _times: list[float] = field(default_factory=list)
 
     def num_unread(self) -> float:
@@ -184,15 +181,14 @@ class Model(LookUp):
         self.charge = self.can_stop * max(0.0, reading - self.gain * self.num_emitted)
         loss = prices.stairs(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
         account = self.learned.account
-        if self.charge or loss > 0:  # the first step is paid, whatever follows
-            loss = max(loss, self.charge + steps(1))
-        if loss > account.budget:
+        if max(loss, self.charge) > account.budget:
             self.rest = REST
             self.learned.unseen.doubt()
             if account.right >= PREDICTABLE:
-                account.budget = max(0.0, account.budget) + loss / REST
+                account.budget = max(0.0, account.budget) + EXPLORATION * REST * loss
             return 0
-        return min(LONGEST, prices.most) if self.can_stop else length
+        longest = LONGEST if steps.first else 2  # two steps tell what each costs
+        return min(longest, prices.most) if self.can_stop else length
 
     def cut(self, draft: Draft) -> int:
         """All of it: `limit` or `goes_on` chose the length."""
@@ -217,28 +213,22 @@ class Model(LookUp):
             return Step.GO_ON
         return Step.STOP_AFTER if best == length else Step.STOP_BEFORE
 
-    def _learn_steps(self, plain: float) -> None:
-        """Learn what steps cost, by the seconds of a plain pass at that time."""
-        steps, (started, first, *further) = self.learned.steps, self._times
-        if not self.num_unread():
-            steps.add(steps.first, (first - started) / plain)
-        if further:
-            steps.add(steps.further, (further[-1] - first) / len(further) / plain)
-
     def record(self, round_: RoundRecord, drafted: bool) -> float:
-        """Learn what a draft cost and how far it was right; rest where asking is not worth it."""
-        learned, stairs, extra = self.learned, self.prices.stairs, 0.0
+        """Learn what a draft cost and how far it was right; rest where that is seldom."""
+        learned, stairs, times = self.learned, self.prices.stairs, self._times
         steps, account = learned.steps, learned.account
-        num_steps = len(self._times) - 1 if self.can_stop else round_.drafted * drafted
-        self.rest = max(0, self.rest - 1)
-        self.num_emitted += round_.emitted
+        num_steps = max(0, len(times) - 1) if self.can_stop else round_.drafted * drafted
         if not drafted:
             account.add()
-        if self.can_stop and num_steps > 0 and round_.pass_seconds > 0:
+        self.rest = max(0, self.rest - 1)
+        self.num_emitted += round_.emitted
+        if times and round_.pass_seconds > 0:  # steps are measured by the pass that followed them
             cost = stairs(1 + round_.drafted)
             plain = round_.pass_seconds / cost if round_.steady else stairs.seconds
-            if plain:
-                self._learn_steps(plain)
+            if self.num_unread() <= LENGTHS[-1]:  # reading them hardly takes longer
+                steps.add(steps.first, (times[1] - times[0]) / plain)
+            if num_steps > 1:
+                steps.add(steps.further, (times[-1] - times[1]) / (num_steps - 1) / plain)
             if round_.steady:
                 stairs.add(1 + round_.drafted, round_.pass_seconds)
         if drafted:
@@ -246,18 +236,13 @@ class Model(LookUp):
             learned.unseen.learn([0] * len(verdict), verdict)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
-            elif round_.steady and stairs.seconds and not self.num_unread():
+            elif round_.steady and stairs.seconds and self.num_unread() <= LENGTHS[-1]:
                 steps.add_whole(stairs, round_.seconds, round_.drafted)
-            extra = stairs(1 + round_.drafted) - 1.0
-        if num_steps > 0:
-            extra += steps(num_steps)
+        extra = (stairs(1 + round_.drafted) - 1.0) * drafted + steps(num_steps)
+        if num_steps:
             account.add((round_.emitted - 1) * drafted - extra - self.charge)
+            account.right += (1 - RATE_DECAY) * ((drafted and round_.accepted > 0) - account.right)
             self.unread = 0
-            is_right = drafted and round_.accepted > 0
-            account.right += (1 - RATE_DECAY) * (is_right - account.right)
-            has_paid = is_right or (drafted and self.gain > 0)
-            self.num_refused = 0 if has_paid else self.num_refused + 1
-            self.rest = max(self.rest, min(REST, 2**self.num_refused - 2))
         elif self.unread is not None:
             self.unread += round_.emitted
         self.evidence, self._times, self.charge = (), [], 0.0

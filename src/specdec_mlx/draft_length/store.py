@@ -34,7 +34,7 @@ class Account:
     whose first token was right; from just below `PREDICTABLE`."""
 
     budget: float = BUDGET
-    right: float = 0.39
+    right: float = 0.45
 
     def add(self, amount: float = EXPLORATION) -> None:
         """Book a gain or a loss; by default a round's share of the time."""
@@ -54,13 +54,13 @@ class Learned:
         """All but the tokens that were written, ready for JSON."""
         weights = [self.chances.weights, self.unseen.weights]
         steps = [*map(list, vars(self.steps).values())]
-        return {"weights": weights, "steps": steps, "account": [*vars(self.account).values()]}
+        return {"weights": weights, "steps": steps, "budget": self.account.budget}
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over what `as_dict` gave. Raises ValueError for anything else."""
         weights = finite(saved["weights"], 2, NUM_WEIGHTS, 2)
         self.chances.weights, self.unseen.weights = weights
-        self.account = Account(*finite(saved["account"], 2))
+        (self.account.budget,) = finite([saved["budget"]], 1)
         for samples, found in zip(vars(self.steps).values(), saved["steps"], strict=True):
             samples.extend(finite(found, len(found)))
 
