@@ -185,7 +185,7 @@ class Model(LookUp):
             self.rest = REST
             self.learned.unseen.doubt()
             if account.right >= PREDICTABLE:
-                account.budget = max(0.0, account.budget) + EXPLORATION * REST * loss
+                account.add(EXPLORATION * REST * loss)
             return 0
         longest = LONGEST if steps.first else 2  # two steps tell what each costs
         return min(longest, prices.most) if self.can_stop else length
