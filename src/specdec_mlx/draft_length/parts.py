@@ -236,7 +236,7 @@ class Model(LookUp):
             learned.unseen.learn([0] * len(verdict), verdict)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
-            elif round_.steady and stairs.seconds and self.num_unread() <= LENGTHS[-1]:
+            elif round_.steady and stairs.seconds and self.num_unread() <= 2 * LENGTHS[-1]:
                 steps.add_whole(stairs, round_.seconds, round_.drafted)
         extra = (stairs(1 + round_.drafted) - 1.0) * drafted + steps(num_steps)
         if num_steps:
