@@ -30,8 +30,10 @@ SHORT_CONTEXT = 2048  # positions below which contexts are of one class; then on
 
 @dataclass
 class Account:
-    """Budget for trying a drafter, in plain rounds. right: share of drafts lately
-    whose first token was right; from just below `PREDICTABLE`."""
+    """Budget for trying a drafter, in plain rounds.
+
+    right: share of drafts lately whose first token was right.
+    """
 
     budget: float = BUDGET
     right: float = 0.45
