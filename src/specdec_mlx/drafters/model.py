@@ -25,7 +25,7 @@ from specdec_mlx.sampling.distribution import Sampling, check_draft_temp, sampli
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.exactness import exact_until
 from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.tree_passes import GrowingRows, TreeRows
+from specdec_mlx.verify.tree_passes import GrowingLayout, TreeLayout
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -124,13 +124,13 @@ class ModelSession(Writes):
         self.branches = drafter.branches
         self.nodes = Chances.of("model")
         self.tree = None
-        self.rows = GrowingRows()
+        self.rows = GrowingLayout()
 
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, as one lazy graph: no synchronisation between them; or a tree."""
         length = self.begin_draft(limit)
         if length and self.forks:
-            self.rows = GrowingRows()
+            self.rows = GrowingLayout()
             draft = self.tree_draws().write(self.next_logits(None), self.logits_after, length)
             self.rollback.rewind_to(len(self.tokens))
             return draft
@@ -198,7 +198,7 @@ class ModelSession(Writes):
         """Feed the next `size` tokens of the text, for the caches alone."""
         self.feed(to_ids(self.tokens[self.rollback.position :][:size]))
 
-    def feed(self, ids: mx.array, tree: TreeRows | None = None) -> mx.array:
+    def feed(self, ids: mx.array, tree: TreeLayout | None = None) -> mx.array:
         """One pass of the draft model over a chain or a tree; logits [S, V], as the target's."""
         width = logit_width(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:

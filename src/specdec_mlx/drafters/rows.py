@@ -16,7 +16,7 @@ from specdec_mlx.drafters.heads.session import RecurrentSession
 from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession, logit_width
 from specdec_mlx.verify.exactness import can_hold_rows
 from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.row_caches import RowCaches
+from specdec_mlx.verify.row_caches import BatchCaches
 
 
 @dataclass
@@ -44,7 +44,7 @@ def rows_for(drafter: Any) -> ModelRows | None:
         return None
     fresh = make_prompt_cache(model)
     may = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
-    caches = RowCaches.like(fresh) if may else None
+    caches = BatchCaches.like(fresh) if may else None
     return None if caches is None else (HeadRows if is_head else ModelRows)(model, caches)
 
 
@@ -53,7 +53,7 @@ class ModelRows:
     """A draft model's passes over several texts. sessions: of its rows. joining: not yet rows."""
 
     model: Any
-    caches: RowCaches
+    caches: BatchCaches
     sessions: list[Any] = field(default_factory=list)
     joining: list[Any] = field(default_factory=list)
 

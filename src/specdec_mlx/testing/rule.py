@@ -41,7 +41,7 @@ from specdec_mlx.testing.enumeration import (
     state_after,
 )
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.next_token import NextToken, RoundNoise, Rows
+from specdec_mlx.verify.next_token import NextToken, RoundNoise, RoundPositions
 from specdec_mlx.verify.verifier import LazyPass
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
@@ -96,9 +96,9 @@ class Question:
         how = getattr(self.sampler, "__name__", self.sampler)
         return f"{kind} draft {list(self.tokens)}, V = {self.logprobs.shape[-1]}, {how}"
 
-    def rows(self) -> Rows:
+    def rows(self) -> RoundPositions:
         """The target, as the loop shows it."""
-        return Rows(self.logprobs, NextToken(self.sampler, (), self.noise), self.position)
+        return RoundPositions(self.logprobs, NextToken(self.sampler, (), self.noise), self.position)
 
     def ask(self, rule: AcceptanceRule, evidence: Any = None) -> Verdict | Agreement:
         """The lazy answer of a rule."""

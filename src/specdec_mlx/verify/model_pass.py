@@ -17,7 +17,7 @@ from specdec_mlx.verify.inputs import CacheOptions
 from specdec_mlx.verify.recurrent_states import recurrent_states_of
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.taps import Taps, check_readable, keys_values_of
-from specdec_mlx.verify.tree_passes import TreeRows
+from specdec_mlx.verify.tree_passes import TreeLayout
 
 
 def _vocab_size(model: nn.Module) -> int:
@@ -77,7 +77,7 @@ class ModelPass:
             self.quantize()
         tree = None
         if parents is not None:
-            tree = TreeRows.after(tokens.shape[0] - len(parents), parents)
+            tree = TreeLayout.after(tokens.shape[0] - len(parents), parents)
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
 
         def run() -> mx.array:

@@ -110,7 +110,7 @@ def _returned(by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategor
     raise ValueError(f"The {by} returned {shown(found)}; expected {expected}.")
 
 
-class Rows:
+class RoundPositions:
     """A round's K+1 positions, from processed logits; see `contracts.TargetRows`."""
 
     def __init__(

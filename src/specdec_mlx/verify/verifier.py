@@ -38,7 +38,7 @@ from specdec_mlx.stats.counterfactual import Counterfactual, chances
 from specdec_mlx.token_ids import read_all, to_ids, to_list
 from specdec_mlx.verify.inputs import check_draft, check_drafted
 from specdec_mlx.verify.model_pass import ModelPass
-from specdec_mlx.verify.next_token import NextToken, RoundNoise, Rows, existing, is_pure
+from specdec_mlx.verify.next_token import NextToken, RoundNoise, RoundPositions, existing, is_pure
 from specdec_mlx.verify.rollback import Rollback
 
 NO_TOKENS = mx.array([], mx.uint32)
@@ -104,7 +104,7 @@ class LazyPass:
 
 
 @dataclass
-class RowByRowPass:
+class StepwisePass:
     """A round whose rows go through callables of the caller's one at a time, in order.
 
     ends: tokens after which no draft is of use.
@@ -255,13 +255,13 @@ class Verifier:
 
     def judge(
         self, logits: mx.array, draft: Draft, drafted: mx.array, position: int, num_fed: int
-    ) -> LazyPass | RowByRowPass:
+    ) -> LazyPass | StepwisePass:
         """The round of a pass that was made, lazy; logits: [K+1, V] from the last pending on."""
         if self.distribution.by_row:
             own = self.distribution
-            return RowByRowPass(draft, num_fed, logits, own, position, self.end_tokens)
+            return StepwisePass(draft, num_fed, logits, own, position, self.end_tokens)
         processed = self.distribution.process(logits, drafted, draft.parents)
-        rows = Rows(processed, self.distribution, position, draft.parents)
+        rows = RoundPositions(processed, self.distribution, position, draft.parents)
         verdict: Verdict | Agreement | TreeVerdict
         if not len(draft.tokens):
             results = {"scales": rows.scales, "target_tokens": rows.tokens}
