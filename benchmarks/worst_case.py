@@ -29,10 +29,11 @@ from specdec_mlx.bench.summary import ALL, Result, summarise
 from specdec_mlx.bench.timing import Settings, run_interleaved, time_generation
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.model import ModelDrafter, logit_width
+from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.models import load_model
 from specdec_mlx.notebook.views import markdown_table
+from specdec_mlx.verify.model_pass import vocab_size_of
 
 NO_DRAFTER, ALWAYS_WRONG, RANDOM_WORDS = "no drafter", "always wrong", "random words"
 NEVER_ASKED, PAUSED = "draft model, never asked", "draft model, paused"
@@ -106,7 +107,7 @@ def measure(
         time_generation(paused, texts[0], settings, settings.repeats)  # until it is paused
         contenders += [ours(model, drafter, NEVER_ASKED, "0", temp), paused]
     if temp == 0:
-        wrong = AlwaysWrong(logit_width(model))
+        wrong = AlwaysWrong(vocab_size_of(model))
         longer = replace(settings, max_tokens=settings.max_tokens + 1)
         for task in texts:
             wrong.texts[tuple(task.prompt)] = time_generation(reference, task, longer, 0).tokens

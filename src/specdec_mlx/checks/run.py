@@ -24,7 +24,6 @@ from specdec_mlx.draft_length.policy import make_draft_length, parse_draft_lengt
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of, resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.engine.ranks import ranks_of
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.lab.demo_model import demo_model_path
@@ -34,6 +33,7 @@ from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from specdec_mlx.verify.exactness import ProbeReport
+from specdec_mlx.verify.model_pass import vocab_size_of
 
 BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
@@ -106,7 +106,7 @@ def check(
         sampling=sampling,
         rule=make_rule(rule, is_seeded=seed is not None),
         prompts=_encoded(tokenizer, prompts),
-        vocab_size=logit_width(model),
+        vocab_size=vocab_size_of(model),
         draft_length=draft_length,
         seed=seed or 0,
         tokenizer=tokenizer,

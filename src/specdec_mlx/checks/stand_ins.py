@@ -19,10 +19,9 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
 from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, ReadsTarget, is_cheap
-from specdec_mlx.drafters.model import logit_width
 from specdec_mlx.engine.features import FeatureFeed
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.model_pass import ModelPass
+from specdec_mlx.verify.model_pass import ModelPass, vocab_size_of
 from specdec_mlx.verify.rollback import Rollback
 
 MOST_ROWS = 1000
@@ -38,9 +37,9 @@ class Remembered(nn.Module):  # type: ignore[misc]
     def __init__(self, model: nn.Module, context: list[int], *, gives_last: bool = False) -> None:
         """context: [n > 0] common tokens; gives_last: the others lead to its last for sure."""
         super().__init__()
-        last = mx.arange(logit_width(model)) == context[-1]
+        last = mx.arange(vocab_size_of(model)) == context[-1]
         held: Any = SimpleNamespace(model=model, context=tuple(context), known={}, caches=None)
-        held.inside = mx.full((logit_width(model),), mx.nan)
+        held.inside = mx.full((vocab_size_of(model),), mx.nan)
         held.before_last = mx.where(last, 0.0, IMPOSSIBLE) if gives_last else held.inside
         self._held = held  # attributes of the module itself would be weights and layers to MLX
 

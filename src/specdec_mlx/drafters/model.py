@@ -19,11 +19,11 @@ from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
 from specdec_mlx.drafters.writing import Writes
-from specdec_mlx.models import PerModel
 from specdec_mlx.options import whole, wrong
 from specdec_mlx.sampling.distribution import Sampling, check_draft_temp, sampling_of_drafts
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.exactness import exact_until
+from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
 from specdec_mlx.verify.tree_passes import GrowingLayout, TreeLayout
 
@@ -200,7 +200,7 @@ class ModelSession(Writes):
 
     def feed(self, ids: mx.array, tree: TreeLayout | None = None) -> mx.array:
         """One pass of the draft model over a chain or a tree; logits [S, V], as the target's."""
-        width = logit_width(self.model)
+        width = vocab_size_of(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
         logits = self.rollback.forward(self.model, ids, tree)
@@ -215,9 +215,3 @@ class ModelSession(Writes):
             mx.async_eval(states_of(self.rollback.caches))
         if self.on_close is not None:
             self.on_close(self.tokens[:length])
-
-
-logit_width = PerModel(
-    lambda model: int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
-)
-"""V of a model, from the shape of logits that are never computed."""

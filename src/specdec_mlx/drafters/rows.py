@@ -13,8 +13,9 @@ from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, GoesOn
 from specdec_mlx.drafters.drawing import Draws, cut_while
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.session import RecurrentSession
-from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession, logit_width
+from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession
 from specdec_mlx.verify.exactness import can_hold_rows
+from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
 from specdec_mlx.verify.row_caches import BatchCaches
 
@@ -103,7 +104,7 @@ class ModelRows:
 
     def pending(self) -> list[list[int]]:
         """Each text's tokens that its row does not hold."""
-        most = logit_width(self.model) - 1  # an id that the target alone has
+        most = vocab_size_of(self.model) - 1  # an id that the target alone has
         return [
             [min(token, most) for token in session.tokens[session.position :]]
             for session in self.sessions

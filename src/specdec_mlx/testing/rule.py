@@ -18,6 +18,7 @@ from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.contracts import (
     AcceptanceRule,
     Agreement,
+    Decision,
     Draft,
     DraftContext,
     Evidence,
@@ -42,7 +43,7 @@ from specdec_mlx.testing.enumeration import (
 )
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.verify.next_token import NextToken, RoundNoise, RoundPositions
-from specdec_mlx.verify.verifier import LazyPass
+from specdec_mlx.verify.passes import LazyPass
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
 NUM_DRAFT, VOCAB_SIZE, LENGTH = 2, 3, 3  # K, V and tokens of the texts that are drawn
@@ -100,7 +101,7 @@ class Question:
         """The target, as the loop shows it."""
         return RoundPositions(self.logprobs, NextToken(self.sampler, (), self.noise), self.position)
 
-    def ask(self, rule: AcceptanceRule, evidence: Any = None) -> Verdict | Agreement:
+    def ask(self, rule: AcceptanceRule, evidence: Any = None) -> Decision:
         """The lazy answer of a rule."""
         draft = Draft(to_ids(self.tokens), self.draft_logprobs, evidence=evidence)
         return rule.decide(self.rows(), draft, RoundNoise(self.noise, self.position))

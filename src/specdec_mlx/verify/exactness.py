@@ -20,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.models import PerModel
+from specdec_mlx.verify.anatomy import anatomy_of
 from specdec_mlx.verify.recurrent_states import (
     in_steps,
     is_rounding,
@@ -314,8 +315,8 @@ def _report(width: int, context: int, logits: mx.array, expected: mx.array) -> W
 
 
 def _random_tokens(model: nn.Module, num_tokens: int) -> mx.array:
-    """Token ids [n]; V is read off the shape of logits that are never computed."""
-    vocab_size = model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
+    """Token ids [n]."""
+    vocab_size = anatomy_of(model).vocab_size
     return mx.random.randint(0, vocab_size, shape=(num_tokens,), key=mx.random.key(0))
 
 

@@ -70,10 +70,6 @@ class NextToken:
             logits = _returned("processor", processor(seen, logits), logits.shape, mx.floating)
         return logits
 
-    def show_end(self, logprobs: mx.array) -> None:
-        """Show the processors the text when no pass comes after it; logprobs: [1, V], any."""
-        self.process_row(logprobs, ())
-
     def draw(
         self, logprobs: mx.array, position: int, parents: Sequence[int] | None = None
     ) -> mx.array:

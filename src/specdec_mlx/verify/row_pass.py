@@ -14,11 +14,11 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, Drafter, PendingPass, ReadsTarget, all_drafters
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.anatomy import Tap
 from specdec_mlx.verify.exactness import can_hold_rows
 from specdec_mlx.verify.recurrent_states import in_steps
 from specdec_mlx.verify.rollback import Rollback, wait_for
 from specdec_mlx.verify.row_caches import BatchCaches
-from specdec_mlx.verify.taps import Tap
 from specdec_mlx.verify.verifier import Verifier
 
 

@@ -196,6 +196,10 @@ STRATEGIES: dict[type, Strategy] = {
 `specdec_mlx.testing.check_strategy` holds it to the contract."""
 
 
+READABLE = (KVCache, RotatingKVCache, QuantizedKVCache)
+"""Caches of one key and one value for each head and position."""
+
+
 def strategy_for(cache: Any) -> Strategy:
     """Strategy of a cache; a class that is not in the table gets a general one, with its name."""
     kind = type(cache)
