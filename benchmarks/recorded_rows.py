@@ -27,8 +27,8 @@ from specdec_mlx.engine.sequence import SequenceState
 from specdec_mlx.loop import Generation
 from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.verify.row_caches import RowCaches
-from specdec_mlx.verify.row_pass import OneByOne, RowPasses
+from specdec_mlx.verify.row_caches import BatchCaches
+from specdec_mlx.verify.row_pass import OneByOne, SharedPasses
 from specdec_mlx.verify.verifier import Verifier
 
 Kind = TypeVar("Kind")
@@ -68,9 +68,9 @@ class RecordedBatch(BatchGeneration):
     cost: CostCurve = field(kw_only=True)
     total: float = 0.0
 
-    def make_passes(self) -> RowPasses:
+    def make_passes(self) -> SharedPasses:
         """Passes that know what comes."""
-        return RecordedRows(self.model, RowCaches([]))
+        return RecordedRows(self.model, BatchCaches([]))
 
     def time_of_pass(self, current: Rounds, ahead: Rounds) -> tuple[float, bool]:
         """The curve's seconds."""

@@ -34,7 +34,7 @@ from specdec_mlx.batch.rows import Request, RowDrafting, RowToken, samples_of
 from specdec_mlx.contracts import DraftContext, Drafter, Features
 from specdec_mlx.verify import row_caches
 from specdec_mlx.verify.inputs import CacheOptions
-from specdec_mlx.verify.row_pass import RowPasses, passes_over
+from specdec_mlx.verify.row_pass import SharedPasses, passes_over
 
 BLOCK = [5, 17, 99, 3, 41, 8]
 PROMPTS = [
@@ -239,13 +239,13 @@ def test_a_long_prompt_is_read_between_the_passes_of_the_others(name: str, leave
 def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one padded pass, but where padding would take longer than passes of their own."""
     read: list[list[int]] = []
-    real = RowPasses.read
+    real = SharedPasses.read
 
-    def note(passes: RowPasses, texts: Sequence[Sequence[int]]) -> None:
+    def note(passes: SharedPasses, texts: Sequence[Sequence[int]]) -> None:
         read.append([len(text) for text in texts])
         real(passes, texts)
 
-    monkeypatch.setattr(RowPasses, "read", note)
+    monkeypatch.setattr(SharedPasses, "read", note)
     batch = BatchGeneration(model(name), oracle(name), draft_length=2)
     assert texts_of(batch, [1, 5, 7]) == [alone(name)[i] for i in (1, 5, 7)]
     requests = Request(PROMPTS[7], 3), Request(LONG, 3)

@@ -32,7 +32,7 @@ from specdec_mlx.loop import Generation
 from specdec_mlx.verify.inputs import (
     split_cache,
 )
-from specdec_mlx.verify.row_pass import RowPasses, ToVerify, passes_over
+from specdec_mlx.verify.row_pass import SharedPasses, ToVerify, passes_over
 
 MOST_AT_ONCE = 8  # prompts that are read at the same time, as in mlx-lm's batches
 
@@ -79,7 +79,7 @@ class BatchGeneration:
         if self._passes.is_together and self.draft_length == "auto":
             self._shared = SharedLength(tuning_for(self.model))
 
-    def make_passes(self) -> RowPasses:
+    def make_passes(self) -> SharedPasses:
         """The passes over all rows, or over one text after the other."""
         with mx.stream(self.stream):
             return passes_over(self.model, self.max_kv_size, self.drafter)

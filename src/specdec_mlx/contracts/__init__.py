@@ -45,6 +45,7 @@ from specdec_mlx.contracts.target import Target as Target
 from specdec_mlx.contracts.target import TargetCaches as TargetCaches
 from specdec_mlx.contracts.verdicts import AcceptanceRule as AcceptanceRule
 from specdec_mlx.contracts.verdicts import Agreement as Agreement
+from specdec_mlx.contracts.verdicts import Decision as Decision
 from specdec_mlx.contracts.verdicts import Outcome as Outcome
 from specdec_mlx.contracts.verdicts import Randomness as Randomness
 from specdec_mlx.contracts.verdicts import TargetRows as TargetRows

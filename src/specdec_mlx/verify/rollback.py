@@ -18,7 +18,7 @@ import mlx.nn as nn
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.verify.recurrent_states import RecurrentStates
 from specdec_mlx.verify.strategies import Gathers, Strategy, leaves, strategy_for
-from specdec_mlx.verify.tree_passes import VIEWS, TreeRows, tree_pass
+from specdec_mlx.verify.tree_passes import VIEWS, TreeLayout, tree_pass
 
 T = TypeVar("T")
 
@@ -52,7 +52,7 @@ class Rollback:
     """Index among all caches -> its way back into the latest pass, where it has one of its own."""
 
     def forward(
-        self, model: nn.Module, tokens: mx.array, tree: TreeRows | None = None, **inputs: Any
+        self, model: nn.Module, tokens: mx.array, tree: TreeLayout | None = None, **inputs: Any
     ) -> mx.array:
         """One pass of a model over tokens [S]; logits [S, V]. Exceptions change no cache."""
         width = tokens.shape[0]

@@ -14,16 +14,16 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, Drafter, PendingPass, ReadsTarget, all_drafters
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.anatomy import Tap
 from specdec_mlx.verify.exactness import can_hold_rows
 from specdec_mlx.verify.recurrent_states import in_steps
 from specdec_mlx.verify.rollback import Rollback, wait_for
-from specdec_mlx.verify.row_caches import RowCaches
-from specdec_mlx.verify.taps import Tap
+from specdec_mlx.verify.row_caches import BatchCaches
 from specdec_mlx.verify.verifier import Verifier
 
 
 @dataclass
-class RowPlace(Rollback):
+class DeferredRollback(Rollback):
     """A row's place in its text: it says where to go back to, and all rows go at once.
 
     base: positions of earlier texts in the caches.
@@ -32,7 +32,7 @@ class RowPlace(Rollback):
     base: int = 0
 
     def rewind_to(self, position: int) -> int:
-        """Note the position to go back to; `RowPasses.settle` goes there."""
+        """Note the position to go back to; `SharedPasses.settle` goes there."""
         self.position = min(self.position, position)
         return self.position
 
@@ -57,17 +57,17 @@ class ToVerify(NamedTuple):
 
 
 @dataclass
-class RowPasses:
+class SharedPasses:
     """The target of several texts at once: caches and passes of all, and a verifier of each."""
 
     model: nn.Module
-    caches: RowCaches
+    caches: BatchCaches
     verifiers: list[Verifier] = field(default_factory=list)
     is_together: ClassVar[bool] = True
 
     @property
     def places(self) -> list[Any]:
-        """Where the rows are in their texts, as `RowPlace`s."""
+        """Where the rows are in their texts, as `DeferredRollback`s."""
         return [verifier.rollback for verifier in self.verifiers]
 
     def add(self, verifier: Verifier) -> None:
@@ -75,7 +75,7 @@ class RowPasses:
         alone = verifier.rollback
         self.caches.add(alone.caches, alone.end)
         base = alone.end - alone.position
-        verifier.model_pass.rollback = RowPlace([], alone.position, base=base)
+        verifier.model_pass.rollback = DeferredRollback([], alone.position, base=base)
         self.verifiers.append(verifier)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -131,7 +131,7 @@ class RowPasses:
         return Rollback(caches, self.places[row].position)
 
 
-class OneByOne(RowPasses):
+class OneByOne(SharedPasses):
     """Passes of each text alone, for what cannot be rows; `BatchGeneration` then writes one."""
 
     is_together = False
@@ -162,19 +162,19 @@ def reads_caches(drafter: Drafter) -> bool:
     return isinstance(drafter, ReadsTarget) and bool(drafter.features.caches)
 
 
-def passes_over(model: nn.Module, max_kv_size: int | None, drafter: Drafter | None) -> RowPasses:
+def passes_over(model: nn.Module, max_kv_size: int | None, drafter: Drafter | None) -> SharedPasses:
     """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
     readers = [part for part in all_drafters(drafter) if reads_caches(part)]
     if readers:
         reason = f"{type(readers[0]).__name__} reads the target's caches, of one text at a time"
     elif not can_hold_rows(model):
-        return OneByOne(model, RowCaches([]))
-    elif caches := RowCaches.like(make_prompt_cache(model, max_kv_size=max_kv_size)):
-        return RowPasses(model, caches)
+        return OneByOne(model, BatchCaches([]))
+    elif caches := BatchCaches.like(make_prompt_cache(model, max_kv_size=max_kv_size)):
+        return SharedPasses(model, caches)
     else:
         reason = "caches with max_kv_size cannot be rows; leave it out to write texts together"
     warnings.warn(
         f"specdec_mlx: {reason}. The texts are written one by one.",
         stacklevel=5,
     )
-    return OneByOne(model, RowCaches([]))
+    return OneByOne(model, BatchCaches([]))

@@ -26,7 +26,7 @@ from specdec_mlx.verify.watching import change_class, held
 
 
 @dataclass(frozen=True, eq=False)
-class TreeRows:
+class TreeLayout:
     """Pending tokens and the tree after them: E rows on the caches already, T rows of a pass.
 
     depths: [E + T] position of each row, from the first's. sees: [T, E + T] itself and its
@@ -37,7 +37,7 @@ class TreeRows:
     sees: mx.array
 
     @classmethod
-    def after(cls, num_pending: int, parents: Sequence[int], num_fed: int = 0) -> TreeRows:
+    def after(cls, num_pending: int, parents: Sequence[int], num_fed: int = 0) -> TreeLayout:
         """Rows of `num_pending` tokens and of a tree, parents [K], after the last; E = num_fed."""
         of_rows = [*chain(num_pending), *(parent + num_pending for parent in parents)]
         sees = [[False] * len(of_rows) for _ in of_rows[num_fed:]]
@@ -78,24 +78,24 @@ class TreeRows:
         return mx.concatenate([past, own], axis=1)
 
 
-class GrowingRows:
+class GrowingLayout:
     """The rows of a tree that is fed level by level, the text before it being on the caches."""
 
     def __init__(self) -> None:
         self._parents: list[int] = []
 
-    def further(self, parents: Sequence[int]) -> TreeRows:
+    def further(self, parents: Sequence[int]) -> TreeLayout:
         """Those of further tokens; parents: of each, among all that were fed."""
         num_fed = len(self._parents)
         self._parents += parents
-        return TreeRows.after(0, self._parents, num_fed)
+        return TreeLayout.after(0, self._parents, num_fed)
 
 
-_pass_over: ContextVar[TreeRows | None] = ContextVar("_pass_over", default=None)
+_pass_over: ContextVar[TreeLayout | None] = ContextVar("_pass_over", default=None)
 """The rows of the pass that is being built in this thread; None for a chain."""
 
 
-def pass_over(rows: TreeRows) -> AbstractContextManager[None]:
+def pass_over(rows: TreeLayout) -> AbstractContextManager[None]:
     """Have modules that read positions take each row's own while the model is called."""
     return held(_pass_over, rows)
 
@@ -138,7 +138,7 @@ def later(cache: Any, shift: int) -> Any:
     return _Later(cache, shift) if is_known and shift else cache
 
 
-def view_of(cache: Any, rows: TreeRows) -> Any:
+def view_of(cache: Any, rows: TreeLayout) -> Any:
     """A stand-in for a cache in one pass; what is written to it the cache has too."""
     if isinstance(cache, CacheList):
         return CacheList(*(view_of(part, rows) for part in cache.caches))
@@ -175,7 +175,7 @@ teach_depths = PerModel(_teach_depths)
 
 
 def tree_pass(
-    model: nn.Module, tokens: mx.array, caches: Sequence[Any], rows: TreeRows, **inputs: Any
+    model: nn.Module, tokens: mx.array, caches: Sequence[Any], rows: TreeLayout, **inputs: Any
 ) -> mx.array:
     """Logits [S, V] of a pass over a tree of tokens [S], lazy."""
     teach_depths(model)
