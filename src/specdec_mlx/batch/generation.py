@@ -206,7 +206,6 @@ class BatchGeneration:
         with mx.stream(self.stream):
             for row in self._reading:
                 self._passes.add(row.verifier)
-                row.generation.reader.caches = row.verifier.rollback  # its place among the others
             self._passes.read(prompts)
         for row in self._reading:
             row.generation.prefill()
