@@ -112,7 +112,7 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 @contextmanager
-def answering(places: Iterable[tuple[ModuleType, str]], answer: Answer) -> Iterator[None]:
+def replacing(places: Iterable[tuple[ModuleType, str]], answer: Answer) -> Iterator[None]:
     """Have `answer` called instead of functions in here; places: files, and names in them."""
     swapped = _swapped(
         {place: place for place in places},

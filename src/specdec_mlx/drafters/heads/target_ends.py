@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from specdec_mlx.drafters.lighter import HEADS, some_rows
 from specdec_mlx.errors import HeadError
-from specdec_mlx.verify.anatomy import LastCache, anatomy_of
+from specdec_mlx.verify.taps import LastCache, anatomy_of
 
 
 @dataclass(frozen=True)
