@@ -14,9 +14,10 @@ import tiny
 from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.heads.early_exit import final_norm
 from specdec_mlx.drafters.heads.target_ends import target_ends
-from specdec_mlx.verify import taps
+from specdec_mlx.verify import watching
 from specdec_mlx.verify.model_pass import vocab_size_of
-from specdec_mlx.verify.taps import Taps, anatomy_of
+from specdec_mlx.verify.taps import Taps
+from specdec_mlx.verify.watching import anatomy_of
 
 EVERYTHING = Features(layers=(0, 1), head_input=True)
 
@@ -24,8 +25,8 @@ EVERYTHING = Features(layers=(0, 1), head_input=True)
 def test_one_pass_is_watched_for_all_that_is_asked_of_a_model(monkeypatch: pytest.MonkeyPatch):
     """The size of its vocabulary, the ends that heads share, its final norm and its layers."""
     watched: list[Any] = []
-    watching = taps.watching
-    monkeypatch.setattr(taps, "watching", lambda *about: watched.append(about) or watching(*about))
+    watch = watching.watching
+    monkeypatch.setattr(watching, "watching", lambda *about: watched.append(about) or watch(*about))
     model = tiny.build("llama")
     assert vocab_size_of(model) == target_ends(model).vocab_size
     assert target_ends(model).embed is model.model.embed_tokens

@@ -29,7 +29,6 @@ from specdec_mlx.verify.recurrent_states import (
 from specdec_mlx.verify.rollback import Rollback, wait_for
 from specdec_mlx.verify.row_caches import BatchCaches
 from specdec_mlx.verify.strategies import leaves, window_of
-from specdec_mlx.verify.taps import anatomy_of
 from specdec_mlx.verify.tree_passes import (
     TreeLayout,
     chooses_blocks,
@@ -37,6 +36,7 @@ from specdec_mlx.verify.tree_passes import (
     tree_pass,
     with_offset_shift,
 )
+from specdec_mlx.verify.watching import anatomy_of
 
 WIDTHS = (2, 5, 9)
 QUICK_WIDTHS = (5,)

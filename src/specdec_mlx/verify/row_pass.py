@@ -18,8 +18,8 @@ from specdec_mlx.verify.exactness import can_hold_rows
 from specdec_mlx.verify.recurrent_states import in_steps
 from specdec_mlx.verify.rollback import Rollback, wait_for
 from specdec_mlx.verify.row_caches import BatchCaches
-from specdec_mlx.verify.taps import Tap
 from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.verify.watching import Tap
 
 
 @dataclass

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
@@ -212,7 +212,8 @@ def _with_rows(kind: type) -> type:
         turned = kind.__call__(self, as_batch, offset=places, **more)
         return turned.reshape(heads.shape).swapaxes(1, 2).reshape(x.shape)
 
-    return _called_as(kind, call)
+    attributes = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
+    return type(kind.__name__, (kind,), attributes)
 
 
 @functools.cache
@@ -225,10 +226,4 @@ def _with_scale(kind: type) -> type:
             scale = scale[..., rows.offsets, :]
         return kind.__call__(self, x, scale, *args, **kwargs)
 
-    return _called_as(kind, call)
-
-
-def _called_as(kind: type, call: Callable[..., Any]) -> type:
-    """A class like another one, with a call of its own."""
-    attributes = {"__call__": call, "__module__": kind.__module__, "__doc__": kind.__doc__}
-    return type(kind.__name__, (kind,), attributes)
+    return type(kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__})

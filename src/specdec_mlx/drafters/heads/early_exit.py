@@ -24,7 +24,7 @@ from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import HeadError
 from specdec_mlx.verify.strategies import leaves
-from specdec_mlx.verify.taps import anatomy_of
+from specdec_mlx.verify.watching import anatomy_of
 
 EXIT_LAYER = "exit_layer"  # keys of a trained exit's config: layers before it,
 WINDOW = "conv_kernel"  # and positions that its convolution reads
