@@ -14,10 +14,10 @@ import tiny
 from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.heads.early_exit import final_norm
 from specdec_mlx.drafters.heads.target_ends import target_ends
-from specdec_mlx.verify import anatomy
-from specdec_mlx.verify.anatomy import anatomy_of
+from specdec_mlx.verify import watching
 from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.verify.taps import Taps
+from specdec_mlx.verify.watching import anatomy_of
 
 EVERYTHING = Features(layers=(0, 1), head_input=True)
 
@@ -25,18 +25,16 @@ EVERYTHING = Features(layers=(0, 1), head_input=True)
 def test_one_pass_is_watched_for_all_that_is_asked_of_a_model(monkeypatch: pytest.MonkeyPatch):
     """The size of its vocabulary, the ends that heads share, its final norm and its layers."""
     watched: list[Any] = []
-    watching = anatomy.watching
-    monkeypatch.setattr(
-        anatomy, "watching", lambda *about: watched.append(about) or watching(*about)
-    )
+    watch = watching.watching
+    monkeypatch.setattr(watching, "watching", lambda *about: watched.append(about) or watch(*about))
     model = tiny.build("llama")
     assert vocab_size_of(model) == target_ends(model).vocab_size
     assert target_ends(model).embed is model.model.embed_tokens
     assert final_norm(model) is model.model.norm
-    taps = Taps(model, EVERYTHING)
-    taps.read(lambda: model(mx.array([[1, 2]]))[0])
-    assert taps.features is not None
-    assert taps.features.layers.keys() == {0, 1}
+    tapped = Taps(model, EVERYTHING)
+    tapped.read(lambda: model(mx.array([[1, 2]]))[0])
+    assert tapped.features is not None
+    assert tapped.features.layers.keys() == {0, 1}
     assert len(watched) == 1
 
 
@@ -47,8 +45,8 @@ def test_of_a_model_that_was_quantized_in_place_the_new_parts_are_found():
     now = anatomy_of(model)
     assert before.embedding is not now.embedding
     assert now.embedding is model.model.embed_tokens
-    taps = Taps(model, EVERYTHING)
-    taps.read(lambda: model(mx.array([[1, 2]]))[0])
+    tapped = Taps(model, EVERYTHING)
+    tapped.read(lambda: model(mx.array([[1, 2]]))[0])
     assert anatomy_of(model) is now
 
 

@@ -30,24 +30,24 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 180,
+    "files": 181,
     "numeric constants": 159,
-    "protocols": 20,
+    "protocols": 19,
     "public names": 30,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 203_530,
+    "all": 203_487,
     "batch": 4_214,
     "beams": 2_911,
     "bench": 12_561,
     "checks": 11_323,
     "cli": 5_700,
-    "contracts": 4_184,
+    "contracts": 4_192,
     "draft_length": 8_792,
-    "drafters": 49_017,
+    "drafters": 48_577,
     "engine": 7_277,
     "lab": 2_717,
     "memory": 6_069,
@@ -59,7 +59,7 @@ TOKENS = {
     "testing": 9_211,
     "top": 8_415,
     "training": 12_309,
-    "verify": 21_236,
+    "verify": 21_362,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

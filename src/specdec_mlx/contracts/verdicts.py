@@ -30,18 +30,6 @@ class Outcome:
         return len(self.kept)
 
 
-class Decision(Protocol):
-    """Answer of a rule, lazy: `Verdict` or `Agreement`, of a tree `TreeVerdict`."""
-
-    def arrays(self) -> dict[str, mx.array]:
-        """Arrays to read for the outcome."""
-        ...
-
-    def outcome(self, numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
-        """The outcome, from what was read and the draft's tokens [K]; VerdictError for none."""
-        ...
-
-
 @dataclass(frozen=True)
 class Verdict:
     """Decision of a rule about one draft.
@@ -123,6 +111,10 @@ class TreeVerdict:
         kept = self.kept(numbers["coins"])
         row = kept[-1] + 1 if kept else 0
         return Outcome(kept, [*(drafted[i] for i in kept), numbers["after"][row]])
+
+
+Decision = Verdict | Agreement | TreeVerdict
+"""Answer of a rule, lazy: all have `arrays` to read, and the `outcome` that follows from those."""
 
 
 class TargetRows(Protocol):

@@ -20,7 +20,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.models import PerModel
-from specdec_mlx.verify.anatomy import anatomy_of
 from specdec_mlx.verify.recurrent_states import (
     in_steps,
     is_rounding,
@@ -34,9 +33,10 @@ from specdec_mlx.verify.tree_passes import (
     TreeLayout,
     chooses_blocks,
     is_rope,
-    later,
     tree_pass,
+    with_offset_shift,
 )
+from specdec_mlx.verify.watching import anatomy_of
 
 WIDTHS = (2, 5, 9)
 QUICK_WIDTHS = (5,)
@@ -133,7 +133,9 @@ class ProbePoint:
     exact: dict[bool, bool] = field(default_factory=dict)
 
 
-def _places(model: nn.Module) -> list[ProbePoint]:
+@PerModel
+def places_of(model: nn.Module) -> list[ProbePoint]:
+    """Where a loaded model may change, in order; its start is the first."""
     windows = _windows(model)
     short = min(CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS)))
     places = [ProbePoint(0, short)]  # from which the widest pass does not go past the window
@@ -146,9 +148,6 @@ def _places(model: nn.Module) -> list[ProbePoint]:
         shift, name = max(0, boundary - 2 - short), f" around position {boundary}"
         places.append(ProbePoint(max(0, boundary - MARGIN), short, shift, name))
     return sorted(places, key=lambda place: place.start)
-
-
-places_of = PerModel(_places)  # where a loaded model may change, in order; its start is the first
 
 
 def exact_until(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
@@ -190,14 +189,14 @@ def _warn(model: nn.Module, what: str) -> None:
     warnings.warn(f"specdec_mlx: this model ({type(model).__module__}){what}.", stacklevel=3)
 
 
-def _warn_of_chains(model: nn.Module) -> None:
+@PerModel
+def warn_of_chains(model: nn.Module) -> None:
+    """Say, once for each loaded model, that no tree is verified."""
     _warn(model, " verifies no tree of drafts in one pass; chains are drafted, for the same text")
 
 
-warn_of_chains = PerModel(_warn_of_chains)  # once for each loaded model
-
-
-def _can_hold_rows(model: nn.Module) -> bool:
+@PerModel
+def can_hold_rows(model: nn.Module) -> bool:
     """True if rows of several texts give the logits that each gives alone; a warning if not."""
     rows = BatchCaches.like(make_prompt_cache(model))
     reason = "its caches cannot be held in rows"
@@ -211,10 +210,6 @@ def _can_hold_rows(model: nn.Module) -> bool:
             reason = f"it fails with {type(error).__name__}"
     _warn(model, f" cannot write several texts at once: {reason}. They are written one by one")
     return False
-
-
-can_hold_rows = PerModel(_can_hold_rows)
-"""True if several texts may be written at once; measured when first asked for."""
 
 
 def _texts_report(model: nn.Module, rows: BatchCaches) -> WidthReport:
@@ -254,7 +249,7 @@ def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthRepor
 
 def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
     """Caches that hold these tokens [n], and claim `shift` positions before them."""
-    caches = [later(cache, shift) for cache in make_prompt_cache(model)]
+    caches = [with_offset_shift(cache, shift) for cache in make_prompt_cache(model)]
     for i in range(0, tokens.shape[0], STEP):
         model(tokens[None, i : i + STEP], cache=caches)
         wait_for(caches)

@@ -11,13 +11,13 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues
 from specdec_mlx.models import PerModel
-from specdec_mlx.verify.anatomy import anatomy_of
 from specdec_mlx.verify.exactness import exact_until, warn_of_chains
 from specdec_mlx.verify.inputs import CacheOptions
 from specdec_mlx.verify.recurrent_states import recurrent_states_of
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.taps import Taps, check_readable, keys_values_of
 from specdec_mlx.verify.tree_passes import TreeLayout
+from specdec_mlx.verify.watching import anatomy_of
 
 vocab_size_of = PerModel(lambda model: anatomy_of(model).vocab_size)
 """V of a loaded model: how wide its logits are."""
@@ -63,11 +63,16 @@ class ModelPass:
         tokens: mx.array,
         embeddings: mx.array | None = None,
         parents: Sequence[int] | None = None,
+        *,
+        in_round: bool = False,
     ) -> mx.array:
         """One pass over tokens [S], or embeddings [S, D] in their place; logits [S, V], lazy.
 
-        parents: [K] of the last K tokens, where they are a tree.
+        parents: [K] of the last K tokens, where they are a tree. in_round: it verifies; from the
+        first wide one of these on, recurrences go step by step, as plain decoding would.
         """
+        if in_round and self.probe and tokens.shape[0] > 1:
+            self.rollback.states = recurrent_states_of(self.model)
         if self.options.kv_bits is not None:
             self.quantize()
         tree = None
@@ -79,17 +84,6 @@ class ModelPass:
             return self.rollback.forward(self.model, tokens, tree, **inputs)
 
         return run() if self.taps is None else self.taps.read(run)
-
-    def verify(
-        self,
-        tokens: mx.array,
-        embeddings: mx.array | None = None,
-        parents: Sequence[int] | None = None,
-    ) -> mx.array:
-        """One pass of a round, as `feed`: from the first wide one on recurrences go in steps."""
-        if self.probe and tokens.shape[0] > 1:
-            self.rollback.states = recurrent_states_of(self.model)
-        return self.feed(tokens, embeddings, parents)
 
     def quantize(self) -> None:
         """Quantize caches, in the caller's list, that are long enough; after a rollback."""

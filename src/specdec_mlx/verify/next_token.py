@@ -91,7 +91,7 @@ def _index(rows: Sequence[int]) -> mx.array:
     return mx.array(list(rows), mx.int32)
 
 
-def existing(ids: mx.array, vocab_size: int) -> mx.array:
+def clip_ids(ids: mx.array, vocab_size: int) -> mx.array:
     """Token ids [n] as they can be fed: those out of the vocabulary are clipped."""
     return mx.clip(ids, 0, vocab_size - 1).astype(mx.uint32)
 

@@ -20,7 +20,7 @@ from specdec_mlx.errors import DraftError, LogitsError, VerdictError
 from specdec_mlx.stats.counterfactual import Counterfactual
 from specdec_mlx.token_ids import read_all, to_ids, to_list
 from specdec_mlx.verify.inputs import check_drafted
-from specdec_mlx.verify.next_token import NextToken, existing
+from specdec_mlx.verify.next_token import NextToken, clip_ids
 
 NOT_FINITE = (
     "The target's logits for the next token are not finite. Check the weights, the dtype and the "
@@ -54,7 +54,7 @@ class LazyPass:
     def next_token(self) -> mx.array:
         """Token after an empty draft, not computed yet."""
         tokens = self.results["target_tokens"]
-        return existing(tokens, self.logprobs[0].shape[-1]) if self.is_sampled else to_ids(tokens)
+        return clip_ids(tokens, self.logprobs[0].shape[-1]) if self.is_sampled else to_ids(tokens)
 
     def wait(self) -> None:
         """Wait until it is computed."""
@@ -111,7 +111,7 @@ class StepwisePass:
     @property
     def next_token(self) -> mx.array:
         """Token after an empty draft, not computed yet."""
-        return existing(self._first_row[0], self.logits.shape[-1])
+        return clip_ids(self._first_row[0], self.logits.shape[-1])
 
     def wait(self) -> None:
         """Wait until the rows are computed."""

@@ -31,7 +31,7 @@ class Slots:
 
     window: int | None
     positions: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    _queries: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    _queries: np.ndarray = field(init=False)
     _masks: dict[int | None, mx.array] = field(default_factory=dict)
 
     def add_row(self, num_positions: int, num_rows: int) -> None:
@@ -62,7 +62,7 @@ class Slots:
             self._masks[window] = mx.array(seen[:, None])
         return self._masks[window]
 
-    def tidy(self, ends: Sequence[int]) -> tuple[int, mx.array | None]:
+    def compact(self, ends: Sequence[int]) -> tuple[int, mx.array | None]:
         """Empty the slots from each row's end on, and those that its next position cannot see.
 
         Returns how many were dropped at the back, where all rows are empty, and the indices [rows,
@@ -250,7 +250,7 @@ class BatchCaches:
             reached = zip(self._began if self._before else ends, self.ends, is_back, strict=True)
             self.ends = [to if back else end for to, end, back in reached]
         for slots in self._slots.values():
-            dropped, order = slots.tidy(self.ends)
+            dropped, order = slots.compact(self.ends)
             for cache in leaves(self.caches):
                 if isinstance(cache, SlotCache) and cache.slots is slots:
                     cache.drop_slots(dropped, order)

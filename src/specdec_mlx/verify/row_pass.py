@@ -14,12 +14,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, Drafter, PendingPass, ReadsTarget, all_drafters
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.anatomy import Tap
 from specdec_mlx.verify.exactness import can_hold_rows
 from specdec_mlx.verify.recurrent_states import in_steps
 from specdec_mlx.verify.rollback import Rollback, wait_for
 from specdec_mlx.verify.row_caches import BatchCaches
 from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.verify.watching import Tap
 
 
 @dataclass
@@ -48,12 +48,6 @@ class ToVerify(NamedTuple):
     pending: Sequence[int] | mx.array
     draft: Draft
     position: int
-
-    def fed(self, drafted: mx.array) -> list[int] | mx.array:
-        """All its tokens, on the host if they are known there; drafted: ids of the draft [K]."""
-        if isinstance(self.pending, mx.array) or isinstance(self.draft.tokens, mx.array):
-            return mx.concatenate([to_ids(self.pending), drafted])
-        return [*self.pending, *self.draft.tokens]
 
 
 @dataclass
@@ -92,12 +86,11 @@ class SharedPasses:
 
     def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
         """Start a pass over all rows; raises DraftError before anything is fed."""
-        both = zip(self.verifiers, rounds, strict=True)
-        rounds = [
-            round_._replace(draft=v.checked(round_.draft, may_fork=False)) for v, round_ in both
-        ]
-        drafted = [v.drafted_ids(r.draft) for v, r in zip(self.verifiers, rounds, strict=True)]
-        fed = [round_.fed(ids) for round_, ids in zip(rounds, drafted, strict=True)]
+        drafts, drafted, fed = [], [], []
+        for verifier, round_ in zip(self.verifiers, rounds, strict=True):
+            drafts.append(verifier.checked(round_.draft, may_fork=False))
+            drafted.append(verifier.drafted_ids(drafts[-1]))
+            fed.append(_joined(round_.pending, drafts[-1], drafted[-1]))
         all_taps = [verifier.model_pass.taps for verifier in self.verifiers]
         with in_steps(self.model, max(map(len, fed))), ExitStack() as stack:
             different = {taps.wanted: taps for taps in all_taps if taps is not None}
@@ -107,7 +100,7 @@ class SharedPasses:
         for row, (verifier, round_) in enumerate(zip(self.verifiers, rounds, strict=True)):
             num_fed, taps = len(fed[row]), all_taps[row]
             mine = logits[row, len(round_.pending) - 1 : num_fed]
-            pass_ = verifier.judge(mine, round_.draft, drafted[row], round_.position, num_fed)
+            pass_ = verifier.judge(mine, drafts[row], drafted[row], round_.position, num_fed)
             if taps is not None:
                 every = logits[row, :num_fed]
                 pass_.features = rows_of[taps.wanted](every, Tap.of_text, row, num_fed)
@@ -155,6 +148,13 @@ class OneByOne(SharedPasses):
     def extract(self, row: int) -> Rollback:
         """The caches of one text."""
         return self.verifiers[row].rollback
+
+
+def _joined(pending: Any, draft: Draft, drafted: mx.array) -> list[int] | mx.array:
+    """All tokens of a round, on the host if they are known there; drafted: ids of the draft."""
+    if isinstance(pending, mx.array) or isinstance(draft.tokens, mx.array):
+        return mx.concatenate([to_ids(pending), drafted])
+    return [*pending, *draft.tokens]
 
 
 def reads_caches(drafter: Drafter) -> bool:

@@ -13,9 +13,8 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues, ReadsCache
 from specdec_mlx.errors import UnreadableError
-from specdec_mlx.verify.anatomy import Tap, anatomy_of, first
 from specdec_mlx.verify.strategies import READABLE, leaves
-from specdec_mlx.verify.watching import watching
+from specdec_mlx.verify.watching import Tap, anatomy_of, first, watching
 
 
 class Taps:
@@ -28,13 +27,8 @@ class Taps:
         self.wanted = wanted
         self.features: FeatureRows | None = None
         self.num_rows = 0
-        self._num_top = wanted.top
-        self._head: Tap | None = None
-        self._layers: dict[int, Tap] = {}
-        if wanted.head_input or wanted.layers:
-            anatomy = anatomy_of(model)
-            self._head = anatomy.head_tap() if wanted.head_input else None
-            self._layers = {i: anatomy.layer_tap(i) for i in wanted.layers}
+        self._head = anatomy_of(model).head_tap() if wanted.head_input else None
+        self._layers = {i: anatomy_of(model).layer_tap(i) for i in wanted.layers}
 
     def read(self, run: Callable[[], mx.array]) -> mx.array:
         """Run a pass, logits [n, V], and keep what is wanted of it in `features`, all lazy."""
@@ -64,10 +58,11 @@ class Taps:
             return FeatureRows(
                 layers={i: rows(*out, *which) for i, out in outs.items()},
                 head_input=rows(head, inputs[id(head.module)], *which) if head else None,
-                top_tokens=top_tokens(logits, self._num_top) if self._num_top else None,
+                top_tokens=top_tokens(logits, self.wanted.top) if self.wanted.top else None,
             )
 
-        with watching([tap.module for tap in (*layers.values(), *([head] if head else []))], note):
+        tapped = [*layers.values(), *([head] if head else [])]
+        with watching([tap.module for tap in tapped], note):
             yield rows_of
 
 

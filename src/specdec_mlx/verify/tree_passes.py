@@ -114,7 +114,7 @@ VIEWS = {kind: _view_class(kind) for kind in (KVCache, QuantizedKVCache, Rotatin
 """Cache classes that a pass over a tree can be made with, and their views."""
 
 
-class _Later:
+class _Shifted:
     """A cache that claims `shift` positions before its own, to measure far along a text."""
 
     cache: Any = None
@@ -130,20 +130,20 @@ class _Later:
         setattr(self.cache, name, value)
 
 
-def later(cache: Any, shift: int) -> Any:
+def with_offset_shift(cache: Any, shift: int) -> Any:
     """A stand-in for a cache that claims more positions; one of a model's own stays as it is."""
     if isinstance(cache, CacheList):
-        return CacheList(*(later(part, shift) for part in cache.caches))
+        return CacheList(*(with_offset_shift(part, shift) for part in cache.caches))
     is_known = type(cache).__module__ == KVCache.__module__ and hasattr(cache, "offset")
-    return _Later(cache, shift) if is_known and shift else cache
+    return _Shifted(cache, shift) if is_known and shift else cache
 
 
 def view_of(cache: Any, rows: TreeLayout) -> Any:
     """A stand-in for a cache in one pass; what is written to it the cache has too."""
     if isinstance(cache, CacheList):
         return CacheList(*(view_of(part, rows) for part in cache.caches))
-    if isinstance(cache, _Later):
-        return _Later(view_of(cache.cache, rows), cache.shift)
+    if isinstance(cache, _Shifted):
+        return _Shifted(view_of(cache.cache, rows), cache.shift)
     view: Any = object.__new__(VIEWS[type(cache)])
     view.__dict__ = vars(cache)
     view.rows = rows
@@ -158,7 +158,8 @@ def chooses_blocks(model: nn.Module) -> bool:
     return any(getattr(m, "index_block_size", None) is not None for m in model.modules())
 
 
-def _teach_depths(model: nn.Module) -> None:
+@PerModel
+def teach_depths(model: nn.Module) -> None:
     """Have the modules that read positions look if a pass is over a tree."""
 
     def taught(module: nn.Module, kind: type) -> type:  # one that is taught stays as it is
@@ -169,9 +170,6 @@ def _teach_depths(model: nn.Module) -> None:
 
     for module in model.modules():
         change_class(module, functools.partial(taught, module))
-
-
-teach_depths = PerModel(_teach_depths)
 
 
 def tree_pass(

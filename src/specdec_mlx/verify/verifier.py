@@ -137,7 +137,7 @@ class Verifier:
             self.rollback.checkpoint()
             drafted = self.drafted_ids(draft)
             fed = mx.concatenate([fed, drafted])
-        logits = self.model_pass.verify(fed, embeddings, draft.parents)
+        logits = self.model_pass.feed(fed, embeddings, draft.parents, in_round=True)
         if logits.shape[0] > num_drafted + 1:
             logits = logits[-num_drafted - 1 :]
         pass_ = self.judge(logits, draft, drafted, position, num_fed)
@@ -218,7 +218,7 @@ class Verifier:
         """Feed pending tokens that one pass has no room for; those that are left, and the rows."""
         rows: list[FeatureRows] = []
         while (room := self.widest_pass()) is not None and 1 < pending.shape[0] > room:
-            self.model_pass.verify(pending[:room])
+            self.model_pass.feed(pending[:room], in_round=True)
             if self.model_pass.taps is not None:
                 rows.append(self.fed_features()[0])
             pending = pending[room:]

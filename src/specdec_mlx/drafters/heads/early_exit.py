@@ -23,9 +23,8 @@ from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import HeadError
-from specdec_mlx.verify.anatomy import anatomy_of
 from specdec_mlx.verify.strategies import leaves
-from specdec_mlx.verify.watching import held
+from specdec_mlx.verify.watching import anatomy_of, held
 
 EXIT_LAYER = "exit_layer"  # keys of a trained exit's config: layers before it,
 WINDOW = "conv_kernel"  # and positions that its convolution reads

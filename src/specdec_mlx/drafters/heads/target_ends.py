@@ -11,7 +11,7 @@ import mlx.nn as nn
 
 from specdec_mlx.drafters.lighter import HEADS, some_rows
 from specdec_mlx.errors import HeadError
-from specdec_mlx.verify.anatomy import LastCache, anatomy_of
+from specdec_mlx.verify.watching import LastCache, anatomy_of
 
 
 @dataclass(frozen=True)
@@ -60,7 +60,7 @@ class DraftVocabulary:
 def target_ends(model: nn.Module) -> TargetEnds:
     """The ends of a loaded model. They hold its modules, and not the model."""
     anatomy = anatomy_of(model)
-    if anatomy.embedding is None or anatomy.head is None:
+    if anatomy.embedding is None or isinstance(anatomy.head, str):
         missing = "embeds its tokens" if anatomy.embedding is None else "makes its logits"
         raise HeadError(
             f"No module was found in {type(model).__module__} that {missing}, so a head cannot "
