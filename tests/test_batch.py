@@ -209,7 +209,7 @@ def test_texts_may_come_and_go_at_any_time(arrivals: Any, max_rows: int, length:
             texts[row.uid].append(row.token.token)
             reasons[row.uid] = row.finish_reason
             if len(texts[row.uid]) == arrivals[row.uid][3]:
-                batch.remove(row.uid)
+                batch.schedule.remove(row.uid)
             arrive()
         arrive()
     for uid, (i, most, _, leaves_after) in enumerate(arrivals):
@@ -232,7 +232,7 @@ def test_a_long_prompt_is_read_between_the_passes_of_the_others(name: str, leave
     rows += itertools.islice(run, 4)
     assert batch.schedule.num_open == 2
     if leaves:
-        batch.remove(1)
+        batch.schedule.remove(1)
     rows += run
     expected = [] if leaves else said(model(name), LONG, 6)
     assert collected(iter(rows), 2) == [alone(name)[0], expected]

@@ -95,10 +95,6 @@ class BatchGeneration:
         """Add a text; returns the uid that its tokens come with."""
         return self.schedule.insert(request)
 
-    def remove(self, uid: int) -> None:
-        """Take a text out; none of its tokens comes after those of the round that is under way."""
-        self.schedule.remove(uid)
-
     @property
     def num_cache_bytes(self) -> int:
         """Bytes of the caches of all texts."""
@@ -128,10 +124,11 @@ class BatchGeneration:
         while True:
             if not current:
                 yield from self._admit()
-                while not self.schedule.writing and self.schedule.num_open:
-                    yield from self._admit()
-                if not self.schedule.writing:
+                self._leave()  # some may have been taken out meanwhile
+                if not self.schedule.num_open:
                     return
+                if not self.schedule.writing:
+                    continue
                 current = self._verify(self._propose())
             ahead = self._verify_ahead(current)
             outcomes = self._accept(current, ahead)
@@ -179,7 +176,7 @@ class BatchGeneration:
 
     def _begin(self) -> None:
         """Begin the texts that there is a place for."""
-        while (taken := self.schedule.take()) is not None:
+        while taken := self.schedule.take():
             uid, request = taken
             with self._alone(uid):
                 self.schedule.reading.append(self.begin_text(uid, request))
@@ -229,11 +226,6 @@ class BatchGeneration:
             prefill_stops=request.stops,
             prompt_progress_callback=request.on_progress,
         )
-        of_batch = {
-            "target_caches": None,
-            "rows": self._draft_rows if is_together else None,
-            "num_unseen": request.num_read,
-        }
         parts = assemble(
             *(self.model, request.prompt, own.drafter, options),
             split_cache(self.model, given, options.caches)[0],
@@ -241,7 +233,11 @@ class BatchGeneration:
             num_read=request.num_read,
             num_said=request.num_said,
             stats=request.stats,
-            of_batch=of_batch,
+            of_batch={
+                "target_caches": None,
+                "rows": self._draft_rows if is_together else None,
+                "num_unseen": request.num_read,
+            },
         )
         text = BatchText(uid, request, Generation.of(parts, options), parts.target)
         parts.drafting.begin(parts.context)
@@ -319,8 +315,7 @@ class BatchGeneration:
         A draft found meanwhile begins one token later; to wait for it would cost all texts
         host time.
         """
-        may_run = self.is_pipelined and not self.schedule.may_join
-        if not (may_run and all(text.may_run_ahead(round_) for text, round_ in current)):
+        if not (self.is_pipelined and self.schedule.may_run_ahead(current)):
             return []
         to_verify = []
         with mx.stream(self.options.stream):
@@ -355,7 +350,6 @@ class BatchGeneration:
                 round_.under_way.wait()
         seconds, is_steady = self.clock.time_of_pass(current, ahead)
         next_of = {text.uid: round_ for text, round_ in ahead}
-        lengths = [text.generation.drafting.length for text, _ in current]
         outcomes = []
         for text, round_ in current:
             outcome = Outcome(range(0), [])
@@ -367,8 +361,10 @@ class BatchGeneration:
             outcomes.append(outcome)
         if self.shared is not None:
             width = max(round_.num_drafted for _, round_ in current)
-            tokens = [len(outcome.tokens) for outcome in outcomes]
-            rows = [*zip(lengths, tokens, strict=True)]
+            rows = [
+                (text.generation.drafting.length, len(outcome.tokens))
+                for (text, _), outcome in zip(current, outcomes, strict=True)
+            ]
             parts = {round_.part for _, round_ in current}
             self.shared.record(width, rows, seconds, steady=is_steady, parts=parts)
         return outcomes

@@ -160,7 +160,7 @@ class Schedule:
         return self.num_inserted - 1
 
     def remove(self, uid: int) -> None:
-        """Take a text out, wherever it is."""
+        """Take a text out; its tokens end with those of the round that is under way."""
         self.waiting = [waiting for waiting in self.waiting if waiting[0] != uid]
         for text in (*self.reading, *self.writing, *self.leaving):
             if text.uid == uid:
@@ -184,8 +184,12 @@ class Schedule:
 
     @property
     def may_join(self) -> bool:
-        """True if a text joins soon: then no pass runs ahead of it."""
+        """True if a text is to join before the next round."""
         return bool(self.reading) or (bool(self.waiting) and self.has_place)
+
+    def may_run_ahead(self, current: Rounds) -> bool:
+        """True if no text joins, and each one's next token may be fed before it is known."""
+        return not self.may_join and all(text.may_run_ahead(round_) for text, round_ in current)
 
     def take(self) -> tuple[int, Request] | None:
         """Take the next text to read: there is a place, and no other one reads its prompt."""
@@ -198,16 +202,13 @@ class Schedule:
     def to_read(self) -> Iterator[BatchText]:
         """Texts to read on in before the next round: a step of each, or of one beside others."""
         is_beside, num_read, seen = bool(self.writing), 0, set[int]()
-
-        def is_next(text: BatchText) -> bool:
-            is_late = is_beside and num_read >= text.reader.step_size
-            return text.uid not in seen and not (is_late and text.reader.num_left)
-
-        while (text := next(filter(is_next, self.reading), None)) is not None:
-            before = text.reader.num_read
-            seen.add(text.uid)
-            yield text
-            num_read += text.reader.num_read - before
+        while texts := [text for text in self.reading if text.uid not in seen]:
+            reader = texts[0].reader
+            seen.add(texts[0].uid)
+            if not reader.num_left or not is_beside or num_read < reader.step_size:
+                before = reader.num_read
+                yield texts[0]
+                num_read += reader.num_read - before
 
     def to_read_together(self, slope: float) -> list[BatchText]:
         """New, short texts for one padded pass, where that costs less than a pass of each.
@@ -226,6 +227,8 @@ class Schedule:
         """Write these, whose prompts are read."""
         self.reading = [text for text in self.reading if text not in texts]
         self.writing += texts
+        for text in texts:  # which has caches of its own now
+            text.request = replace(text.request, prompt_cache=None)
 
     def share(self, text: BatchText, *, copies: bool) -> None:
         """Give what was read to those that wait for it; copies: the text goes on in its caches."""

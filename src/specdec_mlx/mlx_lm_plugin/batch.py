@@ -8,8 +8,8 @@ from __future__ import annotations
 import copy
 import logging
 import warnings
-from collections.abc import Callable, Generator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterable, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import accumulate
 from typing import Any
@@ -128,22 +128,23 @@ class SpeculatingBatch:
         text.on_progress = partial(self._tell, served)
         failure = None
         try:
-            served.text = self.finish(requested, text)
+            text = self.finish(requested, text)
         except Exception as error:
-            logging.exception("A request failed.")
             failure = error
-        served.uid = self._batch.insert(served.text)
+        served.uid = self._batch.insert(text)
+        served.text = replace(text, prompt_cache=None)  # which others may free
         self._served[served.uid] = served
         if failure is not None:
             self._give_up([served], failure)
         return [served.uid]
 
     def _tell(self, served: _Served, done: int, total: int) -> None:
-        """Mlx-lm's news of how far a prompt is read, in tokens."""
-        is_end = done == total
-        ends_segment = is_end or done in served.text.stops
-        news = PromptProcessingBatch.Response(served.uid, (done, total), ends_segment, is_end)
-        self._news.append(news)
+        """Mlx-lm's news of how far a prompt is read, in tokens, while the request is there."""
+        if served.uid in self._served:
+            is_whole = done == total
+            is_end = is_whole or done in served.text.stops
+            news = PromptProcessingBatch.Response(served.uid, (done, total), is_end, is_whole)
+            self._news.append(news)
 
     def next(self) -> tuple[list[Any], list[Any]]:
         """News: parts of prompts that were read, and tokens; nothing when all has ended."""
@@ -159,16 +160,14 @@ class SpeculatingBatch:
             self._tokens = None
             return []
         except Exception as error:
-            logging.exception("A batch failed.")
             self._tokens = None
-            self._give_up(list(self._served.values()), error)
+            self._give_up(self._served.values(), error)
             return []
         if token is None or (served := self._served.get(token.uid)) is None:
             return []
         try:
             return [self._said(served, token)]
         except Exception as error:
-            logging.exception("A request failed.")
             self._give_up([served], error)
             return []
 
@@ -204,17 +203,17 @@ class SpeculatingBatch:
     def remove(self, uids: Sequence[int]) -> None:
         """Take requests out, wherever they are."""
         for uid in uids:
-            self._batch.remove(uid)
+            self._batch.schedule.remove(uid)
             self._served.pop(uid, None)
 
     def _fail(self, uid: int, error: Exception) -> None:
         if uid in self._served:
-            self._end(self._served.pop(uid), error)
+            self._end(self._served[uid], error)
 
-    def _give_up(self, those: Sequence[_Served], error: Exception) -> None:
-        """Take these requests out, and tell their clients why."""
-        self.remove([served.uid for served in those])
-        for served in those:
+    def _give_up(self, those: Iterable[_Served], error: Exception) -> None:
+        logging.error("Requests failed.", exc_info=error)
+        for served in list(those):
+            self._batch.schedule.remove(served.uid)
             self._end(served, error)
 
     def _end(self, served: _Served, error: Exception) -> None:
@@ -223,6 +222,7 @@ class SpeculatingBatch:
         served.requested.channel.put(next(filter(None, own), error))
         served.requested.channel.stop()
         self._tell(served, 0, len(served.text.prompt))
+        self._served.pop(served.uid, None)
 
     @property
     def prompt_cache_nbytes(self) -> int:
@@ -231,7 +231,8 @@ class SpeculatingBatch:
 
     def close(self) -> None:
         """End all requests, and tell their clients."""
-        self._give_up(list(self._served.values()), ServerEndingError())
+        for served in list(self._served.values()):
+            self._end(served, ServerEndingError())
         if self._tokens is not None:
             self._tokens.close()
             self._tokens = None
