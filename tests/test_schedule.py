@@ -67,7 +67,7 @@ def test_a_prompt_that_is_being_read_is_waited_for_and_shared() -> None:
     texts = begin_all(schedule)
     assert [text.uid for text in texts] == [0, 1, 3], "after other caches it is another prompt"
     texts[0].reader.read()
-    schedule.share(texts[0], copies=False)
+    schedule.share(texts[0])
     schedule.join(texts[:1])
     (shared,) = begin_all(schedule)
     assert (shared.uid, shared.request.num_read, shared.reader.num_left) == (2, 5, 0)

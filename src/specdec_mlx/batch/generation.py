@@ -189,7 +189,7 @@ class BatchGeneration:
                 text.generation.drafting.close(0)
             elif text.reader.num_left <= 0:
                 text.generation.prefill()
-                self.schedule.share(text, copies=not self.passes.is_together)
+                self.schedule.share(text)
                 self.passes.add(text.verifier)
                 self.schedule.join([text])
 
@@ -213,9 +213,7 @@ class BatchGeneration:
     def begin_text(self, uid: int, request: Request) -> BatchText:
         """A text whose drafter has begun, before anything is read."""
         own = request.drafting or OwnDrafting(self.drafter, self.options.rule)
-        given, is_together = request.prompt_cache, self.passes.is_together
-        if not is_together or not request.is_read:
-            given = copy.deepcopy(given)  # else a row is a copy
+        given = copy.deepcopy(request.prompt_cache)
         options = replace(
             self.options,
             max_tokens=request.max_tokens,
@@ -235,7 +233,7 @@ class BatchGeneration:
             stats=request.stats,
             of_batch={
                 "target_caches": None,
-                "rows": self._draft_rows if is_together else None,
+                "rows": self._draft_rows if self.passes.is_together else None,
                 "num_unseen": request.num_read,
             },
         )
@@ -295,7 +293,7 @@ class BatchGeneration:
         self.is_pipelined = not any(map(len, drafts))
         to_verify = []
         for text, draft in zip(self.schedule.writing, drafts, strict=True):
-            sequence, start = text.generation.sequence, text.generation.target.rollback.position
+            sequence, start = text.generation.sequence, text.verifier.rollback.position
             to_verify.append(ToVerify(sequence.tokens[start:], draft, sequence.num_generated))
         return self._launch(to_verify, is_ahead=False)
 

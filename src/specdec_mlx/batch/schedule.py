@@ -230,15 +230,14 @@ class Schedule:
         for text in texts:  # which has caches of its own now
             text.request = replace(text.request, prompt_cache=None)
 
-    def share(self, text: BatchText, *, copies: bool) -> None:
-        """Give what was read to those that wait for it; copies: the text goes on in its caches."""
-        waiting = [i for i, (_, one) in enumerate(self.waiting) if one.waits_for(text.request)]
-        caches = text.reader.caches.caches
-        held = copy.deepcopy(caches) if copies and waiting else caches
-        for i in waiting:
-            uid, request = self.waiting[i]
-            num_read = text.reader.num_read
-            self.waiting[i] = uid, replace(request, prompt_cache=held, num_read=num_read)
+    def share(self, text: BatchText) -> None:
+        """Give what was read of a prompt to those that wait for it."""
+        reader = text.reader
+        for i, (uid, request) in enumerate(self.waiting):
+            if request.waits_for(text.request):
+                held = copy.deepcopy(reader.caches.caches)  # of the same buffers, until one writes
+                read = replace(request, prompt_cache=held, num_read=reader.num_read)
+                self.waiting[i] = uid, read
 
     def part(self) -> None:
         """Let those leave that have ended."""
