@@ -240,6 +240,21 @@ def test_a_long_prompt_is_read_between_the_passes_of_the_others(name: str, leave
     assert [session.closed_at is not None for session in drafter.begun] == [True, True]
 
 
+def test_a_text_taken_out_while_another_prompt_is_read_has_no_more_passes() -> None:
+    """Between two parts of the prompt, where the caller has its turn."""
+    batch = BatchGeneration(model("qwen2"), options=Options(prefill_step_size=5))
+    batch.insert(Request(PROMPTS[0], 40))
+    steps = batch.steps()
+    first = next(step for step in steps if step is not None)
+    batch.insert(Request(LONG, 6))
+    assert next(steps).uid == 0  # of the pass that was under way
+    assert next(steps) is None
+    num_passes = first.token.stats.target_passes
+    batch.schedule.remove(0)
+    assert [step.uid for step in steps if step is not None] == [1] * 6
+    assert first.token.stats.target_passes == num_passes
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "qwen3_next"])
 def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one padded pass, but where padding would take longer than passes of their own."""
