@@ -39,32 +39,32 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 203_487,
-    "batch": 4_214,
+    "all": 202_540,
+    "batch": 4_755,
     "beams": 2_911,
     "bench": 12_561,
-    "checks": 11_323,
+    "checks": 11_251,
     "cli": 5_700,
-    "contracts": 4_192,
-    "draft_length": 8_792,
-    "drafters": 48_577,
-    "engine": 7_277,
+    "contracts": 4_312,
+    "draft_length": 8_790,
+    "drafters": 47_684,
+    "engine": 7_230,
     "lab": 2_717,
     "memory": 6_069,
-    "mlx_lm_plugin": 24_692,
+    "mlx_lm_plugin": 24_130,
     "notebook": 3_884,
-    "rules": 5_041,
+    "rules": 5_035,
     "sampling": 2_406,
     "stats": 3_597,
     "testing": 9_211,
-    "top": 8_415,
+    "top": 8_428,
     "training": 12_309,
-    "verify": 21_362,
+    "verify": 21_575,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 9.82
+TOKENS_A_LINE = 9.79
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {
