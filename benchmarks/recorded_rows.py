@@ -28,6 +28,7 @@ from specdec_mlx.engine.sequence import SequenceState
 from specdec_mlx.loop import Generation
 from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.verify.row_caches import BatchCaches
 from specdec_mlx.verify.row_pass import OneByOne, SharedPasses
 from specdec_mlx.verify.verifier import Verifier
 

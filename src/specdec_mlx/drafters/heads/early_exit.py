@@ -23,7 +23,6 @@ from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import HeadError
-from specdec_mlx.verify.model_pass import ModelPass
 from specdec_mlx.verify.strategies import leaves
 from specdec_mlx.verify.watching import anatomy_of, held
 
@@ -70,7 +69,7 @@ class ExitSession(ModelSession):
             self._copy(target, missed)
         super().catch_up()
 
-    def _copy(self, target: ModelPass, missed: int) -> None:
+    def _copy(self, target: Any, missed: int) -> None:
         """Copy the missed positions but the attended, if the caches hold the text before them."""
         num_layers = len(self.model.layers)
         own, of_exit = self.rollback.caches[:num_layers], self.rollback.caches[num_layers:]
