@@ -14,8 +14,8 @@ from typing import TypeVar, cast
 
 import mlx.nn as nn
 
-from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request, Rounds, Row
+from specdec_mlx.batch.generation import BatchGeneration, PassClock
+from specdec_mlx.batch.schedule import BatchText, Request, Rounds, Schedule
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.prompts import spread
 from specdec_mlx.bench.record import Record, RecordedText
@@ -23,12 +23,13 @@ from specdec_mlx.bench.recorded import Modelled, RecordedTarget, greedy_context
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
 from specdec_mlx.engine.drafting import Drafting
+from specdec_mlx.engine.options import Options
 from specdec_mlx.engine.sequence import SequenceState
 from specdec_mlx.loop import Generation
 from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.verify.row_caches import RowCaches
-from specdec_mlx.verify.row_pass import OneByOne, RowPasses
+from specdec_mlx.verify.row_caches import BatchCaches
+from specdec_mlx.verify.row_pass import OneByOne, SharedPasses
 from specdec_mlx.verify.verifier import Verifier
 
 Kind = TypeVar("Kind")
@@ -55,22 +56,14 @@ class RecordedRows(OneByOne):
 
 
 @dataclass
-class RecordedBatch(BatchGeneration):
-    """`BatchGeneration` over recorded texts, which come in their order.
+class BilledPasses(PassClock):
+    """Passes take what a curve says: texts are padded, so that one has texts times width positions.
 
-    Passes are billed by a curve: rows are padded, so that one has rows times width positions.
-
-    vocab_size: V, as recorded. cost: c(m), in seconds. total: seconds of all passes.
+    cost: c(m), in seconds. total: seconds of all passes.
     """
 
-    vocab_size: int = field(kw_only=True)
-    texts: Sequence[RecordedText] = field(kw_only=True)
     cost: CostCurve = field(kw_only=True)
     total: float = 0.0
-
-    def make_passes(self) -> RowPasses:
-        """Passes that know what comes."""
-        return RecordedRows(self.model, RowCaches([]))
 
     def time_of_pass(self, current: Rounds, ahead: Rounds) -> tuple[float, bool]:
         """The curve's seconds."""
@@ -79,21 +72,38 @@ class RecordedBatch(BatchGeneration):
         self.total += seconds
         return seconds, True
 
-    def begin_row(self, uid: int, request: Request) -> Row:
+
+@dataclass
+class RecordedBatch(BatchGeneration):
+    """`BatchGeneration` over recorded texts, which come in their order.
+
+    vocab_size: V, as recorded.
+    """
+
+    vocab_size: int = field(kw_only=True)
+    texts: Sequence[RecordedText] = field(kw_only=True)
+    clock: BilledPasses = field(kw_only=True)
+
+    def make_passes(self) -> SharedPasses:
+        """Passes that know what comes."""
+        return RecordedRows(self.model, BatchCaches([]))
+
+    def begin_text(self, uid: int, request: Request) -> BatchText:
         """A text before anything is generated."""
         text = self.texts[uid]
         target = RecordedTarget(text, self.vocab_size)
         sequence = SequenceState(list(text.prompt), len(text.prompt), len(text.generated))
         drafting = Drafting(
             self.drafter,
-            self.draft_length_of_row(),
+            self.length_of_text(),
             target,
             sequence,
             keeps_cache=False,
-            stream=self.stream,
+            stream=self.options.stream,
         )
+        drafting.begin(greedy_context(self.vocab_size))
         generation = Generation(target, sequence, drafting, SpeculationStats())
-        return Row(uid, generation, cast(Verifier, target), greedy_context(self.vocab_size))
+        return BatchText(uid, request, generation, cast(Verifier, target))
 
 
 def replay_rows(
@@ -122,21 +132,21 @@ def replay_rows(
     batch = RecordedBatch(
         memory,
         drafter,
-        draft_length=length,
-        max_rows=len(texts),
+        Options(draft_length=length),
+        Schedule(len(texts)),
         vocab_size=vocab_size,
         texts=texts,
-        cost=cost,
+        clock=BilledPasses(cost=cost),
     )
     for text in texts:
         batch.insert(Request(text.prompt, len(text.generated)))
     written: list[list[int]] = [[] for _ in texts]
     accepted, stats = 0, {}
     with closing(batch.run()) as tokens:
-        for row in tokens:
-            written[row.uid].append(row.token.token)
-            accepted += row.token.from_draft
-            stats[row.uid] = row.token.stats
+        for uid, token, *_ in tokens:
+            written[uid].append(token.token)
+            accepted += token.from_draft
+            stats[uid] = token.stats
     assert written == [text.generated for text in texts]
     return Modelled(
         category="+".join(sorted({text.category for text in texts})),
@@ -144,7 +154,7 @@ def replay_rows(
         passes=batch.num_rounds,
         drafted=sum(account.drafted for account in stats.values()),
         accepted=accepted,
-        seconds=batch.total,
+        seconds=batch.clock.total,
         plain_seconds=plain_seconds([len(text.generated) for text in texts], cost),
     )
 

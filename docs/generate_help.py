@@ -4,31 +4,36 @@ from __future__ import annotations
 
 import argparse
 import os
+from collections.abc import Callable
 from pathlib import Path
 
 PAGE = Path(__file__).parent / "commands.md"
 WIDTH = "100"
-TAKE_GRAMMAR = ("generate", "chat")
 HEAD = """\
 # All flags
 
 Written by `docs/generate_help.py` from the commands themselves; do not edit.
 
 `specdec-mlx generate`, `chat`, `server` and `benchmark` are mlx-lm's commands: they take all of its
-flags, and ours beside them. The other commands are ours.
+flags, and the same ones of ours. The other commands are ours.
 """
 
 
 def page() -> str:
     """The whole page."""
     from specdec_mlx.cli.commands import MLX_LM_COMMANDS, make_parser
+    from specdec_mlx.mlx_lm_plugin import flags, requests
 
     os.environ["COLUMNS"] = WIDTH
     os.environ["NO_COLOR"] = "1"
     parser = make_parser()
-    parts = [HEAD, section("specdec-mlx", parser.format_help())]
-    for name, text in MLX_LM_COMMANDS.items():
-        parts.append(section(f"specdec-mlx {name}", f"{text}\n\n{our_flags(name)}"))
+    parts = [
+        HEAD,
+        section("specdec-mlx", parser.format_help()),
+        section("Ours for generate, chat, server and benchmark", added_by(flags.add_arguments)),
+        section("Ours for generate and chat", added_by(flags.add_grammar_arguments)),
+        section("Ours for server", added_by(requests.add_server_arguments)),
+    ]
     for name, command in subparsers(parser).items():
         if name not in MLX_LM_COMMANDS:
             parts.append(section(f"specdec-mlx {name}", command.format_help()))
@@ -45,16 +50,10 @@ def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentPa
     return {}
 
 
-def our_flags(name: str) -> str:
-    """What we add to a command of mlx-lm's; its own flags are its own to document."""
-    from specdec_mlx.mlx_lm_plugin import flags, requests
-
+def added_by(add_arguments: Callable[[argparse.ArgumentParser], object]) -> str:
+    """Help on the flags that we add to commands of mlx-lm's, which document their own."""
     parser = argparse.ArgumentParser(add_help=False)
-    flags.add_arguments(parser)
-    if name in TAKE_GRAMMAR:
-        flags.add_grammar_arguments(parser)
-    if name == "server":
-        requests.add_server_arguments(parser)
+    add_arguments(parser)
     return parser.format_help().partition("\n\n")[2]
 
 

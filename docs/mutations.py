@@ -115,8 +115,6 @@ EQUIVALENT: dict[str, str] = {
     "loop.Token: `False` → `True`": SHOWN,
     "loop.Token: `False` → `True` (again)": SHOWN,
     "loop.Token: `True` → `False`": "A class without slots does the same.",
-    "loop.Generation: `2048` → `2049`": "Whoever makes one gives it.",
-    "loop.Generation.prefill: `end - 1` → `end + 1` (again)": "The end is nearer.",
     "rules/lossy.Lenient: `False` → `True`": "Its own `decide` answers for greedy targets before "
     "this is read.",
     "rules/lossy.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,

@@ -6,8 +6,10 @@ fixed seeds: the whole path, in MLX.
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
+from itertools import islice
 from typing import Any
 
 import mlx.core as mx
@@ -18,6 +20,7 @@ from mlx_lm.models.cache import make_prompt_cache
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.checks.chi_square import ChiSquare
+from specdec_mlx.loop import SHORT
 from specdec_mlx.rules.registry import make_rule
 
 V = 6
@@ -82,13 +85,16 @@ def generate(
 ) -> Count:
     """Three tokens from each of the seeds 0 ... runs - 1, behind one that is certain.
 
+    Of longer texts: those of a few tokens are drafted from the certain one on.
     "auto" is what it is for callers without a seed.
     """
     rule, count = make_rule(rule), Count(np.zeros((V,) * LENGTH))
     options: dict[str, Any] = {"sampler": sampling, "rule": rule, "draft_length": NUM_DRAFT}
-    options |= {"max_tokens": 1 + LENGTH, "logits_processors": [the_prompts_last]}
+    options |= {"max_tokens": SHORT + 1, "logits_processors": [the_prompts_last]}
     for seed in range(runs):
-        items = list(sd.speculate(model, PROMPT[:-1], drafter, seed=seed, **options))
+        tokens = sd.speculate(model, PROMPT[:-1], drafter, seed=seed, **options)
+        with closing(tokens):
+            items = list(islice(tokens, 1 + LENGTH))
         assert items[0].token == PROMPT[-1]
         count.texts[tuple(item.token for item in items[1:])] += 1
         count.accepted += items[-1].stats.accepted

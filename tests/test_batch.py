@@ -26,15 +26,15 @@ import narrow
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from narrow import Counting
 from scripted import OracleDrafter, ScriptedSession
 from selection import cases
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request, RowDrafting, RowToken, samples_of
+from specdec_mlx.batch.schedule import BatchToken, OwnDrafting, Request, Schedule
 from specdec_mlx.contracts import DraftContext, Drafter, Features
+from specdec_mlx.engine.options import Options
+from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.verify import row_caches
-from specdec_mlx.verify.inputs import CacheOptions
-from specdec_mlx.verify.row_pass import RowPasses, passes_over
+from specdec_mlx.verify.row_pass import SharedPasses, passes_over
 
 BLOCK = [5, 17, 99, 3, 41, 8]
 PROMPTS = [
@@ -96,7 +96,7 @@ class Sessions:
         return self.begun[-1]
 
 
-def collected(rows: Iterable[RowToken], count: int) -> list[list[int]]:
+def collected(rows: Iterable[BatchToken], count: int) -> list[list[int]]:
     texts: list[list[int]] = [[] for _ in range(count)]
     for row in rows:
         texts[row.uid].append(row.token.token)
@@ -118,12 +118,13 @@ def texts_of(batch: BatchGeneration, numbers: Sequence[int] = range(len(PROMPTS)
 def test_each_greedy_text_is_what_it_is_alone(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Three at a time, with drafts of which two in five tokens are wrong; with room for two empty
     slots, these are dropped in nearly every round. Right drafts save passes."""
-    assert BatchGeneration(model(name))._passes.is_together
+    assert BatchGeneration(model(name)).passes.is_together
     for length, most_empty in ((0, 64), (1, 64), (3, 64), ("auto", 64), (4, 2)):
         monkeypatch.setattr(row_caches, "MOST_EMPTY", most_empty)
-        batch = BatchGeneration(model(name), oracle(name), draft_length=length, max_rows=3)
+        how = Options(draft_length=length)
+        batch = BatchGeneration(model(name), oracle(name), how, Schedule(3))
         assert texts_of(batch) == alone(name), length
-    batch = BatchGeneration(model(name), oracle(name, wrong=0.0), draft_length=4)
+    batch = BatchGeneration(model(name), oracle(name, wrong=0.0), Options(draft_length=4))
     assert texts_of(batch, [0, 0]) == [alone(name)[0]] * 2
     assert batch.num_rounds <= 1 + 8
 
@@ -134,7 +135,7 @@ def test_a_seeds_text_is_what_it_is_alone(rule: str, drafter: Drafter) -> None:
     """The target's own draws are keyed by the row's own seed and its own positions."""
     target, sampling = narrow.model(), sd.Sampling(temp=1.0)
     how: dict[str, Any] = {"rule": rule, "draft_length": 3}
-    batch = BatchGeneration(target, drafter, max_rows=3, **how)
+    batch = BatchGeneration(target, drafter, Options(**how), Schedule(3))
     prompts = [[1, 2, 3, 1, 2], [0], [3, 3, 1], [2, 1] * 5]
     requests = [Request(prompt, 20 + i, sampling, i) for i, prompt in enumerate(prompts)]
     assert written(batch, *requests) == [
@@ -147,7 +148,8 @@ def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_othe
     """At temperature 1: each row's first two tokens, and the pair of both rows' second ones."""
     target, num_pairs, prompts = narrow.model(), 400, [[1, 2, 3, 1, 2], [3, 0, 3]]
     drafter = sd.NGramDrafter(stochastic=True)
-    batch = BatchGeneration(target, drafter, rule="rejection", draft_length=2, max_rows=2)
+    how = Options(rule="rejection", draft_length=2)
+    batch = BatchGeneration(target, drafter, how, Schedule(2))
     sampling = sd.Sampling(temp=1.0)
     requests = (Request(prompt, 2, sampling, i) for i, prompt in enumerate(prompts * num_pairs))
     texts = np.array(written(batch, *requests)).reshape(num_pairs, 2, 2)
@@ -185,7 +187,10 @@ ARRIVAL = st.tuples(
 def test_texts_may_come_and_go_at_any_time(arrivals: Any, max_rows: int, length: int) -> None:
     """Whole texts are what they are alone; of those taken out there is the beginning."""
     batch = BatchGeneration(
-        model("qwen2"), oracle(), draft_length=length, max_rows=max_rows, prefill_step_size=5
+        model("qwen2"),
+        oracle(),
+        Options(draft_length=length, prefill_step_size=5),
+        Schedule(max_rows),
     )
     arrivals.sort(key=lambda arrival: arrival[2])
     texts: list[list[int]] = []
@@ -193,18 +198,18 @@ def test_texts_may_come_and_go_at_any_time(arrivals: Any, max_rows: int, length:
 
     def arrive() -> None:
         for i, most, after, _ in arrivals[len(texts) :]:
-            if after > sum(map(len, texts)) and batch.num_open:
+            if after > sum(map(len, texts)) and batch.schedule.num_open:
                 return
             texts.append([])
             batch.insert(Request(PROMPTS[i], min(most, LENGTHS[i])))
 
     arrive()
-    while batch.num_open:
+    while batch.schedule.num_open:
         for row in batch.run():
             texts[row.uid].append(row.token.token)
             reasons[row.uid] = row.finish_reason
             if len(texts[row.uid]) == arrivals[row.uid][3]:
-                batch.remove(row.uid)
+                batch.schedule.remove(row.uid)
             arrive()
         arrive()
     for uid, (i, most, _, leaves_after) in enumerate(arrivals):
@@ -219,15 +224,15 @@ def test_a_long_prompt_is_read_between_the_passes_of_the_others(name: str, leave
     """Each of its steps keeps them waiting once; both texts are what they are alone. It may leave
     meanwhile."""
     drafter = Sessions()
-    batch = BatchGeneration(model(name), drafter, prefill_step_size=5)
+    batch = BatchGeneration(model(name), drafter, Options(prefill_step_size=5))
     batch.insert(Request(PROMPTS[0], 40))
     run = batch.run()
     rows = [next(run)]
     batch.insert(Request(LONG, 6))
     rows += itertools.islice(run, 4)
-    assert batch.num_open == 2
+    assert batch.schedule.num_open == 2
     if leaves:
-        batch.remove(1)
+        batch.schedule.remove(1)
     rows += run
     expected = [] if leaves else said(model(name), LONG, 6)
     assert collected(iter(rows), 2) == [alone(name)[0], expected]
@@ -235,18 +240,33 @@ def test_a_long_prompt_is_read_between_the_passes_of_the_others(name: str, leave
     assert [session.closed_at is not None for session in drafter.begun] == [True, True]
 
 
+def test_a_text_taken_out_while_another_prompt_is_read_has_no_more_passes() -> None:
+    """Between two parts of the prompt, where the caller has its turn."""
+    batch = BatchGeneration(model("qwen2"), options=Options(prefill_step_size=5))
+    batch.insert(Request(PROMPTS[0], 40))
+    steps = batch.steps()
+    first = next(step for step in steps if step is not None)
+    batch.insert(Request(LONG, 6))
+    assert next(steps).uid == 0  # of the pass that was under way
+    assert next(steps) is None
+    num_passes = first.token.stats.target_passes
+    batch.schedule.remove(0)
+    assert [step.uid for step in steps if step is not None] == [1] * 6
+    assert first.token.stats.target_passes == num_passes
+
+
 @pytest.mark.parametrize("name", ["qwen2", "gpt_oss", "qwen3_next"])
 def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """In one padded pass, but where padding would take longer than passes of their own."""
     read: list[list[int]] = []
-    real = RowPasses.read
+    real = SharedPasses.read
 
-    def note(passes: RowPasses, texts: Sequence[Sequence[int]]) -> None:
+    def note(passes: SharedPasses, texts: Sequence[Sequence[int]]) -> None:
         read.append([len(text) for text in texts])
         real(passes, texts)
 
-    monkeypatch.setattr(RowPasses, "read", note)
-    batch = BatchGeneration(model(name), oracle(name), draft_length=2)
+    monkeypatch.setattr(SharedPasses, "read", note)
+    batch = BatchGeneration(model(name), oracle(name), Options(draft_length=2))
     assert texts_of(batch, [1, 5, 7]) == [alone(name)[i] for i in (1, 5, 7)]
     requests = Request(PROMPTS[7], 3), Request(LONG, 3)
     assert written(BatchGeneration(model(name)), *requests)[0] == alone(name)[7][:3]
@@ -258,7 +278,8 @@ def test_samplers_processors_and_stop_tokens_are_each_rows_own() -> None:
     processors = make_logits_processors(repetition_penalty=1.6, repetition_context_size=12)
     penalised = said(model("qwen2"), PROMPTS[2], 25, logits_processors=processors)
     stop = alone()[0][5]
-    batch = BatchGeneration(model("qwen2"), oracle(), draft_length=3, stop_tokens=frozenset({stop}))
+    how, ends = Options(draft_length=3), frozenset({stop})
+    batch = BatchGeneration(model("qwen2"), oracle(), how, stop_tokens=ends)
     requests = (
         Request(PROMPTS[0], 40),
         Request(PROMPTS[2], 25, logits_processors=processors),
@@ -312,7 +333,7 @@ def test_a_drafter_sees_its_own_texts_states(name: str) -> None:
         return [np.array(session.seen) for session in drafter.begun]
 
     together, alone = Reader(session), Reader(session)
-    batch = BatchGeneration(target, together, draft_length=3, max_rows=3)
+    batch = BatchGeneration(target, together, Options(draft_length=3), Schedule(3))
     assert texts_of(batch, range(5)) == [
         text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=False)
     ]
@@ -338,7 +359,11 @@ def test_a_text_that_cannot_go_on_ends_alone() -> None:
         errors: dict[int, Exception] = {}
         for on_error in (None, errors.setdefault):
             batch = BatchGeneration(
-                model("qwen2"), drafter, draft_length=2, max_rows=2, on_error=on_error
+                model("qwen2"),
+                drafter,
+                Options(draft_length=2),
+                Schedule(2),
+                on_error=on_error,
             )
             for i in (0, 2, 4):
                 own = processors if i == 2 else []
@@ -395,29 +420,31 @@ def test_a_stream_asks_for_prompts_as_places_come_free() -> None:
 
 @pytest.mark.parametrize("name", ["qwen2", "gemma3_text", "lfm2", "mamba"])
 @pytest.mark.filterwarnings("ignore:specdec_mlx")
-def test_samples_of_a_prompt_are_the_texts_of_their_seeds(name: str) -> None:
+def test_samples_of_a_prompt_are_the_texts_of_their_seeds(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Each is what it is alone; the prompt is read once, also after caches that were given."""
     target, prompt, sampling = model(name), PROMPTS[4], sd.Sampling(temp=1.0)
     given = make_prompt_cache(target)
     target(mx.array([PROMPTS[1]]), cache=given)
     request = Request(prompt, 15, sampling, prompt_cache=given)
-    fed = Counting(target)
-    stream = mx.default_stream(mx.default_device())
-    requests = list(samples_of(fed, request, 3, CacheOptions(None, 8), stream))
-    assert fed.num_passes <= 1 + 4, "read once, and not three times"
-    batch = BatchGeneration(target, sd.PromptLookupDrafter(min_ngram=1), draft_length=3)
-    texts = written(batch, *(replace(one, seed=seed) for seed, one in enumerate(requests)))
+    read, real = list[int](), PromptReader.read
+    monkeypatch.setattr(PromptReader, "read", lambda one: read.append(size := real(one)) or size)
+    how = Options(draft_length=3, prefill_step_size=2)
+    batch = BatchGeneration(target, sd.PromptLookupDrafter(min_ngram=1), how, Schedule(2))
+    texts = written(batch, *(replace(request, seed=seed) for seed in range(3)))
+    assert sum(read) == len(prompt) - 1, "read once, and not three times"
     assert texts[0] != texts[1]
     for seed, text in enumerate(texts):
-        how = {"sampler": sampling, "seed": seed, "prompt_cache": copy.deepcopy(given)}
-        assert text == said(target, prompt, 15, **how)
+        alone = {"sampler": sampling, "seed": seed, "prompt_cache": copy.deepcopy(given)}
+        assert text == said(target, prompt, 15, **alone)
 
 
 def test_a_text_may_go_on_that_was_begun_elsewhere() -> None:
     """Its first tokens count: as positions of its noise, and among the most wanted."""
     target, sampling, prompt = narrow.model(), sd.Sampling(temp=1.0), [1, 2, 3, 1, 2]
     whole = said(target, prompt, 20, sampler=sampling, seed=5)
-    own = RowDrafting(sd.PromptLookupDrafter(), "match", draft_length=2)
+    own = OwnDrafting(sd.PromptLookupDrafter(), "match", draft_length=2)
     requests = [
         Request([*prompt, *whole[:n]], 20, sampling, 5, num_said=n, drafting=own)
         for n in (1, 7, 19)

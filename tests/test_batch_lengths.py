@@ -18,10 +18,10 @@ import narrow
 import scripted
 import specdec_mlx as sd
 from benchmarks import batches
-from benchmarks.recorded_rows import RecordedBatch, replay_rows
+from benchmarks.recorded_rows import BilledPasses, RecordedBatch, replay_rows
 from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request
+from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.record import RecordedText
@@ -31,6 +31,7 @@ from specdec_mlx.draft_length.costs import WIDTHS, Curve
 from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
+from specdec_mlx.engine.options import Options
 
 SLOPED = linear_cost(0.1)
 
@@ -159,7 +160,7 @@ def recorded(lengths: Sequence[int]) -> list[RecordedText]:
 def test_counts_are_those_of_a_live_batch(rows: int, length: int) -> None:
     texts = recorded([24, 9, 17][:rows])
     drafter = Guesses(texts, 5) if length else None
-    live = BatchGeneration(narrow.model(), drafter, draft_length=length)
+    live = BatchGeneration(narrow.model(), drafter, Options(draft_length=length))
     for text in texts:
         live.insert(Request(text.prompt, len(text.generated)))
     tokens = list(live.run())
@@ -217,11 +218,12 @@ def test_a_row_without_drafts_is_not_made_to_wait_for_the_others(
 
     def delays() -> list[float]:
         """How much later than in a plain batch each text ended, in plain passes."""
-        about: dict[str, Any] = {"cost": SLOPED, "vocab_size": narrow.VOCAB, "texts": texts}
-        batch = RecordedBatch(nn.Module(), drafter, max_rows=4, **about)
+        clock = BilledPasses(cost=SLOPED)
+        about: dict[str, Any] = {"clock": clock, "vocab_size": narrow.VOCAB, "texts": texts}
+        batch = RecordedBatch(nn.Module(), drafter, schedule=Schedule(4), **about)
         for text in texts:
             batch.insert(Request(text.prompt, 160))
-        ended = {token.uid: batch.total for token in batch.run()}
+        ended = {token.uid: clock.total for token in batch.run()}
         return [ended[row] / SLOPED(4) - 160 for row in range(4)]
 
     assert max(delays()) < 2

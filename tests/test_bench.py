@@ -55,7 +55,7 @@ from specdec_mlx.drafters.choosing import choice
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.lab.pair import head_path, load_pair
 from specdec_mlx.stats.counterfactual import ratio_of
-from specdec_mlx.verify.verifier import LazyPass
+from specdec_mlx.verify.passes import LazyPass
 
 SETTINGS = Settings(max_tokens=24, repeats=2)
 LOOKUP = "prompt-lookup"

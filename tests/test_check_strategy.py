@@ -24,15 +24,15 @@ from specdec_mlx.verify.strategies import (
     STRATEGIES,
     Chunks,
     Gathers,
+    RotatingWindow,
     SavedBuffers,
     SingleTokens,
     Snapshot,
     Strategy,
     Trim,
-    TrimRows,
+    TrimAndSlice,
     TrimToPath,
     Unknown,
-    Window,
 )
 
 WINDOW = 8
@@ -69,9 +69,9 @@ def attend_in_chunks(cache: ChunkedKVCache, tokens: mx.array) -> mx.array:
 CASES: dict[str, Case] = {
     "KVCache": (TrimToPath, KVCache, attend),
     "QuantizedKVCache": (TrimToPath, partial(QuantizedKVCache, 32, 8), attend),
-    "ConcatenateKVCache": (TrimRows, ConcatenateKVCache, attend),
-    "RotatingKVCache": (Window, partial(RotatingKVCache, WINDOW), attend),
-    "RotatingKVCache with keep": (Window, partial(RotatingKVCache, WINDOW, keep=4), attend),
+    "ConcatenateKVCache": (TrimAndSlice, ConcatenateKVCache, attend),
+    "RotatingKVCache": (RotatingWindow, partial(RotatingKVCache, WINDOW), attend),
+    "RotatingKVCache with keep": (RotatingWindow, partial(RotatingKVCache, WINDOW, keep=4), attend),
     "ChunkedKVCache": (Chunks, partial(ChunkedKVCache, WINDOW), attend_in_chunks),
     "ArraysCache": (Snapshot, partial(ArraysCache, 2), recur),
     "a class that is not known": (Unknown, partial(ArraysCache, 2), recur),
@@ -141,7 +141,7 @@ class ForgetsAnEmptyCache(Unknown):
             super().restore(cache, saved)
 
 
-class RestoresWholePasses(Window):
+class RestoresWholePasses(RotatingWindow):
     """Takes the offset for a sign that a pass has happened, whose last change it is not."""
 
     def restore(self, cache: Any, saved: Any) -> None:
@@ -179,12 +179,16 @@ BROKEN: dict[str, list[tuple[Any, Callable[[], Any], Feed]]] = {
         (changed(Trim, widest_pass=lambda self, cache: 0), KVCache, attend),
     ],
     "widths": [  # also where the mask for several positions forgets what is kept
-        (changed(Window, widest_pass=lambda self, cache: None), kept_window, attend)
+        (changed(RotatingWindow, widest_pass=lambda self, cache: None), kept_window, attend)
     ],
     "restore": [
         (changed(Trim, restore=SingleTokens.restore), KVCache, attend),  # at any width
         (changed(Trim, restore=lambda self, cache, saved: None), KVCache, attend),
-        (changed(Window, restore=restore_offset), rotating, attend),  # not the place in the window
+        (
+            changed(RotatingWindow, restore=restore_offset),
+            rotating,
+            attend,
+        ),  # not the place in the window
         (changed(Snapshot, save=save_itself, restore=put_back), arrays, recur),
         (changed(Snapshot, restore=put_back), arrays, recur),
         (ForgetsAnEmptyCache(), KVCache, attend),
@@ -195,8 +199,8 @@ BROKEN: dict[str, list[tuple[Any, Callable[[], Any], Feed]]] = {
         (TRIMS_NOTHING, KVCache, attend),
         (changed(Trim, trim=lambda self, cache, back: cache.trim(back) - 1), KVCache, attend),
         (TrimsTheFront(), KVCache, attend),
-        (changed(TrimRows, trim=Trim.trim), ConcatenateKVCache, attend),  # its rows stay
-        (changed(Window, can_trim=lambda self, cache, back: True), rotating, attend),
+        (changed(TrimAndSlice, trim=Trim.trim), ConcatenateKVCache, attend),  # its rows stay
+        (changed(RotatingWindow, can_trim=lambda self, cache, back: True), rotating, attend),
         (changed(Snapshot, must_restore=False), arrays, recur),
         (changed(SavedBuffers, name="bare trim"), rotating, attend),  # mlx-lm's, once wrapped
     ],

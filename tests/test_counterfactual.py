@@ -43,7 +43,7 @@ from specdec_mlx.stats.counterfactual import (
     coupled_probs,
     kept_by_token,
 )
-from specdec_mlx.verify import verifier
+from specdec_mlx.verify import passes
 
 EXACT = 1e-12
 COUNT = len(BY_TOKEN)
@@ -186,8 +186,8 @@ def test_the_text_stays_the_same(drafter, rule):
 
 def test_it_costs_no_synchronisation(monkeypatch):
     """What it needs is read with the round's other numbers: one wait a round."""
-    read_all = Mock(side_effect=verifier.read_all)
-    monkeypatch.setattr(verifier, "read_all", read_all)
+    read_all = Mock(side_effect=passes.read_all)
+    monkeypatch.setattr(passes, "read_all", read_all)
     _, stats = run(True, sampler=sd.Sampling(temp=0.8, top_p=0.9))
     assert read_all.call_count == stats.target_passes
     with pytest.raises(ValueError, match="counterfactual=True needs"):

@@ -105,7 +105,8 @@ def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(specdec_mlx, "check", quick)
     monkeypatch.chdir(tmp_path)
     if page.name in DRAFTED:  # whatever a pass costs on this machine
-        monkeypatch.setattr("specdec_mlx.loop.make_draft_length", lambda *given: Fixed(4))
+        make_draft_length = "specdec_mlx.engine.assemble.make_draft_length"
+        monkeypatch.setattr(make_draft_length, lambda *given: Fixed(4))
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look themselves up there
     namespace = vars(module)

@@ -20,7 +20,7 @@ import tiny
 import tiny_text
 from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request, samples_of
+from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import Tuning
@@ -34,7 +34,7 @@ from specdec_mlx.drafters.shared_drafts import (
     SharedHeadSession,
     SharedModelSession,
 )
-from specdec_mlx.verify.inputs import CacheOptions
+from specdec_mlx.engine.options import Options
 
 PROMPTS = [[9], [5, 17, 99, 3, 41, 8, 7], [11, 12, 13], [30, 31] * 20]
 LENGTHS = [75, 12, 66, 50]
@@ -68,7 +68,7 @@ class Batch:
             self.draft = like(self.target, name)
         drafter: Any = head or sd.ModelDrafter(self.draft)
         drafter = sd.FirstOf(before, drafter) if before else drafter
-        batch = BatchGeneration(self.target, drafter, max_rows=max_rows, **options)
+        batch = BatchGeneration(self.target, drafter, Options(**options), Schedule(max_rows))
         for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
             batch.insert(Request(prompt, length, sd.Sampling()))
         self.texts: dict[int, list[int]] = {}
@@ -189,10 +189,10 @@ def test_a_head_begins_where_the_prompt_was_not_read_before(monkeypatch: Any) ->
 
     monkeypatch.setattr(SharedHeadSession, "propose", propose)
     head = HeadDrafter(heads.random_head(heads.HEADS["eagle3"], target))
-    batch = BatchGeneration(target, head, draft_length=2)
+    batch = BatchGeneration(target, head, Options(draft_length=2))
     asked = Request(PROMPTS[3], LENGTHS[3], sd.Sampling())
-    for one in samples_of(target, asked, 2, CacheOptions(), batch.stream):
-        batch.insert(one)
+    for _ in range(2):
+        batch.insert(asked)
     texts: dict[int, list[int]] = {0: [], 1: []}
     for uid, token, *_ in batch.run():
         texts[uid].append(token.token)

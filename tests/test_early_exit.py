@@ -19,7 +19,8 @@ import heads
 import specdec_mlx as sd
 import tiny
 from selection import cases, in_one_test
-from specdec_mlx.batch.generation import BatchGeneration, Request
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.heads.early_exit import (
     WINDOW,
@@ -30,6 +31,7 @@ from specdec_mlx.drafters.heads.early_exit import (
 )
 from specdec_mlx.drafters.lighter import first_layers as cut
 from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.engine.options import Options
 from specdec_mlx.verify.exactness import exact_until
 from specdec_mlx.verify.taps import keys_values_of
 
@@ -224,7 +226,7 @@ def test_several_texts_at_once_draft_with_an_exit(window: int | None) -> None:
     options = {"max_tokens": 8, "draft_length": 2}
     alone = [written(model, drafter, PROMPT[i:], **options)[:2] for i in (0, 3)]
     assert alone[0][0] == written(model, None, max_tokens=8)[0]
-    batch = BatchGeneration(model, drafter, draft_length=2)
+    batch = BatchGeneration(model, drafter, Options(draft_length=2))
     for i in (0, 3):
         batch.insert(Request(PROMPT[i:], 8))
     texts: dict[int, list[Any]] = {}

@@ -31,12 +31,13 @@ import tiny
 from heads import HEADS, random_head
 from selection import FULL, each
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request
+from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.beams.guesses import BeamDrafting
 from specdec_mlx.beams.search import BeamRows, BeamSearch
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.engine.options import Options
 from specdec_mlx.verify.exactness import can_hold_rows
 from specdec_mlx.verify.rollback import check_usable
 
@@ -280,9 +281,11 @@ def several_texts(coins: random.Random) -> None:
     batch = BatchGeneration(
         target(name),
         faulty,
-        draft_length=coins.choice([1, 3, "auto"]),
-        max_rows=coins.choice([2, 3]),
-        prefill_step_size=coins.choice([3, 2048]),
+        Options(
+            draft_length=coins.choice([1, 3, "auto"]),
+            prefill_step_size=coins.choice([3, 2048]),
+        ),
+        Schedule(coins.choice([2, 3])),
         returns_caches=True,
         completes_caches=coins.random() < 0.5,
         on_error=coins.choice([None, lambda uid, error: told_of.append(uid)]),

@@ -32,14 +32,14 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.loop import speculate
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.verify import verifier
+from specdec_mlx.verify import passes, verifier
 from specdec_mlx.verify.rollback import Rollback
 
 K = 4
 KINDS = {kind.name: kind for kind in kinds(K)}
 OPERATIONS = [
     *((mx, name) for name in ("concatenate", "stack", "take_along_axis", "eval", "async_eval")),
-    *((module, "to_ids") for module in (loop, verifier)),
+    *((module, "to_ids") for module in (loop, passes, verifier)),
 ]
 
 

@@ -23,7 +23,7 @@ from lossless import noisy_copy
 from scripted import PROMPT, plain, target
 from selection import FULL, cases, in_one_test
 from specdec_mlx.engine.options import Options
-from specdec_mlx.verify import verifier
+from specdec_mlx.verify import passes
 from specdec_mlx.verify.exactness import places_of
 
 VOCAB = 128
@@ -183,9 +183,9 @@ def test_kv_quantization_sets_in_at_the_same_token(start: int) -> None:
 
 
 def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> None:
-    waits, read_all = [], verifier.read_all
-    monkeypatch.setattr(verifier, "read_all", lambda *a: waits.append("read") or read_all(*a))
-    monkeypatch.setattr(verifier, "to_list", lambda a: waits.append("to_list"))
+    waits, read_all = [], passes.read_all
+    monkeypatch.setattr(passes, "read_all", lambda *a: waits.append("read") or read_all(*a))
+    monkeypatch.setattr(passes, "to_list", lambda a: waits.append("to_list"))
     drafter = sd.ModelDrafter(target())
     *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=20, draft_length=4)
     assert waits == ["read"] * last.stats.target_passes

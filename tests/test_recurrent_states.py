@@ -23,7 +23,8 @@ from lossless import PROMPT, plain_text
 from scripted import OracleDrafter
 from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request
+from specdec_mlx.batch.schedule import Request, Schedule
+from specdec_mlx.engine.options import Options
 from specdec_mlx.verify import recurrent_states, watching
 from specdec_mlx.verify.exactness import probe
 from specdec_mlx.verify.recurrent_states import MOST_POSITIONS, recurrent_states_of
@@ -143,7 +144,7 @@ def test_wide_drafts_change_no_expert_of_a_quantized_model(begin: int) -> None:
 def test_drafts_of_several_texts_change_no_expert_of_a_quantized_model(length: int) -> None:
     """In bfloat16, with texts of different lengths in a pass: each is plain decoding's."""
     prompts = [repeated(begin)[begin:] for begin in range(8)]
-    batch = BatchGeneration(quantized(), LOOK_UP, draft_length=length, max_rows=3)
+    batch = BatchGeneration(quantized(), LOOK_UP, Options(draft_length=length), Schedule(3))
     for prompt in prompts:
         batch.insert(Request(prompt, 60))
     texts: list[list[int]] = [[] for _ in prompts]

@@ -30,41 +30,41 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 180,
+    "files": 181,
     "numeric constants": 159,
-    "protocols": 20,
+    "protocols": 19,
     "public names": 30,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 203_530,
-    "batch": 4_214,
+    "all": 203_032,
+    "batch": 4_755,
     "beams": 2_911,
     "bench": 12_561,
-    "checks": 11_323,
+    "checks": 11_251,
     "cli": 5_700,
-    "contracts": 4_184,
-    "draft_length": 8_792,
-    "drafters": 49_017,
-    "engine": 7_277,
+    "contracts": 4_330,
+    "draft_length": 8_993,
+    "drafters": 47_676,
+    "engine": 7_506,
     "lab": 2_717,
     "memory": 6_069,
-    "mlx_lm_plugin": 24_692,
+    "mlx_lm_plugin": 24_130,
     "notebook": 3_884,
-    "rules": 5_041,
+    "rules": 5_035,
     "sampling": 2_406,
     "stats": 3_597,
     "testing": 9_211,
-    "top": 8_415,
+    "top": 8_436,
     "training": 12_309,
-    "verify": 21_236,
+    "verify": 21_575,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 9.82
+TOKENS_A_LINE = 9.79
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {

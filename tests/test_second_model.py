@@ -14,7 +14,7 @@ from mlx_lm.utils import load_tokenizer
 
 import specdec_mlx as sd
 import tiny_text
-from selection import in_one_test
+from selection import cases, in_one_test
 from serving import complete, serving, text_of
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, WITH_MODEL
 from specdec_mlx.drafters.recycling import SuccessorTable
@@ -97,7 +97,7 @@ def alone(make: Callable[[], Any]) -> list[int]:
 
 @in_one_test("knows", [True, False])
 @in_one_test("order", ORDERS)
-@in_one_test("name", DRAFTERS)
+@pytest.mark.parametrize("name", cases(DRAFTERS, "auto with all", "kept successors", "best of"))
 def test_two_models_in_turn_get_their_own_texts(name: str, order: Any, knows: bool) -> None:
     """In both orders, with tokenizers and without: what was kept of the one is not proposed to the
     other, and each drafts the second time at least as well as at first."""

@@ -21,9 +21,10 @@ from lossless import noisy_copy
 from scripted import OracleDrafter, always_wrong
 from selection import FULL, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request
+from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import Draft, RoundRecord
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.engine.options import Options
 from specdec_mlx.rules.registry import make_rule
 
 NUM_TOKENS = 16
@@ -150,7 +151,7 @@ def test_a_seed_without_a_rule_is_one_text_whatever_lengths_a_clock_chooses(name
     for run in range(20):
         assert alone(run % 3, drafter, AnyLength(run)) == plain[run % 3], run
     for run in range(2):
-        batch = BatchGeneration(target(), drafter, draft_length=AnyLength(run))
+        batch = BatchGeneration(target(), drafter, Options(draft_length=AnyLength(run)))
         for seed, prompt in enumerate(PROMPTS):
             batch.insert(Request(prompt, NUM_TOKENS, sampler, seed))
         texts: dict[int, tuple[int, ...]] = {}

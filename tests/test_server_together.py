@@ -26,8 +26,8 @@ from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.mlx_lm_plugin import batch
 from specdec_mlx.mlx_lm_plugin.batch import SpeculatingBatch
 from specdec_mlx.mlx_lm_plugin.requests import Channel, Requested
-from specdec_mlx.verify.row_caches import RowCaches, RowsCache
-from specdec_mlx.verify.row_pass import RowPasses
+from specdec_mlx.verify.row_caches import BatchCaches, SlotCache
+from specdec_mlx.verify.row_pass import SharedPasses
 from test_server_requests import JSON_SCHEMA, assert_fits, schema_of
 from tiny_model_folder import make_tokenizer, write_model_folder
 
@@ -168,7 +168,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., bool]]] = {
         lambda reading, *args: len(reading.prompt) == NUM_READ,
     ),
     "admitted: its caches join the others": (
-        RowsCache,
+        SlotCache,
         "add_row",  # the first layer has the row already
         after(1, lambda rows, cache, *args: cache.offset + 1 == NUM_READ),
     ),
@@ -176,7 +176,7 @@ FAULTS: dict[str, tuple[type, str, Callable[..., bool]]] = {
     "told what was kept": (NGramSession, "observe", after(3)),
     "kept to its grammar": (GrammarProcessor, "__call__", after(3)),
     "ended: its caches are taken out": (
-        RowCaches,
+        BatchCaches,
         "extract",
         lambda caches, row, like: caches.ends[row] == NUM_READ + 19,
     ),
@@ -248,11 +248,11 @@ def test_a_batch_that_fails_is_told_to_all_and_the_next_is_served(
     """The server's thread goes on."""
     expected = answers(client, range(3))
 
-    def failing(self: RowPasses, rounds: Any) -> Any:
+    def failing(self: SharedPasses, rounds: Any) -> Any:
         raise RuntimeError("out of order")
 
     with monkeypatch.context() as patch, ThreadPoolExecutor(3) as pool:
-        patch.setattr(RowPasses, "launch", failing)
+        patch.setattr(SharedPasses, "launch", failing)
         replies = [pool.submit(ask, client, i, extra_body={"drafter": "none"}) for i in range(3)]
         errors = [reply.exception() for reply in replies]
     assert any("out of order" in str(error) for error in errors)

@@ -198,7 +198,7 @@ def test_rows_of_a_round_in_several_passes_are_all_shown(monkeypatch: pytest.Mon
     """Pending tokens that one pass has no room for are fed before it, and read as well."""
     model, wanted = built("mamba2"), list(text_of("mamba2"))
     model_pass = ModelPass(model, Rollback(make_prompt_cache(model)), probe=False)
-    monkeypatch.setattr(model_pass, "widest", lambda: 3)
+    monkeypatch.setattr(model_pass, "widest_pass", lambda: 3)
     verifier = Verifier(model_pass, NextToken(sd.Sampling(), (), Noise(0)), "match")
     verifier.tap(ALL)
     under_way = verifier.launch(PROMPT, Draft(wanted[:2]), 0)

@@ -20,9 +20,10 @@ from exact_trees import TREE_RULES, ByOwnTokens, ByTreeRule, TreeDrawn, TreeRoun
 from scripted import PROMPT, OracleTrees, ScriptedDrafter, plain, target
 from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request
+from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import Draft
 from specdec_mlx.contracts.trees import ROOT
+from specdec_mlx.engine.options import Options
 from specdec_mlx.lab import load_pair
 from specdec_mlx.loop import SHORT, Token
 from specdec_mlx.rules.block import Block
@@ -46,7 +47,7 @@ def by_loop(drafter: Any, **how: Any) -> Iterator[Token]:
 
 def by_batch(drafter: Any, **how: Any) -> Iterator[Token]:
     """The first of two rows; the other one has a text of its own."""
-    batch = BatchGeneration(target(), drafter, draft_length=4)
+    batch = BatchGeneration(target(), drafter, Options(draft_length=4))
     batch.insert(Request(PROMPT, 24, logits_processors=how["logits_processors"]))
     batch.insert(Request(PROMPT[:3], 24))
     yield from (row.token for row in batch.run() if row.uid == 0)
@@ -301,7 +302,7 @@ def test_the_first_pass_of_a_short_text_verifies_a_draft(length: int) -> None:
 
 
 def short_batch(length: int) -> Any:
-    batch = BatchGeneration(target(), oracle(), draft_length=4)
+    batch = BatchGeneration(target(), oracle(), Options(draft_length=4))
     batch.insert(Request(PROMPT, length))
     return batch.run()
 

@@ -111,7 +111,7 @@ def test_depths_are_taught_while_another_thread_watches_every_module(name):
         assert watches.wait(60)
         target = ModelPass(model, Rollback(make_prompt_cache(model)))
         was_taken = target.takes_trees()
-        tree_passes._teach_depths(model)  # a second thread that came at the same time
+        tree_passes.teach_depths._make(model)  # a second thread that came at the same time
         is_taught.set()
         watcher.result()
     assert was_taken

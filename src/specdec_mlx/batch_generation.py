@@ -6,7 +6,7 @@ import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
-from itertools import count, repeat
+from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any
 
@@ -15,17 +15,18 @@ import mlx.nn as nn
 from mlx_lm.generate import BatchResponse, BatchStats, generation_stream, wired_limit
 
 from specdec_mlx.batch.generation import BatchGeneration
-from specdec_mlx.batch.rows import Request, samples_of
+from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.engine.options import Options
 from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
 from specdec_mlx.options import whole, wrong
 from specdec_mlx.responses import SpeculativeResponse, TextUnderWay, speeds
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.verify.inputs import CacheOptions, max_tokens_of
+from specdec_mlx.verify.inputs import max_tokens_of
 
 
 @dataclass
@@ -98,34 +99,31 @@ def batch_stream_generate(
     """
     tokenizer = loaded(model, tokenizer)
     num_samples = whole("num_samples", num_samples, 1)
-    options = CacheOptions(max_kv_size, prefill_step_size)
     if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes):
         raise wrong("prompts", prompts, "a list of prompts. For one, give [prompt]")
     batch = BatchGeneration(
         model,
         resolve(drafter, draft_model, model, tokenizer),
-        rule=rule,
-        draft_length=draft_length,
+        Options(
+            rule=rule,
+            draft_length=draft_length,
+            max_kv_size=max_kv_size,
+            prefill_step_size=prefill_step_size,
+            tokenizer=tokenizer,
+            probe=probe,
+            stream=stream,
+        ),
+        Schedule(whole("completion_batch_size", completion_batch_size, 1)),
         stop_tokens=frozenset(tokenizer.eos_token_ids),
-        max_rows=whole("completion_batch_size", completion_batch_size, 1),
-        prefill_step_size=options.prefill_step_size,
-        max_kv_size=options.max_kv_size,
-        tokenizer=tokenizer,
-        probe=probe,
         returns_caches=return_prompt_caches,
-        stream=stream,
     )
     how, processors = choose_sampler(sampler, temp), logits_processors or ()
     columns = zip(prompts, _max_tokens(max_tokens), prompt_caches or repeat(None), strict=False)
     requests = (
         request
         for prompt, wanted, cache in columns
-        for request in samples_of(
-            model,
-            Request(encode(tokenizer, prompt), wanted, how, None, processors, cache),
-            num_samples,
-            options,
-            stream,
+        for request in repeat(
+            Request(encode(tokenizer, prompt), wanted, how, None, processors, cache), num_samples
         )
     )
     seeded = (
@@ -227,13 +225,15 @@ def _respond(
     texts: dict[int, TextUnderWay] = {}
 
     def let_in() -> None:
-        while batch.num_open < batch.max_rows and (request := next(requests, None)) is not None:
-            uid = batch.insert(request)
-            texts[uid] = TextUnderWay(tokenizer.detokenizer, len(request.prompt), drafter)
+        places = batch.schedule
+        while places.num_open < places.max_texts and (samples := [*islice(requests, num_samples)]):
+            for request in samples:
+                uid = batch.insert(request)
+                texts[uid] = TextUnderWay(tokenizer.detokenizer, len(request.prompt), drafter)
 
     let_in()
-    with closing(batch.run()) as rows:
-        for uid, token, reason, prompt_cache, _ in rows:
+    with closing(batch.run()) as tokens:
+        for uid, token, reason, prompt_cache, _ in tokens:
             response = texts[uid].response(token, reason, token.stats.prefill_seconds)
             index, sample = divmod(uid, num_samples)
             yield BatchStreamResponse(

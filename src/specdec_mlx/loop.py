@@ -181,9 +181,11 @@ class Generation:
 
     def prefill(self) -> None:
         """Feed the prompt but for its last token, in chunks."""
-        caches, reader = self.target.rollback, self.reader
+        reader = self.reader
+        caches = reader.caches = self.target.rollback  # in a batch, a place among the others
         started = perf_counter() - reader.seconds  # of parts that were read before
-        reader.on_progress(0, self.sequence.prompt_length)
+        if not reader.num_read:
+            reader.on_progress(0, self.sequence.prompt_length)
         caches.checkpoint()
         reader.read_all()
         self.target.widest_pass()  # a model's first time is measured here, and not in a round

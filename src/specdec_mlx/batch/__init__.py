@@ -1,1 +1,1 @@
-"""Several texts of one model at once, row by row."""
+"""Several texts of one model at once, and the schedule of them."""

@@ -26,7 +26,7 @@ from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.token_ids import read_all
 from specdec_mlx.verify.exactness import can_hold_rows
 from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.row_caches import RowCaches
+from specdec_mlx.verify.row_caches import BatchCaches
 
 
 class Guess(NamedTuple):
@@ -45,7 +45,7 @@ class BeamRows:
     num_top: int
     prefill_step_size: int = 2048
     stream: Any = generation_stream
-    caches: RowCaches = field(init=False)
+    caches: BatchCaches = field(init=False)
     _row_of: dict[Tokens, int] = field(default_factory=lambda: {(): 0})
     """The row that holds the prompt and these tokens but for the last of them."""
 
@@ -53,7 +53,7 @@ class BeamRows:
         """Read the prompt but for its last token; RowsError where rows cannot be held."""
         with mx.stream(self.stream):
             alone = make_prompt_cache(self.model)
-            rows = RowCaches.like(alone) if can_hold_rows(self.model) else None
+            rows = BatchCaches.like(alone) if can_hold_rows(self.model) else None
             if rows is None:
                 raise RowsError(
                     "Beams are rows of one batch, and this model's texts cannot be. Generate "

@@ -168,8 +168,7 @@ def check_declared(draws: Draws) -> Part:
 class Texts:
     """Texts of `NUM_TOKENS` tokens after one context; `draws` takes what is drafted.
 
-    Each begins before the context's last token, since the first token of a generation is never
-    drafted; the target then gives that one with certainty.
+    They are short, so that their first token is drafted too; see `loop.SHORT`.
     """
 
     subject: Subject
@@ -180,7 +179,7 @@ class Texts:
     accepted: int = 0
 
     def __post_init__(self) -> None:
-        self.target = Remembered(self.subject.model, self.context, gives_last=True)
+        self.target = Remembered(self.subject.model, self.context)
         self.drafter = with_remembered_models(self.subject.drafter, self.context)
 
     def draw(self, seed: int) -> None:
@@ -189,8 +188,8 @@ class Texts:
         changed: Any = {"model": self.target, "drafter": drafter, "draft_length": NUM_DRAFT}
         drawing = replace(self.subject, seed=seed, **changed)
         options = {"sampler": self.subject.sampling, "prefill_step_size": CHUNK, "probe": False}
-        items = drawing.text(self.context[:-1], 1 + NUM_TOKENS, **options)
-        self.tokens.append(tuple(item.token for item in items[1:]))
+        items = drawing.text(self.context, NUM_TOKENS, **options)
+        self.tokens.append(tuple(item.token for item in items))
         self.drafted += items[-1].stats.drafted
         self.accepted += items[-1].stats.accepted
 

@@ -25,7 +25,6 @@ from specdec_mlx.verify.model_pass import ModelPass, vocab_size_of
 from specdec_mlx.verify.rollback import Rollback
 
 MOST_ROWS = 1000
-IMPOSSIBLE = -1e9  # logit of a token that never comes: finite, as logits have to be
 
 
 class Remembered(nn.Module):  # type: ignore[misc]
@@ -34,13 +33,11 @@ class Remembered(nn.Module):  # type: ignore[misc]
     Its cache holds the tokens fed: one that was not rolled back leads to another row, as it should.
     """
 
-    def __init__(self, model: nn.Module, context: list[int], *, gives_last: bool = False) -> None:
-        """context: [n > 0] common tokens; gives_last: the others lead to its last for sure."""
+    def __init__(self, model: nn.Module, context: list[int]) -> None:
+        """context: [n > 0] common tokens."""
         super().__init__()
-        last = mx.arange(vocab_size_of(model)) == context[-1]
         held: Any = SimpleNamespace(model=model, context=tuple(context), known={}, caches=None)
         held.inside = mx.full((vocab_size_of(model),), mx.nan)
-        held.before_last = mx.where(last, 0.0, IMPOSSIBLE) if gives_last else held.inside
         self._held = held  # attributes of the module itself would be weights and layers to MLX
 
     def make_cache(self) -> list[_TokenCache]:
@@ -60,7 +57,7 @@ class Remembered(nn.Module):  # type: ignore[misc]
         held, text = self._held, tuple(tokens)
         num_common = len(held.context)
         if len(text) < num_common and text == held.context[: len(text)]:
-            inside: mx.array = held.before_last if len(text) == num_common - 1 else held.inside
+            inside: mx.array = held.inside
             return inside
         if text not in held.known:
             start, caches = 0, make_prompt_cache(held.model)

@@ -192,7 +192,8 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part
 
     The text is the target's own in any case, so the part passes; the verdict says what does better.
     """
-    subject = replace(subject, drafter=replace(drafter, greedy=True))
+    greedy = replace(drafter, greedy=True)
+    subject = replace(subject, drafter=greedy, draft_length=subject.num_asked)
     variations = list(drafter.head.variations())
     readings: list[Any] = [nullcontext, *(variation.applied for variation in variations)]
     drafted, accepted = np.zeros((2, len(readings)))

@@ -42,9 +42,9 @@ from specdec_mlx.contracts.target import PendingPass as PendingPass
 from specdec_mlx.contracts.target import ReadsCache as ReadsCache
 from specdec_mlx.contracts.target import Tappable as Tappable
 from specdec_mlx.contracts.target import Target as Target
-from specdec_mlx.contracts.target import TargetCaches as TargetCaches
 from specdec_mlx.contracts.verdicts import AcceptanceRule as AcceptanceRule
 from specdec_mlx.contracts.verdicts import Agreement as Agreement
+from specdec_mlx.contracts.verdicts import Decision as Decision
 from specdec_mlx.contracts.verdicts import Outcome as Outcome
 from specdec_mlx.contracts.verdicts import Randomness as Randomness
 from specdec_mlx.contracts.verdicts import TargetRows as TargetRows

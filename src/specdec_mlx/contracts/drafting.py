@@ -16,9 +16,9 @@ from specdec_mlx.contracts.trees import ROOT as ROOT
 from specdec_mlx.contracts.trees import chain, first_path
 
 if TYPE_CHECKING:
-    from specdec_mlx.contracts.target import TargetCaches
     from specdec_mlx.sampling.distribution import Sampling
     from specdec_mlx.sampling.noise import Noise
+    from specdec_mlx.verify.model_pass import ModelPass
 
 
 SHARE_EDGES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.0)
@@ -201,7 +201,8 @@ class DraftContext:
     noise of the target's own draws. logits_processors: (tokens [n], logits [1, V]) -> logits.
     draft_cache: caches for a draft model that the caller wants kept in step, or None.
     prefill_step_size: most positions of the prompt at a time. target_caches: for drafters that run
-    layers of the target; None where several texts are written at once. shared_drafts: begins the
+    layers of the target, how many tokens they hold (`position`) and what (`keys_values`), of which
+    nothing is to be kept; None where several texts are written at once. shared_drafts: begins the
     session of a draft model or head (drafter, prompt, context) as one of several texts; None for a
     text alone. num_unseen: first positions of the prompt, of which readers of the target's states
     see nothing.
@@ -215,7 +216,7 @@ class DraftContext:
     tokenizer: Any = None
     draft_cache: list[Any] | None = None
     prefill_step_size: int = 2048
-    target_caches: TargetCaches | None = None
+    target_caches: ModelPass | None = None
     shared_drafts: Callable[..., Any] | None = None
     num_unseen: int = 0
 

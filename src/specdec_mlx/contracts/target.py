@@ -46,17 +46,6 @@ ReadsCache = Callable[[int], KeysValues]
 """Reads one of the target's caches, by its index, as it is when it is called."""
 
 
-class TargetCaches(Protocol):
-    """The target's caches, for a drafter that goes on from what they hold."""
-
-    @property
-    def position(self) -> int:
-        """Tokens of this call's text that they hold."""
-
-    def keys_values(self, index: int) -> KeysValues:
-        """Contents of one cache, as it is now; keep nothing of it. Raises UnreadableError."""
-
-
 @dataclass(frozen=True)
 class FeatureRows:
     """Rows of the target's passes at n positions in the text, one after the other; all lazy.

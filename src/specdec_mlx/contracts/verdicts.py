@@ -10,6 +10,7 @@ import mlx.core as mx
 from jaxtyping import Bool, Float, Integer
 
 from specdec_mlx.contracts.drafting import Draft
+from specdec_mlx.errors import VerdictError
 
 
 @dataclass(slots=True)
@@ -50,8 +51,14 @@ class Verdict:
     @staticmethod
     def outcome(numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
         """The outcome, from what was read and the draft's tokens [K]."""
-        n, next_token = numbers["verdict"]
+        (n, next_token), k = numbers["verdict"], len(drafted)
         kept = numbers["nodes"][:n] if "nodes" in numbers else range(n)
+        if not 0 <= n <= k or not all(0 <= node < k for node in kept):
+            which = f", {kept}," if "nodes" in numbers else ""
+            raise VerdictError(
+                f"The rule kept {n} tokens{which} of a draft of {k}; expected a number from 0 to "
+                "K, and nodes from 0 to K - 1."
+            )
         return Outcome(kept, [*(drafted[i] for i in kept), next_token])
 
 
@@ -72,6 +79,11 @@ class Agreement:
     def outcome(numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
         """The outcome, from what was read and the draft's tokens [K]."""
         own = numbers["target_tokens"]
+        if len(own) != len(drafted) + 1:
+            raise VerdictError(
+                f"The rule answered with {len(own)} tokens for a draft of {len(drafted)}; "
+                "expected the target's own token at each of the K + 1 positions."
+            )
         n = 0
         while n < len(drafted) and drafted[n] == own[n]:
             n += 1
@@ -99,6 +111,10 @@ class TreeVerdict:
         kept = self.kept(numbers["coins"])
         row = kept[-1] + 1 if kept else 0
         return Outcome(kept, [*(drafted[i] for i in kept), numbers["after"][row]])
+
+
+Decision = Verdict | Agreement | TreeVerdict
+"""Answer of a rule, lazy: all have `arrays` to read, and the `outcome` that follows from those."""
 
 
 class TargetRows(Protocol):
@@ -147,9 +163,7 @@ class AcceptanceRule(Protocol):
     def name(self) -> str:
         """Name for `rule=`."""
 
-    def decide(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> Verdict | Agreement:
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """Decide about a draft of at least one token, which need not be computed yet.
 
         target: at K+1 positions; where greedy, `target.probs` is a one-hot, and a rule that is

@@ -24,7 +24,7 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.exactness import exact_until
 from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.tree_passes import GrowingRows, TreeRows
+from specdec_mlx.verify.tree_passes import GrowingLayout, TreeLayout
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -119,7 +119,7 @@ class ModelSession(WritingSession):
         self.catch_up()
         room = self.rollback.widest_pass()
         self.rollback.checkpoint()
-        self.rows = GrowingRows()
+        self.rows = GrowingLayout()
         return limit if room is None else min(limit, 1 + room)
 
     @property
@@ -170,7 +170,7 @@ class ModelSession(WritingSession):
         """Feed the next `size` tokens of the text, for the caches alone."""
         self.feed(to_ids(self.tokens[self.rollback.position :][:size]))
 
-    def feed(self, ids: mx.array, tree: TreeRows | None = None) -> mx.array:
+    def feed(self, ids: mx.array, tree: TreeLayout | None = None) -> mx.array:
         """One pass of the draft model over a chain or a tree; logits [S, V], as the target's."""
         width = vocab_size_of(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:

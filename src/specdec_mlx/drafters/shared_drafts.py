@@ -21,7 +21,7 @@ from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.verify.exactness import can_hold_rows
 from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.row_caches import RowCaches
+from specdec_mlx.verify.row_caches import BatchCaches
 
 
 @dataclass
@@ -49,7 +49,7 @@ def passes_of(drafter: Any) -> ModelPasses | None:
         return None
     fresh = make_prompt_cache(model)
     may_share = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
-    caches = RowCaches.like(fresh) if may_share else None
+    caches = BatchCaches.like(fresh) if may_share else None
     if caches is None:
         return None
     passes, session = (
@@ -66,7 +66,7 @@ class ModelPasses:
     """
 
     model: Any
-    caches: RowCaches
+    caches: BatchCaches
     session: type[Any]
     sessions: list[Any] = field(default_factory=list)
     joining: list[Any] = field(default_factory=list)

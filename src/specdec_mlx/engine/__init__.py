@@ -1,1 +1,1 @@
-"""The parts of a round: the sequence, the drafter's side, pipelining, the clock, the end."""
+"""The parts of a generation: options, prompt, sequence, the drafter's side, pipelining, clock."""

@@ -139,4 +139,5 @@ def verifier_for(
     """
     model_pass = ModelPass(model, rollback, options.caches, probe=probe)
     next_token = NextToken(options.sampler or Sampling(), options.logits_processors or (), noise)
-    return Verifier(model_pass, next_token, rule or options.rule, account)
+    end_tokens = frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ())
+    return Verifier(model_pass, next_token, rule or options.rule, account, end_tokens)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from time import perf_counter
 from typing import Any
 
@@ -54,11 +54,10 @@ class PromptReader:
         """Tokens that are still to be read."""
         return len(self.prompt) - 1 - self.num_read
 
-    def read(self, most: int | None = None) -> int:
-        """Read the next part, of at most so many tokens, and wait for it; returns how many."""
+    def read(self) -> int:
+        """Read the next part, and wait for it; returns how many tokens."""
         stop = next((stop for stop in self.stops if stop > self.num_read), len(self.prompt))
         size = min(self.num_left, self.step_size, stop - self.num_read)
-        size = size if most is None else min(size, most)
         if size <= 0:
             return 0
         started = perf_counter()
@@ -69,10 +68,6 @@ class PromptReader:
         self.on_progress(self.num_read, len(self.prompt))
         self.seconds += perf_counter() - started
         return size
-
-    def without_caches(self) -> PromptReader:
-        """The account of what was read, which keeps no caches in memory."""
-        return replace(self, caches=Rollback([], self.num_read), feed=lambda size: None)
 
     def read_all(self) -> None:
         """Read all that is left."""

@@ -29,7 +29,7 @@ from mlx_lm.models.cache import LRUPromptCache
 from mlx_lm.server import ResponseGenerator, _image_parts, get_system_fingerprint
 from mlx_lm.utils import load_tokenizer
 
-from specdec_mlx.batch.rows import Request, RowDrafting
+from specdec_mlx.batch.schedule import OwnDrafting, Request
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.fingerprint import content_digest
 from specdec_mlx.drafters.first_of import FirstOf
@@ -176,7 +176,7 @@ class SpeculatingGenerator(ResponseGenerator):  # type: ignore[misc]
             start = len(text.prompt) - text.num_said
             processors.append(GuardedGrammar(requested.grammar, tokenizer, start))
         own = None if requested.draft_length == "auto" else requested.draft_length
-        how = RowDrafting(drafter, requested.rule, own)
+        how = OwnDrafting(drafter, requested.rule, own)
         sampler = read_sampler(text.sampler) or text.sampler
         return replace(text, sampler=sampler, logits_processors=processors, drafting=how)
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 import mlx.core as mx
 from jaxtyping import Bool, Float, Integer
 
-from specdec_mlx.contracts import Agreement, Draft, Randomness, TargetRows, Verdict
+from specdec_mlx.contracts import Agreement, Decision, Draft, Randomness, TargetRows, Verdict
 from specdec_mlx.rules.arithmetic import (
     Array,
     Chances,
@@ -57,9 +57,7 @@ class CoinRule(ABC):
         given = target_probs, draft_tokens, draft_probs
         return self.accept_probs(*given), functools.partial(self.next_probs, *given)
 
-    def decide(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> Verdict | Agreement:
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """Toss the coins and draw the token after; see `AcceptanceRule.decide`."""
         if target.greedy and self.matches_greedy:
             return Agreement(target.tokens)

@@ -7,7 +7,7 @@ from math import log
 
 from jaxtyping import Bool, Float
 
-from specdec_mlx.contracts import Agreement, Draft, Randomness, TargetRows, Verdict
+from specdec_mlx.contracts import Decision, Draft, Randomness, TargetRows, Verdict
 from specdec_mlx.rules.arithmetic import (
     Array,
     Chances,
@@ -54,9 +54,7 @@ class Lenient(Rejection):
         """min(1, p / (l q)) at each draft token; [K]."""
         return acceptance_probability(target_probs[:-1], self.lenience * draft_probs, draft_tokens)
 
-    def decide(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> Verdict | Agreement:
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """As any rule by coins; with a greedy target the tokens that nearly match are kept."""
         if not target.greedy:
             return super().decide(target, draft, randomness)

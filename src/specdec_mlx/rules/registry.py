@@ -19,12 +19,11 @@ from typing import Any
 
 from specdec_mlx.contracts import (
     AcceptanceRule,
-    Agreement,
+    Decision,
     Draft,
     Randomness,
     TargetRows,
     TreeVerdict,
-    Verdict,
 )
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.options import installed, load, make_with, split_spec, wrong
@@ -42,9 +41,7 @@ class Auto:
     name = "auto"
     needs_distribution = False
 
-    def decide(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> Verdict | Agreement:
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """Pass on to the rule that suits the draft."""
         has_choice = target.has_distribution and not target.greedy
         rule = self.for_draft(draft) if has_choice else Match()

@@ -31,7 +31,7 @@ from specdec_mlx.verify.inputs import (
     check_fits,
     check_is_drafter,
 )
-from specdec_mlx.verify.verifier import check_distribution
+from specdec_mlx.verify.passes import check_distribution
 
 LIMITS = (3, 1, 5, 2, 4, 8)
 NUM_ROUNDS = 14

@@ -18,6 +18,7 @@ from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.contracts import (
     AcceptanceRule,
     Agreement,
+    Decision,
     Draft,
     DraftContext,
     Evidence,
@@ -41,8 +42,8 @@ from specdec_mlx.testing.enumeration import (
     state_after,
 )
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.next_token import NextToken, RoundNoise, Rows
-from specdec_mlx.verify.verifier import LazyPass
+from specdec_mlx.verify.next_token import NextToken, RoundNoise, RoundPositions
+from specdec_mlx.verify.passes import LazyPass
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
 NUM_DRAFT, VOCAB_SIZE, LENGTH = 2, 3, 3  # K, V and tokens of the texts that are drawn
@@ -96,11 +97,11 @@ class Question:
         how = getattr(self.sampler, "__name__", self.sampler)
         return f"{kind} draft {list(self.tokens)}, V = {self.logprobs.shape[-1]}, {how}"
 
-    def rows(self) -> Rows:
+    def rows(self) -> RoundPositions:
         """The target, as the loop shows it."""
-        return Rows(self.logprobs, NextToken(self.sampler, (), self.noise), self.position)
+        return RoundPositions(self.logprobs, NextToken(self.sampler, (), self.noise), self.position)
 
-    def ask(self, rule: AcceptanceRule, evidence: Any = None) -> Verdict | Agreement:
+    def ask(self, rule: AcceptanceRule, evidence: Any = None) -> Decision:
         """The lazy answer of a rule."""
         draft = Draft(to_ids(self.tokens), self.draft_logprobs, evidence=evidence)
         return rule.decide(self.rows(), draft, RoundNoise(self.noise, self.position))

@@ -27,15 +27,16 @@ from specdec_mlx.verify.recurrent_states import (
     ways_back,
 )
 from specdec_mlx.verify.rollback import Rollback, wait_for
-from specdec_mlx.verify.row_caches import RowCaches
+from specdec_mlx.verify.row_caches import BatchCaches
 from specdec_mlx.verify.strategies import leaves, window_of
 from specdec_mlx.verify.tree_passes import (
-    TreeRows,
+    TreeLayout,
     chooses_blocks,
     is_rope,
-    later,
     tree_pass,
+    with_offset_shift,
 )
+from specdec_mlx.verify.watching import anatomy_of
 
 WIDTHS = (2, 5, 9)
 QUICK_WIDTHS = (5,)
@@ -119,7 +120,7 @@ def probe(
 
 
 @dataclass(eq=False)
-class Place:
+class ProbePoint:
     """A place to measure passes at, after `context` tokens and `shift` positions that caches claim.
 
     start: first position that this tells of. exact: verdicts, by "a pass over a tree".
@@ -132,22 +133,21 @@ class Place:
     exact: dict[bool, bool] = field(default_factory=dict)
 
 
-def _places(model: nn.Module) -> list[Place]:
+@PerModel
+def places_of(model: nn.Module) -> list[ProbePoint]:
+    """Where a loaded model may change, in order; its start is the first."""
     windows = _windows(model)
     short = min(CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS)))
-    places = [Place(0, short)]  # from which the widest pass does not go past the window
+    places = [ProbePoint(0, short)]  # from which the widest pass does not go past the window
     if windows:
         name = f" past its window of {max(windows)} tokens"
-        places.append(Place(min(windows), max(windows) + 1, name=name))
+        places.append(ProbePoint(min(windows), max(windows) + 1, name=name))
     named = [value for module in model.modules() for value in vars(module).values()]
     texts = {repr(value) for value in named if is_dataclass(value)}
     for boundary in {int(found) for text in texts for found in BOUNDARY.findall(text)}:
         shift, name = max(0, boundary - 2 - short), f" around position {boundary}"
-        places.append(Place(max(0, boundary - MARGIN), short, shift, name))
+        places.append(ProbePoint(max(0, boundary - MARGIN), short, shift, name))
     return sorted(places, key=lambda place: place.start)
-
-
-places_of = PerModel(_places)  # where a loaded model may change, in order; its start is the first
 
 
 def exact_until(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
@@ -162,7 +162,7 @@ def exact_until(model: nn.Module, position: int, *, on_trees: bool = False) -> i
     return None
 
 
-def _is_exact(model: nn.Module, place: Place, on_trees: bool) -> bool:
+def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
     """True if passes over a tree, or a chain, give the logits of single positions."""
     try:
         if on_trees:
@@ -189,16 +189,16 @@ def _warn(model: nn.Module, what: str) -> None:
     warnings.warn(f"specdec_mlx: this model ({type(model).__module__}){what}.", stacklevel=3)
 
 
-def _warn_of_chains(model: nn.Module) -> None:
+@PerModel
+def warn_of_chains(model: nn.Module) -> None:
+    """Say, once for each loaded model, that no tree is verified."""
     _warn(model, " verifies no tree of drafts in one pass; chains are drafted, for the same text")
 
 
-warn_of_chains = PerModel(_warn_of_chains)  # once for each loaded model
-
-
-def _can_hold_rows(model: nn.Module) -> bool:
+@PerModel
+def can_hold_rows(model: nn.Module) -> bool:
     """True if rows of several texts give the logits that each gives alone; a warning if not."""
-    rows = RowCaches.like(make_prompt_cache(model))
+    rows = BatchCaches.like(make_prompt_cache(model))
     reason = "its caches cannot be held in rows"
     if rows is not None:
         try:
@@ -212,11 +212,7 @@ def _can_hold_rows(model: nn.Module) -> bool:
     return False
 
 
-can_hold_rows = PerModel(_can_hold_rows)
-"""True if several texts may be written at once; measured when first asked for."""
-
-
-def _texts_report(model: nn.Module, rows: RowCaches) -> WidthReport:
+def _texts_report(model: nn.Module, rows: BatchCaches) -> WidthReport:
     """Feed three texts a padded pass, go back in each by another number, and feed one token."""
     texts: Any = _random_tokens(model, 16 * len(TEXT_LENGTHS)).reshape(-1, 16).tolist()
     about = list(zip(texts, TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT, strict=True))
@@ -247,20 +243,20 @@ def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthRepor
     ids = tokens[context:]
     paths = [[0, *(node + 1 for node in path_to(i, TREE))] for i in range(-1, size)]
     alone = [model(ids[mx.array(path)][None], cache=copy.deepcopy(start))[0, -1:] for path in paths]
-    logits = tree_pass(model, ids, start, TreeRows.after(1, TREE))
+    logits = tree_pass(model, ids, start, TreeLayout.after(1, TREE))
     return _report(size + 1, context, logits, mx.concatenate(alone))
 
 
 def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
     """Caches that hold these tokens [n], and claim `shift` positions before them."""
-    caches = [later(cache, shift) for cache in make_prompt_cache(model)]
+    caches = [with_offset_shift(cache, shift) for cache in make_prompt_cache(model)]
     for i in range(0, tokens.shape[0], STEP):
         model(tokens[None, i : i + STEP], cache=caches)
         wait_for(caches)
     return caches
 
 
-def _compare(model: nn.Module, place: Place, widths: Sequence[int]) -> list[WidthReport]:
+def _compare(model: nn.Module, place: ProbePoint, widths: Sequence[int]) -> list[WidthReport]:
     """One report for each width."""
     longest, context, shift = max(widths), place.context, place.shift
     tokens = _random_tokens(model, context + longest)
@@ -314,8 +310,8 @@ def _report(width: int, context: int, logits: mx.array, expected: mx.array) -> W
 
 
 def _random_tokens(model: nn.Module, num_tokens: int) -> mx.array:
-    """Token ids [n]; V is read off the shape of logits that are never computed."""
-    vocab_size = model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1]
+    """Token ids [n]."""
+    vocab_size = anatomy_of(model).vocab_size
     return mx.random.randint(0, vocab_size, shape=(num_tokens,), key=mx.random.key(0))
 
 

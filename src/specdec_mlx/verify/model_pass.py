@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import maybe_quantize_kv_cache
-from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues
 from specdec_mlx.models import PerModel
@@ -17,15 +16,11 @@ from specdec_mlx.verify.inputs import CacheOptions
 from specdec_mlx.verify.recurrent_states import recurrent_states_of
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.taps import Taps, check_readable, keys_values_of
-from specdec_mlx.verify.tree_passes import TreeRows
+from specdec_mlx.verify.tree_passes import TreeLayout
+from specdec_mlx.verify.watching import anatomy_of
 
-
-def _vocab_size(model: nn.Module) -> int:
-    """V, from the shape of logits that are never computed."""
-    return int(model(mx.array([[0]]), cache=make_prompt_cache(model)).shape[-1])
-
-
-vocab_size_of = PerModel(_vocab_size)  # V of a loaded model
+vocab_size_of = PerModel(lambda model: anatomy_of(model).vocab_size)
+"""V of a loaded model: how wide its logits are."""
 
 
 @dataclass(eq=False)
@@ -68,26 +63,27 @@ class ModelPass:
         tokens: mx.array,
         embeddings: mx.array | None = None,
         parents: Sequence[int] | None = None,
+        *,
+        in_round: bool = False,
     ) -> mx.array:
         """One pass over tokens [S], or embeddings [S, D] in their place; logits [S, V], lazy.
 
-        parents: [K] of the last K tokens, where they are a tree.
+        parents: [K] of the last K tokens, where they are a tree. in_round: it verifies; from the
+        first wide one of these on, recurrences go step by step, as plain decoding would.
         """
+        if in_round and self.probe and tokens.shape[0] > 1:
+            self.rollback.states = recurrent_states_of(self.model)
         if self.options.kv_bits is not None:
             self.quantize()
         tree = None
         if parents is not None:
-            tree = TreeRows.after(tokens.shape[0] - len(parents), parents)
+            tree = TreeLayout.after(tokens.shape[0] - len(parents), parents)
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
 
         def run() -> mx.array:
             return self.rollback.forward(self.model, tokens, tree, **inputs)
 
         return run() if self.taps is None else self.taps.read(run)
-
-    def vocab_size(self) -> int:
-        """V."""
-        return vocab_size_of(self.model)
 
     def quantize(self) -> None:
         """Quantize caches, in the caller's list, that are long enough; after a rollback."""
@@ -99,12 +95,16 @@ class ModelPass:
                 self.options.kv_bits,
             )
 
-    def widest(self) -> int | None:
+    def widest_pass(self) -> int | None:
         """Most positions that the next pass may have, as measured; None for any number.
 
         No pass may reach across `quantized_kv_start`, after which plain decoding quantizes caches.
         """
-        limits = [self.rollback.widest_pass(), self._widest_exact()]
+        limits = [self.rollback.widest_pass()]
+        if self.probe:
+            end = self.rollback.end
+            until = exact_until(self.model, end)
+            limits.append(None if until is None else max(1, until - end))
         if self.options.kv_bits is not None:
             start = self.options.quantized_kv_start
             limits += [
@@ -124,12 +124,3 @@ class ModelPass:
         if self.taps is None:
             warn_of_chains(self.model)
         return False
-
-    def _widest_exact(self) -> int | None:
-        if not self.probe:
-            return None
-        end = self.rollback.end
-        limit = exact_until(self.model, end)
-        if limit != 0:
-            self.rollback.states = recurrent_states_of(self.model)
-        return None if limit is None else max(1, limit - end)

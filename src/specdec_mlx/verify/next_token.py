@@ -70,10 +70,6 @@ class NextToken:
             logits = _returned("processor", processor(seen, logits), logits.shape, mx.floating)
         return logits
 
-    def show_end(self, logprobs: mx.array) -> None:
-        """Show the processors the text when no pass comes after it; logprobs: [1, V], any."""
-        self.process_row(logprobs, ())
-
     def draw(
         self, logprobs: mx.array, position: int, parents: Sequence[int] | None = None
     ) -> mx.array:
@@ -95,7 +91,7 @@ def _index(rows: Sequence[int]) -> mx.array:
     return mx.array(list(rows), mx.int32)
 
 
-def existing(ids: mx.array, vocab_size: int) -> mx.array:
+def clip_ids(ids: mx.array, vocab_size: int) -> mx.array:
     """Token ids [n] as they can be fed: those out of the vocabulary are clipped."""
     return mx.clip(ids, 0, vocab_size - 1).astype(mx.uint32)
 
@@ -110,7 +106,7 @@ def _returned(by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategor
     raise ValueError(f"The {by} returned {shown(found)}; expected {expected}.")
 
 
-class Rows:
+class RoundPositions:
     """A round's K+1 positions, from processed logits; see `contracts.TargetRows`."""
 
     def __init__(

@@ -32,7 +32,7 @@ from mlx_lm.models.ssm import ssm_update
 
 from specdec_mlx.models import PerModel
 from specdec_mlx.verify.strategies import Snapshot, Strategy, leaves, strategy_for
-from specdec_mlx.verify.watching import answering, watching
+from specdec_mlx.verify.watching import replacing, watching
 
 ROUNDING = {mx.float32: 1e-3, mx.bfloat16: 0.25, mx.float16: 0.05}
 """Difference that rounding explains, relative to the spread of the logits; a wrong mask is above.
@@ -208,12 +208,16 @@ def _recording(
         if isinstance(module, nn.Conv1d):  # watchers are told of all modules that anybody watches
             calls.append(_Convolution(rows))
 
-    with answering(places, answer), watching(convolutions, convolve):
+    with replacing(places, answer), watching(convolutions, convolve):
         yield calls
 
 
-def _find(model: nn.Module) -> RecurrentStates | None:
-    """The calls that a model's states come from; None if it has none, or some are not found."""
+@PerModel
+def recurrent_states_of(model: nn.Module) -> RecurrentStates | None:
+    """The calls that a loaded model's recurrent states come from.
+
+    None if it has none, or some are not found: positions are then fed again.
+    """
     start = make_prompt_cache(model)
     recurrent = [i for i, c in enumerate(leaves(start)) if type(c) is ArraysCache]
     places = _places(model)
@@ -239,10 +243,6 @@ def _find(model: nn.Module) -> RecurrentStates | None:
                 if not _is_near(calls[number].after(num_kept, slot), stepped, dtype):
                     return None
     return RecurrentStates(places, convolutions, sources, [type(call) for call in calls])
-
-
-recurrent_states_of = PerModel(_find)
-"""How a loaded model's recurrent states are had; None where positions are fed again."""
 
 
 def in_steps(model: nn.Module, width: int) -> AbstractContextManager[Any]:

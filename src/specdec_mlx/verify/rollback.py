@@ -18,7 +18,7 @@ import mlx.nn as nn
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.verify.recurrent_states import RecurrentStates
 from specdec_mlx.verify.strategies import Gathers, Strategy, leaves, strategy_for
-from specdec_mlx.verify.tree_passes import VIEWS, TreeRows, tree_pass
+from specdec_mlx.verify.tree_passes import VIEWS, TreeLayout, tree_pass
 
 T = TypeVar("T")
 
@@ -52,10 +52,11 @@ class Rollback:
     """Index among all caches -> its way back into the latest pass, where it has one of its own."""
 
     def forward(
-        self, model: nn.Module, tokens: mx.array, tree: TreeRows | None = None, **inputs: Any
+        self, model: nn.Module, tokens: mx.array, tree: TreeLayout | None = None, **inputs: Any
     ) -> mx.array:
         """One pass of a model over tokens [S]; logits [S, V]. Exceptions change no cache."""
-        width = tokens.shape[0]
+        width, states = tokens.shape[0], self.states
+        self._chosen = {}
 
         def run() -> mx.array:
             if tree is not None:
@@ -63,14 +64,11 @@ class Rollback:
             logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
             return logits
 
-        def run_with_states() -> mx.array:
-            assert self.states is not None
-            logits, self._chosen = self.states.run(run, list(leaves(self.caches)), width)
-            return logits
-
-        self._chosen = {}
-        is_to_verify = self.states is not None and width > 1
-        logits = self._all_or_nothing(run_with_states if is_to_verify else run)
+        if states is None or width == 1:
+            logits = self._all_or_nothing(run)
+        else:
+            caches = list(leaves(self.caches))
+            logits, self._chosen = self._all_or_nothing(lambda: states.run(run, caches, width))
         self.position += logits.shape[0]
         return logits
 

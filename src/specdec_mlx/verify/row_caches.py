@@ -31,7 +31,7 @@ class Slots:
 
     window: int | None
     positions: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
-    _queries: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    _queries: np.ndarray = field(init=False)
     _masks: dict[int | None, mx.array] = field(default_factory=dict)
 
     def add_row(self, num_positions: int, num_rows: int) -> None:
@@ -62,7 +62,7 @@ class Slots:
             self._masks[window] = mx.array(seen[:, None])
         return self._masks[window]
 
-    def tidy(self, ends: Sequence[int]) -> tuple[int, mx.array | None]:
+    def compact(self, ends: Sequence[int]) -> tuple[int, mx.array | None]:
         """Empty the slots from each row's end on, and those that its next position cannot see.
 
         Returns how many were dropped at the back, where all rows are empty, and the indices [rows,
@@ -84,7 +84,7 @@ class Slots:
         return dropped, mx.array(order.astype(np.int32))
 
 
-class RowsCache(BatchKVCache):  # type: ignore[misc]
+class SlotCache(BatchKVCache):  # type: ignore[misc]
     """mlx-lm's batch of key-value caches, whose rows see their own slots; see the module."""
 
     keys: Any
@@ -139,7 +139,7 @@ class RowsCache(BatchKVCache):  # type: ignore[misc]
 
 
 @dataclass
-class RowCaches:
+class BatchCaches:
     """The caches of a model for several texts at once, a row each with `ends` positions."""
 
     caches: list[Any]
@@ -149,7 +149,7 @@ class RowCaches:
     _began: list[int] = field(default_factory=list)
 
     @classmethod
-    def like(cls, caches: Sequence[Any]) -> RowCaches | None:
+    def like(cls, caches: Sequence[Any]) -> BatchCaches | None:
         """No row yet, for a model with caches like these; None where rows cannot be held."""
         rows = cls([])
         rows.caches = [rows._make(cache) for cache in caches]
@@ -165,7 +165,7 @@ class RowCaches:
         if kind is not KVCache and (kind is not RotatingKVCache or cache.keep):
             return None
         window = cache.max_size if kind is RotatingKVCache else None
-        return RowsCache(self._slots.setdefault(window, Slots(window)))
+        return SlotCache(self._slots.setdefault(window, Slots(window)))
 
     @property
     def num_bytes(self) -> int:
@@ -189,7 +189,7 @@ class RowCaches:
         self.ends.append(num_positions)
 
     def _add(self, mine: Any, cache: Any) -> None:
-        if isinstance(mine, RowsCache):
+        if isinstance(mine, SlotCache):
             mine.add_row(cache, len(self.ends))
         elif not self.ends:
             merged = ArraysCache.merge([cache])
@@ -207,7 +207,7 @@ class RowCaches:
         for slots in self._slots.values():
             slots.positions = slots.positions[list(rows)]
         for cache in leaves(self.caches):
-            if isinstance(cache, RowsCache):
+            if isinstance(cache, SlotCache):
                 cache.keep_rows(ids)
             else:
                 cache.filter(ids)
@@ -232,7 +232,7 @@ class RowCaches:
         self._began, self._before = self.ends, []
         offset = mx.array(self.ends, mx.int32)
         for cache in leaves(self.caches):
-            if isinstance(cache, RowsCache):
+            if isinstance(cache, SlotCache):
                 cache.offset = offset
             else:
                 self._before.append((cache, saved_buffer(cache.cache)))
@@ -250,16 +250,16 @@ class RowCaches:
             reached = zip(self._began if self._before else ends, self.ends, is_back, strict=True)
             self.ends = [to if back else end for to, end, back in reached]
         for slots in self._slots.values():
-            dropped, order = slots.tidy(self.ends)
+            dropped, order = slots.compact(self.ends)
             for cache in leaves(self.caches):
-                if isinstance(cache, RowsCache) and cache.slots is slots:
+                if isinstance(cache, SlotCache) and cache.slots is slots:
                     cache.drop_slots(dropped, order)
         return self.ends
 
     def extract(self, row: int, like: Sequence[Any]) -> list[Any]:
         """New caches of this model, with the contents of a row."""
         for mine, cache in zip(leaves(self.caches), leaves(like), strict=True):
-            if isinstance(mine, RowsCache):
+            if isinstance(mine, SlotCache):
                 mine.copy_row(row, cache, self.ends[row])
             else:
                 cache.cache = mine.extract(row).cache

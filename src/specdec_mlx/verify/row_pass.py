@@ -17,13 +17,13 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.exactness import can_hold_rows
 from specdec_mlx.verify.recurrent_states import in_steps
 from specdec_mlx.verify.rollback import Rollback, wait_for
-from specdec_mlx.verify.row_caches import RowCaches
-from specdec_mlx.verify.taps import Tap
+from specdec_mlx.verify.row_caches import BatchCaches
 from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.verify.watching import Tap
 
 
 @dataclass
-class RowPlace(Rollback):
+class DeferredRollback(Rollback):
     """A row's place in its text: it says where to go back to, and all rows go at once.
 
     base: positions of earlier texts in the caches.
@@ -32,7 +32,7 @@ class RowPlace(Rollback):
     base: int = 0
 
     def rewind_to(self, position: int) -> int:
-        """Note the position to go back to; `RowPasses.settle` goes there."""
+        """Note the position to go back to; `SharedPasses.settle` goes there."""
         self.position = min(self.position, position)
         return self.position
 
@@ -49,25 +49,19 @@ class ToVerify(NamedTuple):
     draft: Draft
     position: int
 
-    def fed(self, drafted: mx.array) -> list[int] | mx.array:
-        """All its tokens, on the host if they are known there; drafted: ids of the draft [K]."""
-        if isinstance(self.pending, mx.array) or isinstance(self.draft.tokens, mx.array):
-            return mx.concatenate([to_ids(self.pending), drafted])
-        return [*self.pending, *self.draft.tokens]
-
 
 @dataclass
-class RowPasses:
+class SharedPasses:
     """The target of several texts at once: caches and passes of all, and a verifier of each."""
 
     model: nn.Module
-    caches: RowCaches
+    caches: BatchCaches
     verifiers: list[Verifier] = field(default_factory=list)
     is_together: ClassVar[bool] = True
 
     @property
     def places(self) -> list[Any]:
-        """Where the rows are in their texts, as `RowPlace`s."""
+        """Where the rows are in their texts, as `DeferredRollback`s."""
         return [verifier.rollback for verifier in self.verifiers]
 
     def add(self, verifier: Verifier) -> None:
@@ -75,7 +69,7 @@ class RowPasses:
         alone = verifier.rollback
         self.caches.add(alone.caches, alone.end)
         base = alone.end - alone.position
-        verifier.model_pass.rollback = RowPlace([], alone.position, base=base)
+        verifier.model_pass.rollback = DeferredRollback([], alone.position, base=base)
         self.verifiers.append(verifier)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -92,12 +86,11 @@ class RowPasses:
 
     def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
         """Start a pass over all rows; raises DraftError before anything is fed."""
-        both = zip(self.verifiers, rounds, strict=True)
-        rounds = [
-            round_._replace(draft=v.checked(round_.draft, may_fork=False)) for v, round_ in both
-        ]
-        drafted = [v.drafted_ids(r.draft) for v, r in zip(self.verifiers, rounds, strict=True)]
-        fed = [round_.fed(ids) for round_, ids in zip(rounds, drafted, strict=True)]
+        drafts, drafted, fed = [], [], []
+        for verifier, round_ in zip(self.verifiers, rounds, strict=True):
+            drafts.append(verifier.checked(round_.draft, may_fork=False))
+            drafted.append(verifier.drafted_ids(drafts[-1]))
+            fed.append(_joined(round_.pending, drafts[-1], drafted[-1]))
         all_taps = [verifier.model_pass.taps for verifier in self.verifiers]
         with in_steps(self.model, max(map(len, fed))), ExitStack() as stack:
             different = {taps.wanted: taps for taps in all_taps if taps is not None}
@@ -107,7 +100,7 @@ class RowPasses:
         for row, (verifier, round_) in enumerate(zip(self.verifiers, rounds, strict=True)):
             num_fed, taps = len(fed[row]), all_taps[row]
             mine = logits[row, len(round_.pending) - 1 : num_fed]
-            pass_ = verifier.judge(mine, round_.draft, drafted[row], round_.position, num_fed)
+            pass_ = verifier.judge(mine, drafts[row], drafted[row], round_.position, num_fed)
             if taps is not None:
                 every = logits[row, :num_fed]
                 pass_.features = rows_of[taps.wanted](every, Tap.of_text, row, num_fed)
@@ -131,7 +124,7 @@ class RowPasses:
         return Rollback(caches, self.places[row].position)
 
 
-class OneByOne(RowPasses):
+class OneByOne(SharedPasses):
     """Passes of each text alone, for what cannot be rows; `BatchGeneration` then writes one."""
 
     is_together = False
@@ -157,24 +150,31 @@ class OneByOne(RowPasses):
         return self.verifiers[row].rollback
 
 
+def _joined(pending: Any, draft: Draft, drafted: mx.array) -> list[int] | mx.array:
+    """All tokens of a round, on the host if they are known there; drafted: ids of the draft."""
+    if isinstance(pending, mx.array) or isinstance(draft.tokens, mx.array):
+        return mx.concatenate([to_ids(pending), drafted])
+    return [*pending, *draft.tokens]
+
+
 def reads_caches(drafter: Drafter) -> bool:
     """True for a drafter that reads keys and values of the target, which rows do not show."""
     return isinstance(drafter, ReadsTarget) and bool(drafter.features.caches)
 
 
-def passes_over(model: nn.Module, max_kv_size: int | None, drafter: Drafter | None) -> RowPasses:
+def passes_over(model: nn.Module, max_kv_size: int | None, drafter: Drafter | None) -> SharedPasses:
     """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
     readers = [part for part in all_drafters(drafter) if reads_caches(part)]
     if readers:
         reason = f"{type(readers[0]).__name__} reads the target's caches, of one text at a time"
     elif not can_hold_rows(model):
-        return OneByOne(model, RowCaches([]))
-    elif caches := RowCaches.like(make_prompt_cache(model, max_kv_size=max_kv_size)):
-        return RowPasses(model, caches)
+        return OneByOne(model, BatchCaches([]))
+    elif caches := BatchCaches.like(make_prompt_cache(model, max_kv_size=max_kv_size)):
+        return SharedPasses(model, caches)
     else:
         reason = "caches with max_kv_size cannot be rows; leave it out to write texts together"
     warnings.warn(
         f"specdec_mlx: {reason}. The texts are written one by one.",
         stacklevel=5,
     )
-    return OneByOne(model, RowCaches([]))
+    return OneByOne(model, BatchCaches([]))

@@ -76,7 +76,7 @@ class TrimToPath(Trim):
         self.trim(cache, last - len(kept))
 
 
-class TrimRows(Trim):
+class TrimAndSlice(Trim):
     """Move the offset back and slice, for a cache that appends after its last row."""
 
     name = "trim rows"
@@ -100,7 +100,7 @@ class SavedBuffers(Trim):
         vars(cache).update({name: saved_buffer(value) for name, value in saved.items()})
 
 
-class Window(SavedBuffers, TrimToPath):
+class RotatingWindow(SavedBuffers, TrimToPath):
     """A rotating window: in temporal order after a pass over several positions, so sliced then.
 
     With `keep` > 0 the mask for several positions forgets the kept tokens once the window is full:
@@ -188,12 +188,16 @@ STRATEGIES: dict[type, Strategy] = {
     KVCache: TrimToPath(),
     QuantizedKVCache: TrimToPath(),
     ChunkedKVCache: Chunks(),
-    ConcatenateKVCache: TrimRows(),
-    RotatingKVCache: Window(),
+    ConcatenateKVCache: TrimAndSlice(),
+    RotatingKVCache: RotatingWindow(),
     ArraysCache: Snapshot(),
 }
 """Cache class -> its strategy. Register one of your own here: `STRATEGIES[MyCache] = MyStrategy()`;
 `specdec_mlx.testing.check_strategy` holds it to the contract."""
+
+
+READABLE = (KVCache, RotatingKVCache, QuantizedKVCache)
+"""Caches of one key and one value for each head and position."""
 
 
 def strategy_for(cache: Any) -> Strategy:

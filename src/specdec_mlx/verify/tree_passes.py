@@ -26,7 +26,7 @@ from specdec_mlx.verify.watching import change_class, held
 
 
 @dataclass(frozen=True, eq=False)
-class TreeRows:
+class TreeLayout:
     """Pending tokens and the tree after them: E rows on the caches already, T rows of a pass.
 
     depths: [E + T] position of each row, from the first's. sees: [T, E + T] itself and its
@@ -37,7 +37,7 @@ class TreeRows:
     sees: mx.array
 
     @classmethod
-    def after(cls, num_pending: int, parents: Sequence[int], num_fed: int = 0) -> TreeRows:
+    def after(cls, num_pending: int, parents: Sequence[int], num_fed: int = 0) -> TreeLayout:
         """Rows of `num_pending` tokens and of a tree, parents [K], after the last; E = num_fed."""
         of_rows = [*chain(num_pending), *(parent + num_pending for parent in parents)]
         sees = [[False] * len(of_rows) for _ in of_rows[num_fed:]]
@@ -78,24 +78,24 @@ class TreeRows:
         return mx.concatenate([past, own], axis=1)
 
 
-class GrowingRows:
+class GrowingLayout:
     """The rows of a tree that is fed level by level, the text before it being on the caches."""
 
     def __init__(self) -> None:
         self._parents: list[int] = []
 
-    def further(self, parents: Sequence[int]) -> TreeRows:
+    def further(self, parents: Sequence[int]) -> TreeLayout:
         """Those of further tokens; parents: of each, among all that were fed."""
         num_fed = len(self._parents)
         self._parents += parents
-        return TreeRows.after(0, self._parents, num_fed)
+        return TreeLayout.after(0, self._parents, num_fed)
 
 
-_pass_over: ContextVar[TreeRows | None] = ContextVar("_pass_over", default=None)
+_pass_over: ContextVar[TreeLayout | None] = ContextVar("_pass_over", default=None)
 """The rows of the pass that is being built in this thread; None for a chain."""
 
 
-def pass_over(rows: TreeRows) -> AbstractContextManager[None]:
+def pass_over(rows: TreeLayout) -> AbstractContextManager[None]:
     """Have modules that read positions take each row's own while the model is called."""
     return held(_pass_over, rows)
 
@@ -114,7 +114,7 @@ VIEWS = {kind: _view_class(kind) for kind in (KVCache, QuantizedKVCache, Rotatin
 """Cache classes that a pass over a tree can be made with, and their views."""
 
 
-class _Later:
+class _Shifted:
     """A cache that claims `shift` positions before its own, to measure far along a text."""
 
     cache: Any = None
@@ -130,20 +130,20 @@ class _Later:
         setattr(self.cache, name, value)
 
 
-def later(cache: Any, shift: int) -> Any:
+def with_offset_shift(cache: Any, shift: int) -> Any:
     """A stand-in for a cache that claims more positions; one of a model's own stays as it is."""
     if isinstance(cache, CacheList):
-        return CacheList(*(later(part, shift) for part in cache.caches))
+        return CacheList(*(with_offset_shift(part, shift) for part in cache.caches))
     is_known = type(cache).__module__ == KVCache.__module__ and hasattr(cache, "offset")
-    return _Later(cache, shift) if is_known and shift else cache
+    return _Shifted(cache, shift) if is_known and shift else cache
 
 
-def view_of(cache: Any, rows: TreeRows) -> Any:
+def view_of(cache: Any, rows: TreeLayout) -> Any:
     """A stand-in for a cache in one pass; what is written to it the cache has too."""
     if isinstance(cache, CacheList):
         return CacheList(*(view_of(part, rows) for part in cache.caches))
-    if isinstance(cache, _Later):
-        return _Later(view_of(cache.cache, rows), cache.shift)
+    if isinstance(cache, _Shifted):
+        return _Shifted(view_of(cache.cache, rows), cache.shift)
     view: Any = object.__new__(VIEWS[type(cache)])
     view.__dict__ = vars(cache)
     view.rows = rows
@@ -158,7 +158,8 @@ def chooses_blocks(model: nn.Module) -> bool:
     return any(getattr(m, "index_block_size", None) is not None for m in model.modules())
 
 
-def _teach_depths(model: nn.Module) -> None:
+@PerModel
+def teach_depths(model: nn.Module) -> None:
     """Have the modules that read positions look if a pass is over a tree."""
 
     def taught(module: nn.Module, kind: type) -> type:  # one that is taught stays as it is
@@ -171,11 +172,8 @@ def _teach_depths(model: nn.Module) -> None:
         change_class(module, functools.partial(taught, module))
 
 
-teach_depths = PerModel(_teach_depths)
-
-
 def tree_pass(
-    model: nn.Module, tokens: mx.array, caches: Sequence[Any], rows: TreeRows, **inputs: Any
+    model: nn.Module, tokens: mx.array, caches: Sequence[Any], rows: TreeLayout, **inputs: Any
 ) -> mx.array:
     """Logits [S, V] of a pass over a tree of tokens [S], lazy."""
     teach_depths(model)

@@ -3,20 +3,32 @@
 While a pass is built the watched modules are instances of a subclass that reports calls, and
 functions that a model's file looks up are replaced. A context variable says who started the pass,
 so that other generations do not see it. The last pass to end puts everything back.
+
+One pass is watched for the parts of a model, which is never computed: they and their sizes are read
+off modules and shapes. The *head* is the last module that turns states into logits; its input is
+the state after the final norm.
 """
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
+from dataclasses import dataclass
 from functools import cache, wraps
 from threading import Lock
 from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
 
+import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.errors import UnreadableError
+from specdec_mlx.models import PerModel
+from specdec_mlx.verify.strategies import READABLE, leaves, window_of
 
 T = TypeVar("T")
 
@@ -112,7 +124,7 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
 
 
 @contextmanager
-def answering(places: Iterable[tuple[ModuleType, str]], answer: Answer) -> Iterator[None]:
+def replacing(places: Iterable[tuple[ModuleType, str]], answer: Answer) -> Iterator[None]:
     """Have `answer` called instead of functions in here; places: files, and names in them."""
     swapped = _swapped(
         {place: place for place in places},
@@ -131,3 +143,155 @@ def _answered(function: Function) -> Function:
         return function(*args, **kwargs) if answer is None else answer(function, args, kwargs)
 
     return call
+
+
+NUM_WATCHED = 7
+"""Positions of the watched pass; no other axis, such as streams side by side, is as long."""
+
+
+_Call = tuple[nn.Module, Any, Any]  # a module, its first argument, and what it returned
+
+
+class Tap(NamedTuple):
+    """A module, and the axis of positions of the states that are read there."""
+
+    module: nn.Module
+    axis: int
+
+    def rows(self, states: mx.array) -> mx.array:
+        """[n, D]: a row for each position; streams side by side are one after the other in it."""
+        if self.axis == 1 and states.shape[0] == 1:  # the usual layout, in one operation
+            return states.reshape(states.shape[1], -1)
+        return mx.moveaxis(states, self.axis, 0).reshape(states.shape[self.axis], -1)
+
+    def of_text(self, states: mx.array, text: int, num_rows: int) -> mx.array:
+        """`rows` of the first positions of one of several texts, whose axis is the one before."""
+        return self.rows(mx.take(states, mx.array([text]), axis=self.axis - 1))[:num_rows]
+
+
+@dataclass(frozen=True)
+class LastCache:
+    """One of a model's caches: its place among all, nested ones counted, and a key's width."""
+
+    index: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a model. They are its modules, and never the model itself, which may end.
+
+    head: the tap of its input, or why there is none. norm: makes the head's input. width,
+    dtype: of that. embedding: the first module that makes states of ids. layers: of each
+    decoder layer the tap, or why there is none. last_caches: kind of attention -> the last cache
+    that it fills.
+    """
+
+    vocab_size: int
+    head: Tap | str
+    norm: nn.Module | None
+    width: int
+    dtype: mx.Dtype
+    embedding: nn.Module | None
+    layers: Sequence[Tap | str]
+    last_caches: Mapping[str, LastCache]
+    modules: Sequence[ref[nn.Module]]
+
+    def fits(self, model: nn.Module) -> bool:
+        """True until a module is replaced, as by adapters, or by quantizing in place."""
+        return [*map(id, model.modules())] == [id(known()) for known in self.modules]
+
+    def head_tap(self) -> Tap:
+        """Where the head's input is read; UnreadableError if there is no head."""
+        return _readable("The input of this target's head", self.head)
+
+    def layer_tap(self, index: int) -> Tap:
+        """Where a layer's output is read; UnreadableError if it cannot be."""
+        name = f"Layer {index} of this target"
+        if not 0 <= index < len(self.layers):
+            raise UnreadableError(
+                f"{name} cannot be read: it has layers 0 to {len(self.layers) - 1}. Use a drafter "
+                "that was trained for this target."
+            )
+        return _readable(name, self.layers[index])
+
+
+def anatomy_of(model: nn.Module) -> Anatomy:
+    """The parts of a loaded model, kept with it and watched anew when modules were replaced."""
+    anatomy = _known(model)
+    if not anatomy.fits(model):
+        anatomy = _watch(model)
+        _known.put(model, anatomy)
+    return anatomy
+
+
+def _watch(model: nn.Module) -> Anatomy:
+    calls: list[_Call] = []
+    parts = [part for part in model.modules() if part is not model]
+    caches = make_prompt_cache(model)
+    with watching(parts, lambda *call: calls.append(call)):
+        logits = model(mx.zeros((1, NUM_WATCHED), mx.int32), cache=caches)
+    vocab_size = logits.shape[-1]
+    head: Tap | str = "no module makes its logits out of states"
+    states = logits
+    for module, given, made in calls:  # the last: around adapters, before logits are scaled
+        axis = _axis_of_positions(given)
+        if axis is None or not _is(made, mx.floating):
+            continue
+        if (*given.shape[:-1], vocab_size) == made.shape != given.shape:
+            head, states = Tap(module, axis), given
+    norms = [m for m, _, made in calls if made is states and not m.children()]
+    embeddings = [m for m, ids, made in calls if _is(ids, mx.integer) and _is(made, mx.floating)]
+    last_caches = {}
+    for index, leaf in enumerate(leaves(caches)):
+        if isinstance(leaf, READABLE) and not leaf.empty():
+            kind = "full_attention" if window_of(leaf) is None else "sliding_attention"
+            last_caches[kind] = LastCache(index, leaf.keys.shape[-1])
+    return Anatomy(
+        vocab_size=vocab_size,
+        head=head,
+        norm=norms[0] if norms and isinstance(head, Tap) else None,
+        width=states.shape[-1],
+        dtype=states.dtype,
+        embedding=embeddings[0] if embeddings else None,
+        layers=[_layer(layer, calls) for layer in getattr(model, "layers", ())],
+        last_caches=last_caches,
+        modules=[ref(module) for module in model.modules()],
+    )
+
+
+def _layer(layer: nn.Module, calls: Sequence[_Call]) -> Tap | str:
+    """Where the output of a layer is read, which has to be called as a module, once a pass."""
+    outputs = [first(made) for module, _, made in calls if module is layer]
+    if len(outputs) != 1:
+        return f"it is called {len(outputs)} times a pass"
+    axis = _axis_of_positions(outputs[0])
+    return "it has no states" if axis is None else Tap(layer, axis)
+
+
+_known = PerModel(_watch)
+
+
+def first(output: Any) -> Any:
+    """What a module returns, of several the first."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _axis_of_positions(states: Any) -> int | None:
+    """The axis of positions of a value seen in the watched pass; None if it has none."""
+    if not _is(states, mx.floating):
+        return None
+    axes = [axis for axis, size in enumerate(states.shape[:-1]) if size == NUM_WATCHED]
+    return axes[0] if len(axes) == 1 else None
+
+
+def _is(value: Any, kind: mx.DtypeCategory) -> bool:
+    return isinstance(value, mx.array) and mx.issubdtype(value.dtype, kind)
+
+
+def _readable(name: str, tap: Tap | str) -> Tap:
+    """The tap; UnreadableError with the reason if there is none."""
+    if isinstance(tap, str):
+        instead = "Use a drafter that works on tokens, such as 'prompt-lookup'."
+        raise UnreadableError(f"{name} cannot be read: {tap}. {instead}")
+    return tap

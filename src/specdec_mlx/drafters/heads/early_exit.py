@@ -18,14 +18,13 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.qwen2 import MLP
 
-from specdec_mlx.contracts import DraftContext, TargetCaches
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.heads.target_ends import watched_pass
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import HeadError
 from specdec_mlx.verify.strategies import leaves
-from specdec_mlx.verify.watching import held
+from specdec_mlx.verify.watching import anatomy_of, held
 
 EXIT_LAYER = "exit_layer"  # keys of a trained exit's config: layers before it,
 WINDOW = "conv_kernel"  # and positions that its convolution reads
@@ -70,7 +69,7 @@ class ExitSession(ModelSession):
             self._copy(target, missed)
         super().catch_up()
 
-    def _copy(self, target: TargetCaches, missed: int) -> None:
+    def _copy(self, target: Any, missed: int) -> None:
         """Copy the missed positions but the attended, if the caches hold the text before them."""
         num_layers = len(self.model.layers)
         own, of_exit = self.rollback.caches[:num_layers], self.rollback.caches[num_layers:]
@@ -134,10 +133,9 @@ def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
 
 def final_norm(model: nn.Module) -> nn.Module:
     """The module that makes the input of the model's head; HeadError if there is none."""
-    calls, heads, _ = watched_pass(model)
-    for module, _, result in calls:
-        if heads and result is heads[-1][1] and not module.children():
-            return module
+    norm = anatomy_of(model).norm
+    if norm is not None:
+        return norm
     raise HeadError(
         f"The final norm of {type(model).__module__} was not found, so that it cannot be replaced "
         "by a trained exit. Use another kind of head."

@@ -1,0 +1,245 @@
+"""Texts to write, and who of them joins, is read, is written, and has ended."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+
+from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor, Outcome
+from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.engine.clock import Round
+from specdec_mlx.engine.prompt_reader import PromptReader
+from specdec_mlx.loop import Generation, Token
+from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.verifier import Verifier
+
+MOST_AT_ONCE = 8  # prompts that are read at the same time, as in mlx-lm's batches
+
+
+@dataclass(frozen=True)
+class OwnDrafting:
+    """Drafter, rule and draft length of one text that has its own; None is the batch's."""
+
+    drafter: Drafter | None
+    rule: str | AcceptanceRule = "auto"
+    draft_length: int | str | DraftLength | None = None
+
+
+@dataclass
+class Request:
+    """One text to write.
+
+    prompt: [n] token ids. prompt_cache: caches that hold what comes before it or, with `num_read`,
+    that many of its first tokens and nothing else; shared, never changed. num_said: the prompt's
+    last tokens that are the text's beginning, written elsewhere; they count among max_tokens.
+    drafting: None for the batch's own. matcher: `advance(token)` returns True to end the text, as
+    mlx-lm's `StopSequences.Matcher`. stats: an account to go on with. stops, on_progress: as of
+    `PromptReader`.
+    """
+
+    prompt: Sequence[int] | mx.array
+    max_tokens: int = 128
+    sampler: Sampler | Sampling | None = None
+    seed: int | None = None
+    logits_processors: Sequence[LogitsProcessor] = ()
+    prompt_cache: list[Any] | None = None
+    num_read: int = 0
+    num_said: int = 0
+    drafting: OwnDrafting | None = None
+    matcher: Any = None
+    stats: SpeculationStats | None = None
+    stops: Sequence[int] = ()
+    on_progress: Callable[[int, int], None] | None = None
+
+    @property
+    def is_read(self) -> bool:
+        """True if the caches hold all of the prompt but its last token, which a round feeds."""
+        return self.num_read >= len(self.prompt) - 1
+
+    def waits_for(self, other: Request) -> bool:
+        """True if reading the other one's prompt reads this one's: the same, after the same."""
+        if self.is_read or not isinstance(self.prompt, list) or self.prompt != other.prompt:
+            return False
+        alone = [one.prompt_cache is None or one.num_read > 0 for one in (self, other)]
+        return all(alone) or self.prompt_cache is other.prompt_cache
+
+
+class BatchToken(NamedTuple):
+    """One emitted token of one text, by its uid.
+
+    finish_reason: "stop", "length" or None. prompt_cache: of an ended text, if asked for: the first
+    `num_cached` tokens of prompt + text.
+    """
+
+    uid: int
+    token: Token
+    finish_reason: str | None
+    prompt_cache: list[Any] | None = None
+    num_cached: int = 0
+
+
+@dataclass(eq=False)
+class BatchText:
+    """A text that is being read or written; finish_reason is also "removed"."""
+
+    uid: int
+    request: Request
+    generation: Generation
+    verifier: Verifier
+    finish_reason: str | None = None
+    prompt_cache: list[Any] | None = None
+    num_cached: int = 0
+
+    @property
+    def reader(self) -> PromptReader:
+        """The reading of its prompt."""
+        return self.generation.reader
+
+    @property
+    def is_new(self) -> bool:
+        """True if nothing of its prompt is read, and nobody watches how it is."""
+        reader, features = self.reader, self.generation.drafting.features
+        is_open = self.finish_reason is None and reader.num_left > 0
+        return is_open and reader.num_read == 0 and features is None and not reader.stops
+
+    def may_run_ahead(self, round_: Round) -> bool:
+        """True if the next token may be fed before it is known, after the pass of this round."""
+        generation = self.generation
+        waits = generation.drafting.session is not None and generation.sequence.num_generated == 0
+        return not round_.num_drafted and not waits and generation.sequence.wants_more(besides=1)
+
+    def keep_caches(self, alone: Rollback, *, complete: bool) -> None:
+        """Hand these caches out at the end; complete: feed what they lack of the text."""
+        self.verifier.model_pass.rollback = alone
+        while complete and (left := len(self.generation.sequence.tokens) - alone.position) > 0:
+            self.generation.feed(left)
+        self.prompt_cache, self.num_cached = alone.caches, alone.position
+
+    def cut_at(self, stop_tokens: frozenset[int], outcome: Outcome) -> None:
+        """End with the first stop token of a round, or with the last token wanted."""
+        sequence, tokens, matcher = self.generation.sequence, outcome.tokens, self.request.matcher
+        if not sequence.wants_more():
+            self.finish_reason = "length"
+        for i, token in enumerate(tokens):
+            is_end = matcher is not None and matcher.advance(token)
+            if is_end or token in stop_tokens:
+                self.finish_reason = "stop"
+                sequence.max_tokens = sequence.num_generated - (len(tokens) - i - 1)
+                del sequence.tokens[len(sequence.tokens) - (len(tokens) - i - 1) :]
+                outcome.tokens = tokens[: i + 1]
+                return
+
+
+Rounds = list[tuple[BatchText, Round]]  # A pass under way, text by text
+
+
+@dataclass
+class Schedule:
+    """Who waits, is read, is written, and leaves; a text is in one of these lists.
+
+    max_texts: read or written at a time; more wait. leaving: their last tokens are being emitted.
+    """
+
+    max_texts: int = 32
+    waiting: list[tuple[int, Request]] = field(default_factory=list)
+    reading: list[BatchText] = field(default_factory=list)
+    writing: list[BatchText] = field(default_factory=list)
+    leaving: list[BatchText] = field(default_factory=list)
+    num_inserted: int = 0
+
+    def insert(self, request: Request) -> int:
+        """Let a text wait; returns its uid."""
+        self.waiting.append((self.num_inserted, request))
+        self.num_inserted += 1
+        return self.num_inserted - 1
+
+    def remove(self, uid: int) -> None:
+        """Take a text out; its tokens end with those of the round that is under way."""
+        self.waiting = [waiting for waiting in self.waiting if waiting[0] != uid]
+        for text in (*self.reading, *self.writing, *self.leaving):
+            if text.uid == uid:
+                text.finish_reason = "removed"
+
+    def clear(self) -> list[BatchText]:
+        """Forget all but those that wait; returns those that were read or written."""
+        texts = [*self.writing, *self.reading]
+        self.writing, self.reading = [], []
+        return texts
+
+    @property
+    def num_open(self) -> int:
+        """Texts that have not ended."""
+        return len(self.writing) + len(self.reading) + len(self.waiting)
+
+    @property
+    def has_place(self) -> bool:
+        """True if one more may be read or written."""
+        return len(self.writing) + len(self.reading) < self.max_texts
+
+    @property
+    def may_join(self) -> bool:
+        """True if a text is to join before the next round."""
+        return bool(self.reading) or (bool(self.waiting) and self.has_place)
+
+    def may_run_ahead(self, current: Rounds) -> bool:
+        """True if no text joins, and each one's next token may be fed before it is known."""
+        return not self.may_join and all(text.may_run_ahead(round_) for text, round_ in current)
+
+    def take(self) -> tuple[int, Request] | None:
+        """Take the next text to read: there is a place, and no other one reads its prompt."""
+        if self.has_place and len(self.reading) < MOST_AT_ONCE:
+            for i, (_, request) in enumerate(self.waiting):
+                if not any(request.waits_for(text.request) for text in self.reading):
+                    return self.waiting.pop(i)
+        return None
+
+    def to_read(self) -> Iterator[BatchText]:
+        """Texts to read on in before the next round: a step of each, or of one beside others."""
+        is_beside, num_read, seen = bool(self.writing), 0, set[int]()
+        while texts := [text for text in self.reading if text.uid not in seen]:
+            reader = texts[0].reader
+            seen.add(texts[0].uid)
+            if not reader.num_left or not is_beside or num_read < reader.step_size:
+                before = reader.num_read
+                yield texts[0]
+                num_read += reader.num_read - before
+
+    def to_read_together(self, slope: float) -> list[BatchText]:
+        """New, short texts for one padded pass, where that costs less than a pass of each.
+
+        slope: cost of a position, in plain passes.
+        """
+        texts, sizes = self.reading, [text.reader.num_left for text in self.reading]
+        if self.writing or len(texts) < 2 or not all(text.is_new for text in texts):
+            return []
+        padded = max(sizes) * len(texts) - sum(sizes)
+        is_short = max(sizes) < texts[0].reader.step_size
+        waits = any(one.waits_for(text.request) for _, one in self.waiting for text in texts)
+        return texts if is_short and not waits and padded * slope <= len(texts) - 1 else []
+
+    def join(self, texts: Sequence[BatchText]) -> None:
+        """Write these, whose prompts are read."""
+        self.reading = [text for text in self.reading if text not in texts]
+        self.writing += texts
+        for text in texts:  # which has caches of its own now
+            text.request = replace(text.request, prompt_cache=None)
+
+    def share(self, text: BatchText) -> None:
+        """Give what was read of a prompt to those that wait for it."""
+        reader = text.reader
+        for i, (uid, request) in enumerate(self.waiting):
+            if request.waits_for(text.request):
+                held = copy.deepcopy(reader.caches.caches)  # of the same buffers, until one writes
+                read = replace(request, prompt_cache=held, num_read=reader.num_read)
+                self.waiting[i] = uid, read
+
+    def part(self) -> None:
+        """Let those leave that have ended."""
+        self.leaving = [text for text in self.writing if text.finish_reason is not None]
+        self.writing = [text for text in self.writing if text.finish_reason is None]

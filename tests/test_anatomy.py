@@ -1,0 +1,59 @@
+"""The parts of a model: one watched pass finds them, once, for all that ask."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+
+import tiny
+from specdec_mlx.contracts import Features
+from specdec_mlx.drafters.heads.early_exit import final_norm
+from specdec_mlx.drafters.heads.target_ends import target_ends
+from specdec_mlx.verify import watching
+from specdec_mlx.verify.model_pass import vocab_size_of
+from specdec_mlx.verify.taps import Taps
+from specdec_mlx.verify.watching import anatomy_of
+
+EVERYTHING = Features(layers=(0, 1), head_input=True)
+
+
+def test_one_pass_is_watched_for_all_that_is_asked_of_a_model(monkeypatch: pytest.MonkeyPatch):
+    """The size of its vocabulary, the ends that heads share, its final norm and its layers."""
+    watched: list[Any] = []
+    watch = watching.watching
+    monkeypatch.setattr(watching, "watching", lambda *about: watched.append(about) or watch(*about))
+    model = tiny.build("llama")
+    assert vocab_size_of(model) == target_ends(model).vocab_size
+    assert target_ends(model).embed is model.model.embed_tokens
+    assert final_norm(model) is model.model.norm
+    tapped = Taps(model, EVERYTHING)
+    tapped.read(lambda: model(mx.array([[1, 2]]))[0])
+    assert tapped.features is not None
+    assert tapped.features.layers.keys() == {0, 1}
+    assert len(watched) == 1
+
+
+def test_of_a_model_that_was_quantized_in_place_the_new_parts_are_found():
+    model = tiny.build("llama", hidden_size=64)
+    before = anatomy_of(model)
+    nn.quantize(model, 32)
+    now = anatomy_of(model)
+    assert before.embedding is not now.embedding
+    assert now.embedding is model.model.embed_tokens
+    tapped = Taps(model, EVERYTHING)
+    tapped.read(lambda: model(mx.array([[1, 2]]))[0])
+    assert anatomy_of(model) is now
+
+
+def test_what_is_known_of_a_model_does_not_keep_it():
+    model = tiny.build("llama")
+    anatomy_of(model)
+    gone = weakref.ref(model)
+    del model
+    gc.collect()
+    assert gone() is None
