@@ -102,7 +102,7 @@ def speed_by_text(data: dict[str, dict[str, Any]]) -> Plot:
     return figure
 
 
-SHOWN = ("m1-m2", "m3-max", "m4-pro", "m5-max-70b", "mildest")
+SHOWN = ("m1-m2", "m1-8bit", "m3-max", "m4-pro", "m5-max-70b", "mildest")
 """Chips in the figure of staircases."""
 
 
@@ -111,7 +111,9 @@ def staircases() -> Plot:
     figure = Plot(figsize=(7.6, 3.6))
     ax = figure.add_subplot()
     rows = range(1, 65)
-    for name, style, color in zip(SHOWN, ("-", "--", "-.", ":", "-"), COLORS, strict=True):
+    for name, style, color in zip(
+        SHOWN, ("-", ":", "--", "-.", ":", "-"), (BLUE, *COLORS), strict=True
+    ):
         costs = [CURVES[name](m) for m in rows]
         ax.plot(rows, costs, style, drawstyle="steps-pre", color=color, label=name)
     ax.set_xticks([1, 5, 9, 13, 20, 32, 48, 64])

@@ -248,6 +248,18 @@ def test_one_that_costs_time_is_asked_where_it_promises_more(model: Any, text: l
     assert len(again.asked) < 3
 
 
+@in_one_test("is_right", [True, False])
+def test_at_a_fixed_length_the_same_value_decides_who_drafts(
+    is_right: bool, model: Any, text: list[int]
+) -> None:
+    """Beside a drafter that costs time: look-up where it is right, and else that one."""
+    look_up = (right if is_right else wrong)(text, "look-up", evidence=16)
+    by_drafter = run(model, text, sd.BestOf(look_up, costly(text)), 3).by_drafter
+    drafted = {key: by_drafter.get(key, (0, 0))[0] for key in ("look-up", "costly")}
+    ahead, behind = ("look-up", "costly")[:: 1 if is_right else -1]
+    assert drafted[ahead] > 2 * drafted[behind], drafted
+
+
 class Ranking(Auto):
     """The last draft wins, of which a token is kept. seen: the keys compared. records: rounds."""
 

@@ -211,7 +211,7 @@ class Generation:
         """Start the pass over the pending tokens and the draft; None when enough is known."""
         if not self.sequence.wants_more():
             return None
-        self.pipeline.choose(len(draft.tokens) > 0, self.drafting.has_cheap_part)
+        self.pipeline.choose(len(draft.tokens) > 0, self.drafting.may_find)
         self.clock.launch_begins()
         start = self.target.rollback.position
         pending = self.sequence.tokens[start:]
@@ -223,7 +223,7 @@ class Generation:
 
     def accept(self, current: Round, ahead: Round | None) -> Outcome:
         """Wait for a pass; what the rule kept of its draft, and the token after, join the text."""
-        started = perf_counter()
+        started = self.clock.now()
         with mx.stream(self.stream):
             outcome = current.under_way.read()
         self.clock.was_read(started)
@@ -260,7 +260,7 @@ class Generation:
         """If a pass runs ahead, see whether there is something to draft again after it."""
         if ahead is not None:
             found = self.drafting.drafter is not None and self.drafting.has_draft()
-            self.pipeline.choose(found, self.drafting.has_cheap_part)
+            self.pipeline.choose(found, self.drafting.may_find)
         return ahead
 
     def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:
@@ -268,7 +268,7 @@ class Generation:
         self.stats.other_seconds += self.clock.other_seconds()
         if self.drafting.values is not None:
             self.clock.time_if_hidden(following, self.drafting.values)
-        started = perf_counter()
+        started = self.clock.now()
         tokens = _emitted(current, outcome)
         for n, (token, origin, row) in enumerate(tokens, start=1):
             if self.target.remembers and n == len(tokens) > len(outcome.kept):

@@ -186,6 +186,11 @@ class RoundRecord:
     context: int = 0
     part: str = ""
 
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds without those of drafting: those of the pass, where it is steady."""
+        return self.seconds - self.draft_seconds
+
 
 @dataclass(frozen=True)
 class DraftContext:

@@ -123,7 +123,7 @@ class Auto:
         for key, part in self._parts.items():
             cost += part.record(round_, round_.drafted > 0 and key == round_.part)
         if not round_.drafted and cost == 1.0 and round_.steady:
-            prices.stairs.add(round_.fed, round_.seconds)
+            prices.stairs.add(round_.fed, round_.pass_seconds)
         prices.context = round_.context
         prices.update(self.tuning.stairs(prices.context), round_.emitted, cost)
         self.tuning.tokens, self.tuning.cost = prices.tokens, prices.spent

@@ -23,8 +23,9 @@ WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
 """Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
 for machines without tiles. A draft of K tokens is K + 1 rows."""
 NUM_SAMPLES = 7  # measurements that a median is taken over: other programs use the machine too
-NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds measured at first, and after `EXPIRES` without one
-SPACING = 24  # rounds from one of the first plain rounds to the next
+NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds that a pace is the median of, and rounds in succession
+# that contradict what was measured, until they are believed
+MOVED = 1.7  # times that a plain round differs from the ones before if the pace has changed
 EXPIRES = 256  # rounds after which a measurement of the least recently used width is dropped
 FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few rows take 5 at once
 FIRST_EXCESS = 3.0  # bound of a width's first excess over one row, in the prior's: kernels compile
@@ -87,14 +88,15 @@ class Staircase:
 
     prior: Curve = MILDEST
     first_rows: int = FIRST_ROWS
-    plain: deque[float] = field(default_factory=new_samples)
+    plain: deque[float] = field(default_factory=partial(deque[float], maxlen=NUM_PLAIN))
     ratios: dict[int, deque[float]] = field(default_factory=dict)
     seconds: float = 0.0
     needs_plain: bool = True
     fitted: dict[int, float] = field(default_factory=dict)
     _measured: dict[int, tuple[float, int]] = field(default_factory=dict)
     _num_rounds: int = 0
-    _saw_plain: bool = True
+    _due: int = 0
+    _num_odd: int = 0
 
     def __post_init__(self) -> None:
         self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
@@ -107,25 +109,42 @@ class Staircase:
             return
         self._num_rounds += 1
         if self._num_rounds % EXPIRES == 0:
-            if not self._saw_plain:
-                self.plain.clear()
-            self._saw_plain = False
             for oldest in [*self.ratios][:1]:
                 self.ratios[oldest].popleft()
                 self._fit(oldest)
         if rows == 1:
-            self._saw_plain = True
-            self.plain.append(seconds)
-            self.seconds = median_low(self.plain)
+            self._add_plain(seconds)
         elif self.plain:
-            if len(self.plain) < NUM_PLAIN:  # several rows take no less time than one
-                self.seconds = min(self.seconds, seconds)
             samples = self.ratios.pop(rows, None) or new_samples()
-            samples.append(min(seconds / self.seconds, rows + 1.0))
-            self.ratios[rows] = samples  # the latest stands last
-            self._fit(rows)
-        due = SPACING * len(self.plain)
-        self.needs_plain = len(self.plain) < NUM_PLAIN and self._num_rounds >= due
+            known = median_low(samples or (0.0,))
+            if (ratio := self.compare(seconds, known, len(samples) >= NUM_PLAIN)) is not None:
+                samples.append(min(ratio, rows + 1.0))
+            if samples:
+                self.ratios[rows] = samples  # the latest stands last
+                self._fit(rows)
+        self.needs_plain = self._num_rounds >= self._due
+
+    def _add_plain(self, seconds: float) -> None:
+        """Add a plain pass; where it contradicts the ones before, another one decides."""
+        before = self.seconds or seconds
+        self.plain.append(seconds)
+        self.seconds = median_low(self.plain)
+        spacing = EXPIRES // (8 if len(self.plain) < NUM_PLAIN else 2)
+        if not before / MOVED < seconds < before * MOVED:
+            spacing = 0
+        self._due = self._num_rounds + spacing
+
+    def compare(self, seconds: float, known: float, is_settled: bool) -> float | None:
+        """Seconds in plain rounds; None for what contradicts what is known of it, 0 for nothing.
+
+        That was a bad moment, unless it comes several times: then the pace may have changed.
+        """
+        ratio = seconds / self.seconds
+        is_odd = ratio * MOVED < (known if is_settled else 1.0) or 0 < known * MOVED < ratio
+        self._num_odd = (self._num_odd + 1) * is_odd
+        if self._num_odd > NUM_PLAIN * (known > 0):
+            self._due = self._num_rounds
+        return None if 0 < self._num_odd <= NUM_PLAIN else ratio
 
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
         """Take over the measured ratios of another one, or out of a file."""
@@ -183,6 +202,13 @@ class Steps:
     def add(self, samples: deque[float], step: float) -> None:
         """Add a measurement, within bounds, so that one slow moment is outvoted soon."""
         samples.append(min(max(0.0, step), MOST_EXPENSIVE))
+
+    def add_whole(self, stairs: Staircase, seconds: float, num_steps: int) -> None:
+        """Add a round whose pass verified so many tokens, of which the whole is known."""
+        cost = stairs(1 + num_steps)
+        known, is_settled = cost + self(num_steps), len(self.first) >= NUM_PLAIN
+        if (ratio := stairs.compare(seconds, known, is_settled)) is not None:
+            self.add(self.first, (ratio - cost) / num_steps)
 
     @property
     def step(self) -> float:

@@ -7,7 +7,7 @@ drafter that costs time tells nothing until it is paid for: its losses are bound
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import accumulate
 from math import inf
 from operator import mul
@@ -15,15 +15,16 @@ from time import perf_counter
 
 from specdec_mlx.contracts import Draft, Evidence, RoundRecord, Step, Stepwise
 from specdec_mlx.draft_length.chances import told
-from specdec_mlx.draft_length.costs import MOST_EXPENSIVE, WIDTHS, Staircase
-from specdec_mlx.draft_length.store import Learned
+from specdec_mlx.draft_length.costs import WIDTHS, Staircase
+from specdec_mlx.draft_length.store import EXPLORATION, Learned
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen from
 LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
-PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts
+PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts, and a model
+# is asked again soon
 REST = 8  # rounds without asking a drafter that costs time, after one in which it was not worth it
 READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
-RATE_DECAY = 0.95  # of the sums that the going rate is the ratio of, per round
+RATE_DECAY = 0.95  # of moving averages, and of the sums that the going rate is the ratio of
 
 
 @dataclass
@@ -73,8 +74,6 @@ class Prices:
                 value = tokens - rate * (cost - 1.0)
                 if value > gain:
                     best, gain = length, value
-                if value + reach * (whole - length) <= gain:
-                    break  # were all that follows right if this one is, and free
         return best, gain
 
 
@@ -149,7 +148,7 @@ class Model(LookUp):
 
     can_stop: True if its session is `Stepwise`. unread: tokens of the text that it has not read,
     None for all; `most_unread` count at most. charge: cost of reading them. rest: rounds until it
-    is asked again. num_refused: drafts in succession that were stopped at once. spent: on steps.
+    is asked again.
     """
 
     can_stop: bool = False
@@ -158,9 +157,7 @@ class Model(LookUp):
     charge: float = 0.0
     rest: int = 0
     num_emitted: int = 0
-    num_refused: int = 0
-    spent: float = 0.0
-    _asked_at: float = 0.0
+    _times: list[float] = field(default_factory=list)
 
     def num_unread(self) -> float:
         """Tokens that it has to read besides a round's."""
@@ -183,13 +180,15 @@ class Model(LookUp):
         reading = READING * steps.step * self.num_unread()
         self.charge = self.can_stop * max(0.0, reading - self.gain * self.num_emitted)
         loss = prices.stairs(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
-        if max(loss, self.charge + steps(1) if self.charge else loss) > self.learned.account.budget:
+        account = self.learned.account
+        if max(loss, self.charge) > account.budget:
             self.rest = REST
             self.learned.unseen.doubt()
-            if [*steps.first] == [MOST_EXPENSIVE]:  # it may have been a bad moment
-                steps.first.clear()
+            if account.right >= PREDICTABLE:
+                account.add(EXPLORATION * REST * loss)
             return 0
-        return min(LONGEST, prices.most) if self.can_stop else length
+        longest = LONGEST if steps.first else 2  # two steps tell what each costs
+        return min(longest, prices.most) if self.can_stop else length
 
     def cut(self, draft: Draft) -> int:
         """All of it: `limit` or `goes_on` chose the length."""
@@ -197,17 +196,16 @@ class Model(LookUp):
 
     def ask(self, session: Stepwise, limit: int) -> Draft:
         """Its draft, as long as the next token is worth its steps."""
-        self.evidence, self.spent = (), 0.0
-        self._asked_at = self.prices.clock()
+        self._times = [self.prices.clock()]
         return session.propose_while(limit, self.goes_on)
 
     def goes_on(self, evidence: Sequence[Evidence]) -> Step:
         """Weigh the latest token and those that could follow it; see `contracts.Stepwise`."""
         length, latest, learned = len(evidence), evidence[-1], self.learned
-        if not latest.is_free:
-            self._learn_step(length)
-        self.evidence, chances = evidence, learned.chances.of_draft(evidence)
         free = latest.is_free
+        if not free:
+            self._times.append(self.prices.clock())
+        self.evidence, chances = evidence, learned.chances.of_draft(evidence)
         guess, steps = (learned.chances, None) if free else (learned.unseen, learned.steps)
         chances += guess.of_draft([latest if free else 0] * (LONGEST - length), first=length)
         best, _ = self.prices.best([*accumulate(chances, mul)], steps, length)
@@ -215,42 +213,37 @@ class Model(LookUp):
             return Step.GO_ON
         return Step.STOP_AFTER if best == length else Step.STOP_BEFORE
 
-    def _learn_step(self, length: int) -> None:
-        """Learn the cost of the latest token; of the first one only if all was read."""
-        steps, now = self.learned.steps, self.prices.clock()
-        taken, self._asked_at = (now - self._asked_at) / self.prices.stairs.seconds, now
-        if length > 1 or not self.num_unread():
-            steps.add(steps.further if length > 1 else steps.first, taken)
-        else:
-            taken = steps(1)
-        self.spent += taken
-
     def record(self, round_: RoundRecord, drafted: bool) -> float:
-        """Learn what a draft cost and how far it was right; rest where asking is not worth it."""
-        learned, stairs, extra = self.learned, self.prices.stairs, self.spent
-        learned.account.add()
+        """Learn what a draft cost and how far it was right; rest where that is seldom."""
+        learned, stairs, times = self.learned, self.prices.stairs, self._times
+        steps, account = learned.steps, learned.account
+        num_steps = max(0, len(times) - 1) if self.can_stop else round_.drafted * drafted
+        if not drafted:
+            account.add()
         self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
+        if times and round_.pass_seconds > 0:  # steps are measured by the pass that followed them
+            cost = stairs(1 + round_.drafted)
+            plain = round_.pass_seconds / cost if round_.steady else stairs.seconds
+            if self.num_unread() <= LENGTHS[-1]:  # reading them hardly takes longer
+                steps.add(steps.first, (times[1] - times[0]) / plain)
+            if num_steps > 1:
+                steps.add(steps.further, (times[-1] - times[1]) / (num_steps - 1) / plain)
+            if round_.steady:
+                stairs.add(1 + round_.drafted, round_.pass_seconds)
         if drafted:
-            steps = learned.steps
             verdict = [*[True] * round_.accepted, *[False] * (round_.accepted < round_.drafted)]
             learned.unseen.learn([0] * len(verdict), verdict)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
-                if round_.steady:
-                    stairs.add(1 + round_.drafted, round_.seconds - round_.draft_seconds)
-            elif round_.steady and stairs.seconds and not self.num_unread():
-                taken = round_.seconds / stairs.seconds - stairs(1 + round_.drafted)
-                steps.add(steps.first, taken / round_.drafted)
-            extra = extra if self.can_stop else steps(round_.drafted)
-            extra += stairs(1 + round_.drafted) - 1.0
-        if drafted or self.evidence:
-            learned.account.add((round_.emitted - 1) * drafted - extra - self.charge)
+            elif round_.steady and stairs.seconds and self.num_unread() <= 2 * LENGTHS[-1]:
+                steps.add_whole(stairs, round_.seconds, round_.drafted)
+        extra = (stairs(1 + round_.drafted) - 1.0) * drafted + steps(num_steps)
+        if num_steps:
+            account.add((round_.emitted - 1) * drafted - extra - self.charge)
+            account.right += (1 - RATE_DECAY) * ((drafted and round_.accepted > 0) - account.right)
             self.unread = 0
-            self.num_refused = 0 if drafted else self.num_refused + 1
-            rest = REST if self.gain <= 0 else min(REST, 2**self.num_refused - 2)
-            self.rest = max(self.rest, rest)
         elif self.unread is not None:
             self.unread += round_.emitted
-        self.evidence, self.spent, self.charge = (), 0.0, 0.0
+        self.evidence, self._times, self.charge = (), [], 0.0
         return extra

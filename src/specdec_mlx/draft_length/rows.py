@@ -65,12 +65,11 @@ class SharedLength:
         is_measured = steady and width and stairs.seconds
         models = [self.models[part] for part in parts if part in self.models]
         if is_measured and models:
-            step = (seconds / stairs.seconds - stairs(1 + width)) / width
             for model in models:
-                model.learned.steps.add(model.learned.steps.first, step)
+                model.learned.steps.add_whole(stairs, seconds, width)
         elif steady:
             stairs.add(1 + width, seconds)
-        cost = seconds / stairs.seconds if is_measured else stairs(1 + width)
+        cost = stairs(1 + width) + max((m.learned.steps(width) for m in models), default=0.0)
         for length, num_tokens in rows:
             if isinstance(length, RowLength):
                 length.account.add(num_tokens - cost)

@@ -30,9 +30,13 @@ SHORT_CONTEXT = 2048  # positions below which contexts are of one class; then on
 
 @dataclass
 class Account:
-    """Budget for trying a drafter, in plain rounds."""
+    """Budget for trying a drafter, in plain rounds.
+
+    right: share of drafts lately whose first token was right.
+    """
 
     budget: float = BUDGET
+    right: float = 0.45
 
     def add(self, amount: float = EXPLORATION) -> None:
         """Book a gain or a loss; by default a round's share of the time."""

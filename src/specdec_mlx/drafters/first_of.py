@@ -117,9 +117,10 @@ class BestOf(FirstOf):
     """The draft that is worth most: its expected tokens less what its pass costs.
 
     Every drafter that is free to ask proposes, and the automatic draft length values each draft by
-    its evidence; with a fixed length the longest match wins. One that costs time is asked, before
-    it draws, where it promises more than the best of the others. All drafts are scored against what
-    came. drafters: at least one, else ValueError; of equal drafts the earlier one's is taken.
+    its evidence; with a fixed length the longest match wins among them. One that costs time is
+    asked, before it draws, where it promises more than the best of the others. All drafts are
+    scored against what came. drafters: at least one, else ValueError; of equal drafts the earlier
+    one's is taken.
     """
 
     _together = BestOfSession

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from time import perf_counter
 
 from specdec_mlx.contracts import Outcome, PendingPass, RoundRecord, ValuesDrafts
@@ -36,11 +37,13 @@ class RoundClock:
     """Host time of rounds, in seconds.
 
     seconds: of the latest round, reading to reading. waited: for its reading. away: the caller's.
+    now: the time.
     """
 
     seconds: float = 0.0
     waited: float = 0.0
     away: float = 0.0
+    now: Callable[[], float] = field(default_factory=lambda: perf_counter)
     _read_at: float = 0.0
     _resumed_at: float = 0.0
     _draft_began: float | None = None
@@ -50,29 +53,29 @@ class RoundClock:
 
     def start(self) -> None:
         """The first round begins."""
-        self._read_at = self._resumed_at = perf_counter()
+        self._read_at = self._resumed_at = self.now()
 
     def draft_begins(self) -> None:
         """A draft is asked for."""
-        self._draft_began = perf_counter()
+        self._draft_began = self.now()
 
     def launch_begins(self) -> None:
         """A pass is about to be launched."""
-        self._launch_began = perf_counter()
+        self._launch_began = self.now()
 
     def launched(self, under_way: PendingPass, *, is_ahead: bool = False, part: str = "") -> Round:
         """It is under way; part: key of the drafter whose draft it verifies."""
         began = self._launch_began if self._draft_began is None else self._draft_began
         self._draft_began = None
         draft_seconds = self._launch_began - began
-        launch_seconds = perf_counter() - self._launch_began
+        launch_seconds = self.now() - self._launch_began
         self._launching += draft_seconds + launch_seconds
         num_drafted = len(under_way.draft.tokens)
         return Round(under_way, num_drafted, draft_seconds, launch_seconds, is_ahead, part)
 
     def was_read(self, started: float) -> None:
         """A round was read; waiting for it began at `started`."""
-        read_at = perf_counter()
+        read_at = self.now()
         self.waited = read_at - started
         self.seconds = (self._finished_at or read_at) - self._read_at
         if self._finished_at is not None:
@@ -109,7 +112,7 @@ class RoundClock:
 
     def other_seconds(self) -> float:
         """Host time of this round that was neither waiting nor getting a pass under way."""
-        return perf_counter() - self._resumed_at - self.waited - self._launching
+        return self.now() - self._resumed_at - self.waited - self._launching
 
     def time_if_hidden(self, following: Round | None, values: ValuesDrafts) -> None:
         """Wait for the pass under way, where a slow caller hides seconds that `values` needs."""
@@ -117,9 +120,9 @@ class RoundClock:
             if self.was_undisturbed:
                 return
             following.under_way.wait()
-            self._finished_at = perf_counter()
+            self._finished_at = self.now()
 
     def resumed(self, handed_over: float) -> None:
         """The caller came back, and had the tokens from `handed_over` on."""
-        self._resumed_at, self._launching = perf_counter(), 0.0
+        self._resumed_at, self._launching = self.now(), 0.0
         self.away = self._resumed_at - handed_over

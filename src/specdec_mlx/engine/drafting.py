@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field
+from dataclasses import KW_ONLY, dataclass, field, replace
 from typing import Any, ClassVar, NamedTuple
 
 import mlx.core as mx
@@ -23,6 +23,7 @@ from specdec_mlx.contracts import (
     key_of,
     session_groups,
 )
+from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.engine.features import FeatureFeed
 from specdec_mlx.engine.sequence import SequenceState
 from specdec_mlx.errors import DraftError
@@ -50,8 +51,10 @@ class Drafting:
 
     keeps_cache: the caller keeps the target's caches, which end with the last token. part: key of
     the latest draft's drafter, or "". features: what the session reads of the target. values: the
-    draft length where it values drafts. is_shared: ranks draft together. is_under_way: the pass of
-    the latest draft is launched.
+    draft length where it values drafts. judge: where that does not, it values those of look-ups and
+    of drafters that cost time, at the length that is given. is_shared: ranks draft together.
+    is_under_way: the pass of the latest draft is launched. may_find: a draft is likely to be looked
+    for after this round.
     """
 
     is_shared: ClassVar[bool] = False
@@ -65,11 +68,13 @@ class Drafting:
     session: DraftSession | None = None
     features: FeatureFeed | None = None
     values: ValuesDrafts | None = None
+    judge: Auto | None = None
     part: str = ""
     why_none: str = OFF
-    has_cheap_part: bool = False
+    may_find: bool = False
     is_free: bool = True
     is_under_way: bool = False
+    _has_cheap: bool = False
     _groups: list[list[_Part]] = field(default_factory=list)
 
     def begin(self, context: DraftContext) -> None:
@@ -87,7 +92,9 @@ class Drafting:
                 way = values.begin(key, one, self._may_fork) if values else one.propose
                 self._groups[-1].append(_Part(key, is_cheap(one), way))
         every = [part for group in self._groups for part in group]
-        self.has_cheap_part = any(part.is_cheap for part in every)
+        self._has_cheap = any(part.is_cheap for part in every)
+        if values is None and any({True, False} == {p.is_cheap for p in g} for g in self._groups):
+            self.judge = Auto()
         self.is_free = all(part.is_cheap for part in every)
 
     def _may_fork(self) -> bool:
@@ -96,6 +103,8 @@ class Drafting:
 
     def propose(self) -> Draft:
         """The best draft of the first group of sessions that has one."""
+        is_timed = self.values is not None and self.values.wants_timing(0)
+        self.may_find = self._has_cheap or (is_timed and self.may_find)  # timed in one round
         for group in self._groups if self.sequence.wants_more() else ():
             self.part, draft = self._best_of(group)
             if len(draft.tokens):
@@ -108,11 +117,24 @@ class Drafting:
         best, drawn = self._best_cheap(group)
         for part in group:
             limit = 0 if part.is_cheap else self._limit(part)
-            if limit and not (len(best[1]) and self.values and not self.values.outbids(part.key)):
+            if limit and (not len(best[1]) or self._outbids(part, best, limit)):
+                self.may_find = True
                 draft = self._ask(part, limit)
                 if len(draft.tokens):
                     return part.key, draft
         return best if len(best[1].tokens) else drawn
+
+    def _outbids(self, part: _Part, best: _Proposal, limit: int) -> bool:
+        """True if a session that costs time promises more than the best of the others."""
+        if self.values is not None:
+            return self.values.outbids(part.key)
+        if self.judge is None:
+            return True
+        self.judge.prices.most = limit
+        self.judge.limit(best[0], cheap=True)
+        _, worth = self.judge.choose([best])
+        self.judge.limit(part.key, cheap=False)
+        return not len(worth) or self.judge.outbids(part.key)
 
     def _best_cheap(self, group: Sequence[_Part]) -> tuple[_Proposal, _Proposal]:
         """Of the sessions that are free to ask, the best point mass, and a drawn draft."""
@@ -148,6 +170,8 @@ class Drafting:
         """Tell the draft length of a finished round."""
         if self._groups:
             self.length.record(round_)
+        if self.judge is not None:
+            self.judge.record(replace(round_, steady=False))  # a pass costs as much, whoever drafts
 
     def observe(self) -> None:
         """Tell the session what was emitted."""

@@ -39,9 +39,9 @@ class Pipeline:
     is_on: bool = True
     draft_hit_rate: float = FIRST_HIT_RATE
 
-    def choose(self, found: bool, has_cheap_drafter: bool) -> None:
-        """Choose the mode of the next round: is there a draft, and is looking for one free?"""
-        may_wait = self.draft_hit_rate >= LOW_HIT_RATE and has_cheap_drafter
+    def choose(self, found: bool, may_find: bool) -> None:
+        """Choose the mode of the next round: is there a draft, or will one be looked for?"""
+        may_wait = self.draft_hit_rate >= LOW_HIT_RATE and may_find
         self.is_on = not found and not may_wait
 
     def record(self, num_accepted: int) -> None:

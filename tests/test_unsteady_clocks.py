@@ -1,0 +1,63 @@
+"""The length of a draft model's drafts, whatever the clock does: the lab pair on made-up clocks."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import specdec_mlx as sd
+from benchmarks.recorded_drafts import RecordedDrafter, record_drafts
+from made_up_clocks import PACES, Machine, written
+from selection import in_one_test
+from specdec_mlx.bench.record import RecordedText
+from specdec_mlx.draft_length.costs import Curve
+from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.lab.pair import held_out_openings, load_pair
+
+NUM_TEXTS, NUM_TOKENS, BEST = 6, 192, 4
+COSTS = Curve(((1, 1.0), (64, 1.0 + 63 * 0.15)))
+"""Of passes where K = 4 is the best fixed length of those up to 6; a draft step is 0.1."""
+
+
+@cache
+def lab() -> tuple[list[RecordedText], RecordedDrafter]:
+    """Texts after openings that the target was not trained on, and the draft model's drafts."""
+    pair, texts = load_pair(), []
+    drafter = sd.ModelDrafter(pair.draft)
+    for name, number, opening in [*held_out_openings()][:NUM_TEXTS]:
+        prompt = list(pair.tokenizer.encode(opening))
+        tokens = sd.speculate(pair.target, prompt, drafter, max_tokens=NUM_TOKENS, draft_length=6)
+        generated = [token.token for token in tokens]
+        texts.append(RecordedText(f"{name} {number}", "lab", prompt, generated))
+    return texts, RecordedDrafter("lab", texts, [record_drafts(pair.draft, t) for t in texts])
+
+
+def passes(pace: str, length: int | str, seed: int = 0) -> list[int]:
+    """Passes of each text, with a new tuning; texts are the target's own (`written` asserts it)."""
+    texts, drafter = lab()
+    machines = [Machine(PACES[pace](100 * seed + i), COSTS) for i in range(NUM_TEXTS)]
+    return [
+        written(text, drafter, length, machine).target_passes
+        for text, machine in zip(texts, machines, strict=True)
+    ]
+
+
+@in_one_test("pace", PACES)
+@in_one_test("seed", range(3))
+def test_no_clock_silences_a_draft_model(pace: str, seed: int) -> None:
+    """Steady, slower from a moment on, slow and quick by turns, or stalling: at most 1.15 times the
+    passes of the best fixed length, and no text above 1.5 times.
+    """
+    fixed, auto = passes("steady", BEST), passes(pace, "auto", seed)
+    assert sum(auto) <= 1.15 * sum(fixed)
+    assert all(own <= 1.5 * best for own, best in zip(auto, fixed, strict=True))
+
+
+@in_one_test("pace", PACES)
+def test_a_draft_model_that_is_never_right_drafts_no_more_for_an_unsteady_clock(pace: str) -> None:
+    """Its account is all that it may lose, and what a change of pace gives back is none of that."""
+    texts, drafter = lab()
+    drafted = 0
+    for i, text in enumerate(texts[:2]):
+        machine = Machine(PACES[pace](i), COSTS)
+        drafted += written(text, drafter, "auto", machine, Tuning(), is_right=False).drafted
+    assert 0 < drafted <= 40
