@@ -450,3 +450,28 @@ def test_a_text_may_go_on_that_was_begun_elsewhere() -> None:
         for n in (1, 7, 19)
     ]
     assert written(BatchGeneration(target), *requests) == [whole[n:] for n in (1, 7, 19)]
+
+
+def test_a_failed_pass_ends_the_texts_that_it_writes_and_no_others(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """One is written, one read, one waits: the other two have their texts when it goes on."""
+    launch, left = SharedPasses.launch, iter([True, True, False])
+
+    def fails_once(passes: SharedPasses, *about: Any) -> Any:
+        if next(left, True):
+            return launch(passes, *about)
+        raise RuntimeError("the device is lost")
+
+    monkeypatch.setattr(SharedPasses, "launch", fails_once)
+    how = Options(prefill_step_size=4)
+    batch = BatchGeneration(model("qwen2"), options=how, schedule=Schedule(max_texts=2))
+    requests = Request(PROMPTS[7], 9), Request(LONG, 9), Request(PROMPTS[1], 9)
+    for request in requests:
+        batch.insert(request)
+    with pytest.raises(RuntimeError, match="the device is lost"):
+        list(batch.run())
+    texts: dict[int, list[int]] = {}
+    for uid, token, *_ in batch.run():
+        texts.setdefault(uid, []).append(token.token)
+    assert texts == {n: said(model("qwen2"), requests[n].prompt, 9) for n in (1, 2)}

@@ -119,3 +119,15 @@ def test_a_text_may_be_taken_out_wherever_it_is() -> None:
         *("removed", "removed"),
         [],
     )
+
+
+def test_after_a_failure_what_was_not_written_waits_again() -> None:
+    """In front, as it was asked for; what was taken out meanwhile does not come back."""
+    schedule = of_sizes(5, 5, 5, 5, max_texts=3)
+    written, read, removed = begin_all(schedule)
+    schedule.join([written])
+    schedule.remove(removed.uid)
+    assert schedule.clear() == [written, read, removed]
+    assert [uid for uid, _ in schedule.waiting] == [1, 3]
+    assert schedule.waiting[0][1] is read.request
+    assert schedule.num_open == 2

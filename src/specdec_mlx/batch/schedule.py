@@ -167,8 +167,13 @@ class Schedule:
                 text.finish_reason = "removed"
 
     def clear(self) -> list[BatchText]:
-        """Forget all but those that wait; returns those that were read or written."""
+        """After a failure: forget the texts that were written, and let those read wait again.
+
+        Returns both.
+        """
         texts = [*self.writing, *self.reading]
+        unread = [(text.uid, text.request) for text in self.reading if text.finish_reason is None]
+        self.waiting = unread + self.waiting
         self.writing, self.reading = [], []
         return texts
 

@@ -161,7 +161,9 @@ class SpeculatingBatch:
             return []
         except Exception as error:
             self._tokens = None
-            self._give_up(self._served.values(), error)
+            waiting = {uid for uid, _ in self._batch.schedule.waiting}  # which are begun anew
+            written = [served for uid, served in self._served.items() if uid not in waiting]
+            self._give_up(written, error)
             return []
         if token is None or (served := self._served.get(token.uid)) is None:
             return []
