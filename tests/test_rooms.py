@@ -39,8 +39,8 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 203_032,
-    "batch": 4_755,
+    "all": 203_099,
+    "batch": 4_789,
     "beams": 2_911,
     "bench": 12_561,
     "checks": 11_251,
@@ -51,7 +51,7 @@ TOKENS = {
     "engine": 7_506,
     "lab": 2_717,
     "memory": 6_069,
-    "mlx_lm_plugin": 24_130,
+    "mlx_lm_plugin": 24_164,
     "notebook": 3_884,
     "rules": 5_035,
     "sampling": 2_406,
@@ -64,7 +64,7 @@ TOKENS = {
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 9.79
+TOKENS_A_LINE = 9.80
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {
