@@ -127,8 +127,9 @@ def test_drafter_chooses_the_drafter(folders: Path, stock: str) -> None:
 def test_draft_model_drafts(folders: Path, stock: str) -> None:
     """The model itself is always right, another one is not; in a cascade it drafts nothing else."""
     model = ("--draft-model", str(folders / "model"))
-    itself = generate(folders, *model, "--draft-length", "4")
-    other = generate(folders, "--draft-model", str(folders / "other"), "--draft-length", "4")
+    alone = ("--drafter", "model", "--draft-length", "4")
+    itself = generate(folders, *model, *alone)
+    other = generate(folders, "--draft-model", str(folders / "other"), *alone)
     spec = ("--drafter", "cascade:then=prompt-lookup,num_first=2")
     cascade = generate(folders, *model, *spec, "--draft-length", "6")
     assert {text_in(output) for output in (itself, other, cascade)} == {stock}
@@ -141,7 +142,7 @@ def test_draft_model_drafts(folders: Path, stock: str) -> None:
 def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     """At temperature 1 a perfect draft model is accepted whole by rejection, not by match."""
     flags = ["--draft-model", str(folders / "model"), "--draft-length", "4"]
-    flags += ["--temp", "1", "--seed", "3"]
+    flags += ["--drafter", "model", "--temp", "1", "--seed", "3"]
     assert account(generate(folders, *flags, "--rule", "rejection")) == all_accepted(80)
     _, accepted, drafted = account(generate(folders, *flags, "--rule", "match"))
     assert accepted < drafted
@@ -275,7 +276,8 @@ def test_chat_answers_as_mlx_lms_and_ends_with_its_input(folders: Path) -> None:
         return [line for line in lines if not any(word in line for word in timed)]
 
     theirs = run(*arguments, stdin=said, program="mlx_lm")
-    for flags in ((), ("--drafter", "ngram"), ("--draft-model", str(folders / "model"))):
+    alone = ("--draft-model", str(folders / "model"), "--drafter", "model")
+    for flags in ((), ("--drafter", "ngram"), alone):
         ours = run(*arguments, "--draft-length", "4", "--stats", *flags, stdin=said)
         assert theirs.returncode == ours.returncode == 0, ours.stderr
         accounts = ACCOUNT.findall(ours.stdout)

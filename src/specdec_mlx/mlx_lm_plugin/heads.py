@@ -184,7 +184,8 @@ class CheckingProvider(ModelProvider):  # type: ignore[misc]
         if self._kept is not None:
             self._kept.close()
         for model in filter(None, (self.model, self.draft_model)):
-            model.clear()
+            for part in list(model.modules()):  # some of which are kept with what is known of it
+                part.clear()
         self.head = None
         super().reset()
 
