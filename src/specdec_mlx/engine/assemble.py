@@ -7,7 +7,7 @@ from typing import Any
 
 import mlx.nn as nn
 
-from specdec_mlx.contracts import AcceptanceRule, DraftContext, Drafter, DraftLength, Target
+from specdec_mlx.contracts import DraftContext, Drafter, DraftLength, Target
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.engine.drafting import Drafting
@@ -131,13 +131,9 @@ def verifier_for(
     probe: bool,
     noise: Noise,
     account: Counterfactual | None = None,
-    rule: str | AcceptanceRule | None = None,
 ) -> Verifier:
-    """The target of a generation: a model with its caches, what its tokens are drawn from, a rule.
-
-    rule: in the place of the options' own.
-    """
+    """The target of a generation: a model with caches, what tokens are drawn from, a rule."""
     model_pass = ModelPass(model, rollback, options.caches, probe=probe)
     next_token = NextToken(options.sampler or Sampling(), options.logits_processors or (), noise)
     end_tokens = frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ())
-    return Verifier(model_pass, next_token, rule or options.rule, account, end_tokens)
+    return Verifier(model_pass, next_token, options.rule, account, end_tokens)
