@@ -23,6 +23,7 @@ from specdec_mlx.contracts import (
     DraftContext,
     Evidence,
     RoundRecord,
+    key_of,
     models_of,
     session_groups,
 )
@@ -178,6 +179,16 @@ def test_the_memory_limit_counts_models_inside(monkeypatch: pytest.MonkeyPatch) 
     drafter = sd.FirstOf(sd.PromptLookupDrafter(min_ngram=1), inner, Continued(last, [1]))
     list(sd.stream_generate(target, tiny_text.tokenizer(), [5, 17], 3, drafter=drafter))
     assert [id(m) for m in wired[0]] == [id(target), id(one), id(two)]
+
+
+def test_a_drafter_that_stands_in_two_places_learns_from_each_of_its_drafts(
+    model: Any, text: list[int]
+) -> None:
+    """Two sessions with one key: whichever drafts, its confidence is there when its round ends."""
+    draft = sd.ModelDrafter(model)
+    auto = Auto()
+    run(model, text, sd.FirstOf(wrong(text), draft, sd.FirstOf(draft)), auto)
+    assert auto.tuning.of(key_of(draft)).chances.recent > 0.5
 
 
 class Refusing:

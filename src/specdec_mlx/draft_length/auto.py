@@ -54,9 +54,11 @@ class Auto:
             return lambda limit: grown(limit, self, may_fork)
         forks = optional(session, "forks") and may_fork()
         if isinstance(session, Stepwise) and not forks:
-            unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
-            model = Model(self.prices, self.tuning.of(part), can_stop=True, most_unread=unread)
-            self._parts[part] = model
+            model = self._parts.get(part)  # two sessions of one drafter share what is known of it
+            if not isinstance(model, Model):
+                model = self._parts[part] = Model(self.prices, self.tuning.of(part))
+            model.can_stop = True
+            model.most_unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
             return lambda limit: model.ask(session, limit)
         return session.propose
 
