@@ -30,41 +30,42 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 181,
+    "files": 185,
     "numeric constants": 159,
-    "protocols": 19,
+    "protocols": 21,
     "public names": 30,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 203_099,
-    "batch": 4_789,
-    "beams": 2_911,
-    "bench": 12_561,
-    "checks": 11_251,
-    "cli": 5_700,
-    "contracts": 4_330,
-    "draft_length": 8_993,
-    "drafters": 47_676,
-    "engine": 7_506,
-    "lab": 2_717,
-    "memory": 6_069,
-    "mlx_lm_plugin": 24_164,
-    "notebook": 3_884,
-    "rules": 5_035,
-    "sampling": 2_406,
-    "stats": 3_597,
-    "testing": 9_211,
-    "top": 8_436,
-    "training": 12_309,
-    "verify": 21_575,
+    "all": 204_051,
+    "batch": 4_742,
+    "beams": 2_883,
+    "bench": 12_437,
+    "checks": 11_140,
+    "cli": 5_644,
+    "contracts": 4_288,
+    "draft_length": 8_921,
+    "drafters": 47_204,
+    "engine": 7_418,
+    "lab": 2_691,
+    "memory": 6_009,
+    "mlx_lm_plugin": 23_937,
+    "notebook": 3_846,
+    "rules": 4_986,
+    "sampling": 2_383,
+    "server": 937,
+    "stats": 3_562,
+    "testing": 9_120,
+    "top": 8_353,
+    "training": 12_188,
+    "verify": 21_362,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 9.80
+TOKENS_A_LINE = 9.77
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {

@@ -1,0 +1,1 @@
+"""A server for agents: OpenAI's and Anthropic's protocols over one engine that speculates."""

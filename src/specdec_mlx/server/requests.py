@@ -1,0 +1,246 @@
+"""What a protocol hands to the engine, what comes back, and what a protocol is.
+
+A body becomes a `TextRequest`; the engine answers with events; a protocol writes them in its form.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from http import HTTPStatus
+from typing import Any, Protocol
+
+from specdec_mlx.drafters.grammar import Grammar
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.stats.account import SpeculationStats
+
+AUTO, NONE, REQUIRED = "auto", "none", "required"  # tool choices that are no tool's name
+
+
+class RequestError(ValueError):
+    """A request that cannot be served, in words for the client.
+
+    code: OpenAI's name for it, as "context_length_exceeded"; None for none. num_tokens, most: of a
+    prompt that does not fit, for the protocols whose clients look for the two numbers.
+    """
+
+    def __init__(
+        self, words: str, code: str | None = None, num_tokens: int = 0, most: int = 0
+    ) -> None:
+        super().__init__(words)
+        self.code, self.num_tokens, self.most = code, num_tokens, most
+
+
+class ServerEndingError(RuntimeError):
+    """A request is ended because the server is."""
+
+    def __init__(self) -> None:
+        super().__init__("The server is ending. Send the request again when it is back.")
+
+
+@dataclass(kw_only=True)
+class TextRequest:
+    """One text to write, whatever protocol asked for it.
+
+    Args:
+        model: its name or folder; "" is the model that the server was started with.
+        adapter: folder of an adapter; None is the one that belongs to the model's name.
+        draft_model: name or folder; None is the server's own.
+        messages: a chat, as chat templates take it; None for a `prompt`.
+        prompt: text or token ids to continue.
+        tools: OpenAI's form, {"type": "function", "function": {...}}.
+        tool_choice: "auto", "none", "required", or the name of the one tool to call.
+        parallel_calls: False ends the text after its first call.
+        template: further names for the chat template (`enable_thinking`, ...).
+        continues: the last message is the assistant's, and the text goes on in it.
+        max_tokens: None for as many as fit.
+        stop: the text ends before the first of these.
+        sampling: temperature and filters, as mlx-lm applies them.
+        penalties: keyword arguments of `mlx_lm.sample_utils.make_logits_processors`.
+        seed: None draws one.
+        num_logprobs: alternatives to report beside each token; None reports nothing.
+        grammar: what the answer must match; None for any text.
+        prediction: a text that the answer is expected to resemble.
+        echo: give the prompt back before the text.
+        drafters: names to try in order; None for the server's own choice.
+        draft_length, rule: None for the server's own.
+        user, key: whose memory is written and read.
+    """
+
+    model: str = ""
+    adapter: str | None = None
+    draft_model: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    prompt: str | list[int] = ""
+    tools: list[dict[str, Any]] = field(default_factory=list)
+    tool_choice: str = AUTO
+    parallel_calls: bool = True
+    template: dict[str, Any] = field(default_factory=dict)
+    continues: bool = False
+    max_tokens: int | None = None
+    stop: Sequence[str] = ()
+    sampling: Sampling = field(default_factory=Sampling)
+    penalties: dict[str, Any] = field(default_factory=dict)
+    seed: int | None = None
+    num_logprobs: int | None = None
+    grammar: Grammar | None = None
+    prediction: str = ""
+    echo: bool = False
+    drafters: Sequence[str] | None = None
+    draft_length: int | str | None = None
+    rule: str | None = None
+    user: str = ""
+    key: str = ""
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """One written token: its id, its text as bytes, its log-probability, and those likeliest there,
+    by falling log-probability."""
+
+    token: int
+    data: bytes
+    logprob: float
+    top: Sequence[tuple[int, bytes, float]] = ()
+
+
+@dataclass(frozen=True)
+class Progress:
+    """`done` of the prompt's `total` tokens are on the caches; the first one says how many were
+    found there (`num_cached`)."""
+
+    done: int
+    total: int
+    num_cached: int
+
+
+@dataclass(frozen=True)
+class Said:
+    """A piece of the answer, or with `is_thought` of the thoughts before it."""
+
+    text: str
+    is_thought: bool = False
+    logprobs: Sequence[TokenLogprob] = ()
+
+
+@dataclass(frozen=True)
+class CallBegan:
+    """A tool is called. index: among the text's calls, from 0."""
+
+    index: int
+    id: str
+    name: str
+
+
+@dataclass(frozen=True)
+class CallArguments:
+    """A piece of the JSON text of a call's arguments."""
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
+class Ended:
+    """The text's end. reason: "stop", "length" or "tool_calls". stop: the stop string that ended
+    it. num_written: tokens of the text, the end token among them; accepted, rejected: drafted ones
+    among those, and those that were not kept. drafter, is_batched, stats: how it was written."""
+
+    reason: str
+    stop: str | None = None
+    num_prompt: int = 0
+    num_cached: int = 0
+    num_written: int = 0
+    num_thought: int = 0
+    accepted: int = 0
+    rejected: int = 0
+    drafter: str = ""
+    is_batched: bool = False
+    stats: SpeculationStats | None = None
+
+
+@dataclass(frozen=True)
+class Failed:
+    """Nothing more comes, for a reason."""
+
+    error: Exception
+
+
+Event = Progress | Said | CallBegan | CallArguments | Ended | Failed
+
+
+@dataclass
+class Written:
+    """All events of one text, put together; `ended` once it has ended."""
+
+    text: str = ""
+    thoughts: str = ""
+    calls: list[dict[str, str]] = field(default_factory=list)  # id, name, arguments
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    ended: Ended | None = None
+
+    def add(self, event: Event) -> None:
+        """Take the next event; raises the error of `Failed`."""
+        match event:
+            case Said():
+                if event.is_thought:
+                    self.thoughts += event.text
+                else:
+                    self.text += event.text
+                self.logprobs += event.logprobs
+            case CallBegan():
+                self.calls.append({"id": event.id, "name": event.name, "arguments": ""})
+            case CallArguments():
+                self.calls[event.index]["arguments"] += event.text
+            case Ended():
+                self.ended = event
+            case Failed():
+                raise event.error
+
+
+@dataclass(kw_only=True)
+class Asked:
+    """A body, read. requests: one a choice, prompt by prompt. id: of the reply. more: what a
+    protocol's own reply needs of the body."""
+
+    requests: list[TextRequest]
+    model: str
+    id: str
+    created: int
+    stream: bool = False
+    more: dict[str, Any] = field(default_factory=dict)
+
+
+class Stream(Protocol):
+    """The way of one streamed reply: bytes of server-sent events."""
+
+    def begin(self) -> Iterable[bytes]:
+        """What comes before all events."""
+
+    def write(self, choice: int, event: Event) -> Iterable[bytes]:
+        """The bytes of an event (never `Failed`) of a choice."""
+
+    def keepalive(self) -> bytes:
+        """What is sent in a silence."""
+
+    def end(self) -> Iterable[bytes]:
+        """What comes after the ends of all choices."""
+
+    def fail(self, error: Exception, status: HTTPStatus) -> Iterable[bytes]:
+        """What comes instead, after an error in the middle."""
+
+
+class Wire(Protocol):
+    """One protocol: pure translation, without a model and without a thread."""
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        """Check a body; raises RequestError."""
+
+    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
+        """The whole reply."""
+
+    def stream(self, asked: Asked) -> Stream:
+        """The way of a streamed one."""
+
+    def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
+        """The body of an error."""

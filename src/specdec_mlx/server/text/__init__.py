@@ -1,0 +1,1 @@
+"""From tokens to events: stop strings, thoughts, tool calls, log-probabilities."""
