@@ -25,7 +25,7 @@ from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.recorded import Modelled
+from specdec_mlx.bench.replay import Modelled
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, Evidence
 from specdec_mlx.draft_length.costs import WIDTHS, Curve
 from specdec_mlx.draft_length.parts import LENGTHS

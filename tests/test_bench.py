@@ -23,14 +23,6 @@ from benchmarks import replay as experiment
 from benchmarks.oracles import LENGTH_ORACLE, TEXT_ORACLE
 from selection import cases, in_one_test
 from specdec_mlx.bench import replay, run, summary, timing
-from specdec_mlx.bench.contenders import (
-    MLX_LM_SPECULATION,
-    PLAIN,
-    Contender,
-    Emitted,
-    make_contenders,
-    ours,
-)
 from specdec_mlx.bench.cost import CostCurve, CostMeter, linear_cost, parse_cost
 from specdec_mlx.bench.record import (
     Record,
@@ -40,12 +32,24 @@ from specdec_mlx.bench.record import (
     load_record,
     save_record,
 )
-from specdec_mlx.bench.recorded import Modelled, replay_text
+from specdec_mlx.bench.replay import Modelled, replay_text
 from specdec_mlx.bench.summary import (
     ALL,
     Result,
 )
-from specdec_mlx.bench.timing import Sample, Settings, run_interleaved, time_generation
+from specdec_mlx.bench.timing import (
+    MLX_LM_SPECULATION,
+    PLAIN,
+    Contender,
+    Emitted,
+    Sample,
+    Settings,
+    make_contenders,
+    ours,
+    run_interleaved,
+    time_generation,
+)
+from specdec_mlx.cli import bench as bench_command
 from specdec_mlx.cli.commands import main
 from specdec_mlx.contracts import Draft, DraftContext, Outcome, RoundRecord
 from specdec_mlx.draft_length.costs import CURVES, WIDTHS
@@ -151,7 +155,7 @@ def test_contenders_take_turns_and_what_auto_learned_is_kept_within_a_repeat(
         seen.append(tuning)
         return speculate(*args, tuning=tuning, **kwargs)
 
-    monkeypatch.setattr("specdec_mlx.bench.contenders.speculate", spy)
+    monkeypatch.setattr("specdec_mlx.bench.timing.speculate", spy)
     drafters = {name: sd.make_drafter(name) for name in (LOOKUP, "ngram")}
     contenders = make_contenders(narrow.model(), drafters, ["auto"])
     settings, order = Settings(max_tokens=4, repeats=2), []
@@ -273,7 +277,7 @@ def command(*arguments: str) -> int:
 def loaded(monkeypatch: pytest.MonkeyPatch) -> narrow.FakeTokenizer:
     """The command line loads the narrow model, whatever it is asked for."""
     tokenizer = narrow.FakeTokenizer()
-    for module, name in ((run, "load_target"), (choice, "load_model")):
+    for module, name in ((bench_command, "load_target"), (choice, "load_model")):
         monkeypatch.setattr(module, name, lambda name: (narrow.model(), tokenizer))
     return tokenizer
 
@@ -360,7 +364,7 @@ def test_a_draft_model_brings_both_speculations_and_a_trained_head_only_ours(
     assert MLX_LM_SPECULATION in report
     assert "| auto " in report, "as `generate` drafts: look-up and the model compete"
     pair = load_pair()
-    monkeypatch.setattr(run, "load_target", lambda name: (pair.target, pair.tokenizer))
+    monkeypatch.setattr(bench_command, "load_target", lambda name: (pair.target, pair.tokenizer))
     head = ["--draft-model", str(head_path("medusa")), *ONE_CHAT]
     cases = ("model:greedy=true", "cascade", "ngram")
     named = [word for name in cases for word in ("--drafter", name)]

@@ -54,9 +54,9 @@ from specdec_mlx.checks.drawn import Cells, Draws, check_declared, check_joint
 from specdec_mlx.checks.one_step import VARIANTS, check_one_step, lossless
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.run import run_parts
-from specdec_mlx.checks.stand_ins import Remembered
-from specdec_mlx.checks.subject import Step, Subject, Work
+from specdec_mlx.checks.subject import Remembered, Step, Subject, Work
 from specdec_mlx.checks.texts import check_greedy, check_state, check_widths, depends_on_text_alone
+from specdec_mlx.cli import check as check_command
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import make_rule
@@ -508,7 +508,7 @@ def test_flags_reach_the_check(
     monkeypatch: pytest.MonkeyPatch, folder: Path, tmp_path: Path
 ) -> None:
     check = Mock(return_value=CheckReport(PARTS))
-    monkeypatch.setattr(run_module, "check", check)
+    monkeypatch.setattr(check_command, "check", check)
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "Hello."}) + "\n")
     flags = "--drafter ngram:max_order=3 --temp 0.7 --top-p 0.9 --min-p 0.1 --top-k 5 --seed 2"

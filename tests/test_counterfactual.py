@@ -190,7 +190,7 @@ def test_it_costs_no_synchronisation(monkeypatch):
     monkeypatch.setattr(passes, "read_all", read_all)
     _, stats = run(True, sampler=sd.Sampling(temp=0.8, top_p=0.9))
     assert read_all.call_count == stats.target_passes
-    with pytest.raises(ValueError, match="counterfactual=True. needs"):
+    with pytest.raises(ValueError, match=r"counterfactual=True.* needs"):
         run(True, sampler=lambda x: mx.argmax(x, axis=-1))
 
 

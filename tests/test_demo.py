@@ -16,9 +16,8 @@ import specdec_mlx as sd
 import test_bench
 import tiny
 from selection import FULL, in_one_test
-from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted
 from specdec_mlx.bench.prompts import Task
-from specdec_mlx.bench.timing import Sample
+from specdec_mlx.bench.timing import PLAIN, Contender, Emitted, Sample
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.cli import demo
 from specdec_mlx.cli.demo import PAIR, Show

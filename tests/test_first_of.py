@@ -17,7 +17,7 @@ import tiny_text
 from selection import in_one_test
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.recorded import replay_text
+from specdec_mlx.bench.replay import replay_text
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,

@@ -17,6 +17,7 @@ import specdec_mlx as sd
 from specdec_mlx.bench import replay
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import Record, RecordedText, read_sessions, save_record
+from specdec_mlx.cli import replay as replay_command
 
 VOCAB = 256
 
@@ -100,10 +101,10 @@ def test_the_command_replays_sessions(
     record, scores = tmp_path / "record.json", tmp_path / "scores.json"
     save_record(Record("", {}, {}, [], cost=cost, results=[], differences=[]), record)
     parser = argparse.ArgumentParser()
-    replay.add_arguments(parser)
+    replay_command.add_arguments(parser)
     path = written(tmp_path, [CONVERSATION, *EDITS])
     given = [record, "--sessions", path, "--model", tmp_path, "--draft-length", 2, "--json", scores]
-    assert replay.main(parser.parse_args([*map(str, given)])) == 0
+    assert replay_command.main(parser.parse_args([*map(str, given)])) == 0
     report = capsys.readouterr().out
     assert report.count("| drafter") == 2
     assert "4 texts, cost measured" in report
@@ -111,4 +112,4 @@ def test_the_command_replays_sessions(
     settings = replay.record_of_sessions(written(tmp_path, [CONVERSATION]), tmp_path).settings
     assert settings["max_tokens"] == len("hello") + 1  # no text is cut short
     with pytest.raises(ValueError, match="Nothing to replay"):
-        replay.main(parser.parse_args([]))
+        replay_command.main(parser.parse_args([]))

@@ -23,7 +23,7 @@ from selection import in_one_test
 from simulated import know
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.recorded import Modelled, replay_text
+from specdec_mlx.bench.replay import Modelled, replay_text
 from specdec_mlx.contracts import Draft, Evidence, GoesOn, RoundRecord, Step
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances

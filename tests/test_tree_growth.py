@@ -24,7 +24,7 @@ from scripted import OracleDrafter
 from selection import FULL, cases, in_one_test
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.recorded import ModelledLength, RecordedTarget, replay_text
+from specdec_mlx.bench.replay import ModelledLength, RecordedTarget, replay_text
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence, Features, RoundRecord
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import PRIORS, Chances, classes_of

@@ -16,9 +16,8 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
 
-from specdec_mlx.bench.contenders import PLAIN, Way
 from specdec_mlx.bench.prompts import Task
-from specdec_mlx.bench.timing import Sample, Written
+from specdec_mlx.bench.timing import PLAIN, Sample, Way, Written
 from specdec_mlx.stats.counterfactual import ratio_of
 
 EXCUSED_GAP = 1e-4  # logits; several rows at once round otherwise than one row on some backends

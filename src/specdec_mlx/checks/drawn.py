@@ -24,8 +24,17 @@ from specdec_mlx.checks import one_step
 from specdec_mlx.checks.chi_square import FALSE_ALARM, LEAST_EXPECTED, ChiSquare, Counts, power
 from specdec_mlx.checks.one_step import DRAFT_FAULTS, VARIANTS, Variant, lossless
 from specdec_mlx.checks.report import Part
-from specdec_mlx.checks.stand_ins import Alone, Remembered, with_remembered_models
-from specdec_mlx.checks.subject import Probs, Step, Subject, Work, first_probs, probabilities
+from specdec_mlx.checks.subject import (
+    Alone,
+    Probs,
+    Remembered,
+    Step,
+    Subject,
+    Work,
+    first_probs,
+    probabilities,
+    with_remembered_models,
+)
 from specdec_mlx.checks.subject import total_variation as distance
 from specdec_mlx.contracts import Draft
 from specdec_mlx.token_ids import to_list
