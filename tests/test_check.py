@@ -54,7 +54,7 @@ from specdec_mlx.checks.drawn import Cells, Draws, check_declared, check_joint
 from specdec_mlx.checks.one_step import VARIANTS, check_one_step, lossless
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.run import run_parts
-from specdec_mlx.checks.subject import Remembered, Step, Subject, Work
+from specdec_mlx.checks.subject import Place, Remembered, Subject, Work
 from specdec_mlx.checks.texts import check_greedy, check_state, check_widths, depends_on_text_alone
 from specdec_mlx.cli import check as check_command
 from specdec_mlx.cli import commands as cli
@@ -177,7 +177,7 @@ RULES_AT_FAULT: dict[str, Any] = {**WRONG_RULES, "none of the named faults": "ty
 
 def drawn_parts(given: Subject) -> CheckReport:
     """The three parts that are about what is drawn."""
-    steps, draws = list[Step](), Draws()
+    steps, draws = list[Place](), Draws()
     parts = [check_one_step(given, WORK, steps), check_joint(given, WORK, steps, draws)]
     return CheckReport([*parts, check_declared(draws)])
 
@@ -203,12 +203,12 @@ def test_the_emitted_distribution_is_exact(
     for p, q in zip(*random.dirichlet(np.ones(6), size=(2, 20)), strict=True):
         result = one_step.emitted(rule, p, q)
         tail = np.sort(q)[:-most_tokens].sum()
-        assert result.left_out == pytest.approx(tail, abs=1e-12)
-        assert abs(result.distance) < 1e-12
-        assert result.bonus_distance < 1e-12
+        assert result["left_out"] == pytest.approx(tail, abs=1e-12)
+        assert abs(result["distance"]) < 1e-12
+        assert result["bonus_distance"] < 1e-12
         likeliest = np.where(q >= np.sort(q)[-most_tokens:][0], q, 0)
-        assert result.overlap == pytest.approx(np.minimum(p, likeliest / likeliest.sum()).sum())
-        assert result.kept == pytest.approx(result.overlap)
+        assert result["overlap"] == pytest.approx(np.minimum(p, likeliest / likeliest.sum()).sum())
+        assert result["kept"] == pytest.approx(result["overlap"])
 
 
 FAULTS_IN_DRAWS: dict[str, tuple[Any, Any, str]] = {

@@ -30,7 +30,7 @@ from specdec_mlx.mlx_lm_plugin.heads import with_heads
 from specdec_mlx.mlx_lm_plugin.requests import Menu
 from specdec_mlx.models import load_model
 from specdec_mlx.training import online
-from specdec_mlx.training.fitting import Schedule
+from specdec_mlx.training.fitting import Updates
 from specdec_mlx.training.online import Bounds, OnlineDraftModel, OnlineTrainer, learning_on
 from specdec_mlx.training.run import PLAN, Data, Plan, train
 from specdec_mlx.training.trainees import Size, Trainee
@@ -51,7 +51,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         "draft",
         Data((str(root / "text.txt"),), window=32),
         Size(mlp=16, heads=2, width=16),
-        Schedule(steps=30, batch=2, learning_rate=1e-2),
+        Updates(steps=30, batch=2, learning_rate=1e-2),
     )
     train(plan, *load_model(target), root / "draft")
     return target

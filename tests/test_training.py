@@ -32,7 +32,7 @@ from specdec_mlx.errors import HeadError, TrainingError
 from specdec_mlx.models import load_model
 from specdec_mlx.training import fitting, texts
 from specdec_mlx.training.features import Batch, Clock, FeatureStore, live_batch
-from specdec_mlx.training.fitting import LOSSES, Schedule, loss_and_gradients
+from specdec_mlx.training.fitting import LOSSES, Updates, loss_and_gradients
 from specdec_mlx.training.online import Bounds, learning_on
 from specdec_mlx.training.run import Data, Plan, train
 from specdec_mlx.training.texts import answers, learnt, padded, read_documents, read_prompts
@@ -70,7 +70,7 @@ def plan_for(folder: Path, kind: str, prompts: bool = False, **schedule: Any) ->
         data = Data(prompts=files["prompts"], held_out=files["others"], window=160)
     width = 16 if kind in ("eagle3", "draft") else None
     size = Size(mlp=16, heads=2, draft_vocab=64, width=width)
-    return Plan(str(folder), kind, data, size, Schedule(**{"steps": 6, "batch": 2, **schedule}))
+    return Plan(str(folder), kind, data, size, Updates(**{"steps": 6, "batch": 2, **schedule}))
 
 
 @pytest.fixture(scope="module")
@@ -406,16 +406,16 @@ def test_an_update_that_does_not_fit_is_lowered_or_refused(wide, monkeypatch):
     machine = {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": 16 * 2**30 // 4096}
     monkeypatch.setattr(fitting.os, "sysconf", machine.__getitem__)
     assert [
-        fit(wide[0], wide[1], Schedule(batch=b, minutes=m)).batch for b, m in ((3, None), (9, 1))
+        fit(wide[0], wide[1], Updates(batch=b, minutes=m)).batch for b, m in ((3, None), (9, 1))
     ] == [
         3,
         3,
     ]
     with pytest.raises(TrainingError, match=r"takes about 19\.3 GB .*Lower --batch to 3"):
-        fit(wide[0], wide[1], Schedule(batch=9))
+        fit(wide[0], wide[1], Updates(batch=9))
     machine["SC_PHYS_PAGES"] //= 2
     with pytest.raises(TrainingError, match="Lower --window or --draft-vocab"):
-        fit(wide[0], wide[1], Schedule(batch=9, minutes=1))
+        fit(wide[0], wide[1], Updates(batch=9, minutes=1))
 
 
 # Time

@@ -209,17 +209,8 @@ class Settings:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Written(Way):
-    """A text by its prompt, how it was written, and which repeat it is."""
-
-    id: str
-    category: str
-    repeat: int
-
-
-@dataclass(frozen=True, kw_only=True)
-class Sample(Written):
-    """One generation as it happened.
+class Sample(Way):
+    """One generation as it happened, of a prompt by its id; repeat: which one it is.
 
     tokens: [n] ids, the end token included; the `first_round` first came with the first round,
     whose time, prefill included, is `first_seconds`. decode_seconds: from there to the last token.
@@ -227,6 +218,9 @@ class Sample(Written):
     side by side.
     """
 
+    id: str
+    category: str
+    repeat: int
     tokens: list[int]
     first_round: int
     first_seconds: float

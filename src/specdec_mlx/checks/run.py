@@ -16,7 +16,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from specdec_mlx.bench.prompts import builtin_prompts, encode_chat
 from specdec_mlx.checks import drawn, one_step, texts
 from specdec_mlx.checks.report import CheckReport, Part
-from specdec_mlx.checks.subject import Step, Subject, Work
+from specdec_mlx.checks.subject import Place, Subject, Work
 from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.drafters.choosing.choice import resolve
@@ -141,7 +141,7 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
     """The parts in order, in the time for all; later ones use what earlier ones have gathered."""
     from tqdm.auto import tqdm
 
-    steps: list[Step] = []
+    steps: list[Place] = []
     draws = drawn.Draws()
     probed: list[ProbeReport] = []
     # part -> share of the time that is left when it begins, and what runs

@@ -125,7 +125,7 @@ class Work:
 
 
 @dataclass(frozen=True, eq=False)
-class Step:
+class Place:
     """A place in a text of the target's own, and the draft that was proposed there.
 
     tokens: [n] before it. target_probs: [V], from a single-token pass. draft_probs: [V] of the
@@ -138,14 +138,14 @@ class Step:
     draft_probs: Probs | None
 
 
-def walk(subject: Subject, prompt: list[int], num_tokens: int) -> Iterator[Step]:
+def walk(subject: Subject, prompt: list[int], num_tokens: int) -> Iterator[Place]:
     """Steps along a text that the target alone draws, the drafter following it."""
     tokens, session = list(prompt), subject.begin(prompt)
     plainly = replace(subject, drafter=None)
     for token in plainly.text(prompt, num_tokens, sampler=subject.sampling):
         draft = session.propose(1)
         target_probs = probabilities(subject.sampling.log_distribution(token.logprobs))
-        yield Step(list(tokens), target_probs, draft, first_probs(draft, subject.vocab_size))
+        yield Place(list(tokens), target_probs, draft, first_probs(draft, subject.vocab_size))
         if token.token in subject.end_tokens:
             return
         session.observe([token.token])

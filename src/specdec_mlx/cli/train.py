@@ -11,7 +11,7 @@ from typing import Any
 from specdec_mlx.models import load_model
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.sampling.distribution import is_temp
-from specdec_mlx.training.fitting import LOSSES, Schedule
+from specdec_mlx.training.fitting import LOSSES, Updates
 from specdec_mlx.training.run import Data, Plan, train
 from specdec_mlx.training.trainees import KINDS, TYPES, Size
 
@@ -28,7 +28,7 @@ INIT = "what to begin with: a draft model, or a head of this kind and size"
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags of the command."""
-    count, rate = argument(positive_int), Schedule.learning_rate
+    count, rate = argument(positive_int), Updates.learning_rate
     add = parser.add_argument
     add("--model", required=True, help="target: folder or Hugging Face name")
     add("--kind", required=True, choices=KINDS, help="what is trained")
@@ -48,12 +48,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
     add = parser.add_argument_group("how it learns").add_argument
     add("--minutes", type=count, metavar="N", help=MINUTES)
-    add("--steps", type=count, default=Schedule.steps, help="updates (%(default)s)")
-    add("--batch", type=count, default=Schedule.batch, help="windows an update (%(default)s)")
+    add("--steps", type=count, default=Updates.steps, help="updates (%(default)s)")
+    add(
+        "--batch",
+        type=count,
+        default=Updates.batch,
+        help="windows an update (%(default)s)",
+    )
     add("--learning-rate", type=float, default=rate, metavar="RATE", help="its peak (%(default)s)")
-    add("--loss", choices=LOSSES, default=Schedule.loss, help="what it minimises (%(default)s)")
+    add(
+        "--loss",
+        choices=LOSSES,
+        default=Updates.loss,
+        help="what it minimises (%(default)s)",
+    )
     add("--draft-steps", type=count, default=Plan.num_steps, metavar="K", help=DRAFT_STEPS)
-    add("--seed", type=int, default=Schedule.seed, help="(%(default)s)")
+    add("--seed", type=int, default=Updates.seed, help="(%(default)s)")
 
     add = parser.add_argument_group("how large it becomes").add_argument
     add("--width", type=count, help="of the states of eagle3 and draft")
@@ -92,7 +102,7 @@ def plan_of(args: argparse.Namespace) -> Plan:
         return kind(**{field.name: getattr(args, field.name) for field in fields(kind)})
 
     named = {name: getattr(args, name) for name in ("model", "kind", "init", "dtype")}
-    parts = {"data": part(Data), "size": part(Size), "schedule": part(Schedule)}
+    parts = {"data": part(Data), "size": part(Size), "schedule": part(Updates)}
     return Plan(**named, **parts, num_steps=args.draft_steps)
 
 
