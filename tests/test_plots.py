@@ -20,7 +20,6 @@ from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.notebook import plots
 from specdec_mlx.notebook.views import GREY, VERMILLION
-from specdec_mlx.stats import theory
 
 ROUNDS = [(0, 0)] * 3 + [(4, 2), (4, 4), (4, 4), (2, 0)]
 
@@ -60,9 +59,7 @@ def every_plot() -> dict[str, plots.Plot]:
     results = [result("mlx-lm", "", "a", 1), result("ngram", "4", "a", 2)]
     return {
         "stats": stats.plot(),
-        "cost": plots.cost_curve(linear_cost(0.24), 0.8),
-        "lengths": plots.draft_lengths({2: stats}),
-        "speeds": plots.draft_lengths({2: stats}, linear_cost(0.1)),
+        "cost": plots.cost_curve(linear_cost(0.24)),
         "by text": plots.speed_by_text(results),
         "modelled": Scores([score("ngram", "a", 1.5), score("ngram", "all", 1.2)]).plot(),
         "power": CheckReport([Part("joint", "passed", "", {"power": {"bonus": 1.0}})]).plot(),
@@ -87,16 +84,6 @@ def test_every_plot_is_named_and_reads_on_light_and_on_dark_pages():
             looks = {(x.get_color(), x.get_linestyle(), x.get_marker()) for x in lines}
             assert len(lines) == len(looks), name
         assert colours <= {to_hex(GREY), to_hex(VERMILLION)}, name
-
-
-def test_draft_lengths_hold_equation_1_against_the_counts():
-    runs = {2: stats_of([(2, 2), (2, 0)]), 4: stats_of([(4, 4), (4, 2)])}
-    plot = plots.draft_lengths(runs)
-    expected = [theory.expected_tokens(8 / 10, K) for K in (2, 4)]
-    assert line(plot, "expected, α = 0.80") == ([2, 4], pytest.approx(expected))
-    assert line(plot, "observed") == ([2, 4], [2, 4])
-    speeds = line(plots.draft_lengths(runs, linear_cost(0.5)), "observed")[1]
-    assert speeds == pytest.approx([2 / 2, 4 / 3])
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
