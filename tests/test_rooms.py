@@ -7,7 +7,9 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grimp
 import pytest
 from importlinter.cli import lint_imports
 
@@ -93,6 +95,44 @@ def test_imports_keep_to_the_layers_and_run_in_no_circle(monkeypatch, capsys):
     """Every contract of import-linter in pyproject.toml is kept."""
     monkeypatch.chdir(ROOT)
     assert lint_imports(no_cache=True, no_logo=True) == 0, capsys.readouterr().out
+
+
+WRONG_IMPORTS = [
+    ("layers", "verify.passes", "draft_length.costs"),
+    ("layers", "draft_length.auto", "verify.rollback"),
+    ("layers", "verify.passes", "drafters.model"),
+    ("layers", "drafters.ngram", "engine.clock"),
+    ("layers", "server.requests", "cli.commands"),
+    ("circles", "rules.arithmetic", "stats.theory"),
+    ("circles", "drafters.drawing", "drafters.model"),
+    ("pure", "rules.coins", "mlx_lm"),
+    ("pure", "stats.theory", "mlx_lm.models.cache"),
+    ("loop", "loop", "rules.match"),
+    ("loop", "engine.drafting", "drafters.model"),
+    ("loop", "verify.passes", "rules.match"),
+    ("loop", "draft_length.auto", "drafters.model"),
+    ("notebook", "notebook.views", "engine.clock"),
+    ("notebook", "stats.account", "verify.rollback"),
+]
+
+
+@pytest.mark.parametrize(("contract", "importer", "imported"), WRONG_IMPORTS)
+def test_an_import_that_should_not_be_breaks_its_contract(
+    contract: str, importer: str, imported: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more import in the graph; that of the loop through another room too."""
+    build = grimp.build_graph
+
+    def broken(*args: Any, **options: Any) -> grimp.ImportGraph:
+        graph = build(*args, **options)
+        library = imported.startswith("mlx_lm")
+        name = imported.partition(".")[0] if library else f"specdec_mlx.{imported}"
+        graph.add_import(importer=f"specdec_mlx.{importer}", imported=name)
+        return graph
+
+    monkeypatch.setattr(grimp, "build_graph", broken)
+    monkeypatch.chdir(ROOT)
+    assert lint_imports(no_cache=True, no_logo=True, limit_to_contracts=(contract,)) == 1
 
 
 @pytest.mark.parametrize(
