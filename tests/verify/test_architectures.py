@@ -47,7 +47,7 @@ EXACT = [name for name in RUNS if name not in INEXACT]
 OTHERS = [name for name in EXACT if name not in tiny.REPRESENTATIVE]
 ACROSS_THE_WINDOW = 32
 LAST_PLACES = {"bfloat16": 0.1, "float16": 0.02}  # of a log-probability
-PAGE = Path(__file__).parent.parent / "docs" / "architectures.md"
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 on_cpu = pytest.mark.skipif(mx.metal.is_available(), reason="the table is about the CPU")
 

@@ -8,6 +8,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from test_plots import result
+from test_views import stats_of
 
 import specdec_mlx as sd
 from selection import in_one_test
@@ -15,8 +17,6 @@ from specdec_mlx.bench.record import Record
 from specdec_mlx.bench.replay import Score, Scores
 from specdec_mlx.checks import CheckReport, Part
 from specdec_mlx.stats.account import Row, Rows, columns
-from test_plots import result
-from test_views import stats_of
 
 NUMBERS = {"p_value": 0.25, "power": {"a": 1.0}, "texts": 3}
 

@@ -13,11 +13,11 @@ import mlx_lm
 import numpy as np
 import pytest
 from mlx_lm.generate import generate_step
+from test_commands import account, text_in
 
 import specdec_mlx as sd
 from command_line import both_ways, run
 from selection import in_one_test
-from test_commands import account, text_in
 from tiny_model_folder import write_model_folder
 
 SCHEMA: dict[str, Any] = {

@@ -11,9 +11,9 @@ from typing import Any
 
 import mlx.nn as nn
 import pytest
+import test_bench
 
 import specdec_mlx as sd
-import test_bench
 import tiny
 from selection import FULL, in_one_test
 from specdec_mlx.bench.prompts import Task

@@ -18,6 +18,7 @@ import mlx.core as mx
 import numpy as np
 import pytest
 from mlx.utils import tree_flatten
+from test_stepwise import DECIDERS, PEAKED, WAYS, Coins, stop_at
 
 import heads
 import specdec_mlx as sd
@@ -44,7 +45,6 @@ from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
-from test_stepwise import DECIDERS, PEAKED, WAYS, Coins, stop_at
 
 target = cache(heads.target)
 small = cache(partial(tiny.build, "qwen2", vocab_size=VOCAB))

@@ -21,8 +21,7 @@ import heads
 import specdec_mlx as sd
 import tiny
 from selection import cases, in_one_test
-from specdec_mlx.checks import run as check
-from specdec_mlx.cli import commands
+from specdec_mlx.cli import check, commands
 from specdec_mlx.drafters.choosing.candidates import heads_lines, known_repositories, report
 from specdec_mlx.drafters.choosing.choice import (
     DrafterChoice,

@@ -7,6 +7,7 @@ import mlx.nn as nn
 import pytest
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
+from test_commands import account, text_in
 
 import specdec_mlx as sd
 import tiny
@@ -16,7 +17,6 @@ from scripted import Recorder
 from selection import cases, in_one_test
 from specdec_mlx.contracts import key_of
 from specdec_mlx.drafters.lighter import first_layers
-from test_commands import account, text_in
 from tiny_model_folder import write_model_folder
 
 RUNS = ("llama", "gemma3_text", "mamba2", "qwen3_next", "falcon_h1", "deepseek_v3", "gpt2")

@@ -12,6 +12,7 @@ import mlx.nn as nn
 import numpy as np
 import pytest
 from mlx_lm.models.cache import LRUPromptCache
+from test_stepwise import WAYS
 
 import specdec_mlx as sd
 import tiny
@@ -33,7 +34,6 @@ from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
-from test_stepwise import WAYS
 
 EXACT = 1e-6  # declared distributions come out of the session in float32
 

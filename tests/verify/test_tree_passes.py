@@ -42,7 +42,7 @@ CHAINS_ALONE = ("llama4", "mamba2", "gpt2", "nanochat", "falcon_h1", "minimax_m3
 blocks of rows that are chosen by their scores."""
 
 CLOSE = 1e-4
-ROWS = rows_of((Path(__file__).parent.parent / "docs" / "architectures.md").read_text())
+ROWS = rows_of((Path(__file__).parents[2] / "docs" / "architectures.md").read_text())
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
 
 
