@@ -208,7 +208,7 @@ def test_a_newer_mlx_lm_is_warned_of_and_refused_only_where_its_functions_differ
         with installed():
             assert stock(pair, max_tokens=4)
     assert [r.message[:30] for r in caplog.records] == ["mlx-lm 0.34.1.dev3 is newer th"]
-    with pytest.raises(SystemExit, match="^0$"):
+    with pytest.raises(SystemExit, match=r"^0$"):
         main(["generate", "--help"])
     original = steps.speculative_generate_step
 

@@ -101,8 +101,9 @@ class Specdec(llm.Model):
         self, prompt: llm.Prompt, stream: bool, response: llm.Response, conversation: Any
     ) -> Iterator[str]:
         """Yield pieces of the answer; the account of the speculation goes to the log."""
-        import specdec_mlx as sd
         from mlx_lm import load
+
+        import specdec_mlx as sd
 
         self._loaded = self._loaded or load(self.source)
         model, tokenizer = self._loaded

@@ -11,9 +11,10 @@ from typing import Any
 
 import mlx_lm
 import pytest
-import specdec_mlx as sd
 from click.testing import CliRunner
 from llm.cli import cli
+
+import specdec_mlx as sd
 from specdec_mlx.lab.pair import draft_path, target_path
 
 TEMPLATE = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}assistant:"
