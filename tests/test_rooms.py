@@ -41,33 +41,33 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 204_051,
+    "all": 203_874,
     "batch": 4_742,
     "beams": 2_883,
-    "bench": 12_437,
-    "checks": 11_140,
-    "cli": 5_644,
-    "contracts": 4_288,
+    "bench": 10_972,
+    "checks": 10_544,
+    "cli": 8_597,
+    "contracts": 4_344,
     "draft_length": 8_921,
-    "drafters": 47_204,
-    "engine": 7_418,
+    "drafters": 47_220,
+    "engine": 7_484,
     "lab": 2_691,
     "memory": 6_009,
-    "mlx_lm_plugin": 23_937,
-    "notebook": 3_846,
+    "mlx_lm_plugin": 24_055,
+    "notebook": 3_364,
     "rules": 4_986,
-    "sampling": 2_383,
+    "sampling": 2_387,
     "server": 937,
-    "stats": 3_562,
+    "stats": 3_888,
     "testing": 9_120,
-    "top": 8_353,
-    "training": 12_188,
-    "verify": 21_362,
+    "top": 8_426,
+    "training": 11_114,
+    "verify": 21_190,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 9.77
+TOKENS_A_LINE = 9.75
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {

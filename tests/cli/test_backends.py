@@ -166,10 +166,10 @@ def test_the_doctor_looks_at_this_installation(
     pretend_to_install(tmp_path, mlx_cpu="0.1", mlx_cuda_12="0.2")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr(sys, "platform", "linux")
-    monkeypatch.setattr(mlx_lm, "__version__", "0.33.0")
+    monkeypatch.setattr(mlx_lm, "__version__", "0.31.0")
     found = doctor.inspect_installation()
     assert found.backends == {"mlx-cpu": "0.1", "mlx-cuda-12": "0.2"}
-    assert "0.33.0" in (found.refusal or "")
+    assert "0.31.0" in (found.refusal or "")
 
 
 LIBRARIES = {
