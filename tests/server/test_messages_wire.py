@@ -25,12 +25,14 @@ from specdec_mlx.server.requests import (
 from wires import each_wrong, events_in, message_of
 
 USER: list[Any] = [{"role": "user", "content": "hello"}]
-READ = {"name": "read", "description": "Read.", "input_schema": {"type": "object"}}
+READ: dict[str, Any] = {"name": "read", "description": "Read.", "input_schema": {"type": "object"}}
 PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 
 def read(messages: Any = USER, **more: Any) -> TextRequest:
-    (request,) = MESSAGES.read({"model": "m", "max_tokens": 9, "messages": messages, **more}).requests
+    (request,) = MESSAGES.read(
+        {"model": "m", "max_tokens": 9, "messages": messages, **more}
+    ).requests
     return request
 
 
@@ -79,7 +81,14 @@ RESULTS: dict[str, tuple[Any, str]] = {
         "[document T: not shown to this model]",
     ),
     "search_result": (
-        [{"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "F"}]}],
+        [
+            {
+                "type": "search_result",
+                "title": "T",
+                "source": "S",
+                "content": [{"type": "text", "text": "F"}],
+            }
+        ],
         "T\nS\nF",
     ),
     "tool_reference": (
@@ -104,6 +113,7 @@ def test_a_result_is_text_whatever_it_holds(content: Any, text: str) -> None:
             "role": "assistant",
             "content": "",
             "reasoning_content": "Read it.",
+            "reasoning": "Read it.",
             "tool_calls": [
                 {
                     "id": "1",
@@ -197,7 +207,11 @@ WRONG: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
     {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
     {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}]},
-    {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": 1}]}]},
+    {
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": 1}]}
+        ]
+    },
     {"system": 1},
     {"max_tokens": "9"},
     {"max_tokens": 0},
@@ -224,12 +238,13 @@ def test_a_body_is_read_or_refused_whatever_stands_where() -> None:
     """Every value of a body, replaced by each of a dozen others."""
     result = {"type": "tool_result", "tool_use_id": "1", "content": [PNG]}
     use = {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "a"}}
+    turns = [{"role": "assistant", "content": [use]}]
+    turns += [{"role": "user", "content": [result, {"type": "text", "text": "go on"}]}]
     body = {
         "model": "m",
         "max_tokens": 9,
         "system": [{"type": "text", "text": "Be brief."}],
-        "messages": [*USER, {"role": "assistant", "content": [use]}]
-        + [{"role": "user", "content": [result, {"type": "text", "text": "go on"}]}],
+        "messages": [*USER, *turns],
         "tools": [READ, {"type": "bash_20250124", "name": "bash"}],
         "tool_choice": {"type": "tool", "name": "read"},
         "thinking": {"type": "enabled"},
@@ -256,7 +271,9 @@ def test_a_text_with_thoughts_and_calls() -> None:
         CallArguments(0, '"a"}'),
         CallBegan(1, "call_1", "list"),
         CallArguments(1, "{}"),
-        Ended("tool_calls", num_prompt=30, num_cached=20, num_written=12, num_thought=5, accepted=3),
+        Ended(
+            "tool_calls", num_prompt=30, num_cached=20, num_written=12, num_thought=5, drafter="mtp"
+        ),
     ]
     for message in both(*events):
         thoughts, text, *calls = message["content"]
@@ -272,7 +289,7 @@ def test_a_text_with_thoughts_and_calls() -> None:
         assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (10, 20)
         assert usage["output_tokens"] == 12
         assert usage["output_tokens_details"] == {"thinking_tokens": 5}
-        assert usage["speculation"]["accepted"] == 3
+        assert usage["speculation"]["drafter"] == "mtp"
 
 
 @pytest.mark.parametrize(

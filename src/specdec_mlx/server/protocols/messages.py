@@ -116,7 +116,7 @@ class Messages:
         choice = given(body, "tool_choice", dict)
         request.tool_choice = _choice(choice, request.tools)
         request.parallel_calls = choice.get("disable_parallel_tool_use") is not True
-        request.max_tokens = fields.count(body, "max_tokens")
+        request.max_tokens = fields.most_tokens(body)
         request.stop = fields.texts(body.get("stop_sequences"), "stop_sequences")
         metadata = given(body, "metadata", dict)
         request.user = str(metadata.get("user_id") or request.user)
@@ -127,6 +127,7 @@ class Messages:
             wanted = expect(wanted, dict, "output_config.format")
             described = {"type": wanted.get("type"), "json_schema": wanted}
             request.grammar = fields.grammar_in(described)
+            request.template |= {"enable_thinking": False}  # a grammar is the answer's
         return fields.asked([request], body, "msg_")
 
     def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
@@ -224,7 +225,7 @@ def _tools(tools: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 def _choice(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str:
     kind, name = choice.get("type", "auto"), choice.get("name")
-    if kind in CHOICES:
+    if isinstance(kind, str) and kind in CHOICES:
         return CHOICES[kind]
     if kind == "tool" and name in [tool["function"]["name"] for tool in tools]:
         return str(name)

@@ -96,15 +96,18 @@ class Responses:
         request.tool_choice, named = _choice(body.get("tool_choice") or AUTO, tools)
         request.tools = [tool for tool in request.tools if tool["function"]["name"] in named]
         request.parallel_calls = body.get("parallel_tool_calls") is not False
-        request.max_tokens = fields.count(body, "max_output_tokens")
-        effort = given(body, "reasoning", dict).get("effort")
+        request.max_tokens = fields.count(body, "max_output_tokens", least=1)
+        effort = given(given(body, "reasoning", dict), "effort", str) or None
         request.template = fields.thinking(effort) | request.template
         wanted = given(given(body, "text", dict), "format", dict)
         described = {"type": wanted.get("type", "text"), "json_schema": wanted}
         request.grammar = fields.grammar_in(described)
+        if request.grammar is not None:  # it is the answer's: there is no place for thoughts
+            request.template["enable_thinking"] = False
         include = given(body, "include", list)
         if LOGPROBS in include or body.get("top_logprobs"):
-            request.num_logprobs = fields.count(body, "top_logprobs", most=20) or 0
+            most = fields.MOST_LOGPROBS
+            request.num_logprobs = fields.count(body, "top_logprobs", most=most) or 0
         echo = {name: body.get(name) or value for name, value in ECHOED.items()}
         echo["parallel_tool_calls"] = request.parallel_calls
         more = {"tools": tools, "encrypts": ENCRYPTED in include, "echo": echo}
@@ -185,10 +188,9 @@ def _tools(
         if kind == "namespace":
             inner = expect(tool.get("tools"), list, "tools: namespace")
             yield from _tools(inner, offered, expect(name, str, "tools: name"))
-        elif kind not in ("function", "custom") or name in offered:
+        elif kind not in ("function", "custom") or expect(name, str, "tools: name") in offered:
             leave_out("tool", kind)
         else:
-            expect(name, str, "tools: name")
             offered[name] = Tool(kind == "custom", namespace)
             described, schema = tool.get("description"), tool.get("parameters")
             if kind == "custom":
@@ -213,7 +215,7 @@ def _choice(choice: Any, offered: Mapping[str, Tool]) -> tuple[str, Iterable[str
     if named.get("type") == "allowed_tools" and named.get("mode") in (AUTO, REQUIRED):
         tools = expect(named.get("tools"), list, "tool_choice: tools")
         return named["mode"], [expect(tool, dict, "tool_choice").get("name") for tool in tools]
-    if named.get("type") in ("function", "custom") and named.get("name") in offered:
+    if named.get("type") in ("function", "custom") and named.get("name") in [*offered]:
         return named["name"], offered
     raise RequestError(f"tool_choice: expected auto, none, required or a tool, not {choice!r}")
 
