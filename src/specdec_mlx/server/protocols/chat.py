@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
@@ -41,10 +40,7 @@ class Chat:
         request.tool_choice = _choice(body.get("tool_choice"), request.tools)
         request.parallel_calls = body.get("parallel_tool_calls", True)
         request.grammar = fields.grammar_in(body.get("response_format"))
-        own = request.template
-        request.template = fields.thinking(body.get("reasoning_effort")) | own
-        if request.grammar is not None:  # it is that of the answer: there is no place for thoughts
-            request.template = {"enable_thinking": False, **own}
+        request.template = fields.thinking(body.get("reasoning_effort")) | request.template
         if (role_mapping := body.get("role_mapping")) is not None:
             request.template["role_mapping"] = role_mapping
         last = request.template.pop("continue_final_message", body.get("continue_final_message"))
@@ -100,17 +96,16 @@ def _templated(given: Any) -> dict[str, Any]:
     thoughts = [message.pop(name) for name in THOUGHTS if name in message]
     if thoughts and isinstance(thoughts[0], str):
         message |= dict.fromkeys(THOUGHTS, thoughts[0])
-    calls = []
-    for call in fields.several(message.pop("tool_calls", [])):
-        function = call.get("function") if isinstance(call, dict) else None
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+    for call in fields.several(message.get("tool_calls", [])):
+        if not _is_named(call):
             raise RequestError(f"messages: expected a call of a function, not {call!r}")
-        arguments = function.get("arguments")
-        if (read := _arguments(arguments)) is None:
-            message["content"] += f"{function['name']}({arguments})"
-        else:
-            calls.append({**call, "function": {**function, "arguments": read}})
-    return message | ({"tool_calls": calls} if calls else {})
+    return message
+
+
+def _is_named(given: Any) -> bool:
+    """True for an object whose function has a name: a tool, or a call of one."""
+    function = given.get("function") if isinstance(given, dict) else None
+    return isinstance(function, dict) and isinstance(function.get("name"), str)
 
 
 def _text(content: Any) -> str:
@@ -128,31 +123,19 @@ def _part(part: Mapping[str, Any]) -> str:
     return text if isinstance(text, str) else UNSEEN.format(part.get("type"))
 
 
-def _arguments(arguments: Any) -> dict[str, Any] | None:
-    """The object that is a call's arguments; None for what is no object."""
-    try:
-        read = json.loads(arguments or "{}") if isinstance(arguments, str) else arguments or {}
-    except (ValueError, RecursionError):
-        return None
-    return read if isinstance(read, dict) else None
-
-
 def tools_in(tools: Any) -> list[dict[str, Any]]:
     """The functions among the tools; raises RequestError for one without a name."""
     if tools is not None and not isinstance(tools, list):
         raise RequestError(f"tools must be a list, not {tools!r}")
     found = [tool for tool in tools or [] if _kind(tool) == "function"]
     for tool in found:
-        function = tool.get("function")
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+        if not _is_named(tool):
             raise RequestError(f"tools: expected a function with a name, not {tool!r}")
     return found
 
 
 def _kind(tool: Any) -> Any:
-    if not isinstance(tool, dict):
-        raise RequestError(f"tools: expected objects, not {tool!r}")
-    return tool.get("type", "function")
+    return tool.get("type", "function") if isinstance(tool, dict) else "function"
 
 
 def _choice(choice: Any, tools: Sequence[dict[str, Any]]) -> str:
