@@ -34,7 +34,7 @@ from specdec_mlx.options import name_in
 from specdec_mlx.server.flags import Settings
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import prefixes_for
-from specdec_mlx.server.prompts import is_forced, read_prompt
+from specdec_mlx.server.prompts import has_grammar, read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
 from specdec_mlx.server.rows import Rows
@@ -79,7 +79,7 @@ class Engine:
     def submit(self, request: TextRequest, put: Callable[[Event], None]) -> Ticket:
         """Queue a request; `put` is called on the engine's thread, the last time with an end."""
         ticket = Ticket(request, put)
-        if is_forced(request) and self.models.loaded is not None:
+        if has_grammar(request) and self.models.loaded is not None:
             Thread(target=self._compile, args=(ticket,), daemon=True).start()
         else:
             self._queue(ticket)
@@ -89,7 +89,7 @@ class Engine:
         """Compile a grammar beside the texts that are written, which keeps it for its text."""
         try:
             if (loaded := self.models.loaded) is not None:
-                compile_grammar(ticket.request, loaded.tokenizer)
+                ticket.grammar = compile_grammar(ticket.request, loaded.tokenizer)
         except Exception as error:
             ticket.fail(error)
         else:
@@ -151,7 +151,8 @@ class Engine:
                 if not self._is_ending:
                     ticket = self._first_waiting()
             ends = self._is_ending and self.ranks.is_first
-            request, ends = self.ranks.from_first((ticket and ticket.request, ends))
+            shared = None if ticket is None else ticket.request
+            request, ends = self.ranks.from_first((shared, ends))
             if ends:
                 return None
             if request is not None:
@@ -268,8 +269,7 @@ class Engine:
 
         caches: hold the first `num_read` tokens; None for new ones.
         """
-        settings, flags, request = self.settings, self.settings.flags, text.request
-        model = text.loaded.model
+        settings, model = self.settings, text.loaded.model
         caches = make_prompt_cache(model) if caches is None else caches
 
         def on_progress(done: int, total: int) -> None:
@@ -278,11 +278,9 @@ class Engine:
         options = Options(
             max_tokens=text.max_tokens,
             sampler=text.sampling,
-            seed=request.seed,
-            rule=flags.rule if request.rule is None else request.rule,
-            draft_length=(
-                flags.draft_length if request.draft_length is None else request.draft_length
-            ),
+            seed=text.request.seed,
+            rule=text.rule,
+            draft_length=text.draft_length,
             logits_processors=text.processors,
             prompt_cache=caches,
             prefill_step_size=settings.prefill_step_size,

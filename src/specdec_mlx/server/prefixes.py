@@ -12,11 +12,11 @@ import platform
 from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
-import mlx_lm
 from mlx_lm.models.cache import PromptTrie
 
 from specdec_mlx.drafters.fingerprint import content_digest
@@ -177,6 +177,6 @@ def digest(loaded: Loaded, settings: Settings) -> str:
         adapter and json.loads((Path(adapter) / "adapter_config.json").read_text()),
         loaded.files if loaded.config.get("model_file") else (),  # code of its own
         (settings.kv_bits, settings.kv_group_size, settings.quantized_kv_start),
-        f"{mlx_lm.__version__}-{mx.__version__}-{platform.platform()}-{architecture}",
+        f"{version('mlx-lm')}-{mx.__version__}-{platform.platform()}-{architecture}",
     ]
     return content_digest(loaded.model, about)[:16]

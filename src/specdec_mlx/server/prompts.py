@@ -11,7 +11,8 @@ from typing import Any
 
 from specdec_mlx.generation import encode
 from specdec_mlx.server.flags import Settings
-from specdec_mlx.server.requests import AUTO, NONE, RequestError, TextRequest
+from specdec_mlx.server.forced import is_forced, tools_for
+from specdec_mlx.server.requests import RequestError, TextRequest
 
 LONGEST_TAIL = 11  # tokens of a template's end in which a thought may begin, as in mlx-lm's server
 
@@ -32,9 +33,9 @@ class ReadPrompt:
     in_thought: bool = False
 
 
-def is_forced(request: TextRequest) -> bool:
+def has_grammar(request: TextRequest) -> bool:
     """True if what is written is kept to a grammar from the first token on: nothing is thought."""
-    return request.grammar is not None or request.tool_choice not in (AUTO, NONE)
+    return request.grammar is not None or is_forced(request)
 
 
 def read_prompt(
@@ -70,10 +71,10 @@ def _of_chat(
     finds_ends: bool,
 ) -> ReadPrompt:
     names = {**settings.chat_template_args, **request.template}
-    if is_forced(request):
+    if has_grammar(request):
         names = {"enable_thinking": False, **names}
-    if request.tools and request.tool_choice != NONE:
-        names["tools"] = request.tools
+    if tools := tools_for(request):
+        names["tools"] = tools
 
     def rendered(those: list[dict[str, Any]], **how: Any) -> str:
         text: str = tokenizer.apply_chat_template(those, tokenize=False, **how, **names)
@@ -91,7 +92,7 @@ def _of_chat(
         if tokenizer.has_thinking and not request.continues:
             ends.append(tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL))
         ends = sorted(end for end in {*ends, len(tokens)} if end > 0)
-    in_thought = not is_forced(request) and _in_thought(text, request, tokenizer)
+    in_thought = not has_grammar(request) and _in_thought(text, request, tokenizer)
     return ReadPrompt(tokens, ends, in_thought)
 
 
@@ -126,29 +127,29 @@ def as_template_takes_it(message: Mapping[str, Any], tokenizer: Any) -> dict[str
 
     A call whose arguments are none, as where an answer was cut, is a part of the text.
     """
-    message = copy.deepcopy(dict(message))
-    content = message.get("content")
+    taken: dict[str, Any] = copy.deepcopy(dict(message))
+    content = taken.get("content")
     if isinstance(content, list):
         if any(part.get("type") != "text" for part in content):
             raise RequestError("messages: this model takes parts of type text only.")
         content = "".join(part["text"] for part in content)
-    message["content"] = content or ""
-    if calls := message.pop("tool_calls", None):
-        message["tool_calls"] = []
+    taken["content"] = content or ""
+    if calls := taken.pop("tool_calls", None):
+        taken["tool_calls"] = []
         for call in calls:
             function = call.get("function") or {}
             arguments = function.get("arguments") or {}
             if isinstance(arguments, str):
                 arguments = _object_in(arguments)
             if arguments is None:
-                message["content"] += _call_as_text(function, tokenizer)
+                taken["content"] += _call_as_text(function, tokenizer)
             else:
-                message["tool_calls"].append(
+                taken["tool_calls"].append(
                     {**call, "function": {**function, "arguments": arguments}}
                 )
-        if not message["tool_calls"]:
-            del message["tool_calls"]
-    return message
+        if not taken["tool_calls"]:
+            del taken["tool_calls"]
+    return taken
 
 
 def _object_in(text: str) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import mlx.core as mx
 
@@ -28,9 +28,9 @@ class ServerRanks:
         """The first rank's object, on every rank; called on all of them in one order."""
         if not self.are_several:
             return own
-        data = mx.array(pickle.dumps(own) if self.is_first else b"", mx.uint8)
-        size = int(mx.distributed.all_sum(mx.array(data.size)).item())
-        sent = data if self.is_first else mx.zeros(size, mx.uint8)
-        received = mx.distributed.all_sum(sent)
-        shared: T = pickle.loads(bytes(memoryview(received)))
+        data = list(pickle.dumps(own)) if self.is_first else []
+        size: Any = mx.distributed.all_sum(mx.array(len(data))).item()
+        sent = mx.array(data, mx.uint8) if self.is_first else mx.zeros(size, mx.uint8)
+        received: Any = mx.distributed.all_sum(sent).tolist()
+        shared: T = pickle.loads(bytes(received))
         return shared

@@ -49,12 +49,8 @@ class Rows:
         caches, rest = self.prefixes.fetch_nearest_cache(self.loaded.place, tokens)
         num_read = len(tokens) - len(rest)
         text.begin(num_read)
-        request = text.request
-        settings, drafter = self.settings, without_readers(text.drafter)
-        length = (
-            settings.flags.draft_length if request.draft_length is None else request.draft_length
-        )
-        rule = settings.flags.rule if request.rule is None else request.rule
+        length = None if text.draft_length == "auto" else text.draft_length
+        drafting = OwnDrafting(without_readers(text.drafter), text.rule, length)
         uid = self.batch.schedule.num_inserted
         self.texts[uid] = text
         self.batch.insert(
@@ -62,12 +58,12 @@ class Rows:
                 tokens,
                 text.max_tokens,
                 text.sampling,
-                request.seed,
+                text.request.seed,
                 text.processors,
                 prompt_cache=caches,
                 num_read=num_read,
                 num_said=len(text.written),
-                drafting=OwnDrafting(drafter, rule, None if length == "auto" else length),
+                drafting=drafting,
                 is_end=text.take if text.may_end_early else None,
                 stats=text.stats,
                 stops=text.prompt.ends,

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import dataclass, field, replace
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
@@ -23,10 +21,10 @@ from specdec_mlx.drafters.grammar import (
 from specdec_mlx.loop import Token
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches, predicting
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.server.forced import grammar_for
+from specdec_mlx.server.forced import grammar_for, is_forced, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.prompts import ReadPrompt, is_forced, read_prompt
+from specdec_mlx.server.prompts import ReadPrompt, has_grammar, read_prompt
 from specdec_mlx.server.requests import (
     Ended,
     Event,
@@ -40,17 +38,17 @@ from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.verify.inputs import check_ids
 from specdec_mlx.verify.model_pass import vocab_size_of
 
-T = TypeVar("T")
-
-COMPILE_SECONDS = 10.0  # longest that a client waits for its grammar to be compiled
-
 
 @dataclass(eq=False)
 class Ticket:
-    """A request and the way to its client; `cancel` may be called by any thread."""
+    """A request and the way to its client; `cancel` may be called by any thread.
+
+    grammar: of the text, once it was compiled.
+    """
 
     request: TextRequest
     put: Callable[[Event], None]
+    grammar: Grammar | None = None
     is_cancelled: bool = False
     has_ended: bool = False
 
@@ -94,22 +92,6 @@ class GuardedGrammar(GrammarProcessor):
             return logits * mx.nan
 
 
-def within(make: Callable[[], T]) -> T:
-    """Return `make()`; raises RequestError, and abandons it, after `COMPILE_SECONDS`."""
-    made: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except Exception as error:
-            made.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    if made not in wait([made], COMPILE_SECONDS).done:
-        raise RequestError(f"The grammar was not compiled in {COMPILE_SECONDS} s. Make it smaller.")
-    return made.result()
-
-
 def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """What a text must match, compiled, None for any text.
 
@@ -122,7 +104,7 @@ def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
             grammar.begin(compiled_tokenizer(tokenizer))
         return grammar
 
-    return within(make) if is_forced(request) else None
+    return within(make) if has_grammar(request) else None
 
 
 @dataclass(eq=False)
@@ -141,6 +123,8 @@ class Text:
     processors: list[LogitsProcessor]
     drafter: Drafter | None
     drafter_name: str
+    draft_length: int | str
+    rule: str
     state: TextState
     written: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
@@ -169,7 +153,7 @@ class Text:
                 tokens = tokenizer.encode(request.prediction, add_special_tokens=False)
                 drafter = predicting(drafter, tokens)
             drafter = keeping_caches(drafter, prefixes)
-        if (grammar := compile_grammar(request, tokenizer)) is not None:
+        if (grammar := ticket.grammar or compile_grammar(request, tokenizer)) is not None:
             processors.append(GuardedGrammar(grammar, tokenizer, num_tokens))
             drafter = None if drafter is None else FirstOf(GrammarDrafter(), drafter)
         state = TextState(tokenizer, request, prompt.tokens, prompt.in_thought)
@@ -182,6 +166,8 @@ class Text:
             processors,
             drafter,
             name,
+            settings.flags.draft_length if request.draft_length is None else request.draft_length,
+            settings.flags.rule if request.rule is None else request.rule,
             state,
         )
 
@@ -198,7 +184,9 @@ class Text:
     @property
     def may_end_early(self) -> bool:
         """True if it may end at another token than the end token."""
-        return bool(self.request.stop) or not self.request.parallel_calls or is_forced(self.request)
+        return (
+            bool(self.request.stop) or not self.request.parallel_calls or has_grammar(self.request)
+        )
 
     def begin(self, num_cached: int) -> None:
         """Tell the client how much of the prompt need not be read."""
