@@ -58,12 +58,13 @@ def serve(settings: Settings, signals: Signals) -> None:
     from specdec_mlx.server.models import Models
 
     logging.basicConfig(level=settings.log_level, format=LOG)
-    engine = Engine(Models(settings), settings)
     if mx.distributed.init().rank() > 0:  # the first one listens for all
+        engine = Engine(Models(settings), settings)
         engine.start()
         engine.join()
         return
     with closing(bound(settings.host, settings.port)) as listener:
+        engine = Engine(Models(settings), settings)
         engine.start()
         try:
             listen(engine, settings, listener, signals)
