@@ -14,6 +14,7 @@ from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.requests import (
     CallArguments,
     CallBegan,
+    CallBroken,
     Ended,
     Event,
     Progress,
@@ -25,12 +26,14 @@ from specdec_mlx.server.requests import (
 from wires import each_wrong, events_in, message_of
 
 USER: list[Any] = [{"role": "user", "content": "hello"}]
-READ = {"name": "read", "description": "Read.", "input_schema": {"type": "object"}}
+READ: dict[str, Any] = {"name": "read", "description": "Read.", "input_schema": {"type": "object"}}
 PNG = {"type": "image", "source": {"type": "base64", "media_type": "image/png", "data": "AA=="}}
 
 
 def read(messages: Any = USER, **more: Any) -> TextRequest:
-    (request,) = MESSAGES.read({"model": "m", "max_tokens": 9, "messages": messages, **more}).requests
+    (request,) = MESSAGES.read(
+        {"model": "m", "max_tokens": 9, "messages": messages, **more}
+    ).requests
     return request
 
 
@@ -79,7 +82,14 @@ RESULTS: dict[str, tuple[Any, str]] = {
         "[document T: not shown to this model]",
     ),
     "search_result": (
-        [{"type": "search_result", "title": "T", "source": "S", "content": [{"type": "text", "text": "F"}]}],
+        [
+            {
+                "type": "search_result",
+                "title": "T",
+                "source": "S",
+                "content": [{"type": "text", "text": "F"}],
+            }
+        ],
         "T\nS\nF",
     ),
     "tool_reference": (
@@ -104,6 +114,7 @@ def test_a_result_is_text_whatever_it_holds(content: Any, text: str) -> None:
             "role": "assistant",
             "content": "",
             "reasoning_content": "Read it.",
+            "reasoning": "Read it.",
             "tool_calls": [
                 {
                     "id": "1",
@@ -173,6 +184,17 @@ def test_all_other_fields_reach_the_engine() -> None:
     assert MESSAGES.read({"messages": USER}).requests[0].max_tokens is None  # tokens are counted
 
 
+@pytest.mark.parametrize(
+    "forced",
+    [
+        {"tool_choice": {"type": "any"}, "tools": [READ]},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+    ],
+)
+def test_nothing_is_thought_where_the_text_is_forced(forced: dict[str, Any]) -> None:
+    assert read(thinking={"type": "adaptive"}, **forced).template == {}
+
+
 def test_the_answer_keeps_to_a_format() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted = {"type": "json_schema", "schema": schema}
@@ -197,7 +219,11 @@ WRONG: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": [{"type": "text"}]}]},
     {"messages": [{"role": "user", "content": [{"type": "image"}]}]},
     {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "input": {}}]}]},
-    {"messages": [{"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": 1}]}]},
+    {
+        "messages": [
+            {"role": "assistant", "content": [{"type": "tool_use", "name": "a", "input": 1}]}
+        ]
+    },
     {"system": 1},
     {"max_tokens": "9"},
     {"max_tokens": 0},
@@ -224,12 +250,13 @@ def test_a_body_is_read_or_refused_whatever_stands_where() -> None:
     """Every value of a body, replaced by each of a dozen others."""
     result = {"type": "tool_result", "tool_use_id": "1", "content": [PNG]}
     use = {"type": "tool_use", "id": "1", "name": "read", "input": {"path": "a"}}
+    turns = [{"role": "assistant", "content": [use]}]
+    turns += [{"role": "user", "content": [result, {"type": "text", "text": "go on"}]}]
     body = {
         "model": "m",
         "max_tokens": 9,
         "system": [{"type": "text", "text": "Be brief."}],
-        "messages": [*USER, {"role": "assistant", "content": [use]}]
-        + [{"role": "user", "content": [result, {"type": "text", "text": "go on"}]}],
+        "messages": [*USER, *turns],
         "tools": [READ, {"type": "bash_20250124", "name": "bash"}],
         "tool_choice": {"type": "tool", "name": "read"},
         "thinking": {"type": "enabled"},
@@ -256,7 +283,9 @@ def test_a_text_with_thoughts_and_calls() -> None:
         CallArguments(0, '"a"}'),
         CallBegan(1, "call_1", "list"),
         CallArguments(1, "{}"),
-        Ended("tool_calls", num_prompt=30, num_cached=20, num_written=12, num_thought=5, accepted=3),
+        Ended(
+            "tool_calls", num_prompt=30, num_cached=20, num_written=12, num_thought=5, drafter="mtp"
+        ),
     ]
     for message in both(*events):
         thoughts, text, *calls = message["content"]
@@ -272,7 +301,7 @@ def test_a_text_with_thoughts_and_calls() -> None:
         assert (usage["input_tokens"], usage["cache_read_input_tokens"]) == (10, 20)
         assert usage["output_tokens"] == 12
         assert usage["output_tokens_details"] == {"thinking_tokens": 5}
-        assert usage["speculation"]["accepted"] == 3
+        assert usage["speculation"]["drafter"] == "mtp"
 
 
 @pytest.mark.parametrize(
@@ -289,12 +318,13 @@ def test_the_reason_is_what_really_stopped_the_text(ended: Ended, expected: Any)
         assert (message["stop_reason"], message["stop_sequence"]) == expected
 
 
-def test_a_call_that_is_cut_has_no_input() -> None:
-    asked, written = MESSAGES.read({"messages": USER}), Written()
-    for event in CallBegan(0, "1", "read"), CallArguments(0, '{"pa'), Ended("length"):
-        written.add(event)
-    (call,) = MESSAGES.reply(asked, [written])["content"]
-    assert call["input"] == {}
+def test_a_call_that_is_cut_is_text_and_a_stream_leaves_it_at_that() -> None:
+    cut = '<tool_call>{"name": "read", "arguments": {"pa'
+    events = CallBegan(0, "1", "read"), CallArguments(0, '{"pa'), CallBroken(0, cut)
+    whole, streamed = both(*events, Ended("length"))
+    assert whole["content"] == [{"type": "text", "text": cut}]
+    assert [block["type"] for block in streamed["content"]] == ["tool_use"]
+    assert whole["stop_reason"] == streamed["stop_reason"] == "max_tokens"
 
 
 def test_a_stream_begins_with_the_counts_of_the_prompt() -> None:

@@ -139,6 +139,7 @@ class Engine:
                 self._waiting.popleft().fail(ServerEndingError())
             self.models.close()
             self.prefixes.trim_to(0)
+            mx.clear_streams()
             self._has_ended.set()
             # MLX frees the functions that it compiled for a thread once that has ended, and needs
             # Python for it: a process that ends meanwhile aborts. So the thread stays.

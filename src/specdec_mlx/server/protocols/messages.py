@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     BETWEEN,
@@ -116,17 +117,18 @@ class Messages:
         choice = given(body, "tool_choice", dict)
         request.tool_choice = _choice(choice, request.tools)
         request.parallel_calls = choice.get("disable_parallel_tool_use") is not True
-        request.max_tokens = fields.count(body, "max_tokens")
+        request.max_tokens = fields.most_tokens(body)
         request.stop = fields.texts(body.get("stop_sequences"), "stop_sequences")
         metadata = given(body, "metadata", dict)
         request.user = str(metadata.get("user_id") or request.user)
-        if thinking := given(body, "thinking", dict).get("type"):
-            request.template = {"enable_thinking": thinking != "disabled"} | request.template
         wanted = given(body, "output_config", dict).get("format") or body.get("output_format")
         if wanted is not None:
             wanted = expect(wanted, dict, "output_config.format")
             described = {"type": wanted.get("type"), "json_schema": wanted}
             request.grammar = fields.grammar_in(described)
+        thinking = given(body, "thinking", dict).get("type")
+        if thinking and not has_grammar(request):
+            request.template = {"enable_thinking": thinking != "disabled"} | request.template
         return fields.asked([request], body, "msg_")
 
     def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
@@ -139,7 +141,7 @@ class Messages:
         if written.text:
             content.append({"type": "text", "text": written.text})
         for call in written.calls:
-            content.append(_use(call["id"], call["name"], _input(call["arguments"])))
+            content.append(_use(call["id"], call["name"], json.loads(call["arguments"])))
         assert written.ended is not None
         return _message(asked, content, _usage(written.ended)) | _stopped(written.ended)
 
@@ -224,20 +226,11 @@ def _tools(tools: Sequence[Any]) -> Iterator[dict[str, Any]]:
 
 def _choice(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> str:
     kind, name = choice.get("type", "auto"), choice.get("name")
-    if kind in CHOICES:
+    if isinstance(kind, str) and kind in CHOICES:
         return CHOICES[kind]
     if kind == "tool" and name in [tool["function"]["name"] for tool in tools]:
         return str(name)
     raise RequestError(f"tool_choice: expected auto, any, none or a tool of tools, not {choice!r}")
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; {} where the text was cut within them."""
-    try:
-        read = json.loads(arguments)
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
 
 
 def _use(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:

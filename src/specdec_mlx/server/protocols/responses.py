@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
+from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     BETWEEN,
@@ -32,6 +33,7 @@ from specdec_mlx.server.requests import (
     Asked,
     CallArguments,
     CallBegan,
+    CallBroken,
     Ended,
     Event,
     RequestError,
@@ -96,15 +98,17 @@ class Responses:
         request.tool_choice, named = _choice(body.get("tool_choice") or AUTO, tools)
         request.tools = [tool for tool in request.tools if tool["function"]["name"] in named]
         request.parallel_calls = body.get("parallel_tool_calls") is not False
-        request.max_tokens = fields.count(body, "max_output_tokens")
-        effort = given(body, "reasoning", dict).get("effort")
-        request.template = fields.thinking(effort) | request.template
+        request.max_tokens = fields.count(body, "max_output_tokens", least=1)
         wanted = given(given(body, "text", dict), "format", dict)
         described = {"type": wanted.get("type", "text"), "json_schema": wanted}
         request.grammar = fields.grammar_in(described)
+        effort = given(given(body, "reasoning", dict), "effort", str)
+        if effort and not has_grammar(request):
+            request.template = fields.thinking(effort) | request.template
         include = given(body, "include", list)
         if LOGPROBS in include or body.get("top_logprobs"):
-            request.num_logprobs = fields.count(body, "top_logprobs", most=20) or 0
+            most = fields.MOST_LOGPROBS
+            request.num_logprobs = fields.count(body, "top_logprobs", most=most) or 0
         echo = {name: body.get(name) or value for name, value in ECHOED.items()}
         echo["parallel_tool_calls"] = request.parallel_calls
         more = {"tools": tools, "encrypts": ENCRYPTED in include, "echo": echo}
@@ -185,10 +189,9 @@ def _tools(
         if kind == "namespace":
             inner = expect(tool.get("tools"), list, "tools: namespace")
             yield from _tools(inner, offered, expect(name, str, "tools: name"))
-        elif kind not in ("function", "custom") or name in offered:
+        elif kind not in ("function", "custom") or expect(name, str, "tools: name") in offered:
             leave_out("tool", kind)
         else:
-            expect(name, str, "tools: name")
             offered[name] = Tool(kind == "custom", namespace)
             described, schema = tool.get("description"), tool.get("parameters")
             if kind == "custom":
@@ -213,7 +216,7 @@ def _choice(choice: Any, offered: Mapping[str, Tool]) -> tuple[str, Iterable[str
     if named.get("type") == "allowed_tools" and named.get("mode") in (AUTO, REQUIRED):
         tools = expect(named.get("tools"), list, "tool_choice: tools")
         return named["mode"], [expect(tool, dict, "tool_choice").get("name") for tool in tools]
-    if named.get("type") in ("function", "custom") and named.get("name") in offered:
+    if named.get("type") in ("function", "custom") and named.get("name") in [*offered]:
         return named["name"], offered
     raise RequestError(f"tool_choice: expected auto, none, required or a tool, not {choice!r}")
 
@@ -263,6 +266,8 @@ class ResponseStream:
                 else:
                     self._open["arguments"] += event.text
                     yield self._grown("function_call_arguments.delta", delta=event.text)
+            case CallBroken():
+                yield from self._close("incomplete")
             case Ended():
                 is_cut = event.reason == "length"
                 status = "incomplete" if is_cut else "completed"

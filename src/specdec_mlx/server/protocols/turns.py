@@ -11,6 +11,7 @@ from typing import Any
 from specdec_mlx.server.requests import RequestError
 
 BETWEEN = "\n\n"  # between two texts of one turn
+THOUGHTS = "reasoning_content", "reasoning"  # names of thoughts in templates
 UNSEEN = "[{}: not shown to this model]"  # for what is no text
 
 logger = logging.getLogger(__name__)
@@ -73,7 +74,7 @@ class Turns:
     def think(self, text: str) -> None:
         """Thoughts of the assistant."""
         turn = self._turn("assistant")
-        turn["reasoning_content"] = turn.get("reasoning_content", "") + text
+        turn |= dict.fromkeys(THOUGHTS, turn.get(THOUGHTS[0], "") + text)
 
     def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
         """A call by the assistant."""
