@@ -12,15 +12,12 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import anthropic
 import pytest
-from anthropic import beta_tool
 from anthropic.types import Message
 from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
-from pydantic import BaseModel
 
-from live import Script, anthropic_at, openai_at, post, scripted, served
+from live import Script, post, scripted, served
 from wires import chat_of, events_in, message_of, response_of
 
 SHAPES = Path(os.environ.get("CLIENT_SHAPES", Path(__file__).parent / "shapes"))
