@@ -102,7 +102,7 @@ RESULTS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("content", "text"), RESULTS.values(), ids=RESULTS)
 def test_a_result_is_text_whatever_it_holds(content: Any, text: str) -> None:
-    calls = [{"type": "thinking", "thinking": "Read it.", "signature": "x"}]
+    calls: list[Any] = [{"type": "thinking", "thinking": "Read it.", "signature": "x"}]
     calls += [{"type": "tool_use", "id": "1", "name": "read", "input": {"path": "a"}}]
     result = {"type": "tool_result", "tool_use_id": "1", "content": content}
     failed = result | {"is_error": True}
