@@ -22,6 +22,7 @@ ROLES = ("<|system|>", "<|user|>", ASSISTANT, "<|tool|>")
 FILE, TEST = "area.py", "python3 check.py"
 WRONG = re.compile(r"    return width \+ height  # rule (\w+)")
 PATH = re.compile(r"/\S*/area\.py")
+LISTED, WHOLE = re.compile(r"area\.py\n```\n(.*?)```", re.DOTALL), "*file listing* format"
 PASSED = re.compile(r"All checks pass: (\w+)")
 READERS = ("Read", "read", "read_file", "read_files")
 EDITORS = ("Edit", "edit", "replace_in_file", "MultiEdit", "editor")
@@ -139,7 +140,7 @@ def answer(turns: list[tuple[str, str]]) -> str:
     if len(results) > MOST_CALLS:
         return "I give up. " + results[-1]
     if not agent.tools:
-        return "Mend area.py" if wrong is None else block(wrong[0])
+        return "Mend area.py" if wrong is None else as_text(wrong[0], every)
     if "width * height" in said:
         return "Now I run the test.\n" + agent.run(TEST)
     if wrong is not None:
@@ -160,10 +161,13 @@ def mended(wrong: str) -> str:
     return wrong.replace("width + height", "width * height")
 
 
-def block(wrong: str) -> str:
-    """An edit for an agent that takes it as text."""
+def as_text(wrong: str, prompt: str) -> str:
+    """An edit for an agent that takes it as text: as blocks, or the whole file."""
+    words = "It adds where it should multiply.\n"
+    if WHOLE in prompt and (file := LISTED.search(prompt)):
+        return "\n".join([words, FILE, "```", mended(file[1]) + "```\n"])
     lines = "<<<<<<< SEARCH", wrong, "=======", mended(wrong), ">>>>>>> REPLACE"
-    return "\n".join(["It adds where it should multiply.\n", FILE, "```python", *lines, "```\n"])
+    return "\n".join([words, FILE, "```python", *lines, "```\n"])
 
 
 class Agent:

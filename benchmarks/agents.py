@@ -296,15 +296,13 @@ CLIENTS = (
 def install(client: Client, scratch: Path) -> tuple[Path, str]:
     """Install a client, unless it is; its folder of programs, and its version."""
     folder = scratch / "installed" / client.package.replace("/", "_").strip("@")
-    if client.is_python:
-        programs = folder / "bin"
-        if not programs.exists():
+    programs = folder / ("bin" if client.is_python else "node_modules/.bin")
+    if not (programs / client.command("", "")[0]).exists():
+        folder.mkdir(parents=True, exist_ok=True)
+        if client.is_python:
             _run([sys.executable, "-m", "venv", str(folder)])
             _run([str(programs / "pip"), "install", "-q", client.package])
-    else:
-        programs = folder / "node_modules" / ".bin"
-        if not programs.exists():
-            folder.mkdir(parents=True)
+        else:
             _run(["npm", "install", "--prefix", str(folder), client.package])
     if client.is_python:
         show = [str(programs / "pip"), "show", client.package]
