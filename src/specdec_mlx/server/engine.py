@@ -1,0 +1,354 @@
+"""The one thread that owns the models: requests come by a queue, events go to who asked.
+
+A request that is alone is written by the loop, with all that drafts. When another one comes it goes
+on as a row of one batch, if the model's texts can be rows; else one is served after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import closing
+from threading import Event as Flag
+from threading import Lock, Thread
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from specdec_mlx.contracts import Drafter
+from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.drafters.choosing.registry import WITH_MODEL, first_of
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.engine.assemble import assemble
+from specdec_mlx.engine.options import Options
+from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
+from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.loop import Generation, Token, speculate
+from specdec_mlx.options import name_in
+from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.models import Loaded, Models
+from specdec_mlx.server.prefixes import prefixes_for
+from specdec_mlx.server.prompts import has_grammar, read_prompt
+from specdec_mlx.server.ranks import ServerRanks
+from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
+from specdec_mlx.server.rows import Rows
+from specdec_mlx.server.under_way import Text, Ticket, compile_grammar
+
+WARM_TOKENS = 8  # of each text that is written before the port opens
+
+
+class _JoinedError(Exception):
+    """Another request has come, while the prompt of one that was alone is read."""
+
+
+class Engine:
+    """Serves requests; see the module."""
+
+    def __init__(self, models: Models, settings: Settings) -> None:
+        self.models, self.settings = models, settings
+        self.prefixes = prefixes_for(settings, lambda: models.loaded)
+        self.ranks = ServerRanks()
+        self.running = 0
+        self._waiting: deque[Ticket] = deque()
+        self._has_news, self._is_ending = Flag(), False
+        self._is_ready: Future[None] = Future()
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+        self._reading = Lock()  # tokenizers are no friends of threads
+
+    @property
+    def waiting(self) -> int:
+        """Requests that nobody serves yet."""
+        return len(self._waiting)
+
+    @property
+    def is_alive(self) -> bool:
+        """True if requests are served."""
+        return self._thread.is_alive() and not self._is_ending
+
+    def start(self) -> None:
+        """Load the model, if one was given, and write a text; raises what loading raises."""
+        self._thread.start()
+        self._is_ready.result()
+
+    def submit(self, request: TextRequest, put: Callable[[Event], None]) -> Ticket:
+        """Queue a request; `put` is called on the engine's thread, the last time with an end."""
+        ticket = Ticket(request, put)
+        if has_grammar(request) and self.models.loaded is not None:
+            Thread(target=self._compile, args=(ticket,), daemon=True).start()
+        else:
+            self._queue(ticket)
+        return ticket
+
+    def _compile(self, ticket: Ticket) -> None:
+        """Compile a grammar beside the texts that are written, which keeps it for its text."""
+        try:
+            if (loaded := self.models.loaded) is not None:
+                ticket.grammar = compile_grammar(ticket.request, loaded.tokenizer)
+        except Exception as error:
+            ticket.fail(error)
+        else:
+            self._queue(ticket)
+
+    def _queue(self, ticket: Ticket) -> None:
+        self._waiting.append(ticket)
+        self._has_news.set()
+        if not self.is_alive:
+            ticket.fail(ServerEndingError())
+
+    def num_tokens(self, request: TextRequest) -> int:
+        """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
+        tokenizer = self.models.tokenizer_for(request)
+        with self._reading:
+            return len(read_prompt(request, tokenizer, self.settings).tokens)
+
+    def stop(self) -> None:
+        """End all texts, whatever is done at the moment, and wait for the thread's end.
+
+        On other ranks than the first: wait for the first one's.
+        """
+        self._is_ending = self.ranks.is_first
+        self._has_news.set()
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def join(self) -> None:
+        """Wait for the thread's end."""
+        self._thread.join()
+
+    def _run(self) -> None:
+        try:
+            try:
+                maybe_set_recommended_wired_limit()
+                if self.settings.model is not None:
+                    self._warm_up(self.models.load(TextRequest()))
+                self._is_ready.set_result(None)
+            except BaseException as error:
+                self._is_ready.set_exception(error)
+                return
+            while (ticket := self._next()) is not None:
+                self._serve(ticket)
+        finally:
+            self._is_ending = True
+            while self._waiting:
+                self._waiting.popleft().fail(ServerEndingError())
+            self.models.close()
+            self.prefixes.trim_to(0)
+
+    def _next(self) -> Ticket | None:
+        """The request that has waited the longest, on all ranks; None where the server ends."""
+        while True:
+            ticket: Ticket | None = None
+            if self.ranks.is_first:
+                self._has_news.clear()
+                if not self._waiting and not self._is_ending:
+                    self._has_news.wait(self.ranks.patience)
+                if not self._is_ending:
+                    ticket = self._first_waiting()
+            ends = self._is_ending and self.ranks.is_first
+            shared = None if ticket is None else ticket.request
+            request, ends = self.ranks.from_first((shared, ends))
+            if ends:
+                return None
+            if request is not None:
+                return ticket or Ticket(request, lambda event: None)
+
+    def _first_waiting(self) -> Ticket | None:
+        while self._waiting:
+            ticket = self._waiting.popleft()
+            if not ticket.is_cancelled:
+                return ticket
+        return None
+
+    def _serve(self, ticket: Ticket) -> None:
+        """Serve a request, and those who join."""
+        if (text := self._prepared(ticket)) is None:
+            return
+        self.running = 1
+        try:
+            if self._others_join(text) or self._write_alone(text):
+                self._write_together(text)
+        except Exception as error:
+            if not isinstance(error, ConnectionError | ServerEndingError):
+                logging.error("A request failed.", exc_info=error)
+            text.fail(error)
+        finally:
+            self.running = 0
+
+    def _prepared(self, ticket: Ticket) -> Text | None:
+        """The text of a request, before its first token; None if its client is told why not."""
+        try:
+            with self._reading:
+                loaded = self.models.load(ticket.request)
+                return Text.of(ticket, loaded, self.models, self.prefixes)
+        except Exception as error:
+            ticket.fail(error)
+            return None
+
+    def _others_join(self, text: Text) -> bool:
+        """True if the next request may be written beside this one."""
+        if not self._waiting or self.settings.kv_bits is not None:
+            return False
+        return self._next_is_row() and text.loaded.has_rows
+
+    def _next_is_row(self) -> bool:
+        """True if the next request is for the loaded model; ends those that are for none."""
+        while self._waiting and self.models.loaded is not None:
+            ticket, loaded = self._waiting[0], self.models.loaded
+            try:
+                ticket.check()
+                return self.models.names_of(ticket.request) == (loaded.name, loaded.adapter)
+            except Exception as error:
+                self._waiting.popleft().fail(error)
+        return False
+
+    def _write_together(self, text: Text) -> None:
+        """Write a text, and those that join it, until all have ended."""
+        rows = Rows(text.loaded, self.settings, self.prefixes)
+        rows.add(text)
+        try:
+            while rows.texts and not self._is_ending:
+                while rows.has_place and self._next_is_row():
+                    if (joining := self._prepared(self._waiting.popleft())) is not None:
+                        rows.add(joining)
+                self.running = len(rows.texts)
+                rows.step()
+        finally:
+            rows.close(ServerEndingError())
+
+    def _write_alone(self, text: Text) -> bool:
+        """Write a text by the loop; True if it is to go on beside others."""
+        if text.has_ended:
+            text.end()
+            return False
+        place, tokens = text.loaded.place, text.tokens
+        caches, rest = self.prefixes.fetch_nearest_cache(place, tokens)
+        num_read = len(tokens) - len(rest)
+        text.begin(num_read)
+        generation, written = self._generation(text, caches, num_read)
+        joined = False
+        try:
+            with closing(written):
+                for token in written:
+                    text.take(token)
+                    if text.has_ended:
+                        text.end()
+                        break
+                    text.hand_over()
+                    if self._is_told_to_end(text):
+                        break
+                    if joined := self._others_join(text):
+                        break
+        except _JoinedError:
+            return True
+        except CacheRollbackError as error:
+            if not text.has_ended:
+                raise
+            logging.warning(f"The caches of a text are not kept: {error}")
+        else:
+            held = generation.target.rollback
+            self.prefixes.insert_cache(place, text.tokens[: held.position], held.caches)
+        if not text.has_ended and not joined:
+            text.ticket.check()
+            raise ServerEndingError
+        return joined
+
+    def _is_told_to_end(self, text: Text) -> bool:
+        """True if a text ends before its end; on several ranks the first one says so."""
+        return (self._is_ending or text.ticket.is_cancelled) and self.ranks.is_first
+
+    def _generation(
+        self, text: Text, caches: list[Any] | None, num_read: int
+    ) -> tuple[Generation, Generator[Token, None, None]]:
+        """The generation of a text that is alone, and its tokens.
+
+        caches: hold the first `num_read` tokens; None for new ones.
+        """
+        settings, model = self.settings, text.loaded.model
+        caches = make_prompt_cache(model) if caches is None else caches
+
+        def on_progress(done: int, total: int) -> None:
+            self._was_read(text, generation, done, total)
+
+        options = Options(
+            max_tokens=text.max_tokens,
+            sampler=text.sampling,
+            seed=text.request.seed,
+            rule=text.rule,
+            draft_length=text.draft_length,
+            logits_processors=text.processors,
+            prompt_cache=caches,
+            prefill_step_size=settings.prefill_step_size,
+            kv_bits=settings.kv_bits,
+            kv_group_size=settings.kv_group_size,
+            quantized_kv_start=settings.quantized_kv_start,
+            prompt_progress_callback=on_progress,
+            tokenizer=text.loaded.tokenizer,
+            prefill_stops=text.prompt.ends,
+            stream=self._stream,
+        )
+        ranks = ranks_of(model, options.stream)
+        tokens = text.prompt.tokens
+        parts = assemble(
+            model,
+            tokens,
+            text.drafter,
+            options,
+            caches,
+            ranks=ranks,
+            num_read=num_read,
+            of_batch={"num_unseen": num_read},
+        )
+        generation = Generation.of(parts, options, callers_cache=caches)
+        written = generation.run(parts.context)
+        drafting = parts.drafting
+        if isinstance(drafting, SharedDrafting):
+            written = drafting.as_on_first(written)
+        return generation, written
+
+    @property
+    def _stream(self) -> Any:
+        """MLX's stream: on several ranks the one on which these talk to each other."""
+        several = self.ranks.are_several
+        return mx.default_stream(mx.default_device()) if several else generation_stream
+
+    def _was_read(self, text: Text, generation: Generation, done: int, total: int) -> None:
+        """Note how far the prompt of a text that is alone is read.
+
+        What is read is kept where it could not be gone back to, and where the reading ends here.
+        """
+        text.show_progress(done)
+        if self.ranks.are_several or not 0 < done < total:
+            return
+        joined = self._others_join(text)
+        ends = joined or self._is_told_to_end(text)
+        if self.settings.kv_bits is None and (ends or text.loaded.is_stateful):
+            caches = copy.deepcopy(generation.target.rollback.caches)
+            held = text.prompt.tokens[:done]
+            self.prefixes.insert_cache(text.loaded.place, held, caches, has_ended=False)
+        text.ticket.check()
+        if self._is_ending:
+            raise ServerEndingError
+        if joined:
+            raise _JoinedError
+
+    def _warm_up(self, loaded: Loaded) -> None:
+        """Measure what is measured once for each model, and compile what is compiled."""
+        tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
+        heavy = [part for name, part in self.models.defaults(loaded) if name_in(name) in WITH_MODEL]
+        drafters: list[Drafter | None] = [None, first_of([PromptLookupDrafter(), *heavy])]
+        try:
+            if self.settings.kv_bits is None:
+                _ = loaded.has_rows
+            for drafter in drafters:
+                how: dict[str, Any] = {"max_tokens": WARM_TOKENS, "draft_length": 4}
+                how |= {"tokenizer": loaded.tokenizer, "tuning": Tuning.for_model(loaded.model)}
+                for _ in speculate(loaded.model, tokens, drafter, stream=self._stream, **how):
+                    pass
+        except Exception as error:
+            logging.warning(f"No text could be written at the start: {error}")
