@@ -18,9 +18,9 @@ BETWEEN = regex.compile(r"(?:\[TOOL_CALLS\]|<\|tool_call_end\|>|[\s\[\],}])*")
 
 HEADER = regex.compile(
     BETWEEN.pattern
-    + r"""(?: \{\s* "name" \s*:\s* "(?P<name>[^"\\]+)" \s*,\s* "arguments" \s*:\s*
-      | (?P<name>[\w.-]+) \s* \[ARGS\] \s*
-      | (?:<\|tool_call_begin\|>)? \s* (?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+) \s*
+    + r"""+(?: \{\s* "name" \s*:\s* "(?P<name>[^"\\]{1,128})" \s*,\s* "arguments" \s*:\s*
+      | (?P<name>[\w.-]{1,128}) \s* \[ARGS\] \s*
+      | (?:<\|tool_call_begin\|>)? \s* (?P<id>(?:functions\.)?(?P<name>[\w.-]{1,128}):\d+) \s*
         <\|tool_call_argument_begin\|> \s*
     ) (?=\{\s*["}])""",
     regex.VERBOSE,
@@ -104,7 +104,8 @@ class CallReader:
         """Take the next piece."""
         self._body += piece
         self._text += piece
-        self._rest += piece
+        if self._may_begin or self._object:
+            self._rest += piece
         events: list[Event] = []
         while not self.is_full and not self.is_broken and (self._object or self._begins(events)):
             assert self._object is not None
