@@ -139,6 +139,7 @@ class Engine:
                 self._waiting.popleft().fail(ServerEndingError())
             self.models.close()
             self.prefixes.trim_to(0)
+            mx.clear_streams()  # or the process aborts at its end: MLX's threads are not joined
 
     def _next(self) -> Ticket | None:
         """The request that has waited the longest, on all ranks; None where the server ends."""
