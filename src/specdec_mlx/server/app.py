@@ -10,7 +10,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
@@ -23,6 +23,8 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec_mlx import errors
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
+from specdec_mlx.server.engine import Engine
+from specdec_mlx.server.flags import Settings
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
 from specdec_mlx.server.protocols.fields import read_body
@@ -40,10 +42,7 @@ from specdec_mlx.server.requests import (
     Written,
 )
 from specdec_mlx.server.status import METRICS_TYPE, Totals
-
-if TYPE_CHECKING:
-    from specdec_mlx.server.engine import Engine, Ticket
-    from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.under_way import Ticket
 
 SILENCE = 5.0  # seconds without a byte after which a stream says that it lives
 MOST_BYTES = 2**26  # of a body

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import signal
 import socket
 import sys
@@ -43,8 +44,8 @@ def run_server(arguments: Sequence[str]) -> None:
         except PortError as error:
             print(f"specdec-mlx server: {error}", file=sys.stderr)
             raise SystemExit(1) from None
-        except StoppedError:
-            return
+        except StoppedError:  # nothing is served yet, nothing is to be kept
+            os._exit(0)  # the model may be half loaded, and its thread cannot be stopped
 
 
 def serve(settings: Settings, signals: Signals) -> None:
@@ -76,15 +77,6 @@ def check_packages() -> None:
             f"The server needs {error.name}, which is not installed. Use: "
             "pip install 'specdec-mlx[server]'"
         ) from error
-
-
-@contextmanager
-def stopping(engine: Any) -> Iterator[None]:
-    """Stop the engine at the end of the block: its thread must not outlive the process."""
-    try:
-        yield
-    finally:
-        engine.stop()
 
 
 def bound(host: str, port: int) -> socket.socket:

@@ -56,7 +56,7 @@ class Engine:
         self.ranks = ServerRanks()
         self.running = 0
         self._waiting: deque[Ticket] = deque()
-        self._has_news, self._is_ending = Flag(), False
+        self._has_news, self._has_ended, self._is_ending = Flag(), Flag(), False
         self._is_ready: Future[None] = Future()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
         self._reading = Lock()  # tokenizers are no friends of threads
@@ -115,11 +115,11 @@ class Engine:
         self._is_ending = self.ranks.is_first
         self._has_news.set()
         if self._thread.is_alive():
-            self._thread.join()
+            self.join()
 
     def join(self) -> None:
-        """Wait for the thread's end."""
-        self._thread.join()
+        """Wait until nothing is served any more."""
+        self._has_ended.wait()
 
     def _run(self) -> None:
         try:
@@ -139,7 +139,10 @@ class Engine:
                 self._waiting.popleft().fail(ServerEndingError())
             self.models.close()
             self.prefixes.trim_to(0)
-            mx.clear_streams()  # or the process aborts at its end: MLX's threads are not joined
+            self._has_ended.set()
+            # MLX frees the functions that it compiled for a thread once that has ended, and needs
+            # Python for it: a process that ends meanwhile aborts. So the thread stays.
+            Flag().wait()
 
     def _next(self) -> Ticket | None:
         """The request that has waited the longest, on all ranks; None where the server ends."""

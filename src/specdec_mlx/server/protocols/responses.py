@@ -42,6 +42,7 @@ from specdec_mlx.server.requests import (
 STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 """Fields that ask for what is kept at OpenAI; nothing is kept here."""
 
+MORE_TOOLS = "additional_tools"  # an item of Codex's
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 ECHOED: dict[str, Any] = {
@@ -92,7 +93,8 @@ class Responses:
             raise RequestError("input must be a text or a list of at least one item.")
         request.messages = turns.messages
         tools: dict[str, Tool] = {}
-        request.tools = list(_tools(given(body, "tools", list), tools))
+        more = (given(item, "tools", list) for item in items if item.get("type") == MORE_TOOLS)
+        request.tools = list(_tools(sum(more, given(body, "tools", list)), tools))
         request.tool_choice, named = _choice(body.get("tool_choice") or AUTO, tools)
         request.tools = [tool for tool in request.tools if tool["function"]["name"] in named]
         request.parallel_calls = body.get("parallel_tool_calls") is not False
@@ -175,7 +177,7 @@ def _add(turns: Turns, item: Mapping[str, Any]) -> None:
         turns.answer(str(item.get("call_id")), _texts(item.get("output"), f"{kind}.output"))
     elif kind == "item_reference":
         raise RequestError("item_reference: nothing is kept here. Send the items themselves.")
-    else:
+    elif kind != MORE_TOOLS:
         leave_out("item", kind)
 
 

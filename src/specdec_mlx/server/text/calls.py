@@ -13,8 +13,10 @@ from specdec_mlx.server.requests import CallArguments, CallBegan, CallBroken, Ev
 
 NUM_ID = 9  # letters of a call's id: some chat templates refuse any other number
 
-BETWEEN = regex.compile(r"(?:\[TOOL_CALLS\]|<\|tool_call_end\|>|[\s\[\],}])*")
-"""What may stand before a call, and between two."""
+BETWEEN = regex.compile(
+    r"(?:\[TOOL_CALLS\]|<\|tool_call_end\|>|<\|tool_calls_section_end\|>|</tool_call>|[\s\[\],}])*"
+)
+"""What may stand beside a call whose arguments come as JSON, and between two."""
 
 HEADER = regex.compile(
     BETWEEN.pattern
@@ -136,7 +138,7 @@ class CallReader:
                 self._text = ""
         if not self.num_whole:
             self.left = self._text
-        elif not mark:
+        elif not mark and not BETWEEN.fullmatch(self._text, partial=True):
             self.left = BETWEEN.sub("", self._text, count=1)
         return events
 
