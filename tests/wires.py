@@ -56,7 +56,7 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     assert [event["type"] for event in told[-2:]] == ["message_delta", "message_stop"]
     content: list[dict[str, Any]] = []
     pieces: list[str] = []
-    is_open = False
+    is_open, has_calls = False, told[-2]["delta"]["stop_reason"] == "tool_use"
     for event in told[1:-2]:
         if event["type"] == "content_block_start":
             assert not is_open
@@ -73,7 +73,7 @@ def message_of(events: list[dict[str, Any]]) -> dict[str, Any]:
                 content[-1][name] += event["delta"][name]
         if event["type"] == "content_block_stop":
             is_open = False
-            if content[-1]["type"] == "tool_use":
+            if content[-1]["type"] == "tool_use" and has_calls:  # else it was cut
                 content[-1]["input"] = json.loads("".join(pieces) or "{}")
     assert not is_open
     ended = told[-2]

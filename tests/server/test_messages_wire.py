@@ -14,6 +14,7 @@ from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.requests import (
     CallArguments,
     CallBegan,
+    CallBroken,
     Ended,
     Event,
     Progress,
@@ -183,6 +184,17 @@ def test_all_other_fields_reach_the_engine() -> None:
     assert MESSAGES.read({"messages": USER}).requests[0].max_tokens is None  # tokens are counted
 
 
+@pytest.mark.parametrize(
+    "forced",
+    [
+        {"tool_choice": {"type": "any"}, "tools": [READ]},
+        {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
+    ],
+)
+def test_nothing_is_thought_where_the_text_is_forced(forced: dict[str, Any]) -> None:
+    assert read(thinking={"type": "adaptive"}, **forced).template == {}
+
+
 def test_the_answer_keeps_to_a_format() -> None:
     schema = {"type": "object", "properties": {"a": {"type": "integer"}}}
     wanted = {"type": "json_schema", "schema": schema}
@@ -306,12 +318,13 @@ def test_the_reason_is_what_really_stopped_the_text(ended: Ended, expected: Any)
         assert (message["stop_reason"], message["stop_sequence"]) == expected
 
 
-def test_a_call_that_is_cut_has_no_input() -> None:
-    asked, written = MESSAGES.read({"messages": USER}), Written()
-    for event in CallBegan(0, "1", "read"), CallArguments(0, '{"pa'), Ended("length"):
-        written.add(event)
-    (call,) = MESSAGES.reply(asked, [written])["content"]
-    assert call["input"] == {}
+def test_a_call_that_is_cut_is_text_and_a_stream_leaves_it_at_that() -> None:
+    cut = '<tool_call>{"name": "read", "arguments": {"pa'
+    events = CallBegan(0, "1", "read"), CallArguments(0, '{"pa'), CallBroken(0, cut)
+    whole, streamed = both(*events, Ended("length"))
+    assert whole["content"] == [{"type": "text", "text": cut}]
+    assert [block["type"] for block in streamed["content"]] == ["tool_use"]
+    assert whole["stop_reason"] == streamed["stop_reason"] == "max_tokens"
 
 
 def test_a_stream_begins_with_the_counts_of_the_prompt() -> None:

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
+from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     BETWEEN,
@@ -120,14 +121,14 @@ class Messages:
         request.stop = fields.texts(body.get("stop_sequences"), "stop_sequences")
         metadata = given(body, "metadata", dict)
         request.user = str(metadata.get("user_id") or request.user)
-        if thinking := given(body, "thinking", dict).get("type"):
-            request.template = {"enable_thinking": thinking != "disabled"} | request.template
         wanted = given(body, "output_config", dict).get("format") or body.get("output_format")
         if wanted is not None:
             wanted = expect(wanted, dict, "output_config.format")
             described = {"type": wanted.get("type"), "json_schema": wanted}
             request.grammar = fields.grammar_in(described)
-            request.template |= {"enable_thinking": False}  # a grammar is the answer's
+        thinking = given(body, "thinking", dict).get("type")
+        if thinking and not has_grammar(request):
+            request.template = {"enable_thinking": thinking != "disabled"} | request.template
         return fields.asked([request], body, "msg_")
 
     def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
@@ -140,7 +141,7 @@ class Messages:
         if written.text:
             content.append({"type": "text", "text": written.text})
         for call in written.calls:
-            content.append(_use(call["id"], call["name"], _input(call["arguments"])))
+            content.append(_use(call["id"], call["name"], json.loads(call["arguments"])))
         assert written.ended is not None
         return _message(asked, content, _usage(written.ended)) | _stopped(written.ended)
 
@@ -230,15 +231,6 @@ def _choice(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> st
     if kind == "tool" and name in [tool["function"]["name"] for tool in tools]:
         return str(name)
     raise RequestError(f"tool_choice: expected auto, any, none or a tool of tools, not {choice!r}")
-
-
-def _input(arguments: str) -> dict[str, Any]:
-    """A call's arguments; {} where the text was cut within them."""
-    try:
-        read = json.loads(arguments)
-    except ValueError:
-        return {}
-    return read if isinstance(read, dict) else {}
 
 
 def _use(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:

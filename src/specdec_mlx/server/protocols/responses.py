@@ -14,6 +14,7 @@ from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
+from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     BETWEEN,
@@ -32,6 +33,7 @@ from specdec_mlx.server.requests import (
     Asked,
     CallArguments,
     CallBegan,
+    CallBroken,
     Ended,
     Event,
     RequestError,
@@ -99,13 +101,12 @@ class Responses:
         request.tools = [tool for tool in request.tools if tool["function"]["name"] in named]
         request.parallel_calls = body.get("parallel_tool_calls") is not False
         request.max_tokens = fields.count(body, "max_output_tokens", least=1)
-        effort = given(given(body, "reasoning", dict), "effort", str) or None
-        request.template = fields.thinking(effort) | request.template
         wanted = given(given(body, "text", dict), "format", dict)
         described = {"type": wanted.get("type", "text"), "json_schema": wanted}
         request.grammar = fields.grammar_in(described)
-        if request.grammar is not None:  # it is the answer's: there is no place for thoughts
-            request.template["enable_thinking"] = False
+        effort = given(given(body, "reasoning", dict), "effort", str)
+        if effort and not has_grammar(request):
+            request.template = fields.thinking(effort) | request.template
         include = given(body, "include", list)
         if LOGPROBS in include or body.get("top_logprobs"):
             most = fields.MOST_LOGPROBS
@@ -267,6 +268,8 @@ class ResponseStream:
                 else:
                     self._open["arguments"] += event.text
                     yield self._grown("function_call_arguments.delta", delta=event.text)
+            case CallBroken():
+                yield from self._close("incomplete")
             case Ended():
                 is_cut = event.reason == "length"
                 status = "incomplete" if is_cut else "completed"
