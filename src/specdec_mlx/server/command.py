@@ -57,13 +57,15 @@ def serve(settings: Settings, signals: Signals) -> None:
     logging.basicConfig(level=settings.log_level, format=LOG)
     engine = Engine(Models(settings), settings)
     if mx.distributed.init().rank() > 0:  # the first one listens for all
-        with stopping(engine):
-            engine.start()
-            engine.join()
-        return
-    with closing(bound(settings.host, settings.port)) as listener, stopping(engine):
         engine.start()
-        listen(engine, settings, listener, signals)
+        engine.join()
+        return
+    with closing(bound(settings.host, settings.port)) as listener:
+        engine.start()
+        try:
+            listen(engine, settings, listener, signals)
+        finally:
+            engine.stop()
 
 
 def check_packages() -> None:

@@ -7,7 +7,6 @@ Stop strings end the answer alone: in thoughts and in calls they are text like a
 from __future__ import annotations
 
 from collections.abc import Sequence
-from copy import copy
 from typing import Any
 
 import mlx.core as mx
@@ -55,9 +54,6 @@ def _marks(tokenizer: Any, has_calls: bool, is_plain: bool) -> dict[str, dict[st
     return marks
 
 
-NUM_BEFORE = 8  # tokens of the prompt's end that a text is detokenized with
-
-
 class TextState:
     """The text that one request's tokens make, as events.
 
@@ -85,7 +81,7 @@ class TextState:
             for part, edges in self._marks.items()
         }
         self._detokenizer = tokenizer.detokenizer
-        self._num_read = self._read_prompt(prompt)  # characters of the detokenizer's text
+        self._num_read = 0  # characters of the detokenizer's text
         self._logprobs = SeenLogprobs()
         self._text = ""  # not decided yet
         self._place = 0  # characters before it
@@ -143,23 +139,6 @@ class TextState:
             accepted=self.accepted,
         )
         return [*events, ended]
-
-    def _read_prompt(self, prompt: Sequence[int]) -> int:
-        """Number of characters of the prompt's end, where the text goes on from it.
-
-        Detokenizers drop a space at the beginning of all text. In a new answer that is as it should
-        be; in one that goes on, or after the end of a line of code, the space is the text's own.
-        """
-        request, end = self._request, list(prompt[-NUM_BEFORE:])
-        is_completion = request.messages is None
-        goes_on = request.continues or request.echo
-        if not goes_on and not (is_completion and self._tokenizer.decode(end).endswith("\n")):
-            return 0
-        for token in end:
-            self._detokenizer.add_token(token)
-        whole = copy(self._detokenizer)
-        whole.finalize()
-        return len(whole.text)
 
     def _advance(self, final: str | None = None) -> list[Event]:
         """Decide what can be decided; all of it for a `final` reason."""
