@@ -31,6 +31,7 @@ SHELLS = (
     *("Bash", "bash", "exec_command", "shell_command", "shell"),
     *("run_shell_command", "execute_command", "run_commands"),
 )
+SCRIPTS = "exec"  # takes JavaScript, in which the other tools are functions
 ENDS = ("attempt_completion",)
 VALUES: dict[str, Any] = {"boolean": False, "integer": 1, "number": 1, "object": {}}
 """What a required argument gets that no rule names, by its type; a string gets a few words."""
@@ -189,10 +190,15 @@ class Agent:
         patch = "\n".join(["*** Begin Patch", *change, "*** End Patch", ""])
         if name := self.first(PATCHERS):
             return self.call(name, patch)
+        if SCRIPTS in self.tools:
+            return self.call(SCRIPTS, f"text(await tools.apply_patch({json.dumps(patch)}));")
         return self.run(f"apply_patch <<'EOF'\n{patch}EOF")
 
     def run(self, command: str) -> str:
         """The call that runs a command."""
+        if SCRIPTS in self.tools:
+            code = f"const done = await tools.exec_command({json.dumps({'cmd': command})});"
+            return self.call(SCRIPTS, f"{code} text(done.output);")
         name = self.first(SHELLS)
         return self.call(name, command) if name else "There is no shell."
 

@@ -15,6 +15,7 @@ import argparse
 import http.client
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,6 +23,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
+from http import HTTPStatus
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
@@ -163,7 +165,8 @@ def counting(url: str, traffic: Traffic, log: Path) -> Iterator[str]:
             what = f"{self.command} {self.path}"
             traffic.requests.append(what)
             traffic.has_read |= b"rule 7c1d" in body
-            if status >= 400 or b"event: error" in answer or b'data: {"error"' in answer:
+            has_failed = status >= 400 and status != HTTPStatus.UPGRADE_REQUIRED  # Codex posts then
+            if has_failed or b"event: error" in answer or b'data: {"error"' in answer:
                 traffic.errors.append(f"{what}: {status} {answer[-200:].decode(errors='replace')}")
             sent, came = (one.decode(errors="replace") for one in (body, answer))
             line = {"request": what, "headers": dict(self.headers), "body": sent}
@@ -215,6 +218,12 @@ class Client:
     is_python: bool = False
 
 
+def codex(*more: str) -> Callable[[str, str], list[str]]:
+    """The command of Codex, which takes other tools with a model that it does not know."""
+    free = "--skip-git-repo-check", "-s", "danger-full-access", *more
+    return lambda url, task: ["codex", "exec", *free, "-c", f'openai_base_url="{url}/v1"', task]
+
+
 def opencode_config(url: str) -> dict[str, str]:
     """Of opencode: one provider with one model."""
     options = {"baseURL": f"{url}/v1", "apiKey": KEY}
@@ -234,6 +243,8 @@ def continue_config(url: str) -> dict[str, str]:
     return {".continue/config.yaml": text}
 
 
+CODEX_KEY: Callable[[str], dict[str, str]] = lambda url: {"CODEX_API_KEY": KEY}  # noqa: E731
+
 CLIENTS = (
     Client(
         "Claude Code",
@@ -241,15 +252,8 @@ CLIENTS = (
         lambda url, task: ["claude", "-p", task, "--allowedTools", "Read,Edit,Bash"],
         lambda url: {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": KEY},
     ),
-    Client(
-        "Codex",
-        "@openai/codex",
-        lambda url, task: [
-            *("codex", "exec", "--skip-git-repo-check", "-s", "danger-full-access"),
-            *("-c", f'openai_base_url="{url}/v1"', task),
-        ],
-        lambda url: {"CODEX_API_KEY": KEY},
-    ),
+    Client("Codex", "@openai/codex", codex(), CODEX_KEY),
+    Client("Codex, `-m local`", "@openai/codex", codex("-m", MODEL), CODEX_KEY),
     Client(
         "opencode",
         "opencode-ai",
@@ -343,7 +347,7 @@ class Outcome:
 def try_client(client: Client, url: str, scratch: Path) -> Outcome:
     """Install a client, give it the task, and look at what it did."""
     programs, version = install(client, scratch)
-    here = scratch / "runs" / client.name.replace(" ", "-").lower()
+    here = scratch / "runs" / re.sub(r"\W+", "-", client.name.lower())
     shutil.rmtree(here, ignore_errors=True)
     home, work = here / "home", here / "work"
     for folder in (home, work):

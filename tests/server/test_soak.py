@@ -70,7 +70,7 @@ def running(folder: Path, *flags: str) -> Iterator[Server]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "specdec_mlx", "server", "--model", str(folder)]
+    command = [sys.executable, "-m", "specdec_mlx.server", "--model", str(folder)]
     with subprocess.Popen([*command, "--port", str(port), *flags]) as process:
         server = Server(port, psutil.Process(process.pid))
         try:

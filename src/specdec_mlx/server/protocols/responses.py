@@ -89,14 +89,16 @@ class Responses:
         items = body.get("input")
         if isinstance(items, str):
             items = [{"role": "user", "content": items}]
-        for item in expect(items, list, "input"):
+        items = expect(items, list, "input")
+        for item in items:
             _add(turns, expect(item, dict, "input"))
         if not turns.messages:
             raise RequestError("input must be a text or a list of at least one item.")
         request.messages = turns.messages
         tools: dict[str, Tool] = {}
-        more = (given(item, "tools", list) for item in items if item.get("type") == MORE_TOOLS)
-        request.tools = list(_tools(sum(more, given(body, "tools", list)), tools))
+        brought = (given(item, "tools", list) for item in items if item.get("type") == MORE_TOOLS)
+        all_tools: list[Any] = sum(brought, given(body, "tools", list))
+        request.tools = list(_tools(all_tools, tools))
         request.tool_choice, named = _choice(body.get("tool_choice") or AUTO, tools)
         request.tools = [tool for tool in request.tools if tool["function"]["name"] in named]
         request.parallel_calls = body.get("parallel_tool_calls") is not False
