@@ -218,10 +218,14 @@ class Client:
     is_python: bool = False
 
 
-def codex(*more: str) -> Callable[[str, str], list[str]]:
-    """The command of Codex, which takes other tools with a model that it does not know."""
-    free = "--skip-git-repo-check", "-s", "danger-full-access", *more
-    return lambda url, task: ["codex", "exec", *free, "-c", f'openai_base_url="{url}/v1"', task]
+CODEX = "codex", "exec", "--skip-git-repo-check", "-s", "danger-full-access"
+
+
+def codex_config(url: str) -> dict[str, str]:
+    """Of Codex: a provider, and a model that it does not know, which is offered plain tools."""
+    lines = f'model = "{MODEL}"', 'model_provider = "specdec"', "", "[model_providers.specdec]"
+    more = 'name = "specdec"', f'base_url = "{url}/v1"', ""
+    return {".codex/config.toml": "\n".join([*lines, *more])}
 
 
 def opencode_config(url: str) -> dict[str, str]:
@@ -243,17 +247,25 @@ def continue_config(url: str) -> dict[str, str]:
     return {".continue/config.yaml": text}
 
 
-CODEX_KEY: Callable[[str], dict[str, str]] = lambda url: {"CODEX_API_KEY": KEY}  # noqa: E731
-
 CLIENTS = (
     Client(
         "Claude Code",
         "@anthropic-ai/claude-code",
         lambda url, task: ["claude", "-p", task, "--allowedTools", "Read,Edit,Bash"],
-        lambda url: {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_API_KEY": KEY},
+        lambda url: {"ANTHROPIC_BASE_URL": url, "ANTHROPIC_AUTH_TOKEN": KEY},
     ),
-    Client("Codex", "@openai/codex", codex(), CODEX_KEY),
-    Client("Codex, `-m local`", "@openai/codex", codex("-m", MODEL), CODEX_KEY),
+    Client(
+        "Codex",
+        "@openai/codex",
+        lambda url, task: [*CODEX, "-c", f'openai_base_url="{url}/v1"', task],
+        lambda url: {"CODEX_API_KEY": KEY},
+    ),
+    Client(
+        "Codex, with a provider",
+        "@openai/codex",
+        lambda url, task: [*CODEX, task],
+        files=codex_config,
+    ),
     Client(
         "opencode",
         "opencode-ai",
