@@ -1,4 +1,7 @@
-"""`specdec-mlx server`: its start, and its end in every state."""
+"""`specdec-mlx server`: its start, and its end in every state.
+
+All that takes a while is imported where signals are awaited already.
+"""
 
 from __future__ import annotations
 
@@ -11,20 +14,18 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, contextmanager
-from typing import Any
-
-import mlx.core as mx
+from functools import partial
+from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.server.flags import Settings, parse_settings
+
+if TYPE_CHECKING:
+    from specdec_mlx.server.engine import Engine
+    from specdec_mlx.server.flags import Settings
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 GRACE = 5  # seconds that clients have to take the last of their replies
 LOG = "%(asctime)s - %(levelname)s - %(message)s"
-
-
-class StoppedError(KeyboardInterrupt):
-    """A signal came before requests were served."""
 
 
 class PortError(OSError):
@@ -39,28 +40,31 @@ def run_server(arguments: Sequence[str]) -> None:
     """
     with Signals() as signals:
         try:
+            check_packages()
+            from specdec_mlx.server.flags import parse_settings
+
             settings = parse_settings(arguments)
             serve(settings, signals)
         except PortError as error:
             print(f"specdec-mlx server: {error}", file=sys.stderr)
             raise SystemExit(1) from None
-        except StoppedError:  # nothing is served yet, nothing is to be kept
-            os._exit(0)  # the model may be half loaded, and its thread cannot be stopped
 
 
 def serve(settings: Settings, signals: Signals) -> None:
     """Serve with these settings; see `run_server`."""
-    check_packages()
+    import mlx.core as mx
+
     from specdec_mlx.server.engine import Engine
     from specdec_mlx.server.models import Models
 
     logging.basicConfig(level=settings.log_level, format=LOG)
-    engine = Engine(Models(settings), settings)
     if mx.distributed.init().rank() > 0:  # the first one listens for all
+        engine = Engine(Models(settings), settings)
         engine.start()
         engine.join()
         return
     with closing(bound(settings.host, settings.port)) as listener:
+        engine = Engine(Models(settings), settings)
         engine.start()
         try:
             listen(engine, settings, listener, signals)
@@ -102,7 +106,7 @@ def busy(host: str, port: int, error: Exception) -> PortError:
     return PortError(f"Port {port} of {host} is not free ({reason}). Give another one by --port.")
 
 
-def listen(engine: Any, settings: Settings, listener: socket.socket, signals: Signals) -> None:
+def listen(engine: Engine, settings: Settings, listener: socket.socket, signals: Signals) -> None:
     """Answer requests until a signal comes; all replies are ended then."""
     import uvicorn
 
@@ -125,6 +129,7 @@ def listen(engine: Any, settings: Settings, listener: socket.socket, signals: Si
     )
 
     def end() -> None:
+        signals.end = lambda: None
         server.should_exit = True
 
     try:
@@ -132,20 +137,19 @@ def listen(engine: Any, settings: Settings, listener: socket.socket, signals: Si
     except OSError as error:  # another server took it while the model was loaded
         raise busy(settings.host, settings.port, error) from error
     logging.info("Listening at %s on port %d", settings.host, listener.getsockname()[1])
-    with signals.handled_by(end):
-        server.run(sockets=[listener])
+    signals.end = end
+    server.run(sockets=[listener])
 
 
 class Signals:
-    """SIGINT and SIGTERM, in the main thread; both end the server, and the exit code is 0.
+    """SIGINT and SIGTERM end the server, with exit code 0.
 
-    While requests are served they call a function, before and after that they raise StoppedError,
-    once: what is under way then is an end.
+    Until requests are served that is at once: the model may be half loaded, by a thread that cannot
+    be stopped, and nothing is there to be kept. Later ones, while it ends already, are ignored.
     """
 
     def __init__(self) -> None:
-        self._end: Callable[[], None] | None = None
-        self._has_come = False
+        self.end: Callable[[], None] = partial(os._exit, 0)
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -157,19 +161,5 @@ class Signals:
         for number, handler in self._before.items():
             signal.signal(number, handler)
 
-    @contextmanager
-    def handled_by(self, end: Callable[[], None]) -> Iterator[None]:
-        """Let signals call `end` in the block."""
-        self._end = end
-        try:
-            yield
-        finally:
-            self._has_come = True  # it ends in any case
-            self._end = None
-
     def _take(self, number: int, frame: Any) -> None:
-        if self._end is not None:
-            self._end()
-        elif not self._has_come:
-            self._has_come = True
-            raise StoppedError
+        self.end()

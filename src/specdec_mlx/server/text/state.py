@@ -21,15 +21,6 @@ ANSWER, THOUGHT, CALL = "normal", "reasoning", "tool"
 """Parts of a text, in the words of mlx-lm's response formats; any other part is not shown."""
 
 
-def begins_in_thought(tokenizer: Any, prompt: Sequence[int]) -> bool:
-    """True if a prompt ends within a thought, as many chat templates let it."""
-    if not tokenizer.has_thinking:
-        return False
-    tokens = list(prompt)
-    begun, ended = tokenizer.rfind_think_start(tokens), tokenizer.rfind_think_end(tokens)
-    return bool(begun > ended)
-
-
 def _marks(tokenizer: Any, has_calls: bool, is_plain: bool) -> dict[str, dict[str, str]]:
     """For each part of a text the marks that end it, and the part that comes after each."""
     marks: dict[str, dict[str, str]] = {ANSWER: {}, THOUGHT: {}, CALL: {}}
