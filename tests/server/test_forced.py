@@ -155,3 +155,17 @@ def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPat
     assert forced.within(lambda: 1) == 1
     with pytest.raises(ZeroDivisionError):
         forced.within(lambda: 1 // 0)
+
+
+def test_a_forced_call_makes_up_no_names_and_its_numbers_end() -> None:
+    request = replace(ASKED, tools=TOOLS)
+    assert follows(request, BARE, '{"name": "f", "arguments": {}}') is None
+    assert follows(request, BARE, '{"name": "f", "arguments": {"a": 9007199254740991}}') is None
+    begins = '{"name": "f", "arguments": {"'
+    assert follows(request, BARE, begins + 'z": 1}}') == len(begins)
+    begins += 'a": 9007199254740991'
+    assert follows(request, BARE, begins + "0}}") == len(begins)
+    for more in ({"additionalProperties": True}, {"allOf": [{"properties": {"z": {}}}]}):
+        function = {"name": "f", "parameters": {**PARAMETERS, **more}}
+        free = replace(ASKED, tools=[{"type": "function", "function": function}])
+        assert follows(free, BARE, '{"name": "f", "arguments": {"z": 1}}') is None

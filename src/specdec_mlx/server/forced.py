@@ -19,6 +19,11 @@ T = TypeVar("T")
 LONGEST_SCHEMA, DEEPEST_SCHEMA, MOST_PATTERNS = 2**17, 100, 100
 COMPILE_SECONDS = 10.0  # longest that a client waits for its grammar to be compiled
 
+CLOSED = {"type", "properties", "required", "title", "description", "$schema", "$defs"}
+"""Words of a schema that names all properties in one place."""
+
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const"}
+
 
 def tools_for(request: TextRequest) -> list[dict[str, Any]]:
     """The tools that the chat template shows, and that a text may call."""
@@ -83,10 +88,15 @@ def _mark_rules(tokenizer: Any) -> tuple[str, str]:
 
 
 def _call_rule(name: str, parameters: Any) -> str:
-    """A call of one tool; its arguments are any object if their schema cannot be followed."""
-    schema = {"type": "object"}
+    """A call of one tool; its arguments are any object if their schema cannot be followed.
+
+    Names that the schema does not know are not made up, unless it says that they may be there.
+    """
+    schema: dict[str, Any] = {"type": "object"}
     if isinstance(parameters, dict):
-        own = {**parameters, "type": "object"}
+        own = {**_with_bounds(parameters), "type": "object"}
+        if parameters.keys() <= CLOSED and parameters.get("properties"):
+            own["additionalProperties"] = False
         try:
             check_schema(own)
             within(lambda: Grammar.json_schema(own))
@@ -95,6 +105,24 @@ def _call_rule(name: str, parameters: Any) -> str:
             pass
     begins = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
     return f'{begins} %json {json.dumps({**schema, "x-guidance": JSON_STYLE})} "}}"'
+
+
+def _with_bounds(schema: Any) -> Any:
+    """A schema whose integers end: those without bounds are such as all readers of JSON know.
+
+    Source: RFC 8259, section 6. A small model that is held to digits writes them for ever.
+    """
+    if isinstance(schema, list):
+        return [_with_bounds(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    bounded = {
+        key: value if key in ("const", "enum", "default", "examples") else _with_bounds(value)
+        for key, value in schema.items()
+    }
+    if schema.get("type") == "integer" and not schema.keys() & BOUNDS:
+        bounded |= {"minimum": 1 - 2**53, "maximum": 2**53 - 1}
+    return bounded
 
 
 def check_schema(schema: dict[str, Any]) -> None:
