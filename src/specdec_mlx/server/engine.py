@@ -31,6 +31,7 @@ from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.loop import Generation, Token, speculate
 from specdec_mlx.options import name_in
+from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import Settings
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import prefixes_for
@@ -186,14 +187,19 @@ class Engine:
             self.running = 0
 
     def _prepared(self, ticket: Ticket) -> Text | None:
-        """The text of a request, before its first token; None if its client is told why not."""
+        """The text of a request, before its first token; None if there is nothing to write."""
         try:
             with self._reading:
                 loaded = self.models.load(ticket.request)
-                return Text.of(ticket, loaded, self.models, self.prefixes)
+                text = Text.of(ticket, loaded, self.models, self.prefixes)
+            if ticket.request.echo:
+                ticket.tell([echo(text, self.settings.prefill_step_size)])
+            if not text.has_ended:
+                return text
+            text.end()
         except Exception as error:
             ticket.fail(error)
-            return None
+        return None
 
     def _others_join(self, text: Text) -> bool:
         """True if the next request may be written beside this one."""
@@ -228,9 +234,6 @@ class Engine:
 
     def _write_alone(self, text: Text) -> bool:
         """Write a text by the loop; True if it is to go on beside others."""
-        if text.has_ended:
-            text.end()
-            return False
         place, tokens = text.loaded.place, text.tokens
         caches, rest = self.prefixes.fetch_nearest_cache(place, tokens)
         num_read = len(tokens) - len(rest)

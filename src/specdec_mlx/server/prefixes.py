@@ -177,6 +177,6 @@ def digest(loaded: Loaded, settings: Settings) -> str:
         adapter and json.loads((Path(adapter) / "adapter_config.json").read_text()),
         loaded.files if loaded.config.get("model_file") else (),  # code of its own
         (settings.kv_bits, settings.kv_group_size, settings.quantized_kv_start),
-        f"{version('mlx-lm')}-{mx.__version__}-{platform.platform()}-{architecture}",
+        f"{version('mlx-lm')}-{version('mlx')}-{platform.platform()}-{architecture}",
     ]
     return content_digest(loaded.model, about)[:16]

@@ -21,7 +21,7 @@ from specdec_mlx.drafters.grammar import (
 from specdec_mlx.loop import Token
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches, predicting
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.server.forced import grammar_for, is_forced, within
+from specdec_mlx.server.forced import grammar_for, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import ReadPrompt, has_grammar, read_prompt

@@ -10,11 +10,9 @@ import json
 import math
 import time
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future, wait
 from dataclasses import replace
 from http import HTTPStatus
-from threading import Thread
-from typing import Any, TypeVar
+from typing import Any
 from uuid import uuid4
 
 import msgspec
@@ -24,9 +22,9 @@ from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import TEMPS, Sampling, is_temp
+from specdec_mlx.server.forced import check_schema, within
 from specdec_mlx.server.requests import Asked, Ended, RequestError, TextRequest, TokenLogprob
 
-T = TypeVar("T")
 Body = Mapping[str, Any]
 
 NUM_SEEDS = 2**64  # MLX takes seeds of 64 bits
@@ -35,10 +33,6 @@ MOST_DRAFTERS = 8  # most drafters tried in order by one request: all of them re
 LONGEST_DRAFT = 64  # longest draft of a request: each token of it is a position in a pass
 MOST_LOGPROBS = 20  # most alternatives that are reported beside a token, as OpenAI does
 
-# Most characters, levels, and names of `patternProperties` of a JSON schema: each pattern is
-# compared with all others; 100 take 0.2 s, 500 took 77 s.
-LONGEST_SCHEMA, DEEPEST_SCHEMA, MOST_PATTERNS = 2**17, 100, 100
-COMPILE_SECONDS = 10.0  # longest that a client waits for its grammar to be compiled
 LONGEST_ANSWER = 1000  # most characters of an error's message: some repeat what the client sent
 LEAST_LOGPROB = -9999.0  # said for a token that cannot be drawn; JSON has no infinity
 
@@ -160,41 +154,6 @@ def grammar_in(response_format: Any) -> Grammar | None:
         raise RequestError('response_format: expected {"json_schema": {"schema": {...}}}.')
     check_schema(schema)
     return within(lambda: Grammar.json_schema(schema))
-
-
-def check_schema(schema: dict[str, Any]) -> None:
-    """Raise RequestError for a schema that is too large to be compiled while others wait."""
-    size, depth, patterns = len(json.dumps(schema)), 0, 0
-    nodes: list[tuple[Any, int]] = [(schema, 1)]
-    while nodes:
-        node, level = nodes.pop()
-        depth = max(depth, level)
-        if isinstance(node, dict):
-            names = node.get("patternProperties")
-            patterns += len(names) if isinstance(names, dict) else 0
-            node = list(node.values())
-        nodes += [(child, level + 1) for child in node] if isinstance(node, list) else []
-    if size > LONGEST_SCHEMA or depth > DEEPEST_SCHEMA or patterns > MOST_PATTERNS:
-        raise RequestError(
-            f"The schema has {size} characters, {depth} levels and {patterns} patternProperties; "
-            f"at most {LONGEST_SCHEMA}, {DEEPEST_SCHEMA} and {MOST_PATTERNS} are compiled."
-        )
-
-
-def within(make: Callable[[], T]) -> T:
-    """Return `make()`; raises RequestError, and abandons it, after `COMPILE_SECONDS`."""
-    made: Future[T] = Future()
-
-    def run() -> None:
-        try:
-            made.set_result(make())
-        except Exception as error:
-            made.set_exception(error)
-
-    Thread(target=run, daemon=True).start()
-    if made not in wait([made], COMPILE_SECONDS).done:
-        raise RequestError(f"The grammar was not compiled in {COMPILE_SECONDS} s. Make it smaller.")
-    return made.result()
 
 
 def is_a(kind: type, least: float = -math.inf, most: float = math.inf) -> Callable[[Any], bool]:
