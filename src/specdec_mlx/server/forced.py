@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any, TypeVar
@@ -51,12 +51,26 @@ def _calls_in_json(tokenizer: Any) -> bool:
         return False
 
 
+def may_call_instead(request: TextRequest, tokenizer: Any) -> bool:
+    """True if the text may be calls in the place of an answer that a schema describes."""
+    has_schema = request.grammar is not None and request.grammar.kind == "json_schema"
+    may_call = bool(request.tools) and request.tool_choice == AUTO and tokenizer.has_tool_calling
+    return has_schema and may_call
+
+
 def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """What the text must match: a forced call, or the request's own grammar; None for any text.
 
-    A forced call is in the model's own format where that is JSON between marks, else an object
-    with "name" and "arguments" alone. Raises RequestError and GrammarError.
+    Where tools may be called as well, that is the grammar of an answer which is no call. A forced
+    call is in the model's own format where that is JSON between marks, else an object with "name"
+    and "arguments" alone. Raises RequestError and GrammarError.
     """
+    if request.grammar is not None and may_call_instead(request, tokenizer):
+        schema = {**json.loads(request.grammar.text), "x-guidance": JSON_STYLE}
+        begins = _as_rule(tokenizer.tool_call_start, tokenizer.tool_call_start_tokens)
+        return Grammar.lark(
+            f"start: answer | {begins} <[*]>*\nanswer: %json {json.dumps(schema)}\n"
+        )
     if not is_forced(request):
         return request.grammar
     named = {tool["function"]["name"]: tool["function"] for tool in request.tools}
@@ -77,14 +91,13 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
 
 def _mark_rules(tokenizer: Any) -> tuple[str, str]:
     """What stands before and after a call: marks, by a token's id if they are one, on lines."""
-    marks = (
-        (tokenizer.tool_call_start, tokenizer.tool_call_start_tokens),
-        (tokenizer.tool_call_end, tokenizer.tool_call_end_tokens),
-    )
-    begins, ends = (
-        f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(text) for text, tokens in marks
-    )
+    begins = _as_rule(tokenizer.tool_call_start, tokenizer.tool_call_start_tokens)
+    ends = _as_rule(tokenizer.tool_call_end, tokenizer.tool_call_end_tokens)
     return f'{begins} "\\n"', f'"\\n" {ends} "\\n"?'
+
+
+def _as_rule(mark: str, tokens: Sequence[int]) -> str:
+    return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
 
 
 def _call_rule(name: str, parameters: Any) -> str:
