@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from concurrent.futures import Future, wait
 from threading import Thread
 from typing import Any, TypeVar
@@ -67,7 +67,7 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """
     if request.grammar is not None and may_call_instead(request, tokenizer):
         schema = {**json.loads(request.grammar.text), "x-guidance": JSON_STYLE}
-        begins = _as_rule(tokenizer.tool_call_start, tokenizer.tool_call_start_tokens)
+        begins = _as_rule(tokenizer, tokenizer.tool_call_start)
         return Grammar.lark(
             f"start: answer | {begins} <[*]>*\nanswer: %json {json.dumps(schema)}\n"
         )
@@ -91,13 +91,17 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
 
 def _mark_rules(tokenizer: Any) -> tuple[str, str]:
     """What stands before and after a call: marks, by a token's id if they are one, on lines."""
-    begins = _as_rule(tokenizer.tool_call_start, tokenizer.tool_call_start_tokens)
-    ends = _as_rule(tokenizer.tool_call_end, tokenizer.tool_call_end_tokens)
+    begins = _as_rule(tokenizer, tokenizer.tool_call_start)
+    ends = _as_rule(tokenizer, tokenizer.tool_call_end)
     return f'{begins} "\\n"', f'"\\n" {ends} "\\n"?'
 
 
-def _as_rule(mark: str, tokens: Sequence[int]) -> str:
-    return f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(mark)
+def _as_rule(tokenizer: Any, mark: str) -> str:
+    """A mark by its tokens, if it is one or has special ones, which no text makes."""
+    tokens = tokenizer.encode(mark, add_special_tokens=False)
+    if len(tokens) == 1 or {*tokens} & {*tokenizer.all_special_ids}:
+        return " ".join(f"<[{token}]>" for token in tokens)
+    return json.dumps(mark)
 
 
 def _call_rule(name: str, parameters: Any) -> str:
