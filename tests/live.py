@@ -95,7 +95,8 @@ def served(script: Script, folder: Path, **settings: Any) -> Iterator[str]:
     """The address of a server of such a model, which is written to a new folder."""
     write_model_folder(folder, max_position_embeddings=2**16)
     script.tokenizer = load_tokenizer(folder)
-    with running(folder, any_model_name=True, **settings) as engine:
+    plain = {"enable_thinking": False}
+    with running(folder, any_model_name=True, chat_template_args=plain, **settings) as engine:
         config = uvicorn.Config(make_app(engine, engine.settings), port=0, log_config=None)
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, daemon=True)

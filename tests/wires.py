@@ -136,14 +136,17 @@ def response_of(events: list[dict[str, Any]]) -> dict[str, Any]:
     return dict(final)
 
 
-def chat_of(events: list[dict[str, Any]]) -> str:
-    """The reason for which a chat completion with one choice ended."""
-    reasons = []
+def chat_of(events: list[dict[str, Any]]) -> dict[str, Any]:
+    """The deltas of a chat completion with one choice, and the reason for its end."""
+    deltas, reason = [], None
     for event in events:
         ChatCompletionChunk.model_validate(event)
-        reasons += [choice["finish_reason"] for choice in event["choices"]]
-    assert {reason is None for reason in reasons[:-1]} <= {True}
-    return str(reasons[-1])
+        for choice in event["choices"]:
+            assert reason is None  # nothing comes after the end
+            deltas.append(choice["delta"])
+            reason = choice["finish_reason"]
+    assert reason is not None
+    return {"deltas": deltas, "finish_reason": reason}
 
 
 OTHERS: list[Any] = [None, True, 7, -1.5, "", "x", [], [[]], [7], {}, {"type": []}, {"type": "x"}]
