@@ -44,6 +44,7 @@ from specdec_mlx.server.requests import (
 STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 """Fields that ask for what is kept at OpenAI; nothing is kept here."""
 
+MORE_TOOLS = "additional_tools"  # an item of Codex's
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 ECHOED: dict[str, Any] = {
@@ -88,13 +89,16 @@ class Responses:
         items = body.get("input")
         if isinstance(items, str):
             items = [{"role": "user", "content": items}]
-        for item in expect(items, list, "input"):
+        items = expect(items, list, "input")
+        for item in items:
             _add(turns, expect(item, dict, "input"))
         if not turns.messages:
             raise RequestError("input must be a text or a list of at least one item.")
         request.messages = turns.messages
         tools: dict[str, Tool] = {}
-        request.tools = list(_tools(given(body, "tools", list), tools))
+        brought = (given(item, "tools", list) for item in items if item.get("type") == MORE_TOOLS)
+        all_tools: list[Any] = sum(brought, given(body, "tools", list))
+        request.tools = list(_tools(all_tools, tools))
         request.tool_choice, named = _choice(body.get("tool_choice") or AUTO, tools)
         request.tools = [tool for tool in request.tools if tool["function"]["name"] in named]
         request.parallel_calls = body.get("parallel_tool_calls") is not False
@@ -176,7 +180,7 @@ def _add(turns: Turns, item: Mapping[str, Any]) -> None:
         turns.answer(str(item.get("call_id")), _texts(item.get("output"), f"{kind}.output"))
     elif kind == "item_reference":
         raise RequestError("item_reference: nothing is kept here. Send the items themselves.")
-    else:
+    elif kind != MORE_TOOLS:
         leave_out("item", kind)
 
 
