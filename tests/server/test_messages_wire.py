@@ -339,8 +339,12 @@ def test_a_stream_begins_with_the_counts_of_the_prompt() -> None:
 def test_errors_are_in_the_protocols_form() -> None:
     too_long = RequestError("The prompt does not fit.", "context_length_exceeded", 300, 200)
     bad = MESSAGES.error(too_long, HTTPStatus.BAD_REQUEST)
-    words = "prompt is too long: 300 tokens > 200 maximum"
-    assert bad == {"type": "error", "error": {"type": "invalid_request_error", "message": words}}
+    assert (bad["type"], bad["error"]["type"]) == ("error", "invalid_request_error")
+    assert bad["error"]["message"] == "prompt is too long: 300 tokens > 200 maximum"
+    with pytest.raises(RequestError, match="nothing is kept here") as caught:
+        read(thread={"type": "create"})
+    details = MESSAGES.error(caught.value, HTTPStatus.BAD_REQUEST)["error"]["details"]
+    assert details == {"error_code": "thread_unsupported_request"}
     busy = MESSAGES.error(RuntimeError("x"), HTTPStatus.SERVICE_UNAVAILABLE)
     assert busy["error"]["type"] == "overloaded_error"
     stream = MESSAGES.stream(MESSAGES.read({"messages": USER}))

@@ -13,14 +13,16 @@ from specdec_mlx.server.requests import CallArguments, CallBegan, CallBroken, Ev
 
 NUM_ID = 9  # letters of a call's id: some chat templates refuse any other number
 
-BETWEEN = regex.compile(r"(?:\[TOOL_CALLS\]|<\|tool_call_end\|>|[\s\[\],}])*")
-"""What may stand before a call, and between two."""
+BETWEEN = regex.compile(
+    r"(?:\[TOOL_CALLS\]|<\|tool_call_end\|>|<\|tool_calls_section_end\|>|</tool_call>|[\s\[\],}])*"
+)
+"""What may stand beside a call whose arguments come as JSON, and between two."""
 
 HEADER = regex.compile(
     BETWEEN.pattern
-    + r"""(?: \{\s* "name" \s*:\s* "(?P<name>[^"\\]+)" \s*,\s* "arguments" \s*:\s*
-      | (?P<name>[\w.-]+) \s* \[ARGS\] \s*
-      | (?:<\|tool_call_begin\|>)? \s* (?P<id>(?:functions\.)?(?P<name>[\w.-]+):\d+) \s*
+    + r"""+(?: \{\s* "name" \s*:\s* "(?P<name>[^"\\]{1,128})" \s*,\s* "arguments" \s*:\s*
+      | (?P<name>[\w.-]{1,128}) \s* \[ARGS\] \s*
+      | (?:<\|tool_call_begin\|>)? \s* (?P<id>(?:functions\.)?(?P<name>[\w.-]{1,128}):\d+) \s*
         <\|tool_call_argument_begin\|> \s*
     ) (?=\{\s*["}])""",
     regex.VERBOSE,
@@ -104,7 +106,8 @@ class CallReader:
         """Take the next piece."""
         self._body += piece
         self._text += piece
-        self._rest += piece
+        if self._may_begin or self._object:
+            self._rest += piece
         events: list[Event] = []
         while not self.is_full and not self.is_broken and (self._object or self._begins(events)):
             assert self._object is not None
@@ -135,7 +138,7 @@ class CallReader:
                 self._text = ""
         if not self.num_whole:
             self.left = self._text
-        elif not mark:
+        elif not mark and not BETWEEN.fullmatch(self._text, partial=True):
             self.left = BETWEEN.sub("", self._text, count=1)
         return events
 
