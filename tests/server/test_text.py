@@ -411,6 +411,29 @@ def test_a_cut_call_in_the_format_of_each_parser(parser: str) -> None:
         assert said(whole)[3:] == ("length", None)
 
 
+@pytest.mark.parametrize("parser", GOOD)
+def test_a_call_of_a_tool_without_parameters_in_the_format_of_each_parser(parser: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    whole = written(GOOD[parser][0] + END, tools=tools, how={"parser": parser})
+    assert [call["name"] for call in whole.calls] == ["f"]
+
+
+@given(st.sampled_from(sorted(GOOD)), st.data())
+def test_a_damaged_call_is_a_call_or_the_text_that_was_written(
+    parser: str, data: st.DataObject
+) -> None:
+    text = GOOD[parser][0]
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        stop = data.draw(st.integers(start, len(text)))
+        text = text[:start] + data.draw(st.text('{}[]"<>:,f1\n', max_size=3)) + text[stop:]
+    ending = data.draw(st.sampled_from(["", END]))
+    whole = written("." + text + ending, tools=TOOLS, how={"parser": parser})
+    assert whole.calls or whole.text == "." + text
+    assert {call["name"] for call in whole.calls} <= {"f"}
+    assert all(isinstance(json.loads(call["arguments"]), dict) for call in whole.calls)
+
+
 def test_several_calls_within_one_pair_of_marks() -> None:
     one = 'f[ARGS]{"a": 1}'
     for text in (f"[TOOL_CALLS]{one}{one}", f"[TOOL_CALLS]{one}[TOOL_CALLS]{one}\n"):

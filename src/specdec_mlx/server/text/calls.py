@@ -94,7 +94,10 @@ class CallReader:
         self.num_whole = 0
         self.is_broken = self.is_full = False
         self.left = ""
-        self._parse, self._tools, self._names = parse, tools, tool_names(tools)
+        self._parse, self._names = parse, tool_names(tools)
+        self._tools = [  # some parsers count on parameters
+            {**tool, "function": {"parameters": {}, **tool["function"]}} for tool in tools
+        ]
         self._index, self._is_single = index, is_single
         self._text = mark  # since the last call that is whole
         self._body = self._rest = ""  # all of it, and what is not read yet
@@ -188,7 +191,7 @@ def parse_json(text: str, _: Any) -> Any:
 
 def tool_names(tools: Sequence[dict[str, Any]]) -> Collection[str]:
     """Names of tools in OpenAI's form."""
-    return {tool.get("function", {}).get("name") for tool in tools}
+    return {tool["function"]["name"] for tool in tools}
 
 
 def new_id() -> str:
