@@ -41,18 +41,18 @@ class JsonObject:
     """
 
     def __init__(self) -> None:
-        self.is_complete = False
-        self._depth, self._in_string, self._escapes = 0, False, False
+        self.is_complete = self.is_in_string = False
+        self._depth, self._escapes = 0, False
 
     def take(self, text: str) -> tuple[str, str]:
         """What of a piece belongs to the object, and what comes after it."""
         taken = []
         for place, char in enumerate(text):
-            if self._in_string:
+            if self.is_in_string:
                 taken.append(self._in_text(char))
                 continue
             taken.append(char)
-            self._in_string = char == '"'
+            self.is_in_string = char == '"'
             self._depth += (char in "{[") - (char in "}]")
             if self._depth == 0:
                 self.is_complete = True
@@ -65,7 +65,7 @@ class JsonObject:
             self._escapes = False
             return ("\\" if char in ESCAPED else "\\\\") + _plain(char)
         self._escapes = char == "\\"
-        self._in_string = char != '"'
+        self.is_in_string = char != '"'
         return "" if self._escapes else _plain(char)
 
 
@@ -104,6 +104,11 @@ class CallReader:
         self._object: JsonObject | None = None
         self._arguments = ""
         self._may_begin = True
+
+    @property
+    def is_in_string(self) -> bool:
+        """True in the middle of a JSON string, where marks are text."""
+        return self._object is not None and self._object.is_in_string
 
     def feed(self, piece: str) -> list[Event]:
         """Take the next piece."""
