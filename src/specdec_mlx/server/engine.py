@@ -33,7 +33,7 @@ from specdec_mlx.options import name_in
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import Settings
 from specdec_mlx.server.models import Loaded, Models
-from specdec_mlx.server.prefixes import prefixes_for
+from specdec_mlx.server.prefixes import Prefixes, prefixes_for
 from specdec_mlx.server.prompts import has_grammar, read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
@@ -55,6 +55,9 @@ class Engine:
         self.models, self.settings = models, settings
         self.prefixes = prefixes_for(settings, lambda: models.loaded)
         self.ranks = ServerRanks()
+        self.draft_caches = self.prefixes  # of draft models, which the first rank alone has
+        if self.ranks.are_several:
+            self.draft_caches = Prefixes(settings.prompt_cache_size)
         self.running = 0
         self._waiting: deque[Ticket] = deque()
         self._has_news, self._has_ended, self._is_ending = Flag(), Flag(), False
@@ -140,6 +143,7 @@ class Engine:
                 self._waiting.popleft().fail(ServerEndingError())
             self.models.close()
             self.prefixes.trim_to(0)
+            self.draft_caches.trim_to(0)
             mx.clear_streams()
             self._has_ended.set()
             # MLX frees the functions that it compiled for a thread once that has ended, and needs
@@ -191,7 +195,7 @@ class Engine:
         try:
             with self._reading:
                 loaded = self.models.load(ticket.request)
-                text = Text.of(ticket, loaded, self.models, self.prefixes)
+                text = Text.of(ticket, loaded, self.models, self.draft_caches)
             if ticket.request.echo:
                 ticket.tell([echo(text, self.settings.prefill_step_size)])
             if not text.has_ended:

@@ -134,8 +134,11 @@ class Text:
     is_batched: bool = False
 
     @classmethod
-    def of(cls, ticket: Ticket, loaded: Loaded, models: Models, prefixes: Prefixes) -> Text:
-        """Read the prompt, and make all that the text is written with; raises what is wrong."""
+    def of(cls, ticket: Ticket, loaded: Loaded, models: Models, draft_caches: Prefixes) -> Text:
+        """Read the prompt, and make all that the text is written with; raises what is wrong.
+
+        draft_caches: where draft models keep theirs.
+        """
         request, tokenizer, settings = ticket.request, loaded.tokenizer, models.settings
         prompt = read_prompt(request, tokenizer, settings, finds_ends=loaded.is_stateful)
         vocab_size = vocab_size_of(loaded.model)
@@ -152,7 +155,7 @@ class Text:
             if request.prediction:
                 tokens = tokenizer.encode(request.prediction, add_special_tokens=False)
                 drafter = predicting(drafter, tokens)
-            drafter = keeping_caches(drafter, prefixes)
+            drafter = keeping_caches(drafter, draft_caches)
         if (grammar := ticket.grammar or compile_grammar(request, tokenizer)) is not None:
             processors.append(GuardedGrammar(grammar, tokenizer, num_tokens))
             drafter = None if drafter is None else FirstOf(GrammarDrafter(), drafter)
