@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from threading import Event as Flag
 from threading import Lock, Thread
 from typing import Any
@@ -259,7 +260,7 @@ class Engine:
         except _JoinedError:
             return True
         except CacheRollbackError as error:
-            if not text.has_ended:
+            if not (text.has_ended or joined):
                 raise
             logging.warning(f"The caches of a text are not kept: {error}")
         else:
@@ -282,10 +283,6 @@ class Engine:
         caches: hold the first `num_read` tokens; None for new ones.
         """
         model = text.loaded.model
-
-        def on_progress(done: int, total: int) -> None:
-            self._was_read(text, generation, done, total)
-
         options = replace(
             self._options(text.loaded),
             max_tokens=text.max_tokens,
@@ -294,16 +291,16 @@ class Engine:
             rule=text.rule,
             draft_length=text.draft_length,
             logits_processors=text.processors,
-            prompt_progress_callback=on_progress,
             prefill_stops=text.prompt.ends,
         )
         own = split_cache(model, caches, options.caches)[0]
-        options = replace(options, prompt_cache=own)
+        options = replace(
+            options, prompt_cache=own, prompt_progress_callback=partial(self._was_read, text, own)
+        )
         ranks = ranks_of(model, options.stream)
-        tokens = text.prompt.tokens
         parts = assemble(
             model,
-            tokens,
+            text.prompt.tokens,
             text.drafter,
             options,
             own,
@@ -333,8 +330,8 @@ class Engine:
             stream=mx.default_stream(mx.default_device()) if several else generation_stream,
         )
 
-    def _was_read(self, text: Text, generation: Generation, done: int, total: int) -> None:
-        """Note how far the prompt of a text that is alone is read.
+    def _was_read(self, text: Text, caches: list[Any], done: int, total: int) -> None:
+        """Note how far the prompt of a text that is alone is read, into these caches.
 
         What is read is kept where it could not be gone back to, and where the reading ends here.
         """
@@ -344,9 +341,8 @@ class Engine:
         joined = self._others_join(text)
         ends = joined or self._is_told_to_end(text)
         if self.settings.kv_bits is None and (ends or text.loaded.is_stateful):
-            caches = copy.deepcopy(generation.target.rollback.caches)
-            held = text.prompt.tokens[:done]
-            self.prefixes.insert_cache(text.loaded.place, held, caches, has_ended=False)
+            held, kept = text.prompt.tokens[:done], copy.deepcopy(caches)
+            self.prefixes.insert_cache(text.loaded.place, held, kept, has_ended=False)
         text.ticket.check()
         if self._is_ending:
             raise ServerEndingError

@@ -126,6 +126,7 @@ class Text:
     draft_length: int | str
     rule: str
     state: TextState
+    shows_stats: bool = False
     written: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     stats: SpeculationStats | None = None
@@ -172,6 +173,7 @@ class Text:
             settings.flags.draft_length if request.draft_length is None else request.draft_length,
             settings.flags.rule if request.rule is None else request.rule,
             state,
+            settings.flags.stats,
         )
 
     @property
@@ -226,6 +228,8 @@ class Text:
         self.hand_over()
         events = self.state.end("length" if self.state.ended is None else self.state.ended)
         self.ticket.tell([self._told(e) if isinstance(e, Ended) else e for e in events])
+        if self.shows_stats:
+            logging.info(f"Speculation: {self.stats}")
 
     def _told(self, ended: Ended) -> Ended:
         drafted = 0 if self.stats is None else self.stats.drafted
