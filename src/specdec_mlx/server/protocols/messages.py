@@ -83,16 +83,6 @@ OWN_TOOLS = {
         "new_str; insert puts insert_text after line insert_line.",
         _schema("command", "path", command={"type": "string", "enum": EDITS}, **EDIT),
     ),
-    "memory_": (
-        "View, create, edit, delete and rename the files of a memory under /memories.",
-        _schema(
-            "command",
-            command={"type": "string", "enum": [*EDITS, "delete", "rename"]},
-            **EDIT,
-            old_path=TEXT,
-            new_path=TEXT,
-        ),
-    ),
 }
 """Anthropic's tools that clients run, by how their types begin: what they do, and their input."""
 
