@@ -177,7 +177,7 @@ def test_openais_client_runs_tools_until_the_model_is_done(url: str, script: Scr
         assert reply.output_text == "All read."
         user, said, result = script.requests[1].messages
         assert (said["content"], said["reasoning_content"]) == ("Reading.", "Hm.")
-        assert said["tool_calls"][0]["function"]["arguments"] == {"path": "a"}
+        assert said["tool_calls"][0]["function"]["arguments"] == '{"path": "a"}'
         assert (user["role"], result["content"]) == ("user", "contents")
         assert reply.usage.input_tokens_details.cached_tokens > 0
 

@@ -102,7 +102,7 @@ RESULTS: dict[str, tuple[Any, str]] = {
 
 @pytest.mark.parametrize(("content", "text"), RESULTS.values(), ids=RESULTS)
 def test_a_result_is_text_whatever_it_holds(content: Any, text: str) -> None:
-    calls = [{"type": "thinking", "thinking": "Read it.", "signature": "x"}]
+    calls: list[Any] = [{"type": "thinking", "thinking": "Read it.", "signature": "x"}]
     calls += [{"type": "tool_use", "id": "1", "name": "read", "input": {"path": "a"}}]
     result = {"type": "tool_result", "tool_use_id": "1", "content": content}
     failed = result | {"is_error": True}
@@ -135,15 +135,13 @@ def test_tools_that_the_client_runs_are_offered(caplog: pytest.LogCaptureFixture
     tools = [READ | {"defer_loading": True, "cache_control": {"type": "ephemeral"}}]
     tools += [{"type": "custom", "name": "plain"}, {"type": "bash_20250124", "name": "bash"}]
     tools += [{"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}]
-    tools += [{"type": "memory_20250818", "name": "memory"}]
     tools += [{"type": "web_search_20250305", "name": "web_search"}, {"type": "mcp_toolset"}]
     offered = {tool["function"]["name"]: tool["function"] for tool in read(tools=tools).tools}
-    assert [*offered] == ["read", "plain", "bash", "str_replace_based_edit_tool", "memory"]
+    assert [*offered] == ["read", "plain", "bash", "str_replace_based_edit_tool"]
     assert offered["read"]["parameters"] == {"type": "object"}
     assert {"command", "restart"} == {*offered["bash"]["parameters"]["properties"]}
     editor = offered["str_replace_based_edit_tool"]["parameters"]["properties"]
     assert {"command", "path", "old_str", "new_str", "insert_line", "view_range"} <= {*editor}
-    assert "rename" in offered["memory"]["parameters"]["properties"]["command"]["enum"]
     assert [record.args[1] for record in caplog.records] == ["web_search_20250305", "mcp_toolset"]
 
 
@@ -339,8 +337,12 @@ def test_a_stream_begins_with_the_counts_of_the_prompt() -> None:
 def test_errors_are_in_the_protocols_form() -> None:
     too_long = RequestError("The prompt does not fit.", "context_length_exceeded", 300, 200)
     bad = MESSAGES.error(too_long, HTTPStatus.BAD_REQUEST)
-    words = "prompt is too long: 300 tokens > 200 maximum"
-    assert bad == {"type": "error", "error": {"type": "invalid_request_error", "message": words}}
+    assert (bad["type"], bad["error"]["type"]) == ("error", "invalid_request_error")
+    assert bad["error"]["message"] == "prompt is too long: 300 tokens > 200 maximum"
+    with pytest.raises(RequestError, match="nothing is kept here") as caught:
+        read(thread={"type": "create"})
+    details = MESSAGES.error(caught.value, HTTPStatus.BAD_REQUEST)["error"]["details"]
+    assert details == {"error_code": "thread_unsupported_request"}
     busy = MESSAGES.error(RuntimeError("x"), HTTPStatus.SERVICE_UNAVAILABLE)
     assert busy["error"]["type"] == "overloaded_error"
     stream = MESSAGES.stream(MESSAGES.read({"messages": USER}))

@@ -40,6 +40,7 @@ from specdec_mlx.server.requests import (
 )
 
 BILLING = "x-anthropic-billing-header:"  # differs by conversation, and says nothing to a model
+NO_THREADS = "thread_unsupported_request"  # the protocol's name for it
 SIGNATURE = "bG9jYWw="  # of thoughts: clients send back only those that have one
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
 CHOICES = {"auto": AUTO, "any": REQUIRED, "none": NONE}
@@ -82,16 +83,6 @@ OWN_TOOLS = {
         "new_str; insert puts insert_text after line insert_line.",
         _schema("command", "path", command={"type": "string", "enum": EDITS}, **EDIT),
     ),
-    "memory_": (
-        "View, create, edit, delete and rename the files of a memory under /memories.",
-        _schema(
-            "command",
-            command={"type": "string", "enum": [*EDITS, "delete", "rename"]},
-            **EDIT,
-            old_path=TEXT,
-            new_path=TEXT,
-        ),
-    ),
 }
 """Anthropic's tools that clients run, by how their types begin: what they do, and their input."""
 
@@ -101,6 +92,8 @@ class Messages:
 
     def read(self, body: Mapping[str, Any]) -> Asked:
         """Check a body; raises RequestError."""
+        if body.get("thread"):  # clients that are told so send the whole conversation
+            raise RequestError("thread: nothing is kept here. Send all messages again.", NO_THREADS)
         request = fields.base(body)
         turns = Turns()
         for block in parts_in(body.get("system"), "system"):
@@ -154,8 +147,11 @@ class Messages:
         words = fields.words_of(error, status)
         if isinstance(error, RequestError) and error.most:  # clients read it, and compact
             words = f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
-        kind = ERRORS.get(status, "invalid_request_error")
-        return {"type": "error", "error": {"type": kind, "message": words}}
+        said: dict[str, Any] = {"type": ERRORS.get(status, "invalid_request_error")}
+        said["message"] = words
+        if code := getattr(error, "code", None):
+            said["details"] = {"error_code": code}
+        return {"type": "error", "error": said}
 
 
 MESSAGES = Messages()

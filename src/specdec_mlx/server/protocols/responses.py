@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 from base64 import b64encode
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from typing import Any
@@ -44,6 +45,7 @@ from specdec_mlx.server.requests import (
 STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 """Fields that ask for what is kept at OpenAI; nothing is kept here."""
 
+MORE_TOOLS = "additional_tools"  # an item of Codex's
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
 FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
 ECHOED: dict[str, Any] = {
@@ -61,8 +63,34 @@ ECHOED: dict[str, Any] = {
 }
 """Fields of a request that its response repeats, with their defaults."""
 
-ITEMS = {"message": "msg_", "reasoning": "rs_", "function_call": "fc_", "custom_tool_call": "ctc_"}
-"""How the identifiers of each kind of item begin."""
+
+@dataclass(frozen=True)
+class Growth:
+    """How an item of one kind grows, in the names of the protocol.
+
+    prefix: of its id. told: its text in the names of events. name: the field of that text, in the
+    item or in its only part. parts, part, empty: the list of parts, the part in the names of
+    events, and a new one.
+    """
+
+    prefix: str
+    told: str
+    name: str
+    parts: str = ""
+    part: str = ""
+    empty: Mapping[str, Any] = field(default_factory=dict)
+
+
+WORDS = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
+SUMMARY = {"type": "summary_text", "text": ""}
+GROWTH = {
+    "message": Growth("msg", "output_text", "text", "content", "content_part", WORDS),
+    "reasoning": Growth(
+        "rs", "reasoning_summary_text", "text", "summary", "reasoning_summary_part", SUMMARY
+    ),
+    "function_call": Growth("fc", "function_call_arguments", "arguments"),
+    "custom_tool_call": Growth("ctc", "custom_tool_call_input", "input"),
+}
 
 
 @dataclass(frozen=True)
@@ -88,13 +116,16 @@ class Responses:
         items = body.get("input")
         if isinstance(items, str):
             items = [{"role": "user", "content": items}]
-        for item in expect(items, list, "input"):
+        items = expect(items, list, "input")
+        for item in items:
             _add(turns, expect(item, dict, "input"))
         if not turns.messages:
             raise RequestError("input must be a text or a list of at least one item.")
         request.messages = turns.messages
         tools: dict[str, Tool] = {}
-        request.tools = list(_tools(given(body, "tools", list), tools))
+        brought = (given(item, "tools", list) for item in items if item.get("type") == MORE_TOOLS)
+        all_tools: list[Any] = sum(brought, given(body, "tools", list))
+        request.tools = list(_tools(all_tools, tools))
         request.tool_choice, named = _choice(body.get("tool_choice") or AUTO, tools)
         request.tools = [tool for tool in request.tools if tool["function"]["name"] in named]
         request.parallel_calls = body.get("parallel_tool_calls") is not False
@@ -165,18 +196,15 @@ def _add(turns: Turns, item: Mapping[str, Any]) -> None:
         parts = parts or parts_in(item.get("summary"), "reasoning.summary")
         turns.think(BETWEEN.join(map(_text, parts)))
     elif kind in ("function_call", "custom_tool_call"):
-        name, is_free = expect(item.get("name"), str, f"{kind}.name"), kind == "custom_tool_call"
-        arguments = expect(item.get("input" if is_free else "arguments"), str, kind)
-        call_id = str(item.get("call_id"))
-        if is_free:
-            turns.call(call_id, name, {"input": arguments})
-        else:
-            turns.call_with_text(call_id, name, arguments)
+        text = expect(item.get(GROWTH[kind].name), str, kind)
+        arguments = text if kind == "function_call" else {"input": text}
+        name = expect(item.get("name"), str, f"{kind}.name")
+        turns.call(str(item.get("call_id")), name, arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
         turns.answer(str(item.get("call_id")), _texts(item.get("output"), f"{kind}.output"))
     elif kind == "item_reference":
         raise RequestError("item_reference: nothing is kept here. Send the items themselves.")
-    else:
+    elif kind != MORE_TOOLS:
         leave_out("item", kind)
 
 
@@ -239,7 +267,8 @@ class ResponseStream:
     asked: Asked
     response: dict[str, Any] = field(init=False)
     _open: dict[str, Any] = field(default_factory=dict)  # the item that grows
-    _arguments: str = ""  # of a call of a tool that takes any text
+    _holder: dict[str, Any] = field(default_factory=dict)  # of the text: the item, or its part
+    _arguments: str = ""  # of a call whose input is any text
     _number: int = -1
 
     def __post_init__(self) -> None:
@@ -256,16 +285,27 @@ class ResponseStream:
     def write(self, choice: int, event: Event) -> Iterator[bytes]:
         """The bytes of an event."""
         match event:
-            case Said() if event.text or event.logprobs:
-                yield from self._think(event) if event.is_thought else self._say(event)
+            case Said() if event.is_thought and event.text:
+                if self._open.get("type") != "reasoning":
+                    yield from self._start("reasoning", summary=[])
+                yield self._grow(event.text)
+            case Said() if not event.is_thought and (event.text or event.logprobs):
+                if self._open.get("type") != "message":
+                    more = {"role": "assistant", "status": "in_progress"}
+                    yield from self._start("message", content=[], **more)
+                logprobs = [fields.logprob(token) for token in event.logprobs]
+                self._holder["logprobs"] += logprobs
+                yield self._grow(event.text, logprobs=logprobs)
             case CallBegan():
-                yield from self._call(event)
+                tool = self.asked.more["tools"].get(event.name, Tool())
+                kind = "custom_tool_call" if tool.is_free else "function_call"
+                more = {"call_id": event.id, "name": event.name, "status": "in_progress"}
+                more |= {"namespace": tool.namespace} if tool.namespace else {}
+                yield from self._start(kind, **more, **{GROWTH[kind].name: ""})
+            case CallArguments() if "input" in self._open:
+                self._arguments += event.text
             case CallArguments() if event.text:
-                if "input" in self._open:
-                    self._arguments += event.text
-                else:
-                    self._open["arguments"] += event.text
-                    yield self._grown("function_call_arguments.delta", delta=event.text)
+                yield self._grow(event.text)
             case CallBroken():
                 yield from self._close("incomplete")
             case Ended():
@@ -273,8 +313,8 @@ class ResponseStream:
                 status = "incomplete" if is_cut else "completed"
                 yield from self._close(status)
                 why = {"reason": "max_output_tokens"} if is_cut else None
-                self.response |= {"status": status, "incomplete_details": why}
-                self.response["usage"] = _usage(event)
+                ended = {"status": status, "incomplete_details": why, "usage": _usage(event)}
+                self.response |= ended
                 yield self._event(status, response=self.response)
 
     def keepalive(self) -> bytes:
@@ -287,76 +327,40 @@ class ResponseStream:
 
     def fail(self, error: Exception, status: HTTPStatus) -> Iterator[bytes]:
         """The response, failed."""
-        words = RESPONSES.error(error, status)["error"]
         code = getattr(error, "code", None) or "server_error"
-        said = {"code": code, "message": words["message"]}
+        said = {"code": code, "message": fields.words_of(error, status)}
         self.response |= {"status": "failed", "error": said}
         yield self._event("failed", response=self.response)
-
-    def _say(self, said: Said) -> Iterator[bytes]:
-        if self._open.get("type") != "message":
-            part = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-            yield from self._start("message", role="assistant", status="in_progress", content=[])
-            yield self._grown("content_part.added", content_index=0, part=part)
-            self._open["content"].append(part)
-        (part,) = self._open["content"]
-        logprobs = [fields.logprob(token) for token in said.logprobs]
-        part["text"] += said.text
-        part["logprobs"] += logprobs
-        more = {"content_index": 0, "delta": said.text, "logprobs": logprobs}
-        yield self._grown("output_text.delta", **more)
-
-    def _think(self, said: Said) -> Iterator[bytes]:
-        if self._open.get("type") != "reasoning":
-            part = {"type": "summary_text", "text": ""}
-            yield from self._start("reasoning", summary=[])
-            yield self._grown("reasoning_summary_part.added", summary_index=0, part=part)
-            self._open["summary"].append(part)
-        self._open["summary"][0]["text"] += said.text
-        yield self._grown("reasoning_summary_text.delta", summary_index=0, delta=said.text)
-
-    def _call(self, call: CallBegan) -> Iterator[bytes]:
-        tool = self.asked.more["tools"].get(call.name, Tool())
-        kind = "custom_tool_call" if tool.is_free else "function_call"
-        named = {"call_id": call.id, "name": call.name, "status": "in_progress"}
-        named |= {"namespace": tool.namespace} if tool.namespace else {}
-        yield from self._start(kind, **named, **{"input" if tool.is_free else "arguments": ""})
 
     def _start(self, kind: str, **more: Any) -> Iterator[bytes]:
         """Add an item, once the open one is done."""
         yield from self._close("completed")
-        self._open = {"type": kind, "id": ITEMS[kind] + uuid4().hex, **more}
+        growth = GROWTH[kind]
+        self._open = {"type": kind, "id": f"{growth.prefix}_{uuid4().hex}", **more}
+        self._holder, self._arguments = self._open, ""
         self.response["output"].append(self._open)
-        self._arguments = ""
         yield self._event("output_item.added", output_index=self._index, item=self._open)
+        if growth.part:
+            self._holder = deepcopy(dict(growth.empty))
+            yield self._grown(f"{growth.part}.added", part=self._holder)
+            self._open[growth.parts].append(self._holder)
 
     def _close(self, status: str) -> Iterator[bytes]:
         """The end of the open item."""
-        item = self._open
-        match item.get("type"):
-            case "message":
-                part = item["content"][0]
-                done = {"text": part["text"], "logprobs": part["logprobs"]}
-                yield self._grown("output_text.done", content_index=0, **done)
-                yield self._grown("content_part.done", content_index=0, part=part)
-            case "reasoning":
-                part = item["summary"][0]
-                done = {"summary_index": 0, "text": part["text"]}
-                yield self._grown("reasoning_summary_text.done", **done)
-                yield self._grown("reasoning_summary_part.done", summary_index=0, part=part)
-                if self.asked.more["encrypts"]:  # a client that keeps nothing else wants it
-                    item["encrypted_content"] = b64encode(part["text"].encode()).decode()
-            case "function_call":
-                done = {"arguments": item["arguments"], "name": item["name"]}
-                yield self._grown("function_call_arguments.done", **done)
-            case "custom_tool_call":
-                item["input"] = _free_text(self._arguments)
-                yield self._grown("custom_tool_call_input.delta", delta=item["input"])
-                yield self._grown("custom_tool_call_input.done", input=item["input"])
+        if not (item := self._open):
+            return
+        if self._arguments:
+            yield self._grow(_free_text(self._arguments))
+        growth, holder = GROWTH[item["type"]], self._holder
+        done = {name: holder[name] for name in (growth.name, "logprobs") if name in holder}
+        yield self._grown(f"{growth.told}.done", **done)
+        if growth.part:
+            yield self._grown(f"{growth.part}.done", part=holder)
+        if item["type"] == "reasoning" and self.asked.more["encrypts"]:
+            item["encrypted_content"] = b64encode(holder["text"].encode()).decode()
         if "status" in item:
             item["status"] = status
-        if item:
-            yield self._event("output_item.done", output_index=self._index, item=item)
+        yield self._event("output_item.done", output_index=self._index, item=item)
         self._open = {}
 
     @property
@@ -364,8 +368,15 @@ class ResponseStream:
         """Place of the open item in the output."""
         return len(self.response["output"]) - 1
 
+    def _grow(self, text: str, **more: Any) -> bytes:
+        growth = GROWTH[self._open["type"]]
+        self._holder[growth.name] += text
+        return self._grown(f"{growth.told}.delta", delta=text, **more)
+
     def _grown(self, kind: str, **more: Any) -> bytes:
         """An event of the open item."""
+        if parts := GROWTH[self._open["type"]].parts:
+            more[f"{parts}_index"] = 0
         return self._event(kind, item_id=self._open["id"], output_index=self._index, **more)
 
     def _event(self, kind: str, **more: Any) -> bytes:

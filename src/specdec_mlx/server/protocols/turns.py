@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -76,23 +75,12 @@ class Turns:
         turn = self._turn("assistant")
         turn |= dict.fromkeys(THOUGHTS, turn.get(THOUGHTS[0], "") + text)
 
-    def call(self, call_id: str, name: str, arguments: Mapping[str, Any]) -> None:
-        """A call by the assistant."""
-        called = {"name": name, "arguments": dict(arguments)}
+    def call(self, call_id: str, name: str, arguments: Any) -> None:
+        """A call by the assistant, with an object or its JSON text."""
+        called = {"name": name, "arguments": arguments}
         made = {"id": call_id, "type": "function", "function": called}
         self._turn("assistant").setdefault("tool_calls", []).append(made)
         self._names[call_id] = name
-
-    def call_with_text(self, call_id: str, name: str, arguments: str) -> None:
-        """A call whose arguments are JSON; a broken one becomes text."""
-        try:
-            read = json.loads(arguments or "{}")
-        except (ValueError, RecursionError):
-            read = None
-        if isinstance(read, dict):
-            self.call(call_id, name, read)
-        else:
-            self.say("assistant", f"{name}({arguments})")
 
     def answer(self, call_id: str, text: str) -> None:
         """What a called tool gave back."""
