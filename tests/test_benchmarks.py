@@ -27,7 +27,7 @@ from specdec_mlx.stats.counterfactual import Counterfactual
 from tiny_model_folder import write_model_folder
 
 ROOT = Path(__file__).parent.parent
-PARTS = {"oracles", "recorded_rows"}  # modules that are no command
+PARTS = {"agent_model", "oracles", "recorded_rows"}  # modules that are no command
 FOREIGN = {"references"}  # runs torch, which is not installed
 
 PROMPT = "the cat in the hat and the other cat in the hat and the"
@@ -47,6 +47,7 @@ class TestIt(unittest.TestCase):
 """As a test of mlx-lm's."""
 
 COMMANDS = {
+    "agents": "{scratch} --write-target",
     "batches": "--model {model} --prompts {prompts} --rows 2 --groups 1 --repeats 1 --max-tokens 8",
     "head_trees": "{medusa} --prompts {prompts} --every 5 --sizes 2 --max-tokens 8",
     "heads": "{medusa} --prompts {prompts} --every 5 --lengths 2 --max-tokens 8",
@@ -85,6 +86,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     medusa = f"--model {lab.target_path()} --head {lab.head_path('medusa')}"
     made = {"model": str(model), "prompts": prompts, "texts": texts, "medusa": medusa}
     made["sessions"] = str(folder / "sessions.jsonl")
+    made["scratch"] = str(folder / "scratch")
     (folder / "tests").mkdir()
     (folder / "tests" / "test_it.py").write_text(GENERATES)
     made["mlx_lm_tests"] = str(folder / "tests")

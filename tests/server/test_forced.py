@@ -116,6 +116,21 @@ def test_an_answers_grammar_is_the_requests_own() -> None:
     assert forced.grammar_for(replace(ASKED, tools=[]), tokenizer()) is None
 
 
+def test_a_model_may_call_a_tool_before_it_answers_by_a_schema() -> None:
+    request = replace(ASKED, tool_choice="auto", grammar=Grammar.json_schema(STRICT))
+    for how in (MARKED, ("qwen3_coder", ())):
+        assert follows(request, how, '{"a": 1}') is None
+        assert follows(request, how, "<tool_call>\n<f>\n</tool_call> <think>") is None
+        assert follows(request, how, "It is") == 0
+    assert follows(request, (None, ()), '{"a": 1}') is None
+    assert follows(request, (None, ()), "<tool_call>") == 0
+    asked = {"grammar": request.grammar, "tools": TOOLS, "in_thought": True}
+    call = f"<tool_call>\n{CALL}\n</tool_call>"
+    assert said(written(call + END, **asked))[2:4] == ([("f", '{"a": 1}')], "tool_calls")
+    text = '{"b": "<think> <tool_call>"}'
+    assert said(written(text + END, **asked)) == (text, "", [], "stop", None)
+
+
 def test_what_the_grammar_lets_through_is_read_as_a_call() -> None:
     calls = [("f", '{"a": 1}')]
     for how in (BARE, MARKED, ("mistral", ()), (None, ())):
@@ -155,3 +170,17 @@ def test_a_grammar_that_takes_too_long_is_given_up(monkeypatch: pytest.MonkeyPat
     assert forced.within(lambda: 1) == 1
     with pytest.raises(ZeroDivisionError):
         forced.within(lambda: 1 // 0)
+
+
+def test_a_forced_call_makes_up_no_names_and_its_numbers_end() -> None:
+    request = replace(ASKED, tools=TOOLS)
+    assert follows(request, BARE, '{"name": "f", "arguments": {}}') is None
+    assert follows(request, BARE, '{"name": "f", "arguments": {"a": 9007199254740991}}') is None
+    begins = '{"name": "f", "arguments": {"'
+    assert follows(request, BARE, begins + 'z": 1}}') == len(begins)
+    begins += 'a": 9007199254740991'
+    assert follows(request, BARE, begins + "0}}") == len(begins)
+    for more in ({"additionalProperties": True}, {"allOf": [{"properties": {"z": {}}}]}):
+        function = {"name": "f", "parameters": {**PARAMETERS, **more}}
+        free = replace(ASKED, tools=[{"type": "function", "function": function}])
+        assert follows(free, BARE, '{"name": "f", "arguments": {"z": 1}}') is None

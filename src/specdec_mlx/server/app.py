@@ -113,6 +113,7 @@ class Server:
         posts["/messages/count_tokens"] = self.count_tokens
         routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
         routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        routes += [Route("/responses", no_socket, methods=["GET"])]
         return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
 
     async def page(self, request: Request) -> Response:
@@ -238,7 +239,8 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the texts, and send them."""
-        inbox, tickets = Inbox(), list[Ticket]()
+        inbox = Inbox()
+        tickets: list[Ticket] = []
         watch = asyncio.create_task(inbox.watch(receive))
         try:
             for choice, request in enumerate(self.asked.requests):
@@ -337,6 +339,13 @@ async def unknown(request: Request, error: Exception) -> Response:
     status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
     wire = MESSAGES if is_anthropic(request) else CHAT
     return encoded(wire.error(RequestError(words), status), status)
+
+
+async def no_socket(request: Request) -> Response:
+    """The answer to a client that would rather have a WebSocket: Codex then posts at once."""
+    words = "Responses are posted here, and not asked for over a WebSocket."
+    status = HTTPStatus.UPGRADE_REQUIRED
+    return encoded(RESPONSES.error(RequestError(words), status), status)
 
 
 def is_anthropic(request: Request) -> bool:

@@ -19,6 +19,11 @@ T = TypeVar("T")
 LONGEST_SCHEMA, DEEPEST_SCHEMA, MOST_PATTERNS = 2**17, 100, 100
 COMPILE_SECONDS = 10.0  # longest that a client waits for its grammar to be compiled
 
+CLOSED = {"type", "properties", "required", "title", "description", "$schema", "$defs"}
+"""Words of a schema that names all properties in one place."""
+
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const"}
+
 
 def tools_for(request: TextRequest) -> list[dict[str, Any]]:
     """The tools that the chat template shows, and that a text may call."""
@@ -46,12 +51,26 @@ def _calls_in_json(tokenizer: Any) -> bool:
         return False
 
 
+def may_call_instead(request: TextRequest, tokenizer: Any) -> bool:
+    """True if the text may be calls in the place of an answer that a schema describes."""
+    has_schema = request.grammar is not None and request.grammar.kind == "json_schema"
+    may_call = bool(request.tools) and request.tool_choice == AUTO and tokenizer.has_tool_calling
+    return has_schema and may_call
+
+
 def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """What the text must match: a forced call, or the request's own grammar; None for any text.
 
-    A forced call is in the model's own format where that is JSON between marks, else an object
-    with "name" and "arguments" alone. Raises RequestError and GrammarError.
+    Where tools may be called as well, that is the grammar of an answer which is no call. A forced
+    call is in the model's own format where that is JSON between marks, else an object with "name"
+    and "arguments" alone. Raises RequestError and GrammarError.
     """
+    if request.grammar is not None and may_call_instead(request, tokenizer):
+        schema = {**json.loads(request.grammar.text), "x-guidance": JSON_STYLE}
+        begins = _as_rule(tokenizer, tokenizer.tool_call_start)
+        return Grammar.lark(
+            f"start: answer | {begins} <[*]>*\nanswer: %json {json.dumps(schema)}\n"
+        )
     if not is_forced(request):
         return request.grammar
     named = {tool["function"]["name"]: tool["function"] for tool in request.tools}
@@ -72,21 +91,29 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
 
 def _mark_rules(tokenizer: Any) -> tuple[str, str]:
     """What stands before and after a call: marks, by a token's id if they are one, on lines."""
-    marks = (
-        (tokenizer.tool_call_start, tokenizer.tool_call_start_tokens),
-        (tokenizer.tool_call_end, tokenizer.tool_call_end_tokens),
-    )
-    begins, ends = (
-        f"<[{tokens[0]}]>" if len(tokens) == 1 else json.dumps(text) for text, tokens in marks
-    )
+    begins = _as_rule(tokenizer, tokenizer.tool_call_start)
+    ends = _as_rule(tokenizer, tokenizer.tool_call_end)
     return f'{begins} "\\n"', f'"\\n" {ends} "\\n"?'
 
 
+def _as_rule(tokenizer: Any, mark: str) -> str:
+    """A mark by its tokens, if it is one or has special ones, which no text makes."""
+    tokens = tokenizer.encode(mark, add_special_tokens=False)
+    if len(tokens) == 1 or {*tokens} & {*tokenizer.all_special_ids}:
+        return " ".join(f"<[{token}]>" for token in tokens)
+    return json.dumps(mark)
+
+
 def _call_rule(name: str, parameters: Any) -> str:
-    """A call of one tool; its arguments are any object if their schema cannot be followed."""
-    schema = {"type": "object"}
+    """A call of one tool; its arguments are any object if their schema cannot be followed.
+
+    Names that the schema does not know are not made up, unless it says that they may be there.
+    """
+    schema: dict[str, Any] = {"type": "object"}
     if isinstance(parameters, dict):
-        own = {**parameters, "type": "object"}
+        own = {**_with_bounds(parameters), "type": "object"}
+        if parameters.keys() <= CLOSED and parameters.get("properties"):
+            own["additionalProperties"] = False
         try:
             check_schema(own)
             within(lambda: Grammar.json_schema(own))
@@ -95,6 +122,24 @@ def _call_rule(name: str, parameters: Any) -> str:
             pass
     begins = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
     return f'{begins} %json {json.dumps({**schema, "x-guidance": JSON_STYLE})} "}}"'
+
+
+def _with_bounds(schema: Any) -> Any:
+    """A schema whose integers end: those without bounds are such as all readers of JSON know.
+
+    Source: RFC 8259, section 6. A small model that is held to digits writes them for ever.
+    """
+    if isinstance(schema, list):
+        return [_with_bounds(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    bounded = {
+        key: value if key in ("const", "enum", "default", "examples") else _with_bounds(value)
+        for key, value in schema.items()
+    }
+    if schema.get("type") == "integer" and not schema.keys() & BOUNDS:
+        bounded |= {"minimum": 1 - 2**53, "maximum": 2**53 - 1}
+    return bounded
 
 
 def check_schema(schema: dict[str, Any]) -> None:

@@ -12,7 +12,7 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.server.forced import is_bare_call, tools_for
+from specdec_mlx.server.forced import is_bare_call, may_call_instead, tools_for
 from specdec_mlx.server.requests import Ended, Event, Said, TextRequest
 from specdec_mlx.server.text.calls import CallReader, parse_json
 from specdec_mlx.server.text.logprobs import SeenLogprobs, token_logprob
@@ -25,14 +25,13 @@ ANSWER, THOUGHT, CALL = "normal", "reasoning", "tool"
 def _marks(tokenizer: Any, has_calls: bool, is_plain: bool) -> dict[str, dict[str, str]]:
     """For each part of a text the marks that end it, and the part that comes after each."""
     marks: dict[str, dict[str, str]] = {ANSWER: {}, THOUGHT: {}, CALL: {}}
-    if is_plain:
-        return marks
-    if tokenizer.has_thinking:
-        marks[ANSWER][tokenizer.think_start] = THOUGHT
-        marks[THOUGHT][tokenizer.think_end] = ANSWER
-    marks[ANSWER] |= dict.fromkeys(tokenizer.structural_markers, ANSWER)
-    for part, edges in tokenizer.response_transitions.items():
-        marks.setdefault(part, {}).update(edges)
+    if not is_plain:
+        if tokenizer.has_thinking:
+            marks[ANSWER][tokenizer.think_start] = THOUGHT
+            marks[THOUGHT][tokenizer.think_end] = ANSWER
+        marks[ANSWER] |= dict.fromkeys(tokenizer.structural_markers, ANSWER)
+        for part, edges in tokenizer.response_transitions.items():
+            marks.setdefault(part, {}).update(edges)
     if not has_calls:
         return {
             part: {mark: after for mark, after in edges.items() if after != CALL}
@@ -52,9 +51,9 @@ NUM_BEFORE = 8  # tokens of the prompt's end that a text is detokenized with
 class TextState:
     """The text that one request's tokens make, as events.
 
-    A completion (no `messages`), and an answer that a grammar describes, are plain: neither
-    thoughts nor calls are looked for. Calls are looked for where tools were given. A call that
-    cannot be one is text, marks and all; blanks beside a call are dropped.
+    Thoughts are looked for in chats, unless a grammar says what is written, and calls where tools
+    were given. A call that cannot be one is text, marks and all, that of a tool that is not there
+    too, and one that `max_tokens` cuts. Blanks beside a call are dropped.
 
     ended: "stop" or "tool_calls" once the end token, a stop string or the last wanted call has
     ended it; tokens after that are not taken.
@@ -69,7 +68,8 @@ class TextState:
         self._tools = tools_for(request)
         is_bare = is_bare_call(request, tokenizer)
         is_plain = request.messages is None or request.grammar is not None or is_bare
-        self._has_calls = bool(self._tools) and tokenizer.has_tool_calling and not is_plain
+        may_call = not is_plain or may_call_instead(request, tokenizer)
+        self._has_calls = bool(self._tools) and tokenizer.has_tool_calling and may_call
         self._marks = _marks(tokenizer, self._has_calls, is_plain)
         self._searches = {
             part: StopStrings([*edges, *(request.stop if part == ANSWER else ())])
