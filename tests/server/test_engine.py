@@ -15,7 +15,7 @@ import pytest
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 
-from engines import ASKED, PROMPT, Client, ask, running, submit, with_flags
+from engines import ASKED, PROMPT, Client, ask, running, settled, submit, with_flags
 from selection import cases, in_one_test
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
@@ -322,7 +322,7 @@ def test_a_fault_is_told_to_its_client_alone(
             with pytest.raises(RuntimeError, match="a fault was put here"):
                 victim.wait()
             assert [told(other.wait()) for other in others] == expected[: len(others)]
-        engine.prefixes.trim_to(0)
+        settled(engine).prefixes.trim_to(0)
     assert told(begin(engine, 0, **undrafted).wait()) == expected[0]
 
 

@@ -157,6 +157,22 @@ def test_a_tool_may_be_chosen(choice: Any, expected: Any) -> None:
     assert (request.tool_choice, names) == expected
 
 
+def test_tools_that_come_with_the_input_are_offered() -> None:
+    """As Codex sends those of a model that it knows, in a namespace; what is called is in it."""
+    space = {"type": "namespace", "name": "functions", "tools": [PATCH, READ]}
+    items = [
+        {"type": "additional_tools", "role": "developer", "tools": [space]},
+        {"role": "user", "content": "hello"},
+    ]
+    assert [tool["function"]["name"] for tool in read(items).tools] == ["patch", "read"]
+    assert read(items).messages == [{"role": "user", "content": "hello"}]
+    called = CallBegan(0, "call_0", "patch"), CallArguments(0, '{"input": "a"}')
+    for response in both(*called, Ended("tool_calls", num_written=2), input=items):
+        (call,) = response["output"]
+        expected = "custom_tool_call", "functions", "a"
+        assert (call["type"], call["namespace"], call["input"]) == expected
+
+
 def test_all_other_fields_reach_the_engine() -> None:
     request = read(
         max_output_tokens=50,

@@ -34,6 +34,7 @@ class Chat:
 
     def read(self, body: Mapping[str, Any]) -> Asked:
         """Check a body; raises RequestError."""
+        body = fields.without_nulls(body)
         request = fields.base(body)
         request.messages = messages_in(body.get("messages"))
         request.tools = tools_in(body.get("tools"))
@@ -89,7 +90,7 @@ def messages_in(messages: Any) -> list[dict[str, Any]]:
 def _templated(given: Any) -> dict[str, Any]:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise RequestError(f"messages: expected objects with a role, not {given!r}")
-    message = {name: value for name, value in given.items() if value is not None}
+    message = fields.without_nulls(given)
     if message["role"] == "developer":
         message["role"] = "system"
     message["content"] = _text(message.get("content", ""))

@@ -31,6 +31,7 @@ class Completions:
 
     def read(self, body: Mapping[str, Any]) -> Asked:
         """Check a body; raises RequestError."""
+        body = fields.without_nulls(body)
         request = fields.base(body)
         if body.get("suffix"):
             raise RequestError("suffix: models here continue a text, and do not fill one in.")

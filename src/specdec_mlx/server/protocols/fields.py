@@ -54,6 +54,11 @@ def read_body(raw: bytes) -> dict[str, Any]:
         raise RequestError(f"The body of the request is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError(f"The body of the request must be a JSON object, not {body!r}")
+    return without_nulls(body)
+
+
+def without_nulls(body: Body) -> dict[str, Any]:
+    """An object without its null fields, which are absent ones."""
     return {name: value for name, value in body.items() if value is not None}
 
 
