@@ -142,7 +142,10 @@ class Engine:
             self._is_ending = True
             while self._waiting:
                 self._waiting.popleft().fail(ServerEndingError())
-            self.models.close()
+            try:
+                self.models.close()
+            except Exception as error:
+                logging.error("What was learned is not kept.", exc_info=error)
             self.prefixes.trim_to(0)
             self.draft_caches.trim_to(0)
             mx.clear_streams()
@@ -227,6 +230,7 @@ class Engine:
         """Write a text, and those that join it, until all have ended."""
         rows = Rows(text.loaded, self.settings, self.prefixes)
         rows.add(text)
+        error: Exception = ServerEndingError()
         try:
             while rows.texts and not self._is_ending:
                 while rows.has_place and self._next_is_row():
@@ -234,8 +238,11 @@ class Engine:
                         rows.add(joining)
                 self.running = len(rows.texts)
                 rows.step()
+        except Exception as raised:
+            error = raised
+            raise
         finally:
-            rows.close(ServerEndingError())
+            rows.close(error)
 
     def _write_alone(self, text: Text) -> bool:
         """Write a text by the loop; True if it is to go on beside others."""
