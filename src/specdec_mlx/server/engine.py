@@ -175,8 +175,11 @@ class Engine:
     def _first_waiting(self) -> Ticket | None:
         while self._waiting:
             ticket = self._waiting.popleft()
-            if not ticket.is_cancelled:
+            try:
+                ticket.check()
                 return ticket
+            except ConnectionError as error:
+                ticket.fail(error)
         return None
 
     def _serve(self, ticket: Ticket) -> None:
@@ -213,7 +216,7 @@ class Engine:
         """True if the next request may be written beside this one."""
         if not self._waiting or self.settings.kv_bits is not None:
             return False
-        return self._next_is_row() and text.loaded.has_rows
+        return text.loaded.has_rows and self._next_is_row()
 
     def _next_is_row(self) -> bool:
         """True if the next request is for the loaded model; ends those that are for none."""
@@ -221,7 +224,8 @@ class Engine:
             ticket, loaded = self._waiting[0], self.models.loaded
             try:
                 ticket.check()
-                return self.models.names_of(ticket.request) == (loaded.name, loaded.adapter)
+                ticket.names = ticket.names or self.models.names_of(ticket.request)
+                return ticket.names == (loaded.name, loaded.adapter)
             except Exception as error:
                 self._waiting.popleft().fail(error)
         return False

@@ -43,12 +43,13 @@ from specdec_mlx.verify.model_pass import vocab_size_of
 class Ticket:
     """A request and the way to its client; `cancel` may be called by any thread.
 
-    grammar: of the text, once it was compiled.
+    grammar: of the text, once it was compiled. names: of its model and adapter, once looked up.
     """
 
     request: TextRequest
     put: Callable[[Event], None]
     grammar: Grammar | None = None
+    names: tuple[str, str | None] | None = None
     is_cancelled: bool = False
     has_ended: bool = False
 
