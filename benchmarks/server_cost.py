@@ -1,4 +1,4 @@
-"""Processor time of a server a token, ours and stock `mlx_lm.server`, with a model that costs nothing.
+"""Processor time of a server a token, ours and stock, with a model that costs nothing.
 
     python -m benchmarks.server_cost --max-tokens 2000
 
