@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import queue
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
@@ -73,6 +74,15 @@ def submit(engine: Engine, **fields: Any) -> Client:
 def ask(engine: Engine, **fields: Any) -> Written:
     """The text that a request gets."""
     return submit(engine, **fields).wait()
+
+
+def settled(engine: Engine) -> Engine:
+    """The engine, once nothing is served: what is kept of a text is kept after its client's end."""
+    deadline = time.monotonic() + SECONDS
+    while engine.running or engine.waiting:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return engine
 
 
 def with_flags(**flags: Any) -> Flags:

@@ -274,13 +274,20 @@ def test_arguments_come_in_pieces_and_are_the_models_own_text(
     arguments: dict[str, Any], ascii_only: bool, indent: int | None, seed: int | None
 ) -> None:
     text = json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)
-    if "<" in text:
-        return
     events = list(events_of(cut(call(text) + END, seed), tools=TOOLS))
     pieces = [event.text for event in events if isinstance(event, CallArguments)]
     assert "".join(pieces) == text
     assert isinstance(events[0], CallBegan)
     assert len(pieces) > 1 or len(text) < 8
+
+
+@pytest.mark.parametrize("seed", [None, 0])
+def test_marks_in_a_string_of_the_arguments_are_text(seed: int | None) -> None:
+    arguments = json.dumps({"b": THINK + CALL + '"' + UNCALL + "x", "a": 1})
+    whole = written(call(arguments) + "ok" + END, seed, tools=TOOLS)
+    assert said(whole) == ("ok", "", [("f", arguments)], "tool_calls", None)
+    broken = call('{"b": "x') + "ok"
+    assert said(written(broken + END, seed, tools=TOOLS)) == (broken, "", [], "stop", None)
 
 
 @pytest.mark.parametrize(
@@ -409,6 +416,29 @@ def test_a_cut_call_in_the_format_of_each_parser(parser: str) -> None:
         assert said(whole)[:2] == (f"so {shown}", "")
         assert not whole.calls or "{" in text[:num_kept]
         assert said(whole)[3:] == ("length", None)
+
+
+@pytest.mark.parametrize("parser", GOOD)
+def test_a_call_of_a_tool_without_parameters_in_the_format_of_each_parser(parser: str) -> None:
+    tools = [{"type": "function", "function": {"name": "f"}}]
+    whole = written(GOOD[parser][0] + END, tools=tools, how={"parser": parser})
+    assert [call["name"] for call in whole.calls] == ["f"]
+
+
+@given(st.sampled_from(sorted(GOOD)), st.data())
+def test_a_damaged_call_is_a_call_or_the_text_that_was_written(
+    parser: str, data: st.DataObject
+) -> None:
+    text = GOOD[parser][0]
+    for _ in range(data.draw(st.integers(1, 3))):
+        start = data.draw(st.integers(0, len(text)))
+        stop = data.draw(st.integers(start, len(text)))
+        text = text[:start] + data.draw(st.text('{}[]"<>:,f1\n', max_size=3)) + text[stop:]
+    ending = data.draw(st.sampled_from(["", END]))
+    whole = written("." + text + ending, tools=TOOLS, how={"parser": parser})
+    assert whole.calls or whole.text == "." + text
+    assert {call["name"] for call in whole.calls} <= {"f"}
+    assert all(isinstance(json.loads(call["arguments"]), dict) for call in whole.calls)
 
 
 def test_several_calls_within_one_pair_of_marks() -> None:

@@ -12,16 +12,15 @@ from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import closing
+from dataclasses import replace
 from threading import Event as Flag
 from threading import Lock, Thread
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
-from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.registry import WITH_MODEL, first_of
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
@@ -40,6 +39,7 @@ from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
 from specdec_mlx.server.rows import Rows
 from specdec_mlx.server.under_way import Text, Ticket, compile_grammar
+from specdec_mlx.verify.inputs import split_cache
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
 
@@ -277,29 +277,24 @@ class Engine:
 
         caches: hold the first `num_read` tokens; None for new ones.
         """
-        settings, model = self.settings, text.loaded.model
-        caches = make_prompt_cache(model) if caches is None else caches
+        model = text.loaded.model
 
         def on_progress(done: int, total: int) -> None:
             self._was_read(text, generation, done, total)
 
-        options = Options(
+        options = replace(
+            self._options(text.loaded),
             max_tokens=text.max_tokens,
             sampler=text.sampling,
             seed=text.request.seed,
             rule=text.rule,
             draft_length=text.draft_length,
             logits_processors=text.processors,
-            prompt_cache=caches,
-            prefill_step_size=settings.prefill_step_size,
-            kv_bits=settings.kv_bits,
-            kv_group_size=settings.kv_group_size,
-            quantized_kv_start=settings.quantized_kv_start,
             prompt_progress_callback=on_progress,
-            tokenizer=text.loaded.tokenizer,
             prefill_stops=text.prompt.ends,
-            stream=self._stream,
         )
+        own = split_cache(model, caches, options.caches)[0]
+        options = replace(options, prompt_cache=own)
         ranks = ranks_of(model, options.stream)
         tokens = text.prompt.tokens
         parts = assemble(
@@ -307,23 +302,32 @@ class Engine:
             tokens,
             text.drafter,
             options,
-            caches,
+            own,
             ranks=ranks,
             num_read=num_read,
             of_batch={"num_unseen": num_read},
         )
-        generation = Generation.of(parts, options, callers_cache=caches)
+        generation = Generation.of(parts, options, callers_cache=own)
         written = generation.run(parts.context)
         drafting = parts.drafting
         if isinstance(drafting, SharedDrafting):
             written = drafting.as_on_first(written)
         return generation, written
 
-    @property
-    def _stream(self) -> Any:
-        """MLX's stream: on several ranks the one on which these talk to each other."""
-        several = self.ranks.are_several
-        return mx.default_stream(mx.default_device()) if several else generation_stream
+    def _options(self, loaded: Loaded) -> Options:
+        """What all texts that are written alone have in common.
+
+        On several ranks they are on the stream on which these talk to each other.
+        """
+        settings, several = self.settings, self.ranks.are_several
+        return Options(
+            prefill_step_size=settings.prefill_step_size,
+            kv_bits=settings.kv_bits,
+            kv_group_size=settings.kv_group_size,
+            quantized_kv_start=settings.quantized_kv_start,
+            tokenizer=loaded.tokenizer,
+            stream=mx.default_stream(mx.default_device()) if several else generation_stream,
+        )
 
     def _was_read(self, text: Text, generation: Generation, done: int, total: int) -> None:
         """Note how far the prompt of a text that is alone is read.
@@ -347,16 +351,16 @@ class Engine:
 
     def _warm_up(self, loaded: Loaded) -> None:
         """Measure what is measured once for each model, and compile what is compiled."""
+        options = self._options(loaded)
+        split_cache(loaded.model, None, options.caches)  # raises for what cannot be quantized so
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
         heavy = [part for name, part in self.models.defaults(loaded) if name_in(name) in WITH_MODEL]
-        drafters: list[Drafter | None] = [None, first_of([PromptLookupDrafter(), *heavy])]
+        tuning = Tuning.for_model(loaded.model)  # compiling is not to be taken for its pace
+        short = replace(options, max_tokens=WARM_TOKENS, draft_length=4, tuning=tuning)
         try:
-            if self.settings.kv_bits is None:
-                _ = loaded.has_rows
-            for drafter in drafters:
-                how: dict[str, Any] = {"max_tokens": WARM_TOKENS, "draft_length": 4}
-                how |= {"tokenizer": loaded.tokenizer, "tuning": Tuning.for_model(loaded.model)}
-                for _ in speculate(loaded.model, tokens, drafter, stream=self._stream, **how):
+            _ = self.settings.kv_bits is None and loaded.has_rows
+            for drafter in (None, first_of([PromptLookupDrafter(), *heavy])):
+                for _ in speculate(loaded.model, tokens, drafter, short):
                     pass
         except Exception as error:
             logging.warning(f"No text could be written at the start: {error}")

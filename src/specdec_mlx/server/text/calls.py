@@ -41,18 +41,18 @@ class JsonObject:
     """
 
     def __init__(self) -> None:
-        self.is_complete = False
-        self._depth, self._in_string, self._escapes = 0, False, False
+        self.is_complete = self.is_in_string = False
+        self._depth, self._escapes = 0, False
 
     def take(self, text: str) -> tuple[str, str]:
         """What of a piece belongs to the object, and what comes after it."""
         taken = []
         for place, char in enumerate(text):
-            if self._in_string:
+            if self.is_in_string:
                 taken.append(self._in_text(char))
                 continue
             taken.append(char)
-            self._in_string = char == '"'
+            self.is_in_string = char == '"'
             self._depth += (char in "{[") - (char in "}]")
             if self._depth == 0:
                 self.is_complete = True
@@ -65,7 +65,7 @@ class JsonObject:
             self._escapes = False
             return ("\\" if char in ESCAPED else "\\\\") + _plain(char)
         self._escapes = char == "\\"
-        self._in_string = char != '"'
+        self.is_in_string = char != '"'
         return "" if self._escapes else _plain(char)
 
 
@@ -94,13 +94,21 @@ class CallReader:
         self.num_whole = 0
         self.is_broken = self.is_full = False
         self.left = ""
-        self._parse, self._tools, self._names = parse, tools, tool_names(tools)
+        self._parse, self._names = parse, tool_names(tools)
+        self._tools = [  # some parsers count on parameters
+            {**tool, "function": {"parameters": {}, **tool["function"]}} for tool in tools
+        ]
         self._index, self._is_single = index, is_single
         self._text = mark  # since the last call that is whole
         self._body = self._rest = ""  # all of it, and what is not read yet
         self._object: JsonObject | None = None
         self._arguments = ""
         self._may_begin = True
+
+    @property
+    def is_in_string(self) -> bool:
+        """True in the middle of a JSON string, where marks are text."""
+        return self._object is not None and self._object.is_in_string
 
     def feed(self, piece: str) -> list[Event]:
         """Take the next piece."""
@@ -188,7 +196,7 @@ def parse_json(text: str, _: Any) -> Any:
 
 def tool_names(tools: Sequence[dict[str, Any]]) -> Collection[str]:
     """Names of tools in OpenAI's form."""
-    return {tool.get("function", {}).get("name") for tool in tools}
+    return {tool["function"]["name"] for tool in tools}
 
 
 def new_id() -> str:

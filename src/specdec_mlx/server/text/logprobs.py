@@ -36,11 +36,12 @@ def token_logprob(
 ) -> TokenLogprob:
     """The entry of a written token; waits for `logprobs` [V]."""
     most = min(num_alternatives, logprobs.size)
-    likeliest = mx.argsort(-logprobs)[:most]
+    likeliest = mx.argpartition(-logprobs, max(0, most - 1))[:most]
     own, ids, values = read_all(logprobs[token], likeliest, logprobs[likeliest])
+    pairs = sorted(zip(values, ids, strict=True), key=lambda pair: (-pair[0], pair[1]))
     top = [
         (index, token_bytes(tokenizer, index), value)
-        for index, value in zip(ids, values, strict=True)
+        for value, index in pairs
         if value > -mx.inf  # a grammar forbids it
     ]
     return TokenLogprob(token, token_bytes(tokenizer, token), own, top)

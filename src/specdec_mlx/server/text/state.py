@@ -169,7 +169,9 @@ class TextState:
             events += self._take(num_before)
             if self._is_cut:
                 break
-            if mark is None:
+            if mark is not None and self._call is not None and self._call.is_in_string:
+                events += self._take(len(mark))  # what a file says that is being written
+            elif mark is None:
                 if final is None or self._part != CALL:
                     break
                 events += self._end_call("", is_whole=final == "stop")
