@@ -581,3 +581,32 @@ def test_what_cannot_be_served_is_said_by_start(folder: Path, tmp_path: Path) ->
         with pytest.raises(ValueError, match=words):
             engine.start()
         engine.stop()
+
+
+def test_what_is_measured_once_is_measured_before_requests_come(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request takes as many passes as the next one like it, alone and beside another."""
+    passes = [0]
+    call = qwen2.Model.__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        passes[0] += 1
+        return call(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, running(folder, flags=with_flags()) as engine:
+        patch.setattr(qwen2.Model, "__call__", counted)
+        counts = []
+        for first in ("A", "B"):
+            passes[0] = 0
+            ask(engine, prompt=f"{first} cat", drafters=["prompt-lookup"], draft_length=2)
+            settled(engine)
+            counts.append(passes[0])
+        assert counts[0] <= 26
+        assert abs(counts[0] - counts[1]) <= 3, "texts differ, and so do their drafts"
+        passes[0] = 0
+        both = [submit(engine, prompt=f"{i} cat", drafters=["none"]) for i in range(2)]
+        for client in both:
+            client.wait()
+        assert settled(engine).models.loaded is not None
+        assert passes[0] <= 2 * 26

@@ -147,7 +147,7 @@ class Rows:
         self.texts = {}
         if self._steps is not None:
             self._steps.close()
-            self._steps = None
+        self.batch.on_error = None  # or caches live on in a circle
 
 
 def without_readers(drafter: Drafter | None) -> Drafter | None:

@@ -122,7 +122,7 @@ class TextState:
             events = self._advance(final=reason)
             if not self.num_calls:
                 events += self._unblank()
-                if rest := self._logprobs.take_rest(self._place):
+                if rest := self._logprobs.take_rest():
                     events.append(Said("", logprobs=rest))
         if self.num_calls and reason == "stop":
             reason = "tool_calls"
