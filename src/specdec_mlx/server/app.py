@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from contextlib import suppress
@@ -199,6 +200,7 @@ class Inbox:
         self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
         self._events = deque[tuple[int, Event]]()
         self._is_woken = self._has_hung_up = False
+        self._alarm: asyncio.TimerHandle | None = None
 
     def put(self, choice: int, event: Event) -> None:
         """Add an event, on any thread; the task is woken once for all that come meanwhile."""
@@ -215,19 +217,23 @@ class Inbox:
         self._has_hung_up = True
         self._ready.set()
 
-    async def take(self, seconds: float | None = None) -> Events:
-        """All events since the last time, at least one, or none after so many seconds.
+    async def take(self, until: float = math.inf) -> Events:
+        """All events since the last time; none at times, and at a time of the loop's clock.
 
         Raises HungUpError once the client has gone.
         """
-        with suppress(TimeoutError):
-            async with asyncio.timeout(seconds):
-                await self._ready.wait()
+        if self._alarm is None and until < math.inf:  # one in a while, not one an event
+            self._alarm = self._loop.call_at(until, self._ring)
+        await self._ready.wait()
         if self._has_hung_up:
             raise HungUpError
         self._ready.clear()
         self._is_woken = False
         return [self._events.popleft() for _ in range(len(self._events))]
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._ready.set()
 
 
 class Answer:
@@ -269,7 +275,7 @@ class Answer:
     async def stream(self, inbox: Inbox, send: Send) -> None:
         """Send events as they come; an error before the first is raised, and told in its place."""
         clock, stream = asyncio.get_running_loop().time, self.wire.stream(self.asked)
-        events = self.counted(await inbox.take(SILENCE))
+        events = self.counted(await inbox.take(clock() + SILENCE))
         await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": STREAM})
         data, said_at = b"".join(stream.begin()), clock()
         try:
@@ -283,7 +289,7 @@ class Answer:
                 if data:
                     await send({"type": "http.response.body", "body": data, "more_body": True})
                     data, said_at = b"", clock()
-                events = self.counted(await inbox.take(said_at + SILENCE - clock()))
+                events = self.counted(await inbox.take(said_at + SILENCE))
             data += b"".join(stream.end())
         except HungUpError:
             raise
