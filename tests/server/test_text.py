@@ -525,6 +525,12 @@ def test_a_token_after_a_held_space_is_not_seen_if_it_begins_a_stop_string() -> 
     assert [entry.token for entry in entries] == tokens[:7]
 
 
+def test_the_end_token_is_not_seen_after_a_stop_string_that_is_decided_with_it() -> None:
+    tokens = cut(".b" + END)
+    _, entries = of_events(tokens, stop=["b", ".b<"])
+    assert [entry.token for entry in entries] == tokens[:1]
+
+
 def test_log_probabilities_of_marks_and_calls_are_not_shown_but_those_of_broken_calls_are() -> None:
     text = f"a{UNTHINK}b{call('{}')}c"
     told, entries = of_events(cut(text), in_thought=True)

@@ -120,7 +120,7 @@ class TextState:
         if not self._is_cut:
             self._detokenizer.finalize()
             events = self._advance(final=reason)
-            if not self.num_calls:
+            if not self.num_calls and not self._is_cut:
                 events += self._unblank()
                 if rest := self._logprobs.take_rest():
                     events.append(Said("", logprobs=rest))
