@@ -27,7 +27,7 @@ from specdec_mlx.stats.counterfactual import Counterfactual
 from tiny_model_folder import write_model_folder
 
 ROOT = Path(__file__).parent.parent
-PARTS = {"oracles", "recorded_rows"}  # modules that are no command
+PARTS = {"agent_model", "oracles", "recorded_rows"}  # modules that are no command
 FOREIGN = {"references"}  # runs torch, which is not installed
 
 PROMPT = "the cat in the hat and the other cat in the hat and the"
@@ -47,6 +47,7 @@ class TestIt(unittest.TestCase):
 """As a test of mlx-lm's."""
 
 COMMANDS = {
+    "agents": "{scratch} --write-target",
     "batches": "--model {model} --prompts {prompts} --rows 2 --groups 1 --repeats 1 --max-tokens 8",
     "head_trees": "{medusa} --prompts {prompts} --every 5 --sizes 2 --max-tokens 8",
     "heads": "{medusa} --prompts {prompts} --every 5 --lengths 2 --max-tokens 8",
@@ -63,6 +64,7 @@ COMMANDS = {
     "rules": "--model {model} --draft-model {model} --prompts {prompts} --max-tokens 8",
     "server": "--model {model} --prompts {prompts} --num 3 --clients 2 --max-tokens 40"
     " --draft-length 3 --in-process",
+    "server_cost": "--max-tokens 8 --repeats 1 --clients 1",
     "sessions": "--sessions {sessions} --id one --model {model} --turns 2 --max-tokens 40",
     "tree_cost": "--model {model} --repeats 1",
     "worst_case": "--model {model} --num-prompts 1 --repeats 1 --max-tokens 8",
@@ -85,6 +87,7 @@ def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
     medusa = f"--model {lab.target_path()} --head {lab.head_path('medusa')}"
     made = {"model": str(model), "prompts": prompts, "texts": texts, "medusa": medusa}
     made["sessions"] = str(folder / "sessions.jsonl")
+    made["scratch"] = str(folder / "scratch")
     (folder / "tests").mkdir()
     (folder / "tests" / "test_it.py").write_text(GENERATES)
     made["mlx_lm_tests"] = str(folder / "tests")

@@ -269,14 +269,14 @@ class Generation:
         if self.drafting.values is not None:
             self.clock.time_if_hidden(following, self.drafting.values)
         started = self.clock.now()
-        tokens = _emitted(current, outcome)
-        for n, (token, origin, row) in enumerate(tokens, start=1):
-            if self.target.remembers and n == len(tokens) > len(outcome.kept):
+        tokens = tokens_of(current, outcome, self.stats)
+        for n, token in enumerate(tokens, start=1):
+            if self.target.remembers and n == len(outcome.tokens) > len(outcome.kept):
                 self.step_ahead(current, following)
             self.sequence.num_handed_out += 1
             if self.sequence.num_handed_out % CLEAR_CACHE_EVERY == 0:
                 mx.clear_cache()
-            yield Token(token, origin, self.stats, current.under_way.logprobs[row], row)
+            yield token
         self.clock.resumed(started)
         if self.failure is not None:
             raise self.failure
@@ -310,11 +310,12 @@ class Generation:
             )
 
 
-def _emitted(current: Round, outcome: Outcome) -> list[tuple[int, Origin, int]]:
+def tokens_of(current: Round, outcome: Outcome, stats: SpeculationStats) -> Iterator[Token]:
     """Each token of a round with where it came from, and the row of its log-probabilities."""
-    if not current.num_drafted:
-        return [(token, "plain", 0) for token in outcome.tokens]
-    rows = [0, *[node + 1 for node in outcome.kept]]
-    last: Origin = "correction" if len(rows) <= current.num_drafted else "bonus"
-    origins: list[Origin] = [*["draft"] * len(outcome.kept), last]  # type: ignore[list-item]
-    return list(zip(outcome.tokens, origins, rows, strict=False))
+    rows, origins = [0], list[Origin](["plain"])
+    if current.num_drafted:
+        rows = [0, *[node + 1 for node in outcome.kept]]
+        last: Origin = "correction" if len(rows) <= current.num_drafted else "bonus"
+        origins = [*["draft"] * len(outcome.kept), last]  # type: ignore[list-item]
+    for token, origin, row in zip(outcome.tokens, origins, rows, strict=False):
+        yield Token(token, origin, stats, current.under_way.logprobs[row], row)

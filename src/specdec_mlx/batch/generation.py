@@ -353,7 +353,7 @@ class BatchGeneration:
             with self._alone(text.uid, text):
                 outcome = text.generation.accept(round_, next_of.get(text.uid))
                 if text.finish_reason is None:
-                    text.cut_at(self.stop_tokens, outcome)
+                    text.cut_at(self.stop_tokens, round_, outcome)
                 text.generation.roll_back(round_, outcome)
             outcomes.append(outcome)
         if self.shared is not None:

@@ -13,7 +13,7 @@ from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor, Outc
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.engine.clock import Round
 from specdec_mlx.engine.prompt_reader import PromptReader
-from specdec_mlx.loop import Generation, Token
+from specdec_mlx.loop import Generation, Token, tokens_of
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.verify.rollback import Rollback
@@ -38,9 +38,8 @@ class Request:
     prompt: [n] token ids. prompt_cache: caches that hold what comes before it or, with `num_read`,
     that many of its first tokens and nothing else; shared, never changed. num_said: the prompt's
     last tokens that are the text's beginning, written elsewhere; they count among max_tokens.
-    drafting: None for the batch's own. matcher: `advance(token)` returns True to end the text, as
-    mlx-lm's `StopSequences.Matcher`. stats: an account to go on with. stops, on_progress: as of
-    `PromptReader`.
+    drafting: None for the batch's own. is_end: is told each token as it joins the text, and returns
+    True to end it there. stats: an account to go on with. stops, on_progress: as of `PromptReader`.
     """
 
     prompt: Sequence[int] | mx.array
@@ -52,7 +51,7 @@ class Request:
     num_read: int = 0
     num_said: int = 0
     drafting: OwnDrafting | None = None
-    matcher: Any = None
+    is_end: Callable[[Token], bool] | None = None
     stats: SpeculationStats | None = None
     stops: Sequence[int] = ()
     on_progress: Callable[[int, int], None] | None = None
@@ -121,18 +120,19 @@ class BatchText:
             self.generation.feed(left)
         self.prompt_cache, self.num_cached = alone.caches, alone.position
 
-    def cut_at(self, stop_tokens: frozenset[int], outcome: Outcome) -> None:
+    def cut_at(self, stop_tokens: frozenset[int], round_: Round, outcome: Outcome) -> None:
         """End with the first stop token of a round, or with the last token wanted."""
-        sequence, tokens, matcher = self.generation.sequence, outcome.tokens, self.request.matcher
+        sequence, is_end = self.generation.sequence, self.request.is_end
         if not sequence.wants_more():
             self.finish_reason = "length"
-        for i, token in enumerate(tokens):
-            is_end = matcher is not None and matcher.advance(token)
-            if is_end or token in stop_tokens:
+        tokens = tokens_of(round_, outcome, self.generation.stats)
+        for i, token in enumerate(tokens, start=1):
+            if (is_end is not None and is_end(token)) or token.token in stop_tokens:
                 self.finish_reason = "stop"
-                sequence.max_tokens = sequence.num_generated - (len(tokens) - i - 1)
-                del sequence.tokens[len(sequence.tokens) - (len(tokens) - i - 1) :]
-                outcome.tokens = tokens[: i + 1]
+                num_after = len(outcome.tokens) - i
+                sequence.max_tokens = sequence.num_generated - num_after
+                del sequence.tokens[len(sequence.tokens) - num_after :]
+                outcome.tokens = outcome.tokens[:i]
                 return
 
 

@@ -119,7 +119,7 @@ class SpeculatingBatch:
             prompt_cache=caches[0] if num_read else None,
             num_read=num_read,
             num_said=num_said,
-            matcher=matcher,
+            is_end=lambda token: matcher.advance(token.token),
             stats=requested.stats,
             stops=ends,
         )

@@ -141,6 +141,18 @@ class CallArguments:
 
 
 @dataclass(frozen=True)
+class CallBroken:
+    """The call that began last is none: it was cut, or its arguments are no JSON.
+
+    text: all of it as it was written, which is then part of the answer. A stream has sent some of
+    its arguments already, and leaves it at that: the reason at the end is not "tool_calls".
+    """
+
+    index: int
+    text: str
+
+
+@dataclass(frozen=True)
 class Ended:
     """The text's end. reason: "stop", "length" or "tool_calls". stop: the stop string that ended
     it. num_written: tokens of the text, the end token among them; accepted, rejected: drafted ones
@@ -166,7 +178,7 @@ class Failed:
     error: Exception
 
 
-Event = Progress | Said | CallBegan | CallArguments | Ended | Failed
+Event = Progress | Said | CallBegan | CallArguments | CallBroken | Ended | Failed
 
 
 @dataclass
@@ -191,7 +203,10 @@ class Written:
             case CallBegan():
                 self.calls.append({"id": event.id, "name": event.name, "arguments": ""})
             case CallArguments():
-                self.calls[event.index]["arguments"] += event.text
+                self.calls[-1]["arguments"] += event.text
+            case CallBroken():
+                self.calls.pop()
+                self.text += event.text
             case Ended():
                 self.ended = event
             case Failed():

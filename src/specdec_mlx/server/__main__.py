@@ -1,0 +1,11 @@
+"""`python -m specdec_mlx.server` is `specdec-mlx server`."""
+
+import sys
+
+from specdec_mlx.server.command import run_server
+
+try:
+    run_server(sys.argv[1:])
+except (ValueError, RuntimeError, OSError) as error:
+    print(f"specdec-mlx: {error}", file=sys.stderr)
+    raise SystemExit(2) from None

@@ -1,0 +1,371 @@
+"""The application: requests in all protocols, over one engine."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from datetime import UTC, datetime
+from functools import partial
+from http import HTTPStatus
+from typing import Any
+
+import msgspec
+from starlette.applications import Starlette
+from starlette.concurrency import run_in_threadpool
+from starlette.middleware.cors import CORSMiddleware
+from starlette.requests import Request
+from starlette.responses import HTMLResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from specdec_mlx import errors
+from specdec_mlx.errors import MissingPackageError, ModelFolderError
+from specdec_mlx.server.engine import Engine
+from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.protocols.chat import CHAT
+from specdec_mlx.server.protocols.completions import COMPLETIONS
+from specdec_mlx.server.protocols.fields import read_body
+from specdec_mlx.server.protocols.messages import MESSAGES
+from specdec_mlx.server.protocols.responses import RESPONSES
+from specdec_mlx.server.requests import (
+    Asked,
+    Ended,
+    Event,
+    Failed,
+    Progress,
+    RequestError,
+    ServerEndingError,
+    Wire,
+    Written,
+)
+from specdec_mlx.server.status import METRICS_TYPE, Totals
+from specdec_mlx.server.under_way import Ticket
+
+SILENCE = 5.0  # seconds without a byte after which a stream says that it lives
+MOST_BYTES = 2**26  # of a body
+STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
+WIRES: dict[str, Wire] = {
+    "/chat/completions": CHAT,
+    "/completions": COMPLETIONS,
+    "/messages": MESSAGES,
+    "/responses": RESPONSES,
+}
+
+Events = Sequence[tuple[int, Event]]  # with the index of their choice
+
+
+class BodyTooLargeError(RequestError):
+    """A body has more bytes than are read."""
+
+    def __init__(self) -> None:
+        super().__init__(f"The body of the request has more than {MOST_BYTES} bytes.")
+
+
+class HungUpError(ConnectionError):
+    """The client has closed the connection."""
+
+
+def make_app(engine: Engine, settings: Settings) -> ASGIApp:
+    """The application over an engine that has started."""
+    return CORSMiddleware(
+        Paths(Server(engine, settings).app()),
+        allow_origins=settings.allowed_origins,
+        allow_methods=["*"],
+        allow_headers=["*"],
+    )
+
+
+class Paths:
+    """Paths are the same with /v1 before them, and with a slash at their end."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Serve a connection."""
+        if scope["type"] == "http":
+            path = scope["path"].rstrip("/").removeprefix("/v1") or "/"
+            scope = {**scope, "path": path, "raw_path": path.encode()}
+        await self.app(scope, receive, send)
+
+
+class Server:
+    """What is answered on each path."""
+
+    def __init__(self, engine: Engine, settings: Settings) -> None:
+        self.engine, self.settings, self.totals = engine, settings, Totals()
+
+    def app(self) -> Starlette:
+        """The routes."""
+        gets = {
+            "/": self.page,
+            "/metrics": self.metrics,
+            "/health": self.health,
+            "/api/hello": self.hello,
+            "/models": self.models,
+            "/models/{name:path}": self.model,
+        }
+        posts: dict[str, Callable[[Request], Any]] = {}
+        posts |= {path: partial(self.answer, wire) for path, wire in WIRES.items()}
+        posts["/messages/count_tokens"] = self.count_tokens
+        routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
+        routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        routes += [Route("/responses", no_socket, methods=["GET"])]
+        return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
+
+    async def page(self, request: Request) -> Response:
+        """The status page."""
+        return HTMLResponse(self.totals.page(self.gauges()))
+
+    async def metrics(self, request: Request) -> Response:
+        """The totals for Prometheus."""
+        return Response(self.totals.metrics(self.gauges()), media_type=METRICS_TYPE)
+
+    def gauges(self) -> dict[str, int]:
+        """Requests that are served, and that wait."""
+        return {"running": self.engine.running, "waiting": self.engine.waiting}
+
+    async def health(self, request: Request) -> Response:
+        """200 while requests are served."""
+        if self.engine.is_alive:
+            return encoded({"status": "ok"})
+        return encoded({"status": "unavailable"}, HTTPStatus.SERVICE_UNAVAILABLE)
+
+    async def hello(self, request: Request) -> Response:
+        """What some clients look for first."""
+        return encoded({"message": "hello"})
+
+    async def models(self, request: Request) -> Response:
+        """The models that may be named, in OpenAI's form or in Anthropic's."""
+        listed = await run_in_threadpool(self.engine.models.listed)
+        if not is_anthropic(request):
+            return encoded({"object": "list", "data": [listing(model) for model in listed]})
+        ids = [model["id"] for model in listed]
+        ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {}
+        data = [anthropic_listing(model) for model in listed]
+        return encoded({"data": data, "has_more": False, **ends})
+
+    async def model(self, request: Request) -> Response:
+        """One of the models."""
+        name = request.path_params["name"]
+        for model in await run_in_threadpool(self.engine.models.listed):
+            if model["id"].strip("/") == name.strip("/"):
+                return encoded((anthropic_listing if is_anthropic(request) else listing)(model))
+        wire = MESSAGES if is_anthropic(request) else CHAT
+        return refusal(wire, ModelFolderError(f"There is no model {name!r} in the list."))
+
+    async def count_tokens(self, request: Request) -> Response:
+        """Tokens of a prompt, in Anthropic's protocol."""
+        try:
+            asked = await self.read(MESSAGES, request, {"max_tokens": 1})
+            number = await run_in_threadpool(self.engine.num_tokens, asked.requests[0])
+        except Exception as error:
+            return refusal(MESSAGES, error)
+        return encoded({"input_tokens": number})
+
+    async def answer(self, wire: Wire, request: Request) -> Any:
+        """The reply to a request for texts."""
+        try:
+            asked = await self.read(wire, request, {})
+        except Exception as error:
+            return refusal(wire, error)
+        return Answer(self.engine, self.totals, wire, asked)
+
+    async def read(self, wire: Wire, request: Request, more: dict[str, Any]) -> Asked:
+        """Read the body; raises RequestError. A grammar takes a while, which others do not wait."""
+        raw = bytearray()
+        async for part in request.stream():
+            raw += part
+            if len(raw) > MOST_BYTES:
+                raise BodyTooLargeError
+        key = request.headers.get("authorization") or request.headers.get("x-api-key", "")
+
+        def read() -> Asked:
+            asked = wire.read({**self.settings.sampling, **more, **read_body(bytes(raw))})
+            for one in asked.requests:
+                one.key = key
+            return asked
+
+        return await run_in_threadpool(read)
+
+
+class Inbox:
+    """Events on their way from the engine's thread to the task of a connection."""
+
+    def __init__(self) -> None:
+        self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
+        self._events = deque[tuple[int, Event]]()
+        self._is_woken = self._has_hung_up = False
+        self._alarm: asyncio.TimerHandle | None = None
+
+    def put(self, choice: int, event: Event) -> None:
+        """Add an event, on any thread; the task is woken once for all that come meanwhile."""
+        self._events.append((choice, event))
+        if not self._is_woken:
+            self._is_woken = True
+            with suppress(RuntimeError):  # the loop has ended, and nobody waits
+                self._loop.call_soon_threadsafe(self._ready.set)
+
+    async def watch(self, receive: Receive) -> None:
+        """Wait for the client to go."""
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._has_hung_up = True
+        self._ready.set()
+
+    async def take(self, until: float = math.inf) -> Events:
+        """All events since the last time; none at times, and at a time of the loop's clock.
+
+        Raises HungUpError once the client has gone.
+        """
+        if self._alarm is None and until < math.inf:  # one in a while, not one an event
+            self._alarm = self._loop.call_at(until, self._ring)
+        await self._ready.wait()
+        if self._has_hung_up:
+            raise HungUpError
+        self._ready.clear()
+        self._is_woken = False
+        return [self._events.popleft() for _ in range(len(self._events))]
+
+    def _ring(self) -> None:
+        self._alarm = None
+        self._ready.set()
+
+
+class Answer:
+    """One reply, whole or streamed; its texts end with the connection, and with each other."""
+
+    def __init__(self, engine: Engine, totals: Totals, wire: Wire, asked: Asked) -> None:
+        self.engine, self.totals, self.wire, self.asked = engine, totals, wire, asked
+        self.num_open = len(asked.requests)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Write the texts, and send them."""
+        inbox = Inbox()
+        tickets: list[Ticket] = []
+        watch = asyncio.create_task(inbox.watch(receive))
+        try:
+            for choice, request in enumerate(self.asked.requests):
+                tickets.append(self.engine.submit(request, partial(inbox.put, choice)))
+            response = await (self.stream if self.asked.stream else self.whole)(inbox, send)
+        except HungUpError:
+            logging.info("Client hung up.")
+            return
+        except Exception as error:
+            response = refusal(self.wire, error)
+        finally:
+            watch.cancel()
+            for ticket in tickets:
+                ticket.cancel()
+        if response is not None:
+            await response(scope, receive, send)
+
+    async def whole(self, inbox: Inbox, send: Send) -> Response:
+        """The reply once all is written."""
+        texts = [Written() for _ in self.asked.requests]
+        while self.num_open:
+            for choice, event in self.counted(await inbox.take()):
+                texts[choice].add(event)
+        return encoded(self.wire.reply(self.asked, texts))
+
+    async def stream(self, inbox: Inbox, send: Send) -> None:
+        """Send events as they come; an error before the first is raised, and told in its place."""
+        clock, stream = asyncio.get_running_loop().time, self.wire.stream(self.asked)
+        events = self.counted(await inbox.take(clock() + SILENCE))
+        await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": STREAM})
+        data, said_at = b"".join(stream.begin()), clock()
+        try:
+            while True:
+                for choice, event in events:
+                    data += b"".join(stream.write(choice, event))
+                if not self.num_open:
+                    break
+                if not data and clock() - said_at >= SILENCE:
+                    data = stream.keepalive()
+                if data:
+                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    data, said_at = b"", clock()
+                events = self.counted(await inbox.take(said_at + SILENCE))
+            data += b"".join(stream.end())
+        except HungUpError:
+            raise
+        except Exception as error:
+            data += b"".join(stream.fail(error, status_of(error)))
+        await send({"type": "http.response.body", "body": data})
+
+    def counted(self, events: Events) -> Events:
+        """Count events, and log how far prompts are; raises the error of one that failed."""
+        for _, event in events:
+            match event:
+                case Failed():
+                    raise event.error
+                case Progress():
+                    logging.info("Prompt processing progress: %d/%d", event.done, event.total)
+                case Ended():
+                    self.num_open -= 1
+                    self.totals.add(event)
+        return events
+
+
+def encoded(content: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
+    """A response in JSON."""
+    return Response(msgspec.json.encode(content), status, media_type="application/json")
+
+
+def refusal(wire: Wire, error: Exception) -> Response:
+    """An error in the form of a protocol."""
+    return encoded(wire.error(error, status := status_of(error)), status)
+
+
+def status_of(error: Exception) -> HTTPStatus:
+    """The status of an error; one that is not the client's is logged.
+
+    The client's are those that are named in `errors` and in `server.requests`.
+    """
+    if isinstance(error, ServerEndingError):
+        return HTTPStatus.SERVICE_UNAVAILABLE
+    if isinstance(error, ModelFolderError):
+        return HTTPStatus.NOT_FOUND
+    if isinstance(error, BodyTooLargeError):
+        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    is_named = isinstance(error, RequestError) or type(error).__module__ == errors.__name__
+    if is_named and isinstance(error, ValueError | MissingPackageError):
+        return HTTPStatus.BAD_REQUEST
+    logging.error("A request failed.", exc_info=error)
+    return HTTPStatus.INTERNAL_SERVER_ERROR
+
+
+async def unknown(request: Request, error: Exception) -> Response:
+    """The answer on a path, or to a method, that is none."""
+    words = f"There is no {request.method} {request.url.path} here."
+    status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
+    wire = MESSAGES if is_anthropic(request) else CHAT
+    return encoded(wire.error(RequestError(words), status), status)
+
+
+async def no_socket(request: Request) -> Response:
+    """The answer to a client that would rather have a WebSocket: Codex then posts at once."""
+    words = "Responses are posted here, and not asked for over a WebSocket."
+    status = HTTPStatus.UPGRADE_REQUIRED
+    return encoded(RESPONSES.error(RequestError(words), status), status)
+
+
+def is_anthropic(request: Request) -> bool:
+    """True for a client of Anthropic's protocol."""
+    return "anthropic-version" in request.headers
+
+
+def listing(model: dict[str, Any]) -> dict[str, Any]:
+    """A model in OpenAI's list."""
+    return {"object": "model", "owned_by": "specdec_mlx", **model}
+
+
+def anthropic_listing(model: dict[str, Any]) -> dict[str, Any]:
+    """A model in Anthropic's list."""
+    created = datetime.fromtimestamp(model["created"], UTC).isoformat()
+    named = {"id": model["id"], "display_name": model["id"]}
+    return {"type": "model", **named, "created_at": created}

@@ -1,0 +1,377 @@
+"""The one thread that owns the models: requests come by a queue, events go to who asked.
+
+A request that is alone is written by the loop, with all that drafts. When another one comes it goes
+on as a row of one batch, if the model's texts can be rows; else one is served after the other.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections import deque
+from collections.abc import Callable, Generator
+from concurrent.futures import Future
+from contextlib import closing
+from dataclasses import replace
+from functools import partial
+from threading import Event as Flag
+from threading import Lock, Thread
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.generate import generation_stream
+from mlx_lm.utils import maybe_set_recommended_wired_limit
+
+from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.drafters.choosing.registry import WITH_MODEL, first_of
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.engine.assemble import assemble
+from specdec_mlx.engine.options import Options
+from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
+from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.loop import Generation, Token, speculate
+from specdec_mlx.options import name_in
+from specdec_mlx.server.echo import echo
+from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.models import Loaded, Models
+from specdec_mlx.server.prefixes import Prefixes, prefixes_for
+from specdec_mlx.server.prompts import has_grammar, read_prompt
+from specdec_mlx.server.ranks import ServerRanks
+from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
+from specdec_mlx.server.rows import Rows
+from specdec_mlx.server.under_way import Text, Ticket, compile_grammar
+from specdec_mlx.verify.inputs import split_cache
+
+WARM_TOKENS = 8  # of each text that is written before the port opens
+
+
+class _JoinedError(Exception):
+    """Another request has come, while the prompt of one that was alone is read."""
+
+
+class Engine:
+    """Serves requests; see the module."""
+
+    def __init__(self, models: Models, settings: Settings) -> None:
+        self.models, self.settings = models, settings
+        self.prefixes = prefixes_for(settings, lambda: models.loaded)
+        self.ranks = ServerRanks()
+        self.draft_caches = self.prefixes  # of draft models, which the first rank alone has
+        if self.ranks.are_several:
+            self.draft_caches = Prefixes(settings.prompt_cache_size)
+        self.running = 0
+        self._waiting: deque[Ticket] = deque()
+        self._has_news, self._has_ended, self._is_ending = Flag(), Flag(), False
+        self._is_ready: Future[None] = Future()
+        self._thread = Thread(target=self._run, name="engine", daemon=True)
+        self._reading = Lock()  # tokenizers are no friends of threads
+
+    @property
+    def waiting(self) -> int:
+        """Requests that nobody serves yet."""
+        return len(self._waiting)
+
+    @property
+    def is_alive(self) -> bool:
+        """True if requests are served."""
+        return self._thread.is_alive() and not self._is_ending
+
+    def start(self) -> None:
+        """Load the model, if one was given, and write a text; raises what loading raises."""
+        self._thread.start()
+        self._is_ready.result()
+
+    def submit(self, request: TextRequest, put: Callable[[Event], None]) -> Ticket:
+        """Queue a request; `put` is called on the engine's thread, the last time with an end."""
+        ticket = Ticket(request, put)
+        if has_grammar(request) and self.models.loaded is not None:
+            Thread(target=self._compile, args=(ticket,), daemon=True).start()
+        else:
+            self._queue(ticket)
+        return ticket
+
+    def _compile(self, ticket: Ticket) -> None:
+        """Compile a grammar beside the texts that are written, which keeps it for its text."""
+        try:
+            if (loaded := self.models.loaded) is not None:
+                ticket.grammar = compile_grammar(ticket.request, loaded.tokenizer)
+        except Exception as error:
+            ticket.fail(error)
+        else:
+            self._queue(ticket)
+
+    def _queue(self, ticket: Ticket) -> None:
+        self._waiting.append(ticket)
+        self._has_news.set()
+        if not self.is_alive:
+            ticket.fail(ServerEndingError())
+
+    def num_tokens(self, request: TextRequest) -> int:
+        """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
+        tokenizer = self.models.tokenizer_for(request)
+        with self._reading:
+            return len(read_prompt(request, tokenizer, self.settings).tokens)
+
+    def stop(self) -> None:
+        """End all texts, whatever is done at the moment, and wait for the thread's end.
+
+        On other ranks than the first: wait for the first one's.
+        """
+        self._is_ending = self.ranks.is_first
+        self._has_news.set()
+        if self._thread.is_alive():
+            self.join()
+
+    def join(self) -> None:
+        """Wait until nothing is served any more."""
+        self._has_ended.wait()
+
+    def _run(self) -> None:
+        try:
+            try:
+                maybe_set_recommended_wired_limit()
+                if self.settings.model is not None:
+                    self._warm_up(self.models.load(TextRequest()))
+                self._is_ready.set_result(None)
+            except BaseException as error:
+                self._is_ready.set_exception(error)
+                return
+            while (ticket := self._next()) is not None:
+                self._serve(ticket)
+        finally:
+            self._is_ending = True
+            while self._waiting:
+                self._waiting.popleft().fail(ServerEndingError())
+            try:
+                self.models.close()
+            except Exception as error:
+                logging.error("What was learned is not kept.", exc_info=error)
+            self.prefixes.trim_to(0)
+            self.draft_caches.trim_to(0)
+            mx.clear_streams()
+            self._has_ended.set()
+            # MLX frees the functions that it compiled for a thread once that has ended, and needs
+            # Python for it: a process that ends meanwhile aborts. So the thread stays.
+            Flag().wait()
+
+    def _next(self) -> Ticket | None:
+        """The request that has waited the longest, on all ranks; None where the server ends."""
+        while True:
+            ticket: Ticket | None = None
+            if self.ranks.is_first:
+                self._has_news.clear()
+                if not self._waiting and not self._is_ending:
+                    self._has_news.wait(self.ranks.patience)
+                if not self._is_ending:
+                    ticket = self._first_waiting()
+            ends = self._is_ending and self.ranks.is_first
+            shared = None if ticket is None else ticket.request
+            request, ends = self.ranks.from_first((shared, ends))
+            if ends:
+                return None
+            if request is not None:
+                return ticket or Ticket(request, lambda event: None)
+
+    def _first_waiting(self) -> Ticket | None:
+        while self._waiting:
+            ticket = self._waiting.popleft()
+            try:
+                ticket.check()
+                return ticket
+            except ConnectionError as error:
+                ticket.fail(error)
+        return None
+
+    def _serve(self, ticket: Ticket) -> None:
+        """Serve a request, and those who join."""
+        if (text := self._prepared(ticket)) is None:
+            return
+        self.running = 1
+        try:
+            if self._others_join(text) or self._write_alone(text):
+                self._write_together(text)
+        except Exception as error:
+            if not isinstance(error, ConnectionError | ServerEndingError):
+                logging.error("A request failed.", exc_info=error)
+            text.fail(error)
+        finally:
+            self.running = 0
+
+    def _prepared(self, ticket: Ticket) -> Text | None:
+        """The text of a request, before its first token; None if there is nothing to write."""
+        try:
+            with self._reading:
+                loaded = self.models.load(ticket.request)
+                text = Text.of(ticket, loaded, self.models, self.draft_caches)
+            if ticket.request.echo:
+                ticket.tell([echo(text, self.settings.prefill_step_size)])
+            if not text.has_ended:
+                return text
+            text.end()
+        except Exception as error:
+            ticket.fail(error)
+        return None
+
+    def _others_join(self, text: Text) -> bool:
+        """True if the next request may be written beside this one."""
+        if not self._waiting or self.settings.kv_bits is not None:
+            return False
+        return text.loaded.has_rows and self._next_is_row()
+
+    def _next_is_row(self) -> bool:
+        """True if the next request is for the loaded model; ends those that are for none."""
+        while self._waiting and self.models.loaded is not None:
+            ticket, loaded = self._waiting[0], self.models.loaded
+            try:
+                ticket.check()
+                ticket.names = ticket.names or self.models.names_of(ticket.request)
+                return ticket.names == (loaded.name, loaded.adapter)
+            except Exception as error:
+                self._waiting.popleft().fail(error)
+        return False
+
+    def _write_together(self, text: Text) -> None:
+        """Write a text, and those that join it, until all have ended."""
+        rows = Rows(text.loaded, self.settings, self.prefixes)
+        rows.add(text)
+        error: Exception = ServerEndingError()
+        try:
+            while rows.texts and not self._is_ending:
+                while rows.has_place and self._next_is_row():
+                    if (joining := self._prepared(self._waiting.popleft())) is not None:
+                        rows.add(joining)
+                self.running = len(rows.texts)
+                rows.step()
+        except Exception as raised:
+            error = raised
+            raise
+        finally:
+            rows.close(error)
+
+    def _write_alone(self, text: Text) -> bool:
+        """Write a text by the loop; True if it is to go on beside others."""
+        place, tokens = text.loaded.place, text.tokens
+        caches, rest = self.prefixes.fetch_nearest_cache(place, tokens)
+        num_read = len(tokens) - len(rest)
+        text.begin(num_read)
+        generation, written = self._generation(text, caches, num_read)
+        joined = False
+        try:
+            with closing(written):
+                for token in written:
+                    text.take(token)
+                    if text.has_ended:
+                        text.end()
+                        break
+                    text.hand_over()
+                    if self._is_told_to_end(text):
+                        break
+                    if joined := self._others_join(text):
+                        break
+        except _JoinedError:
+            return True
+        except CacheRollbackError as error:
+            if not (text.has_ended or joined):
+                raise
+            logging.warning(f"The caches of a text are not kept: {error}")
+        else:
+            held = generation.target.rollback
+            self.prefixes.insert_cache(place, text.tokens[: held.position], held.caches)
+        if not text.has_ended and not joined:
+            text.ticket.check()
+            raise ServerEndingError
+        return joined
+
+    def _is_told_to_end(self, text: Text) -> bool:
+        """True if a text ends before its end; on several ranks the first one says so."""
+        return (self._is_ending or text.ticket.is_cancelled) and self.ranks.is_first
+
+    def _generation(
+        self, text: Text, caches: list[Any] | None, num_read: int
+    ) -> tuple[Generation, Generator[Token, None, None]]:
+        """The generation of a text that is alone, and its tokens.
+
+        caches: hold the first `num_read` tokens; None for new ones.
+        """
+        model = text.loaded.model
+        options = replace(
+            self._options(text.loaded),
+            max_tokens=text.max_tokens,
+            sampler=text.sampling,
+            seed=text.request.seed,
+            rule=text.rule,
+            draft_length=text.draft_length,
+            logits_processors=text.processors,
+            prefill_stops=text.prompt.ends,
+        )
+        own = split_cache(model, caches, options.caches)[0]
+        options = replace(
+            options, prompt_cache=own, prompt_progress_callback=partial(self._was_read, text, own)
+        )
+        ranks = ranks_of(model, options.stream)
+        parts = assemble(
+            model,
+            text.prompt.tokens,
+            text.drafter,
+            options,
+            own,
+            ranks=ranks,
+            num_read=num_read,
+            of_batch={"num_unseen": num_read},
+        )
+        generation = Generation.of(parts, options, callers_cache=own)
+        written = generation.run(parts.context)
+        drafting = parts.drafting
+        if isinstance(drafting, SharedDrafting):
+            written = drafting.as_on_first(written)
+        return generation, written
+
+    def _options(self, loaded: Loaded) -> Options:
+        """What all texts that are written alone have in common.
+
+        On several ranks they are on the stream on which these talk to each other.
+        """
+        settings, several = self.settings, self.ranks.are_several
+        return Options(
+            prefill_step_size=settings.prefill_step_size,
+            kv_bits=settings.kv_bits,
+            kv_group_size=settings.kv_group_size,
+            quantized_kv_start=settings.quantized_kv_start,
+            tokenizer=loaded.tokenizer,
+            stream=mx.default_stream(mx.default_device()) if several else generation_stream,
+        )
+
+    def _was_read(self, text: Text, caches: list[Any], done: int, total: int) -> None:
+        """Note how far the prompt of a text that is alone is read, into these caches.
+
+        What is read is kept where it could not be gone back to, and where the reading ends here.
+        """
+        text.show_progress(done)
+        if self.ranks.are_several or not 0 < done < total:
+            return
+        joined = self._others_join(text)
+        ends = joined or self._is_told_to_end(text)
+        if self.settings.kv_bits is None and (ends or text.loaded.is_stateful):
+            held, kept = text.prompt.tokens[:done], copy.deepcopy(caches)
+            self.prefixes.insert_cache(text.loaded.place, held, kept, has_ended=False)
+        text.ticket.check()
+        if self._is_ending:
+            raise ServerEndingError
+        if joined:
+            raise _JoinedError
+
+    def _warm_up(self, loaded: Loaded) -> None:
+        """Measure what is measured once for each model, and compile what is compiled."""
+        options = self._options(loaded)
+        split_cache(loaded.model, None, options.caches)  # raises for what cannot be quantized so
+        tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
+        heavy = [part for name, part in self.models.defaults(loaded) if name_in(name) in WITH_MODEL]
+        tuning = Tuning.for_model(loaded.model)  # compiling is not to be taken for its pace
+        short = replace(options, max_tokens=WARM_TOKENS, draft_length=4, tuning=tuning)
+        try:
+            _ = self.settings.kv_bits is None and loaded.has_rows
+            for drafter in (None, first_of([PromptLookupDrafter(), *heavy])):
+                for _ in speculate(loaded.model, tokens, drafter, short):
+                    pass
+        except Exception as error:
+            logging.warning(f"No text could be written at the start: {error}")

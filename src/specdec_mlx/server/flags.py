@@ -1,0 +1,277 @@
+"""The server's flags, all of mlx-lm's and ours, and the settings that they make."""
+
+from __future__ import annotations
+
+import argparse
+import ipaddress
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass, field, fields, replace
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from specdec_mlx.memory.store import PROCESS
+from specdec_mlx.mlx_lm_plugin.flags import Flags, add_arguments, take_flags
+from specdec_mlx.options import argument, refusal
+from specdec_mlx.server.requests import RequestError, TextRequest
+
+ANY, TARGETS, GIVEN = "any", "targets", "given"  # values of --request-models
+DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model given at the start
+
+VARIABLES = {"kwargs", "documents", "continue_final_message", "role_mapping"}
+"""Names beside the template's own variables that any request may set."""
+TEMPLATE_ARGUMENTS = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+"""Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
+
+SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([MG]?B?)", re.ASCII | re.IGNORECASE)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Settings:
+    """What the command line says, with mlx-lm's names and defaults.
+
+    flags: of speculation. model, adapter_path: None for none, then each request names its own.
+    max_tokens: None for as many as fit. prompt_cache_bytes, prompt_cache_limit: of caches in
+    memory, and of their files in the folder `prompt_cache`. any_model_name: every name that is no
+    folder and not in the Hugging Face cache is the given model.
+    """
+
+    flags: Flags = field(default_factory=Flags)
+    model: str | None = None
+    adapter_path: str | None = None
+    host: str = "127.0.0.1"
+    port: int = 8080
+    allowed_origins: Sequence[str] = ("*",)
+    trust_remote_code: bool = False
+    log_level: str = "INFO"
+    chat_template: str = ""
+    use_default_chat_template: bool = False
+    chat_template_args: dict[str, Any] = field(default_factory=dict)
+    temp: float = 0.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    max_tokens: int | None = None
+    decode_concurrency: int = 32
+    prompt_concurrency: int = 8
+    prefill_step_size: int = 2048
+    prompt_cache_size: int = 10
+    prompt_cache_bytes: int | None = None
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = 5000
+    pipeline: bool = False
+    request_models: str = ANY
+    allow_chat_templates: bool = False
+    prompt_cache: Path | None = None
+    prompt_cache_limit: int = 20 * 10**9
+    any_model_name: bool = False
+
+    @property
+    def sampling(self) -> dict[str, Any]:
+        """Fields of a body for what a request leaves out."""
+        named = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p")}
+        return {"temperature": self.temp, **named}
+
+    def check(self, request: TextRequest) -> None:
+        """Raise RequestError for what a request may not bring along.
+
+        A model's name is left to `allows_model`: any name may be the given model's.
+        """
+        may_draft = self.request_models == ANY or request.draft_model in (
+            None,
+            DEFAULT_MODEL,
+            self.flags.choice.model.name,
+        )
+        given_adapter = request.adapter in (None, self.adapter_path)
+        if not may_draft:
+            raise refused("draft_model", request.draft_model)
+        if self.request_models == GIVEN and not given_adapter:
+            raise refused("adapters", request.adapter)
+        free = VARIABLES | ({"chat_template"} if self.allow_chat_templates else set())
+        if wrong := (TEMPLATE_ARGUMENTS - free) & request.template.keys():
+            raise RequestError(
+                f"chat_template_kwargs: {', '.join(sorted(wrong))} cannot be set by a request. "
+                "A server that is started with --allow-chat-templates takes a chat_template."
+            )
+
+    def allows_model(self, name: str) -> bool:
+        """True if a request may have this model loaded, or see it in the list."""
+        own = ("", DEFAULT_MODEL, self.model, str(Path(self.model or "").resolve()))
+        return self.request_models != GIVEN or name in own
+
+
+def refused(name: str, value: Any) -> RequestError:
+    """The error for a model or adapter that requests may not name."""
+    return RequestError(
+        f"{name}: this server loads no {value!r} for a request. Leave it out, or start it with "
+        f"--request-models {ANY}."
+    )
+
+
+def parse_settings(arguments: Sequence[str]) -> Settings:
+    """The settings of a command line; ends the process, with one line, for a wrong one."""
+    parser = make_parser()
+    namespace, unknown = parser.parse_known_args(arguments)
+    if unknown:
+        parser.error(refusal(unknown))
+    try:
+        return settings_of(namespace)
+    except (ValueError, OSError) as error:
+        parser.error(str(error))
+
+
+def settings_of(namespace: argparse.Namespace) -> Settings:
+    """The settings of parsed arguments; raises ValueError and OSError for what cannot be done."""
+    is_local = is_loopback(namespace.host)
+    if namespace.request_models == GIVEN and namespace.model is None:
+        raise ValueError(f"argument --request-models: {GIVEN} needs --model.")
+    if not isinstance(namespace.chat_template_args, dict):
+        raise ValueError("argument --chat-template-args: expected a JSON object.")
+    namespace.request_models = namespace.request_models or (ANY if is_local else TARGETS)
+    if namespace.any_model_name is None:
+        namespace.any_model_name = is_local and namespace.model is not None
+    has_memory = namespace.memory is not None
+    flags = take_flags(namespace)
+    if is_local and not has_memory:
+        flags = replace(flags, memory=PROCESS)  # one person's
+    names = [named.name for named in fields(Settings) if named.name != "flags"]
+    return Settings(flags=flags, **{name: getattr(namespace, name) for name in names})
+
+
+def is_loopback(host: str) -> bool:
+    """True if only this machine can reach the address."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 500MB; ValueError for anything else."""
+    if (found := _SIZE.fullmatch(text.strip())) is None or found[2].upper() not in SIZES:
+        raise ValueError(f"expected a size such as 500MB or 20GB, got {text!r}")
+    return int(float(found[1]) * SIZES[found[2].upper()])
+
+
+def make_parser() -> argparse.ArgumentParser:
+    """The parser of `specdec-mlx server`."""
+    parser = argparse.ArgumentParser(
+        prog="specdec-mlx server",
+        description="A server for agents, with speculation: OpenAI's and Anthropic's protocols.",
+    )
+    _add_model_arguments(parser)
+    _add_text_arguments(parser)
+    _add_engine_arguments(parser)
+    add_arguments(parser)
+    parser.set_defaults(num_draft_tokens=None)  # to see whether it was given
+    _add_request_arguments(parser)
+    return parser
+
+
+def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--model", help="Folder or Hugging Face name of the model.")
+    add("--adapter-path", help="Folder of an adapter for the model.")
+    add("--host", default="127.0.0.1", help="Address to listen on (default: 127.0.0.1)")
+    add("--port", type=int, default=8080, help="Port to listen on (default: 8080)")
+    add(
+        "--allowed-origins",
+        type=lambda text: tuple(text.split(",")),
+        default="*",
+        help="Origins of pages that may read the answers, with commas (default: *)",
+    )
+    add("--draft-model", help="A model to draft with, a trained head, or auto.")
+    add("--num-draft-tokens", type=int, help="mlx-lm's name for --draft-length.")
+    add("--trust-remote-code", action="store_true", help="Run code that a tokenizer brings along.")
+    levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
+    add("--log-level", default="INFO", choices=levels, help="What is logged (default: INFO)")
+
+
+def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--chat-template", default="", help="A chat template in place of the tokenizer's.")
+    add(
+        "--use-default-chat-template",
+        action="store_true",
+        help="Use the tokenizer's default chat template.",
+    )
+    add("--temp", type=float, default=0.0, help="Default temperature (default: 0.0)")
+    add("--top-p", type=float, default=1.0, help="Default top-p (default: 1.0)")
+    add("--top-k", type=int, default=0, help="Default top-k (default: 0, off)")
+    add("--min-p", type=float, default=0.0, help="Default min-p (default: 0.0, off)")
+    add("--max-tokens", type=int, help="Most tokens of an answer (default: as many as fit)")
+    add(
+        "--chat-template-args",
+        type=json.loads,
+        default={},
+        metavar="JSON",
+        help="""Variables of the chat template, as '{"enable_thinking":false}'""",
+    )
+
+
+def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add("--decode-concurrency", type=int, default=32, help="Most texts written together.")
+    add("--prompt-concurrency", type=int, default=8, help="Most prompts read together.")
+    add(
+        "--prefill-step-size",
+        type=int,
+        default=2048,
+        help="Most tokens of prompts read in a pass (default: 2048)",
+    )
+    add("--prompt-cache-size", type=int, default=10, help="Most prompt caches kept in memory.")
+    size = argument(parse_size)
+    add("--prompt-cache-bytes", type=size, metavar="SIZE", help="Most bytes of these caches.")
+    add("--kv-bits", type=int, help="Bits of quantized key-value caches, 4 or 8.")
+    add("--kv-group-size", type=int, default=64, help="Group size of these (default: 64)")
+    add(
+        "--quantized-kv-start",
+        type=int,
+        default=5000,
+        help="Position from which caches are quantized (default: 5000)",
+    )
+    add("--pipeline", action="store_true", help="Spread layers, not tensors, over the ranks.")
+
+
+def _add_request_arguments(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("what requests may bring along")
+    group.add_argument(
+        "--request-models",
+        choices=(ANY, TARGETS, GIVEN),
+        help="Models that requests may name, which are folders here or Hugging Face names: any; "
+        "targets, but no draft models; or only those given at the start (default: any where --host "
+        "is a loopback address, else targets)",
+    )
+    group.add_argument(
+        "--any-model-name",
+        action=argparse.BooleanOptionalAction,
+        help="Take every name that is no folder and not in the Hugging Face cache for the given "
+        "model: agents ask for names of their own (default: where --host is a loopback address and "
+        "--model is given)",
+    )
+    group.add_argument(
+        "--allow-chat-templates",
+        action="store_true",
+        help="Let requests bring a chat template, a program that is run here.",
+    )
+    group = parser.add_argument_group("prompt caches on disk")
+    group.add_argument(
+        "--prompt-cache",
+        type=Path,
+        metavar="DIR",
+        help="Keep the caches of conversations in files there, for the next start too. They tell "
+        "what was said; only this user can read them.",
+    )
+    group.add_argument(
+        "--prompt-cache-limit",
+        type=argument(parse_size),
+        default="20GB",
+        metavar="SIZE",
+        help="Most bytes of these files; the oldest are deleted (default: 20GB)",
+    )

@@ -1,0 +1,177 @@
+"""Grammars of answers and of calls that a request forces, and the bounds of their schemas."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from concurrent.futures import Future, wait
+from threading import Thread
+from typing import Any, TypeVar
+
+from specdec_mlx.drafters.grammar import JSON_STYLE, Grammar
+from specdec_mlx.errors import GrammarError
+from specdec_mlx.server.requests import AUTO, NONE, REQUIRED, RequestError, TextRequest
+
+T = TypeVar("T")
+
+# Most characters, levels, and names of `patternProperties` of a JSON schema: each pattern is
+# compared with all others; 100 take 0.2 s, 500 took 77 s.
+LONGEST_SCHEMA, DEEPEST_SCHEMA, MOST_PATTERNS = 2**17, 100, 100
+COMPILE_SECONDS = 10.0  # longest that a client waits for its grammar to be compiled
+
+CLOSED = {"type", "properties", "required", "title", "description", "$schema", "$defs"}
+"""Words of a schema that names all properties in one place."""
+
+BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const"}
+
+
+def tools_for(request: TextRequest) -> list[dict[str, Any]]:
+    """The tools that the chat template shows, and that a text may call."""
+    return [] if request.tool_choice == NONE else request.tools
+
+
+def is_forced(request: TextRequest) -> bool:
+    """True if the text must be a call: of any tool, or of the one that `tool_choice` names."""
+    return bool(request.tools) and request.tool_choice not in (AUTO, NONE)
+
+
+def is_bare_call(request: TextRequest, tokenizer: Any) -> bool:
+    """True if the text is a forced call that stands alone, as JSON, and not between marks."""
+    return is_forced(request) and not _calls_in_json(tokenizer)
+
+
+def _calls_in_json(tokenizer: Any) -> bool:
+    """True if the model's own calls are JSON objects between two marks."""
+    if not tokenizer.has_tool_calling or not tokenizer.tool_call_end:
+        return False
+    call = {"name": "f", "arguments": {"a": 1}}
+    try:
+        return bool(tokenizer.tool_parser(json.dumps(call), None) == call)
+    except Exception:  # of a parser of another format
+        return False
+
+
+def may_call_instead(request: TextRequest, tokenizer: Any) -> bool:
+    """True if the text may be calls in the place of an answer that a schema describes."""
+    has_schema = request.grammar is not None and request.grammar.kind == "json_schema"
+    may_call = bool(request.tools) and request.tool_choice == AUTO and tokenizer.has_tool_calling
+    return has_schema and may_call
+
+
+def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
+    """What the text must match: a forced call, or the request's own grammar; None for any text.
+
+    Where tools may be called as well, that is the grammar of an answer which is no call. A forced
+    call is in the model's own format where that is JSON between marks, else an object with "name"
+    and "arguments" alone. Raises RequestError and GrammarError.
+    """
+    if request.grammar is not None and may_call_instead(request, tokenizer):
+        schema = {**json.loads(request.grammar.text), "x-guidance": JSON_STYLE}
+        begins = _as_rule(tokenizer, tokenizer.tool_call_start)
+        return Grammar.lark(
+            f"start: answer | {begins} <[*]>*\nanswer: %json {json.dumps(schema)}\n"
+        )
+    if not is_forced(request):
+        return request.grammar
+    named = {tool["function"]["name"]: tool["function"] for tool in request.tools}
+    if request.tool_choice != REQUIRED:
+        if request.tool_choice not in named:
+            raise RequestError(f"tool_choice: there is no tool {request.tool_choice!r}.")
+        named = {request.tool_choice: named[request.tool_choice]}
+    is_bare = is_bare_call(request, tokenizer)
+    begins, ends = ("", "") if is_bare else _mark_rules(tokenizer)
+    is_single = is_bare or request.tool_choice != REQUIRED or not request.parallel_calls
+    calls = [_call_rule(name, tool.get("parameters")) for name, tool in named.items()]
+    return Grammar.lark(
+        f"start: call{'' if is_single else '+'}\n"
+        f"call: {begins} body {ends}\n"
+        f"body: {' | '.join(calls)}\n"
+    )
+
+
+def _mark_rules(tokenizer: Any) -> tuple[str, str]:
+    """What stands before and after a call: marks, by a token's id if they are one, on lines."""
+    begins = _as_rule(tokenizer, tokenizer.tool_call_start)
+    ends = _as_rule(tokenizer, tokenizer.tool_call_end)
+    return f'{begins} "\\n"', f'"\\n" {ends} "\\n"?'
+
+
+def _as_rule(tokenizer: Any, mark: str) -> str:
+    """A mark by its tokens, if it is one or has special ones, which no text makes."""
+    tokens = tokenizer.encode(mark, add_special_tokens=False)
+    if len(tokens) == 1 or {*tokens} & {*tokenizer.all_special_ids}:
+        return " ".join(f"<[{token}]>" for token in tokens)
+    return json.dumps(mark)
+
+
+def _call_rule(name: str, parameters: Any) -> str:
+    """A call of one tool; its arguments are any object if their schema cannot be followed.
+
+    Names that the schema does not know are not made up, unless it says that they may be there.
+    """
+    schema: dict[str, Any] = {"type": "object"}
+    if isinstance(parameters, dict):
+        own = {**_with_bounds(parameters), "type": "object"}
+        if parameters.keys() <= CLOSED and parameters.get("properties"):
+            own["additionalProperties"] = False
+        try:
+            check_schema(own)
+            within(lambda: Grammar.json_schema(own))
+            schema = own
+        except (GrammarError, RequestError):
+            pass
+    begins = json.dumps(f'{{"name": {json.dumps(name)}, "arguments": ')
+    return f'{begins} %json {json.dumps({**schema, "x-guidance": JSON_STYLE})} "}}"'
+
+
+def _with_bounds(schema: Any) -> Any:
+    """A schema whose integers end: those without bounds are such as all readers of JSON know.
+
+    Source: RFC 8259, section 6. A small model that is held to digits writes them for ever.
+    """
+    if isinstance(schema, list):
+        return [_with_bounds(each) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    bounded = {
+        key: value if key in ("const", "enum", "default", "examples") else _with_bounds(value)
+        for key, value in schema.items()
+    }
+    if schema.get("type") == "integer" and not schema.keys() & BOUNDS:
+        bounded |= {"minimum": 1 - 2**53, "maximum": 2**53 - 1}
+    return bounded
+
+
+def check_schema(schema: dict[str, Any]) -> None:
+    """Raise RequestError for a schema that is too large to be compiled while others wait."""
+    size, depth, patterns = len(json.dumps(schema)), 0, 0
+    nodes: list[tuple[Any, int]] = [(schema, 1)]
+    while nodes:
+        node, level = nodes.pop()
+        depth = max(depth, level)
+        if isinstance(node, dict):
+            names = node.get("patternProperties")
+            patterns += len(names) if isinstance(names, dict) else 0
+            node = list(node.values())
+        nodes += [(child, level + 1) for child in node] if isinstance(node, list) else []
+    if size > LONGEST_SCHEMA or depth > DEEPEST_SCHEMA or patterns > MOST_PATTERNS:
+        raise RequestError(
+            f"The schema has {size} characters, {depth} levels and {patterns} patternProperties; "
+            f"at most {LONGEST_SCHEMA}, {DEEPEST_SCHEMA} and {MOST_PATTERNS} are compiled."
+        )
+
+
+def within(make: Callable[[], T]) -> T:
+    """Return `make()`; raises RequestError, and abandons it, after `COMPILE_SECONDS`."""
+    made: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            made.set_result(make())
+        except Exception as error:
+            made.set_exception(error)
+
+    Thread(target=run, daemon=True).start()
+    if made not in wait([made], COMPILE_SECONDS).done:
+        raise RequestError(f"The grammar was not compiled in {COMPILE_SECONDS} s. Make it smaller.")
+    return made.result()

@@ -1,0 +1,380 @@
+"""Models by the names that requests give them, their draft models, and who drafts for a request."""
+
+from __future__ import annotations
+
+import gc
+import logging
+import time
+import warnings
+from collections.abc import Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from functools import cached_property, lru_cache
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx_lm
+from huggingface_hub import scan_cache_dir
+from huggingface_hub.errors import CacheNotFound
+from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.utils import hf_repo_to_path, load_tokenizer, sharded_load
+
+from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
+from specdec_mlx.draft_length.store import kept_tuning
+from specdec_mlx.drafters.choosing import registry
+from specdec_mlx.drafters.choosing.choice import NamedModel
+from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
+from specdec_mlx.drafters.heads.loading import load_head
+from specdec_mlx.errors import ModelFolderError, UnknownNameError
+from specdec_mlx.memory import Memory
+from specdec_mlx.memory.kept import Kept
+from specdec_mlx.memory.sources import state_of
+from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
+from specdec_mlx.models import explained
+from specdec_mlx.options import name_in
+from specdec_mlx.server.flags import DEFAULT_MODEL, Settings, refused
+from specdec_mlx.server.prefix_files import stateful
+from specdec_mlx.server.requests import RequestError, TextRequest
+from specdec_mlx.verify.exactness import can_hold_rows
+
+MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
+
+# Names of the most positions of a text in configurations
+POSITIONS = "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"
+LONGEST_TEXT = 2**20  # positions for models whose configuration names none
+
+MLX_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
+"""Files of a repository in the Hugging Face cache that is listed, as mlx-lm's server does."""
+
+
+@dataclass(eq=False)
+class Loaded:
+    """A model that is loaded. files: what was read, with sizes and times.
+
+    drafters: those that were made for it, by their names. closing: what is due at its end.
+    """
+
+    name: str
+    adapter: str | None
+    model: nn.Module
+    tokenizer: Any
+    config: dict[str, Any]
+    files: tuple[str, ...]
+    drafters: dict[str, Drafter | None] = field(default_factory=dict)
+    closing: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def place(self) -> tuple[Any, ...]:
+        """Key of its caches: no other model, and no other content of its files, has it."""
+        return self.name, self.adapter, self.files
+
+    @cached_property
+    def has_rows(self) -> bool:
+        """True if its texts can be rows of one batch; a line in the log if not."""
+        if mx.distributed.init().size() > 1:
+            return False
+        with warnings.catch_warnings(action="ignore"):
+            has_rows = can_hold_rows(self.model)
+        if not has_rows:
+            logging.warning(
+                f"{type(self.model).__module__}: its texts cannot be rows of one batch. Requests "
+                "are served one after another."
+            )
+        return has_rows
+
+    @cached_property
+    def is_stateful(self) -> bool:
+        """True if its caches cannot be shortened, so that states are kept to go back to."""
+        return bool(stateful(make_prompt_cache(self.model)))
+
+    @cached_property
+    def longest_text(self) -> int:
+        """Positions that its configuration gives a text, or `LONGEST_TEXT`."""
+        return longest_text(self.config)
+
+
+def longest_text(config: dict[str, Any]) -> int:
+    """Positions that a configuration gives a text, or `LONGEST_TEXT`."""
+    config = {**config, **(config.get("text_config") or {})}
+    named: list[int] = [config[n] for n in POSITIONS if isinstance(config.get(n), int)]
+    if not named:
+        return LONGEST_TEXT
+    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+    original = scaling.get("original_max_position_embeddings") or named[0]
+    return max(named[0], int(original * (scaling.get("factor") or 1)))
+
+
+class Models:
+    """The models that requests may name, one of them loaded at a time.
+
+    `load`, `drafter` and `close` belong to the engine's thread; all else to any.
+    """
+
+    def __init__(self, settings: Settings) -> None:
+        """Make what needs no target; raises ValueError and MissingPackageError for a wrong flag."""
+        self.settings, self.flags = settings, settings.flags
+        self.loaded: Loaded | None = None
+        self.choice = self.flags.drafting
+        self.created = int(time.time())
+        self._specs = {name_in(str(spec)): str(spec) for spec in self.choice.ordered}
+        self._made: dict[str, Drafter | None] = {}
+        self._tokenizer_of = lru_cache(1)(self._load_tokenizer)
+        self._memory_of = lru_cache(MOST_MEMORIES)(lambda who: Memory())
+        for name in self._specs:
+            if not self._waits(name):
+                self._made[name] = self.choice.make(self._specs[name])
+
+    def _waits(self, name: str) -> bool:
+        """True for a drafter that is made anew for each target."""
+        return self.flags.waits_for_target and name in WITH_MODEL
+
+    def names_of(self, request: TextRequest) -> tuple[str, str | None]:
+        """Name and adapter of the model for a request; raises RequestError for none.
+
+        The adapter that was given at the start belongs to the given model, however a client
+        spells its name.
+        """
+        name, given = request.model, self.settings.model
+        check_name(name)
+        if given is not None and self._is_given(name):
+            return given, self.settings.adapter_path if request.adapter is None else request.adapter
+        if name in ("", DEFAULT_MODEL):
+            raise RequestError("This server was started without --model. Name a model.")
+        if not self.settings.allows_model(name):
+            raise refused("model", name)
+        return name, request.adapter
+
+    def _is_given(self, name: str) -> bool:
+        """True for a name of the model that was given at the start."""
+        given = str(self.settings.model)
+        if name in ("", DEFAULT_MODEL, given):
+            return True
+        folder = Path(name).expanduser()
+        if folder.exists():
+            return folder.resolve() == Path(given).expanduser().resolve()
+        return self.settings.any_model_name and not is_cached(name)
+
+    def load(self, request: TextRequest) -> Loaded:
+        """The model for a request, loaded; the one before is freed.
+
+        Raises RequestError, ModelFolderError and FileNotFoundError for what cannot be loaded.
+        """
+        self.settings.check(request)
+        name, adapter = self.names_of(request)
+        loaded = self.loaded
+        if loaded is None or (loaded.name, loaded.adapter) != (name, adapter):
+            check_adapter_of(adapter)
+            self.reset()
+            loaded = self._load(name, adapter)
+            try:
+                self._check_drafters(loaded)
+            except ValueError:
+                self.reset()
+                raise
+        return loaded
+
+    def _load(self, name: str, adapter: str | None) -> Loaded:
+        try:
+            with explained(name):
+                model, tokenizer, about = self._read(name, adapter)
+        except ModelFolderError:
+            raise
+        except (ValueError, OSError) as error:
+            raise RequestError(str(error)) from error
+        named = filter(None, (name, adapter))
+        files = tuple(state for one in named for state in states_of_files(one))
+        tokenizer = self._with_template(tokenizer)
+        self.loaded = Loaded(name, adapter, model, tokenizer, about, files)
+        if self.flags.keeps_tuning:
+            self.loaded.closing.enter_context(kept_tuning(model, name, adapter))
+        return self.loaded
+
+    @property
+    def _tokenizer_config(self) -> dict[str, Any]:
+        template = self.settings.chat_template
+        config: dict[str, Any] = {"trust_remote_code": self.settings.trust_remote_code}
+        return {**config, "chat_template": template} if template else config
+
+    def _with_template(self, tokenizer: Any) -> Any:
+        if self.settings.use_default_chat_template and tokenizer.chat_template is None:
+            tokenizer.chat_template = tokenizer.default_chat_template
+        return tokenizer
+
+    def _load_tokenizer(self, name: str) -> Any:
+        return self._with_template(load_tokenizer(path_of(name), self._tokenizer_config))
+
+    def _read(self, name: str, adapter: str | None) -> Any:
+        """Model, tokenizer and configuration; spread over all ranks, if there are several."""
+        how = {
+            "tokenizer_config": self._tokenizer_config,
+            "return_config": True,
+            "trust_remote_code": self.settings.trust_remote_code,
+        }
+        path = path_of(name)
+        group = mx.distributed.init()
+        if group.size() == 1:
+            return mlx_lm.load(path, adapter_path=adapter, **how)
+        if adapter is not None:
+            raise RequestError("An adapter cannot be loaded on several ranks. Fuse it first.")
+        return sharded_load(path, group if self.settings.pipeline else None, **how)
+
+    def _check_drafters(self, loaded: Loaded) -> None:
+        """Make the default drafters for a model, and see that they fit it.
+
+        Memories and tables are held to the tokenizer of the model that was given at the start; for
+        others they are left out.
+        """
+        is_given = loaded.name == self.settings.model
+        drafters = [drafter for _, drafter in self.defaults(loaded)]
+        parts = [part for drafter in drafters for part in all_drafters(drafter)]
+        options = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+        for kept in (*options, self.flags.remembered):
+            if isinstance(kept, Kept):
+                if is_given:
+                    kept.check_tokenizer(loaded.tokenizer)
+                kept.refuses_others = False
+        context = DraftContext(tokenizer=loaded.tokenizer)
+        for drafter in drafters:
+            if isinstance(drafter, Checks):
+                drafter.check(context)
+
+    def defaults(self, loaded: Loaded) -> list[tuple[str, Drafter | None]]:
+        """The drafters of a request that names none, by their names."""
+        return [(name, self._make(name, loaded)) for name in self._specs]
+
+    def tokenizer_for(self, request: TextRequest) -> Any:
+        """The tokenizer of the model for a request, which need not be loaded; raises RequestError.
+
+        Any thread may ask.
+        """
+        name, adapter = self.names_of(request)
+        loaded = self.loaded
+        if loaded is not None and (loaded.name, loaded.adapter) == (name, adapter):
+            return loaded.tokenizer
+        with explained(name):
+            return self._tokenizer_of(name)
+
+    def drafter(self, request: TextRequest, loaded: Loaded) -> tuple[Drafter | None, str]:
+        """Who drafts for a request, and its name; raises ValueError and MissingPackageError."""
+        if request.draft_model not in (None, DEFAULT_MODEL, self.choice.model.name):
+            if request.drafters is not None:
+                raise RequestError("Give drafter or draft_model, not both.")
+            check_name(str(request.draft_model))
+            return self._own_drafter(str(request.draft_model), loaded), MODEL_DRAFTER
+        names = list(self._specs) if request.drafters is None else request.drafters
+        names = [name for name in names if name != NO_DRAFTER]
+        who = {USER: request.user, KEY: request.key}.get(self.flags.memory_for, "")
+        memory = self._memory_of(who) if who else None  # one for all, or nobody is named
+        parts = [self._make(name, loaded, memory) for name in names]
+        is_default = request.drafters is None
+        drafter = self.choice.combined(parts) if is_default else registry.first_of(parts)
+        return drafter, "+".join(names) or NO_DRAFTER
+
+    def _make(self, name: str, loaded: Loaded, memory: Memory | None = None) -> Drafter | None:
+        spec = self._specs.get(name, name)
+        if name not in self._specs and name not in registry.drafter_names():
+            known = ", ".join(registry.drafter_names())
+            raise UnknownNameError(f"Unknown drafter {name!r}. Known: {known}.")
+        if memory is not None and name in registry.REMEMBERING:
+            return self.choice.make(spec, memory=memory)
+        made = loaded.drafters if self._waits(name) else self._made
+        if name not in made:
+            made[name] = self.choice.make(spec, loaded.model)
+        return made[name]
+
+    def _own_drafter(self, name: str, loaded: Loaded) -> Drafter | None:
+        """The drafter of a draft model, or trained head, that a request names; the latest is kept.
+
+        A head's files are read as safetensors only: others are programs.
+        """
+        key = f"draft_model {name}"
+        if key not in loaded.drafters:
+            for old in [old for old in loaded.drafters if old.startswith("draft_model ")]:
+                del loaded.drafters[old]
+            named = NamedModel(name)
+            loaded.drafters[key] = (
+                load_head(name, loaded.model, torch_files=False)
+                if named.is_head
+                else named.make(MODEL_DRAFTER)
+            )
+        return loaded.drafters[key]
+
+    def reset(self) -> None:
+        """Free the model that is loaded, and keep its tuning."""
+        loaded, self.loaded = self.loaded, None
+        if loaded is None:
+            return
+        loaded.closing.close()
+        for part in list(loaded.model.modules()):  # some of which are kept with what is known of it
+            part.clear()
+        gc.collect()
+        mx.clear_cache()
+
+    def close(self) -> None:
+        """Free the model, and write the memory to its file."""
+        self.reset()
+        self.flags.save_memory()
+
+    def listed(self) -> list[dict[str, Any]]:
+        """The models that a client may name: `id`, `created`, and `context_length` if loaded."""
+        given = self.settings.model
+        names = sorted(filter(self.settings.allows_model, cached_names()))
+        if given is not None:
+            folder = Path(given).expanduser()
+            given = str(folder.resolve()) if folder.exists() else given
+            names = [given, *(name for name in names if name != given)]
+        models = [{"id": name, "created": self.created} for name in names]
+        if models and (loaded := self.loaded) is not None and loaded.name == self.settings.model:
+            models[0]["context_length"] = loaded.longest_text
+        return models
+
+
+def path_of(name: str) -> str:
+    """What mlx-lm loads by a name: a folder that is there, or a Hugging Face name."""
+    folder = Path(name).expanduser()
+    return str(folder) if folder.exists() else name
+
+
+def check_name(name: str) -> None:
+    """Raise RequestError for a name that no file system takes."""
+    try:
+        Path(name).expanduser().exists()
+    except (OSError, RuntimeError) as error:
+        raise RequestError(f"{name!s:.99} names no model: {error!s:.99}") from error
+
+
+def check_adapter_of(adapter: str | None) -> None:
+    """Raise RequestError for a folder that holds no adapter."""
+    try:
+        check_adapter(adapter)
+    except OSError as error:
+        raise RequestError(str(error)) from error
+
+
+def is_cached(name: str) -> bool:
+    """True for a model in the Hugging Face cache."""
+    try:
+        hf_repo_to_path(name)
+    except Exception:  # whatever is said of a name that is none
+        return False
+    return True
+
+
+def cached_names() -> Sequence[str]:
+    """Names of the models in the Hugging Face cache that look like mlx-lm's."""
+    try:
+        repos = scan_cache_dir().repos
+    except (CacheNotFound, ValueError):
+        return []
+    heads = [(repo.repo_id, repo.refs.get("main")) for repo in repos if repo.repo_type == "model"]
+    files = {name: {file.file_path.name for file in head.files} for name, head in heads if head}
+    return [name for name, found in files.items() if found >= MLX_FILES]
+
+
+def states_of_files(name: str) -> list[str]:
+    """Name, size and time of each file that was loaded by a folder or a Hugging Face name."""
+    folder = Path(name).expanduser()
+    folder = folder if folder.exists() else hf_repo_to_path(name)
+    return [f"{path} {state_of(str(path))}" for path in sorted(folder.iterdir())]

@@ -1,0 +1,220 @@
+"""Caches of conversations in a folder, for a server that starts again, and beyond its memory.
+
+A file is whole or not there, and its name has a digest of its content: one that was damaged is seen
+before it is used.
+"""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+import logging
+import os
+import re
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+from mlx_lm.models import cache as mlx_lm_caches
+from mlx_lm.models.cache import PromptTrie, load_prompt_cache, save_prompt_cache
+
+from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.verify.rollback import Rollback, wait_for
+from specdec_mlx.verify.strategies import leaves, strategy_for
+
+MOST_POINTS = 16  # positions of one conversation at which states are kept
+
+States = dict[int, list[Any]]
+"""Position -> copies, as they were there, of the caches that cannot be shortened."""
+
+
+@dataclass(frozen=True)
+class Points:
+    """States after the caches of a conversation in mlx-lm's store, which counts their bytes."""
+
+    at: States
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all states."""
+        return sum(cache.nbytes for caches in self.at.values() for cache in caches)
+
+    def is_trimmable(self) -> bool:
+        """False: what it stands with cannot be shortened."""
+        return False
+
+
+def stateful(caches: Sequence[Any]) -> list[Any]:
+    """Those of the caches that may go back only to a copy."""
+    return [cache for cache in leaves(caches) if strategy_for(cache).must_restore]
+
+
+def split(kept: Sequence[Any]) -> tuple[list[Any], States]:
+    """The caches of an entry of the store, and the states that are kept with them."""
+    if isinstance(kept[-1], Points):
+        return list(kept[:-1]), kept[-1].at
+    return list(kept), {}
+
+
+def thinned(at: Mapping[int, list[Any]], end: int) -> States:
+    """The states at `MOST_POINTS` positions at most: the first, and more the nearer to the end."""
+    left = dict(sorted(at.items()))
+    while len(left) > MOST_POINTS:
+        before, *inner = [*left, end]
+        gaps = zip([before, *inner], inner, inner[1:], strict=False)
+        del left[min(gaps, key=lambda gap: (gap[2] - gap[0]) / (end - gap[1] + 1))[1]]
+    return left
+
+
+def back_at(kept: Sequence[Any], length: int, position: int) -> tuple[list[Any], States, int]:
+    """Copies of an entry's caches, of `length` tokens, at `position` or the last one before it that
+    can be had; the states before it; and that position, 0 if there is none."""
+    caches, at = split(kept)
+    caches = copy.deepcopy(caches)
+    rollback = Rollback(caches, length)
+    if (point := max((p for p in at if p <= position), default=0)) > 0:
+        states = iter(at[point])
+        pairs = ((strategy_for(cache), cache) for cache in leaves(caches))
+        saved = [s.save(next(states)) if s.must_restore else None for s, _ in pairs]
+        rollback.checkpoints = [(point, saved)]
+    reached = 0
+    with suppress(CacheRollbackError):
+        reached = rollback.rewind_to(position)
+    return caches, {p: states for p, states in at.items() if p < reached}, reached
+
+
+OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors(\.damaged)?")
+PART = ".part-"  # begins the name of a file that is being written
+HEADER = "prefix"  # name of our metadata in a file
+
+
+class Header(NamedTuple):
+    """What a file says of itself.
+
+    points: positions of the states that are kept, ascending; None where the caches go back to any.
+    layers: caches of the text itself, before those of the states.
+    """
+
+    key: str
+    tokens: list[int]
+    points: list[int] | None
+    layers: int
+
+    @classmethod
+    def of(cls, path: Path) -> Header:
+        """Read it; raises whatever MLX and Python do for what is no file of ours."""
+        loaded: Any = mx.load(str(path), return_metadata=True)
+        header = cls(**json.loads(loaded[1][f"0.{HEADER}"]))
+        numbers = header.layers, *header.tokens, *(header.points or ())
+        ascending = (0, *(header.points or ()), len(header.tokens) + 1)
+        if {type(number) for number in numbers} != {int} or header.layers < 1:
+            raise TypeError(f"its header has other numbers than counts and tokens: {header!s:.99}")
+        if not header.tokens or any(a >= b for a, b in pairwise(ascending)):
+            raise ValueError(f"its states are at {header.points} of {len(header.tokens)} tokens")
+        return header
+
+
+class PrefixFiles:
+    """Caches that one model made, a safetensors file for each conversation.
+
+    folder: that is there. key: of the model and all that its caches depend
+    on, 16 hexadecimal digits. most_bytes: of all files in the folder; the oldest are deleted.
+    """
+
+    def __init__(self, folder: Path, key: str, most_bytes: int) -> None:
+        self.folder, self.key, self.most_bytes = folder, key, most_bytes
+        self._trie = PromptTrie()
+        for part in folder.glob(f"{PART}*"):  # of a process that was killed
+            part.unlink(missing_ok=True)
+        for _, _, path in self._by_age(f"{key}-*.safetensors"):
+            try:
+                header = Header.of(path)
+                if header.key != key:
+                    raise ValueError(f"it is of the model {header.key}")
+                self._trie.add(key, header.tokens, (path, header))
+            except Exception as error:  # whatever MLX says of what is no file of its own
+                self._put_aside(path, error)
+
+    def longest(self, tokens: list[int]) -> tuple[list[int], int]:
+        """The tokens of the file that saves most of reading `tokens`, and how many it saves."""
+        found = self._trie.search(self.key, tokens)
+        longest: tuple[list[int], int] = [], 0
+        for held in filter(None, (found.exact, found.longer, found.shorter)):
+            common = found.common_prefix if held is found.longer else len(held)
+            points = self._trie.get(self.key, held)[1].points
+            if points is not None:  # its caches go back to these, and not to any position
+                common = max((p for p in (*points, len(held)) if p <= common), default=0)
+            longest = max(longest, (held, common), key=lambda one: one[1])
+        return longest
+
+    def load(self, tokens: list[int]) -> list[Any] | None:
+        """The caches of the file of these tokens, with their states; None if it is damaged."""
+        path, header = self._trie.get(self.key, tokens)
+        try:
+            if path.stem != f"{self.key}-{_digest(path)}":
+                raise ValueError("its content is not what was written")
+            flat = load_prompt_cache(str(path))
+            wait_for(flat)
+            caches, rest = flat[: header.layers], iter(flat[header.layers :])
+            num_states = len(stateful(caches))
+            points = {p: [next(rest) for _ in range(num_states)] for p in header.points or ()}
+            os.utime(path)
+        except Exception as error:
+            self._trie.pop(self.key, tokens)
+            self._put_aside(path, error)
+            return None
+        return [*caches, Points(points)] if points else list(caches)
+
+    def save(self, tokens: list[int], caches: Sequence[Any], at: States) -> None:
+        """Write the caches of a text, in the place of those of a part of it."""
+        flat = [*caches, *(cache for point in sorted(at) for cache in at[point])]
+        if not all(hasattr(mlx_lm_caches, type(cache).__name__) for cache in leaves(flat)):
+            return  # of a class that mlx-lm does not read
+        points = sorted(at) if stateful(caches) else None
+        header = Header(self.key, tokens, points, len(caches))
+        part = self.folder / f"{PART}{os.getpid()}.safetensors"
+        try:
+            os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
+            save_prompt_cache(str(part), flat, {HEADER: json.dumps(header._asdict())})
+            path = part.rename(self.folder / f"{self.key}-{_digest(part)}.safetensors")
+            before = self._trie.add(self.key, tokens, (path, header))
+            replaced = [before, *(entry for _, entry in self._trie.pop_prefixes(self.key, tokens))]
+            for old, _ in filter(None, replaced):
+                if old != path:
+                    old.unlink(missing_ok=True)
+            self._delete_oldest()
+        except (OSError, RuntimeError) as error:
+            logging.warning(f"Prompt cache: {self.folder} cannot be written: {error}")
+
+    def _delete_oldest(self) -> None:
+        files = [file for file in self._by_age("*") if OURS.fullmatch(file[-1].name)]
+        excess = sum(size for _, size, _ in files) - self.most_bytes
+        for _, size, path in files:
+            if excess > 0:
+                excess -= size
+                path.unlink(missing_ok=True)
+
+    def _by_age(self, pattern: str) -> list[tuple[int, int, Path]]:
+        """Time of the last use, size and path of files, the oldest first."""
+        found = []
+        for path in self.folder.glob(pattern):
+            with suppress(FileNotFoundError):  # deleted by another server
+                found.append((path.stat().st_mtime_ns, path.stat().st_size, path))
+        return sorted(found)
+
+    def _put_aside(self, path: Path, error: Exception) -> None:
+        """Rename a file that cannot be used; one that is gone was the oldest."""
+        if not isinstance(error, FileNotFoundError):
+            logging.warning(f"Prompt cache: {path.name} is put aside: {error}")
+        with suppress(OSError):
+            path.rename(f"{path}.damaged")
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()[:32]

@@ -1,0 +1,93 @@
+"""A chat put together so that every template takes it, whatever its protocol's turns are."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from specdec_mlx.server.requests import RequestError
+
+BETWEEN = "\n\n"  # between two texts of one turn
+THOUGHTS = "reasoning_content", "reasoning"  # names of thoughts in templates
+UNSEEN = "[{}: not shown to this model]"  # for what is no text
+
+logger = logging.getLogger(__name__)
+
+
+def expect(value: Any, kind: type, where: str) -> Any:
+    """The value, if it is of a kind; raises RequestError that says where it stands."""
+    if not isinstance(value, kind):
+        raise RequestError(f"{where} must be a {kind.__name__}, not {value!r}")
+    return value
+
+
+def given(body: Mapping[str, Any], name: str, kind: type) -> Any:
+    """A field of a kind; an empty one if it is left out."""
+    value = body.get(name)
+    return kind() if value is None else expect(value, kind, name)
+
+
+def parts_in(content: Any, where: str) -> list[dict[str, Any]]:
+    """The parts of a content, each with a type; a text is one part, None is no part."""
+    if isinstance(content, str):
+        return [{"type": "text", "text": content}]
+    parts: list[dict[str, Any]] = expect([] if content is None else content, list, where)
+    for part in parts:
+        expect(expect(part, dict, where).get("type"), str, f"{where}: type")
+    return parts
+
+
+def leave_out(what: str, kind: Any) -> None:
+    """Note in the log that something of a request is not served."""
+    logger.info("Left out: a %s of type %s, which is not run here.", what, kind)
+
+
+def function(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+    """A tool as templates take it."""
+    schema = expect({} if parameters is None else parameters, dict, f"tools: schema of {name}")
+    described = {"name": name, "description": description or "", "parameters": schema}
+    return {"type": "function", "function": described}
+
+
+@dataclass
+class Turns:
+    """The messages of a chat: one system message, at the start, and neighbours of one role joined.
+
+    Many templates refuse a system message that comes later, and roles that do not alternate. So a
+    later system message becomes part of the user's turn beside it.
+    """
+
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    _names: dict[str, str] = field(default_factory=dict)  # of called tools, by the call's id
+
+    def say(self, role: str, text: str) -> None:
+        """More text of a role; `developer` is `system`."""
+        if role in ("system", "developer"):
+            later = any(message["role"] != "system" for message in self.messages)
+            role = "user" if later else "system"
+        turn = self._turn(role)
+        turn["content"] += (BETWEEN if turn["content"] else "") + text
+
+    def think(self, text: str) -> None:
+        """Thoughts of the assistant."""
+        turn = self._turn("assistant")
+        turn |= dict.fromkeys(THOUGHTS, turn.get(THOUGHTS[0], "") + text)
+
+    def call(self, call_id: str, name: str, arguments: Any) -> None:
+        """A call by the assistant, with an object or its JSON text."""
+        called = {"name": name, "arguments": arguments}
+        made = {"id": call_id, "type": "function", "function": called}
+        self._turn("assistant").setdefault("tool_calls", []).append(made)
+        self._names[call_id] = name
+
+    def answer(self, call_id: str, text: str) -> None:
+        """What a called tool gave back."""
+        named = {"name": self._names[call_id]} if call_id in self._names else {}
+        self.messages.append({"role": "tool", "tool_call_id": call_id, **named, "content": text})
+
+    def _turn(self, role: str) -> dict[str, Any]:
+        if not self.messages or self.messages[-1]["role"] != role:
+            self.messages.append({"role": role, "content": ""})
+        return self.messages[-1]

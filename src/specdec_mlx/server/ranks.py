@@ -1,0 +1,36 @@
+"""Requests on several ranks of `mx.distributed`: the first one takes them, and tells the others."""
+
+from __future__ import annotations
+
+import pickle
+from typing import Any, TypeVar
+
+import mlx.core as mx
+
+T = TypeVar("T")
+
+PATIENCE = 0.1  # seconds after which the first rank tells the others that nobody has come
+
+
+class ServerRanks:
+    """This process among those that one model is spread over; alone if there is one."""
+
+    def __init__(self) -> None:
+        group = mx.distributed.init()
+        self.is_first, self.are_several = group.rank() == 0, group.size() > 1
+
+    @property
+    def patience(self) -> float | None:
+        """Most seconds to wait before the others are told something."""
+        return PATIENCE if self.are_several else None
+
+    def from_first(self, own: T) -> T:
+        """The first rank's object, on every rank; called on all of them in one order."""
+        if not self.are_several:
+            return own
+        data = list(pickle.dumps(own)) if self.is_first else []
+        size: Any = mx.distributed.all_sum(mx.array(len(data))).item()
+        sent = mx.array(data, mx.uint8) if self.is_first else mx.zeros(size, mx.uint8)
+        received: Any = mx.distributed.all_sum(sent).tolist()
+        shared: T = pickle.loads(bytes(received))
+        return shared

@@ -1,0 +1,123 @@
+"""Totals of a server: `/metrics` for Prometheus, in vLLM's names, and a page to look at."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from html import escape
+
+from specdec_mlx.server.requests import Ended
+from specdec_mlx.stats.account import kind_of
+
+METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+REFRESH = 5  # seconds after which the page is read anew
+
+COUNTERS = {
+    "requests": ("request_success", "Requests answered."),
+    "prompt": ("prompt_tokens", "Tokens of prompts."),
+    "cached": ("prefix_cache_hits", "Tokens of prompts that were on a cache."),
+    "emitted": ("generation_tokens", "Tokens generated."),
+    "passes": ("iterations", "Passes of the target after the prompts."),
+    "drafts": ("spec_decode_num_drafts", "Drafts verified."),
+    "drafted": ("spec_decode_num_draft_tokens", "Draft tokens verified."),
+    "accepted": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
+}
+"""Counts, their names at vLLM less its prefix and Prometheus's suffix, and what they are."""
+BY_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+
+STYLE = """
+:root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
+body { max-width: 44rem; margin: 2rem auto; padding: 0 1rem }
+table { border-collapse: collapse; margin: 1rem 0 }
+td, th { padding: .2rem 1.5rem .2rem 0; text-align: left; vertical-align: top }
+td + td, th + th { text-align: right; font-variant-numeric: tabular-nums }
+.large { font-size: 2.5rem; margin: 0 }
+"""
+
+
+@dataclass(eq=False)
+class Totals:
+    """Counts of all texts since the start, kept by one thread.
+
+    at: position of a draft -> draft tokens accepted there. by_drafter: name -> [drafted, accepted].
+    """
+
+    counts: Counter[str] = field(default_factory=Counter)
+    at: Counter[int] = field(default_factory=Counter)
+    by_drafter: dict[str, list[int]] = field(default_factory=dict)
+
+    def add(self, ended: Ended) -> None:
+        """Add a text that was written; what a stop string cut off its last round does not count."""
+        stats = ended.stats
+        passes = ended.num_written if stats is None else stats.target_passes
+        self.counts.update(
+            requests=1,
+            prompt=ended.num_prompt,
+            cached=ended.num_cached,
+            emitted=ended.num_written,
+            passes=passes,
+            accepted=ended.accepted,
+        )
+        if stats is None:
+            return
+        self.counts.update(
+            drafted=stats.drafted, drafts=sum(drafted > 0 for drafted, _ in stats.rounds)
+        )
+        self.at.update(dict(enumerate(stats.accepted_at)))
+        last = stats.rounds[-1][1] if stats.rounds else 0
+        cut = max(0, stats.accepted - ended.accepted)
+        self.at.subtract(range(max(0, last - cut), last))
+        for key, counts in stats.by_drafter.items():
+            known = self.by_drafter.setdefault(kind_of(key), [0, 0])
+            known[:] = [a + b for a, b in zip(known, counts, strict=True)]
+
+    def metrics(self, gauges: Mapping[str, int]) -> str:
+        """Prometheus's text format; gauges: requests `running` and `waiting`."""
+        return "\n".join([*self._lines(gauges), ""])
+
+    def _lines(self, gauges: Mapping[str, int]) -> Iterator[str]:
+        for name, value in gauges.items():
+            yield from _metric(f"num_requests_{name}", "gauge", f"Requests {name}.", {"": value})
+        for name, (theirs, words) in COUNTERS.items():
+            yield from _metric(f"{theirs}_total", "counter", words, {"": self.counts[name]})
+        at = {f'{{position="{i}"}}': num for i, num in sorted(self.at.items())}
+        words = "Draft tokens accepted, by their position in the draft."
+        yield from _metric(f"{BY_POSITION}_total", "counter", words, at)
+
+    def page(self, gauges: Mapping[str, int]) -> str:
+        """HTML of the counts, without scripts; it is read anew every few seconds."""
+        counts = self.counts
+        a_pass = counts["emitted"] / max(1, counts["passes"])
+        rows = [(f"requests {name}", value) for name, value in gauges.items()]
+        rows += [("requests answered", counts["requests"]), ("tokens", counts["emitted"])]
+        rows += [("tokens of prompts", counts["prompt"]), ("of them on a cache", counts["cached"])]
+        shares = [
+            (name, f"{accepted:,} of {drafted:,} ({accepted / max(1, drafted):.0%})")
+            for name, (drafted, accepted) in sorted(self.by_drafter.items())
+        ]
+        drafted = _table([("drafter", "draft tokens accepted"), *shares]) if shares else ""
+        return (
+            f'<!doctype html><html lang="en"><meta charset="utf-8"><title>specdec_mlx</title>'
+            f'<meta name="viewport" content="width=device-width">'
+            f'<meta http-equiv="refresh" content="{REFRESH}"><style>{STYLE}</style>'
+            f'<h1>specdec_mlx</h1><p class="large">{a_pass:.2f}</p><p>tokens per pass</p>'
+            f"{_table([('since the start', ''), *rows])}{drafted}</html>"
+        )
+
+
+def _metric(name: str, kind: str, words: str, samples: Mapping[str, int]) -> Iterator[str]:
+    yield f"# HELP vllm:{name} {words}"
+    yield f"# TYPE vllm:{name} {kind}"
+    for labels, value in samples.items():
+        yield f"vllm:{name}{labels} {value}"
+
+
+def _table(rows: list[tuple[str, object]]) -> str:
+    """A table whose first row is its head."""
+    lines = []
+    for i, (name, value) in enumerate(rows):
+        cell = "td" if i else "th"
+        shown = f"{value:,}" if isinstance(value, int) else escape(str(value))
+        lines.append(f"<tr><{cell}>{escape(name)}</{cell}><{cell}>{shown}</{cell}></tr>")
+    return f"<table>{''.join(lines)}</table>"

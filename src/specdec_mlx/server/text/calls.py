@@ -1,0 +1,214 @@
+"""Tool calls in a text: JSON arguments as they come, those of other formats once they are whole."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Collection, Sequence
+from typing import Any
+from uuid import uuid4
+
+import regex
+
+from specdec_mlx.server.requests import CallArguments, CallBegan, CallBroken, Event
+
+NUM_ID = 9  # letters of a call's id: some chat templates refuse any other number
+
+BETWEEN = regex.compile(
+    r"(?:\[TOOL_CALLS\]|<\|tool_call_end\|>|<\|tool_calls_section_end\|>|</tool_call>|[\s\[\],}])*"
+)
+"""What may stand beside a call whose arguments come as JSON, and between two."""
+
+HEADER = regex.compile(
+    BETWEEN.pattern
+    + r"""+(?: \{\s* "name" \s*:\s* "(?P<name>[^"\\]{1,128})" \s*,\s* "arguments" \s*:\s*
+      | (?P<name>[\w.-]{1,128}) \s* \[ARGS\] \s*
+      | (?:<\|tool_call_begin\|>)? \s* (?P<id>(?:functions\.)?(?P<name>[\w.-]{1,128}):\d+) \s*
+        <\|tool_call_argument_begin\|> \s*
+    ) (?=\{\s*["}])""",
+    regex.VERBOSE,
+)
+"""What stands before the JSON object of a call's arguments: in Hermes' format, which most models
+took over, in Mistral's, and in Kimi's."""
+
+ESCAPED = frozenset('"\\/bfnrtu')  # what JSON allows after a backslash
+
+
+class JsonObject:
+    """The text of a JSON object that comes in pieces.
+
+    Line ends and the like in a string, and a backslash before what JSON does not escape, are
+    escaped: models forget that, and what they meant is plain.
+    """
+
+    def __init__(self) -> None:
+        self.is_complete = self.is_in_string = False
+        self._depth, self._escapes = 0, False
+
+    def take(self, text: str) -> tuple[str, str]:
+        """What of a piece belongs to the object, and what comes after it."""
+        taken = []
+        for place, char in enumerate(text):
+            if self.is_in_string:
+                taken.append(self._in_text(char))
+                continue
+            taken.append(char)
+            self.is_in_string = char == '"'
+            self._depth += (char in "{[") - (char in "}]")
+            if self._depth == 0:
+                self.is_complete = True
+                return "".join(taken), text[place + 1 :]
+        return "".join(taken), ""
+
+    def _in_text(self, char: str) -> str:
+        """The JSON text of a character of a string, a backslash with the one after it."""
+        if self._escapes:
+            self._escapes = False
+            return ("\\" if char in ESCAPED else "\\\\") + _plain(char)
+        self._escapes = char == "\\"
+        self.is_in_string = char != '"'
+        return "" if self._escapes else _plain(char)
+
+
+def _plain(char: str) -> str:
+    return json.dumps(char)[1:-1] if char < " " else char
+
+
+class CallReader:
+    """The text between the marks of a call, or of several, read as it comes.
+
+    Once the name of one of the tools and the beginning of a JSON object are seen, the call is
+    announced, and the object's text follows as it comes. Other formats wait for the end, and for
+    mlx-lm's parser.
+
+    index: of the next call. num_whole: calls that came to their end. is_full: no further call is
+    wanted. is_broken: the one that began last did not end. left: text after all, once it is closed.
+    """
+
+    def __init__(
+        self,
+        parse: Callable[..., Any],
+        tools: Sequence[dict[str, Any]],
+        index: int,
+        mark: str,
+        is_single: bool,
+    ) -> None:
+        """index: of the first call. mark: what stands before it. is_single: one is enough."""
+        self.num_whole = 0
+        self.is_broken = self.is_full = False
+        self.left = ""
+        self._parse, self._names = parse, tool_names(tools)
+        self._tools = [  # some parsers count on parameters
+            {**tool, "function": {"parameters": {}, **tool["function"]}} for tool in tools
+        ]
+        self.index, self._is_single = index, is_single
+        self._text = mark  # since the last call that is whole
+        self._body = self._rest = ""  # all of it, and what is not read yet
+        self._object: JsonObject | None = None
+        self._arguments = ""
+        self._may_begin = True
+
+    @property
+    def is_in_string(self) -> bool:
+        """True in the middle of a JSON string, where marks are text."""
+        return self._object is not None and self._object.is_in_string
+
+    def feed(self, piece: str) -> list[Event]:
+        """Take the next piece."""
+        self._body += piece
+        self._text += piece
+        if self._may_begin or self._object:
+            self._rest += piece
+        events: list[Event] = []
+        while not self.is_full and not self.is_broken and (self._object or self._begins(events)):
+            assert self._object is not None
+            taken, self._rest = self._object.take(self._rest)
+            self._arguments += taken
+            if taken:
+                events.append(CallArguments(self.index, taken))
+            if not self._object.is_complete:
+                break
+            self.is_broken = not _is_object(self._arguments)
+            if not self.is_broken:
+                self._object, self._arguments, self._text = None, "", self._rest
+                self._finish_one()
+        return events
+
+    def close(self, mark: str, *, is_whole: bool) -> list[Event]:
+        """The last events. mark: what ended the calls. is_whole: they were not cut."""
+        self._text += mark
+        if self._object is not None:
+            self.is_broken = True
+            self.index += 1
+            return [CallBroken(self.index - 1, self._text)]
+        events: list[Event] = []
+        for call_id, name, arguments in self._parsed()[self.num_whole :] if is_whole else ():
+            if not self.is_full:
+                events.append(CallBegan(self.index, call_id, name))
+                events.append(CallArguments(self.index, arguments))
+                self._finish_one()
+                self._text = ""
+        if not self.num_whole:
+            self.left = self._text
+        elif not mark and not BETWEEN.fullmatch(self._text, partial=True):
+            self.left = BETWEEN.sub("", self._text, count=1)
+        return events
+
+    def _finish_one(self) -> None:
+        self.num_whole += 1
+        self.index += 1
+        self.is_full = self._is_single
+
+    def _begins(self, events: list[Event]) -> bool:
+        """True if the arguments of a call begin here."""
+        header = HEADER.match(self._rest, partial=True) if self._may_begin else None
+        if header is not None and header.partial:
+            return False
+        self._may_begin = header is not None and header["name"] in self._names
+        if header is None or not self._may_begin:
+            return False
+        self._rest = self._rest[header.end() :]
+        self._object = JsonObject()
+        events.append(CallBegan(self.index, header["id"] or new_id(), header["name"]))
+        return True
+
+    def _parsed(self) -> list[tuple[str, str, str]]:
+        """Id, name and arguments of all calls, [] if one of them is none."""
+        try:
+            parsed = self._parse(self._body, self._tools)
+            found = parsed if isinstance(parsed, list) else [parsed]
+            return [self._checked(call) for call in found]
+        except Exception:  # parsers raise whatever a broken text makes them
+            return []
+
+    def _checked(self, call: dict[str, Any]) -> tuple[str, str, str]:
+        name, arguments = call["name"], call.get("arguments", {})
+        if isinstance(arguments, str):
+            arguments = json.loads(arguments)
+        if name not in self._names or not isinstance(arguments, dict):
+            raise ValueError(f"{name!r} is no tool, or is not given an object.")
+        own = call.get("id")
+        text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
+        text = text.encode("utf-8", "replace").decode()  # half a pair of surrogates is no text
+        return own if isinstance(own, str) and own else new_id(), name, text
+
+
+def parse_json(text: str, _: Any) -> Any:
+    """mlx-lm's parser of calls in JSON, for models that have no format of their own."""
+    return json.loads(text)
+
+
+def tool_names(tools: Sequence[dict[str, Any]]) -> Collection[str]:
+    """Names of tools in OpenAI's form."""
+    return {tool["function"]["name"] for tool in tools}
+
+
+def new_id() -> str:
+    """An id for a call."""
+    return uuid4().hex[:NUM_ID]
+
+
+def _is_object(text: str) -> bool:
+    try:
+        return isinstance(json.loads(text), dict)
+    except (ValueError, RecursionError):
+        return False

@@ -1,0 +1,250 @@
+"""One text between tokens and events: what is shown of it, thoughts, calls, and where it ends.
+
+Everything is matched on the detokenized text, so how the model cut it into tokens does not matter.
+Stop strings end the answer alone: in thoughts and in calls they are text like any other.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import copy
+from typing import Any
+
+import mlx.core as mx
+
+from specdec_mlx.server.forced import is_bare_call, may_call_instead, tools_for
+from specdec_mlx.server.requests import Ended, Event, Said, TextRequest
+from specdec_mlx.server.text.calls import CallReader, parse_json
+from specdec_mlx.server.text.logprobs import SeenLogprobs, token_logprob
+from specdec_mlx.stop_strings import StopStrings
+
+ANSWER, THOUGHT, CALL = "normal", "reasoning", "tool"
+"""Parts of a text, in the words of mlx-lm's response formats; any other part is not shown."""
+
+
+def _marks(tokenizer: Any, has_calls: bool, is_plain: bool) -> dict[str, dict[str, str]]:
+    """For each part of a text the marks that end it, and the part that comes after each."""
+    marks: dict[str, dict[str, str]] = {ANSWER: {}, THOUGHT: {}, CALL: {}}
+    if not is_plain:
+        if tokenizer.has_thinking:
+            marks[ANSWER][tokenizer.think_start] = THOUGHT
+            marks[THOUGHT][tokenizer.think_end] = ANSWER
+        marks[ANSWER] |= dict.fromkeys(tokenizer.structural_markers, ANSWER)
+        for part, edges in tokenizer.response_transitions.items():
+            marks.setdefault(part, {}).update(edges)
+    if not has_calls:
+        return {
+            part: {mark: after for mark, after in edges.items() if after != CALL}
+            for part, edges in marks.items()
+        }
+    if all(CALL not in edges.values() for edges in marks.values()):
+        marks[ANSWER][tokenizer.tool_call_start] = CALL
+    marks[THOUGHT][tokenizer.tool_call_start] = CALL
+    if tokenizer.tool_call_end:
+        marks[CALL][tokenizer.tool_call_end] = ANSWER
+    return marks
+
+
+NUM_BEFORE = 8  # tokens of the prompt's end that a text is detokenized with
+
+
+class TextState:
+    """The text that one request's tokens make, as events.
+
+    Thoughts are looked for in chats, unless a grammar says what is written, and calls where tools
+    were given. A call that cannot be one is text, marks and all, that of a tool that is not there
+    too, and one that `max_tokens` cuts. Blanks beside a call are dropped.
+
+    ended: "stop" or "tool_calls" once the end token, a stop string or the last wanted call has
+    ended it; tokens after that are not taken.
+    """
+
+    def __init__(
+        self, tokenizer: Any, request: TextRequest, prompt: Sequence[int], in_thought: bool
+    ) -> None:
+        self.ended: str | None = None
+        self.num_written = self.num_thought = self.num_calls = self.accepted = 0
+        self._tokenizer, self._request = tokenizer, request
+        self._tools = tools_for(request)
+        is_bare = is_bare_call(request, tokenizer)
+        is_plain = request.messages is None or request.grammar is not None or is_bare
+        may_call = not is_plain or may_call_instead(request, tokenizer)
+        self._has_calls = bool(self._tools) and tokenizer.has_tool_calling and may_call
+        self._marks = _marks(tokenizer, self._has_calls, is_plain)
+        self._searches = {
+            part: StopStrings([*edges, *(request.stop if part == ANSWER else ())])
+            for part, edges in self._marks.items()
+        }
+        self._detokenizer = tokenizer.detokenizer
+        self._num_read = self._read_prompt(prompt)  # characters of the detokenizer's text
+        self._logprobs = SeenLogprobs()
+        self._text = ""  # not decided yet
+        self._place = 0  # characters before it
+        self._part = ANSWER
+        self._blank: str | None = ""  # an answer's first blanks; None once more of it was shown
+        self._call: CallReader | None = None
+        self._call_place = -1  # of the last call; once it is over, its first mark is text
+        self._part_before_call = ANSWER
+        self._num_begun = 0  # calls, those that broke among them
+        self._is_cut = False
+        self._stop: str | None = None
+        if is_bare:
+            self._begin_call("")
+        elif not is_plain:
+            self._part = THOUGHT if in_thought else tokenizer.response_initial_state or ANSWER
+
+    def add(self, token: int, logprobs: mx.array | None, from_draft: bool) -> list[Event]:
+        """The events of the next token. logprobs: [V], of its position."""
+        if self.ended is not None:
+            return []
+        self.num_written += 1
+        self.num_thought += self._part == THOUGHT
+        self.accepted += from_draft
+        num_alternatives = self._request.num_logprobs
+        if num_alternatives is not None and logprobs is not None:
+            entry = token_logprob(self._tokenizer, token, logprobs, num_alternatives)
+            self._logprobs.add(entry)
+        if token in self._tokenizer.eos_token_ids:
+            self.ended = "stop"
+            return []
+        self._detokenizer.add_token(token)
+        return self._advance()
+
+    def end(self, reason: str) -> list[Event]:
+        """The text that was held back, and the end.
+
+        reason: "stop" or "length"; what is in `ended` has the last word.
+        """
+        reason = self.ended or reason
+        events: list[Event] = []
+        if not self._is_cut:
+            self._detokenizer.finalize()
+            events = self._advance(final=reason)
+            if not self.num_calls and not self._is_cut:
+                events += self._unblank()
+                if rest := self._logprobs.take_rest():
+                    events.append(Said("", logprobs=rest))
+        if self.num_calls and reason == "stop":
+            reason = "tool_calls"
+        ended = Ended(
+            reason,
+            self._stop,
+            num_written=self.num_written,
+            num_thought=self.num_thought,
+            accepted=self.accepted,
+        )
+        return [*events, ended]
+
+    def _read_prompt(self, prompt: Sequence[int]) -> int:
+        """Number of characters of the prompt's end, where the text goes on from it.
+
+        Detokenizers drop a space at the beginning of all text. In a new answer that is as it should
+        be; in one that goes on, or after the end of a line of code, the space is the text's own.
+        """
+        request, end = self._request, list(prompt[-NUM_BEFORE:])
+        is_completion = request.messages is None
+        goes_on = request.continues or request.echo
+        if not goes_on and not (is_completion and self._tokenizer.decode(end).endswith("\n")):
+            return 0
+        for token in end:
+            self._detokenizer.add_token(token)
+        whole = copy(self._detokenizer)
+        whole.finalize()
+        return len(whole.text)
+
+    def _advance(self, final: str | None = None) -> list[Event]:
+        """Decide what can be decided; all of it for a `final` reason."""
+        text = self._detokenizer.text
+        piece, self._num_read = text[self._num_read :], max(self._num_read, len(text))
+        self._logprobs.place(self._place + len(self._text), piece)
+        self._text += piece
+        events: list[Event] = []
+        while not self._is_cut:
+            search = self._searches[self._part]
+            num_before, mark = search.search(self._text, final=final is not None)
+            after = self._marks[self._part].get(mark or "")
+            if after == CALL and self._place + num_before == self._call_place:
+                events += self._take(num_before + 1)
+                continue
+            events += self._take(num_before)
+            if self._is_cut:
+                break
+            if mark is not None and self._call is not None and self._call.is_in_string:
+                events += self._take(len(mark))  # what a file says that is being written
+            elif mark is None:
+                if final is None or self._part != CALL:
+                    break
+                events += self._end_call("", is_whole=final == "stop")
+            elif after is None:
+                self._is_cut, self.ended, self._stop = True, "stop", mark
+                events += self._unblank()
+            else:
+                events += self._pass(mark, after)
+        return events
+
+    def _pass(self, mark: str, after: str) -> list[Event]:
+        """Go on to the part of the text after a mark."""
+        events = [] if after == CALL else self._unblank()
+        self._text = self._text[len(mark) :]
+        self._place += len(mark)
+        if after == CALL:
+            self._begin_call(mark)
+        elif self._part == CALL:
+            return self._end_call(mark, is_whole=True)
+        else:
+            self._blank = ""
+        self._part = after
+        return events
+
+    def _take(self, num_chars: int) -> list[Event]:
+        """Show or read so much of the text, by the part that it belongs to."""
+        piece, self._text = self._text[:num_chars], self._text[num_chars:]
+        start, self._place = self._place, self._place + num_chars
+        if not piece:
+            return []
+        if self._part == THOUGHT:
+            return [Said(piece, True, self._logprobs.take(start, self._place))]
+        if self._part == ANSWER:
+            waits = self._has_calls and self._blank is not None and piece.isspace()
+            self._blank = (self._blank or "") + piece
+            return [] if waits else self._unblank()
+        if self._call is None:
+            return []
+        events = self._call.feed(piece)
+        self._blank = "" if events else self._blank
+        if self._call.is_full:
+            self._is_cut, self.ended = True, "tool_calls"
+            self.num_calls += self._call.num_whole
+        return events
+
+    def _unblank(self) -> list[Event]:
+        """Show the blanks that an answer begins with."""
+        text, self._blank = self._blank, None
+        if not text:
+            return []
+        return [Said(text, logprobs=self._logprobs.take(self._place - len(text), self._place))]
+
+    def _begin_call(self, mark: str) -> None:
+        is_single = not (self._request.parallel_calls and mark)
+        parse = self._tokenizer.tool_parser if mark else parse_json
+        self._call = CallReader(parse, self._tools, self._num_begun, mark, is_single)
+        self._call_place = self._place - len(mark)
+        self._part_before_call, self._part = self._part, CALL
+
+    def _end_call(self, mark: str, *, is_whole: bool) -> list[Event]:
+        """The last events of a call; if there was none its text is read again, as text."""
+        call, self._call = self._call, None
+        assert call is not None
+        events = call.close(mark, is_whole=is_whole)
+        self.num_calls += call.num_whole
+        self._num_begun = call.index
+        if call.is_full:
+            self._is_cut, self.ended = True, "tool_calls"
+        if call.is_broken and (seen := self._logprobs.take(self._call_place, self._place)):
+            events.append(Said("", logprobs=seen))
+        is_call = call.num_whole or call.is_broken
+        self._part = ANSWER if is_call else self._part_before_call
+        self._blank = "" if is_call else self._blank
+        self._text = call.left + self._text
+        self._place -= len(call.left)
+        return events

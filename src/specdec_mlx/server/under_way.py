@@ -1,0 +1,269 @@
+"""One request while it is served: what it is written with, and what its client is told."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import mlx.core as mx
+from mlx_lm.sample_utils import make_logits_processors
+
+from specdec_mlx.contracts import Drafter, LogitsProcessor
+from specdec_mlx.drafters.first_of import FirstOf
+from specdec_mlx.drafters.grammar import (
+    Grammar,
+    GrammarDrafter,
+    GrammarProcessor,
+    compiled_tokenizer,
+)
+from specdec_mlx.loop import Token
+from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches, predicting
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.server.forced import grammar_for, within
+from specdec_mlx.server.models import Loaded, Models
+from specdec_mlx.server.prefixes import Prefixes
+from specdec_mlx.server.prompts import ReadPrompt, has_grammar, read_prompt
+from specdec_mlx.server.requests import (
+    Ended,
+    Event,
+    Failed,
+    Progress,
+    RequestError,
+    TextRequest,
+)
+from specdec_mlx.server.text.state import TextState
+from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.verify.inputs import check_ids
+from specdec_mlx.verify.model_pass import vocab_size_of
+
+
+@dataclass(eq=False)
+class Ticket:
+    """A request and the way to its client; `cancel` may be called by any thread.
+
+    grammar: of the text, once it was compiled. names: of its model and adapter, once looked up.
+    """
+
+    request: TextRequest
+    put: Callable[[Event], None]
+    grammar: Grammar | None = None
+    names: tuple[str, str | None] | None = None
+    is_cancelled: bool = False
+    has_ended: bool = False
+
+    def cancel(self) -> None:
+        """End the text between two passes: the client has gone."""
+        self.is_cancelled = True
+
+    def check(self) -> None:
+        """Raise ConnectionError if the client has gone."""
+        if self.is_cancelled:
+            raise ConnectionError("The client has gone.")
+
+    def tell(self, events: Iterable[Event]) -> None:
+        """Hand events over, up to the first that is an end."""
+        for event in events:
+            if self.has_ended:
+                return
+            self.has_ended = isinstance(event, Ended | Failed)
+            try:
+                self.put(event)
+            except Exception as error:  # of a client that is not there any more
+                logging.info(f"A client cannot be reached: {error}")
+                self.is_cancelled = True
+
+    def fail(self, error: Exception) -> None:
+        """Say why nothing more comes."""
+        self.tell([Failed(error)])
+
+
+class GuardedGrammar(GrammarProcessor):
+    """A grammar that keeps its error; it answers with NaN, which ends its own text alone."""
+
+    error: Exception | None = None
+
+    def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
+        """Logits [1, V]; see `GrammarProcessor`."""
+        try:
+            return super().__call__(tokens, logits)
+        except Exception as error:
+            self.error = error
+            return logits * mx.nan
+
+
+def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
+    """What a text must match, compiled, None for any text.
+
+    Raises RequestError and GrammarError, after a while at the latest.
+    """
+
+    def make() -> Grammar | None:
+        grammar = grammar_for(request, tokenizer)
+        if grammar is not None:
+            grammar.begin(compiled_tokenizer(tokenizer))
+        return grammar
+
+    return within(make) if has_grammar(request) else None
+
+
+@dataclass(eq=False)
+class Text:
+    """A request that is being served.
+
+    events: of tokens that were taken, for the client. is_batched: it was written beside others at
+    its end. is_begun: its client knows how much of its prompt was found.
+    """
+
+    ticket: Ticket
+    loaded: Loaded
+    prompt: ReadPrompt
+    max_tokens: int
+    sampling: Sampling
+    processors: list[LogitsProcessor]
+    drafter: Drafter | None
+    drafter_name: str
+    draft_length: int | str
+    rule: str
+    state: TextState
+    shows_stats: bool = False
+    written: list[int] = field(default_factory=list)
+    events: list[Event] = field(default_factory=list)
+    stats: SpeculationStats | None = None
+    num_cached: int = 0
+    is_begun: bool = False
+    is_batched: bool = False
+
+    @classmethod
+    def of(cls, ticket: Ticket, loaded: Loaded, models: Models, draft_caches: Prefixes) -> Text:
+        """Read the prompt, and make all that the text is written with; raises what is wrong.
+
+        draft_caches: where draft models keep theirs.
+        """
+        request, tokenizer, settings = ticket.request, loaded.tokenizer, models.settings
+        prompt = read_prompt(request, tokenizer, settings, finds_ends=loaded.is_stateful)
+        vocab_size = vocab_size_of(loaded.model)
+        check_ids(prompt.tokens, vocab_size)
+        num_tokens, most = len(prompt.tokens), loaded.longest_text
+        if (room := most - num_tokens + 1) < 1:  # the last token is not fed
+            words = f"The prompt has {num_tokens} tokens; there are {most} positions for a text."
+            raise RequestError(words, "context_length_exceeded", num_tokens, most)
+        wanted = settings.max_tokens if request.max_tokens is None else request.max_tokens
+        processors: list[LogitsProcessor] = make_logits_processors(**request.penalties)
+        check_bias(request.penalties.get("logit_bias"), vocab_size)
+        drafter, name = models.drafter(request, loaded)
+        if drafter is not None:
+            if request.prediction:
+                tokens = tokenizer.encode(request.prediction, add_special_tokens=False)
+                drafter = predicting(drafter, tokens)
+            drafter = keeping_caches(drafter, draft_caches)
+        if (grammar := ticket.grammar or compile_grammar(request, tokenizer)) is not None:
+            processors.append(GuardedGrammar(grammar, tokenizer, num_tokens))
+            drafter = None if drafter is None else FirstOf(GrammarDrafter(), drafter)
+        state = TextState(tokenizer, request, prompt.tokens, prompt.in_thought)
+        return cls(
+            ticket,
+            loaded,
+            prompt,
+            room if wanted is None else min(wanted, room),
+            sampling_for(request.sampling, tokenizer, vocab_size),
+            processors,
+            drafter,
+            name,
+            settings.flags.draft_length if request.draft_length is None else request.draft_length,
+            settings.flags.rule if request.rule is None else request.rule,
+            state,
+            settings.flags.stats,
+        )
+
+    @property
+    def request(self) -> TextRequest:
+        """What was asked for."""
+        return self.ticket.request
+
+    @property
+    def tokens(self) -> list[int]:
+        """Prompt and text so far."""
+        return [*self.prompt.tokens, *self.written]
+
+    @property
+    def may_end_early(self) -> bool:
+        """True if it may end at another token than the end token."""
+        return (
+            bool(self.request.stop) or not self.request.parallel_calls or has_grammar(self.request)
+        )
+
+    def begin(self, num_cached: int) -> None:
+        """Tell the client how much of the prompt need not be read."""
+        if not self.is_begun:
+            self.is_begun, self.num_cached = True, num_cached
+            self.show_progress(num_cached)
+
+    def show_progress(self, done: int) -> None:
+        """Tell the client how much of the prompt is read, unless there is text already."""
+        if not self.written:
+            total = len(self.prompt.tokens)
+            self.ticket.tell([Progress(min(done, total), total, self.num_cached)])
+
+    def take(self, token: Token) -> bool:
+        """Add the next token; True if the text ends with it, other than by its length."""
+        self.written.append(token.token)
+        self.stats = token.stats
+        logprobs = None if self.request.num_logprobs is None else token.logprobs
+        self.events += self.state.add(token.token, logprobs, token.from_draft)
+        return self.state.ended is not None
+
+    def hand_over(self) -> None:
+        """Give the client the events so far."""
+        events, self.events = self.events, []
+        self.ticket.tell(events)
+
+    @property
+    def has_ended(self) -> bool:
+        """True if no more tokens are wanted."""
+        return self.state.ended is not None or len(self.written) >= self.max_tokens
+
+    def end(self) -> None:
+        """Give the client what is left of the text, and its account."""
+        self.hand_over()
+        events = self.state.end("length" if self.state.ended is None else self.state.ended)
+        self.ticket.tell([self._told(e) if isinstance(e, Ended) else e for e in events])
+        if self.shows_stats:
+            logging.info(f"Speculation: {self.stats}")
+
+    def _told(self, ended: Ended) -> Ended:
+        drafted = 0 if self.stats is None else self.stats.drafted
+        return replace(
+            ended,
+            num_prompt=len(self.prompt.tokens),
+            num_cached=self.num_cached,
+            rejected=max(0, drafted - ended.accepted),
+            drafter=self.drafter_name,
+            is_batched=self.is_batched,
+            stats=self.stats,
+        )
+
+    def fail(self, error: Exception) -> None:
+        """Say why nothing more comes: its grammar's reason, if that has one."""
+        own = [getattr(processor, "error", None) for processor in self.processors]
+        self.ticket.fail(next(filter(None, own), error))
+
+
+def sampling_for(sampling: Sampling, tokenizer: Any, vocab_size: int) -> Sampling:
+    """The sampling for a model, with what mlx-lm's server excludes from XTC."""
+    if sampling.top_k >= vocab_size:
+        sampling = replace(sampling, top_k=0)  # all of them
+    if sampling.xtc_probability > 0 and not sampling.xtc_special_tokens:
+        special: Sequence[int] = [*tokenizer.encode("\n"), *tokenizer.eos_token_ids]
+        sampling = replace(sampling, xtc_special_tokens=special)
+    return sampling
+
+
+def check_bias(bias: dict[int, float] | None, vocab_size: int) -> None:
+    """Raise RequestError for a biased token that the model does not have."""
+    for token in bias or ():
+        if not 0 <= token < vocab_size:
+            raise RequestError(
+                f"logit_bias: there is no token {token}; the model has 0 to {vocab_size - 1}."
+            )

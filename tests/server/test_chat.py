@@ -1,0 +1,547 @@
+"""OpenAI's chat completions: what a body becomes, and what events become."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from http import HTTPStatus
+from typing import Any, Literal
+
+import openai
+import pytest
+from openai import pydantic_function_tool
+from openai.types.chat import ChatCompletion
+from pydantic import BaseModel
+
+from live import Script, openai_at, scripted, served
+from selection import in_one_test
+from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.server.protocols import fields
+from specdec_mlx.server.protocols.chat import CHAT, PIECE
+from specdec_mlx.server.protocols.fields import read_body
+from specdec_mlx.server.requests import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    Ended,
+    Event,
+    Progress,
+    RequestError,
+    Said,
+    TextRequest,
+    TokenLogprob,
+    Written,
+)
+from wires import chat_of, each_wrong, events_in
+
+USER = {"role": "user", "content": "go"}
+PARAMETERS = {"type": "object", "properties": {"path": {"type": "string"}}}
+TOOL = {"type": "function", "function": {"name": "read", "parameters": PARAMETERS}}
+SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
+
+
+def request_of(**body: Any) -> TextRequest:
+    """The one request of a body."""
+    (request,) = CHAT.read({"messages": [USER], **body}).requests
+    return request
+
+
+# What a body becomes
+
+
+def test_messages_are_as_templates_take_them() -> None:
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}
+    call = {"id": "1", "type": "function", "function": {"name": "read", "arguments": "{broken"}}
+    given = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": [{"type": "text", "text": "See "}, image], "name": None},
+        {"role": "assistant", "content": None, "reasoning": "Hm.", "tool_calls": [call]},
+        {"role": "assistant", "reasoning_content": "So.", "content": "Yes."},
+        {"role": "assistant", "content": [{"type": "refusal", "refusal": "No."}]},
+        {"role": "tool", "tool_call_id": "1", "content": "bad", "tool_calls": None},
+    ]
+    assert request_of(messages=given).messages == [
+        {"role": "system", "content": "Be brief."},
+        {"role": "user", "content": "See [image_url: not shown to this model]"},
+        {
+            "role": "assistant",
+            "content": "",
+            "reasoning": "Hm.",
+            "reasoning_content": "Hm.",
+            "tool_calls": [call],
+        },
+        {
+            "role": "assistant",
+            "content": "Yes.",
+            "reasoning": "So.",
+            "reasoning_content": "So.",
+        },
+        {"role": "assistant", "content": "No."},
+        {"role": "tool", "tool_call_id": "1", "content": "bad"},
+    ]
+
+
+NAMED = {"type": "function", "function": {"name": "read"}}
+
+
+@in_one_test(
+    ("choice", "expected"),
+    [(None, "auto"), ("auto", "auto"), ("none", "none"), ("required", "required"), (NAMED, "read")],
+)
+def test_a_tool_may_be_chosen(choice: Any, expected: str) -> None:
+    request = request_of(tools=[TOOL, {"type": "custom", "custom": {}}], tool_choice=choice)
+    assert (request.tool_choice, request.tools) == (expected, [TOOL])
+
+
+def test_all_fields_reach_the_engine() -> None:
+    request = request_of(
+        model="m",
+        adapters="a",
+        draft_model="d",
+        tools=[TOOL],
+        parallel_tool_calls=False,
+        chat_template_kwargs={"x": 1, "continue_final_message": True},
+        role_mapping={"user": "U: "},
+        max_completion_tokens=7,
+        max_tokens=9,
+        stop=["a", "", "b"],
+        temperature=0.5,
+        top_p=0.9,
+        top_k=3,
+        min_p=0.1,
+        xtc_probability=0.2,
+        xtc_threshold=0.3,
+        repetition_penalty=1.2,
+        repetition_context_size=5,
+        presence_penalty=0,
+        frequency_penalty=-0.5,
+        logit_bias={"5": -1},
+        seed=4,
+        logprobs=True,
+        top_logprobs=20,
+        prediction={"type": "content", "content": [{"type": "text", "text": "like this"}]},
+        drafter="ngram",
+        draft_length=100,
+        rule="match",
+        user="u",
+    )
+    assert request == TextRequest(
+        model="m",
+        adapter="a",
+        draft_model="d",
+        messages=[USER],
+        tools=[TOOL],
+        parallel_calls=False,
+        template={"x": 1, "role_mapping": {"user": "U: "}},
+        continues=True,
+        max_tokens=7,
+        stop=["a", "b"],
+        sampling=Sampling(0.5, 0.9, 0.1, 1, 3, 0.2, 0.3),
+        penalties={
+            "repetition_penalty": 1.2,
+            "repetition_context_size": 5,
+            "frequency_penalty": -0.5,
+            "logit_bias": {5: -1.0},
+        },
+        seed=4,
+        num_logprobs=20,
+        prediction="like this",
+        drafters=["ngram"],
+        draft_length=fields.LONGEST_DRAFT,
+        rule="match",
+        user="u",
+    )
+
+
+@in_one_test(
+    ("body", "field", "value"),
+    [
+        ({"seed": -1}, "seed", None),
+        ({"max_tokens": -1}, "max_tokens", None),
+        ({"num_draft_tokens": 3}, "draft_length", 3),
+        ({"draft_length": "auto"}, "draft_length", "auto"),
+        ({"logprobs": True}, "num_logprobs", 0),
+        ({"logprobs": 3}, "num_logprobs", 3),
+        ({"top_logprobs": -1}, "num_logprobs", None),
+        ({"logprobs": False, "top_logprobs": 2}, "num_logprobs", 2),
+        ({"reasoning_effort": "none"}, "template", {"enable_thinking": False}),
+        (
+            {"reasoning_effort": "low", "chat_template_kwargs": {"enable_thinking": False}},
+            "template",
+            {"enable_thinking": False, "reasoning_effort": "low"},
+        ),
+        ({"prediction": {"content": "x"}}, "prediction", "x"),
+        ({"response_format": {"type": "text"}}, "grammar", None),
+        ({"stop": "x"}, "stop", ["x"]),
+    ],
+)
+def test_fields_that_are_said_in_several_ways(body: Any, field: str, value: Any) -> None:
+    assert getattr(request_of(**body), field) == value
+
+
+def test_each_choice_has_a_seed_of_its_own() -> None:
+    asked = CHAT.read({"messages": [USER], "n": 3, "seed": 2**64 - 2})
+    assert [request.seed for request in asked.requests] == [2**64 - 2, 2**64 - 1, 0]
+    unseeded = CHAT.read({"messages": [USER], "n": 2}).requests
+    assert [request.seed for request in unseeded] == [None, None]
+    assert unseeded[0] is not unseeded[1]
+
+
+def nested(levels: int) -> dict[str, Any]:
+    return {"items": nested(levels - 1)} if levels else {}
+
+
+def schema_of(schema: Any) -> dict[str, Any]:
+    return {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}
+
+
+REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"messages": []}, "at least one message"),
+    ({"messages": [{"content": "x"}]}, "objects with a role"),
+    ({"messages": [{"role": "user", "content": 5}]}, "content must be"),
+    ({"messages": [{"role": "assistant", "tool_calls": [5]}]}, "a call of a function"),
+    ({"tools": {}}, "tools must be a list"),
+    ({"tools": [5]}, "a function with a name"),
+    ({"tools": [{"type": "function", "function": {}}]}, "a function with a name"),
+    ({"tool_choice": "required"}, "needs tools"),
+    ({"tool_choice": NAMED}, "no tool 'read'"),
+    ({"tools": [TOOL], "tool_choice": "sometimes"}, "tool_choice must be"),
+    ({"drafter": ["ngram"] * 9}, "at most 8"),
+    ({"draft_length": -1}, "draft_length must be"),
+    ({"draft_length": True}, "draft_length must be"),
+    ({"rule": "nothing"}, "Unknown rule"),
+    ({"rule": "lenient:lenience=" + "(" * 300_000}, "lenience must be a number, true or fa"),
+    ({"rule": 5}, "rule"),
+    ({"temperature": float("nan")}, "a finite number"),
+    ({"top_p": 2}, "top_p must be a number from 0 to 1"),
+    ({"top_k": -1}, "top_k must be"),
+    ({"seed": 2**64}, "seed must be an int from 0"),
+    ({"seed": -2}, "seed must be an int from 0"),
+    ({"n": 33}, "n must be an int from 1 to 32, not 33"),
+    ({"stop": 5}, "stop must be a text"),
+    ({"logprobs": "3"}, "logprobs must be"),
+    ({"logprobs": True, "top_logprobs": 21}, "top_logprobs must be an int from -1 to 20"),
+    ({"logit_bias": {"5": None}}, "expected a number for token 5"),
+    ({"logit_bias": {"x": 1}}, "expected a number for token x"),
+    ({"max_tokens": 0}, "max_tokens must be an int from 1 on"),
+    ({"max_completion_tokens": "5"}, "max_completion_tokens must be"),
+    ({"model": 5}, "model must be a text"),
+    ({"stream_options": []}, "stream_options must be an object"),
+    ({"prediction": {"type": "content", "content": [{"type": "image_url"}]}}, "prediction: "),
+    ({"response_format": {"type": "json_schema"}}, 'expected {"json_schema": {"schema": {.'),
+    ({"response_format": schema_of(nested(150))}, "levels"),
+    ({"response_format": schema_of({"const": "x" * 2**17})}, "characters"),
+    ({"response_format": {"type": "xml"}}, "type must be text, json_object or json_schema"),
+]
+
+
+@in_one_test(("body", "words"), REFUSED)
+def test_a_wrong_body_is_refused_in_words(body: dict[str, Any], words: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        request_of(**body)
+    assert words in str(refused.value)
+    told = CHAT.error(refused.value, HTTPStatus.BAD_REQUEST)["error"]
+    assert len(told["message"]) <= fields.LONGEST_ANSWER
+    assert told["type"] == "invalid_request_error"
+
+
+def test_a_body_is_read_or_refused_whatever_stands_where() -> None:
+    body = {
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x"}], "reasoning": "y"},
+            {"role": "assistant", "content": "z", "tool_calls": [{**NAMED, "id": "1"}]},
+        ],
+        "tools": [TOOL],
+        "tool_choice": NAMED,
+        "response_format": schema_of(SCHEMA),
+        "prediction": {"type": "content", "content": "x"},
+        "logit_bias": {"5": 1.0},
+        "chat_template_kwargs": {"x": 1},
+        "stream_options": {"include_usage": True},
+        **dict.fromkeys(("n", "seed", "max_tokens", "top_logprobs", "draft_length"), 1),
+        **dict.fromkeys(("temperature", "top_p", "min_p", "presence_penalty"), 0.5),
+        "stop": ["ngram"],
+        "drafter": ["ngram"],
+        **dict.fromkeys(("rule", "reasoning_effort"), "match"),
+        **dict.fromkeys(("stream", "logprobs", "parallel_tool_calls"), True),
+    }
+    CHAT.read(body)
+    assert each_wrong(CHAT, body) > 100
+
+
+def test_a_code_and_an_error_of_the_servers_own_are_told() -> None:
+    too_long = RequestError("Too long.", "context_length_exceeded", 9, 8)
+    told = CHAT.error(too_long, HTTPStatus.BAD_REQUEST)
+    assert told["error"]["code"] == "context_length_exceeded"
+    own = CHAT.error(KeyError("x"), HTTPStatus.INTERNAL_SERVER_ERROR)["error"]
+    assert (own["type"], own["message"]) == ("server_error", "KeyError: 'x'")
+
+
+@in_one_test(
+    ("raw", "body"),
+    [
+        (rb'{"a": "x\ud800", "b": ["\udc00\ud83d\ude00"]}', {"a": "x�", "b": ["�😀"]}),
+        (rb'{"a": "\\ud800", "b": null}', {"a": "\\ud800"}),
+    ],
+)
+def test_half_a_pair_of_surrogates_is_replaced(raw: bytes, body: Any) -> None:
+    assert read_body(raw) == body
+
+
+@in_one_test("raw", [b"", b"{", b"[]", b"5", b"\xff", b'{"a": ' + b"[" * 100_000])
+def test_what_is_no_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(RequestError, match="The body of the request"):
+        read_body(raw)
+
+
+# What events become
+
+ENDED = Ended("stop", num_prompt=10, num_cached=4, num_written=6, num_thought=2, accepted=3)
+PLAIN: Sequence[Event] = [Progress(10, 10, 4), Said("Hm.", is_thought=True), Said("Yes."), ENDED]
+
+
+def streamed(events: Sequence[Event], **body: Any) -> list[dict[str, Any]]:
+    """The chunks of events of one choice."""
+    asked = CHAT.read({"messages": [USER], **body})
+    stream = CHAT.stream(asked)
+    raw = b"".join(stream.begin())
+    raw += b"".join(part for event in events for part in [*stream.write(0, event)])
+    raw += stream.keepalive() + b"".join(stream.end())
+    assert raw.endswith(b"data: [DONE]\n\n")
+    return events_in(raw)
+
+
+def whole(*texts: Sequence[Event], **body: Any) -> dict[str, Any]:
+    """The reply of events of each choice."""
+    written = []
+    for events in texts:
+        written.append(Written())
+        for event in events:
+            written[-1].add(event)
+    asked = CHAT.read({"messages": [USER], "n": len(texts), **body})
+    reply = CHAT.reply(asked, written)
+    ChatCompletion.model_validate(reply)
+    return reply
+
+
+def test_thoughts_have_both_names_and_text_is_text() -> None:
+    message = whole(PLAIN)["choices"][0]["message"]
+    thoughts = {"reasoning": "Hm.", "reasoning_content": "Hm."}
+    assert message == {"role": "assistant", "content": "Yes.", **thoughts}
+    deltas = chat_of(streamed(PLAIN))["deltas"]
+    assert deltas == [{"role": "assistant", "content": ""}, thoughts, {"content": "Yes."}, {}]
+
+
+def test_the_usage_counts_a_prompt_once_and_all_that_was_written() -> None:
+    usage = whole(PLAIN, PLAIN)["usage"]
+    assert usage["speculation"].pop("choices") == [{"drafter": "", "batched": False}] * 2
+    assert usage == {
+        "prompt_tokens": 10,
+        "completion_tokens": 12,
+        "total_tokens": 22,
+        "prompt_tokens_details": {"cached_tokens": 4},
+        "completion_tokens_details": {
+            "reasoning_tokens": 4,
+            "accepted_prediction_tokens": 6,
+            "rejected_prediction_tokens": 0,
+        },
+        "speculation": {"drafter": "", "batched": False},
+    }
+
+
+def test_a_stream_has_its_usage_only_if_it_is_asked_for() -> None:
+    *chunks, last = streamed(PLAIN, stream_options={"include_usage": True})
+    assert (last["object"], last["choices"]) == ("chat.completion.chunk", [])
+    assert last["usage"]["completion_tokens"] == 6
+    for others in (streamed(PLAIN), streamed(PLAIN, stream_options={"include_usage": False})):
+        assert [chunk["choices"] for chunk in others] == [chunk["choices"] for chunk in chunks]
+        assert not any("usage" in chunk for chunk in others)
+    assert chunks[-1]["speculation"] == {"drafter": "", "batched": False}
+
+
+def called(*pieces: str, index: int = 0) -> list[Event]:
+    began = CallBegan(index, f"id{index}", "read")
+    return [began, *(CallArguments(index, piece) for piece in pieces)]
+
+
+CALLS_ENDED = Ended("tool_calls")
+
+
+def test_short_calls_are_sent_as_one_and_long_ones_in_pieces() -> None:
+    long = '{"path": "' + "x" * 3 * PIECE + '"}'
+    pieces = [long[i : i + 7] for i in range(0, len(long), 7)]
+    events = [*called('{"a"', ": 1}"), *called(*pieces, index=1), CALLS_ENDED]
+    deltas = chat_of(streamed(events, tools=[TOOL]))["deltas"]
+    first, *others = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    function = {"name": "read", "arguments": '{"a": 1}'}
+    assert first == {"index": 0, "id": "id0", "type": "function", "function": function}
+    assert len(others) > 2
+    assert (others[0]["id"], others[0]["function"]["name"]) == ("id1", "read")
+    assert not any("id" in other or "name" in other["function"] for other in others[1:])
+    assert {other["index"] for other in others} == {1}
+    assert "".join(other["function"]["arguments"] for other in others) == long
+    choice = whole(events, tools=[TOOL])["choices"][0]
+    assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [
+        '{"a": 1}',
+        long,
+    ]
+    assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
+
+
+def test_a_call_without_arguments_is_sent_too() -> None:
+    (delta,) = [
+        d for d in chat_of(streamed([*called(), CALLS_ENDED]))["deltas"] if "tool_calls" in d
+    ]
+    assert delta["tool_calls"][0]["function"] == {"name": "read", "arguments": ""}
+
+
+def test_a_call_that_broke_is_text_unless_a_part_of_it_was_sent() -> None:
+    short = [*called('{"a": '), CallBroken(0, "<call>{"), Ended("length")]
+    assert chat_of(streamed(short))["deltas"][1:] == [{"content": "<call>{"}, {}]
+    sent = [*called("x" * PIECE), CallBroken(0, "all of it"), Ended("length")]
+    deltas = chat_of(streamed(sent))["deltas"]
+    assert [list(delta) for delta in deltas[1:]] == [["tool_calls"], []]
+    assert whole(short)["choices"][0]["message"] == {"role": "assistant", "content": "<call>{"}
+
+
+ENTRY = TokenLogprob(7, "é".encode()[:1], -0.5, [(7, b"\xc3", -0.5), (8, b"x", -float("inf"))])
+
+
+def test_log_probabilities_are_in_openais_form_with_ids() -> None:
+    events: list[Event] = [Said("é", logprobs=[ENTRY]), Said("", logprobs=[ENTRY]), ENDED]
+    shown = {"id": 7, "token": "�", "logprob": -0.5, "bytes": [0xC3]}
+    other = {"id": 8, "token": "x", "logprob": fields.LEAST_LOGPROB, "bytes": [0x78]}
+    entry = {**shown, "top_logprobs": [shown, other]}
+    body = {"logprobs": True, "top_logprobs": 2}
+    assert whole(events, **body)["choices"][0]["logprobs"]["content"] == [entry, entry]
+    chunks = [chunk["choices"][0] for chunk in streamed(events, **body)]
+    assert [c["logprobs"]["content"] for c in chunks if "logprobs" in c] == [[entry], [entry]]
+    assert whole(PLAIN)["choices"][0]["logprobs"] is None
+
+
+def test_an_error_ends_a_stream() -> None:
+    stream = CHAT.stream(CHAT.read({"messages": [USER]}))
+    told = b"".join(stream.fail(KeyError("x"), HTTPStatus.INTERNAL_SERVER_ERROR))
+    (event,) = events_in(told)
+    assert event["error"]["message"] == "KeyError: 'x'"
+    assert told.endswith(b"data: [DONE]\n\n")
+
+
+# OpenAI's own client
+
+
+class Read(BaseModel):
+    """Read a file."""
+
+    path: str
+
+
+class Answer(BaseModel):
+    yes: bool
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    with scripted() as script:
+        yield script
+
+
+@pytest.fixture(scope="module")
+def url(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    with served(script, tmp_path_factory.mktemp("models") / "model") as url:
+        yield url
+
+
+@pytest.fixture
+def client(script: Script, url: str) -> openai.OpenAI:
+    script.texts, script.requests = [], []
+    return openai_at(url)
+
+
+def ask(client: openai.OpenAI, stream: bool, **body: Any) -> Any:
+    """A completion, whole or of a stream, as the client's own reader makes it."""
+    asked: dict[str, Any] = {"model": "gpt-4o-mini", "messages": [USER], "max_tokens": 99} | body
+    if not stream:
+        return client.chat.completions.parse(**asked)
+    with client.chat.completions.stream(**asked) as events:
+        for _ in events:
+            pass
+        return events.get_final_completion()
+
+
+CALLING = 'Hm.</think>Reading.<tool_call>{"name": "Read", "arguments": {"path": "a"}}</tool_call>'
+THINKING = {"extra_body": {"chat_template_kwargs": {"enable_thinking": True}}}
+
+
+def test_the_client_runs_tools_until_the_model_is_done(
+    client: openai.OpenAI, script: Script
+) -> None:
+    """Whole and streamed, with thoughts that go back to the model."""
+    for stream in False, True:
+        script.texts = [CALLING, "</think>All read."]
+        script.requests = []
+        messages: list[Any] = [USER]
+        for _ in range(2):
+            tools = [pydantic_function_tool(Read)]
+            reply = ask(client, stream, messages=messages, tools=tools, **THINKING)
+            message = reply.choices[0].message
+            messages.append(message.to_dict())
+            for call in message.tool_calls or []:
+                assert call.function.parsed_arguments == Read(path="a")
+                result = {"role": "tool", "tool_call_id": call.id, "content": "contents"}
+                messages.append(result)
+        assert (reply.choices[0].finish_reason, message.content) == ("stop", "All read.")
+        _, said, result = script.requests[1].messages
+        assert (said["content"], said["reasoning_content"]) == ("Reading.", "Hm.")
+        assert (said["tool_calls"][0]["function"]["name"], result["role"]) == ("Read", "tool")
+        if not stream:
+            assert reply.usage.prompt_tokens_details.cached_tokens > 0
+
+
+def test_the_client_parses_an_answer(client: openai.OpenAI) -> None:
+    for stream in False, True:
+        reply = ask(client, stream, response_format=Answer)
+        assert isinstance(reply.choices[0].message.parsed, Answer)
+
+
+class Pick(BaseModel):
+    which: Literal["a", "b"]
+
+
+def test_a_tool_that_is_required_is_called(client: openai.OpenAI) -> None:
+    choices: list[Any] = ["required", {"type": "function", "function": {"name": "Pick"}}]
+    for choice in choices:
+        tools = [pydantic_function_tool(Pick)]
+        reply = ask(client, False, tools=tools, tool_choice=choice, parallel_tool_calls=False)
+        (call,) = reply.choices[0].message.tool_calls
+        assert isinstance(call.function.parsed_arguments, Pick)
+
+
+def test_a_stream_says_what_a_whole_reply_says(client: openai.OpenAI) -> None:
+    """Log-probabilities, sorted, and choices with their indexes among it."""
+    asked: dict[str, Any] = {"model": "m", "messages": [USER], "max_tokens": 8, "n": 2}
+    asked |= {"temperature": 1.0, "seed": 5, "logprobs": True, "top_logprobs": 3}
+    whole = client.chat.completions.create(**asked).choices
+    chunks = [*client.chat.completions.create(stream=True, **asked)]
+    parts = [chunk.choices[0] for chunk in chunks]
+    for choice in whole:
+        own = [part for part in parts if part.index == choice.index]
+        assert "".join(part.delta.content or "" for part in own) == choice.message.content
+        assert own[-1].finish_reason == choice.finish_reason == "length"
+        entries = choice.logprobs.content
+        assert [
+            entry for part in own if part.logprobs for entry in part.logprobs.content
+        ] == entries
+        assert len(entries) == 8
+        for entry in entries:
+            values = [top.logprob for top in entry.top_logprobs]
+            assert values == sorted(values, reverse=True)
+    assert whole[0].message.content != whole[1].message.content
+
+
+def test_a_prompt_that_does_not_fit_has_openais_code(client: openai.OpenAI) -> None:
+    words = [{"role": "user", "content": "a b " * 2**16}]
+    with pytest.raises(openai.BadRequestError) as refused:
+        ask(client, False, messages=words)
+    assert refused.value.code == "context_length_exceeded"
+    stopped = ask(client, False, max_tokens=2**40, stop=list("abcdefgh")).choices[0]
+    assert stopped.finish_reason == "stop"

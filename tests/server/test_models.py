@@ -1,0 +1,257 @@
+"""Which model, adapter and drafter a request gets, by the names that it gives."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx_lm
+import pytest
+from mlx.utils import tree_flatten
+from mlx_lm.tuner.utils import linear_to_lora_layers
+
+from engines import ASKED, PROMPT, ask, running, settled, submit, with_flags
+from selection import FULL, in_one_test
+from specdec_mlx import lab
+from specdec_mlx.draft_length.store import tuning_path
+from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.errors import ModelFolderError
+from specdec_mlx.memory.store import PROCESS
+from specdec_mlx.mlx_lm_plugin.flags import KEY, USER
+from specdec_mlx.server import models
+from specdec_mlx.server.engine import Engine
+from specdec_mlx.server.flags import GIVEN
+from specdec_mlx.server.requests import RequestError, TextRequest, Written
+from tiny_model_folder import write_model_folder
+
+HELPERS = ["gpt-4o-mini", "sonnet", "anthropic/claude-haiku", "accounts/a/models/b"]
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return write_model_folder(tmp_path_factory.mktemp("models") / "target")
+
+
+@pytest.fixture(scope="module")
+def adapter(folder: Path) -> Path:
+    """A LoRA adapter that changes what the model says."""
+    place = folder.with_name("adapter")
+    place.mkdir()
+    options = {"rank": 2, "scale": 200.0, "dropout": 0.0, "keys": ["self_attn.q_proj"]}
+    config = {"fine_tune_type": "lora", "num_layers": 1, "lora_parameters": options}
+    (place / "adapter_config.json").write_text(json.dumps(config))
+    model = mlx_lm.load(str(folder))[0]
+    linear_to_lora_layers(model, 1, options)
+    weights = [(n, x) for n, x in tree_flatten(model.parameters()) if "lora_" in n]
+    values = {name: mx.arange(x.size).reshape(x.shape) % 5 - 2.0 for name, x in weights}
+    mx.save_safetensors(str(place / "adapters.safetensors"), values)
+    return place
+
+
+def plain(folder: Path, adapter: Path | None = None) -> str:
+    """mlx-lm's own text."""
+    path = None if adapter is None else str(adapter)
+    model, tokenizer = mlx_lm.load(str(folder), adapter_path=path)[:2]
+    prompt = tokenizer.apply_chat_template(ASKED, add_generation_prompt=True)
+    return str(mlx_lm.generate(model, tokenizer, prompt, max_tokens=24))
+
+
+def test_an_adapter_belongs_to_the_given_model_however_it_is_named(
+    folder: Path, adapter: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By no name, mlx-lm's name, its folder in any spelling, and a name that nobody has."""
+    adapted = plain(folder, adapter)
+    assert adapted != plain(folder)
+    monkeypatch.chdir(folder.parent)
+    settings = {"adapter_path": str(adapter), "any_model_name": True, "flags": with_flags()}
+    with running(folder.name, **settings) as engine:  # type: ignore[arg-type]
+        listed = engine.models.listed()[0]["id"]
+        assert listed == str(folder)
+        for name in ("", "default_model", listed, folder.name, f"./{folder.name}/", *HELPERS):
+            assert ask(engine, model=name).text == adapted, name
+    with running(folder, flags=with_flags()) as engine:
+        assert ask(engine, adapter=str(adapter)).text == adapted
+        assert ask(engine).text == plain(folder)
+        with pytest.raises(RequestError, match="adapter_config"):
+            ask(engine, adapter=str(folder))
+        assert ask(engine).text == plain(folder)
+
+
+def test_a_name_that_nobody_has_is_the_given_model_or_an_error(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A folder that is there, and a model in the cache, are what they are."""
+    other = write_model_folder(tmp_path, "llama", seed=4)
+    with running(folder, flags=with_flags(), any_model_name=True) as engine:
+        assert {ask(engine, model=name).text for name in HELPERS} == {plain(folder)}
+        assert ask(engine, model=str(other)).text == plain(other)
+        monkeypatch.setattr(models, "is_cached", lambda name: name == HELPERS[0])
+        with pytest.raises(ModelFolderError):
+            ask(engine, model=HELPERS[0])
+        assert ask(engine, model=HELPERS[1]).text == plain(folder)
+    with running(folder, flags=with_flags()) as engine:
+        for name in HELPERS:
+            with pytest.raises(ModelFolderError):
+                ask(engine, model=name)
+        assert ask(engine).text == plain(folder)
+        for name in ("~nobody", "a" * 5000, "\0", "a//b", "..."):
+            with pytest.raises((RequestError, ModelFolderError)):
+                ask(engine, model=name)
+            with pytest.raises((RequestError, ModelFolderError)):
+                ask(engine, draft_model=name)
+        assert ask(engine).text == plain(folder)
+    with running(None, flags=with_flags()) as engine:
+        with pytest.raises(RequestError, match="Name a model"):
+            ask(engine)
+        assert ask(engine, model=str(folder)).text == plain(folder)
+
+
+def test_a_server_may_be_kept_to_the_models_that_it_was_started_with(
+    folder: Path, adapter: Path, tmp_path: Path
+) -> None:
+    other = write_model_folder(tmp_path, "llama", seed=4)
+    with running(folder, flags=with_flags(), request_models=GIVEN, any_model_name=True) as engine:
+        assert ask(engine, model=str(folder)).text == plain(folder)
+        assert ask(engine, model="sonnet").text == plain(folder)
+        for wrong in (
+            {"model": str(other)},
+            {"adapter": str(adapter)},
+            {"draft_model": str(other)},
+        ):
+            with pytest.raises(RequestError, match="loads no"):
+                ask(engine, **dict[str, Any](wrong))
+        assert [model["id"] for model in engine.models.listed()] == [str(folder)]
+
+
+def test_the_list_says_how_long_a_text_may_be(folder: Path) -> None:
+    with running(folder, flags=with_flags()) as engine:
+        (listed, *_) = engine.models.listed()
+        assert listed["context_length"] == engine.models.load(TextRequest()).longest_text
+        assert isinstance(listed["created"], int)
+
+
+def drafted(text: Written) -> int:
+    assert text.ended is not None
+    assert text.ended.stats is not None
+    return int(text.ended.stats.drafted)
+
+
+def test_a_request_may_name_its_draft_model_or_head(folder: Path, tmp_path: Path) -> None:
+    """The text is plain decoding's; another one, and none, come after it."""
+    draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
+    expected = plain(folder)
+    with running(folder, flags=with_flags(draft_length=3)) as engine:
+        for name in (str(draft), "default_model", str(folder), None):
+            text = ask(engine, draft_model=name)
+            assert text.text == expected
+            assert text.ended
+            is_own = name in (str(draft), str(folder))
+            assert text.ended.drafter == ("model" if is_own else "auto")
+            assert not is_own or drafted(text) > 0
+        with pytest.raises(RequestError, match="not both"):
+            ask(engine, draft_model=str(draft), drafters=["ngram"])
+        with pytest.raises(ModelFolderError):
+            ask(engine, draft_model=str(tmp_path / "nobody"))
+        assert ask(engine).text == expected
+
+
+@pytest.fixture(scope="module")
+def with_head() -> Iterator[Engine]:
+    choice = DrafterChoice(model=NamedModel(str(lab.head_path("mtp"))))
+    with running(lab.target_path(), flags=with_flags(choice=choice, draft_length=3)) as engine:
+        yield engine
+
+
+SENTENCE = "The following statements are executed in the order in which they are "
+
+
+@in_one_test("kind", [{}, {"sampling": None}, {"draft_model": "exit"}])
+def test_heads_draft_and_the_text_is_plain_decodings_in_later_turns_too(
+    kind: dict[str, Any], with_head: Engine
+) -> None:
+    """The server's own and one that a request names, which copies from the target's caches."""
+    kind = {} if "sampling" in kind else kind
+    if "draft_model" in kind:
+        kind = {"draft_model": str(lab.head_path(kind["draft_model"]))}
+    pair = lab.load_pair()
+    text = SENTENCE
+    for _ in range(3):
+        expected = mlx_lm.generate(pair.target, pair.tokenizer, text, max_tokens=24)
+        found = ask(with_head, prompt=text, **kind)
+        assert found.text == expected
+        assert drafted(found) > 0
+        text += expected + " "
+    assert found.ended
+    assert found.ended.num_cached > len(pair.tokenizer.encode(SENTENCE))
+    both = [submit(with_head, prompt=text + end, max_tokens=24, **kind) for end in ("In ", "A ")]
+    for end, client in zip(("In ", "A "), both, strict=True):
+        expected = mlx_lm.generate(pair.target, pair.tokenizer, text + end, max_tokens=24)
+        assert client.wait().text == expected
+
+
+def test_a_draft_model_reads_a_conversation_once(folder: Path, tmp_path: Path) -> None:
+    """Its caches are kept beside the target's."""
+    draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
+    choice = DrafterChoice(model=NamedModel(str(draft)))
+    with running(folder, flags=with_flags(choice=choice, draft_length=2)) as engine:
+        first = ask(engine, prompt=PROMPT)
+        places = [entry.place for entry in settled(engine).prefixes.entries]
+        assert sum(place[0] == "draft model" for place in places if isinstance(place, tuple)) == 1
+        again = ask(engine, prompt=PROMPT + first.text + " and")
+        assert len(settled(engine).prefixes.entries) == 2
+        assert again.ended
+        assert again.ended.num_cached >= first.ended.num_prompt + 22  # type: ignore[union-attr]
+        model, tokenizer = mlx_lm.load(str(folder))[:2]
+        prompt = PROMPT + first.text + " and"
+        assert again.text == mlx_lm.generate(model, tokenizer, prompt, max_tokens=24)
+
+
+@in_one_test("whose", [USER, KEY, "all"])
+def test_a_memory_is_for_all_or_for_one(whose: str, folder: Path) -> None:
+    """What was written for one is drafted for the same one, and for another if it is for all."""
+    flags = with_flags(memory=PROCESS, memory_for=whose, draft_length=8)
+    prompt = list(range(10, 40))  # nothing in it repeats
+    with running(folder, flags=flags) as engine:
+
+        def accepted(name: str) -> int:
+            settled(engine).prefixes.trim_to(0)
+            text = ask(engine, prompt=prompt, user=name, key=name, seed=5, max_tokens=40)
+            assert text.ended
+            return text.ended.accepted
+
+        first = accepted("one")
+        other = accepted("other")
+        assert (other > first + 5) == (whose == "all")
+        assert accepted("one") > first + 5
+
+
+def test_what_was_learned_of_a_model_is_kept(folder: Path, tmp_path: Path) -> None:
+    """When another one takes its place, and at the end."""
+    other = write_model_folder(tmp_path, "llama", seed=4)
+    paths = [tuning_path(str(folder)), tuning_path(str(other))]
+    for path in paths:
+        path.unlink(missing_ok=True)
+    with running(folder) as engine:
+        ask(engine)
+        assert not paths[0].exists()
+        ask(engine, model=str(other))
+        assert [path.exists() for path in paths] == [True, False]
+    assert paths[1].exists()
+
+
+@FULL
+def test_the_old_models_weights_are_freed_before_the_new_ones_load(tmp_path: Path) -> None:
+    """Also if it had caches, a draft model of its own, and texts in a batch."""
+    size = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4}
+    one, two = (write_model_folder(tmp_path / n, "llama", **size) for n in ("one", "two"))
+    with running(one, flags=with_flags()) as engine:
+        clients = [submit(engine, prompt=PROMPT + str(i), draft_model=str(two)) for i in range(3)]
+        for client in clients:
+            client.wait()
+        loaded = mx.get_active_memory()
+        for folder in (two, one, two):
+            ask(engine, model=str(folder))
+            assert mx.get_active_memory() < 1.1 * loaded
