@@ -14,15 +14,16 @@ HEAD = """\
 
 Written by `docs/generate_help.py` from the commands themselves; do not edit.
 
-`specdec-mlx generate`, `chat`, `server` and `benchmark` are mlx-lm's commands: they take all of its
-flags, and the same ones of ours. The other commands are ours.
+`specdec-mlx generate`, `chat` and `benchmark` are mlx-lm's commands: they take all of its flags, and
+the same ones of ours. The other commands are ours; `server` takes the flags of mlx-lm's too.
 """
 
 
 def page() -> str:
     """The whole page."""
     from specdec_mlx.cli.commands import MLX_LM_COMMANDS, make_parser
-    from specdec_mlx.mlx_lm_plugin import flags, requests
+    from specdec_mlx.mlx_lm_plugin import flags
+    from specdec_mlx.server.flags import make_parser as make_server_parser
 
     os.environ["COLUMNS"] = WIDTH
     os.environ["NO_COLOR"] = "1"
@@ -30,12 +31,12 @@ def page() -> str:
     parts = [
         HEAD,
         section("specdec-mlx", parser.format_help()),
-        section("Ours for generate, chat, server and benchmark", added_by(flags.add_arguments)),
+        section("Ours for generate, chat and benchmark", added_by(flags.add_arguments)),
         section("Ours for generate and chat", added_by(flags.add_grammar_arguments)),
-        section("Ours for server", added_by(requests.add_server_arguments)),
+        section("specdec-mlx server", make_server_parser().format_help()),
     ]
     for name, command in subparsers(parser).items():
-        if name not in MLX_LM_COMMANDS:
+        if name not in (*MLX_LM_COMMANDS, "server"):
             parts.append(section(f"specdec-mlx {name}", command.format_help()))
             for action, parser in subparsers(command).items():
                 parts.append(section(f"specdec-mlx {name} {action}", parser.format_help(), "###"))

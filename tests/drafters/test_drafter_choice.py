@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import mlx.nn as nn
 import pytest
 
 import specdec_mlx as sd
+from serving import drafter_of
 from specdec_mlx.cli.commands import main
 from specdec_mlx.contracts import DraftContext, Drafter
 from specdec_mlx.draft_length.auto import Auto
@@ -18,7 +20,6 @@ from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.engine import drafting
 from specdec_mlx.mlx_lm_plugin import flags
-from specdec_mlx.mlx_lm_plugin.requests import Menu
 from specdec_mlx.models import load_model
 from tiny_model_folder import write_model_folder
 
@@ -111,9 +112,9 @@ def test_a_draft_model_means_the_same_to_the_server(
     flags.add_arguments(parser)
     named = [word for drafter in drafters for word in ("--drafter", drafter)]
     given = parser.parse_args([*named, "--draft-model", str(folder)])
-    menu = Menu(flags.take_flags(given))
-    for body in ({}, {"user": "somebody"}):
-        drafter = menu.requested(body).drafter
+    target, _ = load_model(folder)
+    for asked in ({}, {"user": "somebody"}):
+        drafter = drafter_of(flags.take_flags(copy.copy(given)), target, **asked)
         assert drafter is not None
         assert shape(drafter) == meaning
 

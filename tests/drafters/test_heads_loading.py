@@ -21,6 +21,7 @@ import heads
 import specdec_mlx as sd
 import tiny
 from selection import cases, in_one_test
+from serving import drafter_of
 from specdec_mlx.cli import check, commands
 from specdec_mlx.drafters.choosing.candidates import heads_lines, known_repositories, report
 from specdec_mlx.drafters.choosing.choice import (
@@ -36,8 +37,6 @@ from specdec_mlx.drafters.heads.one_pass import DFlashConfig
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, target_ends
 from specdec_mlx.errors import HeadError
 from specdec_mlx.mlx_lm_plugin.flags import Flags
-from specdec_mlx.mlx_lm_plugin.heads import with_heads
-from specdec_mlx.mlx_lm_plugin.requests import Menu
 from tiny_model_folder import write_model_folder
 
 # What is recognised ------------------------------------------------------------------------------
@@ -351,12 +350,12 @@ def test_a_folder_of_a_head_may_stand_for_a_draft_model(tmp_path: Path) -> None:
     unnamed, ordered = Flags(DrafterChoice(model=head)), Flags(DrafterChoice(["ngram"], head))
     assert type(unnamed.drafter(target)) is sd.BestOf
     assert type(ordered.drafter(target)) is sd.FirstOf
-    requested = Menu(flags).requested({"drafter": "model"}).drafter
+    requested = drafter_of(flags, target, drafters=["model"])
     parser = argparse.ArgumentParser()
     check.add_arguments(parser)
     arguments = parser.parse_args(["--draft-model", str(folder), "--drafter", spec])
     checked = choice_of(arguments).resolve(target)
-    for drafter in (flags.drafter(target), with_heads(requested, target), checked):
+    for drafter in (flags.drafter(target), requested, checked):
         assert isinstance(drafter, sd.drafters.HeadDrafter)
         assert (drafter.branches, drafter.greedy, drafter.draft_temp) == (4, True, 1.0)
     make = flags.drafting.make

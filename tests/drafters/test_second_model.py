@@ -21,8 +21,7 @@ from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.kept import fingerprint_of
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
-from specdec_mlx.mlx_lm_plugin.heads import ConversationCache
-from specdec_mlx.mlx_lm_plugin.server import run_server
+from specdec_mlx.server.prefixes import Prefixes
 from tiny_model_folder import write_model_folder
 
 NUM_TOKENS = 32
@@ -71,7 +70,7 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
         sd.NGramDrafter(table=sd.drafters.NGramTable()), sd.ModelDrafter(tiny_text.model(5))
     ),
     "cascade, remembering": lambda: sd.Cascade(named(MODEL_DRAFTER), sd.SuffixDrafter(sd.Memory())),
-    "as a server has it": lambda: keeping_caches(named(MODEL_DRAFTER), ConversationCache(10)),
+    "as a server has it": lambda: keeping_caches(named(MODEL_DRAFTER), Prefixes(10)),
 }
 
 
@@ -156,7 +155,7 @@ def test_what_was_made_for_one_tokenizer_is_refused_by_another(made: str, tmp_pa
 
 def test_each_loaded_draft_model_has_a_place_of_its_own_among_kept_caches() -> None:
     """Addresses come again, where one model is dropped and the next one loaded."""
-    store, places = ConversationCache(10), set()
+    store, places = Prefixes(10), set()
     for seed in range(50):
         model = nn.Linear(1, seed + 1)
         place = keeping_caches(sd.ModelDrafter(model), store).place  # type: ignore[attr-defined]
@@ -228,5 +227,8 @@ def test_a_servers_file_is_its_own_models(
     assert kept.tokenizer == fingerprint_of(load_tokenizer(folders[0]))
     if kind == "memory":
         assert [len(text) for text in kept.texts()] == [60, 60]
-    with pytest.raises(SystemExit, match="2"):
-        run_server(["--model", two, *flags])
+    with (
+        pytest.raises(TokenizerMismatchError, match="holds token ids"),
+        serving("--model", two, *flags),
+    ):
+        pass

@@ -26,9 +26,10 @@ from specdec_mlx.drafters.heads.target_ends import target_ends
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags, Learner
-from specdec_mlx.mlx_lm_plugin.heads import with_heads
-from specdec_mlx.mlx_lm_plugin.requests import Menu
 from specdec_mlx.models import load_model
+from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.models import Loaded, Models
+from specdec_mlx.server.requests import TextRequest
 from specdec_mlx.training import online
 from specdec_mlx.training.fitting import Updates
 from specdec_mlx.training.online import Bounds, OnlineDraftModel, OnlineTrainer, learning_on
@@ -253,17 +254,18 @@ def test_a_kill_while_saving_leaves_the_old_weights(loaded, draft, learning, mon
     assert same(weights_of(load_model(draft)[0]), weights_of(learning.model))
 
 
-def test_the_menu_of_a_server_makes_what_learns_on_for_its_target(folder, loaded, draft):
+def test_a_server_makes_what_learns_on_for_its_target(folder, loaded, draft):
     """One for all requests, with the options of the server's flags; for another model that it loads
     it goes on from what was learnt.
     """
     choice = DrafterChoice(["ngram", "model:greedy=true"], NamedModel(str(draft)))
     flags = Flags(choice, online=True)
-    menu = Menu(flags)
+    models = Models(Settings(flags=flags))
 
     def made(target: nn.Module) -> Any:
-        requested: Any = with_heads(menu.requested({}).drafter, target)
-        return requested.drafters[1]
+        loaded = Loaded("target", None, target, None, {}, ())
+        drafter: Any = models.drafter(TextRequest(), loaded)[0]
+        return drafter.drafters[1]
 
     first = made(loaded[0])
     assert made(loaded[0]).trainer is first.trainer
@@ -309,10 +311,9 @@ def test_a_target_with_another_tokenizer_is_refused(loaded, draft, tmp_path):
     for drafter in (learning, learning.drafting_as(own)):
         with pytest.raises(TokenizerMismatchError, match="Use a draft model of the same family"):
             sd.generate(target, tokenizer, TEXT, drafter=drafter, max_tokens=2)
-    menu = Menu(Flags(DrafterChoice(model=NamedModel(str(draft))), online=True))
-    menu.check(loaded[1])
-    with pytest.raises(TokenizerMismatchError):
-        menu.check(tokenizer)
+    flags = ("--draft-model", str(draft), "--online", "--no-tuning")
+    with pytest.raises(TokenizerMismatchError), serving("--model", str(swapped), *flags):
+        pass
 
 
 def test_a_command_learns_and_saves_at_its_end(folder, draft):

@@ -16,7 +16,6 @@ from specdec_mlx.options import refusal
 MLX_LM_COMMANDS = {
     "generate": "mlx-lm's generate command, with drafters",
     "chat": "mlx-lm's chat command, with drafters",
-    "server": "mlx-lm's OpenAI-compatible server, with drafters",
     "benchmark": "mlx-lm's benchmark command, with drafters",
 }
 """Commands that take all of mlx-lm's flags, and ours beside them."""
@@ -42,6 +41,11 @@ def _run(arguments: Sequence[str]) -> int:
 
         run_command(arguments[0], arguments[1:])
         return 0
+    if arguments[:1] == ["server"]:
+        from specdec_mlx.server.command import run_server
+
+        run_server(arguments[1:])
+        return 0
     parser = make_parser()
     args, unknown = parser.parse_known_args(arguments)
     if unknown:
@@ -66,6 +70,7 @@ def make_parser() -> argparse.ArgumentParser:
 
     for name, text in MLX_LM_COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
+    commands.add_parser("server", help="a server for agents and chats", add_help=False)
     add("demo", demo, "plain against speculative, on real text")
     add("bench", bench, "speed and identity on many prompts, interleaved")
     add("replay", replay, "score drafters on recorded texts, offline")

@@ -1,4 +1,4 @@
-"""mlx-lm's commands with our flags: `specdec-mlx generate | chat | server | benchmark`."""
+"""mlx-lm's commands with our flags: `specdec-mlx generate | chat | benchmark`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from specdec_mlx.mlx_lm_plugin.flags import Flags, add_grammar_arguments, replac
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, check_version, in_force
 from specdec_mlx.models import explained, load_on_ranks
 
-COMMANDS = "generate", "chat", "server", "benchmark"  # of mlx-lm, run with our flags
+COMMANDS = "generate", "chat", "benchmark"  # of mlx-lm, run with our flags
 
 
 class _Terminated(KeyboardInterrupt):
@@ -58,12 +58,7 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
         if mx.distributed.init().rank() > 0:  # the first rank speaks for all
             stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
         stack.enter_context(terminated_as_interrupted())
-        if name == "server":
-            from specdec_mlx.mlx_lm_plugin.server import run_server
-
-            run_server(arguments)
-        else:
-            Command(name).run(arguments)
+        Command(name).run(arguments)
 
 
 class Command:
