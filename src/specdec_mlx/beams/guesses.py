@@ -9,11 +9,20 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftLength, DraftSession, optional
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftLength,
+    Session,
+    key_of,
+    optional,
+)
+from specdec_mlx.contracts.branching import texts_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.tree_of import texts_of
+from specdec_mlx.engine.selection import proposing
 from specdec_mlx.models import PerModel
 from specdec_mlx.verify.inputs import begin_session, check_draft
 
@@ -70,7 +79,7 @@ class BeamDrafting:
     prompt: Sequence[int]
     context: DraftContext
     stream: Any
-    _sessions: dict[Tokens, DraftSession] = field(default_factory=dict)
+    _sessions: dict[Tokens, Session] = field(default_factory=dict)
     """By the generated tokens that a session has observed."""
 
     def follow(self, beams: Sequence[Beam]) -> None:
@@ -97,7 +106,8 @@ class BeamDrafting:
     def guesses(self, beam: Beam, limit: int) -> list[Tokens]:
         """How a beam may go on, up to `limit` tokens: one way for a chain, several for a tree."""
         with mx.stream(self.stream):
-            draft = self._sessions[beam.tokens].propose(limit)
+            session = self._sessions[beam.tokens]
+            draft = proposing(session, key_of(self.drafter))(limit)
         check_draft(draft, self.context.vocab_size or 0)
         return paths_of(draft, limit)
 

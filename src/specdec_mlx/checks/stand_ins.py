@@ -18,8 +18,17 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 
-from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, ReadsTarget, is_cheap
+from specdec_mlx.contracts import (
+    Closes,
+    Draft,
+    DraftContext,
+    Drafter,
+    ReadsTarget,
+    is_cheap,
+    key_of,
+)
 from specdec_mlx.engine.features import FeatureFeed
+from specdec_mlx.engine.selection import proposing
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.verify.model_pass import ModelPass, vocab_size_of
 from specdec_mlx.verify.rollback import Rollback
@@ -124,6 +133,7 @@ class _AloneSession:
 
     def __init__(self, alone: Alone, prompt: Sequence[int], context: DraftContext) -> None:
         self._session, self._see = alone.drafter.begin(list(prompt), context), alone.see
+        self._propose = proposing(self._session, key_of(alone.drafter))
         self.cheap = is_cheap(self._session)
         if isinstance(self._session, Closes):
             self.close = self._session.close
@@ -135,7 +145,7 @@ class _AloneSession:
 
     def propose(self, limit: int) -> Draft:
         self._read()
-        draft = self._session.propose(limit)
+        draft = self._propose(limit)
         self._see(draft, limit)
         return draft
 

@@ -19,6 +19,8 @@ from specdec_mlx.contracts.drafting import GoesOn as GoesOn
 from specdec_mlx.contracts.drafting import LogitsProcessor as LogitsProcessor
 from specdec_mlx.contracts.drafting import Origin as Origin
 from specdec_mlx.contracts.drafting import RoundRecord as RoundRecord
+from specdec_mlx.contracts.drafting import Session as Session
+from specdec_mlx.contracts.drafting import SessionGroups as SessionGroups
 from specdec_mlx.contracts.drafting import Step as Step
 from specdec_mlx.contracts.optional import MANY_WAITING as MANY_WAITING
 from specdec_mlx.contracts.optional import MOST_WAITING as MOST_WAITING
@@ -26,7 +28,6 @@ from specdec_mlx.contracts.optional import Checks as Checks
 from specdec_mlx.contracts.optional import Closes as Closes
 from specdec_mlx.contracts.optional import ReadsTarget as ReadsTarget
 from specdec_mlx.contracts.optional import SeesTarget as SeesTarget
-from specdec_mlx.contracts.optional import SessionGroups as SessionGroups
 from specdec_mlx.contracts.optional import Stepwise as Stepwise
 from specdec_mlx.contracts.optional import all_drafters as all_drafters
 from specdec_mlx.contracts.optional import is_cheap as is_cheap

@@ -2,59 +2,37 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import KW_ONLY, dataclass, field, replace
-from typing import Any, ClassVar, NamedTuple
-
-import mlx.core as mx
+from collections.abc import Callable
+from dataclasses import KW_ONLY, dataclass, replace
+from typing import Any, ClassVar
 
 from specdec_mlx.contracts import (
-    NO_DRAFT,
     Closes,
     Draft,
     DraftContext,
     Drafter,
     DraftLength,
-    DraftSession,
     RoundRecord,
+    Session,
     Target,
-    ValuesDrafts,
-    is_cheap,
     key_of,
-    session_groups,
 )
-from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.engine.features import FeatureFeed
+from specdec_mlx.engine.selection import NO_MATCH, NOT_WORTH, NOTHING, Selection, SessionPart
 from specdec_mlx.engine.sequence import SequenceState
-from specdec_mlx.errors import DraftError
 from specdec_mlx.verify.inputs import begin_session
 
-
-class _Part(NamedTuple):
-    """One of the sessions to ask: its drafter's key, whether that is free, and how."""
-
-    key: str
-    is_cheap: bool
-    propose: Callable[[int], Draft]
-
-
-_Proposal = tuple[str, Draft]  # a drafter's key, and its draft
-OFF, NO_MATCH = "drafter=None", "the drafter found nothing to propose"
-NOT_WORTH = "not worth it at these costs"
+OFF = "drafter=None"
 NOT_EXACT = "this model is not exact for several positions"
-NOTHING: _Proposal = "", NO_DRAFT
 
 
 @dataclass
-class Drafting:
+class Drafting(Selection):
     """Asks a drafter's session for drafts that are worth verifying.
 
     keeps_cache: the caller keeps the target's caches, which end with the last token. part: key of
-    the latest draft's drafter, or "". features: what the session reads of the target. values: the
-    draft length where it values drafts. judge: where that does not, it values those of look-ups and
-    of drafters that cost time, at the length that is given. is_shared: ranks draft together.
-    is_under_way: the pass of the latest draft is launched. may_find: a draft is likely to be looked
-    for after this round.
+    the latest draft's drafter, or "". features: what the session reads of the target. is_shared:
+    ranks draft together. is_under_way: the pass of the latest draft is launched.
     """
 
     is_shared: ClassVar[bool] = False
@@ -65,17 +43,11 @@ class Drafting:
     _: KW_ONLY
     keeps_cache: bool
     stream: Any
-    session: DraftSession | None = None
+    session: Session | None = None
     features: FeatureFeed | None = None
-    values: ValuesDrafts | None = None
-    judge: Auto | None = None
     part: str = ""
     why_none: str = OFF
-    may_find: bool = False
-    is_free: bool = True
     is_under_way: bool = False
-    _has_cheap: bool = False
-    _groups: list[list[_Part]] = field(default_factory=list)
 
     def begin(self, context: DraftContext) -> None:
         """Begin the session, before the target reads the prompt."""
@@ -85,17 +57,7 @@ class Drafting:
         prompt = list(self.sequence.tokens)  # which a drafter may keep: it does not grow
         self.session = begin_session(self.drafter, prompt, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
-        values = self.values = self.length if isinstance(self.length, ValuesDrafts) else None
-        for group in session_groups(self.session, key_of(self.drafter)):
-            self._groups.append([])
-            for key, one in group:
-                way = values.begin(key, one, self._may_fork) if values else one.propose
-                self._groups[-1].append(_Part(key, is_cheap(one), way))
-        every = [part for group in self._groups for part in group]
-        self._has_cheap = any(part.is_cheap for part in every)
-        if values is None and any({True, False} == {p.is_cheap for p in g} for g in self._groups):
-            self.judge = Auto()
-        self.is_free = all(part.is_cheap for part in every)
+        self.use(self.session, key_of(self.drafter))
 
     def _may_fork(self) -> bool:
         takes_trees: Callable[[], bool] = getattr(self.target, "takes_trees", bool)
@@ -104,71 +66,13 @@ class Drafting:
     def propose(self) -> Draft:
         """The best draft of the first group of sessions that has one."""
         is_timed = self.values is not None and self.values.wants_timing(0)
-        self.may_find = self._has_cheap or (is_timed and self.may_find)  # timed in one round
-        for group in self._groups if self.sequence.wants_more() else ():
-            self.part, draft = self._best_of(group)
-            if len(draft.tokens):
-                return draft
-        self.part = ""
-        return NO_DRAFT
-
-    def _best_of(self, group: Sequence[_Part]) -> _Proposal:
-        """The draft that is worth most; no token that was drawn decides, see `SessionGroups`."""
-        best, drawn = self._best_cheap(group)
-        for part in group:
-            limit = 0 if part.is_cheap else self._limit(part)
-            if limit and (not len(best[1]) or self._outbids(part, best, limit)):
-                self.may_find = True
-                draft = self._ask(part, limit)
-                if len(draft.tokens):
-                    return part.key, draft
-        return best if len(best[1].tokens) else drawn
-
-    def _outbids(self, part: _Part, best: _Proposal, limit: int) -> bool:
-        """True if a session that costs time promises more than the best of the others."""
-        if self.values is not None:
-            return self.values.outbids(part.key)
-        if self.judge is None:
-            return True
-        self.judge.prices.most = limit
-        self.judge.limit(best[0], cheap=True)
-        _, worth = self.judge.choose([best])
-        self.judge.limit(part.key, cheap=False)
-        return not len(worth) or self.judge.outbids(part.key)
-
-    def _best_cheap(self, group: Sequence[_Part]) -> tuple[_Proposal, _Proposal]:
-        """Of the sessions that are free to ask, the best point mass, and a drawn draft."""
-        certain: list[_Proposal] = []
-        drawn = NOTHING
-        for part in group:
-            if part.is_cheap and (limit := self._limit(part)):
-                draft = self._ask(part, limit)
-                if draft.logprobs is not None:
-                    drawn = drawn if len(drawn[1]) else (part.key, draft)
-                elif len(draft.tokens):
-                    certain.append((part.key, draft))
-        if not certain:
-            return NOTHING, drawn
-        self.why_none = NOT_WORTH
-        if self.values is not None:
-            return self.values.choose(certain), drawn
-        key, draft = max(certain, key=lambda proposal: proposal[1].match)
-        return (key, draft.head(self.length.cut(key, draft))), drawn
-
-    def has_draft(self) -> bool:
-        """True if there may be a draft now; only cheap sessions are asked."""
-        for group in self._groups if self.sequence.wants_more() else ():
-            for part in group:
-                if not part.is_cheap and self._limit(part):
-                    return True
-            best, drawn = self._best_cheap(group)
-            if len(best[1].tokens) or len(drawn[1].tokens):
-                return True
-        return False
+        self.may_find = self.has_cheap or (is_timed and self.may_find)  # timed in one round
+        self.part, draft = self.select() if self.sequence.wants_more() else NOTHING
+        return draft
 
     def record(self, round_: RoundRecord) -> None:
         """Tell the draft length of a finished round."""
-        if self._groups:
+        if self.groups:
             self.length.record(round_)
         if self.judge is not None:
             self.judge.record(replace(round_, steady=False))  # a pass costs as much, whoever drafts
@@ -187,22 +91,7 @@ class Drafting:
         if isinstance(self.session, Closes):
             self.session.close(end)
 
-    def _ask(self, part: _Part, limit: int) -> Draft:
-        """A session's draft, within the limit; if it cost time, cut to what is worth verifying."""
-        with mx.stream(self.stream):
-            draft = part.propose(limit)
-        if not isinstance(draft, Draft):
-            kind = type(draft).__name__
-            raise DraftError(f"{part.key} proposed a {kind}; expected a specdec_mlx.Draft.")
-        if isinstance(draft.tokens, mx.array) and draft.tokens.ndim == 0:
-            raise DraftError(f"{part.key} proposed an array of shape (); expected token ids [K].")
-        if len(draft.tokens) > limit:
-            draft = draft.head(limit)
-        if part.is_cheap or draft.logprobs is not None:
-            return draft
-        return draft.head(self.length.cut(part.key, draft))
-
-    def _limit(self, part: _Part) -> int:
+    def _limit(self, part: SessionPart) -> int:
         """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo."""
         besides = 0 if self.keeps_cache else 1  # one comes with the verdict
         wanted = self.sequence.num_wanted(besides)

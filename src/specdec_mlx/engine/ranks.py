@@ -288,7 +288,7 @@ class SharedDrafting(Drafting):
                     "sharded model with the same arguments."
                 )
             key = self._everywhere[first.part - 1]
-            part = next(p for group in self._groups for p in group if p.key == key)
+            part = next(p for group in self.groups for p in group if p.key == key)
             draft = self._ask(part, num_tokens)
             if len(draft) != num_tokens or draft.logprobs is None:
                 raise DraftError(f"{key} drew {len(draft)} tokens here, {num_tokens} on rank 0.")

@@ -19,7 +19,8 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
-from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, DraftSession, is_cheap
+from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, Session, is_cheap, key_of
+from specdec_mlx.engine.selection import proposing
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.conformance import Conformance
@@ -119,7 +120,7 @@ class LoopsOwn(list[int]):
 class ScriptedGeneration:
     """A session and its text; num_decided: draws of its noise that are of decided drafts."""
 
-    session: DraftSession
+    session: Session
     text: list[int]
     noise: NotedNoise
     num_decided: int = 0
@@ -304,7 +305,7 @@ class DrafterConformance(Conformance):
     def _propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
         drawn, num_drawn = generation.noise.drawn, len(generation.noise.drawn)
         with mx.stream(generation_stream):
-            draft = generation.session.propose(limit)
+            draft = proposing(generation.session, key_of(self.subject))(limit)
             self._check_draft(draft, limit)
         new, decided = drawn[num_drawn:], drawn[: generation.num_decided]
         is_fresh = len({*new}) == len(new) and not {*new} & {*decided}

@@ -20,6 +20,8 @@ from specdec_mlx.contracts import (
     Drafter,
     DraftSession,
     LogitsProcessor,
+    Session,
+    SessionGroups,
 )
 from specdec_mlx.errors import DraftError, PromptError
 from specdec_mlx.options import shown, whole, wrong
@@ -163,10 +165,10 @@ def check_is_drafter(drafter: object) -> None:
     raise wrong("drafter", drafter, f"an object with begin(prompt, context); {instead}")
 
 
-def begin_session(drafter: Drafter, tokens: Sequence[int], context: DraftContext) -> DraftSession:
+def begin_session(drafter: Drafter, tokens: Sequence[int], context: DraftContext) -> Session:
     """Begin a drafter's session; DraftError for one without `propose` or `observe`."""
     session = drafter.begin(tokens, context)
-    if not all(callable(getattr(session, name, None)) for name in ("propose", "observe")):
+    if not isinstance(session, DraftSession | SessionGroups):
         raise DraftError(
             f"{type(drafter).__name__}.begin(...) returned {shown(session)}; expected a session "
             "with propose(limit) and observe(tokens)."
