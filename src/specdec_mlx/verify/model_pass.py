@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -80,9 +81,7 @@ class ModelPass:
             tree = TreeLayout.after(tokens.shape[0] - len(parents), parents)
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
 
-        def run() -> mx.array:
-            return self.rollback.forward(self.model, tokens, tree, **inputs)
-
+        run = partial(self.rollback.forward, self.model, tokens, tree, **inputs)
         return run() if self.taps is None else self.taps.read(run)
 
     def quantize(self) -> None:

@@ -155,7 +155,10 @@ class Rollback:
 
     def _all_or_nothing(self, change: Callable[[], T]) -> T:
         """Put every cache back if a change of them raises; a note says which cannot be."""
-        before = [(cache, s, s.save(cache)) for cache, s in self._strategies()]
+        before = [
+            (cache, s, vars(cache).copy() if s.saves_by_name else s.save(cache))
+            for cache, s in self._strategies()
+        ]
         try:
             return change()
         except BaseException as error:

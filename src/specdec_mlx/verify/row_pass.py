@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,7 +18,7 @@ from specdec_mlx.verify.recurrent_states import in_steps
 from specdec_mlx.verify.rollback import Rollback, wait_for
 from specdec_mlx.verify.row_caches import BatchCaches
 from specdec_mlx.verify.verifier import Verifier
-from specdec_mlx.verify.watching import Tap
+from specdec_mlx.verify.watching import Call, Tap, watching
 
 
 @dataclass
@@ -92,9 +91,9 @@ class SharedPasses:
             drafted.append(verifier.drafted_ids(drafts[-1]))
             fed.append(_joined(round_.pending, drafts[-1], drafted[-1]))
         all_taps = [verifier.model_pass.taps for verifier in self.verifiers]
-        with in_steps(self.model, max(map(len, fed))), ExitStack() as stack:
-            different = {taps.wanted: taps for taps in all_taps if taps is not None}
-            rows_of = {w: stack.enter_context(taps.watched()) for w, taps in different.items()}
+        watched = [module for taps in all_taps if taps is not None for module in taps.modules]
+        calls: list[Call] = []
+        with in_steps(self.model, max(map(len, fed))), watching(watched, calls.append):
             logits = self.caches.feed(self.model, fed)
         passes = []
         for row, (verifier, round_) in enumerate(zip(self.verifiers, rounds, strict=True)):
@@ -103,7 +102,7 @@ class SharedPasses:
             pass_ = verifier.judge(mine, drafts[row], drafted[row], round_.position, num_fed)
             if taps is not None:
                 every = logits[row, :num_fed]
-                pass_.features = rows_of[taps.wanted](every, Tap.of_text, row, num_fed)
+                pass_.features = taps.rows(calls, every, Tap.of_text, row, num_fed)
             passes.append(pass_)
         mx.async_eval([pass_.to_compute for pass_ in passes])
         self._move()

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
@@ -14,11 +12,14 @@ from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues, ReadsCache
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.verify.strategies import READABLE, leaves
-from specdec_mlx.verify.watching import Tap, anatomy_of, first, watching
+from specdec_mlx.verify.watching import Call, Tap, anatomy_of, watching
 
 
 class Taps:
-    """The places where a model's passes are read; UnreadableError for what it does not show."""
+    """The places where a model's passes are read; UnreadableError for what it does not show.
+
+    modules: those whose calls are to be watched.
+    """
 
     def __init__(
         self, model: nn.Module, wanted: Features, keys_values: ReadsCache | None = None
@@ -29,41 +30,37 @@ class Taps:
         self.num_rows = 0
         self._head = anatomy_of(model).head_tap() if wanted.head_input else None
         self._layers = {i: anatomy_of(model).layer_tap(i) for i in wanted.layers}
+        taps = [*self._layers.values(), *([self._head] if self._head else [])]
+        self.modules: list[nn.Module] = [tap.module for tap in taps]
 
     def read(self, run: Callable[[], mx.array]) -> mx.array:
         """Run a pass, logits [n, V], and keep what is wanted of it in `features`, all lazy."""
-        self.features = None
-        with self.watched() as rows_of:
+        self.features, calls = None, list[Call]()
+        with watching(self.modules, calls.append):
             logits = run()
         self.num_rows = logits.shape[0]
-        self.features = replace(rows_of(logits, Tap.rows), keys_values=self._keys_values)
+        self.features = self.rows(calls, logits, Tap.rows)
         return logits
 
-    @contextmanager
-    def watched(self) -> Iterator[Callable[..., FeatureRows]]:
-        """A context for a pass; yields what makes its rows, of logits [n, V] and a method of taps.
+    def rows(
+        self, calls: Sequence[Call], logits: mx.array, rows: Callable[..., mx.array], *which: int
+    ) -> FeatureRows:
+        """Those of a pass, of the calls seen and logits [n, V], by a method of taps.
 
-        That is given a tap, its states, and what follows the method.
+        The method is given a tap, its states, and `which`.
         """
-        inputs: dict[int, Any] = {}
-        outputs: dict[int, Any] = {}
-
-        def note(module: nn.Module, states: Any, output: Any) -> None:
-            inputs[id(module)], outputs[id(module)] = states, output
-
-        head, layers = self._head, self._layers
-
-        def rows_of(logits: mx.array, rows: Callable[..., mx.array], *which: int) -> FeatureRows:
-            outs = {i: (tap, first(outputs[id(tap.module)])) for i, tap in layers.items()}
-            return FeatureRows(
-                layers={i: rows(*out, *which) for i, out in outs.items()},
-                head_input=rows(head, inputs[id(head.module)], *which) if head else None,
-                top_tokens=top_tokens(logits, self.wanted.top) if self.wanted.top else None,
-            )
-
-        tapped = [*layers.values(), *([head] if head else [])]
-        with watching([tap.module for tap in tapped], note):
-            yield rows_of
+        seen = {id(module): (given, made) for module, given, made in calls}
+        layers: dict[int, mx.array] = {}
+        for index, tap in self._layers.items():
+            made = seen[id(tap.module)][1]
+            layers[index] = rows(tap, made[0] if isinstance(made, tuple) else made, *which)
+        head = self._head
+        return FeatureRows(
+            layers=layers,
+            head_input=rows(head, seen[id(head.module)][0], *which) if head else None,
+            top_tokens=top_tokens(logits, self.wanted.top) if self.wanted.top else None,
+            keys_values=self._keys_values,
+        )
 
 
 def top_tokens(logits: mx.array, number: int) -> mx.array:

@@ -142,10 +142,12 @@ class Verifier:
             logits = logits[-num_drafted - 1 :]
         pass_ = self.judge(logits, draft, drafted, position, num_fed)
         to_compute = pass_.to_compute
-        if self.model_pass.taps is not None:
-            pass_.features = FeatureRows.joined([*rows, self.fed_features()[0]])
-            if pass_.features.top_tokens is not None:
-                to_compute.append(pass_.features.top_tokens)
+        if (taps := self.model_pass.taps) is not None:
+            assert taps.features is not None
+            features = FeatureRows.joined([*rows, taps.features]) if rows else taps.features
+            pass_.features = features
+            if features.top_tokens is not None:
+                to_compute.append(features.top_tokens)
         mx.async_eval(to_compute)
         return pass_
 
