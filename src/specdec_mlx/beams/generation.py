@@ -19,7 +19,7 @@ from specdec_mlx.errors import UnreadableError
 from specdec_mlx.generation import Prompt, encode, loaded
 from specdec_mlx.options import whole
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.verify.inputs import CacheOptions, check_fits, check_ids, check_prompt
+from specdec_mlx.verify.inputs import CacheOptions, check_drafter_fits, check_ids, check_prompt
 from specdec_mlx.verify.model_pass import vocab_size_of
 
 
@@ -106,7 +106,7 @@ def beam_search(
                 f"{type(part).__name__} reads the target's states, which it cannot of several "
                 "beams at once. Give a draft model, or a drafter that looks tokens up."
             )
-    check_fits(chosen, context)
+    check_drafter_fits(chosen, context)
     drafting = None if chosen is None else BeamDrafting(chosen, tokens, context, stream)
     with wired_limit(model, [stream]):
         rows = BeamRows(model, tokens, num_beams, prefill_step_size, stream)

@@ -25,7 +25,7 @@ Path = tuple[float, int, tuple[int, ...]]
 """Of one place: the weight of its vote, its match, and what followed it."""
 
 
-def elect(
+def vote(
     voters: Sequence[Voters], last: Sequence[int], length: int, more: Sequence[int] = ()
 ) -> Draft:
     """The draft that most weight is for, token by token; places that were outvoted drop out.

@@ -17,7 +17,7 @@ import mlx.core as mx
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence
 from specdec_mlx.contracts.trees import chain, path_to
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.drafters.drawing import fit_width
+from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.token_ids import read_all, to_ids
 
@@ -153,7 +153,7 @@ class TreeDraws:
             parents = [self.fed[self.parents[node]] for node in nodes]
             self.fed |= {node: len(self.fed) - 1 + i for i, node in enumerate(nodes)}
             logits = step(to_ids([self.tokens[node] for node in nodes]), parents)
-        logits = fit_width(logits, self.context.vocab_size)
+        logits = match_vocab(logits, self.context.vocab_size)
         if not self.context.logits_processors:
             return logits
         rows: list[mx.array] = list(mx.split(logits, len(nodes)))

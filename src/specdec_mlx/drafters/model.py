@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.drafters.drawing import fit_width
+from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
@@ -21,7 +21,7 @@ from specdec_mlx.drafters.writing import Parents, WritingSession
 from specdec_mlx.options import whole, wrong
 from specdec_mlx.sampling.distribution import check_draft_temp
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.exactness import exact_until
+from specdec_mlx.verify.exactness import first_inexact
 from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
 from specdec_mlx.verify.tree_passes import GrowingLayout, TreeLayout
@@ -127,7 +127,7 @@ class ModelSession(WritingSession):
         """True if drafts are to fork, and the model drafts the same in a tree as in chains."""
         rollback = self.rollback  # a level of a tree is wider than narrow passes may be
         may_fork = super().forks and rollback.takes_trees() and rollback.widest_pass() is None
-        return may_fork and exact_until(self.model, 0, on_trees=True) is None
+        return may_fork and first_inexact(self.model, 0, on_trees=True) is None
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
         """Logits of a pass over further tokens, or over those of the text that were not read."""
@@ -176,7 +176,7 @@ class ModelSession(WritingSession):
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
         logits = self.rollback.forward(self.model, ids, tree)
-        return fit_width(logits, self.context.vocab_size)
+        return match_vocab(logits, self.context.vocab_size)
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""

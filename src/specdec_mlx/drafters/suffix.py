@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from operator import itemgetter
 
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext
-from specdec_mlx.drafters.election import Source, Voters, elect
+from specdec_mlx.drafters.election import Source, Voters, vote
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
@@ -103,7 +103,7 @@ class SuffixSession:
             return NO_DRAFT
         context = self._text.context(tokens)
         voters = self._voters(context)
-        return elect(voters, context.last, length, tokens) if voters else NO_DRAFT
+        return vote(voters, context.last, length, tokens) if voters else NO_DRAFT
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens [n] to the text."""

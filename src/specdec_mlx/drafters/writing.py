@@ -14,10 +14,10 @@ from specdec_mlx.drafters.drawing import (
     DRAWN_AT_ONCE,
     ChainDraws,
     Pace,
-    cut_while,
     draft_to,
     draft_while,
     draw_rows,
+    truncate,
 )
 from specdec_mlx.drafters.growing import TreeDraws
 from specdec_mlx.sampling.distribution import sampling_of_drafts
@@ -133,8 +133,8 @@ class AtOnceSession(WritingSession):
         return super().propose(limit) if self.branches > 1 else self.drawn(limit).draft()
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """The part that is worth verifying; see `cut_while`."""
-        return cut_while(self.drawn(limit), goes_on)
+        """The part that is worth verifying; see `truncate`."""
+        return truncate(self.drawn(limit), goes_on)
 
     def drawn(self, limit: int) -> ChainDraws:
         """All tokens of a draft, drawn."""

@@ -94,7 +94,7 @@ class Drafting(Selection):
     def _limit(self, part: SessionPart) -> int:
         """Most tokens to draft now: by choice, by max_tokens, and by what the caches can undo."""
         besides = 0 if self.keeps_cache else 1  # one comes with the verdict
-        wanted = self.sequence.num_wanted(besides)
+        wanted = self.sequence.num_remaining(besides)
         limit = self.length.limit(part.key, part.is_cheap)
         if limit == 0 or (wanted is not None and wanted <= 0):  # the caches need not be asked
             self.why_none = self.why_none if limit else NOT_WORTH

@@ -10,7 +10,7 @@ from typing import Any
 import mlx.core as mx
 
 from specdec_mlx.contracts import Target
-from specdec_mlx.verify.rollback import refuse, states_of
+from specdec_mlx.verify.rollback import mark_unusable, states_of
 
 
 @dataclass
@@ -44,7 +44,7 @@ class SequenceState:
         """Generated tokens that the caller does not have yet."""
         return self.tokens[self.prompt_length + self.num_handed_out :]
 
-    def num_wanted(self, besides: int = 0) -> int | None:
+    def num_remaining(self, besides: int = 0) -> int | None:
         """Tokens wanted beyond those known and `besides` more; None for no limit."""
         if self.max_tokens < 0:
             return None
@@ -57,7 +57,7 @@ class SequenceState:
 
     def append(self, tokens: Sequence[int]) -> list[int]:
         """Add generated tokens, but no more than are wanted; those that were added."""
-        added = list(tokens[: self.num_wanted()])
+        added = list(tokens[: self.num_remaining()])
         self.tokens += added
         return added
 
@@ -102,7 +102,9 @@ def bring_caches_to(
         mx.async_eval(states_of(caches.caches))
     except BaseException as failure:
         reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
-        refuse(caches.caches, f"a generation was interrupted and could not be undone ({reason}).")
+        mark_unusable(
+            caches.caches, f"a generation was interrupted and could not be undone ({reason})."
+        )
         raise
     finally:
         callers_cache[: len(caches.caches)] = caches.caches

@@ -16,7 +16,7 @@ from jaxtyping import Int
 from tqdm import tqdm
 
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
-from specdec_mlx.memory.kept import Kept, opened
+from specdec_mlx.memory.kept import KeptFile, opened
 from specdec_mlx.memory.sources import files_in, state_of, tokens_of
 from specdec_mlx.options import whole, wrong
 
@@ -38,7 +38,7 @@ class Update:
 STORED = ("tokenizer", "max_tokens", "remember_prompts")  # attributes, in a file
 
 
-class Memory(Kept):
+class Memory(KeptFile):
     """Texts for a `SuffixDrafter` to draft from; safe with many threads.
 
     They stand in a few immutable indexes, oldest first; a new text joins the youngest one, which is

@@ -28,7 +28,7 @@ from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.memory import Memory
-from specdec_mlx.memory.kept import Kept
+from specdec_mlx.memory.kept import KeptFile
 from specdec_mlx.mlx_lm_plugin import openai_fields
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, Flags
 from specdec_mlx.mlx_lm_plugin.heads import HeadToLoad
@@ -300,7 +300,7 @@ class Menu:
         parts = [part for drafter in self._made.values() for part in all_drafters(drafter)]
         options = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
         for kept in (*options, self.flags.remembered):
-            if isinstance(kept, Kept):
+            if isinstance(kept, KeptFile):
                 if tokenizer is not None:
                     kept.check_tokenizer(tokenizer)
                 kept.refuses_others = False

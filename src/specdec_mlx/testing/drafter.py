@@ -29,7 +29,7 @@ from specdec_mlx.verify.inputs import (
     begin_session,
     check_draft,
     check_drafted,
-    check_fits,
+    check_drafter_fits,
     check_is_drafter,
 )
 from specdec_mlx.verify.passes import check_distribution
@@ -297,7 +297,7 @@ class DrafterConformance(Conformance):
         context = DraftContext(
             sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
         )
-        check_fits(self.subject, context)
+        check_drafter_fits(self.subject, context)
         with self.blaming("begin()", part="protocol"):
             session = begin_session(self.subject, LoopsOwn(prompt), context)
             return ScriptedGeneration(session, list(prompt), noise)

@@ -176,7 +176,7 @@ def begin_session(drafter: Drafter, tokens: Sequence[int], context: DraftContext
     return session
 
 
-def check_fits(drafter: Drafter | None, context: DraftContext) -> None:
+def check_drafter_fits(drafter: Drafter | None, context: DraftContext) -> None:
     """Refuse what is no drafter, and let a drafter refuse the target that it is to draft for."""
     check_is_drafter(drafter)
     if isinstance(drafter, Checks):

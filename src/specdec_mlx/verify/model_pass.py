@@ -12,7 +12,7 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues
 from specdec_mlx.models import PerModel
-from specdec_mlx.verify.exactness import exact_until, warn_of_chains
+from specdec_mlx.verify.exactness import first_inexact, warn_of_chains
 from specdec_mlx.verify.inputs import CacheOptions
 from specdec_mlx.verify.recurrent_states import recurrent_states_of
 from specdec_mlx.verify.rollback import Rollback
@@ -102,7 +102,7 @@ class ModelPass:
         limits = [self.rollback.widest_pass()]
         if self.probe:
             end = self.rollback.end
-            until = exact_until(self.model, end)
+            until = first_inexact(self.model, end)
             limits.append(None if until is None else max(1, until - end))
         if self.options.kv_bits is not None:
             start = self.options.quantized_kv_start
@@ -118,7 +118,7 @@ class ModelPass:
         if not self.probe:
             return False
         end = self.rollback.end
-        if self.rollback.takes_trees() and exact_until(self.model, end, on_trees=True) is None:
+        if self.rollback.takes_trees() and first_inexact(self.model, end, on_trees=True) is None:
             return True
         if self.taps is None:
             warn_of_chains(self.model)

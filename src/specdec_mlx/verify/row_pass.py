@@ -23,7 +23,7 @@ from specdec_mlx.verify.watching import Call, Tap, watching
 
 @dataclass
 class DeferredRollback(Rollback):
-    """A row's place in its text: it says where to go back to, and all rows go at once.
+    """A row's place in its text: notes a rewind; `apply_rewinds` does all of them together.
 
     base: positions of earlier texts in the caches.
     """
@@ -31,7 +31,7 @@ class DeferredRollback(Rollback):
     base: int = 0
 
     def rewind_to(self, position: int) -> int:
-        """Note the position to go back to; `SharedPasses.settle` goes there."""
+        """Note the position to go back to; `SharedPasses.apply_rewinds` goes there."""
         self.position = min(self.position, position)
         return self.position
 
@@ -108,7 +108,7 @@ class SharedPasses:
         self._move()
         return list(passes)
 
-    def settle(self) -> None:
+    def apply_rewinds(self) -> None:
         """Go back where rows asked to."""
         self.caches.go_back([place.end for place in self.places])
         self._move()
@@ -141,7 +141,7 @@ class OneByOne(SharedPasses):
         both = zip(self.verifiers, rounds, strict=True)
         return [verifier.launch(r.pending, r.draft, r.position) for verifier, r in both]
 
-    def settle(self) -> None:
+    def apply_rewinds(self) -> None:
         """Each text went back by itself."""
 
     def extract(self, row: int) -> Rollback:
@@ -161,7 +161,7 @@ def reads_caches(drafter: Drafter) -> bool:
     return isinstance(drafter, ReadsTarget) and bool(drafter.features.caches)
 
 
-def passes_over(model: nn.Module, max_kv_size: int | None, drafter: Drafter | None) -> SharedPasses:
+def make_passes(model: nn.Module, max_kv_size: int | None, drafter: Drafter | None) -> SharedPasses:
     """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
     readers = [part for part in all_drafters(drafter) if reads_caches(part)]
     if readers:

@@ -159,7 +159,7 @@ def chooses_blocks(model: nn.Module) -> bool:
 
 
 @PerModel
-def teach_depths(model: nn.Module) -> None:
+def patch_ropes(model: nn.Module) -> None:
     """Have the modules that read positions look if a pass is over a tree."""
 
     def taught(module: nn.Module, kind: type) -> type:  # one that is taught stays as it is
@@ -176,7 +176,7 @@ def tree_pass(
     model: nn.Module, tokens: mx.array, caches: Sequence[Any], rows: TreeLayout, **inputs: Any
 ) -> mx.array:
     """Logits [S, V] of a pass over a tree of tokens [S], lazy."""
-    teach_depths(model)
+    patch_ropes(model)
     views = [view_of(cache, rows) for cache in caches]
     with pass_over(rows):
         logits: mx.array = model(tokens[None], cache=views, **inputs).squeeze(0)

@@ -23,7 +23,7 @@ from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, Feat
 from specdec_mlx.drafters.writing import Parents, WritingSession
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.rollback import Rollback, states_of
-from specdec_mlx.verify.tree_passes import GrowingLayout, pass_over, teach_depths, view_of
+from specdec_mlx.verify.tree_passes import GrowingLayout, pass_over, patch_ropes, view_of
 
 
 class Unread:
@@ -156,7 +156,7 @@ class RecurrentSession(HeadSession):
 
     def _grow(self, tokens: mx.array, parents: Sequence[int]) -> Any:
         """States [n, D] of further nodes of a tree, from the states of their parents."""
-        teach_depths(self.head)
+        patch_ropes(self.head)
         rows, rollback = self.rows.further(parents), self.waiting.rollback
         states = self.made[0][mx.array(list(parents)) + 1]
         with pass_over(rows):
