@@ -24,7 +24,7 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.exactness import first_inexact
 from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.tree_passes import GrowingLayout, TreeLayout
+from specdec_mlx.verify.tree_passes import TreeLayout, next_level
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -119,7 +119,7 @@ class ModelSession(WritingSession):
         self.catch_up()
         room = self.rollback.widest_pass()
         self.rollback.checkpoint()
-        self.rows = GrowingLayout()
+        self.fed_parents: list[int] = []
         return limit if room is None else min(limit, 1 + room)
 
     @property
@@ -133,7 +133,7 @@ class ModelSession(WritingSession):
         """Logits of a pass over further tokens, or over those of the text that were not read."""
         if tokens is None:
             return self.feed(to_ids(self.tokens[self.rollback.position :]))[-1:]
-        return self.feed(tokens, None if parents is None else self.rows.further(parents))
+        return self.feed(tokens, None if parents is None else next_level(self.fed_parents, parents))
 
     def end_draft(self) -> None:
         """Drop a tree from the caches: its rows are not in the order of the text."""

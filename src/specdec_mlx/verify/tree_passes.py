@@ -78,17 +78,14 @@ class TreeLayout:
         return mx.concatenate([past, own], axis=1)
 
 
-class GrowingLayout:
-    """The rows of a tree that is fed level by level, the text before it being on the caches."""
+def next_level(fed: list[int], parents: Sequence[int]) -> TreeLayout:
+    """Rows of further tokens of a tree that is fed level by level, the text being on the caches.
 
-    def __init__(self) -> None:
-        self._parents: list[int] = []
-
-    def further(self, parents: Sequence[int]) -> TreeLayout:
-        """Those of further tokens; parents: of each, among all that were fed."""
-        num_fed = len(self._parents)
-        self._parents += parents
-        return TreeLayout.after(0, self._parents, num_fed)
+    fed: parents of those fed before, to which these are added. parents: of each, among all.
+    """
+    num_fed = len(fed)
+    fed += parents
+    return TreeLayout.after(0, fed, num_fed)
 
 
 _pass_over: ContextVar[TreeLayout | None] = ContextVar("_pass_over", default=None)
