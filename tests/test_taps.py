@@ -26,7 +26,6 @@ from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.verify import taps, watching
-from specdec_mlx.verify.model_pass import ModelPass
 from specdec_mlx.verify.next_token import NextToken
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.taps import Taps
@@ -197,9 +196,12 @@ def test_a_drafter_is_shown_each_kept_position_as_one_pass_over_the_text_has_it(
 def test_rows_of_a_round_in_several_passes_are_all_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pending tokens that one pass has no room for are fed before it, and read as well."""
     model, wanted = built("mamba2"), list(text_of("mamba2"))
-    model_pass = ModelPass(model, Rollback(make_prompt_cache(model)), probe=False)
-    monkeypatch.setattr(model_pass, "widest_pass", lambda: 3)
-    verifier = Verifier(model_pass, NextToken(sd.Sampling(), (), Noise(0)), "match")
+    next_token, rollback = (
+        NextToken(sd.Sampling(), (), Noise(0)),
+        Rollback(make_prompt_cache(model)),
+    )
+    verifier = Verifier(next_token, "match", model, rollback, probe=False)
+    monkeypatch.setattr(verifier, "widest_pass", lambda: 3)
     verifier.tap(ALL)
     under_way = verifier.launch(PROMPT, Draft(wanted[:2]), 0)
     assert under_way.read().tokens == wanted[:3]

@@ -89,7 +89,7 @@ class BatchGeneration:
     def make_passes(self) -> SharedPasses:
         """The passes over all texts, or over one after the other."""
         with mx.stream(self.options.stream):
-            return make_passes(self.model, self.options.caches.max_kv_size, self.drafter)
+            return make_passes(self.model, self.options.max_kv_size, self.drafter)
 
     def insert(self, request: Request) -> int:
         """Add a text; returns the uid that its tokens come with."""
@@ -225,7 +225,7 @@ class BatchGeneration:
         )
         parts = assemble(
             *(self.model, request.prompt, own.drafter, options),
-            split_cache(self.model, given, options.caches)[0],
+            split_cache(self.model, given, options)[0],
             length=self.length_of_text(own.draft_length),
             num_read=request.num_read,
             num_said=request.num_said,

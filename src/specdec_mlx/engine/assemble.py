@@ -19,7 +19,6 @@ from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import Counterfactual
 from specdec_mlx.verify.inputs import check_drafter_fits, check_ids, check_prompt, max_tokens_of
-from specdec_mlx.verify.model_pass import ModelPass
 from specdec_mlx.verify.next_token import NextToken
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.verifier import Verifier
@@ -133,7 +132,13 @@ def verifier_for(
     account: Counterfactual | None = None,
 ) -> Verifier:
     """The target of a generation: a model with caches, what tokens are drawn from, a rule."""
-    model_pass = ModelPass(model, rollback, options.caches, probe=probe)
     next_token = NextToken(options.sampler or Sampling(), options.logits_processors or (), noise)
     end_tokens = frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ())
-    return Verifier(model_pass, next_token, options.rule, account, end_tokens)
+    return Verifier(
+        next_token,
+        options.rule,
+        *(model, rollback, options),
+        counterfactual=account,
+        end_tokens=end_tokens,
+        probe=probe,
+    )

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import (
@@ -29,18 +29,21 @@ from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.verify.rollback import check_usable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """How the target's caches are made and filled, as in mlx-lm's `generate_step`."""
+    """How the target's caches are made and filled, as in mlx-lm's `generate_step`.
+
+    Raises ValueError for what cannot be.
+    """
 
     max_kv_size: int | None = None
     prefill_step_size: int = 2048
     kv_bits: int | None = None
     kv_group_size: int = 64
-    quantized_kv_start: int = 0
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        for field in fields(CacheOptions):
             value, least = getattr(self, field.name), int(field.name != "quantized_kv_start")
             if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, whole(field.name, value, least))

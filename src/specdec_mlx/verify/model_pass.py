@@ -44,6 +44,10 @@ class ModelPass:
             check_readable(self.rollback.caches, index)
         self.taps = Taps(self.model, wanted, self.keys_values)
 
+    def vocab_size(self) -> int:
+        """V."""
+        return vocab_size_of(self.model)
+
     @property
     def position(self) -> int:
         """Positions that were fed."""

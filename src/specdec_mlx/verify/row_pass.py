@@ -68,7 +68,7 @@ class SharedPasses:
         alone = verifier.rollback
         self.caches.add(alone.caches, alone.end)
         base = alone.end - alone.position
-        verifier.model_pass.rollback = DeferredRollback([], alone.position, base=base)
+        verifier.rollback = DeferredRollback([], alone.position, base=base)
         self.verifiers.append(verifier)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -90,7 +90,7 @@ class SharedPasses:
             drafts.append(verifier.checked(round_.draft, may_fork=False))
             drafted.append(verifier.drafted_ids(drafts[-1]))
             fed.append(_joined(round_.pending, drafts[-1], drafted[-1]))
-        all_taps = [verifier.model_pass.taps for verifier in self.verifiers]
+        all_taps = [verifier.taps for verifier in self.verifiers]
         watched = [module for taps in all_taps if taps is not None for module in taps.modules]
         calls: list[Call] = []
         with in_steps(self.model, max(map(len, fed))), watching(watched, calls.append):
