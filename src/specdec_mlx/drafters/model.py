@@ -17,9 +17,13 @@ from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
 from specdec_mlx.drafters.tokenizers import check_same_tokenizer
-from specdec_mlx.drafters.writing import Parents, WritingSession
-from specdec_mlx.options import whole, wrong
-from specdec_mlx.sampling.distribution import check_draft_temp
+from specdec_mlx.drafters.writing import (
+    Parents,
+    WritingSession,
+    check_way_of_writing,
+    way_of_writing,
+)
+from specdec_mlx.options import wrong
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.exactness import first_inexact
 from specdec_mlx.verify.model_pass import vocab_size_of
@@ -66,15 +70,12 @@ class ModelDrafter:
             raise wrong("model", self.model, "a loaded model: ModelDrafter(*mlx_lm.load(...))")
         if self.tokenizers not in TOKENIZERS:
             raise wrong("tokenizers", self.tokenizers, f"one of {TOKENIZERS}")
-        check_draft_temp(self.draft_temp)
-        whole("branches", self.branches, 1)
+        check_way_of_writing(self)
 
     @property
     def key(self) -> str:
         """The model by its content, and how it drafts."""
-        options = f"greedy={self.greedy}, draft_temp={self.draft_temp}"
-        options += f", branches={self.branches}" if self.branches > 1 else ""
-        return f"ModelDrafter({fingerprint(self.model)}, {options})"
+        return f"ModelDrafter({fingerprint(self.model)}, {way_of_writing(self)})"
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError for a target with a tokenizer that is not taken."""

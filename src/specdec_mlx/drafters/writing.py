@@ -20,9 +20,22 @@ from specdec_mlx.drafters.drawing import (
     truncate,
 )
 from specdec_mlx.drafters.growing import TreeDraws
-from specdec_mlx.sampling.distribution import sampling_of_drafts
+from specdec_mlx.options import whole
+from specdec_mlx.sampling.distribution import check_draft_temp, sampling_of_drafts
 
 Parents = Sequence[int] | None  # of nodes of a tree; None in a chain, each token after the last
+
+
+def check_way_of_writing(drafter: Any) -> None:
+    """Raise ValueError for the options of a drafter that its sessions cannot follow."""
+    check_draft_temp(drafter.draft_temp)
+    whole("branches", drafter.branches, 1)
+
+
+def way_of_writing(drafter: Any) -> str:
+    """The options that a drafter's sessions follow, for its key."""
+    branches = f", branches={drafter.branches}" if drafter.branches > 1 else ""
+    return f"greedy={drafter.greedy}, draft_temp={drafter.draft_temp}{branches}"
 
 
 class WritingSession(ABC):

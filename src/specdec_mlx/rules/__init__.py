@@ -1,7 +1,5 @@
 """Acceptance rules: how much of a draft is kept, and what follows."""
 
-from importlib import import_module
-
 from specdec_mlx.rules.arithmetic import acceptance_probability, residual
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.coins import CoinRule
@@ -15,6 +13,5 @@ __all__ = [
     "Rejection",
     "Typical",
     "acceptance_probability",
-    "import_module",
     "residual",
 ]

@@ -17,9 +17,8 @@ from specdec_mlx.contracts import DraftContext, FeatureRows, Features
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
 from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
+from specdec_mlx.drafters.writing import check_way_of_writing, way_of_writing
 from specdec_mlx.errors import HeadError
-from specdec_mlx.options import whole
-from specdec_mlx.sampling.distribution import check_draft_temp
 
 Config = Mapping[str, Any]  # of a head or a target: a config.json, or a part of one
 
@@ -167,8 +166,7 @@ class HeadDrafter:
     on_every_rank: bool = False
 
     def __post_init__(self) -> None:
-        check_draft_temp(self.draft_temp)
-        whole("branches", self.branches, 1)
+        check_way_of_writing(self)
         if self.branches > 1 and not self.head.grows_trees:
             raise HeadError(f"{self.head.kind} heads draft chains. Leave branches out.")
 
@@ -186,9 +184,7 @@ class HeadDrafter:
     def key(self) -> str:
         """The head by its content, and how it drafts."""
         content = "; ".join([self.head.kind, fingerprint(self.head), *self.head.notes()])
-        branches = f", branches={self.branches}" if self.branches > 1 else ""
-        drafts = f"greedy={self.greedy}, draft_temp={self.draft_temp}{branches}"
-        return f"HeadDrafter({content}, {drafts})"
+        return f"HeadDrafter({content}, {way_of_writing(self)})"
 
     def describe(self) -> str:
         """Kind and variant that were recognised, in a line."""
