@@ -13,7 +13,7 @@ from specdec_mlx.drafters.ngram_table import NGramTable
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.file import read_header
 from specdec_mlx.memory.kept import KeptFile
-from specdec_mlx.memory.sources import texts_of
+from specdec_mlx.memory.store import texts_of
 from specdec_mlx.models import explained
 from specdec_mlx.options import argument, positive_int
 

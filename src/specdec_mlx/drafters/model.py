@@ -15,8 +15,11 @@ from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized
-from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
-from specdec_mlx.drafters.tokenizers import check_same_tokenizer
+from specdec_mlx.drafters.shared_vocabulary import (
+    SharedVocabulary,
+    check_same_tokenizer,
+    shared_between,
+)
 from specdec_mlx.drafters.writing import (
     Parents,
     WritingSession,

@@ -18,9 +18,9 @@ from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing.choice import NamedModel
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.heads.loading import load_head
-from specdec_mlx.drafters.tokenizers import check_same_tokenizer
+from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
 from specdec_mlx.errors import HeadError
-from specdec_mlx.memory.sources import state_of
+from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.conversation import remember, with_parts
 from specdec_mlx.mlx_lm_plugin.flags import check_adapter
 from specdec_mlx.mlx_lm_plugin.openai_fields import RequestError, is_clients

@@ -19,10 +19,9 @@ import mlx.nn as nn
 
 from specdec_mlx.contracts import DraftContext, FeatureRows
 from specdec_mlx.drafters.drawing import match_vocab
-from specdec_mlx.drafters.heads.drafter import Config, Head
+from specdec_mlx.drafters.heads.drafter import Config, DraftVocabulary, Head, TargetEnds
 from specdec_mlx.drafters.heads.eagle import SLIDING, LayersConfig, LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.session import HeadSession
-from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.writing import AtOnceSession, Parents, places_after
 from specdec_mlx.token_ids import to_ids
