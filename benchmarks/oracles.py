@@ -21,7 +21,7 @@ from specdec_mlx.contracts import (
     session_groups,
     session_parts,
 )
-from specdec_mlx.engine.selection import proposing
+from specdec_mlx.engine.drafting import proposing
 
 LENGTH_ORACLE, TEXT_ORACLE = "length oracle", "text oracle"
 LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured

@@ -34,8 +34,9 @@ from specdec_mlx.rules.arithmetic import (
     residual,
 )
 from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.coins import CoinRule, Rejection, decide_by_coins
+from specdec_mlx.rules.coins import CoinRule, decide_by_coins
 from specdec_mlx.rules.lossy import Lenient
+from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.testing.enumeration import NUM_STATES as NUM_STATES
 from specdec_mlx.testing.enumeration import ByRule as ByRule
 from specdec_mlx.testing.enumeration import Outcomes, Tokens

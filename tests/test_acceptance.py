@@ -50,8 +50,9 @@ from specdec_mlx.mlx_lm_plugin.flags import add_arguments
 from specdec_mlx.rules import Lenient, Typical
 from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
 from specdec_mlx.rules.block import running_weights
-from specdec_mlx.rules.coins import CoinRule, Rejection
+from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
+from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import sources
 

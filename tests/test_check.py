@@ -58,8 +58,9 @@ from specdec_mlx.checks.stand_ins import Remembered
 from specdec_mlx.checks.subject import Step, Subject, Work
 from specdec_mlx.checks.texts import check_greedy, check_state, check_widths, depends_on_text_alone
 from specdec_mlx.cli import commands as cli
-from specdec_mlx.rules.coins import CoinRule, Rejection
+from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.testing.enumeration import sources
 from specdec_mlx.verify.exactness import ProbeReport, probe
 from tiny_model_folder import write_model_folder

@@ -19,9 +19,9 @@ from specdec_mlx.checks.chi_square import RARE_ALARM
 from specdec_mlx.contracts import Agreement, Draft, Randomness, TargetRows, Verdict
 from specdec_mlx.rules.arithmetic import at, leading_run, namespace_of
 from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.coins import Rejection
 from specdec_mlx.rules.match import Match
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule
+from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.testing import check_rule
 from specdec_mlx.testing import rule as rule_module
 from specdec_mlx.testing.enumeration import enumerated

@@ -16,7 +16,7 @@ import specdec_mlx as sd
 import tiny
 import tiny_text
 from selection import in_one_test
-from specdec_mlx.beams.guesses import Beam, BeamDrafting
+from specdec_mlx.beams.search import Beam, BeamDrafting
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.recorded import replay_text
@@ -33,7 +33,7 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.engine.selection import proposing
+from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.mlx_lm_plugin.conversation import Continued
 from specdec_mlx.testing.drafter import DrafterConformance
 from specdec_mlx.token_ids import to_list

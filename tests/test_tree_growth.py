@@ -36,8 +36,8 @@ from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.first_of import TreeOf
 from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.engine.clock import RoundClock
+from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.engine.ranks import Ranks
-from specdec_mlx.engine.selection import proposing
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.verify.verifier import Verifier

@@ -10,8 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.beams.guesses import Beam, BeamDrafting, guess_length_for
-from specdec_mlx.beams.search import BeamRows, BeamSearch
+from specdec_mlx.beams.search import Beam, BeamDrafting, BeamRows, BeamSearch, guess_length_for
 from specdec_mlx.contracts import DraftContext, Drafter, ReadsTarget, all_drafters
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER

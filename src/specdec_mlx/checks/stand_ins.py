@@ -27,8 +27,8 @@ from specdec_mlx.contracts import (
     is_cheap,
     key_of,
 )
+from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.engine.features import FeatureFeed
-from specdec_mlx.engine.selection import proposing
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.verify.model_pass import ModelPass, vocab_size_of
 from specdec_mlx.verify.rollback import Rollback

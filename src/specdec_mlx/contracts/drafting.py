@@ -262,7 +262,7 @@ class SessionGroups(Protocol):
 
     The loop asks its groups in order, until one has a draft. Of a group's cheap sessions the point
     mass worth most is taken. A session that costs time is asked only where it promises more; a
-    cheap session's drawn draft is taken where no other is. See `engine.selection`.
+    cheap session's drawn draft is taken where no other is. See `engine.drafting`.
     """
 
     @property

@@ -20,7 +20,7 @@ from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.token_ids import read_all, to_ids
-from specdec_mlx.verify.taps import top_tokens
+from specdec_mlx.verify.watching import top_tokens
 
 NextRows = Callable[[mx.array | None, Sequence[int]], mx.array]
 """Logits of what follows further tokens of a tree; see `writing.WritingSession.next_logits`."""

@@ -2,8 +2,9 @@
 
 from specdec_mlx.rules.arithmetic import acceptance_probability, residual
 from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.coins import CoinRule, Rejection
+from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.lossy import Lenient, Typical
+from specdec_mlx.rules.rejection import Rejection
 
 __all__ = [
     "Block",

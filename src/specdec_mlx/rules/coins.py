@@ -1,11 +1,10 @@
-"""Rules by coins: the base for whatever decides by a chance at each draft token, and rejection."""
+"""Rules by coins: the base for whatever decides by a chance at each draft token."""
 
 from __future__ import annotations
 
 import functools
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from dataclasses import dataclass
 
 import mlx.core as mx
 from jaxtyping import Bool, Float, Integer
@@ -18,13 +17,9 @@ from specdec_mlx.rules.arithmetic import (
     Ids,
     Law,
     Rows,
-    acceptance_probability,
     draw,
     leading_run,
     point_mass,
-    residual,
-    row,
-    with_zero_row,
 )
 from specdec_mlx.token_ids import to_ids
 
@@ -84,23 +79,3 @@ def decide_by_coins(
     num_accepted = rule.num_accepted(uniform < accept_probs)
     weights = next_weights(num_accepted)
     return Verdict(num_accepted, draw(weights, randomness.gumbel(weights.shape[-1])))
-
-
-@dataclass(frozen=True)
-class Rejection(CoinRule):
-    """Token by token (Leviathan et al. 2023, Algorithm 1; Chen et al. 2023)."""
-
-    name = "rejection"
-    matches_greedy = True
-
-    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
-        """min(1, p/q) at each draft token; [K]."""
-        return acceptance_probability(target_probs[:-1], draft_probs, draft_tokens)
-
-    def next_probs(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
-    ) -> Law:
-        """Residual at the rejected position, or p after the last draft token; [V]."""
-        return residual(
-            row(target_probs, num_accepted), row(with_zero_row(draft_probs), num_accepted)
-        )

@@ -22,7 +22,8 @@ from specdec_mlx.rules.arithmetic import (
     namespace_of,
     row,
 )
-from specdec_mlx.rules.coins import CoinRule, Rejection
+from specdec_mlx.rules.coins import CoinRule
+from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.token_ids import to_ids
 
 

@@ -28,9 +28,9 @@ from specdec_mlx.contracts import (
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.options import installed, load, make_with, split_spec, wrong
 from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.coins import Rejection
 from specdec_mlx.rules.lossy import Lenient, Typical
 from specdec_mlx.rules.match import Coupled, Match
+from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.rules.trees import MultiRound, OwnTokens, Traversal, TreeRule
 
 

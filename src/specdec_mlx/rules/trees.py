@@ -33,7 +33,7 @@ from specdec_mlx.rules.arithmetic import (
     ratio,
     residual,
 )
-from specdec_mlx.rules.coins import Rejection
+from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.token_ids import to_ids
 
 HALVINGS = 20

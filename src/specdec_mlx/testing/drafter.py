@@ -20,7 +20,7 @@ from mlx_lm.generate import generation_stream
 
 from specdec_mlx.checks.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, Session, is_cheap, key_of
-from specdec_mlx.engine.selection import proposing
+from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.conformance import Conformance

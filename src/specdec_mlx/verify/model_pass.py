@@ -16,9 +16,8 @@ from specdec_mlx.verify.exactness import first_inexact, warn_of_chains
 from specdec_mlx.verify.inputs import CacheOptions
 from specdec_mlx.verify.recurrent_states import recurrent_states_of
 from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.taps import Taps, check_readable, keys_values_of
 from specdec_mlx.verify.tree_passes import TreeLayout
-from specdec_mlx.verify.watching import anatomy_of
+from specdec_mlx.verify.watching import Taps, anatomy_of, check_readable, keys_values_of
 
 vocab_size_of = PerModel(lambda model: anatomy_of(model).vocab_size)
 """V of a loaded model: how wide its logits are."""
