@@ -13,8 +13,7 @@ import specdec_mlx as sd
 from selection import in_one_test
 from specdec_mlx.contracts import DraftContext, Evidence, key_of
 from specdec_mlx.contracts.drafting import places_class, share_class
-from specdec_mlx.drafters.election import SURROUNDINGS, vote, weigh
-from specdec_mlx.drafters.suffix import SuffixSession
+from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, vote, weigh
 from specdec_mlx.memory.index import (
     KNOWN,
     MAX_MATCH,
