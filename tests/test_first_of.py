@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
@@ -188,12 +188,29 @@ def test_the_memory_limit_counts_models_inside(monkeypatch: pytest.MonkeyPatch) 
     assert [id(m) for m in wired[0]] == [id(target), id(one), id(two)]
 
 
+class FreeSteps(Auto):
+    """The automatic draft length where each pass takes a second and drafting no time, but nothing
+    that is free is asked.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prices.clock = lambda: 0.0
+
+    def limit(self, part: str, cheap: bool) -> int:
+        most = super().limit(part, cheap)
+        return 0 if cheap else most
+
+    def record(self, round_: RoundRecord) -> None:
+        super().record(replace(round_, seconds=1.0, draft_seconds=0.0, steady=True))
+
+
 def test_a_drafter_that_stands_in_two_places_learns_from_each_of_its_drafts(
     model: Any, text: list[int]
 ) -> None:
     """Two sessions with one key: whichever drafts, its confidence is there when its round ends."""
     draft = sd.ModelDrafter(model)
-    auto = Auto()
+    auto = FreeSteps()
     run(model, text, sd.FirstOf(wrong(text), draft, sd.FirstOf(draft)), auto)
     assert auto.tuning.of(key_of(draft)).chances.recent > 0.5
 
