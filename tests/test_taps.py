@@ -224,7 +224,7 @@ def test_each_part_of_a_drafter_is_shown_what_it_wants() -> None:
 
 
 def test_nothing_is_watched_for_a_drafter_that_does_not_ask(monkeypatch):
-    monkeypatch.setattr(watching, "watching", None)
+    monkeypatch.setattr(Taps, "read", None)
     assert list(sd.speculate(built("llama"), PROMPT, sd.PromptLookupDrafter(), max_tokens=9))
 
 
