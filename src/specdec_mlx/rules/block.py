@@ -52,16 +52,16 @@ class Block(CoinRule):
         self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
     ) -> Law:
         r"""$\mathrm{norm}(\max(0, p_n p - q))$, or p after the last draft token; [V]."""
-        weights = self.weigh(target_probs, draft_tokens, draft_probs)[1](num_accepted)
-        return ratio(weights, weights.sum(axis=-1))
+        excess = row(_excess(target_probs, draft_tokens, draft_probs)[1], num_accepted)
+        xp, mass = namespace_of(excess), excess.sum(axis=-1)
+        return xp.where(mass > 0, ratio(excess, mass), row(target_probs, num_accepted))
 
     def weigh(
         self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
     ) -> tuple[Chances, Callable[[Array | int], Law]]:
         r"""Both from one table of $\max(0, p_i p - q)$."""
         xp = namespace_of(target_probs)
-        weights = running_weights(target_probs, draft_tokens, draft_probs)
-        excess = xp.maximum(weights[:, None] * target_probs - with_zero_row(draft_probs), 0)
+        weights, excess = _excess(target_probs, draft_tokens, draft_probs)
         mass = xp.sum(excess, axis=-1)
         total = mass + (1 - weights)
 
@@ -71,6 +71,15 @@ class Block(CoinRule):
 
         at_end = xp.where(xp.isnan(mass), weights, 1)  # a row of no distribution ends the draft
         return xp.where(total > 0, ratio(mass, total), at_end)[1:], next_weights
+
+
+def _excess(
+    target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
+) -> tuple[Float[Array, " rows"], Rows]:
+    r"""$p_i$, and $\max(0, p_i p - q)$ after each token."""
+    xp = namespace_of(target_probs)
+    weights = running_weights(target_probs, draft_tokens, draft_probs)
+    return weights, xp.maximum(weights[:, None] * target_probs - with_zero_row(draft_probs), 0)
 
 
 def running_weights(
