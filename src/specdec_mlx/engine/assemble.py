@@ -70,13 +70,15 @@ def assemble(
     """
     prompt = check_prompt(prompt_tokens, options.input_embeddings, drafter)
     account = Counterfactual() if options.counterfactual else None
+    if account is not None:
+        rule = account.counting(options.rule, is_seeded=options.seed is not None)
+        options = replace(options, rule=rule)
     target = verifier_for(
         model,
         Rollback(caches, num_read),
         options,
         probe=options.probe and drafter is not None,
         noise=shared_noise(ranks, options.seed),
-        account=account,
     )
     check_ids(prompt, target.vocab_size())
     context = target.draft_context(options.tokenizer, draft_cache)
@@ -129,7 +131,6 @@ def verifier_for(
     *,
     probe: bool,
     noise: Noise,
-    account: Counterfactual | None = None,
 ) -> Verifier:
     """The target of a generation: a model with caches, what tokens are drawn from, a rule."""
     next_token = NextToken(options.sampler or Sampling(), options.logits_processors or (), noise)
@@ -138,7 +139,6 @@ def verifier_for(
         next_token,
         options.rule,
         *(model, rollback, options),
-        counterfactual=account,
         end_tokens=end_tokens,
         probe=probe,
     )
