@@ -36,7 +36,7 @@ from specdec_mlx.loop import speculate
 from specdec_mlx.models import load_model
 from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.options import argument, positive_int
-from specdec_mlx.rules.registry import Auto
+from specdec_mlx.rules.registry import AutoRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
 
@@ -101,7 +101,7 @@ def compare_trees(
                 "sampler": Sampling(temp=temp),
                 "max_tokens": max_tokens,
                 "seed": seed,
-                "rule": Auto(),  # that of callers without a seed
+                "rule": AutoRule(),  # that of callers without a seed
             }
             begin: Begin = partial(speculate, target, prompt, **options)
             drafting = [

@@ -14,11 +14,14 @@ from specdec_mlx.bench.replay import Modelled, greedy_context, right_path, top_r
 from specdec_mlx.contracts import (
     Closes,
     Drafter,
-    DraftSession,
     OffersSeveral,
     SeesTarget,
+    Session,
+    SessionGroups,
+    session_groups,
     session_parts,
 )
+from specdec_mlx.engine.drafting import proposing
 
 LENGTH_ORACLE, TEXT_ORACLE = "length oracle", "text oracle"
 LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured
@@ -71,10 +74,11 @@ def length_oracle(
     )
 
 
-def _num_right(session: DraftSession, most: int, coming: Sequence[int]) -> int:
+def _num_right(session: Session, most: int, coming: Sequence[int]) -> int:
     """How many of the coming tokens a session proposes, or guesses one after the other."""
-    if not hasattr(session, "propose_tree"):
-        return len(right_path(session.propose(most), coming))
+    whole = [one for group in session_groups(session, "") for _, one in group]
+    if not any(hasattr(one, "propose_tree") or isinstance(one, SessionGroups) for one in whole):
+        return len(right_path(proposing(session, "")(most), coming))
     drafts = [part.propose(most) for _, part in session_parts(session, "")]
     for _, part in session_parts(session, ""):
         drafts += part.candidates(most) if isinstance(part, OffersSeveral) else ()

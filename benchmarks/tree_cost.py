@@ -32,7 +32,6 @@ from specdec_mlx.options import argument, positive_int
 from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.verify.model_pass import ModelPass
 from specdec_mlx.verify.next_token import NextToken
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.verifier import Verifier
@@ -113,7 +112,7 @@ class TreeMeter:
         """Read the text; ValueError for a model that takes no trees."""
         self.rollback = Rollback(make_prompt_cache(model))
         next_token = NextToken(Sampling(), (), Noise(0))
-        self.verifier = Verifier(ModelPass(model, self.rollback), next_token, Match())
+        self.verifier = Verifier(next_token, Match(), model, self.rollback)
         self.tokens = (list(tokens) * (context // len(tokens) + 2))[: context + max(SIZES) + 1]
         self.context = context
         if not self.verifier.takes_trees():

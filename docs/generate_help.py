@@ -14,8 +14,8 @@ HEAD = """\
 
 Written by `docs/generate_help.py` from the commands themselves; do not edit.
 
-`specdec-mlx generate`, `chat` and `benchmark` are mlx-lm's commands: they take all of its flags, and
-the same ones of ours. The other commands are ours; `server` takes the flags of mlx-lm's too.
+`specdec-mlx generate`, `chat` and `benchmark` are mlx-lm's commands: they take all of its flags,
+and the same ones of ours. The other commands are ours; `server` takes the flags of mlx-lm's too.
 """
 
 

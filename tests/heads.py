@@ -18,12 +18,17 @@ from mlx.utils import tree_flatten
 import specdec_mlx as sd
 import tiny
 from specdec_mlx.contracts import DraftContext, FeatureRows, KeysValues, ReadsCache
-from specdec_mlx.drafters.heads.drafter import Head, HeadDrafter
+from specdec_mlx.drafters.heads.drafter import (
+    DraftVocabulary,
+    Head,
+    HeadDrafter,
+    TargetEnds,
+    target_ends,
+)
 from specdec_mlx.drafters.heads.eagle import FLAGS, Eagle3, Eagle3Config, eagle1_family
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPFamily, MTPHead
 from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
-from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
 from specdec_mlx.training import trainees
 from specdec_mlx.training.trainees import Recipe, Size
 from tiny_model_folder import write_model_folder

@@ -30,7 +30,7 @@ from specdec_mlx.verify.exactness import places_of, tree_report
 from specdec_mlx.verify.model_pass import ModelPass
 from specdec_mlx.verify.recurrent_states import recurrent_states_of, ways_back
 from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.taps import Taps
+from specdec_mlx.verify.watching import Taps
 
 BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
 PROMPT = BLOCK + BLOCK[:6]

@@ -142,6 +142,7 @@ class Recorder:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
         session, text = self.drafter.begin(prompt, context), list(prompt)
+        assert isinstance(session, DraftSession)
         propose, observe = session.propose, session.observe
 
         def noted(limit: int) -> Draft:

@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.choosing.registry import make_drafter as make_drafter
     from specdec_mlx.drafters.first_of import BestOf as BestOf
     from specdec_mlx.drafters.first_of import FirstOf as FirstOf
+    from specdec_mlx.drafters.first_of import TreeOf as TreeOf
     from specdec_mlx.drafters.heads.loading import load_head as load_head
     from specdec_mlx.drafters.lookahead import LookaheadDrafter as LookaheadDrafter
     from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
@@ -41,7 +42,6 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter as PromptLookupDrafter
     from specdec_mlx.drafters.recycling import RecyclingDrafter as RecyclingDrafter
     from specdec_mlx.drafters.suffix import SuffixDrafter as SuffixDrafter
-    from specdec_mlx.drafters.tree_of import TreeOf as TreeOf
     from specdec_mlx.generation import generate as generate
     from specdec_mlx.generation import stream_generate as stream_generate
     from specdec_mlx.loop import speculate as speculate
@@ -70,7 +70,7 @@ _PLACES = {
     "RecyclingDrafter": "drafters.recycling",
     "Sampling": "sampling.distribution",
     "SuffixDrafter": "drafters.suffix",
-    "TreeOf": "drafters.tree_of",
+    "TreeOf": "drafters.first_of",
     "Tuning": "draft_length.store",
     "batch_generate": "batch_generation",
     "batch_stream_generate": "batch_generation",

@@ -102,7 +102,7 @@ def speculate(
     """
     check_model(model)
     how = options or Options.of(given, "speculate")
-    caches, draft_cache = split_cache(model, how.prompt_cache, how.caches)
+    caches, draft_cache = split_cache(model, how.prompt_cache, how)
     ranks = ranks_of(model, how.stream)
     parts = assemble(
         model, prompt_tokens, drafter, how, caches, draft_cache=draft_cache, ranks=ranks
@@ -147,7 +147,7 @@ class Generation:
     ) -> Generation:
         """The generation of what was put together."""
         reading: dict[str, Any] = {
-            "step_size": options.caches.prefill_step_size,
+            "step_size": options.prefill_step_size,
             "stops": options.prefill_stops,
         }
         if options.prompt_progress_callback is not None:

@@ -34,7 +34,7 @@ from specdec_mlx.contracts import DraftContext, Drafter, Features
 from specdec_mlx.engine.options import Options
 from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.verify import row_caches
-from specdec_mlx.verify.row_pass import SharedPasses, passes_over
+from specdec_mlx.verify.row_pass import SharedPasses, make_passes
 
 BLOCK = [5, 17, 99, 3, 41, 8]
 PROMPTS = [
@@ -307,7 +307,7 @@ def test_what_cannot_be_rows_is_written_one_by_one() -> None:
         features = Features(caches=(0,))
 
     with pytest.warns(UserWarning, match="Reader reads the target's caches"):
-        passes_over(model("qwen2"), None, Reader(lambda prompt: ScriptedSession(lambda *_: [])))
+        make_passes(model("qwen2"), None, Reader(lambda prompt: ScriptedSession(lambda *_: [])))
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_next", "gemma3n"])

@@ -18,8 +18,14 @@ import specdec_mlx as sd
 import tiny
 import tiny_text
 from selection import in_one_test
-from specdec_mlx.beams.guesses import Beam, BeamDrafting, guess_length_for, next_beams
-from specdec_mlx.beams.search import BeamRows, BeamSearch
+from specdec_mlx.beams.search import (
+    Beam,
+    BeamDrafting,
+    BeamRows,
+    BeamSearch,
+    guess_length_for,
+    next_beams,
+)
 from specdec_mlx.contracts import Draft, DraftContext, Features
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import Fixed

@@ -37,7 +37,7 @@ from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import continued, sources
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.verify.taps import Taps
+from specdec_mlx.verify.watching import Taps
 
 BRANCHES, SIZE = 3, 10
 

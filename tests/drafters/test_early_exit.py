@@ -32,8 +32,8 @@ from specdec_mlx.drafters.heads.early_exit import (
 from specdec_mlx.drafters.lighter import first_layers as cut
 from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.engine.options import Options
-from specdec_mlx.verify.exactness import exact_until
-from specdec_mlx.verify.taps import keys_values_of
+from specdec_mlx.verify.exactness import first_inexact
+from specdec_mlx.verify.watching import keys_values_of
 
 COPIES = ("qwen2", "qwen3", "gemma2", "gpt2", "deepseek_v3")
 READS = {"llama": 2, "gemma3_text": 2, "mamba2": 1}
@@ -131,7 +131,7 @@ def test_a_trained_exit_drafts_trees(temp: float) -> None:
     drafter = replace(exit_of(model, 1, 8), branches=2)
     options = {"sampler": sd.Sampling(temp=temp), "seed": 1, "draft_length": 6}
     assert drafter.model(mx.array([PROMPT]))[0].shape == (len(PROMPT), 128)
-    assert exact_until(drafter.model, 0, on_trees=True) is None
+    assert first_inexact(drafter.model, 0, on_trees=True) is None
     text = written(model, drafter, **options)[0]
     assert text == written(model, None, **options)[0] or temp
 

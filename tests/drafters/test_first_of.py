@@ -5,31 +5,38 @@ from __future__ import annotations
 import importlib
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import mlx.core as mx
 import pytest
+from mlx_lm.generate import generation_stream
 
 import specdec_mlx as sd
 import tiny
 import tiny_text
 from selection import in_one_test
+from specdec_mlx.beams.search import Beam, BeamDrafting
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.replay import replay_text
+from specdec_mlx.checks.subject import Alone
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     Evidence,
     RoundRecord,
+    SessionGroups,
     key_of,
     models_of,
     session_groups,
 )
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.mlx_lm_plugin.conversation import Continued
+from specdec_mlx.testing.drafter import DrafterConformance
+from specdec_mlx.token_ids import to_list
 
 PROMPT = [5, 17, 99, 3]
 NUM_TOKENS = 40
@@ -181,12 +188,29 @@ def test_the_memory_limit_counts_models_inside(monkeypatch: pytest.MonkeyPatch) 
     assert [id(m) for m in wired[0]] == [id(target), id(one), id(two)]
 
 
+class FreeSteps(Auto):
+    """The automatic draft length where each pass takes a second and drafting no time, but nothing
+    that is free is asked.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prices.clock = lambda: 0.0
+
+    def limit(self, part: str, cheap: bool) -> int:
+        most = super().limit(part, cheap)
+        return 0 if cheap else most
+
+    def record(self, round_: RoundRecord) -> None:
+        super().record(replace(round_, seconds=1.0, draft_seconds=0.0, steady=True))
+
+
 def test_a_drafter_that_stands_in_two_places_learns_from_each_of_its_drafts(
     model: Any, text: list[int]
 ) -> None:
     """Two sessions with one key: whichever drafts, its confidence is there when its round ends."""
     draft = sd.ModelDrafter(model)
-    auto = Auto()
+    auto = FreeSteps()
     run(model, text, sd.FirstOf(wrong(text), draft, sd.FirstOf(draft)), auto)
     assert auto.tuning.of(key_of(draft)).chances.recent > 0.5
 
@@ -226,7 +250,8 @@ def test_of_a_fixed_length_the_longest_match_wins(order: int, model: Any, text: 
     for several in (pair, [nothing(), costly(text)]):
         session = sd.BestOf(*several).begin([], DraftContext())
         for start in range(0, 24, 2):
-            assert list(session.propose(2).tokens) == text[start : start + 2]
+            draft = proposing(session, "")(2)
+            assert list(draft.tokens) == text[start : start + 2]
             session.observe(text[start : start + 2])
     policy = Auto()
     policy.prices.most = 12
@@ -269,6 +294,35 @@ def test_at_a_fixed_length_the_same_value_decides_who_drafts(
     drafted = {key: by_drafter.get(key, (0, 0))[0] for key in ("look-up", "costly")}
     ahead, behind = ("look-up", "costly")[:: 1 if is_right else -1]
     assert drafted[ahead] > 2 * drafted[behind], drafted
+
+
+def test_who_asks_outside_of_the_loop_gets_the_loops_choice(model: Any, text: list[int]) -> None:
+    """A look-up of hardly any evidence, beside a drafter that costs time: at a fixed length it is
+    the latter that drafts, in a text, in the check, for beams and in the test of the contract.
+    """
+    weak, certain = wrong(text, "look-up", evidence=1), costly(text)
+    drafter = sd.BestOf(weak, certain)
+    length = Limits(cheap=9, expensive=9)
+    run(model, text, drafter, length)
+    first = next(record for record in length.records if record.drafted)
+    assert first.part == "costly"
+    drafted: list[list[int]] = []
+    beams = BeamDrafting(drafter, PROMPT, DraftContext(vocab_size=VOCAB), generation_stream)
+    beams.follow([Beam()])
+    drafted += map(list, beams.guesses(Beam(), 9))
+    begun = Alone(drafter, model).begin(PROMPT, DraftContext())
+    drafted.append(to_list(begun.propose(9).tokens))
+    conformance = DrafterConformance(drafter, VOCAB, None, [PROMPT], 1, False)
+    drafted.append(to_list(conformance._propose(conformance._begin(PROMPT), 9).tokens))
+    assert drafted == [text[:9]] * 3
+
+
+def test_combinations_leave_the_choice_to_the_loop() -> None:
+    """They say who is asked; none of them has a `propose` that could answer otherwise."""
+    for kind in (sd.FirstOf, sd.BestOf, sd.TreeOf):
+        session = kind(sd.SuffixDrafter(), sd.NGramDrafter()).begin(PROMPT, DraftContext())
+        assert isinstance(session, SessionGroups)
+        assert not hasattr(session, "propose")
 
 
 class Ranking(Auto):

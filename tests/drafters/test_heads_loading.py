@@ -30,11 +30,11 @@ from specdec_mlx.drafters.choosing.choice import (
     choice_of,
     resolve,
 )
+from specdec_mlx.drafters.heads.drafter import DraftVocabulary, target_ends
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3Config, output_layers
 from specdec_mlx.drafters.heads.loading import FORMATS, is_head, kind_of
 from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, MTPHead, one_layer_model
 from specdec_mlx.drafters.heads.one_pass import DFlashConfig
-from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, target_ends
 from specdec_mlx.errors import HeadError
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from tiny_model_folder import write_model_folder

@@ -39,7 +39,7 @@ from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.strategies import leaves
-from specdec_mlx.verify.taps import Taps, keys_values_of
+from specdec_mlx.verify.watching import Taps, keys_values_of
 
 KINDS = ("eagle3", "eagle1", "dflash", "medusa", "assistant")
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]

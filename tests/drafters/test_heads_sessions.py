@@ -36,11 +36,10 @@ from specdec_mlx.contracts import (
     Step,
 )
 from specdec_mlx.draft_length.parts import Model
-from specdec_mlx.drafters.drawing import ChainDraws, Pace, cut_while, draft_while
+from specdec_mlx.drafters.drawing import ChainDraws, Pace, draft_while, truncate
 from specdec_mlx.drafters.heads import session as head_session
-from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.drafter import DraftVocabulary, HeadDrafter
 from specdec_mlx.drafters.heads.one_pass import PardDrafter
-from specdec_mlx.drafters.heads.target_ends import DraftVocabulary
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.testing.enumeration import Tokens, state_after
@@ -309,7 +308,7 @@ class Enumerated:
 
     def ended(self, tokens: Tokens, rows: np.ndarray) -> Draft:
         if self.way == "at once":
-            return cut_while(Path(tokens, rows, self.peeks, LONGEST), self.goes_on)
+            return truncate(Path(tokens, rows, self.peeks, LONGEST), self.goes_on)
         pace, draws = Pace(float(self.way == "overlapping"), 1.0), Path(tokens, rows, self.peeks)
         return draft_while(LONGEST, draws, lambda token: mx.zeros((1, 3)), self.goes_on, pace)
 

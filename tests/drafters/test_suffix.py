@@ -13,8 +13,7 @@ import specdec_mlx as sd
 from selection import in_one_test
 from specdec_mlx.contracts import DraftContext, Evidence, key_of
 from specdec_mlx.contracts.drafting import places_class, share_class
-from specdec_mlx.drafters.election import SURROUNDINGS, elect, weigh
-from specdec_mlx.drafters.suffix import SuffixSession
+from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, vote, weigh
 from specdec_mlx.memory.index import (
     KNOWN,
     MAX_MATCH,
@@ -209,7 +208,7 @@ def test_a_draft_is_what_wins_each_vote(
     followed, counts = [tokens for tokens, _ in ballots], [count for _, count in ballots]
     sources = [ContextIndex([3, *tokens, SEPARATOR]) for tokens in followed]
     voters = [(1, [1], source, count) for source, count in zip(sources, counts, strict=True)]
-    draft = elect(voters, [3], length)
+    draft = vote(voters, [3], length)
     wanted = list(voted_for([tuple(tokens[:length]) for tokens in followed], counts, length))
     assert list(draft.tokens) == [token for token, _, _ in wanted]
     assert draft.evidence is not None

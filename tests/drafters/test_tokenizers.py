@@ -19,7 +19,7 @@ import specdec_mlx as sd
 import tiny
 import tiny_text
 from selection import in_one_test
-from specdec_mlx.drafters.tokenizers import check_same_tokenizer
+from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
 from tiny_text import BYTES, MERGES, SPECIAL, bpe, tokenizer
 
 NUM_TOKENS = 24

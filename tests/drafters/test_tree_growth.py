@@ -26,15 +26,17 @@ from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.bench.replay import ModelledLength, RecordedTarget, replay_text
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence, Features, RoundRecord
+from specdec_mlx.contracts.branching import merged, texts_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import PRIORS, Chances, classes_of
 from specdec_mlx.draft_length.costs import Curve
 from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
+from specdec_mlx.drafters.first_of import TreeOf
 from specdec_mlx.drafters.recycling import SuccessorTable
-from specdec_mlx.drafters.tree_of import TreeOf, merged, texts_of
 from specdec_mlx.engine.clock import RoundClock
+from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.testing import check_drafter
@@ -155,7 +157,7 @@ def test_a_draft_that_was_drawn_is_not_merged():
         session: Any = TreeOf(*(sd.NGramDrafter() for _ in order)).begin([1], DraftContext())
         for part, draft in zip(session.sessions, order, strict=True):
             part.propose = lambda limit, draft=draft: draft
-        assert session.propose(4).tokens == expected.tokens
+        assert proposing(session, "")(4).tokens == expected.tokens
 
 
 LOOK_UPS: Callable[[], tuple[Any, ...]] = lambda: (sd.SuffixDrafter(), sd.NGramDrafter())  # noqa: E731

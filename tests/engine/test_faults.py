@@ -32,8 +32,7 @@ from heads import HEADS, random_head
 from selection import FULL, each
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
-from specdec_mlx.beams.guesses import BeamDrafting
-from specdec_mlx.beams.search import BeamRows, BeamSearch
+from specdec_mlx.beams.search import BeamDrafting, BeamRows, BeamSearch
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.heads.drafter import HeadDrafter

@@ -24,7 +24,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 from benchmarks.lab import byte_tokens, pack, train
 from selection import cases, in_one_test
 from specdec_mlx import ModelDrafter, Sampling, lab, speculate
-from specdec_mlx.drafters.tokenizers import SAMPLES, check_same_tokenizer
+from specdec_mlx.drafters.shared_vocabulary import SAMPLES, check_same_tokenizer
 from specdec_mlx.lab import demo_model
 from specdec_mlx.lab import pair as pair_module
 from specdec_mlx.lab.demo_model import DemoModelError, convert_gguf, is_complete

@@ -22,7 +22,7 @@ from serving import chat, serving, text_of
 from specdec_mlx.checks.chi_square import RARE_ALARM
 from specdec_mlx.contracts import Features, key_of
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
-from specdec_mlx.drafters.heads.target_ends import target_ends
+from specdec_mlx.drafters.heads.drafter import target_ends
 from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags, Learner

@@ -25,12 +25,11 @@ from selection import in_one_test
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.verify import taps, watching
-from specdec_mlx.verify.model_pass import ModelPass
+from specdec_mlx.verify import watching
 from specdec_mlx.verify.next_token import NextToken
 from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.taps import Taps
 from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.verify.watching import Taps
 
 IDS = mx.array(PROMPT)
 NUM_TOKENS = 40
@@ -85,7 +84,9 @@ def test_rows_are_the_layers_outputs_the_heads_input_and_the_likeliest_tokens() 
     assert mx.array_equal(rows.head_input, model.model.norm(h)[0])
     assert rows.top_tokens.tolist() == mx.argsort(-fed(model), axis=-1)[:, :3].tolist()
     logits = mx.array([[0.1, 3.0, 2.0], [5.0, -1.0, 6.0]])
-    assert taps.top_tokens(logits, 9).tolist() == [[1, 2, 0], [2, 0, 1]], "no more than there are"
+    assert watching.top_tokens(logits, 9).tolist() == [[1, 2, 0], [2, 0, 1]], (
+        "no more than there are"
+    )
 
 
 def quantized(model: nn.Module) -> nn.Module:
@@ -197,9 +198,12 @@ def test_a_drafter_is_shown_each_kept_position_as_one_pass_over_the_text_has_it(
 def test_rows_of_a_round_in_several_passes_are_all_shown(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pending tokens that one pass has no room for are fed before it, and read as well."""
     model, wanted = built("mamba2"), list(text_of("mamba2"))
-    model_pass = ModelPass(model, Rollback(make_prompt_cache(model)), probe=False)
-    monkeypatch.setattr(model_pass, "widest_pass", lambda: 3)
-    verifier = Verifier(model_pass, NextToken(sd.Sampling(), (), Noise(0)), "match")
+    next_token, rollback = (
+        NextToken(sd.Sampling(), (), Noise(0)),
+        Rollback(make_prompt_cache(model)),
+    )
+    verifier = Verifier(next_token, "match", model, rollback, probe=False)
+    monkeypatch.setattr(verifier, "widest_pass", lambda: 3)
     verifier.tap(ALL)
     under_way = verifier.launch(PROMPT, Draft(wanted[:2]), 0)
     assert under_way.read().tokens == wanted[:3]
@@ -220,7 +224,7 @@ def test_each_part_of_a_drafter_is_shown_what_it_wants() -> None:
 
 
 def test_nothing_is_watched_for_a_drafter_that_does_not_ask(monkeypatch):
-    monkeypatch.setattr(taps, "watching", None)
+    monkeypatch.setattr(Taps, "read", None)
     assert list(sd.speculate(built("llama"), PROMPT, sd.PromptLookupDrafter(), max_tokens=9))
 
 

@@ -30,7 +30,7 @@ from selection import FULL, cases, in_one_test
 from specdec_mlx import Sampling, speculate
 from specdec_mlx.loop import Token
 from specdec_mlx.verify import exactness, tree_passes, watching
-from specdec_mlx.verify.exactness import exact_until, probe, tree_report
+from specdec_mlx.verify.exactness import first_inexact, probe, tree_report
 from specdec_mlx.verify.model_pass import ModelPass
 from specdec_mlx.verify.rollback import Rollback
 
@@ -91,7 +91,7 @@ def classes(model: Any) -> list[type]:
 def taught_classes(name: str) -> list[type]:
     """Those of a model that nobody watched."""
     model = tiny.build(name)
-    tree_passes.teach_depths(model)
+    tree_passes.patch_ropes(model)
     return classes(model)
 
 
@@ -111,7 +111,7 @@ def test_depths_are_taught_while_another_thread_watches_every_module(name):
         assert watches.wait(60)
         target = ModelPass(model, Rollback(make_prompt_cache(model)))
         was_taken = target.takes_trees()
-        tree_passes.teach_depths._make(model)  # a second thread that came at the same time
+        tree_passes.patch_ropes._make(model)  # a second thread that came at the same time
         is_taught.set()
         watcher.result()
     assert was_taken
@@ -137,7 +137,7 @@ def test_depths_are_taught_while_another_thread_begins_to_watch(monkeypatch):
     monkeypatch.setattr(tree_passes, "_with_rows", slowly)
     with ThreadPoolExecutor(1) as pool:
         watcher = pool.submit(watch)
-        tree_passes.teach_depths(model)
+        tree_passes.patch_ropes(model)
         is_taught.set()
         watcher.result()
     monkeypatch.undo()
@@ -204,10 +204,10 @@ def scaled(name: str) -> Any:
 @pytest.mark.parametrize("name", ["ministral3", "mistral4"])
 def test_a_scale_that_nobody_knows_is_found_where_it_begins(name, monkeypatch):
     """Trees far before it, none from 32 positions before it on, and few tokens are fed."""
-    assert exact_until(scaled(name), 2 * ORIGINAL, on_trees=True) is None
+    assert first_inexact(scaled(name), 2 * ORIGINAL, on_trees=True) is None
     monkeypatch.setattr(tree_passes, "_with_scale", lambda kind: kind)
     model = scaled(name)
-    assert exact_until(model, 1000, on_trees=True) is None
+    assert first_inexact(model, 1000, on_trees=True) is None
     fed = []
     kind = type(model)
     call = kind.__call__
@@ -218,7 +218,7 @@ def test_a_scale_that_nobody_knows_is_found_where_it_begins(name, monkeypatch):
 
     monkeypatch.setattr(kind, "__call__", counted)
     start = ORIGINAL - exactness.MARGIN
-    assert exact_until(model, start, on_trees=True) == start
+    assert first_inexact(model, start, on_trees=True) == start
     assert sum(fed) < 300
 
 
@@ -229,10 +229,10 @@ def test_ropes_by_the_length_of_a_text_end_drafting(name, dtype):
     length = 32_768
     model = tiny.build(name, dtype, **tiny.DYNAMIC | {"max_position_embeddings": length})
     start = length - exactness.MARGIN
-    assert exact_until(model, 1000) == start
+    assert first_inexact(model, 1000) == start
     assert not probe(model).exact
     with pytest.warns(UserWarning, match="around position 32768"):
-        assert exact_until(model, start) == start
+        assert first_inexact(model, start) == start
 
 
 ORIGINALLY = {"original_max_position_embeddings": 64}
@@ -247,8 +247,8 @@ FIXED: dict[str, dict[str, Any]] = {
 @in_one_test("kind", FIXED)
 def test_other_scaled_ropes_are_exact_past_their_original_length(kind):
     model = tiny.build("llama", rope_scaling=FIXED[kind] | {"rope_type": kind})
-    assert exact_until(model, 10_000) is None
-    assert exact_until(model, 10_000, on_trees=True) is None
+    assert first_inexact(model, 10_000) is None
+    assert first_inexact(model, 10_000, on_trees=True) is None
 
 
 def by_the_last_two(tokens: mx.array, logits: mx.array) -> mx.array:

@@ -34,7 +34,7 @@ from specdec_mlx.engine.options import Options
 from specdec_mlx.engine.sequence import close_all
 from specdec_mlx.loop import Generation
 from specdec_mlx.verify.inputs import split_cache
-from specdec_mlx.verify.row_pass import SharedPasses, ToVerify, passes_over
+from specdec_mlx.verify.row_pass import SharedPasses, ToVerify, make_passes
 
 
 @dataclass
@@ -89,7 +89,7 @@ class BatchGeneration:
     def make_passes(self) -> SharedPasses:
         """The passes over all texts, or over one after the other."""
         with mx.stream(self.options.stream):
-            return passes_over(self.model, self.options.caches.max_kv_size, self.drafter)
+            return make_passes(self.model, self.options.max_kv_size, self.drafter)
 
     def insert(self, request: Request) -> int:
         """Add a text; returns the uid that its tokens come with."""
@@ -133,14 +133,14 @@ class BatchGeneration:
             ahead = self._verify_ahead(current)
             outcomes = self._accept(current, ahead)
             with mx.stream(self.options.stream):
-                self.passes.settle()
+                self.passes.apply_rewinds()
             following, failure = ahead, None
             try:
                 for (text, round_), outcome in zip(current, outcomes, strict=True):
                     with self._alone(text.uid, text):
                         text.generation.observe(round_, outcome)
                 self._leave()
-                following = self._follow(ahead)
+                following = self._next_pass(ahead)
             except Exception as error:  # of a drafter; what was accepted is emitted first
                 failure = error
             handed_over = perf_counter()
@@ -151,7 +151,7 @@ class BatchGeneration:
             self._leave()  # some may have been taken out meanwhile
             current = [pair for pair in following if pair[0].finish_reason is None]
 
-    def _follow(self, ahead: Rounds) -> Rounds:
+    def _next_pass(self, ahead: Rounds) -> Rounds:
         """The next pass under way; none where a text waits for a place, or all have ended."""
         if ahead:
             self.is_pipelined = not self._would_draft()
@@ -225,7 +225,7 @@ class BatchGeneration:
         )
         parts = assemble(
             *(self.model, request.prompt, own.drafter, options),
-            split_cache(self.model, given, options.caches)[0],
+            split_cache(self.model, given, options)[0],
             length=self.length_of_text(own.draft_length),
             num_read=request.num_read,
             num_said=request.num_said,

@@ -115,7 +115,7 @@ class BatchText:
 
     def keep_caches(self, alone: Rollback, *, complete: bool) -> None:
         """Hand these caches out at the end; complete: feed what they lack of the text."""
-        self.verifier.model_pass.rollback = alone
+        self.verifier.rollback = alone
         while complete and (left := len(self.generation.sequence.tokens) - alone.position) > 0:
             self.generation.feed(left)
         self.prompt_cache, self.num_cached = alone.caches, alone.position

@@ -10,8 +10,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.beams.guesses import Beam, BeamDrafting, guess_length_for
-from specdec_mlx.beams.search import BeamRows, BeamSearch
+from specdec_mlx.beams.search import Beam, BeamDrafting, BeamRows, BeamSearch, guess_length_for
 from specdec_mlx.contracts import DraftContext, Drafter, ReadsTarget, all_drafters
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
@@ -19,7 +18,7 @@ from specdec_mlx.errors import UnreadableError
 from specdec_mlx.generation import Prompt, encode, loaded
 from specdec_mlx.options import whole
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.verify.inputs import CacheOptions, check_fits, check_ids, check_prompt
+from specdec_mlx.verify.inputs import CacheOptions, check_drafter_fits, check_ids, check_prompt
 from specdec_mlx.verify.model_pass import vocab_size_of
 
 
@@ -106,7 +105,7 @@ def beam_search(
                 f"{type(part).__name__} reads the target's states, which it cannot of several "
                 "beams at once. Give a draft model, or a drafter that looks tokens up."
             )
-    check_fits(chosen, context)
+    check_drafter_fits(chosen, context)
     drafting = None if chosen is None else BeamDrafting(chosen, tokens, context, stream)
     with wired_limit(model, [stream]):
         rows = BeamRows(model, tokens, num_beams, prefill_step_size, stream)

@@ -31,8 +31,10 @@ from specdec_mlx.contracts import (
     DraftSession,
     ReadsTarget,
     is_cheap,
+    key_of,
     shares_noise,
 )
+from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.engine.features import FeatureFeed
 from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.loop import Token, speculate
@@ -278,6 +280,7 @@ class _AloneSession:
 
     def __init__(self, alone: Alone, prompt: Sequence[int], context: DraftContext) -> None:
         self._session, self._see = alone.drafter.begin(list(prompt), context), alone.see
+        self._propose = proposing(self._session, key_of(alone.drafter))
         self.cheap = is_cheap(self._session)
         if isinstance(self._session, Closes):
             self.close = self._session.close
@@ -289,7 +292,7 @@ class _AloneSession:
 
     def propose(self, limit: int) -> Draft:
         self._read()
-        draft = self._session.propose(limit)
+        draft = self._propose(limit)
         self._see(draft, limit)
         return draft
 

@@ -12,8 +12,8 @@ from mlx_lm.utils import load_tokenizer
 from specdec_mlx.drafters.ngram_table import NGramTable
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.file import read_header
-from specdec_mlx.memory.kept import Kept
-from specdec_mlx.memory.sources import texts_of
+from specdec_mlx.memory.kept import KeptFile
+from specdec_mlx.memory.store import texts_of
 from specdec_mlx.models import explained
 from specdec_mlx.options import argument, positive_int
 
@@ -118,7 +118,7 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _merge(args: argparse.Namespace) -> None:
-    kept: Kept = _load(args.file) if args.file.exists() else _empty_like(_load(args.others[0]))
+    kept: KeptFile = _load(args.file) if args.file.exists() else _empty_like(_load(args.others[0]))
     for other in args.others:
         kept.merge(type(kept).load(other))
     if isinstance(kept, Memory):

@@ -6,10 +6,12 @@ several drafts may leave it to the draft length which of them, or which tree of 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
-from specdec_mlx.contracts.drafting import Draft, DraftSession, RoundRecord
+from specdec_mlx.contracts.drafting import ROOT, Draft, DraftSession, Evidence, RoundRecord
+from specdec_mlx.contracts.trees import chain
+from specdec_mlx.token_ids import to_list
 
 
 @runtime_checkable
@@ -76,3 +78,29 @@ class ValuesDrafts(DraftLength, Protocol):
 
     def wants_timing(self, num_drafted: int) -> bool:
         """True if a round's seconds are needed now; the loop then waits before it emits."""
+
+
+Text = tuple[int, ...]  # the tokens that lead to a node of a tree, its own last
+
+
+def merged(drafts: Sequence[Draft]) -> Draft:
+    """Drafts of point masses, at least one, as one tree, in which each text stands once."""
+    texts = dict.fromkeys(text for draft in drafts for text in texts_of(draft))
+    return draft_of(sorted(texts, key=len))  # stable: at a length the order of the drafts
+
+
+def texts_of(draft: Draft) -> list[Text]:
+    """The text of each node."""
+    tokens, texts = to_list(draft.tokens), list[Text]()
+    parents = chain(len(tokens)) if draft.parents is None else draft.parents
+    for token, parent in zip(tokens, parents, strict=True):
+        texts.append((*(() if parent == ROOT else texts[parent]), token))
+    return texts
+
+
+def draft_of(texts: Iterable[Text], evidence: Sequence[Evidence | int] | None = None) -> Draft:
+    """The draft whose nodes have these texts, in order; a chain where they do not fork."""
+    nodes = {text: node for node, text in enumerate(texts)}
+    parents = [nodes.get(text[:-1], ROOT) for text in nodes]
+    forks = parents != chain(len(parents))
+    return Draft([text[-1] for text in nodes], None, evidence, parents if forks else None)

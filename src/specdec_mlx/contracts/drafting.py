@@ -257,10 +257,34 @@ class DraftSession(Protocol):
 
 
 @runtime_checkable
+class SessionGroups(Protocol):
+    """The session of a combination: not asked itself, but for the sessions that are.
+
+    The loop asks its groups in order, until one has a draft. Of a group's cheap sessions the point
+    mass worth most is taken. A session that costs time is asked only where it promises more; a
+    cheap session's drawn draft is taken where no other is. See `engine.drafting`.
+    """
+
+    @property
+    def parts(self) -> Sequence[tuple[str, DraftSession]]:
+        """The sessions that it is made of, each with its drafter's key."""
+
+    @property
+    def groups(self) -> Sequence[Sequence[tuple[str, Session]]]:
+        """Groups of sessions; itself alone, where its parts' drafts are to be one tree."""
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Hand the tokens emitted on to all of them."""
+
+
+Session = DraftSession | SessionGroups
+
+
+@runtime_checkable
 class Drafter(Protocol):
     """Frozen configuration of a way to draft; reusable and shareable between generations."""
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Start a generation after `prompt` [n] token ids, before the target has read it.
 
         It is a copy, to be kept if need be, and stays as it is.

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, Protocol, runtime_checkable
 
 import mlx.nn as nn
 
-from specdec_mlx.contracts.drafting import Draft, DraftContext, Drafter, DraftSession, GoesOn
+from specdec_mlx.contracts.drafting import (
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    GoesOn,
+    Session,
+    SessionGroups,
+)
 
 if TYPE_CHECKING:
     from specdec_mlx.contracts.target import FeatureRows, Features
@@ -57,23 +65,6 @@ class Stepwise(Protocol):
 
 
 @runtime_checkable
-class SessionGroups(Protocol):
-    """A session made of others, asked in its place; default: it is asked itself.
-
-    Of a group's cheap sessions the point mass worth most is taken. A session that costs time is
-    asked only where it promises more; a cheap session's drawn draft is taken where no other is.
-    """
-
-    @property
-    def parts(self) -> Sequence[tuple[str, DraftSession]]:
-        """The sessions that it is made of, each with its drafter's key."""
-
-    @property
-    def groups(self) -> Sequence[Sequence[tuple[str, DraftSession]]]:
-        """Groups of sessions to be asked in order; itself, where it puts their drafts together."""
-
-
-@runtime_checkable
 class Closes(Protocol):
     """A session that wants to know of the end; default: it is dropped."""
 
@@ -108,19 +99,21 @@ def optional(owner: object, name: str) -> Any:
     return getattr(owner, name, OPTIONAL[name])
 
 
-def is_cheap(session: DraftSession) -> bool:
+def is_cheap(session: Session) -> bool:
     """`cheap` of a session: proposing is microseconds of host work, and may be thrown away."""
+    if isinstance(session, SessionGroups):
+        return all(is_cheap(part) for _, part in session.parts)
     return getattr(session, "cheap", False)
 
 
-def session_groups(session: DraftSession, key: str) -> list[list[tuple[str, DraftSession]]]:
+def session_groups(session: Session, key: str) -> list[list[tuple[str, Session]]]:
     """The groups to ask in order in a session's place; by default itself, with the key given."""
     if isinstance(session, SessionGroups):
         return [list(group) for group in session.groups]
     return [[(key, session)]]
 
 
-def session_parts(session: DraftSession, key: str) -> list[tuple[str, DraftSession]]:
+def session_parts(session: Session, key: str) -> list[tuple[str, DraftSession]]:
     """Parts of a session; by default itself, with the key given."""
     return list(session.parts) if isinstance(session, SessionGroups) else [(key, session)]
 

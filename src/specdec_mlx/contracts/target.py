@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -67,12 +67,7 @@ class FeatureRows:
         end = first + len(indices)
         is_run = list(indices) == list(range(first, end))
         which = slice(first, end) if is_run else mx.array(list(indices), mx.int32)
-        return replace(
-            self,
-            layers={layer: states[which] for layer, states in self.layers.items()},
-            head_input=None if self.head_input is None else self.head_input[which],
-            top_tokens=None if self.top_tokens is None else self.top_tokens[which],
-        )
+        return self.joined([self], lambda parts: parts[0][which])
 
     def only(self, wanted: Features) -> FeatureRows:
         """The wanted ones; all of them have to be there."""
@@ -85,20 +80,23 @@ class FeatureRows:
         )
 
     @classmethod
-    def joined(cls, parts: Sequence[FeatureRows]) -> FeatureRows:
+    def joined(
+        cls,
+        parts: Sequence[FeatureRows],
+        join: Callable[[list[mx.array]], mx.array] = mx.concatenate,
+    ) -> FeatureRows:
         """Rows of several passes of the same features, at least one, one after the other."""
 
-        def join(arrays: Sequence[mx.array | None]) -> mx.array | None:
+        def together(arrays: Sequence[mx.array | None]) -> mx.array | None:
             there = [array for array in arrays if array is not None]
-            return mx.concatenate(there) if there else None
+            return join(there) if there else None
 
         return cls(
             layers={
-                layer: mx.concatenate([part.layers[layer] for part in parts])
-                for layer in parts[0].layers
+                layer: join([part.layers[layer] for part in parts]) for layer in parts[0].layers
             },
-            head_input=join([part.head_input for part in parts]),
-            top_tokens=join([part.top_tokens for part in parts]),
+            head_input=together([part.head_input for part in parts]),
+            top_tokens=together([part.top_tokens for part in parts]),
             keys_values=parts[-1].keys_values,
         )
 

@@ -18,17 +18,18 @@ from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     Drafter,
-    DraftSession,
     Evidence,
     GoesOn,
     ReadsTarget,
     SeesTarget,
+    Session,
     Step,
     Stepwise,
     all_drafters,
     key_of,
     models_of,
     optional,
+    session_parts,
 )
 from specdec_mlx.draft_length.chances import told
 from specdec_mlx.drafters.choosing.registry import make_drafter
@@ -109,15 +110,16 @@ def cascade(
 class CascadeSession(SeveralSession):
     """One generation of both, with the optional members of the first one's session but trees."""
 
-    def __init__(self, first: DraftSession, then: Any, num_first: int) -> None:
+    def __init__(self, first: Session, then: Any, num_first: int) -> None:
         """then: has `propose_after`. num_first: most tokens of a draft by the first."""
-        self.first, self.then, self.num_first = first, then, num_first
-        self.sessions = first, then
-        if isinstance(first, Stepwise):
+        self.then, self.num_first, self.sessions = then, num_first, (first, then)
+        ((_, asked),) = session_parts(first, "")  # in a wrapper, which is told of the end
+        self.first = asked
+        if isinstance(asked, Stepwise):
             self.propose_while = self._propose_while
-        if isinstance(first, SeesTarget):
-            self.see = first.see
-            if (see_rejected := optional(first, "see_rejected")) is not None:
+        if isinstance(asked, SeesTarget):
+            self.see = asked.see
+            if (see_rejected := optional(asked, "see_rejected")) is not None:
                 self.see_rejected = see_rejected
 
     def propose(self, limit: int) -> Draft:

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.drafters.first_of import BestOf
+from specdec_mlx.drafters.first_of import BestOf, TreeOf
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.recycling import RecyclingDrafter, SuccessorTable
 from specdec_mlx.drafters.suffix import SuffixDrafter
-from specdec_mlx.drafters.tree_of import TreeOf
 from specdec_mlx.memory.store import Memory
 
 

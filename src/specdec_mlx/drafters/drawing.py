@@ -64,7 +64,7 @@ class ChainDraws:
         Where they need not be drawn one by one, n tokens from as many rows.
         """
         num_rows = logits.shape[0]
-        logits = fit_width(logits, self._context.vocab_size)
+        logits = match_vocab(logits, self._context.vocab_size)
         for processor in self._context.logits_processors:
             logits = processor(self._seen, logits)
         rows = noisy = logits
@@ -161,7 +161,7 @@ def draft_while(
     return _worth_it(draws, _confidences_of_steps(length, draws, step, pace), goes_on)
 
 
-def cut_while(draws: ChainDraws, goes_on: GoesOn) -> Draft:
+def truncate(draws: ChainDraws, goes_on: GoesOn) -> Draft:
     """As much of a draft that came at once as is worth verifying, by confidences, not draws."""
     logs: Any = draws.log_confidences().tolist() if len(draws) else ()
     return _worth_it(draws, map(math.exp, logs), goes_on)
@@ -201,7 +201,7 @@ def _worth_it(draws: ChainDraws, confidences: Iterable[float], goes_on: GoesOn) 
     return replace(draws.draft(length), evidence=evidence[:length])
 
 
-def fit_width(logits: mx.array, vocab_size: int | None) -> mx.array:
+def match_vocab(logits: mx.array, vocab_size: int | None) -> mx.array:
     """Logits [S, V] of another padding: foreign ids cut off, ids of the target alone -inf."""
     width = logits.shape[-1]
     if vocab_size is None or width == vocab_size:

@@ -1,19 +1,16 @@
-"""Several drafters: the first that has something to propose, or the draft that is worth most."""
+"""Several drafters as one: asked in order, in competition, or for one tree of all drafts."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import chain
-from typing import ClassVar
 
 from specdec_mlx.contracts import (
     Checks,
     Closes,
-    Draft,
     DraftContext,
     Drafter,
-    DraftSession,
+    Session,
     is_cheap,
     key_of,
     session_groups,
@@ -36,7 +33,7 @@ class Several:
 class SeveralSession:
     """One generation, seen by all of the sessions."""
 
-    sessions: Sequence[DraftSession]
+    sessions: Sequence[Session]
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell all of them."""
@@ -50,19 +47,14 @@ class SeveralSession:
                 session.close(length)
 
 
-class FirstOfSession(SeveralSession):
+class CombinedSession(SeveralSession):
     """One generation of several drafters; see `contracts.SessionGroups`."""
 
-    def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
-        self.sessions = list(sessions)
-        keyed = list(zip(sessions, keys, strict=True))
-        self.parts = [part for session, key in keyed for part in session_parts(session, key)]
-        self.groups = [group for session, key in keyed for group in session_groups(session, key)]
-        self.cheap = all(is_cheap(session) for session in sessions)
-
-    def propose(self, limit: int) -> Draft:
-        """The first draft that is not empty; sessions after it are not asked."""
-        return next(filter(len, (session.propose(limit) for session in self.sessions)), Draft())
+    def __init__(self, keyed: Sequence[tuple[str, Session]]) -> None:
+        """keyed: sessions, each with its drafter's key."""
+        self.sessions = [session for _, session in keyed]
+        self.parts = [part for key, session in keyed for part in session_parts(session, key)]
+        self.groups = [group for key, session in keyed for group in session_groups(session, key)]
 
 
 @dataclass(frozen=True)
@@ -70,7 +62,6 @@ class FirstOf(Several):
     """The draft of the first drafter that has one; each is asked only if those before had none."""
 
     drafters: tuple[Drafter, ...]
-    _together: ClassVar[Callable[..., FirstOfSession]] = FirstOfSession
 
     def __init__(self, *drafters: Drafter) -> None:
         if not drafters:
@@ -83,33 +74,18 @@ class FirstOf(Several):
         """The keys of its parts, in order."""
         return f"{type(self).__name__}({', '.join(map(key_of, self.drafters))})"
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> FirstOfSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
         """Begin with each of them."""
-        sessions = [drafter.begin(list(prompt), context) for drafter in self.drafters]
-        return self._together(sessions, [key_of(drafter) for drafter in self.drafters])
+        return self._combined(
+            [(key_of(drafter), drafter.begin(list(prompt), context)) for drafter in self.drafters]
+        )
+
+    def _combined(self, keyed: Sequence[tuple[str, Session]]) -> CombinedSession:
+        return CombinedSession(keyed)
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
         """This combination, of changed drafters."""
         return type(self)(*map(change, self.drafters))
-
-
-class BestOfSession(FirstOfSession):
-    """One generation, seen by all of the drafters, which compete in one group."""
-
-    def __init__(self, sessions: Sequence[DraftSession], keys: Sequence[str]) -> None:
-        super().__init__(sessions, keys)
-        self.groups = [[part for group in self.groups for part in group]]
-        self._free = [part for _, part in self.parts if is_cheap(part)]
-        self._costly = [part for _, part in self.parts if not is_cheap(part)]
-
-    def propose(self, limit: int) -> Draft:
-        """The draft of the longest match; those that cost time are asked if there is none."""
-        free = [part.propose(limit) for part in self._free]
-        certain = [draft for draft in free if len(draft) and draft.logprobs is None]
-        if certain:
-            return max(certain, key=lambda draft: draft.match)
-        asked = (part.propose(limit) for part in self._costly)
-        return next(filter(len, chain(asked, free)), Draft())
 
 
 @dataclass(frozen=True, init=False)
@@ -123,4 +99,33 @@ class BestOf(FirstOf):
     one's is taken.
     """
 
-    _together = BestOfSession
+    def _combined(self, keyed: Sequence[tuple[str, Session]]) -> CombinedSession:
+        session = CombinedSession(keyed)
+        session.groups = [[part for group in session.groups for part in group]]
+        return session
+
+
+@dataclass(frozen=True, init=False)
+class TreeOf(FirstOf):
+    """The drafts of several drafters as one tree, merged where they agree (SpecInfer).
+
+    (Miao et al. 2024, section 3.) The automatic draft length keeps the tokens that are worth their
+    rows; a fixed one takes what each proposes. A model on which trees are not exact gets chains.
+    drafters: at least one, the likelier first, else ValueError; each proposes without a model.
+    """
+
+    def _combined(self, keyed: Sequence[tuple[str, Session]]) -> CombinedSession:
+        session = CombinedSession(keyed)
+        session.groups = [[(self.key, session)]]
+        return session
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
+        """Begin with each of them; ValueError for a drafter whose drafts cost time."""
+        session = super().begin(prompt, context)
+        for drafter, begun in zip(self.drafters, session.sessions, strict=True):
+            if not is_cheap(begun):
+                raise ValueError(
+                    f"TreeOf: what {type(drafter).__name__} proposes may not be thrown away, and "
+                    "of a tree one path is kept. Give drafters that look tokens up."
+                )
+        return session

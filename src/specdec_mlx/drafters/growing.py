@@ -17,9 +17,10 @@ import mlx.core as mx
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence
 from specdec_mlx.contracts.trees import chain, path_to
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.drafters.drawing import fit_width
+from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.token_ids import read_all, to_ids
+from specdec_mlx.verify.watching import top_tokens
 
 NextRows = Callable[[mx.array | None, Sequence[int]], mx.array]
 """Logits of what follows further tokens of a tree; see `writing.WritingSession.next_logits`."""
@@ -153,7 +154,7 @@ class TreeDraws:
             parents = [self.fed[self.parents[node]] for node in nodes]
             self.fed |= {node: len(self.fed) - 1 + i for i, node in enumerate(nodes)}
             logits = step(to_ids([self.tokens[node] for node in nodes]), parents)
-        logits = fit_width(logits, self.context.vocab_size)
+        logits = match_vocab(logits, self.context.vocab_size)
         if not self.context.logits_processors:
             return logits
         rows: list[mx.array] = list(mx.split(logits, len(nodes)))
@@ -167,7 +168,7 @@ class TreeDraws:
         self, q: mx.array, nodes: Sequence[int], count: int
     ) -> tuple[mx.array, list[mx.array]]:
         """Tokens [n, count] after n nodes, and the log-probabilities [n, V] of each rank."""
-        drawn, laws = _largest(q + self._noise(nodes, q.shape[-1]), count), [q]
+        drawn, laws = top_tokens(q + self._noise(nodes, q.shape[-1]), count), [q]
         for rank in range(count - 1):
             is_drawn = mx.arange(q.shape[-1]) == drawn[:, rank, None]
             left = mx.where(is_drawn, -mx.inf, laws[-1])
@@ -195,16 +196,10 @@ class TreeDraws:
         return shares
 
 
-def _largest(scores: mx.array, count: int) -> mx.array:
-    some = mx.argpartition(-scores, count - 1, axis=-1)[:, :count]
-    order = mx.argsort(-mx.take_along_axis(scores, some, axis=-1), axis=-1)
-    return mx.take_along_axis(some, order, axis=-1)
-
-
 def _guesses(logits: mx.array, count: int) -> list[tuple[list[int], list[float]]]:
     """The likeliest tokens of each row [n, V], each with its probability, in order."""
     logprobs = logits.astype(mx.float32)
     logprobs = logprobs - mx.logsumexp(logprobs, axis=-1, keepdims=True)
-    tokens = _largest(logprobs, min(count, logits.shape[-1]))
+    tokens = top_tokens(logprobs, count)
     found = read_all(tokens, mx.exp(mx.take_along_axis(logprobs, tokens, axis=-1)))
     return list(zip(*found, strict=True))

@@ -34,8 +34,8 @@ from specdec_mlx.contracts import (
     ValuesDrafts,
     key_of,
 )
+from specdec_mlx.contracts.branching import Text, draft_of, texts_of
 from specdec_mlx.drafters.recycling import SuccessorTable
-from specdec_mlx.drafters.tree_of import Text, draft_of, texts_of
 from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_list
 

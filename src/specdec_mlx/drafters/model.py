@@ -12,19 +12,26 @@ import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.drafters.drawing import fit_width
+from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized
-from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, shared_between
-from specdec_mlx.drafters.tokenizers import check_same_tokenizer
-from specdec_mlx.drafters.writing import Parents, WritingSession
-from specdec_mlx.options import whole, wrong
-from specdec_mlx.sampling.distribution import check_draft_temp
+from specdec_mlx.drafters.shared_vocabulary import (
+    SharedVocabulary,
+    check_same_tokenizer,
+    shared_between,
+)
+from specdec_mlx.drafters.writing import (
+    Parents,
+    WritingSession,
+    check_way_of_writing,
+    way_of_writing,
+)
+from specdec_mlx.options import wrong
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.exactness import exact_until
+from specdec_mlx.verify.exactness import first_inexact
 from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.tree_passes import GrowingLayout, TreeLayout
+from specdec_mlx.verify.tree_passes import TreeLayout, next_level
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -66,15 +73,12 @@ class ModelDrafter:
             raise wrong("model", self.model, "a loaded model: ModelDrafter(*mlx_lm.load(...))")
         if self.tokenizers not in TOKENIZERS:
             raise wrong("tokenizers", self.tokenizers, f"one of {TOKENIZERS}")
-        check_draft_temp(self.draft_temp)
-        whole("branches", self.branches, 1)
+        check_way_of_writing(self)
 
     @property
     def key(self) -> str:
         """The model by its content, and how it drafts."""
-        options = f"greedy={self.greedy}, draft_temp={self.draft_temp}"
-        options += f", branches={self.branches}" if self.branches > 1 else ""
-        return f"ModelDrafter({fingerprint(self.model)}, {options})"
+        return f"ModelDrafter({fingerprint(self.model)}, {way_of_writing(self)})"
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError for a target with a tokenizer that is not taken."""
@@ -119,7 +123,7 @@ class ModelSession(WritingSession):
         self.catch_up()
         room = self.rollback.widest_pass()
         self.rollback.checkpoint()
-        self.rows = GrowingLayout()
+        self.fed_parents: list[int] = []
         return limit if room is None else min(limit, 1 + room)
 
     @property
@@ -127,13 +131,13 @@ class ModelSession(WritingSession):
         """True if drafts are to fork, and the model drafts the same in a tree as in chains."""
         rollback = self.rollback  # a level of a tree is wider than narrow passes may be
         may_fork = super().forks and rollback.takes_trees() and rollback.widest_pass() is None
-        return may_fork and exact_until(self.model, 0, on_trees=True) is None
+        return may_fork and first_inexact(self.model, 0, on_trees=True) is None
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> mx.array:
         """Logits of a pass over further tokens, or over those of the text that were not read."""
         if tokens is None:
             return self.feed(to_ids(self.tokens[self.rollback.position :]))[-1:]
-        return self.feed(tokens, None if parents is None else self.rows.further(parents))
+        return self.feed(tokens, None if parents is None else next_level(self.fed_parents, parents))
 
     def end_draft(self) -> None:
         """Drop a tree from the caches: its rows are not in the order of the text."""
@@ -176,7 +180,7 @@ class ModelSession(WritingSession):
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
         logits = self.rollback.forward(self.model, ids, tree)
-        return fit_width(logits, self.context.vocab_size)
+        return match_vocab(logits, self.context.vocab_size)
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""

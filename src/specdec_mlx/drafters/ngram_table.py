@@ -10,7 +10,7 @@ from typing import Any, ClassVar, NamedTuple
 import numpy as np
 from jaxtyping import Float, Int
 
-from specdec_mlx.memory.kept import Kept
+from specdec_mlx.memory.kept import KeptFile
 
 Context = tuple[int, ...]
 
@@ -156,7 +156,7 @@ class NGramCounts:
         return True
 
 
-class NGramTable(Kept):
+class NGramTable(KeptFile):
     """Counts of what followed each context, for `NGramDrafter(table=...)`; thread-safe.
 
     max_order, min_order, max_entries: as there. tokenizer: as of a `Memory`.

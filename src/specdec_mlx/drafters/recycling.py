@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, FeatureRows, Features
+from specdec_mlx.contracts.branching import Text
 from specdec_mlx.contracts.drafting import share_class
-from specdec_mlx.drafters.tree_of import Text
 from specdec_mlx.memory.kept import fingerprint_of
 from specdec_mlx.options import require
 

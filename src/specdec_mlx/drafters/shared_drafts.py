@@ -13,7 +13,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
 from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, GoesOn
-from specdec_mlx.drafters.drawing import ChainDraws, cut_while
+from specdec_mlx.drafters.drawing import ChainDraws, truncate
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.session import RecurrentSession
 from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession
@@ -193,9 +193,9 @@ class SharedSession(WritingSession):
         return super().propose(limit) if drawn is None else drawn.draft(min(limit, len(drawn)))
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """The part that is worth verifying; see `cut_while`."""
+        """The part that is worth verifying; see `truncate`."""
         drawn = self.shared_draft(limit)
-        return super().propose_while(limit, goes_on) if drawn is None else cut_while(drawn, goes_on)
+        return super().propose_while(limit, goes_on) if drawn is None else truncate(drawn, goes_on)
 
     def shared_draft(self, limit: int) -> ChainDraws | None:
         """The tokens drawn for this text in this round; None where it is no row yet."""

@@ -14,15 +14,28 @@ from specdec_mlx.drafters.drawing import (
     DRAWN_AT_ONCE,
     ChainDraws,
     Pace,
-    cut_while,
     draft_to,
     draft_while,
     draw_rows,
+    truncate,
 )
 from specdec_mlx.drafters.growing import TreeDraws
-from specdec_mlx.sampling.distribution import sampling_of_drafts
+from specdec_mlx.options import whole
+from specdec_mlx.sampling.distribution import check_draft_temp, sampling_of_drafts
 
 Parents = Sequence[int] | None  # of nodes of a tree; None in a chain, each token after the last
+
+
+def check_way_of_writing(drafter: Any) -> None:
+    """Raise ValueError for the options of a drafter that its sessions cannot follow."""
+    check_draft_temp(drafter.draft_temp)
+    whole("branches", drafter.branches, 1)
+
+
+def way_of_writing(drafter: Any) -> str:
+    """The options that a drafter's sessions follow, for its key."""
+    branches = f", branches={drafter.branches}" if drafter.branches > 1 else ""
+    return f"greedy={drafter.greedy}, draft_temp={drafter.draft_temp}{branches}"
 
 
 class WritingSession(ABC):
@@ -133,8 +146,8 @@ class AtOnceSession(WritingSession):
         return super().propose(limit) if self.branches > 1 else self.drawn(limit).draft()
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """The part that is worth verifying; see `cut_while`."""
-        return cut_while(self.drawn(limit), goes_on)
+        """The part that is worth verifying; see `truncate`."""
+        return truncate(self.drawn(limit), goes_on)
 
     def drawn(self, limit: int) -> ChainDraws:
         """All tokens of a draft, drawn."""

@@ -18,8 +18,7 @@ from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import Counterfactual
-from specdec_mlx.verify.inputs import check_fits, check_ids, check_prompt, max_tokens_of
-from specdec_mlx.verify.model_pass import ModelPass
+from specdec_mlx.verify.inputs import check_drafter_fits, check_ids, check_prompt, max_tokens_of
 from specdec_mlx.verify.next_token import NextToken
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.verifier import Verifier
@@ -84,7 +83,7 @@ def assemble(
     check_ids(prompt, target.vocab_size())
     context = target.draft_context(options.tokenizer, draft_cache)
     context = replace(context, **of_batch or {})
-    check_fits(drafter, context)
+    check_drafter_fits(drafter, context)
     if length is None:
         tuning = tuning_for(model) if options.tuning is None else options.tuning
         length = make_draft_length(options.draft_length, tuning)
@@ -134,7 +133,12 @@ def verifier_for(
     noise: Noise,
 ) -> Verifier:
     """The target of a generation: a model with caches, what tokens are drawn from, a rule."""
-    model_pass = ModelPass(model, rollback, options.caches, probe=probe)
     next_token = NextToken(options.sampler or Sampling(), options.logits_processors or (), noise)
     end_tokens = frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ())
-    return Verifier(model_pass, next_token, options.rule, end_tokens)
+    return Verifier(
+        next_token,
+        options.rule,
+        *(model, rollback, options),
+        end_tokens=end_tokens,
+        probe=probe,
+    )

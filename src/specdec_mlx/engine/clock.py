@@ -16,20 +16,17 @@ HARDLY = 0.1
 class Round:
     """A pass under way, and the host time that it took to get there, in seconds.
 
-    num_drafted: tokens that it verifies. is_ahead: launched before the round before it was read.
+    num_drafted: tokens that it verifies. num_pending: those that were known before. is_ahead:
+    launched before the round before it was read.
     """
 
     under_way: PendingPass
     num_drafted: int
+    num_pending: int
     draft_seconds: float
     launch_seconds: float
     is_ahead: bool = False
     part: str = ""
-
-    @property
-    def num_pending(self) -> int:
-        """Positions of tokens that were known before it."""
-        return self.under_way.num_fed - self.num_drafted
 
 
 @dataclass
@@ -70,8 +67,9 @@ class RoundClock:
         draft_seconds = self._launch_began - began
         launch_seconds = self.now() - self._launch_began
         self._launching += draft_seconds + launch_seconds
-        num_drafted = len(under_way.draft.tokens)
-        return Round(under_way, num_drafted, draft_seconds, launch_seconds, is_ahead, part)
+        drafted = len(under_way.draft.tokens)
+        pending = under_way.num_fed - drafted
+        return Round(under_way, drafted, pending, draft_seconds, launch_seconds, is_ahead, part)
 
     def was_read(self, started: float) -> None:
         """A round was read; waiting for it began at `started`."""

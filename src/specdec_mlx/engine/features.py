@@ -8,12 +8,12 @@ import mlx.core as mx
 
 from specdec_mlx.contracts import (
     Drafter,
-    DraftSession,
     FeatureRows,
     Features,
     Outcome,
     ReadsTarget,
     SeesTarget,
+    Session,
     Tappable,
     Target,
     all_drafters,
@@ -43,7 +43,7 @@ class FeatureFeed:
         self.at_once = False
 
     @classmethod
-    def between(cls, drafter: Drafter, session: DraftSession, target: Target) -> FeatureFeed | None:
+    def between(cls, drafter: Drafter, session: Session, target: Target) -> FeatureFeed | None:
         """The way from a target to those of a session's parts that read it; None if none does.
 
         Raises DraftError for a session without `see`, UnreadableError for what the target does not

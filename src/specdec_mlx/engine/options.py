@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
-from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
-from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, generation_stream
+from mlx_lm.generate import generation_stream
 
 from specdec_mlx.contracts import AcceptanceRule, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength
@@ -19,7 +18,7 @@ from specdec_mlx.verify.inputs import CacheOptions
 
 
 @dataclass(frozen=True, kw_only=True)
-class Options:
+class Options(CacheOptions):
     """How a text is generated.
 
     Args:
@@ -63,11 +62,6 @@ class Options:
     tuning: Tuning | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
     prompt_cache: list[Any] | None = None
-    max_kv_size: int | None = None
-    prefill_step_size: int = 2048
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
     prompt_progress_callback: Callable[[int, int], None] | None = None
     input_embeddings: mx.array | None = None
     tokenizer: Any = None
@@ -78,15 +72,10 @@ class Options:
 
     @classmethod
     def of(cls, given: Mapping[str, Any], caller: str) -> Options:
-        """The options that a call was given; TypeError for one that there is not."""
+        """The options that a call was given; TypeError, or ValueError, for others."""
         known = [field.name for field in fields(cls)]
         for name in given:
             if name not in known:
                 near = did_you_mean(name, known)
                 raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}.{near}")
         return cls(**given)
-
-    @cached_property
-    def caches(self) -> CacheOptions:
-        """How caches are made and filled; ValueError for what cannot be."""
-        return CacheOptions(*(getattr(self, field.name) for field in fields(CacheOptions)))

@@ -41,7 +41,7 @@ from specdec_mlx.models import PerModel
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.verify.inputs import check_draft, noise_of
-from specdec_mlx.verify.rollback import refuse, wait_for
+from specdec_mlx.verify.rollback import mark_unusable, wait_for
 
 MOST_TOKENS = 64  # longest draft of a generation on several ranks; its message has room for them
 
@@ -54,7 +54,7 @@ class State(IntEnum):
     FAILED = 2
 
 
-class Said(NamedTuple):
+class RankMessage(NamedTuple):
     """One rank's message when the ranks meet.
 
     end: prompt + tokens that its caller has. checksum: of its text. is_drawn, tokens, parents: of
@@ -78,7 +78,7 @@ class Said(NamedTuple):
         return [*head, len(tokens), len(parents), *lists[0], *lists[1]]
 
     @classmethod
-    def read(cls, numbers: Sequence[int]) -> Said:
+    def read(cls, numbers: Sequence[int]) -> RankMessage:
         """Read what `numbers` gave."""
         state, end, checksum, is_drawn, part, num_tokens, num_parents, *both = numbers
         parents = [parent - 1 for parent in both[MOST_TOKENS:][:num_parents]]
@@ -229,7 +229,7 @@ class SharedDrafting(Drafting):
             self.target.rollback.drop_checkpoints()
         return self._received(first, draft)
 
-    def _meet(self, state: State, draft: Draft = NO_DRAFT) -> Said:
+    def _meet(self, state: State, draft: Draft = NO_DRAFT) -> RankMessage:
         """Tell the others this rank's state, and rank 0's draft; returns rank 0's message."""
         is_drawn, part = draft.logprobs is not None, 0
         if is_drawn and draft.parents is None and self.part in self._everywhere:
@@ -239,16 +239,16 @@ class SharedDrafting(Drafting):
         known += sequence.tokens[self._num_met :]
         checksum, self._num_met = zlib.crc32(array("I", known).tobytes()), len(sequence.tokens)
         about = is_drawn, part, to_list(draft.tokens), draft.parents
-        said = Said(state, sequence.end, checksum, *about)
+        message = RankMessage(state, sequence.end, checksum, *about)
         try:
-            gathered = self.ranks.gather(said.numbers())
+            gathered = self.ranks.gather(message.numbers())
         except RuntimeError:
             self.is_lost = True
             raise
-        all_said = [Said.read(numbers) for numbers in gathered]
+        messages = [RankMessage.read(numbers) for numbers in gathered]
         self.is_under_way = False
-        self.is_alike = len({one.checksum for one in all_said}) == 1
-        failed = [rank for rank, one in enumerate(all_said) if one.state == State.FAILED]
+        self.is_alike = len({one.checksum for one in messages}) == 1
+        failed = [rank for rank, one in enumerate(messages) if one.state == State.FAILED]
         if failed and self.failure is None:
             self.failure = RankError(
                 f"Rank {failed[0]} failed, and all ranks end with it; its own error says why."
@@ -258,14 +258,14 @@ class SharedDrafting(Drafting):
                 "The ranks' texts differ. Call all of them with the same arguments, samplers and "
                 "processors; if they were, their hardware computes different numbers."
             )
-        self.first_end = all_said[0].end
-        self.is_over = self.failure is not None or any(one.state for one in all_said)
+        self.first_end = messages[0].end
+        self.is_over = self.failure is not None or any(one.state for one in messages)
         if self.is_over:
             sequence.max_tokens = sequence.num_generated
             sequence.num_handed_out = self.first_end - sequence.prompt_length
-        return all_said[0]
+        return messages[0]
 
-    def _received(self, first: Said, own: Draft) -> Draft:
+    def _received(self, first: RankMessage, own: Draft) -> Draft:
         """The draft of rank 0's message, with its distribution."""
         logprobs = own.logprobs
         if not self.ranks.is_first and first.part:
@@ -275,7 +275,7 @@ class SharedDrafting(Drafting):
             logprobs = self.ranks.from_first(own.logprobs, shape)
         return replace(own, tokens=first.tokens, logprobs=logprobs, parents=first.parents)
 
-    def _drawn_anew(self, first: Said) -> mx.array:
+    def _drawn_anew(self, first: RankMessage) -> mx.array:
         """The distribution [K, V] of a draft that rank 0 has drawn, from this rank's own session.
 
         Where that fails, this rank stays with the others for one more pass, and says so then.
@@ -288,7 +288,7 @@ class SharedDrafting(Drafting):
                     "sharded model with the same arguments."
                 )
             key = self._everywhere[first.part - 1]
-            part = next(p for group in self._groups for p in group if p.key == key)
+            part = next(p for group in self.groups for p in group if p.key == key)
             draft = self._ask(part, num_tokens)
             if len(draft) != num_tokens or draft.logprobs is None:
                 raise DraftError(f"{key} drew {len(draft)} tokens here, {num_tokens} on rank 0.")
@@ -333,7 +333,7 @@ class SharedDrafting(Drafting):
             self.is_alike = self.is_alike and self.is_over
             if not self.is_alike:
                 reason = f"a generation on several ranks failed ({error!r})."
-                refuse(self.target.rollback.caches, reason)
+                mark_unusable(self.target.rollback.caches, reason)
         return self.is_alike
 
     def close(self, end: int) -> None:

@@ -11,7 +11,7 @@ import mlx.core as mx
 import mlx_lm
 
 from specdec_mlx.contracts import Target
-from specdec_mlx.verify.rollback import refuse, states_of
+from specdec_mlx.verify.rollback import mark_unusable, states_of
 
 SHOWS_PROMPT = not mlx_lm.__version__.startswith("0.31.")
 """Before 0.32 mlx-lm's processors see the prompt's last token, and no earlier one."""
@@ -53,7 +53,7 @@ class SequenceState:
         """Tokens that logits processors see before one is drawn."""
         return self.tokens if SHOWS_PROMPT else self.tokens[self.prompt_length - 1 :]
 
-    def num_wanted(self, besides: int = 0) -> int | None:
+    def num_remaining(self, besides: int = 0) -> int | None:
         """Tokens wanted beyond those known and `besides` more; None for no limit."""
         if self.max_tokens < 0:
             return None
@@ -66,7 +66,7 @@ class SequenceState:
 
     def append(self, tokens: Sequence[int]) -> list[int]:
         """Add generated tokens, but no more than are wanted; those that were added."""
-        added = list(tokens[: self.num_wanted()])
+        added = list(tokens[: self.num_remaining()])
         self.tokens += added
         return added
 
@@ -111,7 +111,9 @@ def bring_caches_to(
         mx.async_eval(states_of(caches.caches))
     except BaseException as failure:
         reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
-        refuse(caches.caches, f"a generation was interrupted and could not be undone ({reason}).")
+        mark_unusable(
+            caches.caches, f"a generation was interrupted and could not be undone ({reason})."
+        )
         raise
     finally:
         callers_cache[: len(caches.caches)] = caches.caches

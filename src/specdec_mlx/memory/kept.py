@@ -28,10 +28,10 @@ from specdec_mlx.options import wrong
 SAVE_EVERY = 60.0  # seconds between two savings of an opened file: what a killed process loses
 
 
-K = TypeVar("K", bound="Kept")
+K = TypeVar("K", bound="KeptFile")
 
 
-class Kept(ABC):
+class KeptFile(ABC):
     """A memory of texts, or a table of counts; safe with many threads.
 
     kind: of its files. what: its name in messages. tokenizer: fingerprint of the tokenizer whose
@@ -192,7 +192,7 @@ def opened(path: Path | str, kind: type[K], make: Callable[[], K]) -> K:
     return found
 
 
-_open: dict[Path, Kept] = {}
+_open: dict[Path, KeptFile] = {}
 _opening = RLock()
 
 

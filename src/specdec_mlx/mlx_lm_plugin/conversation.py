@@ -16,7 +16,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx import contracts
-from specdec_mlx.contracts import DraftContext, Drafter, DraftSession, LogitsProcessor
+from specdec_mlx.contracts import DraftContext, Drafter, LogitsProcessor, Session
 from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf, Several
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
@@ -86,13 +86,10 @@ class Wrapper(Several):
 class WrappedSession:
     """A session that is told of its end by another function; the rest is its own."""
 
-    def __init__(self, session: DraftSession, key: str, close: Callable[[int], None]) -> None:
-        self.propose, self.observe, self.close = session.propose, session.observe, close
-        self.cheap = contracts.is_cheap(session)
+    def __init__(self, session: Session, key: str, close: Callable[[int], None]) -> None:
+        self.observe, self.close = session.observe, close
         self.parts = contracts.session_parts(session, key)
         self.groups = contracts.session_groups(session, key)
-        if isinstance(session, contracts.Stepwise):
-            self.propose_while = session.propose_while
 
 
 @dataclass(frozen=True)
@@ -102,7 +99,7 @@ class Continued(Wrapper):
     drafter: Drafter
     earlier: Sequence[int]
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin after the earlier turns and the prompt."""
         if context.draft_cache is not None:
             return self.drafter.begin(prompt, context)
@@ -131,7 +128,7 @@ class Predicted(Wrapper):
     drafter: PromptLookupDrafter
     prediction: Sequence[int]
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin after the prediction, found by the prompt's end before it, and the prompt."""
         end = prompt[-self.drafter.max_ngram :]
         return self.drafter.begin([*end, *self.prediction, *prompt], context)
@@ -169,7 +166,7 @@ class Kept(Wrapper):
         """Name of the loaded model in the store, which no other one gets."""
         return "draft model", _loaded(self.drafter.model)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> DraftSession:
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin after the prompt, of which the caches that are found hold a part."""
         if context.draft_cache is not None or self.drafter.shared_with(context) is not None:
             return self.drafter.begin(prompt, context)

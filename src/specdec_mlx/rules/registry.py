@@ -35,7 +35,7 @@ from specdec_mlx.rules.trees import MultiRound, OwnTokens, Traversal, TreeRule
 
 
 @dataclass(frozen=True)
-class Auto:
+class AutoRule:
     """Match for point masses, greedy targets and opaque samplers, else block."""
 
     name = "auto"
@@ -73,7 +73,7 @@ def tree_rule_for(rule: AcceptanceRule) -> TreeRule | None:
 
 
 LOSSLESS: dict[str, Callable[..., AcceptanceRule]] = {
-    "auto": Auto,
+    "auto": AutoRule,
     "match": Match,
     "coupled": Coupled,
     "rejection": Rejection,

@@ -304,7 +304,7 @@ class Engine:
             logits_processors=text.processors,
             prefill_stops=text.prompt.ends,
         )
-        own = split_cache(model, caches, options.caches)[0]
+        own = split_cache(model, caches, options)[0]
         options = replace(
             options, prompt_cache=own, prompt_progress_callback=partial(self._was_read, text, own)
         )
@@ -363,7 +363,7 @@ class Engine:
     def _warm_up(self, loaded: Loaded) -> None:
         """Measure what is measured once for each model, and compile what is compiled."""
         options = self._options(loaded)
-        split_cache(loaded.model, None, options.caches)  # raises for what cannot be quantized so
+        split_cache(loaded.model, None, options)  # raises for what cannot be quantized so
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
         heavy = [part for name, part in self.models.defaults(loaded) if name_in(name) in WITH_MODEL]
         tuning = Tuning.for_model(loaded.model)  # compiling is not to be taken for its pace

@@ -29,8 +29,8 @@ from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, WI
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
 from specdec_mlx.memory import Memory
-from specdec_mlx.memory.kept import Kept
-from specdec_mlx.memory.sources import state_of
+from specdec_mlx.memory.kept import KeptFile
+from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
 from specdec_mlx.models import explained
 from specdec_mlx.options import name_in
@@ -231,7 +231,7 @@ class Models:
         parts = [part for drafter in drafters for part in all_drafters(drafter)]
         options = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
         for kept in (*options, self.flags.remembered):
-            if isinstance(kept, Kept):
+            if isinstance(kept, KeptFile):
                 if is_given:
                     kept.check_tokenizer(loaded.tokenizer)
                 kept.refuses_others = False

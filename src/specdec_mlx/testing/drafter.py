@@ -19,7 +19,8 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.checks.drawn import Draws, check_declared
-from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, DraftSession, is_cheap
+from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, Session, is_cheap, key_of
+from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.conformance import Conformance
@@ -28,7 +29,7 @@ from specdec_mlx.verify.inputs import (
     begin_session,
     check_draft,
     check_drafted,
-    check_fits,
+    check_drafter_fits,
     check_is_drafter,
 )
 from specdec_mlx.verify.passes import check_distribution
@@ -118,7 +119,7 @@ class LoopsOwn(list[int]):
 class ScriptedGeneration:
     """A session and its text; num_decided: draws of its noise that are of decided drafts."""
 
-    session: DraftSession
+    session: Session
     text: list[int]
     noise: NotedNoise
     num_decided: int = 0
@@ -289,7 +290,7 @@ class DrafterConformance(Conformance):
         context = DraftContext(
             sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
         )
-        check_fits(self.subject, context)
+        check_drafter_fits(self.subject, context)
         with self.blaming("begin()", part="protocol"):
             session = begin_session(self.subject, LoopsOwn(prompt), context)
             return ScriptedGeneration(session, list(prompt), noise)
@@ -297,7 +298,7 @@ class DrafterConformance(Conformance):
     def _propose(self, generation: ScriptedGeneration, limit: int) -> Draft:
         drawn, num_drawn = generation.noise.drawn, len(generation.noise.drawn)
         with mx.stream(generation_stream):
-            draft = generation.session.propose(limit)
+            draft = proposing(generation.session, key_of(self.subject))(limit)
             self._check_draft(draft, limit)
         new, decided = drawn[num_drawn:], drawn[: generation.num_decided]
         is_fresh = len({*new}) == len(new) and not {*new} & {*decided}

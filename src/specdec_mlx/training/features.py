@@ -19,7 +19,7 @@ from tqdm import tqdm
 
 from specdec_mlx.contracts import FeatureRows, Features
 from specdec_mlx.errors import TrainingError
-from specdec_mlx.verify.taps import Taps
+from specdec_mlx.verify.watching import Taps
 
 
 @contextmanager

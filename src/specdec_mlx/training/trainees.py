@@ -16,11 +16,11 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 
 from specdec_mlx.contracts import Features
+from specdec_mlx.drafters.heads.drafter import DraftVocabulary, TargetEnds, target_ends
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3, Eagle3Config
 from specdec_mlx.drafters.heads.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPHead
 from specdec_mlx.drafters.heads.one_pass import Medusa
-from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained

@@ -150,7 +150,7 @@ def places_of(model: nn.Module) -> list[ProbePoint]:
     return sorted(places, key=lambda place: place.start)
 
 
-def exact_until(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
+def first_inexact(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
     """Position that passes from this one on may not go beyond, or None: chains, trees."""
     for place in places_of(model):
         if place.start > position + MARGIN:

@@ -10,7 +10,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import maybe_quantize_kv_cache
+from mlx_lm.generate import DEFAULT_QUANTIZED_KV_START, maybe_quantize_kv_cache
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import (
@@ -20,6 +20,8 @@ from specdec_mlx.contracts import (
     Drafter,
     DraftSession,
     LogitsProcessor,
+    Session,
+    SessionGroups,
 )
 from specdec_mlx.errors import DraftError, PromptError
 from specdec_mlx.options import shown, whole, wrong
@@ -27,18 +29,21 @@ from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.verify.rollback import check_usable
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, kw_only=True)
 class CacheOptions:
-    """How the target's caches are made and filled, as in mlx-lm's `generate_step`."""
+    """How the target's caches are made and filled, as in mlx-lm's `generate_step`.
+
+    Raises ValueError for what cannot be.
+    """
 
     max_kv_size: int | None = None
     prefill_step_size: int = 2048
     kv_bits: int | None = None
     kv_group_size: int = 64
-    quantized_kv_start: int = 0
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
 
     def __post_init__(self) -> None:
-        for field in fields(self):
+        for field in fields(CacheOptions):
             value, least = getattr(self, field.name), int(field.name != "quantized_kv_start")
             if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, whole(field.name, value, least))
@@ -163,10 +168,10 @@ def check_is_drafter(drafter: object) -> None:
     raise wrong("drafter", drafter, f"an object with begin(prompt, context); {instead}")
 
 
-def begin_session(drafter: Drafter, tokens: Sequence[int], context: DraftContext) -> DraftSession:
+def begin_session(drafter: Drafter, tokens: Sequence[int], context: DraftContext) -> Session:
     """Begin a drafter's session; DraftError for one without `propose` or `observe`."""
     session = drafter.begin(tokens, context)
-    if not all(callable(getattr(session, name, None)) for name in ("propose", "observe")):
+    if not isinstance(session, DraftSession | SessionGroups):
         raise DraftError(
             f"{type(drafter).__name__}.begin(...) returned {shown(session)}; expected a session "
             "with propose(limit) and observe(tokens)."
@@ -174,7 +179,7 @@ def begin_session(drafter: Drafter, tokens: Sequence[int], context: DraftContext
     return session
 
 
-def check_fits(drafter: Drafter | None, context: DraftContext) -> None:
+def check_drafter_fits(drafter: Drafter | None, context: DraftContext) -> None:
     """Refuse what is no drafter, and let a drafter refuse the target that it is to draft for."""
     check_is_drafter(drafter)
     if isinstance(drafter, Checks):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -11,13 +12,12 @@ from mlx_lm.generate import maybe_quantize_kv_cache
 
 from specdec_mlx.contracts import FeatureRows, Features, KeysValues
 from specdec_mlx.models import PerModel
-from specdec_mlx.verify.exactness import exact_until, warn_of_chains
+from specdec_mlx.verify.exactness import first_inexact, warn_of_chains
 from specdec_mlx.verify.inputs import CacheOptions
 from specdec_mlx.verify.recurrent_states import recurrent_states_of
 from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.taps import Taps, check_readable, keys_values_of
 from specdec_mlx.verify.tree_passes import TreeLayout
-from specdec_mlx.verify.watching import anatomy_of
+from specdec_mlx.verify.watching import Taps, anatomy_of, check_readable, keys_values_of
 
 vocab_size_of = PerModel(lambda model: anatomy_of(model).vocab_size)
 """V of a loaded model: how wide its logits are."""
@@ -42,6 +42,10 @@ class ModelPass:
         for index in wanted.caches:
             check_readable(self.rollback.caches, index)
         self.taps = Taps(self.model, wanted, self.keys_values)
+
+    def vocab_size(self) -> int:
+        """V."""
+        return vocab_size_of(self.model)
 
     @property
     def position(self) -> int:
@@ -80,9 +84,7 @@ class ModelPass:
             tree = TreeLayout.after(tokens.shape[0] - len(parents), parents)
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
 
-        def run() -> mx.array:
-            return self.rollback.forward(self.model, tokens, tree, **inputs)
-
+        run = partial(self.rollback.forward, self.model, tokens, tree, **inputs)
         return run() if self.taps is None else self.taps.read(run)
 
     def quantize(self) -> None:
@@ -103,7 +105,7 @@ class ModelPass:
         limits = [self.rollback.widest_pass()]
         if self.probe:
             end = self.rollback.end
-            until = exact_until(self.model, end)
+            until = first_inexact(self.model, end)
             limits.append(None if until is None else max(1, until - end))
         if self.options.kv_bits is not None:
             start = self.options.quantized_kv_start
@@ -119,7 +121,7 @@ class ModelPass:
         if not self.probe:
             return False
         end = self.rollback.end
-        if self.rollback.takes_trees() and exact_until(self.model, end, on_trees=True) is None:
+        if self.rollback.takes_trees() and first_inexact(self.model, end, on_trees=True) is None:
             return True
         if self.taps is None:
             warn_of_chains(self.model)

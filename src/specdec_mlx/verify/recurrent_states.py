@@ -32,7 +32,7 @@ from mlx_lm.models.ssm import ssm_update
 
 from specdec_mlx.models import PerModel
 from specdec_mlx.verify.strategies import Snapshot, Strategy, leaves, strategy_for
-from specdec_mlx.verify.watching import replacing, watching
+from specdec_mlx.verify.watching import Call, replacing, watching
 
 ROUNDING = {mx.float32: 1e-3, mx.bfloat16: 0.25, mx.float16: 0.05}
 """Difference that rounding explains, relative to the spread of the logits; a wrong mask is above.
@@ -128,7 +128,7 @@ class _Convolution(NamedTuple):
         return self.rows.shape[1] == width + slot.shape[1]
 
 
-_Call = _Update | _Convolution
+_StateCall = _Update | _Convolution
 
 
 class KeptStates(Snapshot):
@@ -136,7 +136,7 @@ class KeptStates(Snapshot):
 
     name = "choice of states"
 
-    def __init__(self, calls: Sequence[_Call], width: int) -> None:
+    def __init__(self, calls: Sequence[_StateCall], width: int) -> None:
         self.calls, self.width = calls, width
 
     def can_trim(self, cache: Any, back: int) -> bool:
@@ -185,12 +185,12 @@ class RecurrentStates:
 @contextmanager
 def _recording(
     places: list[tuple[ModuleType, str]], convolutions: list[nn.Module]
-) -> Iterator[list[_Call]]:
+) -> Iterator[list[_StateCall]]:
     """The calls of a pass that states can be had from, in order, and the steps of recurrences.
 
     Calls with a mask are left out.
     """
-    calls: list[_Call] = []
+    calls: list[_StateCall] = []
 
     def answer(function: Callable[..., Any], args: tuple[Any, ...], more: Any) -> Any:
         recurrence = RECURRENCES[function]
@@ -204,7 +204,8 @@ def _recording(
             calls.append(_Update(recurrence, given, states))
         return output, states[-1]
 
-    def convolve(module: nn.Module, rows: mx.array, output: Any) -> None:
+    def convolve(call: Call) -> None:
+        module, rows, _ = call
         if isinstance(module, nn.Conv1d):  # watchers are told of all modules that anybody watches
             calls.append(_Convolution(rows))
 
@@ -273,7 +274,7 @@ def _places(model: nn.Module) -> list[tuple[ModuleType, str]]:
     ]
 
 
-def _source(calls: Sequence[_Call], slot: mx.array | None) -> int:
+def _source(calls: Sequence[_StateCall], slot: mx.array | None) -> int:
     """Number of the call that filled a slot of a cache in the measured pass, or UNKNOWN."""
     for i, call in enumerate(calls):
         if slot is None or not call.fits(slot, NUM_WATCHED):

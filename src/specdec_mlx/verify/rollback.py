@@ -155,7 +155,10 @@ class Rollback:
 
     def _all_or_nothing(self, change: Callable[[], T]) -> T:
         """Put every cache back if a change of them raises; a note says which cannot be."""
-        before = [(cache, s, s.save(cache)) for cache, s in self._strategies()]
+        before = [
+            (cache, s, vars(cache).copy() if s.saves_by_name else s.save(cache))
+            for cache, s in self._strategies()
+        ]
         try:
             return change()
         except BaseException as error:
@@ -197,14 +200,14 @@ class Rollback:
                 )
 
 
-_refused: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
+_unusable: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 
-def refuse(caches: Sequence[Any], reason: str) -> None:
+def mark_unusable(caches: Sequence[Any], reason: str) -> None:
     """Have these caches refused by every later generation: it is not known what they hold."""
     for cache in leaves(caches):
         with suppress(TypeError):  # of a class that cannot be referred to weakly
-            _refused[cache] = reason
+            _unusable[cache] = reason
 
 
 def check_usable(caches: Sequence[Any]) -> None:
@@ -212,7 +215,7 @@ def check_usable(caches: Sequence[Any]) -> None:
     for cache in leaves(caches):
         reason = None
         with suppress(TypeError):
-            reason = _refused.get(cache)
+            reason = _unusable.get(cache)
         if reason is not None:
             raise CacheRollbackError(
                 f"prompt_cache holds a {type(cache).__name__} that is not usable: {reason} Make "

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
 
@@ -19,12 +18,12 @@ from specdec_mlx.verify.recurrent_states import in_steps
 from specdec_mlx.verify.rollback import Rollback, wait_for
 from specdec_mlx.verify.row_caches import BatchCaches
 from specdec_mlx.verify.verifier import Verifier
-from specdec_mlx.verify.watching import Tap
+from specdec_mlx.verify.watching import Call, Tap, watching
 
 
 @dataclass
 class DeferredRollback(Rollback):
-    """A row's place in its text: it says where to go back to, and all rows go at once.
+    """A row's place in its text: notes a rewind; `apply_rewinds` does all of them together.
 
     base: positions of earlier texts in the caches.
     """
@@ -32,7 +31,7 @@ class DeferredRollback(Rollback):
     base: int = 0
 
     def rewind_to(self, position: int) -> int:
-        """Note the position to go back to; `SharedPasses.settle` goes there."""
+        """Note the position to go back to; `SharedPasses.apply_rewinds` goes there."""
         self.position = min(self.position, position)
         return self.position
 
@@ -69,7 +68,7 @@ class SharedPasses:
         alone = verifier.rollback
         self.caches.add(alone.caches, alone.end)
         base = alone.end - alone.position
-        verifier.model_pass.rollback = DeferredRollback([], alone.position, base=base)
+        verifier.rollback = DeferredRollback([], alone.position, base=base)
         self.verifiers.append(verifier)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -91,10 +90,10 @@ class SharedPasses:
             drafts.append(verifier.checked(round_.draft, may_fork=False))
             drafted.append(verifier.drafted_ids(drafts[-1]))
             fed.append(_joined(round_.pending, drafts[-1], drafted[-1]))
-        all_taps = [verifier.model_pass.taps for verifier in self.verifiers]
-        with in_steps(self.model, max(map(len, fed))), ExitStack() as stack:
-            different = {taps.wanted: taps for taps in all_taps if taps is not None}
-            rows_of = {w: stack.enter_context(taps.watched()) for w, taps in different.items()}
+        all_taps = [verifier.taps for verifier in self.verifiers]
+        watched = [module for taps in all_taps if taps is not None for module in taps.modules]
+        calls: list[Call] = []
+        with in_steps(self.model, max(map(len, fed))), watching(watched, calls.append):
             logits = self.caches.feed(self.model, fed)
         passes = []
         for row, (verifier, round_) in enumerate(zip(self.verifiers, rounds, strict=True)):
@@ -103,13 +102,13 @@ class SharedPasses:
             pass_ = verifier.judge(mine, drafts[row], drafted[row], round_.position, num_fed)
             if taps is not None:
                 every = logits[row, :num_fed]
-                pass_.features = rows_of[taps.wanted](every, Tap.of_text, row, num_fed)
+                pass_.features = taps.rows(calls, every, Tap.of_text, row, num_fed)
             passes.append(pass_)
         mx.async_eval([pass_.to_compute for pass_ in passes])
         self._move()
         return list(passes)
 
-    def settle(self) -> None:
+    def apply_rewinds(self) -> None:
         """Go back where rows asked to."""
         self.caches.go_back([place.end for place in self.places])
         self._move()
@@ -142,7 +141,7 @@ class OneByOne(SharedPasses):
         both = zip(self.verifiers, rounds, strict=True)
         return [verifier.launch(r.pending, r.draft, r.position) for verifier, r in both]
 
-    def settle(self) -> None:
+    def apply_rewinds(self) -> None:
         """Each text went back by itself."""
 
     def extract(self, row: int) -> Rollback:
@@ -162,7 +161,7 @@ def reads_caches(drafter: Drafter) -> bool:
     return isinstance(drafter, ReadsTarget) and bool(drafter.features.caches)
 
 
-def passes_over(model: nn.Module, max_kv_size: int | None, drafter: Drafter | None) -> SharedPasses:
+def make_passes(model: nn.Module, max_kv_size: int | None, drafter: Drafter | None) -> SharedPasses:
     """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
     readers = [part for part in all_drafters(drafter) if reads_caches(part)]
     if readers:

@@ -30,6 +30,10 @@ class Strategy:
 
     name = "trim"
     must_restore = False
+    saves_by_name = True  # nothing but the attributes is saved, which needs no call in each pass
+
+    def __init_subclass__(cls) -> None:
+        cls.saves_by_name = cls.save is Strategy.save
 
     def save(self, cache: Any) -> Any:
         """All that `restore` needs, taken before a pass; no buffer is copied."""

@@ -78,17 +78,14 @@ class TreeLayout:
         return mx.concatenate([past, own], axis=1)
 
 
-class GrowingLayout:
-    """The rows of a tree that is fed level by level, the text before it being on the caches."""
+def next_level(fed: list[int], parents: Sequence[int]) -> TreeLayout:
+    """Rows of further tokens of a tree that is fed level by level, the text being on the caches.
 
-    def __init__(self) -> None:
-        self._parents: list[int] = []
-
-    def further(self, parents: Sequence[int]) -> TreeLayout:
-        """Those of further tokens; parents: of each, among all that were fed."""
-        num_fed = len(self._parents)
-        self._parents += parents
-        return TreeLayout.after(0, self._parents, num_fed)
+    fed: parents of those fed before, to which these are added. parents: of each, among all.
+    """
+    num_fed = len(fed)
+    fed += parents
+    return TreeLayout.after(0, fed, num_fed)
 
 
 _pass_over: ContextVar[TreeLayout | None] = ContextVar("_pass_over", default=None)
@@ -159,7 +156,7 @@ def chooses_blocks(model: nn.Module) -> bool:
 
 
 @PerModel
-def teach_depths(model: nn.Module) -> None:
+def patch_ropes(model: nn.Module) -> None:
     """Have the modules that read positions look if a pass is over a tree."""
 
     def taught(module: nn.Module, kind: type) -> type:  # one that is taught stays as it is
@@ -176,7 +173,7 @@ def tree_pass(
     model: nn.Module, tokens: mx.array, caches: Sequence[Any], rows: TreeLayout, **inputs: Any
 ) -> mx.array:
     """Logits [S, V] of a pass over a tree of tokens [S], lazy."""
-    teach_depths(model)
+    patch_ropes(model)
     views = [view_of(cache, rows) for cache in caches]
     with pass_over(rows):
         logits: mx.array = model(tokens[None], cache=views, **inputs).squeeze(0)

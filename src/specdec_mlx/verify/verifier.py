@@ -14,7 +14,6 @@ from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     FeatureRows,
-    Features,
     PendingPass,
     needs_distribution,
     shares_noise,
@@ -22,22 +21,22 @@ from specdec_mlx.contracts import (
 from specdec_mlx.rules.registry import make_rule, tree_rule_for
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.inputs import check_draft
-from specdec_mlx.verify.model_pass import ModelPass, vocab_size_of
+from specdec_mlx.verify.model_pass import ModelPass
 from specdec_mlx.verify.next_token import NextToken, RoundNoise, RoundPositions, is_pure
 from specdec_mlx.verify.passes import LazyPass, StepwisePass
-from specdec_mlx.verify.rollback import Rollback
 
 NO_TOKENS = mx.array([], mx.uint32)
 
 
-class Verifier:
-    """The target of a generation: see `contracts.Target`.
+class Verifier(ModelPass):
+    """The target of a generation: passes of a model, and verdicts; see `contracts.Target`.
 
     Args:
-        model_pass: the model with its caches.
         next_token: what its tokens are drawn from, and with which noise.
         rule: how much of a draft is kept.
+        of_pass: the model with its caches, and how they are filled, as `ModelPass` takes them.
         end_tokens: tokens that end a text; a draft goes no further.
+        options: further ones of `ModelPass`.
 
     Raises:
         ValueError: the rule needs a distribution, and there is none.
@@ -45,12 +44,13 @@ class Verifier:
 
     def __init__(
         self,
-        model_pass: ModelPass,
         next_token: NextToken,
         rule: str | AcceptanceRule,
+        *of_pass: Any,
         end_tokens: Set[int] = frozenset(),
+        **options: Any,
     ) -> None:
-        self.model_pass = model_pass
+        super().__init__(*of_pass, **options)
         self.next_token = next_token
         self.remembers = next_token.remembers
         self.end_tokens = end_tokens
@@ -63,35 +63,6 @@ class Verifier:
                 "processor of your own gives none. Leave it out, or use "
                 "specdec_mlx.Sampling(...) as the sampler."
             )
-
-    @property
-    def rollback(self) -> Rollback:
-        """The caches."""
-        return self.model_pass.rollback
-
-    def vocab_size(self) -> int:
-        """V."""
-        return vocab_size_of(self.model_pass.model)
-
-    def widest_pass(self) -> int | None:
-        """Most positions that the next pass may have; None for any number."""
-        return self.model_pass.widest_pass()
-
-    def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
-        """One pass for the caches alone; logits [S, V], lazy."""
-        return self.model_pass.feed(tokens, embeddings)
-
-    def quantize(self) -> None:
-        """Quantize caches that are long enough."""
-        self.model_pass.quantize()
-
-    def tap(self, wanted: Features) -> None:
-        """Have every pass from now on bring these features."""
-        self.model_pass.tap(wanted)
-
-    def fed_features(self) -> tuple[FeatureRows, int]:
-        """Rows of the latest `feed`, and its number of positions."""
-        return self.model_pass.fed_features()
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
         """Add tokens of the text to what logits processors see."""
@@ -111,8 +82,8 @@ class Verifier:
             vocab_size=self.vocab_size(),
             tokenizer=tokenizer,
             draft_cache=draft_cache,
-            prefill_step_size=self.model_pass.options.prefill_step_size,
-            target_caches=self.model_pass,
+            prefill_step_size=self.options.prefill_step_size,
+            target_caches=self,
         )
 
     def launch(
@@ -136,15 +107,17 @@ class Verifier:
             self.rollback.checkpoint()
             drafted = self.drafted_ids(draft)
             fed = mx.concatenate([fed, drafted])
-        logits = self.model_pass.feed(fed, embeddings, draft.parents, in_round=True)
+        logits = self.feed(fed, embeddings, draft.parents, in_round=True)
         if logits.shape[0] > num_drafted + 1:
             logits = logits[-num_drafted - 1 :]
         pass_ = self.judge(logits, draft, drafted, position, num_fed)
         to_compute = pass_.to_compute
-        if self.model_pass.taps is not None:
-            pass_.features = FeatureRows.joined([*rows, self.fed_features()[0]])
-            if pass_.features.top_tokens is not None:
-                to_compute.append(pass_.features.top_tokens)
+        if (taps := self.taps) is not None:
+            assert taps.features is not None
+            features = FeatureRows.joined([*rows, taps.features]) if rows else taps.features
+            pass_.features = features
+            if features.top_tokens is not None:
+                to_compute.append(features.top_tokens)
         mx.async_eval(to_compute)
         return pass_
 
@@ -208,14 +181,14 @@ class Verifier:
     def takes_trees(self) -> bool:
         """True if rule, rows and model go with trees."""
         is_taken = self.tree_rule is not None and not self.next_token.by_row
-        return is_taken and self.model_pass.takes_trees()
+        return is_taken and super().takes_trees()
 
     def _feed_all_but_last_pass(self, pending: mx.array) -> tuple[mx.array, list[FeatureRows]]:
         """Feed pending tokens that one pass has no room for; those that are left, and the rows."""
         rows: list[FeatureRows] = []
         while (room := self.widest_pass()) is not None and 1 < pending.shape[0] > room:
-            self.model_pass.feed(pending[:room], in_round=True)
-            if self.model_pass.taps is not None:
+            self.feed(pending[:room], in_round=True)
+            if self.taps is not None:
                 rows.append(self.fed_features()[0])
             pending = pending[room:]
         return pending, rows

@@ -6,14 +6,14 @@ so that other generations do not see it. The last pass to end puts everything ba
 
 One pass is watched for the parts of a model, which is never computed: they and their sizes are read
 off modules and shapes. The *head* is the last module that turns states into logits; its input is
-the state after the final norm.
+the state after the final norm. `Taps` reads what a drafter wants of a target's passes.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache, wraps
@@ -24,22 +24,24 @@ from weakref import ref
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
+from specdec_mlx.contracts import FeatureRows, Features, KeysValues, ReadsCache
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.models import PerModel
 from specdec_mlx.verify.strategies import READABLE, leaves, window_of
 
 T = TypeVar("T")
+V = TypeVar("V")
 
-Watcher = Callable[[nn.Module, Any, Any], None]
-"""Called after each call of a module: the module, its first argument, what it returned."""
+Call = tuple[nn.Module, Any, Any]
+"""A call of a module: the module, its first argument, what it returned."""
 
 Function = Callable[..., Any]
 Answer = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 """Called instead of a function: the function, its arguments and its keyword arguments."""
 
-_watchers: ContextVar[tuple[Watcher, ...]] = ContextVar("watchers", default=())
+_watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar("watchers", default=())
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 """Those of the pass that is being built in this thread."""
 
@@ -50,25 +52,30 @@ _num_passes: Counter[Hashable] = Counter()
 
 @contextmanager
 def _swapped(
-    things: Mapping[Hashable, T], swap: Callable[[T], None], put_back: Callable[[T], None]
+    things: Mapping[Hashable, T],
+    swap: Callable[[Iterable[T]], None],
+    put_back: Callable[[Iterable[T]], None],
+    variable: ContextVar[V],
+    value: V,
 ) -> Iterator[None]:
-    """Swap things in here, unless another pass has, and put back those that no other pass needs."""
-    taken: list[Hashable] = []
+    """Swap what no other pass has swapped, and put back in the end what no other pass needs.
+
+    The context variable has the value in here.
+    """
+    with _lock:
+        swap([thing for key, thing in things.items() if key not in _num_passes])
+        _num_passes.update(things.keys())
+    token = variable.set(value)
     try:
-        with _lock:
-            for key, thing in things.items():
-                if not _num_passes[key]:
-                    swap(thing)
-                _num_passes[key] += 1
-                taken.append(key)
         yield
     finally:
+        variable.reset(token)
         with _lock:
-            for key in taken:
-                _num_passes[key] -= 1
-                if not _num_passes[key]:
-                    del _num_passes[key]
-                    put_back(things[key])
+            _num_passes.subtract(things.keys())
+            ended = [key for key in things if not _num_passes[key]]
+            put_back([things[key] for key in ended])
+            for key in ended:
+                del _num_passes[key]
 
 
 @contextmanager
@@ -81,16 +88,26 @@ def held(variable: ContextVar[T], value: T) -> Iterator[None]:
         variable.reset(token)
 
 
-@contextmanager
-def watching(modules: Iterable[nn.Module], watcher: Watcher) -> Iterator[None]:
+def watching(
+    modules: Iterable[nn.Module], watcher: Callable[[Call], object]
+) -> AbstractContextManager[None]:
     """Tell `watcher` of every call of these modules made in here, `as_linear` included."""
-    swapped = _swapped(
-        {id(module): module for module in modules},
-        lambda module: _set_class(module, _reporting(type(module))),  # type: ignore[arg-type]
-        lambda module: _set_class(module, type(module).__bases__[0]),
-    )
-    with swapped, held(_watchers, (*_watchers.get(), watcher)):
-        yield
+    by_id = {id(module): module for module in modules}
+    return _swapped(by_id, _report, _stop_reporting, _watchers, (*_watchers.get(), watcher))  # type: ignore[arg-type]
+
+
+_set = object.__setattr__  # past MLX's setter, which looks for parameters
+
+
+def _report(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        kind: Any = type(module)
+        _set(module, "__class__", _reporting(kind))
+
+
+def _stop_reporting(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        _set(module, "__class__", type(module).__bases__[0])
 
 
 def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
@@ -99,11 +116,7 @@ def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
         kind: Any = type(module)
         is_watched = id(module) in _num_passes
         changed: Any = change(kind.__bases__[0] if is_watched else kind)
-        _set_class(module, _reporting(changed) if is_watched else changed)
-
-
-def _set_class(module: nn.Module, kind: type) -> None:
-    object.__setattr__(module, "__class__", kind)  # past MLX's setter, which looks for parameters
+        _set(module, "__class__", _reporting(changed) if is_watched else changed)
 
 
 @cache
@@ -113,7 +126,7 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
             output = method(self, *args, **kwargs)
             for watcher in _watchers.get():
-                watcher(self, args[0] if args else None, output)
+                watcher((self, args[0] if args else None, output))
             return output
 
         return call
@@ -123,16 +136,20 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
     return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
 
 
-@contextmanager
-def replacing(places: Iterable[tuple[ModuleType, str]], answer: Answer) -> Iterator[None]:
+def replacing(
+    places: Iterable[tuple[ModuleType, str]], answer: Answer
+) -> AbstractContextManager[None]:
     """Have `answer` called instead of functions in here; places: files, and names in them."""
-    swapped = _swapped(
-        {place: place for place in places},
-        lambda place: setattr(*place, _answered(getattr(*place))),
-        lambda place: setattr(*place, getattr(*place).__wrapped__),
-    )
-    with swapped, held(_answer, answer):
-        yield
+
+    def replace(places: Iterable[tuple[ModuleType, str]]) -> None:
+        for place in places:
+            setattr(*place, _answered(getattr(*place)))
+
+    def put_back(places: Iterable[tuple[ModuleType, str]]) -> None:
+        for place in places:
+            setattr(*place, getattr(*place).__wrapped__)
+
+    return _swapped({place: place for place in places}, replace, put_back, _answer, answer)
 
 
 @cache
@@ -147,9 +164,6 @@ def _answered(function: Function) -> Function:
 
 NUM_WATCHED = 7
 """Positions of the watched pass; no other axis, such as streams side by side, is as long."""
-
-
-_Call = tuple[nn.Module, Any, Any]  # a module, its first argument, and what it returned
 
 
 class Tap(NamedTuple):
@@ -226,10 +240,10 @@ def anatomy_of(model: nn.Module) -> Anatomy:
 
 
 def _watch(model: nn.Module) -> Anatomy:
-    calls: list[_Call] = []
+    calls: list[Call] = []
     parts = [part for part in model.modules() if part is not model]
     caches = make_prompt_cache(model)
-    with watching(parts, lambda *call: calls.append(call)):
+    with watching(parts, calls.append):
         logits = model(mx.zeros((1, NUM_WATCHED), mx.int32), cache=caches)
     vocab_size = logits.shape[-1]
     head: Tap | str = "no module makes its logits out of states"
@@ -260,7 +274,7 @@ def _watch(model: nn.Module) -> Anatomy:
     )
 
 
-def _layer(layer: nn.Module, calls: Sequence[_Call]) -> Tap | str:
+def _layer(layer: nn.Module, calls: Sequence[Call]) -> Tap | str:
     """Where the output of a layer is read, which has to be called as a module, once a pass."""
     outputs = [first(made) for module, _, made in calls if module is layer]
     if len(outputs) != 1:
@@ -295,3 +309,84 @@ def _readable(name: str, tap: Tap | str) -> Tap:
         instead = "Use a drafter that works on tokens, such as 'prompt-lookup'."
         raise UnreadableError(f"{name} cannot be read: {tap}. {instead}")
     return tap
+
+
+class Taps:
+    """The places where a model's passes are read; UnreadableError for what it does not show.
+
+    modules: those whose calls are to be watched.
+    """
+
+    def __init__(
+        self, model: nn.Module, wanted: Features, keys_values: ReadsCache | None = None
+    ) -> None:
+        self._keys_values = keys_values if wanted.caches else None
+        self.wanted = wanted
+        self.features: FeatureRows | None = None
+        self.num_rows = 0
+        self._head = anatomy_of(model).head_tap() if wanted.head_input else None
+        self._layers = {i: anatomy_of(model).layer_tap(i) for i in wanted.layers}
+        taps = [*self._layers.values(), *([self._head] if self._head else [])]
+        self.modules: list[nn.Module] = [tap.module for tap in taps]
+
+    def read(self, run: Callable[[], mx.array]) -> mx.array:
+        """Run a pass, logits [n, V], and keep what is wanted of it in `features`, all lazy."""
+        self.features, calls = None, list[Call]()
+        with watching(self.modules, calls.append):
+            logits = run()
+        self.num_rows = logits.shape[0]
+        self.features = self.rows(calls, logits, Tap.rows)
+        return logits
+
+    def rows(
+        self, calls: Sequence[Call], logits: mx.array, rows: Callable[..., mx.array], *which: int
+    ) -> FeatureRows:
+        """Those of a pass, of the calls seen and logits [n, V], by a method of taps.
+
+        The method is given a tap, its states, and `which`.
+        """
+        seen = {id(module): (given, made) for module, given, made in calls}
+        layers: dict[int, mx.array] = {}
+        for index, tap in self._layers.items():
+            made = seen[id(tap.module)][1]
+            layers[index] = rows(tap, made[0] if isinstance(made, tuple) else made, *which)
+        head = self._head
+        return FeatureRows(
+            layers=layers,
+            head_input=rows(head, seen[id(head.module)][0], *which) if head else None,
+            top_tokens=top_tokens(logits, self.wanted.top) if self.wanted.top else None,
+            keys_values=self._keys_values,
+        )
+
+
+def top_tokens(logits: mx.array, number: int) -> mx.array:
+    """The likeliest tokens [n, number] of logits [n, V], the likeliest first."""
+    number = min(number, logits.shape[-1])
+    best = mx.argpartition(-logits, kth=number - 1, axis=-1)[:, :number]
+    order = mx.argsort(-mx.take_along_axis(logits, best, axis=-1), axis=-1)
+    return mx.take_along_axis(best, order, axis=-1)
+
+
+def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
+    """Contents of a cache as slices of its buffers; UnreadableError if it holds others."""
+    cache = check_readable(caches, index)
+    keys, values = cache.keys_and_values()
+    if isinstance(cache, QuantizedKVCache):
+        how = {"group_size": cache.group_size, "bits": cache.bits}
+        keys, values = mx.dequantize(*keys, **how), mx.dequantize(*values, **how)
+    if isinstance(cache, RotatingKVCache):  # after a pass of several positions it holds more
+        keys, values = (part[..., -cache.max_size :, :] for part in (keys, values))
+    return KeysValues(keys, values, cache.offset)
+
+
+def check_readable(caches: Sequence[Any], index: int) -> Any:
+    """A cache that has keys and values, by its index; UnreadableError for another."""
+    all_caches = list(leaves(caches))
+    kind = type(all_caches[index]).__name__ if index < len(all_caches) else "no cache"
+    if index >= len(all_caches) or not isinstance(all_caches[index], READABLE):
+        raise UnreadableError(
+            f"Cache {index} of this target, {kind}, has no keys and values that a drafter can "
+            f"read; expected one of {', '.join(known.__name__ for known in READABLE)}. Use "
+            "another drafter."
+        )
+    return all_caches[index]

@@ -63,7 +63,7 @@ def heads_lines(
         if not is_head(place) or (folder is not None and place.samefile(folder)):
             continue
         config = config_of(place)
-        fault, label = _misfit(config, target), FORMATS[known_kind(config) or "mtp"].label
+        fault, label = _why_not(config, target), FORMATS[known_kind(config) or "mtp"].label
         line = f"  {name}  {label}, {fault or 'here' + known.get(name, '')}"
         (lines if fault is None else refused).append(line)
     lines += [*refused, *(f"  {one}  to be fetched{note}" for one, note in known.items())]
@@ -81,14 +81,14 @@ HEADS_NAME = re.compile(r"mtp|eagle|dflash|dspark|medusa|speculator|assistant|dr
 """What the name of a head's repository has after its model's."""
 
 
-class Choice(NamedTuple):
+class FoundModel(NamedTuple):
     """The draft model of `auto`: its folder or name, None for none, and sentences that say why."""
 
     found: str | None
     lines: list[str]
 
 
-def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) -> Choice:
+def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) -> FoundModel:
     """What `--draft-model auto` takes for a model that is here: a head for it, or a small model.
 
     Looked for in the model's folder, beside it and in the Hugging Face cache, or in `where`; with
@@ -107,7 +107,7 @@ def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) ->
     others.pop(folder.resolve(), None)
     for one, place in filter(lambda other: is_head(other[1]), others.values()):
         config = config_of(place)
-        fault = _misfit(config, target)
+        fault = _why_not(config, target)
         if fault is None and not _is_for(one, name, known):
             fault = "nothing says that it was made for this model; name it to take it"
         if fault is None and found is None:
@@ -123,22 +123,22 @@ def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) ->
     if found is None:
         ways = f" Known: {', '.join(known)}; auto:fetch=true fetches the first." if known else ""
         lines.insert(0, f"Nothing here drafts for {name} but look-up in the text.{ways}")
-    return Choice(found, lines)
+    return FoundModel(found, lines)
 
 
-def _own_head(folder: Path, name: str) -> Choice:
+def _own_head(folder: Path, name: str) -> FoundModel:
     """The file or index in a model's own folder that lists its prediction layer."""
     try:
         files = HeadFiles(folder)
         if files.own_layers():
             line = f"{name} drafts: prediction layer in its own folder ({files.list_file})."
-            return Choice(str(folder / str(files.list_file)), [line])
+            return FoundModel(str(folder / str(files.list_file)), [line])
         if not files.is_apart:
-            return Choice(None, [])
+            return FoundModel(None, [])
         fault = refusal(files)
     except HeadError as error:
         fault = str(error)
-    return Choice(None, [f"{name}'s own prediction layer is left out: {fault}"])
+    return FoundModel(None, [f"{name}'s own prediction layer is left out: {fault}"])
 
 
 def _small_model(model: str, where: Path | None, lines: list[str]) -> str | None:
@@ -165,7 +165,7 @@ def _is_for(head: str, model: str, known: Iterable[str]) -> bool:
     return other.startswith(base) and bool(HEADS_NAME.search(other[len(base) :]))
 
 
-def _misfit(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
+def _why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     """Why a head cannot serve a target, by their configs; None if it can."""
     if not FORMATS[known_kind(config) or "mtp"].loads:
         return "cannot be loaded yet"

@@ -17,9 +17,15 @@ import mlx.nn as nn
 from mlx_lm.models.base import create_attention_mask
 
 from specdec_mlx.contracts import FeatureRows, Features
-from specdec_mlx.drafters.heads.drafter import Config, Head, RecurrentHead, Variation
+from specdec_mlx.drafters.heads.drafter import (
+    Config,
+    DraftVocabulary,
+    Head,
+    RecurrentHead,
+    TargetEnds,
+    Variation,
+)
 from specdec_mlx.drafters.heads.mtp import MTPFamily
-from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 SLIDING = "sliding_attention"

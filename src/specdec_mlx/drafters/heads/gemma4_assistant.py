@@ -19,9 +19,8 @@ import mlx.nn as nn
 from mlx_lm.models import gemma4_text
 
 from specdec_mlx.contracts import MOST_WAITING, FeatureRows, Features, KeysValues, ReadsCache
-from specdec_mlx.drafters.heads.drafter import Config, Head
+from specdec_mlx.drafters.heads.drafter import Config, Head, TargetEnds
 from specdec_mlx.drafters.heads.session import HeadSession
-from specdec_mlx.drafters.heads.target_ends import TargetEnds
 from specdec_mlx.drafters.writing import Parents
 from specdec_mlx.token_ids import to_ids
 

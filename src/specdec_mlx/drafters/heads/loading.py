@@ -15,7 +15,14 @@ import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
-from specdec_mlx.drafters.heads.drafter import Config, Head, HeadDrafter
+from specdec_mlx.drafters.heads.drafter import (
+    Config,
+    DraftVocabulary,
+    Head,
+    HeadDrafter,
+    TargetEnds,
+    target_ends,
+)
 from specdec_mlx.drafters.heads.eagle import Eagle3, Eagle3Config, LayersHead, eagle1_family
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
@@ -37,7 +44,6 @@ from specdec_mlx.drafters.heads.one_pass import (
     Medusa,
     PardDrafter,
 )
-from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds, target_ends
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
 from specdec_mlx.options import make_with, split_spec, whole

@@ -22,8 +22,14 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
-from specdec_mlx.drafters.heads.drafter import Config, RecurrentHead, Variation, is_norm
-from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
+from specdec_mlx.drafters.heads.drafter import (
+    Config,
+    DraftVocabulary,
+    RecurrentHead,
+    TargetEnds,
+    Variation,
+    is_norm,
+)
 
 Further = Literal["again", "chained", "side by side"]
 

@@ -18,11 +18,10 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx.contracts import DraftContext, FeatureRows
-from specdec_mlx.drafters.drawing import fit_width
-from specdec_mlx.drafters.heads.drafter import Config, Head
+from specdec_mlx.drafters.drawing import match_vocab
+from specdec_mlx.drafters.heads.drafter import Config, DraftVocabulary, Head, TargetEnds
 from specdec_mlx.drafters.heads.eagle import SLIDING, LayersConfig, LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.session import HeadSession
-from specdec_mlx.drafters.heads.target_ends import DraftVocabulary, TargetEnds
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.writing import AtOnceSession, Parents, places_after
 from specdec_mlx.token_ids import to_ids
@@ -316,7 +315,7 @@ class DSpark(DFlash):
         """Logits [n, V] after tokens [n], from those of the places alone and their states."""
         if not self.rank:
             return logits
-        return logits + fit_width(self.markov_head.bias(states, before), logits.shape[-1])
+        return logits + match_vocab(self.markov_head.bias(states, before), logits.shape[-1])
 
     def notes(self) -> list[str]:
         """Layers, block, rank."""

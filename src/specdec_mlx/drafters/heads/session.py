@@ -23,7 +23,7 @@ from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, Feat
 from specdec_mlx.drafters.writing import Parents, WritingSession
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.rollback import Rollback, states_of
-from specdec_mlx.verify.tree_passes import GrowingLayout, pass_over, teach_depths, view_of
+from specdec_mlx.verify.tree_passes import next_level, pass_over, patch_ropes, view_of
 
 
 class Unread:
@@ -106,7 +106,7 @@ class RecurrentSession(HeadSession):
     waiting: Level
     drafted: list[mx.array]
     made: list[mx.array]
-    rows: GrowingLayout
+    fed_parents: list[int]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
@@ -137,7 +137,7 @@ class RecurrentSession(HeadSession):
         for level in self.levels:
             level.rollback.checkpoint()
         self.drafted, self.made = [], [self.state] if self.head.moves_on else []
-        self.rows = GrowingLayout()
+        self.fed_parents = []
         return limit if self.head.moves_on else min(limit, len(self.levels))
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
@@ -156,8 +156,8 @@ class RecurrentSession(HeadSession):
 
     def _grow(self, tokens: mx.array, parents: Sequence[int]) -> Any:
         """States [n, D] of further nodes of a tree, from the states of their parents."""
-        teach_depths(self.head)
-        rows, rollback = self.rows.further(parents), self.waiting.rollback
+        patch_ropes(self.head)
+        rows, rollback = next_level(self.fed_parents, parents), self.waiting.rollback
         states = self.made[0][mx.array(list(parents)) + 1]
         with pass_over(rows):
             views = [view_of(cache, rows) for cache in rollback.caches]
