@@ -31,6 +31,7 @@ FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few row
 FIRST_EXCESS = 3.0  # bound of a width's first excess over one row, in the prior's: kernels compile
 MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: none pays above it
 UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
+AGREE = 1.2  # times that two measurements differ at most if there is no need of a third
 PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
 new_samples = partial(deque[float], maxlen=NUM_SAMPLES)
 
@@ -77,6 +78,11 @@ def prior_for(model: nn.Module) -> Curve:
     return next(fitting, MILDEST)
 
 
+def lower_quartile(samples: Sequence[float]) -> float:
+    """One of the samples: a machine that others use too is slow by chance, never quick."""
+    return sorted(samples)[len(samples) // 4]
+
+
 @dataclass
 class Staircase:
     """Cost of a pass over m rows, in passes over one row.
@@ -116,9 +122,9 @@ class Staircase:
             self._add_plain(seconds)
         elif self.plain:
             samples = self.ratios.pop(rows, None) or new_samples()
-            known = median_low(samples or (0.0,))
+            known = lower_quartile(samples or (0.0,))
             if (ratio := self.compare(seconds, known, len(samples) >= NUM_PLAIN)) is not None:
-                samples.append(min(ratio, rows + 1.0))
+                samples.append(ratio)
             if samples:
                 self.ratios[rows] = samples  # the latest stands last
                 self._fit(rows)
@@ -168,8 +174,10 @@ class Staircase:
         for rows in changed:
             samples, prior = self.ratios.get(rows), excess.setdefault(rows, self.prior(rows) - 1.0)
             if samples:
-                bound = rows if len(samples) > 1 else FIRST_EXCESS * prior
-                self._measured[rows] = min(median_low(samples), 1.0 + bound), len(samples)
+                least, is_known = min(samples), len(samples) >= NUM_PLAIN
+                is_known |= len(samples) > 1 and max(samples) < AGREE * least
+                bound = rows if is_known else FIRST_EXCESS * prior
+                self._measured[rows] = min(lower_quartile(samples), 1.0 + bound), len(samples)
             else:
                 self.ratios.pop(rows, None)
                 self._measured.pop(rows, None)
@@ -210,16 +218,18 @@ class Steps:
         if (ratio := stairs.compare(seconds, known, is_settled)) is not None:
             self.add(self.first, (ratio - cost) / num_steps)
 
+    def of(self, samples: Sequence[float]) -> float:
+        """Cost of a step by its measurements; before two of them agree, by the prior too."""
+        return median_low((UNKNOWN_STEP, *samples))
+
     @property
     def step(self) -> float:
-        """Cost of a token after the first."""
-        return median_low(self.further or self.first or (UNKNOWN_STEP,))
+        """Cost of a token after the first: it is never more, and the first is measured oftener."""
+        return min(self.of(found) for found in (self.first, self.further) if found or found is self.first)
 
     def __call__(self, num_steps: int) -> float:
         """Cost of a draft of so many steps."""
-        if not num_steps:
-            return 0.0
-        return median_low(self.first or (self.step,)) + (num_steps - 1) * self.step
+        return self.of(self.first) + (num_steps - 1) * self.step if num_steps else 0.0
 
 
 def isotonic(points: Sequence[tuple[float, float]]) -> list[float]:

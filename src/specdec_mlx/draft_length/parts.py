@@ -211,7 +211,8 @@ class Model(LookUp):
         best, _ = self.prices.best([*accumulate(chances, mul)], steps, length)
         if best > length:
             return Step.GO_ON
-        return Step.STOP_AFTER if best == length else Step.STOP_BEFORE
+        finds_out = not self.gain and chances[0] > 0.5  # what such a pass costs is worth knowing
+        return Step.STOP_AFTER if best == length or finds_out else Step.STOP_BEFORE
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
         """Learn what a draft cost and how far it was right; rest where that is seldom."""
