@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from specdec_mlx.contracts import (
     MANY_WAITING,
@@ -54,9 +55,7 @@ class Auto:
             return lambda limit: grown(limit, self, may_fork)
         forks = optional(session, "forks") and may_fork()
         if isinstance(session, Stepwise) and not forks:
-            model = self._parts.get(part)  # two sessions of one drafter share what is known of it
-            if not isinstance(model, Model):
-                model = self._parts[part] = Model(self.prices, self.tuning.of(part))
+            model: Any = self._part(part, Model)  # which two sessions of one drafter share
             model.can_stop = True
             model.most_unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
             return lambda limit: model.ask(session, limit)
@@ -69,8 +68,7 @@ class Auto:
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""
-        known = self._parts.get(part) or self._part(part, LookUp if cheap else Model)
-        return known.limit() if self.prices.most else 0
+        return self._part(part, LookUp if cheap else Model).limit() if self.prices.most else 0
 
     def cut(self, part: str, draft: Draft) -> int:
         """The length that pays best for this draft."""

@@ -117,17 +117,17 @@ class Staircase:
         if self._num_rounds % EXPIRES == 0:
             for oldest in [*self.ratios][:1]:
                 self.ratios[oldest].popleft()
-                self._fit(oldest)
+                self.restore(self.ratios)
         if rows == 1:
             self._add_plain(seconds)
         elif self.plain:
             samples = self.ratios.pop(rows, None) or new_samples()
             known = lower_quartile(samples or (0.0,))
-            if (ratio := self.compare(seconds, known, len(samples) >= NUM_PLAIN)) is not None:
+            if (ratio := self.compare(seconds, known)) is not None:
                 samples.append(ratio)
             if samples:
                 self.ratios[rows] = samples  # the latest stands last
-                self._fit(rows)
+                self._fit()
         self.needs_plain = self._num_rounds >= self._due
 
     def _add_plain(self, seconds: float) -> None:
@@ -140,13 +140,13 @@ class Staircase:
             spacing = 0
         self._due = self._num_rounds + spacing
 
-    def compare(self, seconds: float, known: float, is_settled: bool) -> float | None:
+    def compare(self, seconds: float, known: float) -> float | None:
         """Seconds in plain rounds; None for what contradicts what is known of it, 0 for nothing.
 
         That was a bad moment, unless it comes several times: then the pace may have changed.
         """
         ratio = seconds / self.seconds
-        is_odd = ratio * MOVED < (known if is_settled else 1.0) or 0 < known * MOVED < ratio
+        is_odd = ratio * MOVED < 1.0 or 0 < known * MOVED < ratio
         self._num_odd = (self._num_odd + 1) * is_odd
         if self._num_odd > NUM_PLAIN * (known > 0):
             self._due = self._num_rounds
@@ -155,7 +155,7 @@ class Staircase:
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
         """Take over the measured ratios of another one, or out of a file."""
         self.ratios = {int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found}
-        self._fit(*self.ratios)
+        self._fit()
 
     def most_rows(self) -> int:
         """Rows of the widest pass that may be tried: first 1, then few, then 4 times the widest."""
@@ -168,33 +168,29 @@ class Staircase:
             return self.fitted[rows]
         return float(np.interp(rows, list(self.fitted), list(self.fitted.values())))
 
-    def _fit(self, *changed: int) -> None:
-        """Fit anew after the measurements of some widths changed."""
-        excess, before = self._excess, dict(self._measured)
-        for rows in changed:
-            samples, prior = self.ratios.get(rows), excess.setdefault(rows, self.prior(rows) - 1.0)
-            if samples:
-                least, is_known = min(samples), len(samples) >= NUM_PLAIN
-                is_known |= len(samples) > 1 and max(samples) < AGREE * least
-                bound = rows if is_known else FIRST_EXCESS * prior
-                self._measured[rows] = min(lower_quartile(samples), 1.0 + bound), len(samples)
-            else:
-                self.ratios.pop(rows, None)
-                self._measured.pop(rows, None)
-        if self.fitted and self._measured == before:
+    def _fit(self) -> None:
+        """Fit anew, if that changes what was measured of any width."""
+        excess, found = self._excess, dict[int, tuple[float, int]]()
+        for rows, samples in self.ratios.items():
+            prior, num = excess.setdefault(rows, self.prior(rows) - 1.0), len(samples)
+            apart = max(samples) >= AGREE * min(samples) * (num > 1)
+            bound = FIRST_EXCESS * prior if apart and num < NUM_PLAIN else rows
+            found[rows] = min(lower_quartile(samples), 1.0 + bound), num
+        if self.fitted and self._measured == found:
             return
+        self._measured = found
         measured = expected = PRIOR_WEIGHT * excess[FIRST_ROWS]
         plain = PRIOR_WEIGHT
-        for rows, (ratio, num) in self._measured.items():
+        for rows, (ratio, num) in found.items():
             measured += num * (ratio - 1.0)
             expected += num * excess[rows]
             plain += num
         scale = max(0.0, measured / expected) if expected > 0 else 1.0
-        if self.prior.fits and max(self._measured, default=0) <= FIRST_ROWS:  # wide: another kernel
+        if self.prior.fits and max(found, default=0) <= FIRST_ROWS:  # wide: another kernel
             scale = min(scale, (plain + measured) / (plain + expected))
         points = []
         for rows in sorted(excess):
-            ratio, num = self._measured.get(rows, (1.0, 0))
+            ratio, num = found.get(rows, (1.0, 0))
             cost = PRIOR_WEIGHT * (1.0 + scale * excess[rows]) + num * ratio
             points.append((cost / (PRIOR_WEIGHT + num), PRIOR_WEIGHT + num))
         self.fitted = dict(zip(sorted(excess), isotonic(points), strict=True))
@@ -214,18 +210,18 @@ class Steps:
     def add_whole(self, stairs: Staircase, seconds: float, num_steps: int) -> None:
         """Add a round whose pass verified so many tokens, of which the whole is known."""
         cost = stairs(1 + num_steps)
-        known, is_settled = cost + self(num_steps), len(self.first) >= NUM_PLAIN
-        if (ratio := stairs.compare(seconds, known, is_settled)) is not None:
+        if (ratio := stairs.compare(seconds, cost + self(num_steps))) is not None:
             self.add(self.first, (ratio - cost) / num_steps)
 
     def of(self, samples: Sequence[float]) -> float:
-        """Cost of a step by its measurements; before two of them agree, by the prior too."""
+        """Cost of a step by its measurements; the prior is one, so that no first one is all."""
         return median_low((UNKNOWN_STEP, *samples))
 
     @property
     def step(self) -> float:
         """Cost of a token after the first: it is never more, and the first is measured oftener."""
-        return min(self.of(found) for found in (self.first, self.further) if found or found is self.first)
+        first = self.of(self.first)
+        return min(first, self.of(self.further)) if self.further else first
 
     def __call__(self, num_steps: int) -> float:
         """Cost of a draft of so many steps."""
