@@ -133,7 +133,7 @@ def test_a_plain_round_is_no_larger_a_graph_than_mlx_lms(temp: float) -> None:
     assert sorted(sizes)[-3] <= allowed  # of 25 positions noise is drawn before the 8th and 16th
 
 
-CALLS = {"no drafter": 58, "nothing to draft": 97, "a drafted round": 158}
+CALLS = {"no drafter": 53, "nothing to draft": 94, "a drafted round": 154}
 """Most Python calls a round; lower them with the code, and raise them for nothing."""
 
 

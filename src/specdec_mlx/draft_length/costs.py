@@ -22,7 +22,7 @@ import numpy as np
 WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
 """Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
 for machines without tiles. A draft of K tokens is K + 1 rows."""
-NUM_SAMPLES = 7  # measurements that a median is taken over: other programs use the machine too
+NUM_SAMPLES = 7  # measurements that count: other programs use the machine too
 NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds that a pace is the median of, and rounds in succession
 # that contradict what was measured, until they are believed
 MOVED = 1.7  # times that a plain round differs from the ones before if the pace has changed
@@ -31,7 +31,7 @@ FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few row
 FIRST_EXCESS = 3.0  # bound of a width's first excess over one row, in the prior's: kernels compile
 MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: none pays above it
 UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
-AGREE = 1.2  # times that two measurements differ at most if there is no need of a third
+AGREE = MOVED ** (1 / 3)  # times that two measurements differ at most if no third is needed
 PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
 new_samples = partial(deque[float], maxlen=NUM_SAMPLES)
 
@@ -78,11 +78,6 @@ def prior_for(model: nn.Module) -> Curve:
     return next(fitting, MILDEST)
 
 
-def lower_quartile(samples: Sequence[float]) -> float:
-    """One of the samples: a machine that others use too is slow by chance, never quick."""
-    return sorted(samples)[len(samples) // 4]
-
-
 @dataclass
 class Staircase:
     """Cost of a pass over m rows, in passes over one row.
@@ -122,7 +117,7 @@ class Staircase:
             self._add_plain(seconds)
         elif self.plain:
             samples = self.ratios.pop(rows, None) or new_samples()
-            known = lower_quartile(samples or (0.0,))
+            known = sorted(samples)[len(samples) // 4] if samples else 0.0
             if (ratio := self.compare(seconds, known)) is not None:
                 samples.append(ratio)
             if samples:
@@ -172,10 +167,13 @@ class Staircase:
         """Fit anew, if that changes what was measured of any width."""
         excess, found = self._excess, dict[int, tuple[float, int]]()
         for rows, samples in self.ratios.items():
-            prior, num = excess.setdefault(rows, self.prior(rows) - 1.0), len(samples)
+            if rows not in excess:
+                excess[rows] = self.prior(rows) - 1.0
+            num = len(samples)
+            # Others use the machine too: it is slow by chance, never quick. So the lower quartile.
             apart = max(samples) >= AGREE * min(samples) * (num > 1)
-            bound = FIRST_EXCESS * prior if apart and num < NUM_PLAIN else rows
-            found[rows] = min(lower_quartile(samples), 1.0 + bound), num
+            bound = FIRST_EXCESS * excess[rows] if apart and num < NUM_PLAIN else rows
+            found[rows] = min(sorted(samples)[num // 4], 1.0 + bound), num
         if self.fitted and self._measured == found:
             return
         self._measured = found
@@ -203,19 +201,15 @@ class Steps:
     first: deque[float] = field(default_factory=new_samples)
     further: deque[float] = field(default_factory=new_samples)
 
-    def add(self, samples: deque[float], step: float) -> None:
-        """Add a measurement, within bounds, so that one slow moment is outvoted soon."""
-        samples.append(min(max(0.0, step), MOST_EXPENSIVE))
-
     def add_whole(self, stairs: Staircase, seconds: float, num_steps: int) -> None:
         """Add a round whose pass verified so many tokens, of which the whole is known."""
         cost = stairs(1 + num_steps)
         if (ratio := stairs.compare(seconds, cost + self(num_steps))) is not None:
-            self.add(self.first, (ratio - cost) / num_steps)
+            self.first.append((ratio - cost) / num_steps)
 
     def of(self, samples: Sequence[float]) -> float:
         """Cost of a step by its measurements; the prior is one, so that no first one is all."""
-        return median_low((UNKNOWN_STEP, *samples))
+        return sorted((0.0, median_low((UNKNOWN_STEP, *samples)), MOST_EXPENSIVE))[1]
 
     @property
     def step(self) -> float:

@@ -57,15 +57,17 @@ class Prices:
         step: float = 0.0,
         drafted: int = 0,
         start: float = 0.0,
+        most: int | None = None,
     ) -> tuple[int, float]:
         """The length of the largest value, and its gain over plain decoding, in tokens.
 
         reaches: chance of each token that it and all before it are accepted. step: cost of drafting
         a token after those `drafted`, which are paid already. start: what the first costs besides.
+        most: longest draft.
         """
         best, gain, tokens = 0, 0.0, 0.0
         whole, costs, rate = len(reaches), self.stairs.fitted, self.rate
-        for length, reach in enumerate(reaches[: self.most], start=1):
+        for length, reach in enumerate(reaches[: most or self.most], start=1):
             tokens += reach
             if length in LENGTHS or length in (whole, drafted):
                 cost = costs[1 + length] if 1 + length in costs else self.stairs(1 + length)
@@ -171,7 +173,9 @@ class Model(LookUp):
         if self.rest or not prices.most:
             return 0
         reaches = [*accumulate(self.learned.unseen.of_draft([0] * LONGEST), mul)]
-        length, self.gain = prices.best(reaches, steps.step, start=steps(1) - steps.step)
+        most = LONGEST if len(steps.first) > 1 else None  # what its passes cost alone is not known
+        start = steps(1) - steps.step
+        length, self.gain = prices.best(reaches, steps.step, start=start, most=most)
         length = length or 1
         reading = READING * steps.step * self.num_unread()
         self.charge = self.can_stop * max(0.0, reading - self.gain * self.num_emitted)
@@ -207,7 +211,9 @@ class Model(LookUp):
         best, _ = self.prices.best([*accumulate(chances, mul)], step, length)
         if best > length:
             return Step.GO_ON
-        is_new = not self.gain and 1 + length not in self.prices.stairs.ratios  # its cost is a guess
+        is_new = (
+            not self.gain and 1 + length not in self.prices.stairs.ratios
+        )  # its cost is a guess
         return Step.STOP_AFTER if best == length or is_new else Step.STOP_BEFORE
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
@@ -223,9 +229,9 @@ class Model(LookUp):
             cost = stairs(1 + round_.drafted)
             plain = round_.pass_seconds / cost if round_.steady else stairs.seconds
             if self.num_unread() <= LENGTHS[-1]:  # reading them hardly takes longer
-                steps.add(steps.first, (times[1] - times[0]) / plain)
+                steps.first.append((times[1] - times[0]) / plain)
             if num_steps > 1:
-                steps.add(steps.further, (times[-1] - times[1]) / (num_steps - 1) / plain)
+                steps.further.append((times[-1] - times[1]) / (num_steps - 1) / plain)
             if round_.steady:
                 stairs.add(1 + round_.drafted, round_.pass_seconds)
         if drafted:
@@ -233,7 +239,7 @@ class Model(LookUp):
             learned.unseen.learn([0] * len(verdict), verdict)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
-            elif round_.steady and stairs.seconds and self.num_unread() <= 2 * LENGTHS[-1]:
+            elif round_.steady and stairs.seconds:
                 steps.add_whole(stairs, round_.seconds, round_.drafted)
         extra = (stairs(1 + round_.drafted) - 1.0) * drafted + steps(num_steps)
         if num_steps:
