@@ -211,9 +211,8 @@ class Model(LookUp):
         best, _ = self.prices.best([*accumulate(chances, mul)], step, length)
         if best > length:
             return Step.GO_ON
-        is_new = (
-            not self.gain and 1 + length not in self.prices.stairs.ratios
-        )  # its cost is a guess
+        # A draft that is to find out is verified if what its pass costs was never measured.
+        is_new = not self.gain and 1 + length not in self.prices.stairs.ratios
         return Step.STOP_AFTER if best == length or is_new else Step.STOP_BEFORE
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
