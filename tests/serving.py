@@ -92,5 +92,5 @@ def until(holds: Callable[[], Any], seconds: float = 240) -> None:
 
 def drafter_of(flags: Flags, target: nn.Module, **asked: Any) -> Any:
     """Who drafts for a request to a server with these flags, for a loaded target."""
-    loaded = Loaded("target", None, target, None, {}, ())
-    return Models(Settings(flags=flags)).drafter(TextRequest(**asked), loaded)[0]
+    known: Any = "target", None, target, None, {}, ()
+    return Models(Settings(flags=flags)).drafter(TextRequest(**asked), Loaded(*known))[0]

@@ -23,7 +23,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def learn(model: Any) -> None:
-    tuning_for(model).of("x").steps.first.append(0.7)
+    tuning_for(model).of("x").steps.first.extend([0.7, 0.7])
     for _ in range(3):
         tuning_for(model).stairs(0).add(1, 0.01)
         tuning_for(model).stairs(0).add(5, 0.019)

@@ -88,9 +88,27 @@ def test_what_was_measured_outweighs_the_prior_within_bounds_and_fades() -> None
     assert measured({5: 1000.0})(5) <= 6
     assert measured({5: 0.001})(5) == 1
     assert add(measured(), 5, 0.0)(5) == measured()(5)  # a round of no time tells nothing
-    slower = add(measured({5: 1.1}), 5, 0.03)
+    assert add(measured({5: 1.1}), 5, 0.03, NUM_PLAIN + 5)(5) < 1.2  # others may use the machine
+    slower = add(measured({5: 1.1}), 5, 0.03, NUM_PLAIN + 6)
     assert slower(5) > 2.5
     assert add(slower, 1, 0.01, 7 * EXPIRES)(5) == Staircase()(5)
+
+
+def test_a_width_is_believed_once_two_measurements_agree_or_three_were_made() -> None:
+    """One may be of a bad moment, and two as well: another width's price would not be asked for."""
+    prior = Staircase()(5)
+
+    def after(*ratios: float) -> float:
+        stairs = measured()
+        for ratio in ratios:
+            stairs.add(5, 0.01 * ratio)
+        return stairs(5)
+
+    assert prior < after(4.0) < prior + 1
+    assert prior < after(4.0, 8.0) < prior + 1
+    assert after(4.0, 4.1) > 3.5
+    assert after(4.0, 8.0, 4.1) > 3.5
+    assert after(4.0, 8.0, 1.3) < 1.5
 
 
 def test_a_plain_round_is_measured_first_and_again_after_many_drafts() -> None:
@@ -133,15 +151,22 @@ def test_costs_are_learned_by_the_length_of_the_context_and_the_number_of_texts(
 
 
 def test_a_draft_costs_its_first_step_and_the_further_ones() -> None:
-    """Medians: one slow draft is no verdict, and none counts for more than can matter."""
+    """Medians: one slow draft is no verdict, not even the first; none counts for more than can
+    matter, and no step for more than a first one.
+    """
     steps = costs.Steps()
     assert steps(0) == 0 < steps(1) < steps(2) < 1
-    steps.add(steps.first, 0.3)
-    assert steps(4) == pytest.approx(1.2)
-    for first, further in ((9.0, 9.0), (0.3, 0.01), (0.3, 0.0)):
-        steps.add(steps.first, first)
-        steps.add(steps.further, further)
-        assert steps.step <= 2
+    unknown = steps(1)
+    steps.first.append(9.0)
+    steps.further.append(9.0)
+    assert steps(4) == pytest.approx(4 * unknown)
+    steps.further.append(9.0)
+    assert steps(4) == pytest.approx(4 * unknown)
+    steps.first.append(9.0)
+    assert steps(1) == steps.step == costs.MOST_EXPENSIVE
+    for first, further in ((0.3, 0.01), (0.3, 0.0), (0.3, 0.0), (0.3, -1.0)):
+        steps.first.append(first)
+        steps.further.append(further)
     assert [steps(1), steps(4)] == pytest.approx([0.3, 0.33])
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from math import inf
+from typing import Any
 
 from specdec_mlx.contracts import (
     MANY_WAITING,
@@ -54,9 +55,7 @@ class Auto:
             return lambda limit: grown(limit, self, may_fork)
         forks = optional(session, "forks") and may_fork()
         if isinstance(session, Stepwise) and not forks:
-            model = self._parts.get(part)  # two sessions of one drafter share what is known of it
-            if not isinstance(model, Model):
-                model = self._parts[part] = Model(self.prices, self.tuning.of(part))
+            model: Any = self._part(part, Model)  # which two sessions of one drafter share
             model.can_stop = True
             model.most_unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
             return lambda limit: model.ask(session, limit)

@@ -22,7 +22,7 @@ import numpy as np
 WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
 """Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
 for machines without tiles. A draft of K tokens is K + 1 rows."""
-NUM_SAMPLES = 7  # measurements that a median is taken over: other programs use the machine too
+NUM_SAMPLES = 7  # measurements that count: other programs use the machine too
 NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds that a pace is the median of, and rounds in succession
 # that contradict what was measured, until they are believed
 MOVED = 1.7  # times that a plain round differs from the ones before if the pace has changed
@@ -31,6 +31,7 @@ FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few row
 FIRST_EXCESS = 3.0  # bound of a width's first excess over one row, in the prior's: kernels compile
 MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: none pays above it
 UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
+AGREE = MOVED ** (1 / 3)  # times that two measurements differ at most if no third is needed
 PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
 new_samples = partial(deque[float], maxlen=NUM_SAMPLES)
 
@@ -111,17 +112,17 @@ class Staircase:
         if self._num_rounds % EXPIRES == 0:
             for oldest in [*self.ratios][:1]:
                 self.ratios[oldest].popleft()
-                self._fit(oldest)
+                self.restore(self.ratios)
         if rows == 1:
             self._add_plain(seconds)
         elif self.plain:
             samples = self.ratios.pop(rows, None) or new_samples()
-            known = median_low(samples or (0.0,))
-            if (ratio := self.compare(seconds, known, len(samples) >= NUM_PLAIN)) is not None:
-                samples.append(min(ratio, rows + 1.0))
+            known = sorted(samples)[len(samples) // 4] if samples else 0.0
+            if (ratio := self.compare(seconds, known)) is not None:
+                samples.append(ratio)
             if samples:
                 self.ratios[rows] = samples  # the latest stands last
-                self._fit(rows)
+                self._fit()
         self.needs_plain = self._num_rounds >= self._due
 
     def _add_plain(self, seconds: float) -> None:
@@ -134,13 +135,13 @@ class Staircase:
             spacing = 0
         self._due = self._num_rounds + spacing
 
-    def compare(self, seconds: float, known: float, is_settled: bool) -> float | None:
+    def compare(self, seconds: float, known: float) -> float | None:
         """Seconds in plain rounds; None for what contradicts what is known of it, 0 for nothing.
 
         That was a bad moment, unless it comes several times: then the pace may have changed.
         """
         ratio = seconds / self.seconds
-        is_odd = ratio * MOVED < (known if is_settled else 1.0) or 0 < known * MOVED < ratio
+        is_odd = ratio * MOVED < 1.0 or 0 < known * MOVED < ratio
         self._num_odd = (self._num_odd + 1) * is_odd
         if self._num_odd > NUM_PLAIN * (known > 0):
             self._due = self._num_rounds
@@ -149,7 +150,7 @@ class Staircase:
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
         """Take over the measured ratios of another one, or out of a file."""
         self.ratios = {int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found}
-        self._fit(*self.ratios)
+        self._fit()
 
     def most_rows(self) -> int:
         """Rows of the widest pass that may be tried: first 1, then few, then 4 times the widest."""
@@ -162,31 +163,32 @@ class Staircase:
             return self.fitted[rows]
         return float(np.interp(rows, list(self.fitted), list(self.fitted.values())))
 
-    def _fit(self, *changed: int) -> None:
-        """Fit anew after the measurements of some widths changed."""
-        excess, before = self._excess, dict(self._measured)
-        for rows in changed:
-            samples, prior = self.ratios.get(rows), excess.setdefault(rows, self.prior(rows) - 1.0)
-            if samples:
-                bound = rows if len(samples) > 1 else FIRST_EXCESS * prior
-                self._measured[rows] = min(median_low(samples), 1.0 + bound), len(samples)
-            else:
-                self.ratios.pop(rows, None)
-                self._measured.pop(rows, None)
-        if self.fitted and self._measured == before:
+    def _fit(self) -> None:
+        """Fit anew, if that changes what was measured of any width."""
+        excess, found = self._excess, dict[int, tuple[float, int]]()
+        for rows, samples in self.ratios.items():
+            if rows not in excess:
+                excess[rows] = self.prior(rows) - 1.0
+            num = len(samples)
+            # Others use the machine too: it is slow by chance, never quick. So the lower quartile.
+            apart = max(samples) >= AGREE * min(samples) * (num > 1)
+            bound = FIRST_EXCESS * excess[rows] if apart and num < NUM_PLAIN else rows
+            found[rows] = min(sorted(samples)[num // 4], 1.0 + bound), num
+        if self.fitted and self._measured == found:
             return
+        self._measured = found
         measured = expected = PRIOR_WEIGHT * excess[FIRST_ROWS]
         plain = PRIOR_WEIGHT
-        for rows, (ratio, num) in self._measured.items():
+        for rows, (ratio, num) in found.items():
             measured += num * (ratio - 1.0)
             expected += num * excess[rows]
             plain += num
         scale = max(0.0, measured / expected) if expected > 0 else 1.0
-        if self.prior.fits and max(self._measured, default=0) <= FIRST_ROWS:  # wide: another kernel
+        if self.prior.fits and max(found, default=0) <= FIRST_ROWS:  # wide: another kernel
             scale = min(scale, (plain + measured) / (plain + expected))
         points = []
         for rows in sorted(excess):
-            ratio, num = self._measured.get(rows, (1.0, 0))
+            ratio, num = found.get(rows, (1.0, 0))
             cost = PRIOR_WEIGHT * (1.0 + scale * excess[rows]) + num * ratio
             points.append((cost / (PRIOR_WEIGHT + num), PRIOR_WEIGHT + num))
         self.fitted = dict(zip(sorted(excess), isotonic(points), strict=True))
@@ -199,27 +201,25 @@ class Steps:
     first: deque[float] = field(default_factory=new_samples)
     further: deque[float] = field(default_factory=new_samples)
 
-    def add(self, samples: deque[float], step: float) -> None:
-        """Add a measurement, within bounds, so that one slow moment is outvoted soon."""
-        samples.append(min(max(0.0, step), MOST_EXPENSIVE))
-
     def add_whole(self, stairs: Staircase, seconds: float, num_steps: int) -> None:
         """Add a round whose pass verified so many tokens, of which the whole is known."""
         cost = stairs(1 + num_steps)
-        known, is_settled = cost + self(num_steps), len(self.first) >= NUM_PLAIN
-        if (ratio := stairs.compare(seconds, known, is_settled)) is not None:
-            self.add(self.first, (ratio - cost) / num_steps)
+        if (ratio := stairs.compare(seconds, cost + self(num_steps))) is not None:
+            self.first.append((ratio - cost) / num_steps)
+
+    def of(self, samples: Sequence[float]) -> float:
+        """Cost of a step by its measurements; the prior is one, so that no first one is all."""
+        return sorted((0.0, median_low((UNKNOWN_STEP, *samples)), MOST_EXPENSIVE))[1]
 
     @property
     def step(self) -> float:
-        """Cost of a token after the first."""
-        return median_low(self.further or self.first or (UNKNOWN_STEP,))
+        """Cost of a token after the first: it is never more, and the first is measured oftener."""
+        first = self.of(self.first)
+        return min(first, self.of(self.further)) if self.further else first
 
     def __call__(self, num_steps: int) -> float:
         """Cost of a draft of so many steps."""
-        if not num_steps:
-            return 0.0
-        return median_low(self.first or (self.step,)) + (num_steps - 1) * self.step
+        return self.of(self.first) + (num_steps - 1) * self.step if num_steps else 0.0
 
 
 def isotonic(points: Sequence[tuple[float, float]]) -> list[float]:

@@ -54,14 +54,16 @@ class Prices:
     def best(
         self,
         reaches: Sequence[float],
-        steps: Callable[[int], float] | None = None,
+        step: float = 0.0,
         drafted: int = 0,
+        start: float = 0.0,
         most: int | None = None,
     ) -> tuple[int, float]:
         """The length of the largest value, and its gain over plain decoding, in tokens.
 
-        reaches: chance of each token that it and all before it are accepted. steps: cost of so many
-        draft steps. drafted: tokens whose steps are paid already. most: longest draft.
+        reaches: chance of each token that it and all before it are accepted. step: cost of drafting
+        a token after those `drafted`, which are paid already. start: what the first costs besides.
+        most: longest draft.
         """
         best, gain, tokens = 0, 0.0, 0.0
         whole, costs, rate = len(reaches), self.stairs.fitted, self.rate
@@ -69,8 +71,8 @@ class Prices:
             tokens += reach
             if length in LENGTHS or length in (whole, drafted):
                 cost = costs[1 + length] if 1 + length in costs else self.stairs(1 + length)
-                if steps is not None:
-                    cost += steps(max(length, drafted)) - steps(drafted)
+                if length > drafted:
+                    cost += start + step * (length - drafted)
                 value = tokens - rate * (cost - 1.0)
                 if value > gain:
                     best, gain = length, value
@@ -95,12 +97,9 @@ class LookUp:
     latest: int = -2
 
     def __post_init__(self) -> None:
-        """Doubt what is known: another text, and a slow machine may be quick again."""
+        """Doubt what is known: it is another text."""
         self.learned.chances.doubt()
         self.learned.unseen.doubt()
-        for samples in vars(self.learned.steps).values():
-            if len(samples) > 1:
-                samples.popleft()
 
     def limit(self) -> int:
         """Most tokens to ask for."""
@@ -175,7 +174,8 @@ class Model(LookUp):
             return 0
         reaches = [*accumulate(self.learned.unseen.of_draft([0] * LONGEST), mul)]
         most = LONGEST if len(steps.first) > 1 else None  # what its passes cost alone is not known
-        length, self.gain = prices.best(reaches, steps, most=most)
+        start = steps(1) - steps.step
+        length, self.gain = prices.best(reaches, steps.step, start=start, most=most)
         length = length or 1
         reading = READING * steps.step * self.num_unread()
         self.charge = self.can_stop * max(0.0, reading - self.gain * self.num_emitted)
@@ -206,12 +206,14 @@ class Model(LookUp):
         if not free:
             self._times.append(self.prices.clock())
         self.evidence, chances = evidence, learned.chances.of_draft(evidence)
-        guess, steps = (learned.chances, None) if free else (learned.unseen, learned.steps)
+        guess, step = (learned.chances, 0.0) if free else (learned.unseen, learned.steps.step)
         chances += guess.of_draft([latest if free else 0] * (LONGEST - length), first=length)
-        best, _ = self.prices.best([*accumulate(chances, mul)], steps, length)
+        best, _ = self.prices.best([*accumulate(chances, mul)], step, length)
         if best > length:
             return Step.GO_ON
-        return Step.STOP_AFTER if best == length else Step.STOP_BEFORE
+        # A draft that is to find out is verified if what its pass costs was never measured.
+        is_new = not self.gain and 1 + length not in self.prices.stairs.ratios
+        return Step.STOP_AFTER if best == length or is_new else Step.STOP_BEFORE
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
         """Learn what a draft cost and how far it was right; rest where that is seldom."""
@@ -226,9 +228,9 @@ class Model(LookUp):
             cost = stairs(1 + round_.drafted)
             plain = round_.pass_seconds / cost if round_.steady else stairs.seconds
             if self.num_unread() <= LENGTHS[-1]:  # reading them hardly takes longer
-                steps.add(steps.first, (times[1] - times[0]) / plain)
+                steps.first.append((times[1] - times[0]) / plain)
             if num_steps > 1:
-                steps.add(steps.further, (times[-1] - times[1]) / (num_steps - 1) / plain)
+                steps.further.append((times[-1] - times[1]) / (num_steps - 1) / plain)
             if round_.steady:
                 stairs.add(1 + round_.drafted, round_.pass_seconds)
         if drafted:
@@ -236,7 +238,7 @@ class Model(LookUp):
             learned.unseen.learn([0] * len(verdict), verdict)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
-            elif round_.steady and stairs.seconds and self.num_unread() <= 2 * LENGTHS[-1]:
+            elif round_.steady and stairs.seconds:
                 steps.add_whole(stairs, round_.seconds, round_.drafted)
         extra = (stairs(1 + round_.drafted) - 1.0) * drafted + steps(num_steps)
         if num_steps:
