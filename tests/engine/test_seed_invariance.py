@@ -135,7 +135,7 @@ PROMPTS = [[3, 1, 2, 3, 1], [4], [5, 5, 2, 5, 5, 2, 5]]
 
 @in_one_test("name", DRAWING)
 def test_a_seed_without_a_rule_is_one_text_whatever_lengths_a_clock_chooses(name):
-    """20 runs, each with lengths of its own; as rows of a batch; and without a drafter."""
+    """Six runs, each with lengths of its own; as rows of a batch; and without a drafter."""
     drafter, sampler = DRAWING[name](), sd.Sampling(temp=1.0)
     common: dict[str, Any] = {"sampler": sampler, "max_tokens": NUM_TOKENS}
     drafted = 0
@@ -148,17 +148,16 @@ def test_a_seed_without_a_rule_is_one_text_whatever_lengths_a_clock_chooses(name
         return tuple(item.token for item in items)
 
     plain = [alone(seed, None) for seed in range(len(PROMPTS))]
-    for run in range(20):
+    for run in range(6):
         assert alone(run % 3, drafter, AnyLength(run)) == plain[run % 3], run
-    for run in range(2):
-        batch = BatchGeneration(target(), drafter, Options(draft_length=AnyLength(run)))
-        for seed, prompt in enumerate(PROMPTS):
-            batch.insert(Request(prompt, NUM_TOKENS, sampler, seed))
-        texts: dict[int, tuple[int, ...]] = {}
-        for row in batch.run():
-            texts[row.uid] = (*texts.get(row.uid, ()), row.token.token)
-        assert [texts[seed] for seed in range(len(PROMPTS))] == plain, run
-    assert drafted > 40
+    batch = BatchGeneration(target(), drafter, Options(draft_length=AnyLength(0)))
+    for seed, prompt in enumerate(PROMPTS):
+        batch.insert(Request(prompt, NUM_TOKENS, sampler, seed))
+    texts: dict[int, tuple[int, ...]] = {}
+    for row in batch.run():
+        texts[row.uid] = (*texts.get(row.uid, ()), row.token.token)
+    assert [texts[seed] for seed in range(len(PROMPTS))] == plain
+    assert drafted > 20
 
 
 def test_a_seed_goes_with_a_sampler_that_can_only_be_called():

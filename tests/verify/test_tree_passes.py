@@ -169,11 +169,7 @@ READ_ELSEWHERE = (
         ("ministral3", OracleTrees, 3),
         ("mistral4", OracleTrees, 3),
         ("internlm3", OracleDrafter, 2),
-        *(
-            pytest.param(name, way, 3, marks=FULL)
-            for name in READ_ELSEWHERE
-            for way in (OracleDrafter, OracleTrees)
-        ),
+        *(pytest.param(name, OracleTrees, 2, marks=FULL) for name in READ_ELSEWHERE),
     ],
 )
 @pytest.mark.filterwarnings("ignore:specdec_mlx")
