@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.recorded import Modelled, greedy_context, right_path, top_rows
+from specdec_mlx.bench.replay import Modelled, greedy_context, right_path, top_rows
 from specdec_mlx.contracts import (
     Closes,
     Drafter,

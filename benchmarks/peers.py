@@ -21,8 +21,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.sample_utils import make_sampler
 
-from specdec_mlx.bench import run
-from specdec_mlx.bench.contenders import Contender, Counts, Emitted
+from specdec_mlx.bench.timing import Contender, Counts, Emitted
+from specdec_mlx.cli import bench
 from specdec_mlx.errors import MissingPackageError
 
 MLX_DSPARK = "mlx-dspark"
@@ -154,14 +154,14 @@ def _import(module: str, package: str) -> Any:
 def main(arguments: Sequence[str] | None = None) -> int:
     """A benchmark with other packages among the contenders."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.peers")
-    run.add_arguments(parser)
+    bench.add_arguments(parser)
     parser.add_argument("--peer", action="append", required=True, choices=PEERS, help="repeatable")
     args = parser.parse_args(arguments)
 
     def others(model: nn.Module, tokenizer: Any) -> list[Contender]:
         return [make_peer(name, model, tokenizer, args.temp) for name in args.peer]
 
-    return run.main(args, others)
+    return bench.main(args, others)
 
 
 if __name__ == "__main__":

@@ -17,8 +17,7 @@ import numpy as np
 
 from specdec_mlx.bench.cost import CostCurve, linear_cost
 from specdec_mlx.bench.record import Record, load_record
-from specdec_mlx.bench.recorded import replay_text
-from specdec_mlx.bench.replay import record_of_sessions
+from specdec_mlx.bench.replay import record_of_sessions, replay_text
 from specdec_mlx.contracts import Evidence
 from specdec_mlx.draft_length.chances import (
     NUM_WEIGHTS,

@@ -19,7 +19,7 @@ from specdec_mlx.batch.schedule import BatchText, Request, Rounds, Schedule
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.prompts import spread
 from specdec_mlx.bench.record import Record, RecordedText
-from specdec_mlx.bench.recorded import Modelled, RecordedTarget, greedy_context
+from specdec_mlx.bench.replay import Modelled, RecordedTarget, greedy_context
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
 from specdec_mlx.engine.drafting import Drafting

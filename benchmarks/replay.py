@@ -26,10 +26,10 @@ from benchmarks.oracles import (
 )
 from benchmarks.recorded_drafts import load_drafts
 from benchmarks.recorded_rows import RowsScore, format_rows, score_rows
-from specdec_mlx.bench import replay
 from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.record import Record
-from specdec_mlx.bench.replay import Score, Scores
+from specdec_mlx.bench.replay import Score, Scores, score_record, scores_of
+from specdec_mlx.cli import replay
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.options import argument, positive_int
 
@@ -63,9 +63,9 @@ def score_oracles(
             )
             for text in record.texts
         ]
-        scores += replay.scores_of(record, cost.name, name, LENGTH_ORACLE, bounds)
+        scores += scores_of(record, cost.name, name, LENGTH_ORACLE, bounds)
     best = [text_oracle(text, cost, longest) for text in record.texts]
-    scores += replay.scores_of(record, cost.name, TEXT_ORACLE, "", best)
+    scores += scores_of(record, cost.name, TEXT_ORACLE, "", best)
     return scores
 
 
@@ -89,7 +89,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
             everything += of_rows
             print(f"{format_rows(of_rows)}\n")
             continue
-        scores = replay.score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
+        scores = score_record(record, drafters, lengths, cost, draft_cost=args.draft_cost)
         if args.longest > 0:
             scores += score_oracles(
                 record, drafters, cost, draft_cost=args.draft_cost, longest=args.longest

@@ -22,11 +22,19 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from specdec_mlx import lab
-from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted, ours, plain
 from specdec_mlx.bench.prompts import Task, builtin_prompts, encode_chat
 from specdec_mlx.bench.record import or_dash
 from specdec_mlx.bench.summary import ALL, Result, summarise
-from specdec_mlx.bench.timing import Settings, run_interleaved, time_generation
+from specdec_mlx.bench.timing import (
+    PLAIN,
+    Contender,
+    Emitted,
+    Settings,
+    ours,
+    plain,
+    run_interleaved,
+    time_generation,
+)
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.model import ModelDrafter

@@ -30,28 +30,33 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 TESTS = {
-    "rules/arithmetic": ["test_acceptance.py", "test_trees.py"],
-    "rules/block": ["test_acceptance.py"],
-    "rules/rejection": ["test_acceptance.py"],
-    "rules/coins": ["test_acceptance.py"],
-    "rules/match": ["test_acceptance.py"],
-    "rules/lossy": ["test_acceptance.py"],
-    "sampling/distribution": ["test_sampling.py"],
+    "rules/arithmetic": ["rules/test_acceptance.py", "rules/test_trees.py"],
+    "rules/block": ["rules/test_acceptance.py"],
+    "rules/rejection": ["rules/test_acceptance.py"],
+    "rules/coins": ["rules/test_acceptance.py"],
+    "rules/match": ["rules/test_acceptance.py"],
+    "rules/lossy": ["rules/test_acceptance.py"],
+    "sampling/distribution": ["sampling/test_sampling.py"],
     "loop": [
-        *("test_loop.py", "test_rounds.py", "test_generate.py"),
-        *("test_contracts.py", "test_cache.py", "test_taps.py", "test_tuning.py"),
+        *("engine/test_loop.py", "engine/test_rounds.py", "test_generate.py"),
+        *(
+            "test_contracts.py",
+            "verify/test_cache.py",
+            "verify/test_taps.py",
+            "draft_length/test_tuning.py",
+        ),
     ],
 }
 """The modules that are changed, and the files whose tests are to find it."""
 ONLY = {"rules/block": "block", "rules/rejection": "rejection"}
 """Of tests that are parametrised over all rules: those whose name has this word."""
 SLOW = {
-    "test_acceptance.py": (
+    "rules/test_acceptance.py": (
         "test_one_token_is_accepted_as_the_formulas_say",
         "test_rules_accept_in_their_order",
         "test_auto_takes_a_lossless_rule",
     ),
-    "test_trees.py": ("test_every_small_tree_leaves_the_distribution_alone",),
+    "rules/test_trees.py": ("test_every_small_tree_leaves_the_distribution_alone",),
 }
 """Tests that run a model, or enumerate much; left out, for time."""
 LEFT_OUT = shutil.ignore_patterns("*.safetensors", "__pycache__")

@@ -16,7 +16,7 @@ from mlx_lm.generate import generation_stream
 
 from benchmarks.recorded_drafts import RecordedDrafter
 from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.recorded import RecordedTarget, greedy_context
+from specdec_mlx.bench.replay import RecordedTarget, greedy_context
 from specdec_mlx.contracts import Draft, Evidence, GoesOn, Step
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import MILDEST, Curve

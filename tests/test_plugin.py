@@ -25,7 +25,7 @@ from mlx_lm.models.cache import (
     save_prompt_cache,
     trim_prompt_cache,
 )
-from mlx_lm.sample_utils import make_sampler
+from mlx_lm.sample_utils import make_logits_processors, make_sampler
 
 import specdec_mlx as sd
 import tiny
@@ -94,9 +94,9 @@ def test_a_stock_call_writes_the_same_text_in_fewer_passes(
     assert len(widths) == passes
 
 
-IN_A_LATER_SERIES = f"""
+IN_ANOTHER_SERIES = f"""
 import sys, mlx_lm, mlx_lm.models.cache, mlx_lm.utils
-mlx_lm.__version__ = "0.33.0"
+mlx_lm.__version__ = "0.31.2"
 steps = sys.modules["mlx_lm.generate"]
 del steps.speculative_generate_step
 del mlx_lm.models.cache.LRUPromptCache
@@ -117,7 +117,7 @@ def test_importing_changes_nothing_and_needs_no_name_of_the_extension(
 ) -> None:
     """In a fresh process: a mlx-lm without what we replace is imported, used, and not extended."""
     done = subprocess.run(
-        [sys.executable, "-c", IN_A_LATER_SERIES, folder], capture_output=True, text=True
+        [sys.executable, "-c", IN_ANOTHER_SERIES, folder], capture_output=True, text=True
     )
     assert done.stdout == stock(pair), done.stderr
 
@@ -180,20 +180,57 @@ def test_what_others_put_over_ours_stays(pair: Pair) -> None:
     assert theirs(mx.array([1]), pair[0]).gi_code is original(mx.array([1]), pair[0]).gi_code
 
 
-def test_another_series_of_mlx_lm_is_refused_in_words(
+def test_an_older_mlx_lm_is_refused_in_words(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """In calls and commands, before these begin."""
-    for version in ("0.31.3", "1.0", "0.33.0"):
+    for version in ("0.31.2", "0.30.0", "0.9"):
         monkeypatch.setattr(mlx_lm, "__version__", version)
-        with pytest.raises(MlxLmVersionError, match=rf"{version}.*pip install 'mlx-lm>=0.32"):
+        with pytest.raises(MlxLmVersionError, match=rf"{version} .*pip install 'mlx-lm>=0.31.3"):
             install()
     for command in ("generate", "chat", "server", "benchmark"):
         assert main([command, "--help"]) == 2
         said = capsys.readouterr()
         assert said.out == ""
-        assert said.err.startswith("specdec-mlx: mlx-lm 0.33.0 is not of the 0.32 series")
+        assert said.err.startswith("specdec-mlx: mlx-lm 0.9 is older than 0.31.3")
         assert said.err.count("\n") == 1
+
+
+def test_a_newer_mlx_lm_is_warned_of_and_refused_only_where_its_functions_differ(
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+    capsys: pytest.CaptureFixture[str],
+    pair: Pair,
+) -> None:
+    """Once in a process, in calls and commands."""
+    monkeypatch.setattr(mlx_lm, "__version__", "0.34.1.dev3")
+    for _ in range(2):
+        with installed():
+            assert stock(pair, max_tokens=4)
+    assert [r.message[:30] for r in caplog.records] == ["mlx-lm 0.34.1.dev3 is newer th"]
+    with pytest.raises(SystemExit, match=r"^0$"):
+        main(["generate", "--help"])
+    original = steps.speculative_generate_step
+
+    def changed(prompt: Any, model: Any, beams: int = 1) -> Any:
+        return original(prompt, model)
+
+    monkeypatch.setattr(steps, "speculative_generate_step", changed)
+    capsys.readouterr()
+    with pytest.raises(MlxLmVersionError, match=r"0\.34\.1.*takes beams.*pip install"):
+        install()
+    assert main(["generate", "--help"]) == 2
+    assert "takes beams" in capsys.readouterr().err
+
+
+def test_processors_see_as_much_of_a_prompt_as_the_installed_mlx_lm_shows(pair: Pair) -> None:
+    """All of it from 0.32 on, its last token before; a penalty makes the difference."""
+    model, tokenizer = pair
+    processors = make_logits_processors(repetition_penalty=1.5, repetition_context_size=99)
+    how = {"max_tokens": 40, "logits_processors": processors}
+    expected = mlx_lm.generate(model, tokenizer, PROMPT, **how)
+    assert str(sd.generate(model, tokenizer, PROMPT, **how)) == expected
+    assert expected != mlx_lm.generate(model, tokenizer, PROMPT, max_tokens=40)
 
 
 def test_steps_and_names_that_are_not_known_are_refused_at_once() -> None:

@@ -7,7 +7,9 @@ import sys
 import tokenize
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import grimp
 import pytest
 from importlinter.cli import lint_imports
 
@@ -21,8 +23,8 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import generate_map  # noqa: E402
 
-LONGEST_MODULE = 450
-LONGEST_FUNCTION = 60  # lines; a function's docstring is not counted
+LONGEST_MODULE, LONGEST_FUNCTION = 3_400, 640
+"""At most so many tokens of code: breaking a line makes nothing longer."""
 
 MOST_AT_THE_TOP = 12
 
@@ -39,33 +41,33 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 204_051,
+    "all": 203_874,
     "batch": 4_742,
     "beams": 2_883,
-    "bench": 12_437,
-    "checks": 11_140,
-    "cli": 5_644,
-    "contracts": 4_288,
+    "bench": 10_972,
+    "checks": 10_544,
+    "cli": 8_597,
+    "contracts": 4_344,
     "draft_length": 8_921,
-    "drafters": 47_204,
-    "engine": 7_418,
+    "drafters": 47_220,
+    "engine": 7_484,
     "lab": 2_691,
     "memory": 6_009,
-    "mlx_lm_plugin": 23_937,
-    "notebook": 3_846,
+    "mlx_lm_plugin": 24_055,
+    "notebook": 3_364,
     "rules": 4_986,
-    "sampling": 2_383,
+    "sampling": 2_387,
     "server": 937,
-    "stats": 3_562,
+    "stats": 3_888,
     "testing": 9_120,
-    "top": 8_353,
-    "training": 12_188,
-    "verify": 21_362,
+    "top": 8_426,
+    "training": 11_114,
+    "verify": 21_190,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 9.77
+TOKENS_A_LINE = 9.75
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {
@@ -95,6 +97,44 @@ def test_imports_keep_to_the_layers_and_run_in_no_circle(monkeypatch, capsys):
     assert lint_imports(no_cache=True, no_logo=True) == 0, capsys.readouterr().out
 
 
+WRONG_IMPORTS = [
+    ("layers", "verify.passes", "draft_length.costs"),
+    ("layers", "draft_length.auto", "verify.rollback"),
+    ("layers", "verify.passes", "drafters.model"),
+    ("layers", "drafters.ngram", "engine.clock"),
+    ("layers", "server.requests", "cli.commands"),
+    ("circles", "rules.arithmetic", "stats.theory"),
+    ("circles", "drafters.drawing", "drafters.model"),
+    ("pure", "rules.coins", "mlx_lm"),
+    ("pure", "stats.theory", "mlx_lm.models.cache"),
+    ("loop", "loop", "rules.match"),
+    ("loop", "engine.drafting", "drafters.model"),
+    ("loop", "verify.passes", "rules.match"),
+    ("loop", "draft_length.auto", "drafters.model"),
+    ("notebook", "notebook.views", "engine.clock"),
+    ("notebook", "stats.account", "verify.rollback"),
+]
+
+
+@pytest.mark.parametrize(("contract", "importer", "imported"), WRONG_IMPORTS)
+def test_an_import_that_should_not_be_breaks_its_contract(
+    contract: str, importer: str, imported: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One more import in the graph; that of the loop through another room too."""
+    build = grimp.build_graph
+
+    def broken(*args: Any, **options: Any) -> grimp.ImportGraph:
+        graph = build(*args, **options)
+        library = imported.startswith("mlx_lm")
+        name = imported.partition(".")[0] if library else f"specdec_mlx.{imported}"
+        graph.add_import(importer=f"specdec_mlx.{importer}", imported=name)
+        return graph
+
+    monkeypatch.setattr(grimp, "build_graph", broken)
+    monkeypatch.chdir(ROOT)
+    assert lint_imports(no_cache=True, no_logo=True, limit_to_contracts=(contract,)) == 1
+
+
 @pytest.mark.parametrize(
     "name", [name for name in MODULES if name.startswith(NO_MODEL_AND_NO_CACHE)]
 )
@@ -119,18 +159,13 @@ def test_few_know_mlx_lms_types_of_a_generation() -> None:
 @pytest.mark.parametrize("name", MODULES)
 def test_no_module_and_no_function_is_too_long(name: str) -> None:
     """A long function is a sign that two things share one name; so is a long module."""
-    length = MODULES[name].read_bytes().count(b"\n")
-    assert length <= LONGEST_MODULE
+    code = code_of(name)
+    assert len(code) <= LONGEST_MODULE
     functions = [n for n in ast.walk(tree(name)) if isinstance(n, ast.FunctionDef)]
-    assert not {f.name: num_lines(f) for f in functions if num_lines(f) > LONGEST_FUNCTION}
-
-
-def num_lines(function: ast.FunctionDef) -> int:
-    """Lines of a function without its docstring."""
-    first = function.body[0]
-    has_docstring = ast.get_docstring(function) is not None
-    docstring = first.end_lineno - first.lineno + 1 if has_docstring else 0
-    return function.end_lineno - function.lineno + 1 - docstring
+    sizes = {
+        f.name: sum(f.lineno <= token.start[0] <= f.end_lineno for token in code) for f in functions
+    }
+    assert not {name: size for name, size in sizes.items() if size > LONGEST_FUNCTION}
 
 
 def totals() -> dict[str, int]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Generator, Iterable, Iterator, Sequence
 from contextlib import closing
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from itertools import count, islice, repeat
 from pathlib import Path
 from typing import Any
@@ -183,15 +183,24 @@ def batch_generate(
     tokens = [[item.token for item in text] for text in said]
     prompt_time = sum(last.stats.prefill_seconds for last in lasts)
     wall_time = time.perf_counter() - started
-    stats = BatchStats(
-        prompt_tokens=sum(last.prompt_tokens for last in lasts),
-        prompt_time=prompt_time,
-        generation_tokens=sum(last.generation_tokens for last in lasts),
-        generation_steps=max((last.num_rounds for last in lasts), default=0),
-        decode_time=max(0.0, wall_time - prompt_time),
-        wall_time=wall_time,
-        peak_memory=mx.get_peak_memory() / 1e9,
-    )
+    decode_time = max(0.0, wall_time - prompt_time)
+    prompt_tokens = sum(last.prompt_tokens for last in lasts)
+    generation_tokens = sum(last.generation_tokens for last in lasts)
+    figures = {
+        "prompt_tokens": prompt_tokens,
+        "prompt_time": prompt_time,
+        "generation_tokens": generation_tokens,
+        "generation_steps": max((last.num_rounds for last in lasts), default=0),
+        "decode_time": decode_time,
+        "wall_time": wall_time,
+        "peak_memory": mx.get_peak_memory() / 1e9,
+        # as mlx-lm 0.31 has them
+        "generation_time": decode_time,
+        "prompt_tps": prompt_tokens / prompt_time if prompt_time else 0.0,
+        "generation_tps": generation_tokens / decode_time if decode_time else 0.0,
+    }
+    known = {one.name for one in fields(BatchStats)}
+    stats = BatchStats(**{name: value for name, value in figures.items() if name in known})
     result = SpeculativeBatchResponse(
         list(map(tokenizer.decode, tokens)),
         stats,

@@ -192,7 +192,7 @@ class Generation:
         caches.drop_checkpoints()
         self.is_prefilled = True
         if self.sequence.has_prompt:
-            self.target.extend_history(self.sequence.tokens)
+            self.target.extend_history(self.sequence.shown_at_first)
         self.stats.prefill_seconds = perf_counter() - started
         self.clock.start()
 

@@ -1,22 +1,14 @@
-"""`specdec-mlx bench`: live, interleaved, against plain mlx-lm."""
+"""A live benchmark, interleaved, against plain mlx-lm."""
 
 from __future__ import annotations
 
-import argparse
-import shlex
-import sys
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import generation_stream, wired_limit
 
 from specdec_mlx.bench import prompts
-from specdec_mlx.bench.contenders import PLAIN, Contender, make_contenders
 from specdec_mlx.bench.cost import CostMeter
 from specdec_mlx.bench.prompts import Prompt, Task
 from specdec_mlx.bench.record import (
@@ -24,86 +16,13 @@ from specdec_mlx.bench.record import (
     RecordedText,
     describe_dtype,
     describe_machine,
-    format_record,
-    read_sessions,
-    save_record,
 )
 from specdec_mlx.bench.summary import find_differences, reference_texts, summarise
-from specdec_mlx.bench.timing import Settings, run_interleaved
-from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.bench.timing import PLAIN, Contender, Settings, make_contenders, run_interleaved
 from specdec_mlx.drafters.choosing.choice import (
     DrafterChoice,
     NamedModel,
-    add_lighter_arguments,
-    choice_of,
 )
-from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
-from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.models import load_target
-from specdec_mlx.options import argument, checked, positive_int
-from specdec_mlx.rules.registry import make_rule
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """The flags of `specdec-mlx bench`."""
-    add, count = parser.add_argument, argument(positive_int)
-    several = partial(add, action="append")
-    add("--model", help="model folder or Hugging Face name (default: a small one)")
-    add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
-    sessions = "conversations in order instead: JSON lines with messages, or turns and reference"
-    add("--sessions", metavar="FILE", help=sessions)
-    add("--categories", nargs="+", metavar="NAME", help="only these")
-    add("--per-category", type=count, metavar="N", help="prompts of each, evenly spread (all)")
-    none = f"repeatable; none: without ({DEFAULT_DRAFTER})"
-    several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=none)
-    add("--draft-model", metavar="MODEL", help="a head, or a model: mlx-lm's own takes part too")
-    add_lighter_arguments(parser)
-    length, lengths = checked(parse_draft_length), "repeatable: every drafter with every length"
-    several("--draft-length", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
-    rules = "acceptance rule, repeatable: every drafter and length with every rule (auto)"
-    several("--rule", type=checked(make_rule), metavar="NAME", help=rules)
-    add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
-    add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
-    add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
-    add("--seed", type=int, help="of draws (0); rule auto is then the one for seeds")
-    add("--no-cost", action="store_true", help="do not measure what a pass over m positions costs")
-    add("--json", metavar="FILE", help="write results, and the texts for specdec-mlx replay")
-
-
-def main(
-    args: argparse.Namespace, others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None
-) -> int:
-    """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
-    if args.json:
-        Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
-    model, tokenizer = load_target(args.model or demo_model_path())
-    is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
-    choice = choice_of(args)
-    draft_model, _ = choice.model.pair
-    lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
-    drafters = {spec: one.resolve(model) for spec, one in choice.each().items()}
-    contenders = make_contenders(
-        *(model, drafters, lengths, args.temp, tokenizer, draft_model, rules),
-        is_seeded=args.seed is not None,
-    )
-    contenders += others(model, tokenizer) if others else ()
-    tasks = _tasks(args, tokenizer)
-    how = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
-    with wired_limit([m for m in (model, draft_model) if m is not None], [generation_stream]):
-        record = run_bench(
-            *(model, tasks, contenders, how),
-            temp=args.temp,
-            measure_cost=not args.no_cost,
-            progress=is_first,
-        )
-    if is_first:
-        settings = {"model": str(args.model or "demo model")} | record.settings
-        command = shlex.join(["specdec-mlx", *sys.argv[1:]])
-        record = replace(record, command=command, settings=settings)
-        if args.json:
-            save_record(record, args.json)
-        print(format_record(record))
-    return 0 if all(difference.excused for difference in record.differences) else 1
 
 
 def run_bench(
@@ -198,12 +117,3 @@ def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[Task]:
     if not messages:
         raise ValueError("No prompts. Give another file, or drop --categories.")
     return [Task(p.id, p.category, prompts.encode_chat(tokenizer, p.text)) for p in messages]
-
-
-def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:
-    if args.sessions:
-        tasks: list[Task] = [*read_sessions(args.sessions, tokenizer)]
-    else:
-        found = prompts.read_prompts(args.prompts) if args.prompts else prompts.builtin_prompts()
-        tasks = make_tasks(tokenizer, found)
-    return prompts.choose(tasks, args.categories, args.per_category)

@@ -6,7 +6,7 @@ import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from functools import cache
 from math import isnan, nan
 from typing import Any, TypeVar
@@ -16,24 +16,26 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
 
-from specdec_mlx.bench.contenders import PLAIN, Way
 from specdec_mlx.bench.prompts import Task
-from specdec_mlx.bench.timing import Sample, Written
+from specdec_mlx.bench.timing import PLAIN, Sample, Way
 from specdec_mlx.stats.counterfactual import ratio_of
 
 EXCUSED_GAP = 1e-4  # logits; several rows at once round otherwise than one row on some backends
 ALL = "all"
-OfText = TypeVar("OfText", bound=Written)
+OfText = TypeVar("OfText", "Sample", "Difference")
 
 
 @dataclass(frozen=True, kw_only=True)
-class Difference(Written):
+class Difference(Way):
     """First place where a sample's text parts from that of plain decoding.
 
     position: among the generated tokens. top_two_gap: of the target's logits there, in a
     single-token pass. excused: True if that is a tie but for rounding.
     """
 
+    id: str
+    category: str
+    repeat: int
     position: int
     top_two_gap: float
     excused: bool
@@ -96,9 +98,9 @@ def find_differences(
         position = first_difference(s.tokens, references[s.id])
         if position is not None:
             gap = gap_in(s.id, position)
-            where: dict[str, Any] = {f.name: getattr(s, f.name) for f in fields(Written)}
+            where: Any = {"id": s.id, "category": s.category, "repeat": s.repeat}
             where |= {"position": position, "top_two_gap": gap, "excused": gap < EXCUSED_GAP}
-            differences.append(Difference(**where))
+            differences.append(Difference(*s.key, **where))
     return differences
 
 

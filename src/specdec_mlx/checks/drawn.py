@@ -16,6 +16,7 @@ from __future__ import annotations
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -24,8 +25,17 @@ from specdec_mlx.checks import one_step
 from specdec_mlx.checks.chi_square import FALSE_ALARM, LEAST_EXPECTED, ChiSquare, Counts, power
 from specdec_mlx.checks.one_step import DRAFT_FAULTS, VARIANTS, Variant, lossless
 from specdec_mlx.checks.report import Part
-from specdec_mlx.checks.stand_ins import Alone, Remembered, with_remembered_models
-from specdec_mlx.checks.subject import Probs, Step, Subject, Work, first_probs, probabilities
+from specdec_mlx.checks.subject import (
+    Alone,
+    Place,
+    Probs,
+    Remembered,
+    Subject,
+    Work,
+    first_probs,
+    probabilities,
+    with_remembered_models,
+)
 from specdec_mlx.checks.subject import total_variation as distance
 from specdec_mlx.contracts import Draft
 from specdec_mlx.token_ids import to_list
@@ -51,42 +61,50 @@ asks for the last row of a pass gets all of its rows, each as wide as the vocabu
 Tokens = tuple[int, ...]
 
 
-@dataclass(frozen=True)
-class Comparison:
-    """Counts of samples beside those expected, [cells].
+def judged(
+    name: str,
+    samples: str,
+    aim: str,
+    seen: Counts,
+    right: Counts,
+    wrong: Mapping[str, Counts],
+    numbers: dict[str, Any],
+    diagnosis: Callable[[], str],
+) -> Part:
+    """Counts of samples beside those expected, [cells], as a part of the check.
 
-    samples, aim: words for them, and for what they should follow. wrong: named fault -> the counts
-    that it would give.
+    It is not run if none of the named faults would have been found.
+
+    Args:
+        name: of the part.
+        samples: words for the samples.
+        aim: words for what they should follow.
+        seen: counts.
+        right: expected counts.
+        wrong: named fault -> the counts that it would give.
+        numbers: further ones of the part.
+        diagnosis: what is wrong, and what to do.
     """
-
-    samples: str
-    aim: str
-    seen: Counts
-    right: Counts
-    wrong: Mapping[str, Counts]
-
-    def part(self, name: str, numbers: dict[str, Any], diagnosis: Callable[[], str]) -> Part:
-        """The verdict; not run if none of the named faults would have been found."""
-        test = ChiSquare.of(self.seen, self.right)
-        powers = {fault: power(counts, self.right) for fault, counts in self.wrong.items()}
-        numbers = numbers | {
-            "chi_square": test.statistic,
-            "degrees_of_freedom": test.freedom,
-            "p_value": test.p_value,
-            "false_alarm": FALSE_ALARM,
-            "power": powers,
-        }
-        if test.p_value < FALSE_ALARM:
-            verdict = f"{self.samples} do not follow {self.aim} (p = {test.p_value:.1g}): "
-            return Part(name, "failed", verdict + diagnosis(), numbers)
-        unsure = [fault for fault, chance in powers.items() if chance < SURE]
-        if len(unsure) == len(powers):
-            verdict = f"{self.samples} are too few for any of the named faults to be found. Give "
-            return Part(name, "not run", f"{verdict}more time (--budget).", numbers)
-        found = f"each named fault would have been found, with a chance above {SURE}"
-        found = f"not enough to be sure of: {', '.join(unsure)}" if unsure else found
-        verdict = f"{self.samples} follow {self.aim} (p = {test.p_value:.2g}); {found}."
-        return Part(name, "passed", verdict, numbers)
+    test = ChiSquare.of(seen, right)
+    powers = {fault: power(counts, right) for fault, counts in wrong.items()}
+    numbers = numbers | {
+        "chi_square": test.statistic,
+        "degrees_of_freedom": test.freedom,
+        "p_value": test.p_value,
+        "false_alarm": FALSE_ALARM,
+        "power": powers,
+    }
+    if test.p_value < FALSE_ALARM:
+        verdict = f"{samples} do not follow {aim} (p = {test.p_value:.1g}): {diagnosis()}"
+        return Part(name, "failed", verdict, numbers)
+    unsure = [fault for fault, chance in powers.items() if chance < SURE]
+    if len(unsure) == len(powers):
+        verdict = f"{samples} are too few for any of the named faults to be found. Give more time "
+        return Part(name, "not run", f"{verdict}(--budget).", numbers)
+    found = f"each named fault would have been found, with a chance above {SURE}"
+    found = f"not enough to be sure of: {', '.join(unsure)}" if unsure else found
+    verdict = f"{samples} follow {aim} (p = {test.p_value:.2g}); {found}."
+    return Part(name, "passed", verdict, numbers)
 
 
 # Drafts -------------------------------------------------------------------------------------------
@@ -151,14 +169,14 @@ def check_declared(draws: Draws) -> Part:
             {"proposals": draws.proposals},
         )
     samples, aim = f"{num_draws} drafted tokens", "the distributions declared for them"
-    compared = Comparison(samples, aim, seen, due, dict(zip(DRAFT_FAULTS, wrong, strict=True)))
+    faults = dict(zip(DRAFT_FAULTS, wrong, strict=True))
     numbers = {
         "draws": num_draws,
         "drawn_in_each_tenth": (seen / max(1, num_draws)).round(4).tolist(),
         "declared_in_each_tenth": (due / max(1, num_draws)).round(4).tolist(),
         "proposals_cut_short": draws.cut,
     }
-    return compared.part(DECLARED_NAME, numbers, draws.diagnosis)
+    return judged(DECLARED_NAME, samples, aim, seen, due, faults, numbers, draws.diagnosis)
 
 
 # Texts --------------------------------------------------------------------------------------------
@@ -273,7 +291,7 @@ def _draft_length(num_tokens: int) -> int:
     return min(NUM_DRAFT, NUM_TOKENS - num_tokens - 1) or UNDRAFTED
 
 
-def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draws) -> Part:
+def check_joint(subject: Subject, work: Work, steps: Sequence[Place], draws: Draws) -> Part:
     """Draw texts after some places, and hold them to the target's; `draws` takes the drafts."""
     groups: list[Texts] = []
     count = 0
@@ -295,13 +313,8 @@ def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draw
         np.concatenate([one.expected(variant) for one in cells])
         for variant in (lossless, *VARIANTS.values())
     )
-    compared = Comparison(
-        f"{count} texts of {NUM_TOKENS} tokens",
-        "the target's distribution",
-        np.concatenate([one.seen() for one in cells]),
-        right,
-        dict(zip(VARIANTS, wrong, strict=True)),
-    )
+    faults = dict(zip(VARIANTS, wrong, strict=True))
+    seen = np.concatenate([one.seen() for one in cells])
     numbers = {
         "texts": count,
         "tokens_each": NUM_TOKENS,
@@ -310,16 +323,18 @@ def check_joint(subject: Subject, work: Work, steps: Sequence[Step], draws: Draw
         "draft_tokens": sum(group.drafted for group in groups),
         "accepted": sum(group.accepted for group in groups),
     }
-    return compared.part(JOINT_NAME, numbers, lambda: _diagnosis(cells, compared))
+    samples, aim = f"{count} texts of {NUM_TOKENS} tokens", "the target's distribution"
+    diagnosis = partial(_diagnosis, cells, seen, faults)
+    return judged(JOINT_NAME, samples, aim, seen, right, faults, numbers, diagnosis)
 
 
-def _most_telling(steps: Sequence[Step]) -> list[Step]:
+def _most_telling(steps: Sequence[Place]) -> list[Place]:
     """Places with a draft where even the fault that is hardest to see shows most."""
     drafted = [s for s in steps if s.draft_probs is not None and len(s.tokens) > 1]
     return sorted(drafted, key=_tells, reverse=True)[:NUM_CONTEXTS]
 
 
-def _tells(step: Step) -> float:
+def _tells(step: Place) -> float:
     """Least distance of the named faults' distributions from the target's, for two tokens."""
     p, q = step.target_probs, step.draft_probs
     assert q is not None
@@ -330,13 +345,12 @@ def _tells(step: Step) -> float:
     return min(distances)
 
 
-def _diagnosis(groups: Sequence[Cells], compared: Comparison) -> str:
+def _diagnosis(groups: Sequence[Cells], seen: Counts, wrong: Mapping[str, Counts]) -> str:
     """How the texts are wrong, by the named faults."""
     firsts = [(group.places[()][0], text[0]) for group in groups for text in group.texts.tokens]
     excluded = sorted({token for p, token in firsts if p[token] == 0})
     shape = f"tokens {excluded[:5]} came that the distribution excludes; " if excluded else ""
-    seen = compared.seen
-    chances = {fault: ChiSquare.of(seen, w).p_value for fault, w in compared.wrong.items()}
+    chances = {fault: ChiSquare.of(seen, counts).p_value for fault, counts in wrong.items()}
     likest = max(chances, key=lambda name: chances[name])
     likeness = f"they look like: {likest} (p = {chances[likest]:.2g})."
     if chances[likest] < 0.01:

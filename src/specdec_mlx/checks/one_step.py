@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import product
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
 from specdec_mlx.checks.report import Part
-from specdec_mlx.checks.subject import Probs, Step, Subject, Work, total_variation, walk
+from specdec_mlx.checks.subject import Place, Probs, Subject, Work, total_variation, walk
 from specdec_mlx.contracts import AcceptanceRule, rule_for
 from specdec_mlx.rules.arithmetic import capped_ratio
 from specdec_mlx.rules.coins import CoinRule
@@ -113,26 +113,9 @@ def ends(
             yield n, float(chance), np.array(rule.next_probs(*given, to(n)), np.float64)
 
 
-class Emitted(NamedTuple):
-    """Result of a rule on drafts of one token.
-
-    distance: total variation of what is emitted from p; bonus_distance: of the token after a draft
-    accepted whole. left_out: draft mass of tokens that were not drawn. kept: chance that the draft
-    token is kept. overlap: sum of min(p, q), the largest lossless chance. fault: the named fault
-    that emits the same, or None.
-    """
-
-    distance: float
-    bonus_distance: float
-    left_out: float
-    kept: float
-    overlap: float
-    fault: str | None
-
-
-def check_one_step(subject: Subject, work: Work, steps: list[Step]) -> Part:
+def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Part:
     """The exact distribution at places along texts of the target's own, which `steps` takes."""
-    seen: list[tuple[AcceptanceRule, Emitted]] = []
+    seen: list[tuple[AcceptanceRule, dict[str, Any]]] = []
     for i, prompt in work.each(enumerate(subject.prompts)):
         for step in walk(replace(subject, seed=subject.seed + i), prompt, STEPS):
             steps.append(step)
@@ -154,27 +137,35 @@ def check_one_step(subject: Subject, work: Work, steps: list[Step]) -> Part:
         return Part(NAME, "not applicable", verdict, numbers)
     results = [result for _, result in seen]
     numbers |= {
-        "largest_total_variation": max(result.distance for result in results),
-        "largest_of_the_token_after": max(result.bonus_distance for result in results),
-        "draft_mass_left_out": max(result.left_out for result in results),
-        "expected_acceptance": float(np.mean([result.kept for result in results])),
-        "sum_of_min_p_q": float(np.mean([result.overlap for result in results])),
+        "largest_total_variation": max(result["distance"] for result in results),
+        "largest_of_the_token_after": max(result["bonus_distance"] for result in results),
+        "draft_mass_left_out": max(result["left_out"] for result in results),
+        "expected_acceptance": float(np.mean([result["kept"] for result in results])),
+        "sum_of_min_p_q": float(np.mean([result["overlap"] for result in results])),
     }
-    rule, worst = max(seen, key=lambda entry: max(entry[1][:2]))
-    furthest = max(worst.distance, worst.bonus_distance)
+    furthest, rule, fault = max(
+        ((max(x["distance"], x["bonus_distance"]), rule, x["fault"]) for rule, x in seen),
+        key=lambda entry: entry[0],
+    )
     if furthest < TOLERANCE:
         verdict = f"In {len(seen)} places the distribution of the emitted token, summed over every "
         return Part(NAME, "passed", f"{verdict}draft token, is the target's.", numbers)
     verdict = (
         f"Rule {rule.name!r} changes the distribution of the text by a total variation of "
-        f"{furthest:.2g}: this is {worst.fault or 'none of the named faults'}. Use "
+        f"{furthest:.2g}: this is {fault or 'none of the named faults'}. Use "
         "rule='auto', or mend the rule."
     )
     return Part(NAME, "failed", verdict, numbers)
 
 
-def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitted:
-    """Go through all draft tokens; p and q are [V] float64, q cut to its likeliest tokens."""
+def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str, Any]:
+    """Result of a rule on all drafts of one token; p and q are [V], q cut to its likeliest tokens.
+
+    distance: total variation of what is emitted from p; bonus_distance: of the token after a draft
+    accepted whole. left_out: draft mass of tokens that were not drawn. kept: chance that the draft
+    token is kept. overlap: sum of min(p, q), the largest lossless chance. fault: the named fault
+    that emits the same, or None.
+    """
     support = np.flatnonzero((target_probs > 0) | (draft_probs > 0))
     p, q = target_probs[support], draft_probs[support]
     likeliest = np.argsort(-q, kind="stable")[:MOST_TOKENS]
@@ -193,11 +184,11 @@ def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> Emitted:
         for name, variant in VARIANTS.items()
         if np.allclose((kept, again, after), variant(p, q), atol=TOLERANCE)
     )
-    return Emitted(
-        distance=total_variation(kept + again, p),
-        bonus_distance=total_variation(after, p),
-        left_out=left_out,
-        kept=float(kept.sum()),
-        overlap=float(np.minimum(p, q).sum()),
-        fault=next(faults, None),
-    )
+    return {
+        "distance": total_variation(kept + again, p),
+        "bonus_distance": total_variation(after, p),
+        "left_out": left_out,
+        "kept": float(kept.sum()),
+        "overlap": float(np.minimum(p, q).sum()),
+        "fault": next(faults, None),
+    }

@@ -11,8 +11,8 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from specdec_mlx.bench.contenders import plain
 from specdec_mlx.bench.summary import EXCUSED_GAP, first_difference, top_two_gap
+from specdec_mlx.bench.timing import plain
 from specdec_mlx.checks.report import Part, Status
 from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
 from specdec_mlx.contracts import all_drafters

@@ -51,10 +51,7 @@ def _run(arguments: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser for all commands but those that are mlx-lm's own."""
-    from specdec_mlx.bench import replay, run
-    from specdec_mlx.checks import run as check
-    from specdec_mlx.cli import demo, doctor, memory, new_drafter
-    from specdec_mlx.training import command as train
+    from specdec_mlx.cli import bench, check, demo, doctor, memory, new_drafter, replay, train
 
     parser = argparse.ArgumentParser(
         prog="specdec-mlx", description="Speculative decoding for mlx-lm: the same text, sooner."
@@ -70,7 +67,7 @@ def make_parser() -> argparse.ArgumentParser:
     for name, text in MLX_LM_COMMANDS.items():
         commands.add_parser(name, help=text, add_help=False)
     add("demo", demo, "plain against speculative, on real text")
-    add("bench", run, "speed and identity on many prompts, interleaved")
+    add("bench", bench, "speed and identity on many prompts, interleaved")
     add("replay", replay, "score drafters on recorded texts, offline")
     _add_probe(commands)
     add("check", check, "is it lossless on this model, machine and setting?")

@@ -25,11 +25,20 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from specdec_mlx.bench.contenders import PLAIN, Contender, Emitted, ours, plain
 from specdec_mlx.bench.prompts import Task, encode_chat
 from specdec_mlx.bench.record import REFERENCE_BLAS, blas_name, describe_dtype, describe_machine
 from specdec_mlx.bench.summary import find_differences
-from specdec_mlx.bench.timing import Run, Sample, Settings, take_turns
+from specdec_mlx.bench.timing import (
+    PLAIN,
+    Contender,
+    Emitted,
+    Run,
+    Sample,
+    Settings,
+    ours,
+    plain,
+    take_turns,
+)
 from specdec_mlx.cli.blas import THREADS, as_shell, start_again_with_openblas
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length

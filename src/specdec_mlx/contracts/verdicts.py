@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, runtime_checkable
@@ -30,8 +31,20 @@ class Outcome:
         return len(self.kept)
 
 
+class Decision(ABC):
+    """Answer of a rule, lazy: `Verdict`, `Agreement`, or for a tree `TreeVerdict`."""
+
+    @abstractmethod
+    def arrays(self) -> dict[str, mx.array]:
+        """Arrays to read for the outcome."""
+
+    @abstractmethod
+    def outcome(self, numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
+        """The outcome, from what was read and the draft's tokens [K]."""
+
+
 @dataclass(frozen=True)
-class Verdict:
+class Verdict(Decision):
     """Decision of a rule about one draft.
 
     num_accepted: n, draft tokens kept, 0 to K; scalar int array. next_token: drawn from the target,
@@ -63,7 +76,7 @@ class Verdict:
 
 
 @dataclass(frozen=True)
-class Agreement:
+class Agreement(Decision):
     """Verdict of a rule that keeps a chain as far as it equals the target's own draws [K+1].
 
     It is compared on the host: the fewer small operations follow a pass, the better.
@@ -91,7 +104,7 @@ class Agreement:
 
 
 @dataclass(frozen=True)
-class TreeVerdict:
+class TreeVerdict(Decision):
     """Decision about a tree: coins and tokens for all its nodes; the path is found on the host.
 
     coins: [K] how each token's coin fell. after: [K+1] the token that follows if the kept ones end
@@ -111,10 +124,6 @@ class TreeVerdict:
         kept = self.kept(numbers["coins"])
         row = kept[-1] + 1 if kept else 0
         return Outcome(kept, [*(drafted[i] for i in kept), numbers["after"][row]])
-
-
-Decision = Verdict | Agreement | TreeVerdict
-"""Answer of a rule, lazy: all have `arrays` to read, and the `outcome` that follows from those."""
 
 
 class TargetRows(Protocol):

@@ -71,13 +71,15 @@ def assemble(
     """
     prompt = check_prompt(prompt_tokens, options.input_embeddings, drafter)
     account = Counterfactual() if options.counterfactual else None
+    if account is not None:
+        rule = account.counting(options.rule, is_seeded=options.seed is not None)
+        options = replace(options, rule=rule)
     target = verifier_for(
         model,
         Rollback(caches, num_read),
         options,
         probe=options.probe and drafter is not None,
         noise=shared_noise(ranks, options.seed),
-        account=account,
     )
     check_ids(prompt, target.vocab_size())
     context = target.draft_context(options.tokenizer, draft_cache)
@@ -130,10 +132,9 @@ def verifier_for(
     *,
     probe: bool,
     noise: Noise,
-    account: Counterfactual | None = None,
 ) -> Verifier:
     """The target of a generation: a model with caches, what tokens are drawn from, a rule."""
     model_pass = ModelPass(model, rollback, options.caches, probe=probe)
     next_token = NextToken(options.sampler or Sampling(), options.logits_processors or (), noise)
     end_tokens = frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ())
-    return Verifier(model_pass, next_token, options.rule, account, end_tokens)
+    return Verifier(model_pass, next_token, options.rule, end_tokens)

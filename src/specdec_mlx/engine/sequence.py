@@ -8,9 +8,13 @@ from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 
 from specdec_mlx.contracts import Target
 from specdec_mlx.verify.rollback import refuse, states_of
+
+SHOWS_PROMPT = not mlx_lm.__version__.startswith("0.31.")
+"""Before 0.32 mlx-lm's processors see the prompt's last token, and no earlier one."""
 
 
 @dataclass
@@ -43,6 +47,11 @@ class SequenceState:
     def not_handed_out(self) -> Sequence[int]:
         """Generated tokens that the caller does not have yet."""
         return self.tokens[self.prompt_length + self.num_handed_out :]
+
+    @property
+    def shown_at_first(self) -> Sequence[int]:
+        """Tokens that logits processors see before one is drawn."""
+        return self.tokens if SHOWS_PROMPT else self.tokens[self.prompt_length - 1 :]
 
     def num_wanted(self, besides: int = 0) -> int | None:
         """Tokens wanted beyond those known and `besides` more; None for no limit."""

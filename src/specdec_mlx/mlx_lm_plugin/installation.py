@@ -9,6 +9,8 @@ from __future__ import annotations
 import functools
 import importlib
 import inspect
+import logging
+import re
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -33,8 +35,10 @@ from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.token_ids import to_list
 
-SERIES = "0.32"
-INSTALL = f"pip install 'mlx-lm>={SERIES},<0.33'"
+OLDEST, NEXT = "0.31.3", "0.33"
+"""mlx-lm is known from the one version on, up to the other."""
+
+INSTALL = f"pip install 'mlx-lm>={OLDEST},<{NEXT}'"
 NAMES = "generate_step", "speculative_generate_step"
 STEPS: Any = importlib.import_module("mlx_lm.generate")  # in the package a function has its name
 
@@ -44,29 +48,55 @@ class MlxLmVersionError(RuntimeError):
 
 
 def check_version() -> None:
-    """Raise MlxLmVersionError for another series of mlx-lm."""
-    if not mlx_lm.__version__.startswith(f"{SERIES}."):
+    """Raise MlxLmVersionError for an mlx-lm that is too old, or a later one with other functions.
+
+    A later one whose functions are as they are known is warned of.
+    """
+    found = mlx_lm.__version__
+    if _numbers(found) < _numbers(OLDEST):
         raise MlxLmVersionError(
-            f"mlx-lm {mlx_lm.__version__} is not of the {SERIES} series, the one that specdec_mlx "
-            f"knows how to extend. {INSTALL}; or call specdec_mlx.generate, which replaces nothing."
+            f"mlx-lm {found} is older than {OLDEST}, the first one that specdec_mlx knows how to "
+            f"extend. {INSTALL}; or call specdec_mlx.generate, which replaces nothing."
+        )
+    if _numbers(found) >= _numbers(NEXT):
+        for name in NAMES:
+            check_parameters(name)
+        _warn_of(found)
+
+
+@functools.cache
+def _warn_of(version: str) -> None:
+    """Say once that this version is newer than those that are known."""
+    logging.getLogger(__name__).warning(
+        f"mlx-lm {version} is newer than the versions that specdec_mlx was tested with, which are "
+        f"below {NEXT}. Its functions are as they were, so this goes on."
+    )
+
+
+def _numbers(version: str) -> list[int]:
+    return [int(part) for part in re.findall(r"\d+", version)[:3]]
+
+
+def check_parameters(name: str) -> None:
+    """Raise MlxLmVersionError if one of mlx-lm's steps takes what is not known here."""
+    ours = {"model", "prompt", "draft_model", "num_draft_tokens"}
+    ours |= {field.name for field in fields(Options)}
+    if unknown := inspect.signature(getattr(STEPS, name)).parameters.keys() - ours:
+        raise MlxLmVersionError(
+            f"mlx_lm.generate.{name} of mlx-lm {mlx_lm.__version__} takes "
+            f"{', '.join(sorted(unknown))}, which specdec_mlx does not know. {INSTALL}."
         )
 
 
 def check_step(name: str) -> None:
     """Raise MlxLmVersionError unless the function to replace is mlx-lm's own, as we know it."""
     check_version()
-    ours = {"model", "prompt", "draft_model", "num_draft_tokens"}
-    ours |= {field.name for field in fields(Options)}
     step = getattr(STEPS, name)
     if (owner := getattr(step, "__module__", None)) != STEPS.__name__:
         raise MlxLmVersionError(
             f"mlx_lm.generate.{name} has been replaced by one of {owner}. Undo that first."
         )
-    if unknown := inspect.signature(step).parameters.keys() - ours:
-        raise MlxLmVersionError(
-            f"mlx_lm.generate.{name} takes {', '.join(sorted(unknown))}, which specdec_mlx does "
-            f"not know. {INSTALL}."
-        )
+    check_parameters(name)
 
 
 @dataclass(eq=False)

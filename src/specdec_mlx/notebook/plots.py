@@ -6,14 +6,14 @@ Each function returns a `Plot`, which notebooks show, or draws into the axes `ax
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from io import BytesIO
 from typing import Any
 
+import numpy as np
+
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.notebook import views
-from specdec_mlx.notebook.views import BLUE, COLOURS, GREEN, GREY, MARKERS, ORANGE, VERMILLION
-from specdec_mlx.stats import theory
+from specdec_mlx.notebook.views import BLUE, COLOURS, GREY, MARKERS, ORANGE
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import wilson
 
@@ -28,7 +28,7 @@ except ImportError as error:
 
 PANEL = (4.6, 3.2)  # inches
 PIXELS_PER_INCH, SHARPNESS = 90, 2  # as shown, and pixels drawn for each of them
-MOST_POSITIONS = 17  # widest pass of a drawn cost curve
+MOST_POSITIONS, MOST_RUNS = 17, 40  # of a cost curve, and of a text along its generation
 MLX_LM_SPECULATION = "mlx-lm-speculation"
 LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", "none": "no drafter, our loop"}
 """Names in a legend that differ from those of a benchmark's results."""
@@ -140,11 +140,9 @@ def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> F
 def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Tokens per pass along the generation, in runs of rounds, and how many of them drafted."""
     ax = axes_or_new(ax)
-    size = max(1, len(stats.rounds) // 40)
-    num_bins = len(stats.rounds) // size
-    tokens = views.binned([1 + accepted for _, accepted in stats.rounds], num_bins)
-    drafting = views.binned([float(drafted > 0) for drafted, _ in stats.rounds], num_bins)
-    at = [(i + 0.5) * len(stats.rounds) / max(1, num_bins) for i in range(num_bins)]
+    rows = [(i, 1 + accepted, drafted > 0) for i, (drafted, accepted) in enumerate(stats.rounds)]
+    runs = np.array_split(np.array(rows).reshape(-1, 3), max(1, min(MOST_RUNS, len(rows))))
+    at, tokens, drafting = np.array([run.mean(axis=0) for run in runs if len(run)]).reshape(-1, 3).T
     ax.step(at, tokens, where="mid", color=BLUE, label="tokens per pass")
     ax.axhline(1, color=GREY, linewidth=1, linestyle=":", label="plain decoding")
     mode = ax.twinx()
@@ -156,12 +154,8 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     return finish(ax, "Along the generation", "round", "tokens per pass", loc="upper right")
 
 
-def cost_curve(cost: Any, acceptance: float | None = None, draft_cost: float = 0.0) -> Figure:
-    """c(m), a pass over m positions in plain steps, and the draft length that pays best on it.
-
-    cost: a `bench.cost.CostCurve`. acceptance: α; None draws the curve alone. draft_cost: of one
-    draft token, in plain steps.
-    """
+def cost_curve(cost: Any) -> Figure:
+    """c(m), a pass over m positions in plain steps. cost: a `bench.cost.CostCurve`."""
     ax = axes_or_new(None)
     known = cost.positions if len(cost.positions) > 2 else range(1, MOST_POSITIONS + 1)
     positions = [m for m in known if m <= MOST_POSITIONS]
@@ -170,49 +164,8 @@ def cost_curve(cost: Any, acceptance: float | None = None, draft_cost: float = 0
         intervals = (cost.low, cost.high)
         low, high = ([x / cost(1) for x in ends[: len(positions)]] for ends in intervals)
         ax.fill_between(positions, low, high, color=BLUE, alpha=0.25, linewidth=0, label="95%")
-    unit = "plain steps" if acceptance is None else "plain steps; tokens"
-    if acceptance is not None:
-        seconds, longest = draft_cost * cost(1), positions[-1] - 1
-        K = theory.best_draft_length_on_curve(acceptance, cost, seconds, longest)
-        ax.plot(
-            [K + 1],
-            [cost(K + 1) / cost(1)],
-            "D",
-            color=VERMILLION,
-            markersize=9,
-            label=f"pays best: K = {K}",
-        )
-        tokens = [theory.expected_tokens(acceptance, m - 1) for m in positions]
-        ax.plot(positions, tokens, "--", color=GREEN, label=f"tokens a round, α = {acceptance:.2f}")
     ax.set_ylim(0)
-    return finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", unit)
-
-
-def draft_lengths(runs: Mapping[int, SpeculationStats], cost: Any = None) -> Figure:
-    """Expected against observed by draft length: tokens per pass, or speed where `cost` is given.
-
-    Expected is equation 1, or theorem 3.8 on the cost curve, with the likeliest α of all rounds.
-    `runs` has the account of a generation for each draft length K.
-    """
-    ax = axes_or_new(None)
-    lengths = sorted(runs)
-    alpha = pooled_acceptance(runs.values())
-    unit = "tokens per pass" if cost is None else "speed, plain decoding = 1"
-    cost = cost or (lambda m: 1.0)
-    observed = [runs[K].tokens_per_pass * cost(1) / cost(K + 1) for K in lengths]
-    expected = [theory.expected_speedup_on_curve(alpha, K, cost) for K in lengths]
-    ax.axhline(1, color=GREY, linewidth=1, linestyle=":")
-    ax.plot(lengths, expected, "--", color=GREEN, label=f"expected, α = {alpha:.2f}")
-    ax.plot(lengths, observed, "o", color=BLUE, label="observed")
-    ax.set_xticks(lengths)
-    return finish(ax, "Expected and observed", "draft tokens a round, K", unit)
-
-
-def pooled_acceptance(runs: Iterable[SpeculationStats]) -> float:
-    """Likeliest α for all rounds together."""
-    rounds = [pair for stats in runs for pair in stats.rounds]
-    accepted = sum(a for _, a in rounds)
-    return theory.acceptance_from_counts(accepted, sum(a < d for d, a in rounds))
+    return finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", "plain steps")
 
 
 def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "") -> Figure:

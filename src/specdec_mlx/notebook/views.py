@@ -132,13 +132,6 @@ def _table(rows: Iterable[str]) -> str:
     return f'<table style="{TABLE}">{"".join(rows)}</table>'
 
 
-def binned(values: Sequence[float], most: int) -> list[float]:
-    """Means of at most `most` runs of neighbouring values, of about equal lengths."""
-    count = min(most, len(values))
-    edges = [i * len(values) // count for i in range(count + 1)] if count else []
-    return [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
-
-
 def _token(piece: Piece, drafter: str) -> str:
     look = LOOKS[piece.origin]
     by = f" by {drafter}" if piece.origin == "draft" and drafter else ""
@@ -157,18 +150,13 @@ def _coloured(look: Look, text: str, title: str = "") -> str:
 
 def _bars(stats: SpeculationStats) -> str:
     """Acceptance at the first positions of a draft, and at the later ones in doubling ranges."""
-    full, empty = translucent(BLUE, 0.35), translucent(GREY, 0.12)
     lines = []
     longest = len(stats.drafted_at)
     for first, end in pairwise(min(n, longest) for n in (0, 1, 2, 3, 4, 8, 16, 32, longest)):
         a, d = sum(stats.accepted_at[first:end]), sum(stats.drafted_at[first:end])
         place = f"{first + 1}" if end == first + 1 else f"{first + 1} to {end}"
         if d:
-            lines.append(
-                f'<div style="background:linear-gradient(to right,{full} {100 * a / d:.0f}%,'
-                f'{empty} 0);width:16em;padding:0 .4em">{place}: {a / d:.0%} &nbsp; ({a} of {d})'
-                "</div>"
-            )
+            lines.append(f"<div>{place}: {a / d:.0%} &nbsp; ({a} of {d})</div>")
     return "".join(lines)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from types import FunctionType
 from typing import Any
 
-from mlx_lm.sample_utils import greedy_sampler, make_sampler
+from mlx_lm.sample_utils import make_sampler
 
 from specdec_mlx.contracts import LogitsProcessor
 from specdec_mlx.sampling.distribution import Sampler, Sampling
@@ -27,7 +27,7 @@ def read_sampler(sampler: Sampler | Sampling | None) -> Sampling | None:
     """
     if isinstance(sampler, Sampling):
         return sampler
-    if sampler is None or sampler is greedy_sampler:
+    if sampler is None or _same(sampler, make_sampler(0.0)):
         return Sampling()
     arguments = _arguments(sampler)
     if arguments is None:

@@ -17,7 +17,7 @@ Another rule would have begun its rounds elsewhere. For point-mass drafts q is a
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from math import comb, inf, sqrt
 from statistics import median
@@ -26,8 +26,18 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.rules.arithmetic import Array, acceptance_probability, at, namespace_of
+from specdec_mlx.contracts import AcceptanceRule, Decision, Draft, Outcome, Randomness, TargetRows
+from specdec_mlx.contracts.verdicts import shares_noise
+from specdec_mlx.rules.arithmetic import (
+    Array,
+    acceptance_probability,
+    at,
+    namespace_of,
+    point_mass,
+)
 from specdec_mlx.rules.block import running_weights
+from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.token_ids import to_ids
 
 Z = 1.959964  # Half-width of a 95% interval, in standard errors
 BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")  # rules that decide token by token
@@ -151,6 +161,10 @@ class Counterfactual:
     _tables: list[np.ndarray] = field(default_factory=list)
     _accepted: list[int] = field(default_factory=list)
 
+    def counting(self, rule: str | AcceptanceRule, *, is_seeded: bool) -> Counting:
+        """A rule, as `make_rule` takes it, whose rounds join this account."""
+        return Counting(make_rule(rule, is_seeded=is_seeded), self)
+
     def record(self, table: Float[np.ndarray, "k columns"], num_accepted: int) -> None:
         """Add a round: its `chances`, and how many tokens were accepted."""
         self._tables.append(np.asarray(table, np.float64))
@@ -212,6 +226,51 @@ class Counterfactual:
             means = "".join(f"{e.mean:>14.3f}" for e in position.expected.values())
             lines.append(f"  {i:>2}{position.reached:>8}{means}  {position.observed}")
         return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A rule that decides as another one does, and adds each round to an account; chains only."""
+
+    rule: AcceptanceRule
+    account: Counterfactual
+    needs_distribution = True
+
+    @property
+    def name(self) -> str:
+        """The rule's own name, and the option that asks for the account."""
+        return f"{self.rule.name}, counterfactual=True"
+
+    @property
+    def shares_noise(self) -> bool:
+        """As the rule does."""
+        return shares_noise(self.rule)
+
+    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
+        """The rule's decision; the chances of all rules are read with it."""
+        tokens, q = to_ids(draft.tokens), draft.probs
+        q = point_mass(tokens, target.probs) if q is None else q
+        table = chances(target.probs, tokens, q)
+        return CountedDecision(self.rule.decide(target, draft, randomness), table, self.account)
+
+
+@dataclass(frozen=True)
+class CountedDecision(Decision):
+    """A decision; with its outcome the `chances` of the draft join the account."""
+
+    decision: Decision
+    table: Float[Array, "k columns"]
+    account: Counterfactual
+
+    def arrays(self) -> dict[str, Any]:
+        """The decision's own, and the chances."""
+        return {**self.decision.arrays(), "chances": self.table}
+
+    def outcome(self, numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
+        """The decision's own."""
+        outcome = self.decision.outcome(numbers, drafted)
+        self.account.record(np.array(numbers["chances"]), outcome.num_accepted)
+        return outcome
 
 
 def kept_by_token(table: np.ndarray) -> np.ndarray:

@@ -6,9 +6,10 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import islice
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -109,13 +110,10 @@ SECONDS = 120.0  # between two checkpoints
 ONE_STEP = 0.8  # share of a training in which a head drafts one token from each place
 MUCH = 1.5  # overfitting: so many times as much kept on texts that it is trained on as on others
 MEASUREMENTS = 8  # on held-out text, in a training
-FIRST = 60.0  # seconds of updates after which the rest is estimated
-LEARNT = ((12_000, 0.09), (39_000, 0.14), (111_000, 0.2), (221_000, 0.28), (387_000, 0.31))
-"""Tokens that an `mtp` layer had learnt -> share of first drafted tokens kept; docs/training.md."""
 
 
 @dataclass(frozen=True)
-class Schedule:
+class Updates:
     """How a drafter is trained: updates or minutes, windows of an update, peak rate."""
 
     steps: int = 4000
@@ -126,21 +124,11 @@ class Schedule:
     minutes: int | None = None
 
 
-@dataclass
-class Progress:
-    """Updates done, tokens learnt in them, seconds before them, and measurements."""
-
-    step: int = 0
-    tokens: int = 0
-    began: float = 0.0
-    curve: list[dict[str, Any]] = field(default_factory=list)
-
-
 def fit(
     trainee: Trainee,
     trained: FeatureStore,
     held_out: FeatureStore,
-    schedule: Schedule,
+    schedule: Updates,
     work: Path,
     clock: Clock,
 ) -> tuple[list[dict[str, Any]], Acceptance, Acceptance]:
@@ -159,7 +147,7 @@ def fit(
         return progress.step if schedule.minutes is None else int(clock.seconds() - progress.began)
 
     done, kept = so_far(), clock.seconds()
-    acceptance, losses, is_told = None, list[float](), clock.seconds() - progress.began > FIRST
+    acceptance, losses = None, list[float]()
     shown: Any = {"desc": "training", "unit": "", "mininterval": 1, "miniters": 0}
     with tqdm(total=total, initial=done, **shown) as bar:
         while done < total:
@@ -173,9 +161,6 @@ def fit(
             before, done = done, so_far()
             bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
             bar.update(min(done, total) - bar.n)
-            if not is_told and (seconds := clock.seconds() - progress.began) > FIRST and done:
-                bar.write(estimate(progress.tokens * total / done, seconds * total / done))
-                is_told = True
             if done // every > before // every or done >= total:
                 acceptance = measure(trainee, held_out, len(held_out))
                 loss = float(np.mean(losses))
@@ -198,17 +183,6 @@ def fit(
     return progress.curve, acceptance, same
 
 
-def estimate(tokens: float, seconds: float) -> str:
-    """What a training will have learnt at its end, at its pace, and what as much brought before."""
-    counts, shares = zip(*LEARNT, strict=True)
-    known = min(tokens, counts[-1])
-    share = np.interp(math.log(max(1.0, known)), np.log(counts), shares)
-    return (
-        f"At this pace it learns {tokens:,.0f} tokens in {seconds / 60:.0f} min. A layer for "
-        f"SmolLM2-135M that had learnt {known:,.0f} had {share:.2f} of its first drafts accepted."
-    )
-
-
 def update(
     trainee: Trainee, optimizer: Any, batch: Batch, compare: Divergence, most: int | None = None
 ) -> float:
@@ -222,7 +196,7 @@ def update(
     return float(value.item())
 
 
-def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Schedule) -> Schedule:
+def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Updates) -> Updates:
     """The schedule, its updates lowered to the memory if it is for a time; else TrainingError."""
     first, further = memory_of_updates(trainee, trained, LOSSES[schedule.loss])
     there = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -268,23 +242,28 @@ def rates(peak: float, steps: int) -> Callable[[mx.array], mx.array]:
     return rate
 
 
-def keep(path: Path, module: nn.Module, optimizer: optim.Optimizer, progress: Progress) -> None:
+def keep(
+    path: Path, module: nn.Module, optimizer: optim.Optimizer, progress: SimpleNamespace
+) -> None:
     """Write what a training needs to go on."""
     parts: Any = {"weights": module.trainable_parameters(), "state": optimizer.state}
     save_arrays(path, dict(tree_flatten(parts)), {"progress": json.dumps(vars(progress))})
 
 
-def resume(path: Path, module: nn.Module, optimizer: optim.Optimizer) -> Progress:
-    """Go on from where `keep` left off; from the beginning if there is nothing."""
+def resume(path: Path, module: nn.Module, optimizer: optim.Optimizer) -> SimpleNamespace:
+    """Go on from where `keep` left off; from the beginning if there is nothing.
+
+    Returns updates done, tokens learnt in them, seconds before them, and measurements.
+    """
     if not path.exists():
-        return Progress()
+        return SimpleNamespace(step=0, tokens=0, began=0.0, curve=[])
     loaded: Any = mx.load(str(path), return_metadata=True)
     arrays, metadata = loaded
     parts: Any = tree_unflatten(list(arrays.items()))
     module.update(parts["weights"])
     optimizer.state = parts["state"]
     mx.eval(module.parameters(), optimizer.state)
-    return Progress(**json.loads(metadata["progress"]))
+    return SimpleNamespace(**json.loads(metadata["progress"]))
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,13 @@ from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.training import features, texts
 from specdec_mlx.training.features import FeatureStore
-from specdec_mlx.training.fitting import CHECKPOINT, Acceptance, Schedule, fit, within_memory
+from specdec_mlx.training.fitting import (
+    CHECKPOINT,
+    Acceptance,
+    Updates,
+    fit,
+    within_memory,
+)
 from specdec_mlx.training.trainees import KINDS, Recipe, Size, Trainee
 
 PLAN, REPORT = "plan.json", "training.json"
@@ -52,7 +58,7 @@ class Plan:
     kind: str
     data: Data
     size: Size = field(default_factory=Size)
-    schedule: Schedule = field(default_factory=Schedule)
+    schedule: Updates = field(default_factory=Updates)
     num_steps: int = 3
     init: str | None = None
     dtype: str = "float16"

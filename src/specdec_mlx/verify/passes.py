@@ -13,11 +13,9 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import mlx.core as mx
-import numpy as np
 
 from specdec_mlx.contracts import ROOT, Decision, Draft, FeatureRows, Outcome
 from specdec_mlx.errors import DraftError, LogitsError, VerdictError
-from specdec_mlx.stats.counterfactual import Counterfactual
 from specdec_mlx.token_ids import read_all, to_ids, to_list
 from specdec_mlx.verify.inputs import check_drafted
 from specdec_mlx.verify.next_token import NextToken, clip_ids
@@ -41,7 +39,6 @@ class LazyPass:
     logprobs: list[mx.array]
     decision: Decision
     results: dict[str, mx.array]
-    counterfactual: Counterfactual | None = None
     features: FeatureRows | None = None
     is_sampled: bool = False
 
@@ -76,8 +73,6 @@ class LazyPass:
         _check_next_token(outcome.tokens[-1], vocab_size)
         if "masses" in numbers:
             check_distribution(numbers["masses"], numbers["own"])
-        if self.counterfactual is not None:
-            self.counterfactual.record(np.array(numbers["chances"]), outcome.num_accepted)
         return outcome
 
 

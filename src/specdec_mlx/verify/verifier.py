@@ -19,9 +19,7 @@ from specdec_mlx.contracts import (
     needs_distribution,
     shares_noise,
 )
-from specdec_mlx.rules.arithmetic import point_mass
 from specdec_mlx.rules.registry import make_rule, tree_rule_for
-from specdec_mlx.stats.counterfactual import Counterfactual, chances
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.inputs import check_draft
 from specdec_mlx.verify.model_pass import ModelPass, vocab_size_of
@@ -39,7 +37,6 @@ class Verifier:
         model_pass: the model with its caches.
         next_token: what its tokens are drawn from, and with which noise.
         rule: how much of a draft is kept.
-        counterfactual: an account of what each rule would have accepted.
         end_tokens: tokens that end a text; a draft goes no further.
 
     Raises:
@@ -51,19 +48,21 @@ class Verifier:
         model_pass: ModelPass,
         next_token: NextToken,
         rule: str | AcceptanceRule,
-        counterfactual: Counterfactual | None = None,
         end_tokens: Set[int] = frozenset(),
     ) -> None:
         self.model_pass = model_pass
         self.next_token = next_token
         self.remembers = next_token.remembers
-        self.counterfactual = counterfactual
         self.end_tokens = end_tokens
         is_opaque = next_token.by_row or next_token.sampling is None
         self.rule = make_rule(rule, is_seeded=next_token.noise.is_given and not is_opaque)
         self.tree_rule = tree_rule_for(self.rule)
-        if is_opaque:
-            _check_needs(self.rule, counterfactual)
+        if is_opaque and needs_distribution(self.rule):
+            raise ValueError(
+                f"rule={self.rule.name!r} needs the target's distribution, and a sampler or "
+                "processor of your own gives none. Leave it out, or use "
+                "specdec_mlx.Sampling(...) as the sampler."
+            )
 
     @property
     def rollback(self) -> Rollback:
@@ -182,10 +181,7 @@ class Verifier:
         if draft.logprobs is not None and q is not None:
             results["masses"] = mx.sum(q, axis=-1)
             results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
-        if self.counterfactual is not None:
-            q = point_mass(drafted, rows.probs) if q is None else q
-            results["chances"] = chances(rows.probs, drafted, q)
-        return LazyPass(draft, num_fed, rows.each(), decision, results, self.counterfactual)
+        return LazyPass(draft, num_fed, rows.each(), decision, results)
 
     def checked(self, draft: Draft, *, may_fork: bool = True) -> Draft:
         """A draft until its end tokens, of a tree the first chain where it must be one.
@@ -210,9 +206,9 @@ class Verifier:
         return ids if is_known else mx.minimum(ids, self.vocab_size() - 1)
 
     def takes_trees(self) -> bool:
-        """True if rule, rows and model go with trees; the account of other rules does not."""
-        is_taken = self.tree_rule is not None and self.counterfactual is None
-        return is_taken and not self.next_token.by_row and self.model_pass.takes_trees()
+        """True if rule, rows and model go with trees."""
+        is_taken = self.tree_rule is not None and not self.next_token.by_row
+        return is_taken and self.model_pass.takes_trees()
 
     def _feed_all_but_last_pass(self, pending: mx.array) -> tuple[mx.array, list[FeatureRows]]:
         """Feed pending tokens that one pass has no room for; those that are left, and the rows."""
@@ -223,16 +219,3 @@ class Verifier:
                 rows.append(self.fed_features()[0])
             pending = pending[room:]
         return pending, rows
-
-
-def _check_needs(rule: AcceptanceRule, counterfactual: Counterfactual | None) -> None:
-    if needs_distribution(rule):
-        needing, instead = f"rule={rule.name!r}", "rule='auto', and "
-    elif counterfactual is not None:
-        needing, instead = "counterfactual=True", ""
-    else:
-        return
-    raise ValueError(
-        f"{needing} needs the target's distribution, and a sampler or processor of your own gives "
-        f"none. Use {instead}specdec_mlx.Sampling(...) as the sampler."
-    )

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.utils import infer_quant_config
+from mlx_lm import utils as mlx_lm_utils
 
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.heads.drafter import Config, Head, HeadDrafter
@@ -418,7 +418,8 @@ def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
 
     def stored(path: str, part: nn.Module) -> Any:
         is_packed = hasattr(part, "to_quantized") and f"{path}.scales" in weights
-        return is_packed and infer_quant_config(path, part, weights)
+        infer = getattr(mlx_lm_utils, "infer_quant_config", None)  # not before mlx-lm 0.32
+        return is_packed and (infer is None or infer(path, part, weights))
 
     nn.quantize(head, class_predicate=stored)
     keeps_type = "e_score_correction_bias"  # a sum that chooses experts

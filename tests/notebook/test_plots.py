@@ -1,0 +1,93 @@
+"""What is drawn: the data of the artists, their labels and units; not pixels."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import fields
+from io import BytesIO
+
+import pytest
+from matplotlib.axes import Axes
+from matplotlib.colors import to_hex
+from matplotlib.text import Text
+from PIL import Image
+
+import specdec_mlx as sd
+from specdec_mlx.bench.cost import linear_cost
+from specdec_mlx.bench.replay import Score, Scores
+from specdec_mlx.bench.summary import Result
+from specdec_mlx.checks.report import CheckReport, Part
+from specdec_mlx.contracts import RoundRecord
+from specdec_mlx.notebook import plots
+from specdec_mlx.notebook.views import GREY, VERMILLION
+
+ROUNDS = [(0, 0)] * 3 + [(4, 2), (4, 4), (4, 4), (2, 0)]
+
+
+def stats_of(rounds: list[tuple[int, int]]) -> sd.stats.SpeculationStats:
+    stats = sd.stats.SpeculationStats()
+    for drafted, accepted in rounds:
+        stats.record(RoundRecord(drafted, accepted, accepted + 1, drafted + 1))
+    return stats
+
+
+def result(drafter: str, length: str, category: str, ratio: float) -> Result:
+    """A benchmark's result of which only the speed matters."""
+    speeds = {"ratio": ratio, "ratio_low": ratio - 0.1, "ratio_high": ratio + 0.2}
+    others = dict.fromkeys((f.name for f in fields(Result)), 10) | {"drafted": 20}
+    way = {"drafter": drafter, "draft_length": length, "rule": "", "category": category}
+    return Result(**others | speeds | way)
+
+
+def score(drafter: str, category: str, speedup: float) -> Score:
+    """A replay's score of which only the speed matters."""
+    return Score("linear:0.24", drafter, "4", category, 1, 10, 5, 5, 5, 2.0, speedup)
+
+
+def axes(plot: plots.Plot) -> Axes:
+    return plot.axes[0]
+
+
+def line(plot: plots.Plot, label: str) -> tuple[list[float], list[float]]:
+    """Data of the line of a label."""
+    (found,) = [x for x in axes(plot).get_lines() if x.get_label() == label]
+    return list(found.get_xdata()), list(found.get_ydata())
+
+
+def every_plot() -> dict[str, plots.Plot]:
+    stats = stats_of(ROUNDS)
+    results = [result("mlx-lm", "", "a", 1), result("ngram", "4", "a", 2)]
+    return {
+        "stats": stats.plot(),
+        "cost": plots.cost_curve(linear_cost(0.24)),
+        "by text": plots.speed_by_text(results),
+        "modelled": Scores([score("ngram", "a", 1.5), score("ngram", "all", 1.2)]).plot(),
+        "power": CheckReport([Part("joint", "passed", "", {"power": {"bonus": 1.0}})]).plot(),
+    }
+
+
+def test_every_plot_is_named_and_reads_on_light_and_on_dark_pages():
+    """A PNG without a background; letters and axes are of a grey, or a colour, for both."""
+    for name, plot in every_plot().items():
+        png, size = plot._repr_png_()
+        with Image.open(BytesIO(png)) as image:
+            assert image.getpixel((0, 0))[3] == 0, name
+        assert size["width"] > 300
+        shown = [text for text in plot.findobj(Text) if text.get_text()]
+        colours = {to_hex(text.get_color()) for text in shown}
+        assert len(shown) > 5, name
+        for ax in plot.axes:
+            assert ax.get_xlabel() or not (ax.get_ylabel() or ax.get_title()), name
+            assert ax.get_facecolor()[3] == 0, name
+            colours |= {to_hex(spine.get_edgecolor()) for spine in ax.spines.values()}
+            lines = [x for x in ax.get_lines() if not str(x.get_label()).startswith("_")]
+            looks = {(x.get_color(), x.get_linestyle(), x.get_marker()) for x in lines}
+            assert len(lines) == len(looks), name
+        assert colours <= {to_hex(GREY), to_hex(VERMILLION)}, name
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
+    monkeypatch.delitem(sys.modules, "specdec_mlx.notebook.plots")
+    with pytest.raises(sd.errors.MissingPackageError, match=r"pip install \"specdec-mlx\[plot\]\""):
+        stats_of(ROUNDS).plot()
