@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx_lm
 
 from benchmarks.server import MODULES, OURS, STOCK, serving
 from specdec_mlx.lab.demo_model import demo_model_path
@@ -80,14 +81,14 @@ def scripted(model: Any, script: Sequence[int]) -> Any:
 
 def serve(name: str, script: Path, arguments: Sequence[str]) -> None:
     """Run a server whose model says what the script has."""
-    module: Any = importlib.import_module("mlx_lm.server")
-    load, tokens = module.load, json.loads(script.read_text())
+    stock: Any = importlib.import_module("mlx_lm.server")
+    load, tokens = mlx_lm.load, json.loads(script.read_text())
 
     def loading(*args: Any, **options: Any) -> Any:
         model, *rest = load(*args, **options)
         return scripted(model, tokens), *rest
 
-    module.load = loading
+    stock.load = mlx_lm.load = loading
     sys.argv = [name, *arguments]
     runpy.run_module(name, run_name="__main__")
 

@@ -40,7 +40,7 @@ from specdec_mlx.stats.counterfactual import BY_TOKEN, chances  # noqa: E402
 ZERO = 1e-12
 LOSSY_EXAMPLES = ("lenient:lenience=0.8", "typical:epsilon=0.3,delta=0.6")
 NUM_TOKENS = 200
-DRAFT_TEMPS = (0.6, 0.7, 0.8, 0.9, 1.0, 1.1, 1.2, 1.3, 1.4)
+DRAFT_TEMPS = (0.6, 0.8, 1.0, 1.2, 1.4)
 
 
 def ways() -> dict[str, tuple[Deciding, dict]]:

@@ -64,6 +64,7 @@ COMMANDS = {
     "rules": "--model {model} --draft-model {model} --prompts {prompts} --max-tokens 8",
     "server": "--model {model} --prompts {prompts} --num 3 --clients 2 --max-tokens 40"
     " --draft-length 3 --in-process",
+    "server_cost": "--max-tokens 8 --repeats 1 --clients 1",
     "sessions": "--sessions {sessions} --id one --model {model} --turns 2 --max-tokens 40",
     "tree_cost": "--model {model} --repeats 1",
     "worst_case": "--model {model} --num-prompts 1 --repeats 1 --max-tokens 8",

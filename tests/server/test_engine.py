@@ -221,13 +221,8 @@ def test_clients_that_leave_at_any_point_leave_the_others_alone(engine: Engine) 
             left.ticket.cancel()
             assert [told(other.wait()) for other in others] == expected[:beside]
             with pytest.raises(ConnectionError):
-                left.wait() if num_events else raise_if_cancelled(left)
+                left.wait()
     assert told(begin(engine, 0).wait()) == expected[0]
-
-
-def raise_if_cancelled(client: Client) -> None:
-    """One that was not begun when it was cancelled may be told nothing."""
-    raise ConnectionError
 
 
 def test_what_was_read_for_a_client_that_left_is_not_read_again(folder: Path) -> None:
@@ -426,6 +421,31 @@ def test_the_rest_is_served_after_a_model_that_is_drained(folder: Path, tmp_path
             order.append(i)
 
 
+def test_who_waits_for_another_model_costs_those_that_are_served_nothing(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its name is looked up once, and not at each token."""
+    looked_up = []
+
+    def is_cached(name: str) -> bool:
+        looked_up.append(name)
+        return False
+
+    monkeypatch.setattr(models, "is_cached", is_cached)
+    with running(folder, flags=with_flags()) as engine:
+        first = begin(engine, 0, max_tokens=200)
+        first.until_text()
+        names_of = engine.models.names_of
+        monkeypatch.setattr(
+            engine.models, "names_of", lambda request: looked_up.append("") or names_of(request)
+        )
+        second = write_model_folder(tmp_path, "llama", seed=5)
+        other = begin(engine, 1, model=str(second), max_tokens=3)
+        first.wait()
+        other.wait()
+    assert len(looked_up) <= 2
+
+
 def test_max_tokens_is_the_least_of_what_is_asked_and_what_fits(tmp_path: Path) -> None:
     """Only a prompt that does not fit is refused, with both numbers."""
     folder = write_model_folder(tmp_path, max_position_embeddings=64)
@@ -581,3 +601,32 @@ def test_what_cannot_be_served_is_said_by_start(folder: Path, tmp_path: Path) ->
         with pytest.raises(ValueError, match=words):
             engine.start()
         engine.stop()
+
+
+def test_what_is_measured_once_is_measured_before_requests_come(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The first request takes as many passes as the next one like it, alone and beside another."""
+    passes = [0]
+    call = qwen2.Model.__call__
+
+    def counted(self: Any, *args: Any, **kwargs: Any) -> mx.array:
+        passes[0] += 1
+        return call(self, *args, **kwargs)
+
+    with monkeypatch.context() as patch, running(folder, flags=with_flags()) as engine:
+        patch.setattr(qwen2.Model, "__call__", counted)
+        counts = []
+        for first in ("A", "B"):
+            passes[0] = 0
+            ask(engine, prompt=f"{first} cat", drafters=["prompt-lookup"], draft_length=2)
+            settled(engine)
+            counts.append(passes[0])
+        assert counts[0] <= 26
+        assert abs(counts[0] - counts[1]) <= 3, "texts differ, and so do their drafts"
+        passes[0] = 0
+        both = [submit(engine, prompt=f"{i} cat", drafters=["none"]) for i in range(2)]
+        for client in both:
+            client.wait()
+        assert settled(engine).models.loaded is not None
+        assert passes[0] <= 2 * 26

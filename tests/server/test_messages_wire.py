@@ -135,13 +135,16 @@ def test_tools_that_the_client_runs_are_offered(caplog: pytest.LogCaptureFixture
     tools = [READ | {"defer_loading": True, "cache_control": {"type": "ephemeral"}}]
     tools += [{"type": "custom", "name": "plain"}, {"type": "bash_20250124", "name": "bash"}]
     tools += [{"type": "text_editor_20250728", "name": "str_replace_based_edit_tool"}]
+    tools += [{"type": "memory_20250818", "name": "memory"}]
     tools += [{"type": "web_search_20250305", "name": "web_search"}, {"type": "mcp_toolset"}]
     offered = {tool["function"]["name"]: tool["function"] for tool in read(tools=tools).tools}
-    assert [*offered] == ["read", "plain", "bash", "str_replace_based_edit_tool"]
+    assert [*offered] == ["read", "plain", "bash", "str_replace_based_edit_tool", "memory"]
     assert offered["read"]["parameters"] == {"type": "object"}
     assert {"command", "restart"} == {*offered["bash"]["parameters"]["properties"]}
     editor = offered["str_replace_based_edit_tool"]["parameters"]["properties"]
     assert {"command", "path", "old_str", "new_str", "insert_line", "view_range"} <= {*editor}
+    assert "rename" not in editor["command"]["enum"]
+    assert "rename" in offered["memory"]["parameters"]["properties"]["command"]["enum"]
     assert [record.args[1] for record in caplog.records] == ["web_search_20250305", "mcp_toolset"]
 
 

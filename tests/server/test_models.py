@@ -97,6 +97,12 @@ def test_a_name_that_nobody_has_is_the_given_model_or_an_error(
             with pytest.raises(ModelFolderError):
                 ask(engine, model=name)
         assert ask(engine).text == plain(folder)
+        for name in ("~nobody", "a" * 5000, "\0", "a//b", "..."):
+            with pytest.raises((RequestError, ModelFolderError)):
+                ask(engine, model=name)
+            with pytest.raises((RequestError, ModelFolderError)):
+                ask(engine, draft_model=name)
+        assert ask(engine).text == plain(folder)
     with running(None, flags=with_flags()) as engine:
         with pytest.raises(RequestError, match="Name a model"):
             ask(engine)

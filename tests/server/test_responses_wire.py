@@ -123,11 +123,9 @@ def test_items_become_a_chat() -> None:
 def test_tools_that_the_client_runs_are_offered(caplog: pytest.LogCaptureFixture) -> None:
     caplog.set_level(logging.INFO)
     others = [{"type": "web_search"}, {"type": "local_shell"}, READ]
-    brought = {"type": "additional_tools", "role": "developer", "tools": [READ | {"name": "list"}]}
-    request = read([brought, said("user", "x")], tools=[READ, PATCH, SPACE, *others])
-    assert [message["role"] for message in request.messages] == ["user"]
+    request = read(tools=[READ, PATCH, SPACE, *others])
     offered = {tool["function"]["name"]: tool["function"] for tool in request.tools}
-    assert [*offered] == ["read", "patch", "ask", "list"]
+    assert [*offered] == ["read", "patch", "ask"]
     assert offered["patch"]["parameters"]["required"] == ["input"]
     assert "start: /.+/" in offered["patch"]["description"]
     assert [record.args[1] for record in caplog.records] == [
@@ -192,6 +190,8 @@ def test_all_other_fields_reach_the_engine() -> None:
     assert (request.sampling.temp, request.sampling.top_p) == (0.5, 0.9)
     assert not request.parallel_calls
     assert request.template == {"enable_thinking": False}
+    forced = read(reasoning={"effort": "low"}, tools=[READ], tool_choice="required")
+    assert forced.template == {}  # nothing is thought before a call that must come
     plain = read()
     assert (plain.max_tokens, plain.num_logprobs, plain.template) == (None, None, {})
     assert plain.parallel_calls

@@ -449,6 +449,7 @@ def test_several_calls_within_one_pair_of_marks() -> None:
     listed = json.dumps([{"name": "f", "arguments": {"a": 1}, "id": "123456789"}] * 2)
     whole = written(f"[TOOL_CALLS]{listed}{END}", tools=TOOLS, how={"parser": "mistral"})
     assert said(whole)[:3] == ("", "", [("f", '{"a": 1}')] * 2)
+    assert whole.calls[1]["id"] == "123456789"
     begin, middle = "<|tool_call_begin|>functions.f:", "<|tool_call_argument_begin|>"
     section = "".join(f"{begin}{i}{middle}{{}}<|tool_call_end|>" for i in (3, 4))
     text = f"<|tool_calls_section_begin|>{section}<|tool_calls_section_end|>{END}"
@@ -514,6 +515,20 @@ def test_log_probabilities_come_with_the_text_of_their_tokens() -> None:
     told, _ = of_events(tokens, stop=[".\n"])
     pieces = [(event.text, len(event.logprobs)) for event in told if isinstance(event, Said)]
     assert pieces == [("a", 1), ("b", 1), (".c", 2), ("d", 1), (" 🎉", 5), (".", 1)]
+
+
+def test_a_token_after_a_held_space_is_not_seen_if_it_begins_a_stop_string() -> None:
+    tokens = cut("a stop é")
+    _, entries = of_events(tokens, stop=["stop"])
+    assert [entry.token for entry in entries] == tokens[:2]
+    _, entries = of_events(tokens, stop=["é"])
+    assert [entry.token for entry in entries] == tokens[:7]
+
+
+def test_the_end_token_is_not_seen_after_a_stop_string_that_is_decided_with_it() -> None:
+    tokens = cut(".b" + END)
+    _, entries = of_events(tokens, stop=["b", ".b<"])
+    assert [entry.token for entry in entries] == tokens[:1]
 
 
 def test_log_probabilities_of_marks_and_calls_are_not_shown_but_those_of_broken_calls_are() -> None:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import Future
 from contextlib import closing
 from dataclasses import replace
+from functools import partial
 from threading import Event as Flag
 from threading import Lock, Thread
 from typing import Any
@@ -33,7 +34,7 @@ from specdec_mlx.options import name_in
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import Settings
 from specdec_mlx.server.models import Loaded, Models
-from specdec_mlx.server.prefixes import prefixes_for
+from specdec_mlx.server.prefixes import Prefixes, prefixes_for
 from specdec_mlx.server.prompts import has_grammar, read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
@@ -55,6 +56,9 @@ class Engine:
         self.models, self.settings = models, settings
         self.prefixes = prefixes_for(settings, lambda: models.loaded)
         self.ranks = ServerRanks()
+        self.draft_caches = self.prefixes  # of draft models, which the first rank alone has
+        if self.ranks.are_several:
+            self.draft_caches = Prefixes(settings.prompt_cache_size)
         self.running = 0
         self._waiting: deque[Ticket] = deque()
         self._has_news, self._has_ended, self._is_ending = Flag(), Flag(), False
@@ -138,8 +142,12 @@ class Engine:
             self._is_ending = True
             while self._waiting:
                 self._waiting.popleft().fail(ServerEndingError())
-            self.models.close()
+            try:
+                self.models.close()
+            except Exception as error:
+                logging.error("What was learned is not kept.", exc_info=error)
             self.prefixes.trim_to(0)
+            self.draft_caches.trim_to(0)
             mx.clear_streams()
             self._has_ended.set()
             # MLX frees the functions that it compiled for a thread once that has ended, and needs
@@ -167,8 +175,11 @@ class Engine:
     def _first_waiting(self) -> Ticket | None:
         while self._waiting:
             ticket = self._waiting.popleft()
-            if not ticket.is_cancelled:
+            try:
+                ticket.check()
                 return ticket
+            except ConnectionError as error:
+                ticket.fail(error)
         return None
 
     def _serve(self, ticket: Ticket) -> None:
@@ -191,7 +202,7 @@ class Engine:
         try:
             with self._reading:
                 loaded = self.models.load(ticket.request)
-                text = Text.of(ticket, loaded, self.models, self.prefixes)
+                text = Text.of(ticket, loaded, self.models, self.draft_caches)
             if ticket.request.echo:
                 ticket.tell([echo(text, self.settings.prefill_step_size)])
             if not text.has_ended:
@@ -205,7 +216,7 @@ class Engine:
         """True if the next request may be written beside this one."""
         if not self._waiting or self.settings.kv_bits is not None:
             return False
-        return self._next_is_row() and text.loaded.has_rows
+        return text.loaded.has_rows and self._next_is_row()
 
     def _next_is_row(self) -> bool:
         """True if the next request is for the loaded model; ends those that are for none."""
@@ -213,7 +224,8 @@ class Engine:
             ticket, loaded = self._waiting[0], self.models.loaded
             try:
                 ticket.check()
-                return self.models.names_of(ticket.request) == (loaded.name, loaded.adapter)
+                ticket.names = ticket.names or self.models.names_of(ticket.request)
+                return ticket.names == (loaded.name, loaded.adapter)
             except Exception as error:
                 self._waiting.popleft().fail(error)
         return False
@@ -222,6 +234,7 @@ class Engine:
         """Write a text, and those that join it, until all have ended."""
         rows = Rows(text.loaded, self.settings, self.prefixes)
         rows.add(text)
+        error: Exception = ServerEndingError()
         try:
             while rows.texts and not self._is_ending:
                 while rows.has_place and self._next_is_row():
@@ -229,8 +242,11 @@ class Engine:
                         rows.add(joining)
                 self.running = len(rows.texts)
                 rows.step()
+        except Exception as raised:
+            error = raised
+            raise
         finally:
-            rows.close(ServerEndingError())
+            rows.close(error)
 
     def _write_alone(self, text: Text) -> bool:
         """Write a text by the loop; True if it is to go on beside others."""
@@ -255,7 +271,7 @@ class Engine:
         except _JoinedError:
             return True
         except CacheRollbackError as error:
-            if not text.has_ended:
+            if not (text.has_ended or joined):
                 raise
             logging.warning(f"The caches of a text are not kept: {error}")
         else:
@@ -278,10 +294,6 @@ class Engine:
         caches: hold the first `num_read` tokens; None for new ones.
         """
         model = text.loaded.model
-
-        def on_progress(done: int, total: int) -> None:
-            self._was_read(text, generation, done, total)
-
         options = replace(
             self._options(text.loaded),
             max_tokens=text.max_tokens,
@@ -290,16 +302,16 @@ class Engine:
             rule=text.rule,
             draft_length=text.draft_length,
             logits_processors=text.processors,
-            prompt_progress_callback=on_progress,
             prefill_stops=text.prompt.ends,
         )
         own = split_cache(model, caches, options.caches)[0]
-        options = replace(options, prompt_cache=own)
+        options = replace(
+            options, prompt_cache=own, prompt_progress_callback=partial(self._was_read, text, own)
+        )
         ranks = ranks_of(model, options.stream)
-        tokens = text.prompt.tokens
         parts = assemble(
             model,
-            tokens,
+            text.prompt.tokens,
             text.drafter,
             options,
             own,
@@ -329,8 +341,8 @@ class Engine:
             stream=mx.default_stream(mx.default_device()) if several else generation_stream,
         )
 
-    def _was_read(self, text: Text, generation: Generation, done: int, total: int) -> None:
-        """Note how far the prompt of a text that is alone is read.
+    def _was_read(self, text: Text, caches: list[Any], done: int, total: int) -> None:
+        """Note how far the prompt of a text that is alone is read, into these caches.
 
         What is read is kept where it could not be gone back to, and where the reading ends here.
         """
@@ -340,9 +352,8 @@ class Engine:
         joined = self._others_join(text)
         ends = joined or self._is_told_to_end(text)
         if self.settings.kv_bits is None and (ends or text.loaded.is_stateful):
-            caches = copy.deepcopy(generation.target.rollback.caches)
-            held = text.prompt.tokens[:done]
-            self.prefixes.insert_cache(text.loaded.place, held, caches, has_ended=False)
+            held, kept = text.prompt.tokens[:done], copy.deepcopy(caches)
+            self.prefixes.insert_cache(text.loaded.place, held, kept, has_ended=False)
         text.ticket.check()
         if self._is_ending:
             raise ServerEndingError

@@ -137,6 +137,7 @@ class Models:
         spells its name.
         """
         name, given = request.model, self.settings.model
+        check_name(name)
         if given is not None and self._is_given(name):
             return given, self.settings.adapter_path if request.adapter is None else request.adapter
         if name in ("", DEFAULT_MODEL):
@@ -260,6 +261,7 @@ class Models:
         if request.draft_model not in (None, DEFAULT_MODEL, self.choice.model.name):
             if request.drafters is not None:
                 raise RequestError("Give drafter or draft_model, not both.")
+            check_name(str(request.draft_model))
             return self._own_drafter(str(request.draft_model), loaded), MODEL_DRAFTER
         names = list(self._specs) if request.drafters is None else request.drafters
         names = [name for name in names if name != NO_DRAFTER]
@@ -335,6 +337,14 @@ def path_of(name: str) -> str:
     return str(folder) if folder.exists() else name
 
 
+def check_name(name: str) -> None:
+    """Raise RequestError for a name that no file system takes."""
+    try:
+        Path(name).expanduser().exists()
+    except (OSError, RuntimeError) as error:
+        raise RequestError(f"{name!s:.99} names no model: {error!s:.99}") from error
+
+
 def check_adapter_of(adapter: str | None) -> None:
     """Raise RequestError for a folder that holds no adapter."""
     try:
@@ -347,7 +357,7 @@ def is_cached(name: str) -> bool:
     """True for a model in the Hugging Face cache."""
     try:
         hf_repo_to_path(name)
-    except (ValueError, OSError):
+    except Exception:  # whatever is said of a name that is none
         return False
     return True
 

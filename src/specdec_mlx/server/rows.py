@@ -44,16 +44,21 @@ class Rows:
         return len(self.texts) < self.batch.schedule.max_texts
 
     def add(self, text: Text) -> None:
-        """Let a text join, or go on, with what is known of it."""
+        """Let a text join, or go on, with what is known of it; an error ends it alone."""
+        try:
+            self._insert(text)
+        except Exception as error:
+            logging.error("A request failed.", exc_info=error)
+            text.fail(error)
+
+    def _insert(self, text: Text) -> None:
         tokens = text.tokens
         caches, rest = self.prefixes.fetch_nearest_cache(self.loaded.place, tokens)
         num_read = len(tokens) - len(rest)
         text.begin(num_read)
         length = None if text.draft_length == "auto" else text.draft_length
         drafting = OwnDrafting(without_readers(text.drafter), text.rule, length)
-        uid = self.batch.schedule.num_inserted
-        self.texts[uid] = text
-        self.batch.insert(
+        uid = self.batch.insert(
             Request(
                 tokens,
                 text.max_tokens,
@@ -67,9 +72,10 @@ class Rows:
                 is_end=text.take if text.may_end_early else None,
                 stats=text.stats,
                 stops=text.prompt.ends,
-                on_progress=partial(self._was_read, uid),
+                on_progress=partial(self._was_read, text),
             )
         )
+        self.texts[uid] = text
         self._trim()
 
     def _trim(self) -> None:
@@ -114,14 +120,12 @@ class Rows:
             held = text.tokens[: row.num_cached]
             self.prefixes.insert_cache(self.loaded.place, held, row.prompt_cache)
 
-    def _was_read(self, uid: int, done: int, total: int) -> None:
+    def _was_read(self, text: Text, done: int, total: int) -> None:
         """Note how far a prompt is read, and keep states at the ends of its parts."""
-        text = self.texts.get(uid)
-        if text is None:
-            return
         text.show_progress(done)
         if self.loaded.is_stateful and (done in text.prompt.ends or done == total - 1):
-            self._keep_read(uid)
+            for uid in [uid for uid, one in self.texts.items() if one is text]:
+                self._keep_read(uid)
 
     def _keep_read(self, uid: int) -> None:
         """Keep what was read of a prompt so far."""
@@ -147,7 +151,7 @@ class Rows:
         self.texts = {}
         if self._steps is not None:
             self._steps.close()
-            self._steps = None
+        self.batch.on_error = None  # or caches live on in a circle
 
 
 def without_readers(drafter: Drafter | None) -> Drafter | None:

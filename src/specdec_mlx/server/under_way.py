@@ -43,12 +43,13 @@ from specdec_mlx.verify.model_pass import vocab_size_of
 class Ticket:
     """A request and the way to its client; `cancel` may be called by any thread.
 
-    grammar: of the text, once it was compiled.
+    grammar: of the text, once it was compiled. names: of its model and adapter, once looked up.
     """
 
     request: TextRequest
     put: Callable[[Event], None]
     grammar: Grammar | None = None
+    names: tuple[str, str | None] | None = None
     is_cancelled: bool = False
     has_ended: bool = False
 
@@ -126,6 +127,7 @@ class Text:
     draft_length: int | str
     rule: str
     state: TextState
+    shows_stats: bool = False
     written: list[int] = field(default_factory=list)
     events: list[Event] = field(default_factory=list)
     stats: SpeculationStats | None = None
@@ -134,8 +136,11 @@ class Text:
     is_batched: bool = False
 
     @classmethod
-    def of(cls, ticket: Ticket, loaded: Loaded, models: Models, prefixes: Prefixes) -> Text:
-        """Read the prompt, and make all that the text is written with; raises what is wrong."""
+    def of(cls, ticket: Ticket, loaded: Loaded, models: Models, draft_caches: Prefixes) -> Text:
+        """Read the prompt, and make all that the text is written with; raises what is wrong.
+
+        draft_caches: where draft models keep theirs.
+        """
         request, tokenizer, settings = ticket.request, loaded.tokenizer, models.settings
         prompt = read_prompt(request, tokenizer, settings, finds_ends=loaded.is_stateful)
         vocab_size = vocab_size_of(loaded.model)
@@ -152,7 +157,7 @@ class Text:
             if request.prediction:
                 tokens = tokenizer.encode(request.prediction, add_special_tokens=False)
                 drafter = predicting(drafter, tokens)
-            drafter = keeping_caches(drafter, prefixes)
+            drafter = keeping_caches(drafter, draft_caches)
         if (grammar := ticket.grammar or compile_grammar(request, tokenizer)) is not None:
             processors.append(GuardedGrammar(grammar, tokenizer, num_tokens))
             drafter = None if drafter is None else FirstOf(GrammarDrafter(), drafter)
@@ -169,6 +174,7 @@ class Text:
             settings.flags.draft_length if request.draft_length is None else request.draft_length,
             settings.flags.rule if request.rule is None else request.rule,
             state,
+            settings.flags.stats,
         )
 
     @property
@@ -223,6 +229,8 @@ class Text:
         self.hand_over()
         events = self.state.end("length" if self.state.ended is None else self.state.ended)
         self.ticket.tell([self._told(e) if isinstance(e, Ended) else e for e in events])
+        if self.shows_stats:
+            logging.info(f"Speculation: {self.stats}")
 
     def _told(self, ended: Ended) -> Ended:
         drafted = 0 if self.stats is None else self.stats.drafted

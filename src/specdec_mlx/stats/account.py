@@ -5,6 +5,8 @@ from __future__ import annotations
 import csv
 import re
 from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from importlib import import_module
@@ -115,20 +117,19 @@ class SpeculationStats(Rows):
     @property
     def accept_histogram(self) -> list[int]:
         """[n] rounds that accepted exactly n draft tokens."""
-        found = [accepted for _, accepted in self.rounds]
-        return [found.count(n) for n in range(max(found, default=-1) + 1)]
+        found = Counter(accepted for _, accepted in self.rounds)
+        return [found[n] for n in range(max(found, default=-1) + 1)]
 
     @property
     def drafted_at(self) -> list[int]:
         """[i] rounds that drafted position i of the draft."""
-        longest = max((drafted for drafted, _ in self.rounds), default=0)
-        return [sum(drafted > i for drafted, _ in self.rounds) for i in range(longest)]
+        drafted = [drafted for drafted, _ in self.rounds]
+        return _num_above(drafted, max(drafted, default=0))
 
     @property
     def accepted_at(self) -> list[int]:
         """[i] rounds that accepted position i, as long as `drafted_at`."""
-        positions = range(len(self.drafted_at))
-        return [sum(accepted > i for _, accepted in self.rounds) for i in positions]
+        return _num_above([accepted for _, accepted in self.rounds], len(self.drafted_at))
 
     @property
     def emitted(self) -> int:
@@ -159,18 +160,19 @@ class SpeculationStats(Rows):
     @property
     def observed_speedup(self) -> float | None:
         """Tokens a second over a plain round's, after the first round; None without both kinds."""
-        return self._speedup([accepted + 1 for _, accepted in self.rounds[1:]])
+        return self._speedup(sum(accepted + 1 for _, accepted in self.rounds[1:]))
 
     @property
     def expected_speedup(self) -> float | None:
         """Speedup if draft tokens were accepted with chance α, independently of each other."""
-        alpha = self.acceptance_rate
-        return self._speedup([expected_tokens(alpha, drafted) for drafted, _ in self.rounds[1:]])
+        alpha, lengths = self.acceptance_rate, Counter(drafted for drafted, _ in self.rounds[1:])
+        tokens = (expected_tokens(alpha, drafted) * num for drafted, num in lengths.items())
+        return self._speedup(sum(tokens))
 
-    def _speedup(self, tokens: Sequence[float]) -> float | None:
+    def _speedup(self, tokens: float) -> float | None:
         if not (self.drafted and self.num_plain and self.decode_seconds):
             return None
-        return sum(tokens) * self.plain_seconds / self.num_plain / self.decode_seconds
+        return tokens * self.plain_seconds / self.num_plain / self.decode_seconds
 
     def rows(self) -> list[Row]:
         """A row for each round; only the last is cut."""
@@ -226,3 +228,9 @@ class SpeculationStats(Rows):
 def kind_of(key: str) -> str:
     """The class that a drafter's key begins with."""
     return re.split(r"[^\w.]", key, maxsplit=1)[0].rpartition(".")[2]
+
+
+def _num_above(numbers: Sequence[int], length: int) -> list[int]:
+    """[i] how many of the numbers are above i, for i < length."""
+    ordered = sorted(numbers)
+    return [len(ordered) - bisect_right(ordered, i) for i in range(length)]

@@ -59,29 +59,31 @@ BEGUN: dict[str, dict[str, Any]] = {
 }
 
 
-def _schema(*required: str, **properties: Any) -> dict[str, Any]:
-    return {"type": "object", "properties": properties, "required": list(required)}
+TEXT, NUMBER = {"type": "string"}, {"type": "integer"}
 
 
-TEXT, INTEGER = {"type": "string"}, {"type": "integer"}
-EDIT: dict[str, Any] = {
-    "path": TEXT,
-    "file_text": TEXT,
-    "old_str": TEXT,
-    "new_str": TEXT,
-    "insert_line": INTEGER,
-}
-EDIT |= {"insert_text": TEXT, "view_range": {"type": "array", "items": INTEGER}}
+def _files(commands: list[str], *texts: str) -> dict[str, Any]:
+    """The input of a tool that works on files: a command, and what the commands need."""
+    names = "path", "file_text", "old_str", "new_str", "insert_text", *texts
+    lines = {"insert_line": NUMBER, "view_range": {"type": "array", "items": NUMBER}}
+    properties = {"command": TEXT | {"enum": commands}, **dict.fromkeys(names, TEXT), **lines}
+    return {"type": "object", "properties": properties, "required": ["command"]}
+
+
 EDITS = ["view", "create", "str_replace", "insert"]
-OWN_TOOLS = {
+OWN_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "bash_": (
         "Run a command in a shell that stays open between calls, or restart that shell.",
-        _schema(command=TEXT, restart={"type": "boolean"}),
+        {"type": "object", "properties": {"command": TEXT, "restart": {"type": "boolean"}}},
     ),
     "text_editor_": (
         "View, create and edit files. str_replace replaces old_str, which must occur once, by "
         "new_str; insert puts insert_text after line insert_line.",
-        _schema("command", "path", command={"type": "string", "enum": EDITS}, **EDIT),
+        _files(EDITS),
+    ),
+    "memory_": (
+        "View, create, edit, delete and rename files that are remembered, in /memories.",
+        _files([*EDITS, "delete", "rename"], "old_path", "new_path"),
     ),
 }
 """Anthropic's tools that clients run, by how their types begin: what they do, and their input."""

@@ -150,14 +150,13 @@ class Responses:
         (written,) = texts
         assert written.ended is not None
         stream = ResponseStream(asked)
-        events: list[Event] = [Said(written.thoughts, is_thought=True)]
-        events.append(Said(written.text, logprobs=written.logprobs))
+        words = Said(written.text, logprobs=written.logprobs)
+        events: list[Event] = [Said(written.thoughts, is_thought=True), words]
         for index, call in enumerate(written.calls):
             events.append(CallBegan(index, call["id"], call["name"]))
             events.append(CallArguments(index, call["arguments"]))
         for event in [*events, written.ended]:
-            for _ in stream.write(0, event):
-                pass
+            list(stream.write(0, event))
         return stream.response
 
     def stream(self, asked: Asked) -> ResponseStream:
@@ -240,13 +239,14 @@ def _choice(choice: Any, offered: Mapping[str, Tool]) -> tuple[str, Iterable[str
     """A tool choice, and the names of the tools that may be called."""
     if choice in (AUTO, NONE, REQUIRED):
         return choice, offered
-    named = choice if isinstance(choice, dict) else {}
-    if named.get("type") == "allowed_tools" and named.get("mode") in (AUTO, REQUIRED):
-        tools = expect(named.get("tools"), list, "tool_choice: tools")
-        return named["mode"], [expect(tool, dict, "tool_choice").get("name") for tool in tools]
-    if named.get("type") in ("function", "custom") and named.get("name") in [*offered]:
-        return named["name"], offered
-    raise RequestError(f"tool_choice: expected auto, none, required or a tool, not {choice!r}")
+    named = expect(choice, dict, "tool_choice")
+    if named.get("type") == "allowed_tools":
+        tools = given(named, "tools", list)
+        names = [expect(tool, dict, "tool_choice: tools").get("name") for tool in tools]
+        return _choice(named.get("mode"), offered)[0], names
+    if (name := named.get("name")) in [*offered]:
+        return name, offered
+    raise RequestError(f"tool_choice: there is no tool {name!r} among the tools.")
 
 
 def _usage(ended: Ended) -> dict[str, Any]:

@@ -78,8 +78,10 @@ class CallReader:
 
     Once the name of one of the tools and the beginning of a JSON object are seen, the call is
     announced, and the object's text follows as it comes. Other formats wait for the end, and for
-    mlx-lm's parser. is_full: no further call is wanted. num_whole: calls that came to their end.
-    is_broken: the one that began last did not. left: what is text after all, once it is closed.
+    mlx-lm's parser.
+
+    index: of the next call. num_whole: calls that came to their end. is_full: no further call is
+    wanted. is_broken: the one that began last did not end. left: text after all, once it is closed.
     """
 
     def __init__(
@@ -98,7 +100,7 @@ class CallReader:
         self._tools = [  # some parsers count on parameters
             {**tool, "function": {"parameters": {}, **tool["function"]}} for tool in tools
         ]
-        self._index, self._is_single = index, is_single
+        self.index, self._is_single = index, is_single
         self._text = mark  # since the last call that is whole
         self._body = self._rest = ""  # all of it, and what is not read yet
         self._object: JsonObject | None = None
@@ -122,7 +124,7 @@ class CallReader:
             taken, self._rest = self._object.take(self._rest)
             self._arguments += taken
             if taken:
-                events.append(CallArguments(self._index, taken))
+                events.append(CallArguments(self.index, taken))
             if not self._object.is_complete:
                 break
             self.is_broken = not _is_object(self._arguments)
@@ -136,12 +138,13 @@ class CallReader:
         self._text += mark
         if self._object is not None:
             self.is_broken = True
-            return [CallBroken(self._index, self._text)]
+            self.index += 1
+            return [CallBroken(self.index - 1, self._text)]
         events: list[Event] = []
         for call_id, name, arguments in self._parsed()[self.num_whole :] if is_whole else ():
             if not self.is_full:
-                events.append(CallBegan(self._index, call_id, name))
-                events.append(CallArguments(self._index, arguments))
+                events.append(CallBegan(self.index, call_id, name))
+                events.append(CallArguments(self.index, arguments))
                 self._finish_one()
                 self._text = ""
         if not self.num_whole:
@@ -152,7 +155,7 @@ class CallReader:
 
     def _finish_one(self) -> None:
         self.num_whole += 1
-        self._index += 1
+        self.index += 1
         self.is_full = self._is_single
 
     def _begins(self, events: list[Event]) -> bool:
@@ -165,7 +168,7 @@ class CallReader:
             return False
         self._rest = self._rest[header.end() :]
         self._object = JsonObject()
-        events.append(CallBegan(self._index, header["id"] or new_id(), header["name"]))
+        events.append(CallBegan(self.index, header["id"] or new_id(), header["name"]))
         return True
 
     def _parsed(self) -> list[tuple[str, str, str]]:

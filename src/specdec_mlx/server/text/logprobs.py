@@ -100,7 +100,6 @@ class SeenLogprobs:
                 taken.append(entry.logprob)
         return taken
 
-    def take_rest(self, start: int) -> Sequence[TokenLogprob]:
-        """Entries from a character on to the text's end, tokens that give no text among them."""
-        rest = [entry.logprob for entry in self._waiting if entry.start >= start]
-        return rest + self._without_text
+    def take_rest(self) -> Sequence[TokenLogprob]:
+        """Entries of the tokens at the end that give no text, the end token among them."""
+        return self._without_text

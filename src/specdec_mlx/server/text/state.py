@@ -83,7 +83,7 @@ class TextState:
         self._part = ANSWER
         self._blank: str | None = ""  # an answer's first blanks; None once more of it was shown
         self._call: CallReader | None = None
-        self._call_place = self._no_call_before = 0  # the last call; calls there are text
+        self._call_place = -1  # of the last call; once it is over, its first mark is text
         self._part_before_call = ANSWER
         self._num_begun = 0  # calls, those that broke among them
         self._is_cut = False
@@ -120,9 +120,9 @@ class TextState:
         if not self._is_cut:
             self._detokenizer.finalize()
             events = self._advance(final=reason)
-            if not self.num_calls:
+            if not self.num_calls and not self._is_cut:
                 events += self._unblank()
-                if rest := self._logprobs.take_rest(self._place):
+                if rest := self._logprobs.take_rest():
                     events.append(Said("", logprobs=rest))
         if self.num_calls and reason == "stop":
             reason = "tool_calls"
@@ -163,7 +163,7 @@ class TextState:
             search = self._searches[self._part]
             num_before, mark = search.search(self._text, final=final is not None)
             after = self._marks[self._part].get(mark or "")
-            if after == CALL and self._place + num_before < self._no_call_before:
+            if after == CALL and self._place + num_before == self._call_place:
                 events += self._take(num_before + 1)
                 continue
             events += self._take(num_before)
@@ -204,18 +204,17 @@ class TextState:
             return []
         if self._part == THOUGHT:
             return [Said(piece, True, self._logprobs.take(start, self._place))]
-        if self._part == ANSWER and self._blank is not None:
-            self._blank += piece
-            return [] if self._has_calls and piece.isspace() else self._unblank()
         if self._part == ANSWER:
-            return [Said(piece, logprobs=self._logprobs.take(start, self._place))]
+            waits = self._has_calls and self._blank is not None and piece.isspace()
+            self._blank = (self._blank or "") + piece
+            return [] if waits else self._unblank()
         if self._call is None:
             return []
         events = self._call.feed(piece)
         self._blank = "" if events else self._blank
         if self._call.is_full:
             self._is_cut, self.ended = True, "tool_calls"
-            self._count_calls(self._call)
+            self.num_calls += self._call.num_whole
         return events
 
     def _unblank(self) -> list[Event]:
@@ -237,21 +236,15 @@ class TextState:
         call, self._call = self._call, None
         assert call is not None
         events = call.close(mark, is_whole=is_whole)
-        self._count_calls(call)
+        self.num_calls += call.num_whole
+        self._num_begun = call.index
         if call.is_full:
             self._is_cut, self.ended = True, "tool_calls"
-        if call.is_broken:
-            self._num_begun += 1
-            if seen := self._logprobs.take(self._call_place, self._place):
-                events.append(Said("", logprobs=seen))
+        if call.is_broken and (seen := self._logprobs.take(self._call_place, self._place)):
+            events.append(Said("", logprobs=seen))
         is_call = call.num_whole or call.is_broken
         self._part = ANSWER if is_call else self._part_before_call
         self._blank = "" if is_call else self._blank
         self._text = call.left + self._text
         self._place -= len(call.left)
-        self._no_call_before = self._call_place + 1
         return events
-
-    def _count_calls(self, call: CallReader) -> None:
-        self.num_calls += call.num_whole
-        self._num_begun += call.num_whole
