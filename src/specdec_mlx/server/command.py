@@ -60,16 +60,18 @@ def serve(settings: Settings, signals: Signals) -> None:
     logging.basicConfig(level=settings.log_level, format=LOG)
     if mx.distributed.init().rank() > 0:  # the first one listens for all
         engine = Engine(Models(settings), settings)
-        engine.start()
-        engine.join()
+        try:
+            engine.start()
+        finally:
+            engine.join()
         return
     with closing(bound(settings.host, settings.port)) as listener:
         engine = Engine(Models(settings), settings)
-        engine.start()
         try:
+            engine.start()
             listen(engine, settings, listener, signals)
         finally:
-            engine.stop()
+            engine.stop()  # its thread must not be at work when the process ends
 
 
 def check_packages() -> None:
