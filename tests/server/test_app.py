@@ -147,6 +147,7 @@ PATHS = [
     ("GET", "/v1/models/three", 404, "There is no model 'three'"),
     ("GET", "/nothing", 404, "There is no GET /nothing here."),
     ("GET", CHAT, 405, "There is no GET /chat/completions here."),
+    ("GET", "/v1/responses", 426, "Responses are posted here"),
     ("POST", "/health", 405, "There is no POST"),
 ]
 

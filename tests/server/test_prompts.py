@@ -166,9 +166,9 @@ def test_parts_are_joined_and_what_a_template_raises_is_the_clients(tokenizer: A
 def test_a_chat_without_a_template_is_text(bare: Any) -> None:
     messages = [{"role": "system", "content": "be"}, USER, {"role": "assistant", "content": "so"}]
     text = prompt(bare, messages=messages[:2])[0]
-    assert text.removeprefix("<s>") == "SYSTEM: be\nUSER: the hat\nASSISTANT:"
+    assert text.removeprefix("<s>") == "ASSISTANT's RULE: be\nUSER: the hat\nASSISTANT:"
     text = prompt(bare, messages=messages, continues=True)[0]
-    assert text.removeprefix("<s>") == "SYSTEM: be\nUSER: the hat\nASSISTANT: so"
+    assert text.removeprefix("<s>") == "ASSISTANT's RULE: be\nUSER: the hat\nASSISTANT: so"
     mapped = prompt(bare, messages=[USER], template={"role_mapping": {"user": "U ", "stop": "|"}})
     assert mapped[0].removeprefix("<s>") == "U the hat|ASSISTANT:"
 

@@ -16,8 +16,9 @@ from specdec_mlx.server.requests import RequestError, TextRequest
 
 LONGEST_TAIL = 11  # tokens of a template's end in which a thought may begin, as in mlx-lm's server
 
-ROLES = {"system": "SYSTEM: ", "user": "USER: ", "assistant": "ASSISTANT: "}
-"""What a message begins with where there is no chat template; `role_mapping` may say otherwise."""
+ROLES = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}
+"""What a message begins with where there is no chat template, as in mlx-lm's server; `role_mapping`
+may say otherwise."""
 
 
 @dataclass(frozen=True)
