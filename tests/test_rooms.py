@@ -32,8 +32,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 185,
-    "numeric constants": 159,
+    "files": 194,
+    "numeric constants": 167,
     "protocols": 21,
     "public names": 30,
 }
@@ -41,33 +41,33 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 203_874,
-    "batch": 4_742,
-    "beams": 2_883,
-    "bench": 10_972,
-    "checks": 10_544,
-    "cli": 8_597,
-    "contracts": 4_344,
-    "draft_length": 8_921,
-    "drafters": 47_220,
-    "engine": 7_484,
-    "lab": 2_691,
-    "memory": 6_009,
-    "mlx_lm_plugin": 24_055,
-    "notebook": 3_364,
-    "rules": 4_986,
-    "sampling": 2_387,
-    "server": 937,
-    "stats": 3_888,
-    "testing": 9_120,
-    "top": 8_426,
-    "training": 11_114,
-    "verify": 21_190,
+    "all": 221_358,
+    "batch": 4_772,
+    "beams": 2_851,
+    "bench": 11_027,
+    "checks": 10_614,
+    "cli": 8_695,
+    "contracts": 4_402,
+    "draft_length": 8_909,
+    "drafters": 46_351,
+    "engine": 7_920,
+    "lab": 2_703,
+    "memory": 5_995,
+    "mlx_lm_plugin": 5_567,
+    "notebook": 3_377,
+    "rules": 4_906,
+    "sampling": 2_392,
+    "server": 36_765,
+    "stats": 3_947,
+    "testing": 9_104,
+    "top": 8_801,
+    "training": 11_147,
+    "verify": 21_113,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 9.75
+TOKENS_A_LINE = 8.43
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {

@@ -21,7 +21,9 @@ if TYPE_CHECKING:
     from specdec_mlx import rules as rules
     from specdec_mlx import stats as stats
     from specdec_mlx.batch_generation import batch_generate as batch_generate
-    from specdec_mlx.batch_generation import batch_stream_generate as batch_stream_generate
+    from specdec_mlx.batch_generation import (
+        batch_stream_generate as batch_stream_generate,
+    )
     from specdec_mlx.beams.generation import beam_search as beam_search
     from specdec_mlx.checks import check as check
     from specdec_mlx.contracts import AcceptanceRule as AcceptanceRule
@@ -39,7 +41,9 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.lookahead import LookaheadDrafter as LookaheadDrafter
     from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
     from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
-    from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter as PromptLookupDrafter
+    from specdec_mlx.drafters.prompt_lookup import (
+        PromptLookupDrafter as PromptLookupDrafter,
+    )
     from specdec_mlx.drafters.recycling import RecyclingDrafter as RecyclingDrafter
     from specdec_mlx.drafters.suffix import SuffixDrafter as SuffixDrafter
     from specdec_mlx.generation import generate as generate
@@ -95,7 +99,9 @@ def __getattr__(name: str) -> Any:
     if name in _ROOMS:
         return _import_module(f"specdec_mlx.{name}")
     if name in _PLACES:
-        value = globals()[name] = getattr(_import_module(f"specdec_mlx.{_PLACES[name]}"), name)
+        value = globals()[name] = getattr(
+            _import_module(f"specdec_mlx.{_PLACES[name]}"), name
+        )
         return value
     raise AttributeError(
         f"module 'specdec_mlx' has no attribute {name!r}. Errors are in specdec_mlx.errors; other "

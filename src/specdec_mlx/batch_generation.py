@@ -118,16 +118,20 @@ def batch_stream_generate(
         returns_caches=return_prompt_caches,
     )
     how, processors = choose_sampler(sampler, temp), logits_processors or ()
-    columns = zip(prompts, _max_tokens(max_tokens), prompt_caches or repeat(None), strict=False)
+    columns = zip(
+        prompts, _max_tokens(max_tokens), prompt_caches or repeat(None), strict=False
+    )
     requests = (
         request
         for prompt, wanted, cache in columns
         for request in repeat(
-            Request(encode(tokenizer, prompt), wanted, how, None, processors, cache), num_samples
+            Request(encode(tokenizer, prompt), wanted, how, None, processors, cache),
+            num_samples,
         )
     )
     seeded = (
-        replace(request, seed=own) for request, own in zip(requests, _seeds(seed), strict=False)
+        replace(request, seed=own)
+        for request, own in zip(requests, _seeds(seed), strict=False)
     )
     name = drafter if isinstance(drafter, str) else ""
     with wired_limit(model, [stream]):
@@ -173,13 +177,18 @@ def batch_generate(
         return_prompt_caches=return_prompt_caches,
         **options,
     ):
-        row, response.logprobs = response.logprobs, None  # a row is as large as the vocabulary
+        row, response.logprobs = (
+            response.logprobs,
+            None,
+        )  # a row is as large as the vocabulary
         if return_logprobs:
             response.logprobs = row[response.token].item()
         texts.setdefault((response.index, response.sample), []).append(response)
     collected = [texts[place] for place in sorted(texts)]
     lasts = [text[-1] for text in collected]
-    said = [[item for item in text if item.finish_reason != "stop"] for text in collected]
+    said = [
+        [item for item in text if item.finish_reason != "stop"] for text in collected
+    ]
     tokens = [[item.token for item in text] for text in said]
     prompt_time = sum(last.stats.prefill_seconds for last in lasts)
     wall_time = time.perf_counter() - started
@@ -200,13 +209,17 @@ def batch_generate(
         "generation_tps": generation_tokens / decode_time if decode_time else 0.0,
     }
     known = {one.name for one in fields(BatchStats)}
-    stats = BatchStats(**{name: value for name, value in figures.items() if name in known})
+    stats = BatchStats(
+        **{name: value for name, value in figures.items() if name in known}
+    )
     result = SpeculativeBatchResponse(
         list(map(tokenizer.decode, tokens)),
         stats,
         [last.prompt_cache for last in lasts] if return_prompt_caches else None,
         tokens if return_token_ids else None,
-        [[item.logprobs for item in text] for text in said] if return_logprobs else None,
+        [[item.logprobs for item in text] for text in said]
+        if return_logprobs
+        else None,
         [last.stats for last in lasts],
     )
     if verbose:
@@ -235,10 +248,14 @@ def _respond(
 
     def let_in() -> None:
         places = batch.schedule
-        while places.num_open < places.max_texts and (samples := [*islice(requests, num_samples)]):
+        while places.num_open < places.max_texts and (
+            samples := [*islice(requests, num_samples)]
+        ):
             for request in samples:
                 uid = batch.insert(request)
-                texts[uid] = TextUnderWay(tokenizer.detokenizer, len(request.prompt), drafter)
+                texts[uid] = TextUnderWay(
+                    tokenizer.detokenizer, len(request.prompt), drafter
+                )
 
     let_in()
     with closing(batch.run()) as tokens:

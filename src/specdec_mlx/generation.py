@@ -19,7 +19,13 @@ from specdec_mlx.engine.options import Options
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import speculate
 from specdec_mlx.options import wrong
-from specdec_mlx.responses import SpeculativeResponse, Text, prefill_bar, printed, respond
+from specdec_mlx.responses import (
+    SpeculativeResponse,
+    Text,
+    prefill_bar,
+    printed,
+    respond,
+)
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.verify.inputs import check_model, max_tokens_of, prompt_ids
 
@@ -96,9 +102,17 @@ def stream_generate(
     num_prompt = len(prompt_tokens) or len(
         () if how.input_embeddings is None else how.input_embeddings
     )
-    name = drafter if isinstance(drafter, str) else "" if chosen is None else type(chosen).__name__
+    name = (
+        drafter
+        if isinstance(drafter, str)
+        else ""
+        if chosen is None
+        else type(chosen).__name__
+    )
     models = [model, *models_of(chosen)]
-    return respond(tokens, how.tokenizer, models, num_prompt, how.max_tokens, how.stream, name)
+    return respond(
+        tokens, how.tokenizer, models, num_prompt, how.max_tokens, how.stream, name
+    )
 
 
 def generate(
@@ -151,7 +165,11 @@ def loaded(model: Any, tokenizer: Any) -> TokenizerWrapper:
     check_model(model)
     if tokenizer is None or isinstance(tokenizer, str | Path):
         raise wrong("tokenizer", tokenizer, "the tokenizer that mlx_lm.load(...) gave")
-    return tokenizer if isinstance(tokenizer, TokenizerWrapper) else TokenizerWrapper(tokenizer)
+    return (
+        tokenizer
+        if isinstance(tokenizer, TokenizerWrapper)
+        else TokenizerWrapper(tokenizer)
+    )
 
 
 def choose_sampler(
@@ -161,7 +179,9 @@ def choose_sampler(
     if temp is None:
         return sampler
     if sampler is not None:
-        raise ValueError("Give temp= or sampler=, not both: a sampler has its own temperature.")
+        raise ValueError(
+            "Give temp= or sampler=, not both: a sampler has its own temperature."
+        )
     return Sampling(temp=temp)
 
 
@@ -171,7 +191,9 @@ def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:
     Raises PromptError for messages where the tokenizer has no chat template.
     """
     if isinstance(prompt, str):
-        special = tokenizer.bos_token is None or not prompt.startswith(tokenizer.bos_token)
+        special = tokenizer.bos_token is None or not prompt.startswith(
+            tokenizer.bos_token
+        )
         return list(tokenizer.encode(prompt, add_special_tokens=special))
     if isinstance(prompt, Sequence) and len(prompt) and isinstance(prompt[0], Mapping):
         if not tokenizer.has_chat_template:
@@ -179,5 +201,7 @@ def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:
                 "The prompt is a list of chat messages, and the tokenizer has no chat template. "
                 "Give the text itself, or a tokenizer with a template."
             )
-        return list(tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True))
+        return list(
+            tokenizer.apply_chat_template(list(prompt), add_generation_prompt=True)
+        )
     return prompt_ids(prompt)

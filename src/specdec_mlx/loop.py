@@ -107,9 +107,13 @@ def speculate(
     parts = assemble(
         model, prompt_tokens, drafter, how, caches, draft_cache=draft_cache, ranks=ranks
     )
-    tokens = Generation.of(parts, how, callers_cache=how.prompt_cache).run(parts.context)
+    tokens = Generation.of(parts, how, callers_cache=how.prompt_cache).run(
+        parts.context
+    )
     drafting = parts.drafting
-    return drafting.as_on_first(tokens) if isinstance(drafting, SharedDrafting) else tokens
+    return (
+        drafting.as_on_first(tokens) if isinstance(drafting, SharedDrafting) else tokens
+    )
 
 
 @dataclass
@@ -162,16 +166,26 @@ class Generation:
             self.prefill()
             current = self.verify(self.propose() if self.may_draft else NO_DRAFT)
             has_session = self.drafting.session is not None
-            waits = self.drafting.is_shared or (has_session and not self.target.remembers)
+            waits = self.drafting.is_shared or (
+                has_session and not self.target.remembers
+            )
             while current is not None:
-                following = ahead = None if waits else self.pipeline.verify_ahead(current)
+                following = ahead = (
+                    None if waits else self.pipeline.verify_ahead(current)
+                )
                 outcome = self.accept(current, ahead)
                 self.roll_back(current, outcome)
                 try:
                     self.observe(current, outcome)
-                    if not waits:  # as for the first token: it is handed out before any drafting
-                        following = self.stay_ahead(ahead) or self.verify(self.propose())
-                except Exception as error:  # of the drafter; what was accepted is emitted first
+                    if (
+                        not waits
+                    ):  # as for the first token: it is handed out before any drafting
+                        following = self.stay_ahead(ahead) or self.verify(
+                            self.propose()
+                        )
+                except (
+                    Exception
+                ) as error:  # of the drafter; what was accepted is emitted first
                     self.failure = error
                 yield from self.emit(current, outcome, following)
                 current = following or self.verify(self.propose())
@@ -182,7 +196,9 @@ class Generation:
     def prefill(self) -> None:
         """Feed the prompt but for its last token, in chunks."""
         reader = self.reader
-        caches = reader.caches = self.target.rollback  # in a batch, a place among the others
+        caches = reader.caches = (
+            self.target.rollback
+        )  # in a batch, a place among the others
         started = perf_counter() - reader.seconds  # of parts that were read before
         if not reader.num_read:
             reader.on_progress(0, self.sequence.prompt_length)
@@ -217,7 +233,9 @@ class Generation:
         pending = self.sequence.tokens[start:]
         embeddings = self.sequence.embeddings_from(start, len(pending))
         with mx.stream(self.stream):
-            under_way = self.target.launch(pending, draft, self.sequence.num_generated, embeddings)
+            under_way = self.target.launch(
+                pending, draft, self.sequence.num_generated, embeddings
+            )
         self.drafting.is_under_way = True
         return self.clock.launched(under_way, part=self.drafting.part)
 
@@ -228,7 +246,9 @@ class Generation:
             outcome = current.under_way.read()
         self.clock.was_read(started)
         if self.sequence.num_generated == 0:
-            self.reader.on_progress(self.sequence.prompt_length, self.sequence.prompt_length)
+            self.reader.on_progress(
+                self.sequence.prompt_length, self.sequence.prompt_length
+            )
         context = len(self.sequence.tokens) - current.num_pending
         outcome.tokens = self.sequence.append(outcome.tokens)
         if ahead is None:
@@ -251,7 +271,9 @@ class Generation:
     def observe(self, current: Round, outcome: Outcome) -> None:
         """Tell the drafter what became of its draft."""
         if self.drafting.features is not None:
-            start = len(self.sequence.tokens) - len(outcome.tokens) - current.num_pending
+            start = (
+                len(self.sequence.tokens) - len(outcome.tokens) - current.num_pending
+            )
             self.drafting.features.show_round(current, outcome, start)
         if self.drafting.drafter is not None:
             self.drafting.observe()
@@ -263,7 +285,9 @@ class Generation:
             self.pipeline.choose(found, self.drafting.may_find)
         return ahead
 
-    def emit(self, current: Round, outcome: Outcome, following: Round | None) -> Iterator[Token]:
+    def emit(
+        self, current: Round, outcome: Outcome, following: Round | None
+    ) -> Iterator[Token]:
         """Hand out the tokens of a round, while the next one is under way."""
         self.stats.other_seconds += self.clock.other_seconds()
         if self.drafting.values is not None:
@@ -280,7 +304,11 @@ class Generation:
         self.clock.resumed(started)
         if self.failure is not None:
             raise self.failure
-        if self.drafting.drafter is not None and following and not following.num_drafted:
+        if (
+            self.drafting.drafter is not None
+            and following
+            and not following.num_drafted
+        ):
             self.target.rollback.drop_checkpoints()
 
     def step_ahead(self, current: Round, following: Round | None) -> None:
@@ -292,7 +320,10 @@ class Generation:
 
     def feed(self, num_tokens: int) -> None:
         """Feed the next tokens of the text, at most so many, for the caches alone."""
-        start, size = self.target.rollback.position, min(num_tokens, self.reader.step_size)
+        start, size = (
+            self.target.rollback.position,
+            min(num_tokens, self.reader.step_size),
+        )
         tokens = to_ids(self.sequence.tokens[start : start + size])
         self.target.feed(tokens, self.sequence.embeddings_from(start, size))
         if self.drafting.features is not None:
@@ -310,7 +341,9 @@ class Generation:
             )
 
 
-def tokens_of(current: Round, outcome: Outcome, stats: SpeculationStats) -> Iterator[Token]:
+def tokens_of(
+    current: Round, outcome: Outcome, stats: SpeculationStats
+) -> Iterator[Token]:
     """Each token of a round with where it came from, and the row of its log-probabilities."""
     rows, origins = [0], list[Origin](["plain"])
     if current.num_drafted:

@@ -23,7 +23,9 @@ OWN_PACKAGE = "specdec-mlx"
 
 WORDS = {"true": True, "false": False, "none": None}
 _INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
-_FLOAT = re.compile(r"[+-]?(\d{1,18}\.?\d{0,18}|\.\d{1,18})(e[+-]?\d{1,3})?", re.ASCII | re.I)
+_FLOAT = re.compile(
+    r"[+-]?(\d{1,18}\.?\d{0,18}|\.\d{1,18})(e[+-]?\d{1,3})?", re.ASCII | re.I
+)
 FOREIGN = re.compile(r"--.*(spec|draft|lookup|assistant|ngram)")
 """Flags that other programs have for speculation."""
 _QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
@@ -76,7 +78,11 @@ def shown(value: object) -> str:
     name = getattr(value, "__name__", None)
     if isinstance(name, str):
         return name
-    is_plain = isinstance(value, Sequence) or hasattr(value, "tolist") or "\n" not in repr(value)
+    is_plain = (
+        isinstance(value, Sequence)
+        or hasattr(value, "tolist")
+        or "\n" not in repr(value)
+    )
     return " ".join(reprlib.repr(value).split()) if is_plain else type(value).__name__
 
 
@@ -99,13 +105,17 @@ def whole(name: str, value: Any, least: int | None = None, or_else: str = "") ->
     except TypeError:
         number = None
     if number is None or (least is not None and number < least):
-        raise wrong(name, value, f"an int{'' if least is None else f' >= {least}'}{or_else}")
+        raise wrong(
+            name, value, f"an int{'' if least is None else f' >= {least}'}{or_else}"
+        )
     return number
 
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question with the most similar of the known names; "" where none is similar."""
-    return "".join(f" Did you mean {near}?" for near in difflib.get_close_matches(name, known, 1))
+    return "".join(
+        f" Did you mean {near}?" for near in difflib.get_close_matches(name, known, 1)
+    )
 
 
 def refusal(unknown: Sequence[str]) -> str:
@@ -143,7 +153,9 @@ def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
     return kept
 
 
-def installed(group: str, what: str, taken: Iterable[str] = ()) -> dict[str, EntryPoint]:
+def installed(
+    group: str, what: str, taken: Iterable[str] = ()
+) -> dict[str, EntryPoint]:
     """The entry points of a group by name: our own first, then those of packages by their name.
 
     A UserWarning names packages that want a name that another has, or one of `taken`, ours.
@@ -151,7 +163,9 @@ def installed(group: str, what: str, taken: Iterable[str] = ()) -> dict[str, Ent
     owners = dict.fromkeys(taken, OWN_PACKAGE)
     known: dict[str, EntryPoint] = {}
     found = [(package_of(entry), entry) for entry in entry_points(group=group)]
-    for package, entry in sorted(found, key=lambda one: (one[0] != OWN_PACKAGE, one[0])):
+    for package, entry in sorted(
+        found, key=lambda one: (one[0] != OWN_PACKAGE, one[0])
+    ):
         owner = owners.setdefault(entry.name, package)
         if owner == package:
             known.setdefault(entry.name, entry)
@@ -180,18 +194,29 @@ def load(entry: EntryPoint, what: str) -> Callable[..., Any]:
     return kind
 
 
-def make_with(what: str, name: str, kind: Callable[..., T], options: dict[str, Any]) -> T:
+def make_with(
+    what: str, name: str, kind: Callable[..., T], options: dict[str, Any]
+) -> T:
     """`kind(**options)`, of options that were typed; `what` and `name` are for the error.
 
     Raises ValueError for an option that it does not take, or of another type than annotated.
     """
     hints = _annotations(kind)
     try:
-        return kind(**{key: _fitted(key, value, hints.get(key)) for key, value in options.items()})
+        return kind(
+            **{
+                key: _fitted(key, value, hints.get(key))
+                for key, value in options.items()
+            }
+        )
     except TypeError as error:
-        near = "".join(did_you_mean(option, hints) for option in options if option not in hints)
+        near = "".join(
+            did_you_mean(option, hints) for option in options if option not in hints
+        )
         said = f"{error}.{near}" if hints else f"{name} takes no options ({error})."
-        raise ValueError(f"{what.capitalize()} {name!r}: {said} {help_on(kind)}") from error
+        raise ValueError(
+            f"{what.capitalize()} {name!r}: {said} {help_on(kind)}"
+        ) from error
 
 
 def help_on(kind: Callable[..., Any]) -> str:

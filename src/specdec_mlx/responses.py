@@ -153,7 +153,12 @@ def printed(responses: Iterable[SpeculativeResponse]) -> Iterator[SpeculativeRes
         print(response.text, end="", flush=True)
         yield response
     if response is not None:
-        print("\n" + "=" * 10, *speeds(response), f"Speculation: {response.stats}", sep="\n")
+        print(
+            "\n" + "=" * 10,
+            *speeds(response),
+            f"Speculation: {response.stats}",
+            sep="\n",
+        )
 
 
 def speeds(told: Any) -> list[str]:

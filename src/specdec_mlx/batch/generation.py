@@ -98,7 +98,11 @@ class BatchGeneration:
     @property
     def num_cache_bytes(self) -> int:
         """Bytes of the caches of all texts."""
-        caches = (cache for text in self.schedule.reading for cache in text.reader.caches.caches)
+        caches = (
+            cache
+            for text in self.schedule.reading
+            for cache in text.reader.caches.caches
+        )
         return self.passes.caches.num_bytes + sum(int(cache.nbytes) for cache in caches)
 
     def run(self) -> Generator[BatchToken, None, None]:
@@ -141,7 +145,9 @@ class BatchGeneration:
                         text.generation.observe(round_, outcome)
                 self._leave()
                 following = self._next_pass(ahead)
-            except Exception as error:  # of a drafter; what was accepted is emitted first
+            except (
+                Exception
+            ) as error:  # of a drafter; what was accepted is emitted first
                 failure = error
             handed_over = perf_counter()
             yield from self._emit(current, outcomes, following)
@@ -196,7 +202,9 @@ class BatchGeneration:
     def _read_together(self) -> None:
         """Read new, short prompts in one padded pass, where that costs less than a pass of each."""
         started = perf_counter()
-        texts = self.schedule.to_read_together((tuning_for(self.model).prior(5) - 1.0) / 4)
+        texts = self.schedule.to_read_together(
+            (tuning_for(self.model).prior(5) - 1.0) / 4
+        )
         if not texts:
             return
         with mx.stream(self.options.stream):
@@ -232,7 +240,9 @@ class BatchGeneration:
             stats=request.stats,
             of_batch={
                 "target_caches": None,
-                "shared_drafts": self._shared_drafts if self.passes.is_together else None,
+                "shared_drafts": self._shared_drafts
+                if self.passes.is_together
+                else None,
                 "num_unseen": request.num_read,
             },
         )
@@ -256,7 +266,11 @@ class BatchGeneration:
                 with self._alone(text.uid, text):
                     proposed = text.generation.propose()
                     is_told = self.on_error is not None
-                    draft = text.verifier.checked(proposed, may_fork=False) if is_told else proposed
+                    draft = (
+                        text.verifier.checked(proposed, may_fork=False)
+                        if is_told
+                        else proposed
+                    )
             drafts.append(draft)
         if self.shared is not None:
             self._share(self.shared, drafts)
@@ -293,7 +307,9 @@ class BatchGeneration:
         to_verify = []
         for text, draft in zip(self.schedule.writing, drafts, strict=True):
             sequence, start = text.generation.sequence, text.verifier.rollback.position
-            to_verify.append(ToVerify(sequence.tokens[start:], draft, sequence.num_generated))
+            to_verify.append(
+                ToVerify(sequence.tokens[start:], draft, sequence.num_generated)
+            )
         return self._launch(to_verify, is_ahead=False)
 
     def _would_draft(self) -> bool:
@@ -317,7 +333,9 @@ class BatchGeneration:
         to_verify = []
         with mx.stream(self.options.stream):
             for text, round_ in current:
-                with self._alone(text.uid, text):  # a sampler of the caller's draws it now
+                with self._alone(
+                    text.uid, text
+                ):  # a sampler of the caller's draws it now
                     token = round_.under_way.next_token
                     position = text.generation.sequence.num_generated + 1
                     to_verify.append(ToVerify(token, NO_DRAFT, position))
@@ -375,7 +393,9 @@ class BatchGeneration:
         for i, text in enumerate(texts):
             if self.returns_caches and text.finish_reason in ("stop", "length"):
                 with self._alone(text.uid, text), mx.stream(self.options.stream):
-                    text.keep_caches(self.passes.extract(i), complete=self.completes_caches)
+                    text.keep_caches(
+                        self.passes.extract(i), complete=self.completes_caches
+                    )
         with mx.stream(self.options.stream):
             self.passes.keep(staying)
         self.schedule.part()
@@ -394,7 +414,9 @@ class BatchGeneration:
         for (text, round_), outcome in zip(current, outcomes, strict=True):
             left = len(outcome.tokens)
             with self._alone(text.uid, text):
-                for token in text.generation.emit(round_, outcome, next_of.get(text.uid)):
+                for token in text.generation.emit(
+                    round_, outcome, next_of.get(text.uid)
+                ):
                     if text.finish_reason == "removed":
                         break
                     left -= 1

@@ -10,7 +10,13 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.beams.search import Beam, BeamDrafting, BeamRows, BeamSearch, guess_length_for
+from specdec_mlx.beams.search import (
+    Beam,
+    BeamDrafting,
+    BeamRows,
+    BeamSearch,
+    guess_length_for,
+)
 from specdec_mlx.contracts import DraftContext, Drafter, ReadsTarget, all_drafters
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
@@ -18,7 +24,12 @@ from specdec_mlx.errors import UnreadableError
 from specdec_mlx.generation import Prompt, encode, loaded
 from specdec_mlx.options import whole
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.verify.inputs import CacheOptions, check_drafter_fits, check_ids, check_prompt
+from specdec_mlx.verify.inputs import (
+    CacheOptions,
+    check_drafter_fits,
+    check_ids,
+    check_prompt,
+)
 from specdec_mlx.verify.model_pass import vocab_size_of
 
 
@@ -86,8 +97,13 @@ def beam_search(
         ValueError: for other bad input, and its subclasses as in `generate`.
     """
     tokenizer = loaded(model, tokenizer)
-    num_beams, max_tokens = whole("num_beams", num_beams, 1), whole("max_tokens", max_tokens, 1)
-    prefill_step_size = CacheOptions(prefill_step_size=prefill_step_size).prefill_step_size
+    num_beams, max_tokens = (
+        whole("num_beams", num_beams, 1),
+        whole("max_tokens", max_tokens, 1),
+    )
+    prefill_step_size = CacheOptions(
+        prefill_step_size=prefill_step_size
+    ).prefill_step_size
     chosen = resolve(drafter, draft_model, model, tokenizer)
     tokens = check_prompt(encode(tokenizer, prompt), None, chosen)
     vocab_size = vocab_size_of(model)
@@ -116,7 +132,9 @@ def beam_search(
     return BeamSearchResponse(found, len(tokens), search.num_passes, search.num_steps)
 
 
-def _as_text(tokenizer: TokenizerWrapper, beam: Beam, length_penalty: float) -> BeamText:
+def _as_text(
+    tokenizer: TokenizerWrapper, beam: Beam, length_penalty: float
+) -> BeamText:
     tokens = list(beam.tokens)
     said = tokens[:-1] if beam.is_finished else tokens
     score = beam.logprob / len(tokens) ** length_penalty

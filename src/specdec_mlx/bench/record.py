@@ -59,10 +59,14 @@ class Record(Rows):
         """Of the texts, in order of appearance."""
         return list(dict.fromkeys(text.category for text in self.texts))
 
-    def live_ratio(self, drafter: str, draft_length: str, category: str) -> float | None:
+    def live_ratio(
+        self, drafter: str, draft_length: str, category: str
+    ) -> float | None:
         """Measured tokens per second over plain decoding's under rule "auto"; None if not run."""
         wanted = [(drafter, draft_length, rule) for rule in ("", "auto")]
-        found = (r.ratio for r in self.results if r.key in wanted and r.category == category)
+        found = (
+            r.ratio for r in self.results if r.key in wanted and r.category == category
+        )
         return next(found, None)
 
     def rows(self) -> list[Row]:
@@ -70,7 +74,9 @@ class Record(Rows):
         return [asdict(r) | {"accepted_share": r.accepted_share} for r in self.results]
 
     def _repr_html_(self) -> str:
-        notes = f"{escape(SPEED_NOTE)}<br><small>{escape(_listed(self.machine))}</small>"
+        notes = (
+            f"{escape(SPEED_NOTE)}<br><small>{escape(_listed(self.machine))}</small>"
+        )
         return f"{table_html(*_table(self.results, SPEEDS))}<p>{notes}</p>"
 
 
@@ -91,7 +97,9 @@ def load_record(path: Path | str) -> Record:
             texts=[RecordedText(**text) for text in data["texts"]],
             cost=read_cost(data["cost"]),
             results=[read_result(result) for result in data["results"]],
-            differences=[Difference(**difference) for difference in data["differences"]],
+            differences=[
+                Difference(**difference) for difference in data["differences"]
+            ],
         )
     except (KeyError, TypeError, json.JSONDecodeError) as error:
         raise ValueError(
@@ -109,7 +117,9 @@ def read_cost(data: dict[str, Any] | None) -> CostCurve | None:
     """A cost curve as JSON has it; None if it was not measured."""
     if data is None:
         return None
-    points = {name: tuple(data[name]) for name in ("positions", "seconds", "low", "high")}
+    points = {
+        name: tuple(data[name]) for name in ("positions", "seconds", "low", "high")
+    }
     return CostCurve(data["name"], **points)
 
 
@@ -117,25 +127,38 @@ def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
     """The texts of a session file in its order; ValueError with the number of a wrong line."""
 
     def texts_of(row: Any, number: int) -> Iterator[RecordedText]:
-        name, category = str(row.get("id", number)), str(row.get("category", "sessions"))
+        name, category = (
+            str(row.get("id", number)),
+            str(row.get("category", "sessions")),
+        )
         said, session = row.get("messages"), name
         if said is None:
             session = row.get("session", number)
             said = [{"role": "user", "content": row["turns"][0]}]
             said += [{"role": "assistant", "content": row["reference"]}]
         said = [{"role": m["role"], "content": m["content"] or ""} for m in said]
-        answers = [i for i, m in enumerate(said) if i and m["role"] == "assistant" and m["content"]]
+        answers = [
+            i
+            for i, m in enumerate(said)
+            if i and m["role"] == "assistant" and m["content"]
+        ]
         end = getattr(tokenizer, "eos_token_id", None)
         for turn, i in enumerate(answers):
             own = name if len(answers) == 1 else f"{name}/{turn}"
-            tokens = list(tokenizer.encode(said[i]["content"], add_special_tokens=False))
+            tokens = list(
+                tokenizer.encode(said[i]["content"], add_special_tokens=False)
+            )
             tokens += [] if end is None else [int(end)]
             prompt = encode_messages(tokenizer, said[:i])
             yield RecordedText(own, category, prompt, tokens, str(session))
 
-    texts = read_lines(path, texts_of, "`messages` (role and content), or `turns` and `reference`")
+    texts = read_lines(
+        path, texts_of, "`messages` (role and content), or `turns` and `reference`"
+    )
     if not texts:
-        raise ValueError(f"{path} has no assistant message and no reference. Give another file.")
+        raise ValueError(
+            f"{path} has no assistant message and no reference. Give another file."
+        )
     return texts
 
 
@@ -144,7 +167,9 @@ SPEED_NOTE = (
     "left out, with a 95% bootstrap interval over texts; end to end: prefill included; tok/s: all "
     "tokens over all seconds; accepted: of the drafted tokens."
 )
-DIFFERENCES_NOTE = f"Texts that differ; excused: its own top two are within {EXCUSED_GAP:g} there."
+DIFFERENCES_NOTE = (
+    f"Texts that differ; excused: its own top two are within {EXCUSED_GAP:g} there."
+)
 ROUNDS_NOTE = (
     "drafting: share of target passes that verified a draft (the others are plain steps); first: "
     "time to the first token, in seconds and over plain mlx-lm's (1.020: 2% later)."
@@ -162,7 +187,11 @@ def or_dash(value: float | None, digits: int = 2) -> str:
 
 def _identical(result: Result) -> str:
     excused = f" (+{result.excused})" if result.excused else ""
-    return "-" if result.identical is None else f"{result.identical}{excused} of {result.texts}"
+    return (
+        "-"
+        if result.identical is None
+        else f"{result.identical}{excused} of {result.texts}"
+    )
 
 
 Columns = dict[str, Callable[[Any], str]]
@@ -204,7 +233,9 @@ def _differing(found: Difference) -> str:
     return f"- {whose}: {where}, {'excused' if found.excused else 'NOT excused'}"
 
 
-def _table(rows: Sequence[Result], columns: Columns) -> tuple[list[str], list[list[str]], int]:
+def _table(
+    rows: Sequence[Result], columns: Columns
+) -> tuple[list[str], list[list[str]], int]:
     """Header, rows, and the number of leading columns that are text."""
     whose: Columns = {
         "category": lambda r: r.category,
@@ -214,7 +245,11 @@ def _table(rows: Sequence[Result], columns: Columns) -> tuple[list[str], list[li
     if len({row.rule for row in rows if row.rule}) > 1:
         whose["rule"] = lambda r: r.rule or "-"
     shown = whose | columns
-    return [*shown], [[column(row) for column in shown.values()] for row in rows], len(whose)
+    return (
+        [*shown],
+        [[column(row) for column in shown.values()] for row in rows],
+        len(whose),
+    )
 
 
 def format_cost(curve: CostCurve) -> str:
@@ -227,11 +262,15 @@ def format_cost(curve: CostCurve) -> str:
     if curve.low:
         one = curve.seconds[0]
         ends = zip(curve.low, curve.high, strict=True)
-        rows.append(["95%", *(f"{low / one:.2f} to {high / one:.2f}" for low, high in ends)])
+        rows.append(
+            ["95%", *(f"{low / one:.2f} to {high / one:.2f}" for low, high in ends)]
+        )
     return f"A pass of the target, {curve.name}:\n\n{markdown_table(header, rows, 1)}"
 
 
-REFERENCE_BLAS = "reference BLAS"  # the library of MLX's Linux wheel, and any that is not known
+REFERENCE_BLAS = (
+    "reference BLAS"  # the library of MLX's Linux wheel, and any that is not known
+)
 KNOWN_BLAS = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
 
 
@@ -262,9 +301,17 @@ def blas_name() -> str:
 
 def blas_in(maps: str) -> str:
     """Matrix library among mapped files (/proc/PID/maps), those of NumPy and SciPy left out."""
-    files = {Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line}
-    loaded = [f.name for f in files if f.parent.name not in ("numpy.libs", "scipy.libs")]
-    names = (name for part, name in KNOWN_BLAS.items() if any(f.startswith(part) for f in loaded))
+    files = {
+        Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line
+    }
+    loaded = [
+        f.name for f in files if f.parent.name not in ("numpy.libs", "scipy.libs")
+    ]
+    names = (
+        name
+        for part, name in KNOWN_BLAS.items()
+        if any(f.startswith(part) for f in loaded)
+    )
     return next(names, REFERENCE_BLAS)
 
 
@@ -272,6 +319,8 @@ def describe_dtype(model: nn.Module) -> str:
     """The dtype of the largest parameter, and the width of quantized ones."""
     values = (value for _, value in tree_flatten(model.parameters()))
     floating = (value for value in values if mx.issubdtype(value.dtype, mx.floating))
-    dtype = str(max(floating, key=lambda value: value.size).dtype).removeprefix("mlx.core.")
+    dtype = str(max(floating, key=lambda value: value.size).dtype).removeprefix(
+        "mlx.core."
+    )
     bits = {module.bits for module in model.modules() if hasattr(module, "bits")}
     return ", ".join([dtype, *(f"{bits} bits" for bits in sorted(bits))])

@@ -23,11 +23,23 @@ from specdec_mlx import contracts
 from specdec_mlx.bench.cost import MEASURED, CostCurve
 from specdec_mlx.bench.record import Record, RecordedText, or_dash, read_sessions
 from specdec_mlx.bench.summary import ALL
-from specdec_mlx.contracts import ROOT, Draft, DraftContext, Drafter, FeatureRows, Features, Step
+from specdec_mlx.contracts import (
+    ROOT,
+    Draft,
+    DraftContext,
+    Drafter,
+    FeatureRows,
+    Features,
+    Step,
+)
 from specdec_mlx.contracts.trees import chain, children_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
-from specdec_mlx.draft_length.policy import DraftLength, make_draft_length, parse_draft_length
+from specdec_mlx.draft_length.policy import (
+    DraftLength,
+    make_draft_length,
+    parse_draft_length,
+)
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.engine.assemble import assemble_around
 from specdec_mlx.engine.clock import RoundClock
@@ -89,7 +101,10 @@ class RecordedTarget:
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
         self.rollback = Rollback([], position=len(text.prompt) - 1)
         self._text, self._vocab_size = text, vocab_size
-        self._known = [*text.generated, 0]  # after the end: unknown, and nobody reads it
+        self._known = [
+            *text.generated,
+            0,
+        ]  # after the end: unknown, and nobody reads it
         self._is_tapped, self._num_fed = False, 0
 
     def vocab_size(self) -> int:
@@ -144,14 +159,21 @@ class RecordedTarget:
     ) -> contracts.PendingPass:
         """A pass of the recording, see `contracts.Target`; ValueError for a drawn draft."""
         if draft.logprobs is not None:
-            raise ValueError("Replay needs drafts that are not random. Drop stochastic=True.")
+            raise ValueError(
+                "Replay needs drafts that are not random. Drop stochastic=True."
+            )
         num_fed = len(pending) + len(draft)
         self.rollback.advance(num_fed)
         coming = self._known[position : position + len(draft) + 1]
         pass_ = _RecordedPass(draft, num_fed, coming, [None] * (len(draft) + 1))
         if self._is_tapped:
-            places: list[int | None] = [position - i for i in reversed(range(len(pending)))]
-            right = {node: position + 1 + i for i, node in enumerate(right_path(draft, coming))}
+            places: list[int | None] = [
+                position - i for i in reversed(range(len(pending)))
+            ]
+            right = {
+                node: position + 1 + i
+                for i, node in enumerate(right_path(draft, coming))
+            }
             places += [right.get(node) for node in range(len(draft))]
             pass_.features = top_rows(self._text, places)
         return pass_
@@ -171,7 +193,9 @@ class ModelledLength:
     draft_seconds: of one draft token of a drafter that takes time; look-ups take none.
     """
 
-    def __init__(self, inner: DraftLength, cost: CostCurve, draft_seconds: float = 0.0) -> None:
+    def __init__(
+        self, inner: DraftLength, cost: CostCurve, draft_seconds: float = 0.0
+    ) -> None:
         self.cut: Callable[..., int] = inner.cut
         self.seconds, self.num_steps, self.draft_seconds = 0.0, 0, draft_seconds
         self._inner, self._cost = inner, cost
@@ -179,7 +203,11 @@ class ModelledLength:
         if isinstance(inner, Auto):
             inner.prices.clock = lambda: self.draft_seconds * self.num_steps
             self.begin = partial(self._begin, inner)
-            self.choose, self.outbids, self.grow = inner.choose, inner.outbids, inner.grow
+            self.choose, self.outbids, self.grow = (
+                inner.choose,
+                inner.outbids,
+                inner.grow,
+            )
             self.extra_price, self.wants_timing = inner.extra_price, inner.wants_timing
 
     def limit(self, part: str, cheap: bool) -> int:
@@ -189,7 +217,11 @@ class ModelledLength:
         return self._inner.limit(part, cheap)
 
     def _begin(
-        self, inner: Auto, part: str, session: contracts.DraftSession, may_fork: Callable[[], bool]
+        self,
+        inner: Auto,
+        part: str,
+        session: contracts.DraftSession,
+        may_fork: Callable[[], bool],
     ) -> Callable[[int], Draft]:
         if isinstance(session, contracts.Stepwise):
             session = _ModelledSteps(session, self)
@@ -246,7 +278,9 @@ def replay_text(
     modelled = ModelledLength(length, cost, draft_seconds)
     target = RecordedTarget(text, vocab_size)
     options, context = Options(max_tokens=max_tokens), greedy_context(vocab_size)
-    parts = assemble_around(target, list(text.prompt), drafter, modelled, options, context)
+    parts = assemble_around(
+        target, list(text.prompt), drafter, modelled, options, context
+    )
     generation = Generation.of(parts, options)
     generation.use_clock(_UndisturbedClock())
     stats = parts.stats
@@ -256,7 +290,9 @@ def replay_text(
     accepted = sum(token.from_draft for token in emitted)
     seconds = modelled.seconds if drafter else cost(1) * stats.target_passes
     counts = len(emitted), stats.target_passes, stats.drafted, accepted
-    return Modelled(text.category, *counts, seconds, plain_seconds=cost(1) * len(emitted))
+    return Modelled(
+        text.category, *counts, seconds, plain_seconds=cost(1) * len(emitted)
+    )
 
 
 def greedy_context(vocab_size: int | None = None) -> DraftContext:
@@ -268,16 +304,23 @@ def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
     """The target's likeliest tokens at places of a text, None for one outside; -1 if not known."""
     tops = text.top_tokens or [[token] for token in text.generated]
     unknown = [-1] * len(tops[0])
-    rows = [unknown if place is None or place >= len(tops) else tops[place] for place in places]
+    rows = [
+        unknown if place is None or place >= len(tops) else tops[place]
+        for place in places
+    ]
     return FeatureRows({}, top_tokens=mx.array(rows, mx.int32))
 
 
 def right_path(draft: Draft, coming: Sequence[int]) -> list[int]:
     """The draft's tokens that are right, from the first one down."""
     tokens, path, node = to_list(draft.tokens), list[int](), ROOT
-    children = children_of(chain(len(tokens)) if draft.parents is None else draft.parents)
+    children = children_of(
+        chain(len(tokens)) if draft.parents is None else draft.parents
+    )
     for token in coming:
-        node = next((child for child in children[node + 1] if tokens[child] == token), ROOT)
+        node = next(
+            (child for child in children[node + 1] if tokens[child] == token), ROOT
+        )
         if node == ROOT:
             break
         path.append(node)
@@ -327,7 +370,9 @@ class Scores(list[Score], Rows):
     def plot(self, cost: str = "") -> Figure:
         """Draw the speeds by kind of text at one cost, the first if none is named; matplotlib."""
         plots: Any = import_module("specdec_mlx.notebook.plots")
-        figure: Figure = plots.modelled_speed([s for s in self if s.cost == (cost or self[0].cost)])
+        figure: Figure = plots.modelled_speed(
+            [s for s in self if s.cost == (cost or self[0].cost)]
+        )
         return figure
 
     def __str__(self) -> str:
@@ -386,13 +431,17 @@ def score_record(
         ValueError: a drafter draws at random; only drafts that are certain can be replayed.
     """
     scores = Scores()
-    options: Any = {name: int(record.settings[name]) for name in ("max_tokens", "vocab_size")}
+    options: Any = {
+        name: int(record.settings[name]) for name in ("max_tokens", "vocab_size")
+    }
     options["draft_seconds"] = draft_cost * cost(1)
     for name, made in drafters.items():
         for length in draft_lengths if made else [""]:
             drafter = made if made is None or isinstance(made, Drafter) else made()
             modelled, tuning = [], Tuning(CURVES.get(cost.name, MILDEST))
-            bar = tqdm(record.texts, f"{name} {length}", unit="text", delay=1, leave=False)
+            bar = tqdm(
+                record.texts, f"{name} {length}", unit="text", delay=1, leave=False
+            )
             for text in bar:
                 policy = make_draft_length(parse_draft_length(length or "0"), tuning)
                 modelled.append(replay_text(text, drafter, policy, cost, **options))
@@ -417,7 +466,9 @@ def scores_of(
     record: Record, cost: str, drafter: str, length: str, modelled: Sequence[Modelled]
 ) -> list[Score]:
     """One score per category, "all", and one for each session, of what became of each text."""
-    groups: dict[tuple[str, str], list[Modelled]] = {(c, ""): [] for c in record.categories}
+    groups: dict[tuple[str, str], list[Modelled]] = {
+        (c, ""): [] for c in record.categories
+    }
     groups[ALL, ""] = list(modelled)
     for text, found in zip(record.texts, modelled, strict=True):
         groups[text.category, ""].append(found)
@@ -432,5 +483,7 @@ def scores_of(
         numbers = tokens / passes, plain_seconds / seconds
         is_live = cost == MEASURED and not session
         live = record.live_ratio(drafter, length, category) if is_live else None
-        scores.append(Score(cost, drafter, length, category, *counts, *numbers, live, session))
+        scores.append(
+            Score(cost, drafter, length, category, *counts, *numbers, live, session)
+        )
     return scores

@@ -18,7 +18,13 @@ from specdec_mlx.bench.record import (
     describe_machine,
 )
 from specdec_mlx.bench.summary import find_differences, reference_texts, summarise
-from specdec_mlx.bench.timing import PLAIN, Contender, Settings, make_contenders, run_interleaved
+from specdec_mlx.bench.timing import (
+    PLAIN,
+    Contender,
+    Settings,
+    make_contenders,
+    run_interleaved,
+)
 from specdec_mlx.drafters.choosing.choice import (
     DrafterChoice,
     NamedModel,
@@ -45,18 +51,27 @@ def run_bench(
     assert contenders[0].drafter == PLAIN
     meter = CostMeter(model, tasks[0].prompt) if measure_cost else None
     machine = describe_machine()
-    steps = run_interleaved(tasks, contenders, settings, *([meter.sweep] if meter else []))
+    steps = run_interleaved(
+        tasks, contenders, settings, *([meter.sweep] if meter else [])
+    )
     total = len(tasks) * len(contenders) * settings.repeats
     samples = list(tqdm(steps, "bench", total, unit="text", disable=not progress))
     differences = find_differences(model, tasks, samples) if temp == 0 else []
     references = reference_texts(samples)
-    numbers = {name: getattr(settings, name) for name in ("max_tokens", "repeats", "seed")}
-    of_model = {"dtype": describe_dtype(model), "vocab_size": model(mx.array([[0]])).shape[-1]}
+    numbers = {
+        name: getattr(settings, name) for name in ("max_tokens", "repeats", "seed")
+    }
+    of_model = {
+        "dtype": describe_dtype(model),
+        "vocab_size": model(mx.array([[0]])).shape[-1],
+    }
     return Record(
         command="",
         machine=machine,
         settings={"temp": temp, **numbers, **of_model},
-        texts=[RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks],
+        texts=[
+            RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks
+        ],
         cost=meter.curve() if meter else None,
         results=summarise(samples, differences, greedy=temp == 0),
         differences=differences,
@@ -116,4 +131,6 @@ def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[Task]:
     """Prompts through the tokenizer's chat template. Raises ValueError if there are none."""
     if not messages:
         raise ValueError("No prompts. Give another file, or drop --categories.")
-    return [Task(p.id, p.category, prompts.encode_chat(tokenizer, p.text)) for p in messages]
+    return [
+        Task(p.id, p.category, prompts.encode_chat(tokenizer, p.text)) for p in messages
+    ]

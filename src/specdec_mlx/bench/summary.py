@@ -20,7 +20,9 @@ from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import PLAIN, Sample, Way
 from specdec_mlx.stats.counterfactual import ratio_of
 
-EXCUSED_GAP = 1e-4  # logits; several rows at once round otherwise than one row on some backends
+EXCUSED_GAP = (
+    1e-4  # logits; several rows at once round otherwise than one row on some backends
+)
 ALL = "all"
 OfText = TypeVar("OfText", "Sample", "Difference")
 
@@ -99,7 +101,11 @@ def find_differences(
         if position is not None:
             gap = gap_in(s.id, position)
             where: Any = {"id": s.id, "category": s.category, "repeat": s.repeat}
-            where |= {"position": position, "top_two_gap": gap, "excused": gap < EXCUSED_GAP}
+            where |= {
+                "position": position,
+                "top_two_gap": gap,
+                "excused": gap < EXCUSED_GAP,
+            }
             differences.append(Difference(*s.key, **where))
     return differences
 
@@ -107,13 +113,17 @@ def find_differences(
 def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
     """Index of the first difference; where one is the other's beginning, its length; else None."""
     pairs = enumerate(zip(tokens, reference, strict=False))
-    position = next((i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference)))
+    position = next(
+        (i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference))
+    )
     return None if position == len(tokens) == len(reference) else position
 
 
 def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float:
     """Difference of the two greatest logits at generated token `position`, decoded plainly."""
-    with closing(generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)) as steps:
+    with closing(
+        generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)
+    ) as steps:
         ((_, logprobs),) = deque(steps, maxlen=1)
     second, best = mx.sort(logprobs.astype(mx.float32))[-2:]
     gap: float = (best - second).item()  # type: ignore[assignment]
@@ -136,7 +146,10 @@ def summarise(
 
 
 def _result(
-    category: str, own: list[Sample], baseline: list[Sample], parted: list[Difference] | None
+    category: str,
+    own: list[Sample],
+    baseline: list[Sample],
+    parted: list[Difference] | None,
 ) -> Result:
     """One contender's samples of a category; parted: None where texts were not compared."""
     passes = sum(s.passes for s in own)
@@ -176,19 +189,37 @@ def _times(samples: list[Sample]) -> dict[str, np.ndarray]:
     return times
 
 
-def _speeds(own: dict[str, np.ndarray], baseline: dict[str, np.ndarray]) -> dict[str, Any]:
+def _speeds(
+    own: dict[str, np.ndarray], baseline: dict[str, np.ndarray]
+) -> dict[str, Any]:
     """The fields of a result that are speeds, by name, of texts that both sides have times for."""
-    names = ("total_tokens_per_second", "ratio", "ratio_low", "ratio_high", "end_to_end_ratio")
+    names = (
+        "total_tokens_per_second",
+        "ratio",
+        "ratio_low",
+        "ratio_high",
+        "end_to_end_ratio",
+    )
     speeds: dict[str, Any] = dict.fromkeys((*names, "first_token_ratio"))
     if baseline:
         firsts = (sum(times[-1] for times in side.values()) for side in (own, baseline))
         speeds["first_token_ratio"] = float(np.divide(*firsts))
-    ids = [name for name in own if name in baseline and not isnan(own[name][1] + baseline[name][1])]
+    ids = [
+        name
+        for name in own
+        if name in baseline and not isnan(own[name][1] + baseline[name][1])
+    ]
     if ids:
-        ours, plain = (np.array([side[name] for name in ids]) for side in (own, baseline))
+        ours, plain = (
+            np.array([side[name] for name in ids]) for side in (own, baseline)
+        )
         tokens, seconds, *_ = ours.sum(axis=0)
         end_to_end = ratio_of(ours[:, :3:2], plain[:, :3:2]).mean
-        values = float(tokens / seconds), *ratio_of(ours[:, :2], plain[:, :2]), end_to_end
+        values = (
+            float(tokens / seconds),
+            *ratio_of(ours[:, :2], plain[:, :2]),
+            end_to_end,
+        )
         speeds |= zip(names, values, strict=True)
     return speeds
 

@@ -81,10 +81,14 @@ class Contender(Way):
 def plain(model: nn.Module, temp: float = 0.0) -> Contender:
     """mlx-lm without speculation, which all others are compared with."""
 
-    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+    def start(
+        prompt: list[int], max_tokens: int, seed: int
+    ) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
         sampler = make_sampler(temp)
-        steps = generate_step(mx.array(prompt), model, max_tokens=max_tokens, sampler=sampler)
+        steps = generate_step(
+            mx.array(prompt), model, max_tokens=max_tokens, sampler=sampler
+        )
         with closing(steps):
             for token, _ in steps:
                 yield Emitted(int(token))
@@ -96,20 +100,28 @@ def mlx_lm_speculation(
     model: nn.Module, draft_model: nn.Module, draft_length: int, temp: float = 0.0
 ) -> Contender:
     """mlx-lm's own speculative decoding, `draft_length` tokens a round."""
-    from mlx_lm.generate import speculative_generate_step  # may go; nothing else hangs on it
+    from mlx_lm.generate import (
+        speculative_generate_step,
+    )  # may go; nothing else hangs on it
 
-    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+    def start(
+        prompt: list[int], max_tokens: int, seed: int
+    ) -> Generator[Emitted, None, None]:
         mx.random.seed(seed)
         options = {"num_draft_tokens": draft_length, "max_tokens": max_tokens}
         options |= {"sampler": make_sampler(temp)}
-        steps = speculative_generate_step(mx.array(prompt), model, draft_model, **options)
+        steps = speculative_generate_step(
+            mx.array(prompt), model, draft_model, **options
+        )
         counts, begins_round = Counts(0), True
         with closing(steps):
             for n, (token, _, from_draft) in enumerate(steps):
                 if begins_round:
                     length = min(draft_length, max_tokens - n)
                     passes, drafted, drafting = counts
-                    counts = Counts(passes + 1, drafted + length, drafting + (length > 0))
+                    counts = Counts(
+                        passes + 1, drafted + length, drafting + (length > 0)
+                    )
                 begins_round = not from_draft
                 yield Emitted(int(token), bool(from_draft), counts)
 
@@ -136,7 +148,9 @@ def ours(
     length = parse_draft_length(draft_length or "0")
     tunings: dict[int, Tuning] = {}
 
-    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+    def start(
+        prompt: list[int], max_tokens: int, seed: int
+    ) -> Generator[Emitted, None, None]:
         tokens = speculate(
             *(model, prompt, drafter),
             max_tokens=max_tokens,
@@ -178,7 +192,9 @@ def make_contenders(
         lengths = numbers or [MLX_LM_DRAFT_LENGTH]
         contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
     for spec, drafter in drafters.items():
-        for length, rule in product(draft_lengths, rules) if drafter else [("", "auto")]:
+        for length, rule in (
+            product(draft_lengths, rules) if drafter else [("", "auto")]
+        ):
             how = model, drafter, spec, length, temp, tokenizer, rule
             contenders.append(ours(*how, is_seeded=is_seeded))
     return contenders
@@ -278,7 +294,9 @@ def take_turns(
         run.stop()
 
 
-def time_generation(contender: Contender, task: Task, settings: Settings, repeat: int) -> Sample:
+def time_generation(
+    contender: Contender, task: Task, settings: Settings, repeat: int
+) -> Sample:
     """Generate one text to its end, or to max_tokens; `repeat` decides the seed."""
     run = Run(contender, task, settings, repeat)
     while not run.is_over:
@@ -289,8 +307,15 @@ def time_generation(contender: Contender, task: Task, settings: Settings, repeat
 class Run:
     """One generation under way; the clock runs in its turns, until the device is idle."""
 
-    def __init__(self, contender: Contender, task: Task, settings: Settings, repeat: int) -> None:
-        self.contender, self.task, self.settings, self.repeat = contender, task, settings, repeat
+    def __init__(
+        self, contender: Contender, task: Task, settings: Settings, repeat: int
+    ) -> None:
+        self.contender, self.task, self.settings, self.repeat = (
+            contender,
+            task,
+            settings,
+            repeat,
+        )
         self.is_over = False
         seed = (settings.seed or 0) + repeat
         self._stream = contender.start(task.prompt, settings.max_tokens, seed)
@@ -317,7 +342,10 @@ class Run:
             began = emitted_at  # the pass under way is for the tokens after
         self._decode_seconds += time.perf_counter() - began
         self._peak_bytes = max(self._peak_bytes, mx.get_peak_memory())
-        if self._emitted[-1].token in ends or len(self._emitted) >= self.settings.max_tokens:
+        if (
+            self._emitted[-1].token in ends
+            or len(self._emitted) >= self.settings.max_tokens
+        ):
             self.stop()
 
     def stop(self) -> None:

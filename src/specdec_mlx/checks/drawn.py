@@ -22,7 +22,13 @@ from typing import Any
 import numpy as np
 
 from specdec_mlx.checks import one_step
-from specdec_mlx.checks.chi_square import FALSE_ALARM, LEAST_EXPECTED, ChiSquare, Counts, power
+from specdec_mlx.checks.chi_square import (
+    FALSE_ALARM,
+    LEAST_EXPECTED,
+    ChiSquare,
+    Counts,
+    power,
+)
 from specdec_mlx.checks.one_step import DRAFT_FAULTS, VARIANTS, Variant, lossless
 from specdec_mlx.checks.report import Part
 from specdec_mlx.checks.subject import (
@@ -95,7 +101,9 @@ def judged(
         "power": powers,
     }
     if test.p_value < FALSE_ALARM:
-        verdict = f"{samples} do not follow {aim} (p = {test.p_value:.1g}): {diagnosis()}"
+        verdict = (
+            f"{samples} do not follow {aim} (p = {test.p_value:.1g}): {diagnosis()}"
+        )
         return Part(name, "failed", verdict, numbers)
     unsure = [fault for fault, chance in powers.items() if chance < SURE]
     if len(unsure) == len(powers):
@@ -118,7 +126,9 @@ class Draws:
     drafts, and those shorter than asked for.
     """
 
-    counts: Counts = field(default_factory=lambda: np.zeros((2 + len(DRAFT_FAULTS), NUM_BINS)))
+    counts: Counts = field(
+        default_factory=lambda: np.zeros((2 + len(DRAFT_FAULTS), NUM_BINS))
+    )
     proposals: int = 0
     cut: int = 0
 
@@ -136,7 +146,9 @@ class Draws:
             middles = np.cumsum(q[order]) - q[order] / 2
             bins[order] = np.minimum(NUM_BINS * middles, NUM_BINS - 1)
             drawn = np.eye(1, len(q), token)[0]
-            for i, mass in enumerate((drawn, q, *(fault(q) for fault in DRAFT_FAULTS.values()))):
+            for i, mass in enumerate(
+                (drawn, q, *(fault(q) for fault in DRAFT_FAULTS.values()))
+            ):
                 self.counts[i] += np.bincount(bins, mass, NUM_BINS)
 
     def diagnosis(self) -> str:
@@ -176,7 +188,9 @@ def check_declared(draws: Draws) -> Part:
         "declared_in_each_tenth": (due / max(1, num_draws)).round(4).tolist(),
         "proposals_cut_short": draws.cut,
     }
-    return judged(DECLARED_NAME, samples, aim, seen, due, faults, numbers, draws.diagnosis)
+    return judged(
+        DECLARED_NAME, samples, aim, seen, due, faults, numbers, draws.diagnosis
+    )
 
 
 # Texts --------------------------------------------------------------------------------------------
@@ -203,9 +217,17 @@ class Texts:
     def draw(self, seed: int) -> None:
         """One more text, by the loop."""
         drafter = Alone(self.drafter, self.subject.model, self.draws.add)
-        changed: Any = {"model": self.target, "drafter": drafter, "draft_length": NUM_DRAFT}
+        changed: Any = {
+            "model": self.target,
+            "drafter": drafter,
+            "draft_length": NUM_DRAFT,
+        }
         drawing = replace(self.subject, seed=seed, **changed)
-        options = {"sampler": self.subject.sampling, "prefill_step_size": CHUNK, "probe": False}
+        options = {
+            "sampler": self.subject.sampling,
+            "prefill_step_size": CHUNK,
+            "probe": False,
+        }
         items = drawing.text(self.context, NUM_TOKENS, **options)
         self.tokens.append(tuple(item.token for item in items))
         self.drafted += items[-1].stats.drafted
@@ -291,7 +313,9 @@ def _draft_length(num_tokens: int) -> int:
     return min(NUM_DRAFT, NUM_TOKENS - num_tokens - 1) or UNDRAFTED
 
 
-def check_joint(subject: Subject, work: Work, steps: Sequence[Place], draws: Draws) -> Part:
+def check_joint(
+    subject: Subject, work: Work, steps: Sequence[Place], draws: Draws
+) -> Part:
     """Draw texts after some places, and hold them to the target's; `draws` takes the drafts."""
     groups: list[Texts] = []
     count = 0
@@ -345,12 +369,24 @@ def _tells(step: Place) -> float:
     return min(distances)
 
 
-def _diagnosis(groups: Sequence[Cells], seen: Counts, wrong: Mapping[str, Counts]) -> str:
+def _diagnosis(
+    groups: Sequence[Cells], seen: Counts, wrong: Mapping[str, Counts]
+) -> str:
     """How the texts are wrong, by the named faults."""
-    firsts = [(group.places[()][0], text[0]) for group in groups for text in group.texts.tokens]
+    firsts = [
+        (group.places[()][0], text[0])
+        for group in groups
+        for text in group.texts.tokens
+    ]
     excluded = sorted({token for p, token in firsts if p[token] == 0})
-    shape = f"tokens {excluded[:5]} came that the distribution excludes; " if excluded else ""
-    chances = {fault: ChiSquare.of(seen, counts).p_value for fault, counts in wrong.items()}
+    shape = (
+        f"tokens {excluded[:5]} came that the distribution excludes; "
+        if excluded
+        else ""
+    )
+    chances = {
+        fault: ChiSquare.of(seen, counts).p_value for fault, counts in wrong.items()
+    }
     likest = max(chances, key=lambda name: chances[name])
     likeness = f"they look like: {likest} (p = {chances[likest]:.2g})."
     if chances[likest] < 0.01:

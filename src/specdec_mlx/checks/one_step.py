@@ -16,7 +16,14 @@ from typing import Any
 import numpy as np
 
 from specdec_mlx.checks.report import Part
-from specdec_mlx.checks.subject import Place, Probs, Subject, Work, total_variation, walk
+from specdec_mlx.checks.subject import (
+    Place,
+    Probs,
+    Subject,
+    Work,
+    total_variation,
+    walk,
+)
 from specdec_mlx.contracts import AcceptanceRule, rule_for
 from specdec_mlx.rules.arithmetic import capped_ratio
 from specdec_mlx.rules.coins import CoinRule
@@ -60,8 +67,15 @@ DRAFT_FAULTS: dict[str, Callable[[Probs], Probs]] = {
 """A drafter's fault -> the distribution that tokens follow where q is declared."""
 
 VARIANTS: dict[str, Variant] = {
-    "residual replaced by p": lambda p, q: (lossless(p, q)[0], (1 - np.minimum(p, q).sum()) * p, p),
-    "bonus at temperature 0.5": lambda p, q: (*lossless(p, q)[:2], at_temperature(p, 0.5)),
+    "residual replaced by p": lambda p, q: (
+        lossless(p, q)[0],
+        (1 - np.minimum(p, q).sum()) * p,
+        p,
+    ),
+    "bonus at temperature 0.5": lambda p, q: (
+        *lossless(p, q)[:2],
+        at_temperature(p, 0.5),
+    ),
     "p and q swapped": swapped,
     "lenience 1.2": lambda p, q: rejecting(p, q, np.minimum(1.2 * p, q)),
     "declared q other than the drawn": lambda p, q: rejecting(
@@ -138,13 +152,18 @@ def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Part:
     results = [result for _, result in seen]
     numbers |= {
         "largest_total_variation": max(result["distance"] for result in results),
-        "largest_of_the_token_after": max(result["bonus_distance"] for result in results),
+        "largest_of_the_token_after": max(
+            result["bonus_distance"] for result in results
+        ),
         "draft_mass_left_out": max(result["left_out"] for result in results),
         "expected_acceptance": float(np.mean([result["kept"] for result in results])),
         "sum_of_min_p_q": float(np.mean([result["overlap"] for result in results])),
     }
     furthest, rule, fault = max(
-        ((max(x["distance"], x["bonus_distance"]), rule, x["fault"]) for rule, x in seen),
+        (
+            (max(x["distance"], x["bonus_distance"]), rule, x["fault"])
+            for rule, x in seen
+        ),
         key=lambda entry: entry[0],
     )
     if furthest < TOLERANCE:

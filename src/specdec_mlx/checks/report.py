@@ -71,13 +71,19 @@ class CheckReport(Rows):
         if failed:
             return f"FAILED: {', '.join(failed)}."
         if skipped:
-            return f"INCOMPLETE: {', '.join(skipped)} had not enough to go on. See there."
+            return (
+                f"INCOMPLETE: {', '.join(skipped)} had not enough to go on. See there."
+            )
         return "PASSED: what is emitted is the target's own text."
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
         parts = [asdict(part) | {"passed": part.passed} for part in self.parts]
-        whole = {"passed": self.passed, "verdict": self.verdict, "seconds": self.seconds}
+        whole = {
+            "passed": self.passed,
+            "verdict": self.verdict,
+            "seconds": self.seconds,
+        }
         return whole | {"settings": self.settings, "parts": parts}
 
     def rows(self) -> list[Row]:
@@ -86,7 +92,9 @@ class CheckReport(Rows):
         for part in self.parts:
             row = {"part": part.name, "status": part.status, "passed": part.passed}
             row |= {"verdict": part.verdict, "seconds": part.seconds}
-            row |= {k: v for k, v in part.numbers.items() if not isinstance(v, list | dict)}
+            row |= {
+                k: v for k, v in part.numbers.items() if not isinstance(v, list | dict)
+            }
             rows.append(row)
         return rows
 
@@ -105,13 +113,21 @@ class CheckReport(Rows):
         lines = textwrap.wrap(_listed(self.settings), WIDTH)
         for part in self.parts:
             lines += ["", f"{part.status:<15}{part.name}  ({part.seconds:.1f} s)"]
-            shown = [*textwrap.wrap(part.verdict, WIDTH - MARGIN), *_number_lines(part.numbers)]
+            shown = [
+                *textwrap.wrap(part.verdict, WIDTH - MARGIN),
+                *_number_lines(part.numbers),
+            ]
             lines += [" " * MARGIN + line for line in shown]
         return "\n".join([*lines, "", f"{self.verdict}  ({self.seconds:.0f} s)"])
 
     def _repr_html_(self) -> str:
         rows = [
-            (part.status, part.name, part.verdict, "; ".join(_number_lines(part.numbers)))
+            (
+                part.status,
+                part.name,
+                part.verdict,
+                "; ".join(_number_lines(part.numbers)),
+            )
             for part in self.parts
         ]
         head = f"<p><strong>{escape(self.verdict)}</strong> ({self.seconds:.0f} s)</p>"
@@ -129,7 +145,10 @@ def _number_lines(numbers: dict[str, Any]) -> list[str]:
     for name, value in numbers.items():
         title = f"{name.replace('_', ' ')}:"
         if isinstance(value, dict):
-            lines += [title, *(f"  {key:<33} {_number(entry)}" for key, entry in value.items())]
+            lines += [
+                title,
+                *(f"  {key:<33} {_number(entry)}" for key, entry in value.items()),
+            ]
         elif isinstance(value, list) and value and isinstance(value[0], dict):
             lines += [title, *(f"  {_listed(entry)}" for entry in value)]
         else:

@@ -114,7 +114,11 @@ def check(
         parts = run_parts(subject, work, progress)
     settings = {
         "drafter": type(chosen).__name__,
-        **{k: v for k, v in vars(sampling).items() if k == "temp" or v != getattr(Sampling, k)},
+        **{
+            k: v
+            for k, v in vars(sampling).items()
+            if k == "temp" or v != getattr(Sampling, k)
+        },
         "rule": subject.rule.name,
         "draft_length": draft_length,
         "prompts": len(subject.prompts),
@@ -126,14 +130,20 @@ def check(
     return CheckReport(parts, settings)
 
 
-def _encoded(tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None) -> list[list[int]]:
+def _encoded(
+    tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None
+) -> list[list[int]]:
     """Token ids of each prompt; ValueError for one without any."""
     if prompts is None:
         known = {prompt.id: prompt.text for prompt in builtin_prompts()}
         prompts = [known[name] for name in PROMPTS]
-    encoded = [encode_chat(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts]
+    encoded = [
+        encode_chat(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts
+    ]
     if not encoded or not all(encoded):
-        raise ValueError("There is no prompt, or an empty one. Give at least one token in each.")
+        raise ValueError(
+            "There is no prompt, or an empty one. Give at least one token in each."
+        )
     return encoded
 
 
@@ -146,20 +156,41 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
     probed: list[ProbeReport] = []
     # part -> share of the time that is left when it begins, and what runs
     parts: dict[str, tuple[float, Check]] = {
-        texts.WIDTHS_NAME: (0.5, lambda work: texts.check_widths(subject.model, work, probed)),
-        one_step.NAME: (0.2, lambda work: one_step.check_one_step(subject, work, steps)),
-        drawn.JOINT_NAME: (0.5, lambda work: drawn.check_joint(subject, work, steps, draws)),
+        texts.WIDTHS_NAME: (
+            0.5,
+            lambda work: texts.check_widths(subject.model, work, probed),
+        ),
+        one_step.NAME: (
+            0.2,
+            lambda work: one_step.check_one_step(subject, work, steps),
+        ),
+        drawn.JOINT_NAME: (
+            0.5,
+            lambda work: drawn.check_joint(subject, work, steps, draws),
+        ),
         drawn.DECLARED_NAME: (1.0, lambda work: drawn.check_declared(draws)),
         texts.STATE_NAME: (0.4, lambda work: texts.check_state(subject, work)),
     }
-    heads = [part for part in all_drafters(subject.drafter) if isinstance(part, HeadDrafter)]
+    heads = [
+        part for part in all_drafters(subject.drafter) if isinstance(part, HeadDrafter)
+    ]
     if heads:
-        parts[texts.VARIATIONS_NAME] = 0.5, partial(texts.check_variations, subject, heads[0])
-    parts[texts.GREEDY_NAME] = 1.0, lambda work: texts.check_greedy(subject, work, *probed)
+        parts[texts.VARIATIONS_NAME] = (
+            0.5,
+            partial(texts.check_variations, subject, heads[0]),
+        )
+    parts[texts.GREEDY_NAME] = (
+        1.0,
+        lambda work: texts.check_greedy(subject, work, *probed),
+    )
     done = []
     shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
     with tqdm(
-        total=len(parts), bar_format=shown, miniters=0, mininterval=0.5, disable=not progress
+        total=len(parts),
+        bar_format=shown,
+        miniters=0,
+        mininterval=0.5,
+        disable=not progress,
     ) as bar:
 
         def say(num_samples: int) -> None:
@@ -173,7 +204,9 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
                 verdict = "Nothing is drawn at temperature 0, where the greedy text says it all."
                 result = Part(name, "not applicable", verdict)
             elif name != drawn.DECLARED_NAME and not work.has_time():
-                result = Part(name, "not run", "There was no time left. Give more (--budget).")
+                result = Part(
+                    name, "not run", "There was no time left. Give more (--budget)."
+                )
             else:
                 result = _run(name, check_part, work.share(share, say))
             done.append(replace(result, seconds=time.perf_counter() - started))

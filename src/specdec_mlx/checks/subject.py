@@ -86,9 +86,15 @@ class Subject:
         assert self.drafter is not None
         return Alone(self.drafter, self.model).begin(prompt, context)
 
-    def text(self, prompt: Sequence[int], num_tokens: int, **options: Any) -> list[Token]:
+    def text(
+        self, prompt: Sequence[int], num_tokens: int, **options: Any
+    ) -> list[Token]:
         """So many tokens by the loop, at temperature 0 if no sampler is given."""
-        options |= {"rule": self.rule, "draft_length": self.draft_length, "seed": self.seed}
+        options |= {
+            "rule": self.rule,
+            "draft_length": self.draft_length,
+            "seed": self.seed,
+        }
         options |= {"tokenizer": self.tokenizer, "max_tokens": num_tokens}
         return list(speculate(self.model, prompt, self.drafter, **options))
 
@@ -147,7 +153,9 @@ def walk(subject: Subject, prompt: list[int], num_tokens: int) -> Iterator[Place
     for token in plainly.text(prompt, num_tokens, sampler=subject.sampling):
         draft = session.propose(1)
         target_probs = probabilities(subject.sampling.log_distribution(token.logprobs))
-        yield Place(list(tokens), target_probs, draft, first_probs(draft, subject.vocab_size))
+        yield Place(
+            list(tokens), target_probs, draft, first_probs(draft, subject.vocab_size)
+        )
         if token.token in subject.end_tokens:
             return
         session.observe([token.token])
@@ -192,9 +200,13 @@ class Remembered(nn.Module):  # type: ignore[misc]
     def __init__(self, model: nn.Module, context: list[int]) -> None:
         """context: [n > 0] common tokens."""
         super().__init__()
-        held: Any = SimpleNamespace(model=model, context=tuple(context), known={}, caches=None)
+        held: Any = SimpleNamespace(
+            model=model, context=tuple(context), known={}, caches=None
+        )
         held.inside = mx.full((vocab_size_of(model),), mx.nan)
-        self._held = held  # attributes of the module itself would be weights and layers to MLX
+        self._held = (
+            held  # attributes of the module itself would be weights and layers to MLX
+        )
 
     def make_cache(self) -> list[_TokenCache]:
         """One cache, of tokens."""
@@ -206,7 +218,9 @@ class Remembered(nn.Module):  # type: ignore[misc]
         held, _ = cache[0].update_and_fetch(rows, rows)
         fed = to_list(held[0, 0, :, 0])
         self.after(fed)  # one pass for all that are not known
-        return mx.stack([self.after(fed[:end]) for end in range(before + 1, len(fed) + 1)])[None]
+        return mx.stack(
+            [self.after(fed[:end]) for end in range(before + 1, len(fed) + 1)]
+        )[None]
 
     def after(self, tokens: Sequence[int]) -> mx.array:
         """Logits [V]; not a number for a text that ends within the common context."""
@@ -235,7 +249,11 @@ class Remembered(nn.Module):  # type: ignore[misc]
             held.caches = make_prompt_cache(held.model)
             begun = mx.array(held.context[:-1])
             if begun.size:
-                list(generate_step(begun, held.model, max_tokens=0, prompt_cache=held.caches))
+                list(
+                    generate_step(
+                        begun, held.model, max_tokens=0, prompt_cache=held.caches
+                    )
+                )
         caches: list[Any] = copy.deepcopy(held.caches)
         return caches
 
@@ -278,7 +296,9 @@ class Alone:
 class _AloneSession:
     """A session, and the target's pass over its text."""
 
-    def __init__(self, alone: Alone, prompt: Sequence[int], context: DraftContext) -> None:
+    def __init__(
+        self, alone: Alone, prompt: Sequence[int], context: DraftContext
+    ) -> None:
         self._session, self._see = alone.drafter.begin(list(prompt), context), alone.see
         self._propose = proposing(self._session, key_of(alone.drafter))
         self.cheap = is_cheap(self._session)

@@ -53,7 +53,9 @@ def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Par
     """The probe, which `probed` takes; past the window only if its prefill fits into the time."""
     started = time.perf_counter()
     report = probe(model, past_window=False)
-    prefill = (time.perf_counter() - started) / POSITIONS_OF_PROBE * (report.window or 0)
+    prefill = (
+        (time.perf_counter() - started) / POSITIONS_OF_PROBE * (report.window or 0)
+    )
     looks_past = report.window is not None and work.has_time(prefill)
     report = probe(model) if looks_past else report
     probed.append(report)
@@ -62,17 +64,25 @@ def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Par
     how = "bit for bit" if all(row.bitwise for row in report.rows) else "up to rounding"
     verdict = f"A pass over several positions gives the logits of single ones, {how}."
     if not report.exact:
-        verdict = "A pass over several positions gives other logits than one by one, beyond "
+        verdict = (
+            "A pass over several positions gives other logits than one by one, beyond "
+        )
         verdict += "rounding. specdec_mlx drafts nothing there, so the text stays right and is no "
         verdict += "sooner; see specdec-mlx probe."
     if report.window is not None and not looks_past:
         status = "not run" if report.exact else "failed"
         verdict += f" Past the window of {report.window} tokens was not looked: it takes about "
-        verdict += f"{prefill:.0f} s. Give more time (--budget), or run specdec-mlx probe."
-    return Part(WIDTHS_NAME, status, verdict, {"caches": list(report.caches), "passes": passes})
+        verdict += (
+            f"{prefill:.0f} s. Give more time (--budget), or run specdec-mlx probe."
+        )
+    return Part(
+        WIDTHS_NAME, status, verdict, {"caches": list(report.caches), "passes": passes}
+    )
 
 
-def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None) -> Part:
+def check_greedy(
+    subject: Subject, work: Work, probed: ProbeReport | None = None
+) -> Part:
     """Every prompt in turn, as far as time goes, at least one; probed: passes' differences."""
     rows = [] if probed is None else [row for row in probed.rows if row.exact]
     gap = max([EXCUSED_GAP, *(TIE_FACTOR * row.max_difference for row in rows)])
@@ -96,7 +106,9 @@ def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None
         "near_tie_below": gap,
         "differences": differences,
     }
-    faults = [difference for difference in differences if difference["verdict"] == "fault"]
+    faults = [
+        difference for difference in differences if difference["verdict"] == "fault"
+    ]
     if faults:
         verdict = (
             f"The text of prompt {faults[0]['prompt']} parts from plain decoding's at token "
@@ -110,8 +122,9 @@ def check_greedy(subject: Subject, work: Work, probed: ProbeReport | None = None
         return Part(GREEDY_NAME, "not run", verdict, numbers)
     ties, skipped = len(differences), len(subject.prompts) - texts
     verdict = f"{texts - ties} of {texts} texts: the same tokens as by plain decoding"
-    verdict += f"; {ties} part from it at a near tie, which rounding may turn either way" * (
-        ties > 0
+    verdict += (
+        f"; {ties} part from it at a near tie, which rounding may turn either way"
+        * (ties > 0)
     )
     verdict += f" ({skipped} prompts had no time)" * (skipped > 0)
     return Part(GREEDY_NAME, "passed", f"{verdict}.", numbers)
@@ -135,12 +148,20 @@ def check_state(subject: Subject, work: Work) -> Part:
     A draft cache rolled back wrongly changes no text, only acceptance. So a session that has been
     through rejections is compared with one that begins with the same text.
     """
-    found = [_after_rejections(subject, prompt) for prompt in work.each(subject.prompts)]
+    found = [
+        _after_rejections(subject, prompt) for prompt in work.each(subject.prompts)
+    ]
     distances = [distance for distance, _ in found if distance is not None]
     rejected = sum(num_rejected for _, num_rejected in found)
-    numbers = {"comparisons": len(distances), "rejected_tokens": rejected, "distances": distances}
+    numbers = {
+        "comparisons": len(distances),
+        "rejected_tokens": rejected,
+        "distances": distances,
+    }
     if not distances or not rejected:
-        verdict = "The drafter proposed nothing. Give prompts whose text repeats (--prompts)."
+        verdict = (
+            "The drafter proposed nothing. Give prompts whose text repeats (--prompts)."
+        )
         return Part(STATE_NAME, "not run", verdict, numbers)
     unlike = sum(distance > SAME for distance in distances)
     if unlike <= UNLIKE_ALLOWED * len(distances):
@@ -182,7 +203,10 @@ def depends_on_text_alone(drafter: Any) -> bool:
     parts = [part for part in all_drafters(drafter) if not hasattr(part, "drafters")]
     return all(
         isinstance(part, PromptLookupDrafter | NGramDrafter)
-        or any(isinstance(member, nn.Module) for member in getattr(part, "__dict__", {}).values())
+        or any(
+            isinstance(member, nn.Module)
+            for member in getattr(part, "__dict__", {}).values()
+        )
         for part in parts
     )
 
@@ -195,7 +219,10 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part
     greedy = replace(drafter, greedy=True)
     subject = replace(subject, drafter=greedy, draft_length=subject.num_asked)
     variations = list(drafter.head.variations())
-    readings: list[Any] = [nullcontext, *(variation.applied for variation in variations)]
+    readings: list[Any] = [
+        nullcontext,
+        *(variation.applied for variation in variations),
+    ]
     drafted, accepted = np.zeros((2, len(readings)))
     texts = 0
     for prompt in work.each(subject.prompts):
@@ -209,7 +236,9 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part
     numbers: dict[str, Any] = {
         "texts": texts,
         "accepted_as_read": share,
-        "accepted_otherwise": dict(zip((v.name for v in variations), others, strict=True)),
+        "accepted_otherwise": dict(
+            zip((v.name for v in variations), others, strict=True)
+        ),
     }
     if not drafted[0]:
         verdict = "Nothing was drafted. Give other prompts (--prompts)."

@@ -34,33 +34,62 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add, count = parser.add_argument, argument(positive_int)
     several = partial(add, action="append")
     add("--model", help="model folder or Hugging Face name (default: a small one)")
-    add("--prompts", metavar="FILE", help="JSON lines with id, category, turns (default: ours)")
+    add(
+        "--prompts",
+        metavar="FILE",
+        help="JSON lines with id, category, turns (default: ours)",
+    )
     sessions = "conversations in order instead: JSON lines with messages, or turns and reference"
     add("--sessions", metavar="FILE", help=sessions)
     add("--categories", nargs="+", metavar="NAME", help="only these")
-    add("--per-category", type=count, metavar="N", help="prompts of each, evenly spread (all)")
+    add(
+        "--per-category",
+        type=count,
+        metavar="N",
+        help="prompts of each, evenly spread (all)",
+    )
     none = f"repeatable; none: without ({DEFAULT_DRAFTER})"
     several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=none)
-    add("--draft-model", metavar="MODEL", help="a head, or a model: mlx-lm's own takes part too")
+    add(
+        "--draft-model",
+        metavar="MODEL",
+        help="a head, or a model: mlx-lm's own takes part too",
+    )
     add_lighter_arguments(parser)
-    length, lengths = checked(parse_draft_length), "repeatable: every drafter with every length"
+    length, lengths = (
+        checked(parse_draft_length),
+        "repeatable: every drafter with every length",
+    )
     several("--draft-length", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
-    rules = "acceptance rule, repeatable: every drafter and length with every rule (auto)"
+    rules = (
+        "acceptance rule, repeatable: every drafter and length with every rule (auto)"
+    )
     several("--rule", type=checked(make_rule), metavar="NAME", help=rules)
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
     add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
     add("--seed", type=int, help="of draws (0); rule auto is then the one for seeds")
-    add("--no-cost", action="store_true", help="do not measure what a pass over m positions costs")
-    add("--json", metavar="FILE", help="write results, and the texts for specdec-mlx replay")
+    add(
+        "--no-cost",
+        action="store_true",
+        help="do not measure what a pass over m positions costs",
+    )
+    add(
+        "--json",
+        metavar="FILE",
+        help="write results, and the texts for specdec-mlx replay",
+    )
 
 
 def main(
-    args: argparse.Namespace, others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None
+    args: argparse.Namespace,
+    others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None,
 ) -> int:
     """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
     if args.json:
-        Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
+        Path(
+            args.json
+        ).touch()  # a path that cannot be written is found out now, not at the end
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     choice = choice_of(args)
@@ -74,7 +103,9 @@ def main(
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
     how = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
-    with wired_limit([m for m in (model, draft_model) if m is not None], [generation_stream]):
+    with wired_limit(
+        [m for m in (model, draft_model) if m is not None], [generation_stream]
+    ):
         record = run_bench(
             *(model, tasks, contenders, how),
             temp=args.temp,
@@ -95,6 +126,10 @@ def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:
     if args.sessions:
         tasks: list[Task] = [*read_sessions(args.sessions, tokenizer)]
     else:
-        found = prompts.read_prompts(args.prompts) if args.prompts else prompts.builtin_prompts()
+        found = (
+            prompts.read_prompts(args.prompts)
+            if args.prompts
+            else prompts.builtin_prompts()
+        )
         tasks = make_tasks(tokenizer, found)
     return prompts.choose(tasks, args.categories, args.per_category)

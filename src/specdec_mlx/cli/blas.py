@@ -21,18 +21,32 @@ PRELOADED, THREADS, MOST_THREADS = "SPECDEC_MLX_PRELOADED", "OPENBLAS_NUM_THREAD
 
 def start_again_with_openblas(command: str) -> dict[str, str]:
     """Replace this process by one with OpenBLAS preloaded; there, the variables that do it."""
-    if before := os.environ.pop(PRELOADED, None):  # what this process starts is to inherit nothing
+    if before := os.environ.pop(
+        PRELOADED, None
+    ):  # what this process starts is to inherit nothing
         os.environ.update(json.loads(before))
         return find_openblas()
     arguments = sys.argv[1:]
-    is_command = arguments[:1] == [command] and sys.orig_argv[-len(arguments) :] == arguments
+    is_command = (
+        arguments[:1] == [command] and sys.orig_argv[-len(arguments) :] == arguments
+    )
     if is_command and needs_openblas() and (own := find_openblas()):
         library = own["LD_PRELOAD"]
-        print(f"Preloading OpenBLAS in place of MLX's reference BLAS: {library}", file=sys.stderr)
+        print(
+            f"Preloading OpenBLAS in place of MLX's reference BLAS: {library}",
+            file=sys.stderr,
+        )
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
         former = {name: os.environ.get(name, "") for name in own}
-        joined = {name: ":".join(filter(None, (own[name], former[name]))) for name in own}
-        own = {THREADS: str(threads)} | os.environ | joined | {PRELOADED: json.dumps(former)}
+        joined = {
+            name: ":".join(filter(None, (own[name], former[name]))) for name in own
+        }
+        own = (
+            {THREADS: str(threads)}
+            | os.environ
+            | joined
+            | {PRELOADED: json.dumps(former)}
+        )
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], own)
     return {}
 
@@ -50,14 +64,21 @@ def find_openblas() -> dict[str, str]:
     with the plain name is kept in the cache.
     """
     with suppress(PackageNotFoundError, OSError, ValueError):
-        library = Path(str(distribution(WHEEL).locate_file(LIBRARY))).resolve(strict=True)
-        (fortran,) = Path(str(distribution(BACKEND).locate_file(""))).resolve().glob(FORTRAN)
+        library = Path(str(distribution(WHEEL).locate_file(LIBRARY))).resolve(
+            strict=True
+        )
+        (fortran,) = (
+            Path(str(distribution(BACKEND).locate_file(""))).resolve().glob(FORTRAN)
+        )
         link = cache_root() / "blas" / fortran.name / "libgfortran.so.5"
         if link.resolve() != fortran:
             link.parent.mkdir(parents=True, exist_ok=True)
             (part := link.with_suffix(f".{os.getpid()}")).symlink_to(fortran)
             part.replace(link)
-        return {"LD_PRELOAD": str(library), "LD_LIBRARY_PATH": f"{link.parent}:{fortran.parent}"}
+        return {
+            "LD_PRELOAD": str(library),
+            "LD_LIBRARY_PATH": f"{link.parent}:{fortran.parent}",
+        }
     return {}
 
 

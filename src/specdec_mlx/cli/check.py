@@ -25,8 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     spec = "NAME[:KEY=VALUE,...]"
-    add("--drafter", action="append", metavar=spec, help=f"repeatable ({DEFAULT_DRAFTER})")
-    add("--draft-model", metavar="MODEL", help="a model to draft with, a trained head, or auto")
+    add(
+        "--drafter",
+        action="append",
+        metavar=spec,
+        help=f"repeatable ({DEFAULT_DRAFTER})",
+    )
+    add(
+        "--draft-model",
+        metavar="MODEL",
+        help="a model to draft with, a trained head, or auto",
+    )
     add_lighter_arguments(parser)
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--top-p", type=float, default=0.0, help="(off)")
@@ -34,21 +43,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-k", type=int, default=0, help="(off)")
     add("--rule", default="auto", metavar="NAME[:KEY=VALUE,...]", help="(%(default)s)")
     length = argument(parse_draft_length)
-    add("--draft-length", type=length, default="auto", metavar="N|POLICY", help="(%(default)s)")
-    add("--prompts", metavar="FILE", help="JSON lines with prompt or turns (default: ours)")
+    add(
+        "--draft-length",
+        type=length,
+        default="auto",
+        metavar="N|POLICY",
+        help="(%(default)s)",
+    )
+    add(
+        "--prompts",
+        metavar="FILE",
+        help="JSON lines with prompt or turns (default: ours)",
+    )
     how = "parts take as many samples as fit (%(default)g)"
     add("--budget", type=float, default=BUDGET, metavar="SECONDS", help=how)
-    add("--seed", type=int, help="of all draws (0); rule auto is then the one for seeds")
+    add(
+        "--seed", type=int, help="of all draws (0); rule auto is then the one for seeds"
+    )
     add("--json", metavar="FILE", help="write the report there too")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run and print the report; 0 if all of it passed, else 1."""
     if args.json:
-        Path(args.json).touch()  # a path that cannot be written is found out now, not at the end
+        Path(
+            args.json
+        ).touch()  # a path that cannot be written is found out now, not at the end
     sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
     choice = choice_of(args)
-    prompts = [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
+    prompts = (
+        [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
+    )
     model_name = str(args.model or demo_model_path())
     model, tokenizer = load_target(model_name)
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks

@@ -55,10 +55,20 @@ def _run(arguments: Sequence[str]) -> int:
 
 def make_parser() -> argparse.ArgumentParser:
     """The parser for all commands but those that are mlx-lm's own."""
-    from specdec_mlx.cli import bench, check, demo, doctor, memory, new_drafter, replay, train
+    from specdec_mlx.cli import (
+        bench,
+        check,
+        demo,
+        doctor,
+        memory,
+        new_drafter,
+        replay,
+        train,
+    )
 
     parser = argparse.ArgumentParser(
-        prog="specdec-mlx", description="Speculative decoding for mlx-lm: the same text, sooner."
+        prog="specdec-mlx",
+        description="Speculative decoding for mlx-lm: the same text, sooner.",
     )
     parser.add_argument("--version", action="version", version=specdec_mlx.__version__)
     commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
@@ -85,8 +95,12 @@ def make_parser() -> argparse.ArgumentParser:
 
 
 def _add_probe(commands: Commands[argparse.ArgumentParser]) -> None:
-    probe = commands.add_parser("probe", help="is a pass over several positions exact here?")
-    probe.add_argument("--model", help="model folder or Hugging Face name (default: a small one)")
+    probe = commands.add_parser(
+        "probe", help="is a pass over several positions exact here?"
+    )
+    probe.add_argument(
+        "--model", help="model folder or Hugging Face name (default: a small one)"
+    )
     probe.set_defaults(run=_probe)
 
 
@@ -101,8 +115,12 @@ def _probe(args: argparse.Namespace) -> int:
 
 
 def _add_drafters(commands: Commands[argparse.ArgumentParser]) -> None:
-    drafters = commands.add_parser("drafters", help="the drafters there are, or those for a model")
-    drafters.add_argument("--model", help="also which models here can draft for this one")
+    drafters = commands.add_parser(
+        "drafters", help="the drafters there are, or those for a model"
+    )
+    drafters.add_argument(
+        "--model", help="also which models here can draft for this one"
+    )
     drafters.add_argument(
         "--in",
         dest="folder",
@@ -121,5 +139,7 @@ def _drafters(args: argparse.Namespace) -> int:
     elif args.folder is not None:
         raise ValueError("--in needs --model, the model to draft for.")
     else:
-        print("\n".join(f"{name:<15}{text}" for name, text in describe_drafters().items()))
+        print(
+            "\n".join(f"{name:<15}{text}" for name, text in describe_drafters().items())
+        )
     return 0

@@ -26,7 +26,12 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
 from specdec_mlx.bench.prompts import Task, encode_chat
-from specdec_mlx.bench.record import REFERENCE_BLAS, blas_name, describe_dtype, describe_machine
+from specdec_mlx.bench.record import (
+    REFERENCE_BLAS,
+    blas_name,
+    describe_dtype,
+    describe_machine,
+)
 from specdec_mlx.bench.summary import find_differences
 from specdec_mlx.bench.timing import (
     PLAIN,
@@ -135,14 +140,22 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=45,
         help="most that the generation may take; texts are cut to fit (%(default)s)",
     )
-    add("--max-tokens", type=count, default=64, help="most tokens of a text (%(default)s)")
+    add(
+        "--max-tokens",
+        type=count,
+        default=64,
+        help="most tokens of a text (%(default)s)",
+    )
     add(
         "--repeats",
         type=count,
         default=3,
         help="timed runs of each text, as many as fit (%(default)s at most)",
     )
-    tokens, length = "tokens a round, or auto (%(default)s)", checked(parse_draft_length)
+    tokens, length = (
+        "tokens a round, or auto (%(default)s)",
+        checked(parse_draft_length),
+    )
     add("--draft-length", type=length, default="auto", metavar="K", help=tokens)
     add(
         "--print-model-path",
@@ -162,7 +175,9 @@ def main(args: argparse.Namespace) -> int:
         print(path)
         return 0
     seconds, draft_length = args.seconds, args.draft_length
-    say(f"Plain mlx-lm against speculation, the same texts side by side, with {Path(path).name}.")
+    say(
+        f"Plain mlx-lm against speculation, the same texts side by side, with {Path(path).name}."
+    )
     model, tokenizer = load_model(path)
     say_what_multiplies(preloaded)
     shows = [prompts_of(model, tokenizer, args.max_tokens)]
@@ -172,14 +187,18 @@ def main(args: argparse.Namespace) -> int:
     began, rows = time.perf_counter(), list[Row]()
     with wired_limit([show.model for show in shows], [generation_stream]):
         for i, show in enumerate(shows):
-            responses = live_text(show, draft_length, began + LIVE_SHARE * seconds * (i + 1))
+            responses = live_text(
+                show, draft_length, began + LIVE_SHARE * seconds * (i + 1)
+            )
             show_live(responses) if i == 0 else deque(responses, maxlen=0)
         for show in shows[::-1]:  # the pair first, which takes little
             share = 1.0 if show is shows[0] else LIVE_SHARE * len(shows) + PAIR_SHARE
             samples = play(show, draft_length, began + share * seconds, args.repeats)
             written = {sample.id for sample in samples}
             tasks = [task for task in show.tasks if task.id in written]
-            rows[:0] = [row for task in tasks for row in compare(show.model, task, samples)]
+            rows[:0] = [
+                row for task in tasks for row in compare(show.model, task, samples)
+            ]
             paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN]
     print(f"{format_table(rows)}\n\n{legend(rows, model, paces)}", flush=True)
     return int(any(row.verdict == DIFFERENT for row in rows))
@@ -187,20 +206,34 @@ def main(args: argparse.Namespace) -> int:
 
 def prompts_of(model: nn.Module, tokenizer: Any, max_tokens: int) -> Show:
     """An edit, a summary and a chat, with look-up."""
-    tasks = [Task(name, name, encode_chat(tokenizer, text)) for name, text in PROMPTS.items()]
+    tasks = [
+        Task(name, name, encode_chat(tokenizer, text)) for name, text in PROMPTS.items()
+    ]
     live, ends = encode_chat(tokenizer, LIVE_PROMPT), frozenset(tokenizer.eos_token_ids)
     drafter = default_drafter()
-    return Show(model, tokenizer, DEFAULT_DRAFTER, drafter, live, tasks, max_tokens, ends)
+    return Show(
+        model, tokenizer, DEFAULT_DRAFTER, drafter, live, tasks, max_tokens, ends
+    )
 
 
 def pair_that_ships() -> Show:
     """The lab pair, on a text of a kind that it was not trained on."""
     target, draft, tokenizer = load_pair()
     opening, live = (
-        list(tokenizer.encode(text)) for name, _, text in held_out_openings() if name == PAIR_TOPIC
+        list(tokenizer.encode(text))
+        for name, _, text in held_out_openings()
+        if name == PAIR_TOPIC
     )
     drafter = ModelDrafter(draft, tokenizer=tokenizer)
-    return Show(target, tokenizer, "model", drafter, live, [Task(PAIR, PAIR, opening)], PAIR_TOKENS)
+    return Show(
+        target,
+        tokenizer,
+        "model",
+        drafter,
+        live,
+        [Task(PAIR, PAIR, opening)],
+        PAIR_TOKENS,
+    )
 
 
 def say(text: str) -> None:
@@ -224,7 +257,9 @@ def say_what_multiplies(preloaded: dict[str, str]) -> None:
     say(f"Matrices are multiplied by {blas_name()}{advice}.")
 
 
-def live_text(show: Show, draft_length: str, until: float) -> Iterator[SpeculativeResponse]:
+def live_text(
+    show: Show, draft_length: str, until: float
+) -> Iterator[SpeculativeResponse]:
     """A text that is not compared, until it or its time is over."""
     responses = stream_generate(
         *(show.model, show.tokenizer, show.live, show.max_tokens),
@@ -281,7 +316,9 @@ def turns_until(end: float) -> Callable[[], bool]:
 def after_live(show: Show, draft_length: str) -> Contender:
     """Speculation that begins each text with a copy of what "auto" learned from the live one."""
 
-    def start(prompt: list[int], max_tokens: int, seed: int) -> Generator[Emitted, None, None]:
+    def start(
+        prompt: list[int], max_tokens: int, seed: int
+    ) -> Generator[Emitted, None, None]:
         tuning = copy.deepcopy(tuning_for(show.model))
         options = {"tokenizer": show.tokenizer, "tuning": tuning}
         way = ours(show.model, show.drafter, show.name, draft_length, **options)
@@ -293,19 +330,27 @@ def after_live(show: Show, draft_length: str) -> Contender:
 def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[Row]:
     """A row for each contender but plain decoding, with which it is compared repeat by repeat."""
     own = [sample for sample in samples if sample.id == task.id]
-    verdicts = dict.fromkeys((sample.key for sample in own if sample.drafter != PLAIN), IDENTICAL)
+    verdicts = dict.fromkeys(
+        (sample.key for sample in own if sample.drafter != PLAIN), IDENTICAL
+    )
     for repeat in {sample.repeat for sample in own}:
-        beside = [replace(sample, repeat=0) for sample in own if sample.repeat == repeat]
+        beside = [
+            replace(sample, repeat=0) for sample in own if sample.repeat == repeat
+        ]
         for difference in find_differences(model, [task], beside):
             found = TIE if difference.excused else DIFFERENT
-            verdicts[difference.key] = max(found, verdicts[difference.key], key=VERDICTS.index)
+            verdicts[difference.key] = max(
+                found, verdicts[difference.key], key=VERDICTS.index
+            )
     paces = {s.repeat: s.seconds_per_token for s in own if s.drafter == PLAIN}
     rows = []
     for key, verdict in verdicts.items():
         mine = [sample for sample in own if sample.key == key]
         pairs = [(paces[sample.repeat], sample.seconds_per_token) for sample in mine]
         ratios = [base / pace for base, pace in pairs if base and pace]
-        rows.append(Row(mine[0], statistics.median(ratios) if ratios else None, verdict))
+        rows.append(
+            Row(mine[0], statistics.median(ratios) if ratios else None, verdict)
+        )
     return rows
 
 
@@ -318,7 +363,9 @@ def format_table(rows: Sequence[Row]) -> str:
     lines = [head, "-" * len(head)]
     for row in rows:
         run, num_tokens = row.first, len(row.first.tokens)
-        speed = "too short to time" if row.speed is None else f"{row.speed:.2f} times plain"
+        speed = (
+            "too short to time" if row.speed is None else f"{row.speed:.2f} times plain"
+        )
         lines.append(
             f"{run.id:<10}{run.drafter:<15}{run.draft_length:<6}{num_tokens:>6}  "
             f"{speed:<18}{num_tokens / run.passes:>13.2f}"
@@ -344,5 +391,7 @@ def legend(rows: Sequence[Row], model: nn.Module, paces: Sequence[float | None])
     ]
     load, cores = os.getloadavg()[0], os.cpu_count() or 1
     if load > cores + 1:  # one is this program
-        lines.append(f"Others use this machine too (load {load:.0f}): speeds vary between runs.")
+        lines.append(
+            f"Others use this machine too (load {load:.0f}): speeds vary between runs."
+        )
     return "\n".join(textwrap.fill(line, WIDTH) for line in lines)

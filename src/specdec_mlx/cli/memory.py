@@ -31,9 +31,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         return command
 
     build = add("build", _build, "from files and folders; again, it reads what changed")
-    build.add_argument("paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders")
-    build.add_argument("--tokenizer", required=True, metavar="MODEL", help="folder or name")
-    build.add_argument("--out", required=True, type=Path, metavar="FILE", help="the memory")
+    build.add_argument(
+        "paths", nargs="+", metavar="FILE|FOLDER", help="text files, or folders"
+    )
+    build.add_argument(
+        "--tokenizer", required=True, metavar="MODEL", help="folder or name"
+    )
+    build.add_argument(
+        "--out", required=True, type=Path, metavar="FILE", help="the memory"
+    )
     bound = build.add_mutually_exclusive_group()
     bound.add_argument(
         "--max-tokens", type=count, metavar="N", help=f"oldest go first ({MOST_TOKENS})"
@@ -52,7 +58,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     prune.add_argument("file", type=Path, metavar="FILE")
     bound = prune.add_mutually_exclusive_group(required=True)
     bound.add_argument("--max-tokens", type=count, metavar="N", help="of a memory")
-    bound.add_argument("--max-entries", type=count, metavar="N", help="of each order of a table")
+    bound.add_argument(
+        "--max-entries", type=count, metavar="N", help="of each order of a table"
+    )
     export = add("export", _export, "a copy to share, without the names of files")
     export.add_argument("file", type=Path, metavar="FILE")
     export.add_argument("copy", type=Path, metavar="COPY", help="a new file")
@@ -110,7 +118,10 @@ def _info(args: argparse.Namespace) -> None:
     facts = dict(kept.facts()) | {"on disk": f"{args.file.stat().st_size:,} bytes"}
     if isinstance(kept, Memory):
         facts["tokens"] += f" of at most {kept.max_tokens:,}"
-        facts |= {"files read": f"{len(kept.sources):,}", "in memory": f"{kept.num_bytes:,} bytes"}
+        facts |= {
+            "files read": f"{len(kept.sources):,}",
+            "in memory": f"{kept.num_bytes:,} bytes",
+        }
     else:
         facts["n-grams"] += f", at most {kept.max_entries:,} of each order"
     facts["tokenizer"] = kept.tokenizer or "any"
@@ -118,7 +129,9 @@ def _info(args: argparse.Namespace) -> None:
 
 
 def _merge(args: argparse.Namespace) -> None:
-    kept: KeptFile = _load(args.file) if args.file.exists() else _empty_like(_load(args.others[0]))
+    kept: KeptFile = (
+        _load(args.file) if args.file.exists() else _empty_like(_load(args.others[0]))
+    )
     for other in args.others:
         kept.merge(type(kept).load(other))
     if isinstance(kept, Memory):

@@ -9,7 +9,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
-from specdec_mlx.contracts.drafting import ROOT, Draft, DraftSession, Evidence, RoundRecord
+from specdec_mlx.contracts.drafting import (
+    ROOT,
+    Draft,
+    DraftSession,
+    Evidence,
+    RoundRecord,
+)
 from specdec_mlx.contracts.trees import chain
 from specdec_mlx.token_ids import to_list
 
@@ -65,7 +71,10 @@ class ValuesDrafts(DraftLength, Protocol):
         """True if a session that costs time promises more than the draft that was chosen last."""
 
     def grow(
-        self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: Callable[[], bool]
+        self,
+        part: str,
+        drafts: Sequence[tuple[str, Draft]],
+        may_fork: Callable[[], bool],
     ) -> Draft:
         """The chain or the tree that is worth most, of what several look-ups propose.
 
@@ -86,7 +95,9 @@ Text = tuple[int, ...]  # the tokens that lead to a node of a tree, its own last
 def merged(drafts: Sequence[Draft]) -> Draft:
     """Drafts of point masses, at least one, as one tree, in which each text stands once."""
     texts = dict.fromkeys(text for draft in drafts for text in texts_of(draft))
-    return draft_of(sorted(texts, key=len))  # stable: at a length the order of the drafts
+    return draft_of(
+        sorted(texts, key=len)
+    )  # stable: at a length the order of the drafts
 
 
 def texts_of(draft: Draft) -> list[Text]:
@@ -98,9 +109,13 @@ def texts_of(draft: Draft) -> list[Text]:
     return texts
 
 
-def draft_of(texts: Iterable[Text], evidence: Sequence[Evidence | int] | None = None) -> Draft:
+def draft_of(
+    texts: Iterable[Text], evidence: Sequence[Evidence | int] | None = None
+) -> Draft:
     """The draft whose nodes have these texts, in order; a chain where they do not fork."""
     nodes = {text: node for node, text in enumerate(texts)}
     parents = [nodes.get(text[:-1], ROOT) for text in nodes]
     forks = parents != chain(len(parents))
-    return Draft([text[-1] for text in nodes], None, evidence, parents if forks else None)
+    return Draft(
+        [text[-1] for text in nodes], None, evidence, parents if forks else None
+    )

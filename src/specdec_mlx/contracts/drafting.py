@@ -152,7 +152,9 @@ class Draft:
             if isinstance(tokens, mx.array)
             else [tokens[i] for i in nodes],
             logprobs=None if self.logprobs is None else self.logprobs[mx.array(nodes)],
-            evidence=None if self.evidence is None else [self.evidence[i] for i in nodes],
+            evidence=None
+            if self.evidence is None
+            else [self.evidence[i] for i in nodes],
             parents=parents,
         )
 
@@ -231,7 +233,9 @@ class DraftContext:
         """
         return self.draft_gumbels(start, 1, index)[0]
 
-    def draft_gumbels(self, start: int, n: int, first: int = 0) -> Float[mx.array, "n vocab"]:
+    def draft_gumbels(
+        self, start: int, n: int, first: int = 0
+    ) -> Float[mx.array, "n vocab"]:
         """The noise of n tokens of a draft from `first` on, one row each, in fewer operations."""
         assert self.noise is not None
         assert self.vocab_size is not None

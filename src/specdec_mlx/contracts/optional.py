@@ -20,8 +20,12 @@ from specdec_mlx.contracts.drafting import (
 if TYPE_CHECKING:
     from specdec_mlx.contracts.target import FeatureRows, Features
 
-MOST_WAITING = 2048  # rows that a session reads after the first token; 16 kB each, if large
-MANY_WAITING = MOST_WAITING // 8  # from so many on they are read for keys and values alone
+MOST_WAITING = (
+    2048  # rows that a session reads after the first token; 16 kB each, if large
+)
+MANY_WAITING = (
+    MOST_WAITING // 8
+)  # from so many on they are read for keys and values alone
 
 
 @runtime_checkable
@@ -115,13 +119,17 @@ def session_groups(session: Session, key: str) -> list[list[tuple[str, Session]]
 
 def session_parts(session: Session, key: str) -> list[tuple[str, DraftSession]]:
     """Parts of a session; by default itself, with the key given."""
-    return list(session.parts) if isinstance(session, SessionGroups) else [(key, session)]
+    return (
+        list(session.parts) if isinstance(session, SessionGroups) else [(key, session)]
+    )
 
 
 def key_of(drafter: Drafter) -> str:
     """`key` of a drafter, for what is learned of it; by default class and options, its `repr`."""
     kind, key = type(drafter), getattr(drafter, "key", None)
-    described = repr(drafter) if hasattr(kind, "__dataclass_fields__") else kind.__qualname__
+    described = (
+        repr(drafter) if hasattr(kind, "__dataclass_fields__") else kind.__qualname__
+    )
     return f"{kind.__module__}.{described}" if key is None else key
 
 
@@ -136,4 +144,6 @@ def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
 def models_of(drafter: Drafter | None) -> list[nn.Module]:
     """`model` of a drafter and of its parts, each once; their memory is kept wired."""
     models = [getattr(part, "model", None) for part in all_drafters(drafter)]
-    return list({id(model): model for model in models if isinstance(model, nn.Module)}.values())
+    return list(
+        {id(model): model for model in models if isinstance(model, nn.Module)}.values()
+    )

@@ -93,7 +93,8 @@ class FeatureRows:
 
         return cls(
             layers={
-                layer: join([part.layers[layer] for part in parts]) for layer in parts[0].layers
+                layer: join([part.layers[layer] for part in parts])
+                for layer in parts[0].layers
             },
             head_input=together([part.head_input for part in parts]),
             top_tokens=together([part.top_tokens for part in parts]),

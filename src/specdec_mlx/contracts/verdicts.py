@@ -58,7 +58,9 @@ class Verdict(Decision):
 
     def arrays(self) -> dict[str, mx.array]:
         """Arrays to read for the outcome."""
-        numbers = {"verdict": mx.stack([self.num_accepted, self.next_token.astype(mx.int32)])}
+        numbers = {
+            "verdict": mx.stack([self.num_accepted, self.next_token.astype(mx.int32)])
+        }
         return numbers if self.nodes is None else {**numbers, "nodes": self.nodes}
 
     @staticmethod
@@ -172,7 +174,9 @@ class AcceptanceRule(Protocol):
     def name(self) -> str:
         """Name for `rule=`."""
 
-    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Decision:
         """Decide about a draft of at least one token, which need not be computed yet.
 
         target: at K+1 positions; where greedy, `target.probs` is a one-hot, and a rule that is

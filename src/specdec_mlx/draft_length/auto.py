@@ -55,7 +55,9 @@ class Auto:
             return lambda limit: grown(limit, self, may_fork)
         forks = optional(session, "forks") and may_fork()
         if isinstance(session, Stepwise) and not forks:
-            model: Any = self._part(part, Model)  # which two sessions of one drafter share
+            model: Any = self._part(
+                part, Model
+            )  # which two sessions of one drafter share
             model.can_stop = True
             model.most_unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
             return lambda limit: model.ask(session, limit)
@@ -63,7 +65,9 @@ class Auto:
 
     def _part(self, part: str, kind: type[LookUp]) -> LookUp:
         if part not in self._parts:
-            self._parts[part] = kind(self.prices, self.tuning.of(part, look_up=kind is LookUp))
+            self._parts[part] = kind(
+                self.prices, self.tuning.of(part, look_up=kind is LookUp)
+            )
         return self._parts[part]
 
     def limit(self, part: str, cheap: bool) -> int:
@@ -90,7 +94,10 @@ class Auto:
         return self._parts[part].gain > self._chosen_gain
 
     def grow(
-        self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: Callable[[], bool]
+        self,
+        part: str,
+        drafts: Sequence[tuple[str, Draft]],
+        may_fork: Callable[[], bool],
     ) -> Draft:
         """The chain, or the tree of all chains' prefixes, that is worth most."""
         firsts = dict(reversed(drafts))  # the first one of each drafter is scored
@@ -100,7 +107,9 @@ class Auto:
         reaches: dict[tuple[int, ...], float] = {}
         for key, draft in drafts:
             tokens, evidence = told(draft)
-            for n, reach in enumerate(self._parts[key].reaches(tokens, evidence), start=1):
+            for n, reach in enumerate(
+                self._parts[key].reaches(tokens, evidence), start=1
+            ):
                 path = tuple(tokens[:n])
                 reaches[path] = max(reach, reaches.get(path, 0.0))
         paths = sorted(reaches, key=lambda path: (-reaches[path], len(path)))
@@ -132,4 +141,6 @@ class Auto:
     def wants_timing(self, num_drafted: int) -> bool:
         """True if seconds are needed that a slow caller would hide."""
         stairs = self.prices.stairs
-        return 1 + num_drafted not in stairs.ratios if num_drafted else stairs.needs_plain
+        return (
+            1 + num_drafted not in stairs.ratios if num_drafted else stairs.needs_plain
+        )

@@ -29,7 +29,10 @@ EDGES: dict[str, tuple[float, ...]] = {
 }
 """Features, and the lower ends of their classes; class 0 is below the first one."""
 
-START = {name: sum(len(EDGES[n]) + 1 for n in list(EDGES)[:i]) for i, name in enumerate(EDGES)}
+START = {
+    name: sum(len(EDGES[n]) + 1 for n in list(EDGES)[:i])
+    for i, name in enumerate(EDGES)
+}
 """Where the classes of each feature begin in the list of weights."""
 NUM_WEIGHTS = START["recent"] + len(EDGES["recent"]) + 1
 RECENT_DECAY = 0.7  # of the moving average of "this token was right", per token
@@ -50,10 +53,14 @@ PLACES = [class_of("place", place) for place in range(33)]
 
 def _read_priors() -> dict[str, list[float]]:
     priors: dict[str, list[float]] = {}
-    for line in Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()[2:]:
+    for line in (
+        Path(__file__).with_suffix(".tsv").read_text(encoding="utf-8").splitlines()[2:]
+    ):
         kind, name, odds = line.split("\t")
         weights = priors.setdefault(kind, [0.0] * NUM_WEIGHTS)
-        weights[START[name] : START[name] + len(EDGES[name]) + 1] = map(float, odds.split())
+        weights[START[name] : START[name] + len(EDGES[name]) + 1] = map(
+            float, odds.split()
+        )
     return priors
 
 
@@ -67,7 +74,9 @@ def classes_of(evidence: Evidence | int) -> tuple[int, ...]:
     told = evidence if isinstance(evidence, Evidence) else Evidence(evidence)
     found = [class_of("match", told.match)]
     if told.confidence is not None:
-        found.append(class_of("of a draw" if told.is_drawn else "confidence", told.confidence))
+        found.append(
+            class_of("of a draw" if told.is_drawn else "confidence", told.confidence)
+        )
     else:
         found += [class_of("share", told.share), class_of("places", told.places)]
     return (*found, class_of("rank", told.rank)) if told.rank else tuple(found)
@@ -106,7 +115,9 @@ class Chances:
         tokens: [K] of a copied draft, which continues `before`. first: place of the first one.
         """
         weights, known, chances = self.weights, self.tokens, []
-        recent = weights[START["recent"] + bisect_right(EDGES["recent"], self.recent)][0]
+        recent = weights[START["recent"] + bisect_right(EDGES["recent"], self.recent)][
+            0
+        ]
         latest: Evidence | int | None = None
         base = 0.0
         for place, told in enumerate(evidence, start=first):
@@ -134,7 +145,11 @@ class Chances:
         """Learn from tokens that were right, or not; the others as in `of_draft`."""
         for place, is_right in enumerate(right, start=first):
             recent = START["recent"] + bisect_right(EDGES["recent"], self.recent)
-            classes = (*classes_of(evidence[place - first]), PLACES[min(place, 32)], recent)
+            classes = (
+                *classes_of(evidence[place - first]),
+                PLACES[min(place, 32)],
+                recent,
+            )
             active = [*map(self.weights.__getitem__, classes)]
             if tokens:
                 for key in (token := tokens[place - first], ~before << 32 | token):
@@ -150,7 +165,9 @@ class Chances:
             for weight in active:
                 variance = weight[1]
                 weight[0] += variance * gain * (is_right - chance)
-                weight[1] = max(LEAST_VARIANCE, variance * (1 - variance * gain * information))
+                weight[1] = max(
+                    LEAST_VARIANCE, variance * (1 - variance * gain * information)
+                )
             self.recent += (1 - RECENT_DECAY) * (is_right - self.recent)
         while len(self.tokens) > MOST_TOKENS:
             del self.tokens[next(iter(self.tokens))]

@@ -23,15 +23,29 @@ WIDTHS = (2, 3, 4, 5, 6, 9, 13, 20, 32, 48, 64)
 """Rows of the passes that are chosen from: the last ones before a step of some curve, and 20 and 48
 for machines without tiles. A draft of K tokens is K + 1 rows."""
 NUM_SAMPLES = 7  # measurements that count: other programs use the machine too
-NUM_PLAIN = NUM_SAMPLES // 2  # plain rounds that a pace is the median of, and rounds in succession
+NUM_PLAIN = (
+    NUM_SAMPLES // 2
+)  # plain rounds that a pace is the median of, and rounds in succession
 # that contradict what was measured, until they are believed
-MOVED = 1.7  # times that a plain round differs from the ones before if the pace has changed
-EXPIRES = 256  # rounds after which a measurement of the least recently used width is dropped
-FIRST_ROWS = WIDTHS[3]  # of the widest pass at first: MLX's kernels for few rows take 5 at once
-FIRST_EXCESS = 3.0  # bound of a width's first excess over one row, in the prior's: kernels compile
-MOST_EXPENSIVE = 1.5  # bound of a draft step's cost, in plain rounds: none pays above it
+MOVED = (
+    1.7  # times that a plain round differs from the ones before if the pace has changed
+)
+EXPIRES = (
+    256  # rounds after which a measurement of the least recently used width is dropped
+)
+FIRST_ROWS = WIDTHS[
+    3
+]  # of the widest pass at first: MLX's kernels for few rows take 5 at once
+FIRST_EXCESS = (
+    3.0  # bound of a width's first excess over one row, in the prior's: kernels compile
+)
+MOST_EXPENSIVE = (
+    1.5  # bound of a draft step's cost, in plain rounds: none pays above it
+)
 UNKNOWN_STEP = 0.25  # cost of a draft step before it was measured, in plain rounds
-AGREE = MOVED ** (1 / 3)  # times that two measurements differ at most if no third is needed
+AGREE = MOVED ** (
+    1 / 3
+)  # times that two measurements differ at most if no third is needed
 PRIOR_WEIGHT = 0.1  # of each point of the prior, in measurements
 new_samples = partial(deque[float], maxlen=NUM_SAMPLES)
 
@@ -51,9 +65,17 @@ class Curve(NamedTuple):
 
 def _read() -> dict[str, Curve]:
     curves = {}
-    for line in Path(__file__).with_name("chips.tsv").read_text(encoding="utf-8").splitlines()[3:]:
+    for line in (
+        Path(__file__)
+        .with_name("chips.tsv")
+        .read_text(encoding="utf-8")
+        .splitlines()[3:]
+    ):
         name, costs, tile, fits, *_ = line.split("\t")
-        points = [(int(m), float(cost)) for m, cost in (pair.split(":") for pair in costs.split())]
+        points = [
+            (int(m), float(cost))
+            for m, cost in (pair.split(":") for pair in costs.split())
+        ]
         (_, most), size = points[-1], int(tile)
         for n in range(2, 5 if size else 2):
             points += [((n - 1) * size + 1, n * most), (n * size, n * most)]
@@ -100,8 +122,12 @@ class Staircase:
     _num_odd: int = 0
 
     def __post_init__(self) -> None:
-        self._excess = {m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))}
-        self.first_rows = max(m for m in WIDTHS if self.prior(m) <= self.prior(self.first_rows))
+        self._excess = {
+            m: self.prior(m) - 1.0 for m in (1, *WIDTHS, *dict(self.prior.points))
+        }
+        self.first_rows = max(
+            m for m in WIDTHS if self.prior(m) <= self.prior(self.first_rows)
+        )
         self._fit()
 
     def add(self, rows: int, seconds: float) -> None:
@@ -149,7 +175,9 @@ class Staircase:
 
     def restore(self, ratios: Mapping[Any, Sequence[float]]) -> None:
         """Take over the measured ratios of another one, or out of a file."""
-        self.ratios = {int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found}
+        self.ratios = {
+            int(m): deque(found, NUM_SAMPLES) for m, found in ratios.items() if found
+        }
         self._fit()
 
     def most_rows(self) -> int:
@@ -184,7 +212,9 @@ class Staircase:
             expected += num * excess[rows]
             plain += num
         scale = max(0.0, measured / expected) if expected > 0 else 1.0
-        if self.prior.fits and max(found, default=0) <= FIRST_ROWS:  # wide: another kernel
+        if (
+            self.prior.fits and max(found, default=0) <= FIRST_ROWS
+        ):  # wide: another kernel
             scale = min(scale, (plain + measured) / (plain + expected))
         points = []
         for rows in sorted(excess):

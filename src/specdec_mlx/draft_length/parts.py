@@ -19,12 +19,16 @@ from specdec_mlx.draft_length.costs import WIDTHS, Staircase
 from specdec_mlx.draft_length.store import EXPLORATION, Learned
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen from
-LONGEST = 12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
+LONGEST = (
+    12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
+)
 PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts, and a model
 # is asked again soon
 REST = 8  # rounds without asking a drafter that costs time, after one in which it was not worth it
 READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
-RATE_DECAY = 0.95  # of moving averages, and of the sums that the going rate is the ratio of
+RATE_DECAY = (
+    0.95  # of moving averages, and of the sums that the going rate is the ratio of
+)
 
 
 @dataclass
@@ -70,7 +74,11 @@ class Prices:
         for length, reach in enumerate(reaches[: most or self.most], start=1):
             tokens += reach
             if length in LENGTHS or length in (whole, drafted):
-                cost = costs[1 + length] if 1 + length in costs else self.stairs(1 + length)
+                cost = (
+                    costs[1 + length]
+                    if 1 + length in costs
+                    else self.stairs(1 + length)
+                )
                 if length > drafted:
                     cost += start + step * (length - drafted)
                 value = tokens - rate * (cost - 1.0)
@@ -105,7 +113,9 @@ class LookUp:
         """Most tokens to ask for."""
         return LENGTHS[-1] if self.learned.chances.recent >= PREDICTABLE else LONGEST
 
-    def reaches(self, tokens: Sequence[int], evidence: Sequence[Evidence | int]) -> list[float]:
+    def reaches(
+        self, tokens: Sequence[int], evidence: Sequence[Evidence | int]
+    ) -> list[float]:
         """[K] chance of each token of a copied chain that it and all before it are accepted."""
         chances = self.learned.chances.of_draft(evidence, tokens, self.latest)
         return [*accumulate(chances, mul)]
@@ -114,8 +124,15 @@ class LookUp:
         """Number of tokens to keep of a point mass; all or none of a tree, by its first chain."""
         tokens, evidence = told(draft if draft.parents is None else draft.first_chain())
         kept, self.gain = self.prices.best(self.reaches(tokens, evidence))
-        if kept or not self.scored:  # an earlier draft goes on if this one is not verified
-            self.scored, self.evidence, self.before, self.place = tokens, evidence, self.latest, 0
+        if (
+            kept or not self.scored
+        ):  # an earlier draft goes on if this one is not verified
+            self.scored, self.evidence, self.before, self.place = (
+                tokens,
+                evidence,
+                self.latest,
+                0,
+            )
         return kept if draft.parents is None else len(draft) * (kept > 0)
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
@@ -126,8 +143,13 @@ class LookUp:
             right = [mine == token for mine, token in zip(own, came, strict=False)]
             if False in right:
                 del right[right.index(False) + 1 :]
-            self.learned.chances.learn(self.evidence[place:], right, own, self.before, place)
-            self.before, self.place = came[-1] if came else self.before, place + len(right)
+            self.learned.chances.learn(
+                self.evidence[place:], right, own, self.before, place
+            )
+            self.before, self.place = (
+                came[-1] if came else self.before,
+                place + len(right),
+            )
             if False in right or self.place == len(self.scored):
                 self.scored = ()
         self.latest = round_.tokens[-1] if round_.tokens else self.latest
@@ -173,13 +195,17 @@ class Model(LookUp):
         if self.rest or not prices.most:
             return 0
         reaches = [*accumulate(self.learned.unseen.of_draft([0] * LONGEST), mul)]
-        most = LONGEST if len(steps.first) > 1 else None  # what its passes cost alone is not known
+        most = (
+            LONGEST if len(steps.first) > 1 else None
+        )  # what its passes cost alone is not known
         start = steps(1) - steps.step
         length, self.gain = prices.best(reaches, steps.step, start=start, most=most)
         length = length or 1
         reading = READING * steps.step * self.num_unread()
         self.charge = self.can_stop * max(0.0, reading - self.gain * self.num_emitted)
-        loss = prices.stairs(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
+        loss = (
+            prices.stairs(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
+        )
         account = self.learned.account
         if max(loss, self.charge) > account.budget:
             self.rest = REST
@@ -206,8 +232,12 @@ class Model(LookUp):
         if not free:
             self._times.append(self.prices.clock())
         self.evidence, chances = evidence, learned.chances.of_draft(evidence)
-        guess, step = (learned.chances, 0.0) if free else (learned.unseen, learned.steps.step)
-        chances += guess.of_draft([latest if free else 0] * (LONGEST - length), first=length)
+        guess, step = (
+            (learned.chances, 0.0) if free else (learned.unseen, learned.steps.step)
+        )
+        chances += guess.of_draft(
+            [latest if free else 0] * (LONGEST - length), first=length
+        )
         best, _ = self.prices.best([*accumulate(chances, mul)], step, length)
         if best > length:
             return Step.GO_ON
@@ -219,12 +249,16 @@ class Model(LookUp):
         """Learn what a draft cost and how far it was right; rest where that is seldom."""
         learned, stairs, times = self.learned, self.prices.stairs, self._times
         steps, account = learned.steps, learned.account
-        num_steps = max(0, len(times) - 1) if self.can_stop else round_.drafted * drafted
+        num_steps = (
+            max(0, len(times) - 1) if self.can_stop else round_.drafted * drafted
+        )
         if not drafted:
             account.add()
         self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
-        if times and round_.pass_seconds > 0:  # steps are measured by the pass that followed them
+        if (
+            times and round_.pass_seconds > 0
+        ):  # steps are measured by the pass that followed them
             cost = stairs(1 + round_.drafted)
             plain = round_.pass_seconds / cost if round_.steady else stairs.seconds
             if self.num_unread() <= LENGTHS[-1]:  # reading them hardly takes longer
@@ -234,7 +268,10 @@ class Model(LookUp):
             if round_.steady:
                 stairs.add(1 + round_.drafted, round_.pass_seconds)
         if drafted:
-            verdict = [*[True] * round_.accepted, *[False] * (round_.accepted < round_.drafted)]
+            verdict = [
+                *[True] * round_.accepted,
+                *[False] * (round_.accepted < round_.drafted),
+            ]
             learned.unseen.learn([0] * len(verdict), verdict)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
@@ -243,7 +280,9 @@ class Model(LookUp):
         extra = (stairs(1 + round_.drafted) - 1.0) * drafted + steps(num_steps)
         if num_steps:
             account.add((round_.emitted - 1) * drafted - extra - self.charge)
-            account.right += (1 - RATE_DECAY) * ((drafted and round_.accepted > 0) - account.right)
+            account.right += (1 - RATE_DECAY) * (
+                (drafted and round_.accepted > 0) - account.right
+            )
             self.unread = 0
         elif self.unread is not None:
             self.unread += round_.emitted

@@ -40,16 +40,22 @@ class Heuristic(Fixed):
             self.length = self.length + 2 if whole else max(1, self.length - 1)
 
 
-def make_draft_length(choice: int | str | DraftLength, tuning: Tuning | None = None) -> DraftLength:
+def make_draft_length(
+    choice: int | str | DraftLength, tuning: Tuning | None = None
+) -> DraftLength:
     """Policy for what a caller passed as `draft_length`; "auto" goes on with the tuning, if any.
 
     Raises UnknownNameError, or ValueError for what is no int >= 0, no policy or no tuning.
     """
     if tuning is not None and not isinstance(tuning, Tuning):
-        raise wrong("tuning", tuning, "a Tuning, such as specdec_mlx.Tuning.load(path), or None")
+        raise wrong(
+            "tuning", tuning, "a Tuning, such as specdec_mlx.Tuning.load(path), or None"
+        )
     if isinstance(choice, str):
         if choice not in NAMES:
-            raise UnknownNameError(f"draft_length {choice!r}: expected an int >= 0 or {NAMES}.")
+            raise UnknownNameError(
+                f"draft_length {choice!r}: expected an int >= 0 or {NAMES}."
+            )
         return Auto(tuning or Tuning()) if choice == "auto" else Heuristic(5)
     if not isinstance(choice, int | type) and hasattr(choice, "limit"):
         return choice

@@ -38,10 +38,13 @@ class SharedLength:
         width = max(len(draft) for _, _, draft in rows)
         if width and not any(part in self.models for _, part, _ in rows):
             reaches = [row.reaches(part, draft) for row, part, draft in rows]
-            places = [[reach[k] for reach in reaches if k < len(reach)] for k in range(width)]
+            places = [
+                [reach[k] for reach in reaches if k < len(reach)] for k in range(width)
+            ]
             width, _ = self.prices.best([sum(place) / len(rows) for place in places])
             while width and not all(
-                self.prices.stairs(1 + width) - 1.0 - sum(reach[:width]) <= row.account.budget
+                self.prices.stairs(1 + width) - 1.0 - sum(reach[:width])
+                <= row.account.budget
                 for (row, _, _), reach in zip(rows, reaches, strict=True)
             ):
                 width -= 1
@@ -69,7 +72,9 @@ class SharedLength:
                 model.learned.steps.add_whole(stairs, seconds, width)
         elif steady:
             stairs.add(1 + width, seconds)
-        cost = stairs(1 + width) + max((m.learned.steps(width) for m in models), default=0.0)
+        cost = stairs(1 + width) + max(
+            (m.learned.steps(width) for m in models), default=0.0
+        )
         for length, num_tokens in rows:
             if isinstance(length, RowLength):
                 length.account.add(num_tokens - cost)
@@ -87,7 +92,9 @@ class RowLength(Auto):
     def __post_init__(self) -> None:
         self.prices = self.shared.prices
 
-    def begin(self, part: str, session: DraftSession, may_fork: Any) -> Callable[[int], Draft]:
+    def begin(
+        self, part: str, session: DraftSession, may_fork: Any
+    ) -> Callable[[int], Draft]:
         """Chains alone, of a length that is chosen before."""
         return session.propose
 
@@ -111,9 +118,15 @@ class RowLength(Auto):
         """[K] chance of each token that it and all before it are accepted; by place if drawn."""
         if not len(draft) or draft.logprobs is None:
             return self._parts[part].reaches(*told(draft)) if len(draft) else []
-        return [*accumulate(self._parts[part].learned.chances.of_draft([0] * len(draft)), mul)]
+        return [
+            *accumulate(
+                self._parts[part].learned.chances.of_draft([0] * len(draft)), mul
+            )
+        ]
 
     def record(self, round_: RoundRecord) -> None:
         """Learn what was right of the drafts, verified or not; `shared` learns what they cost."""
         for key, part in self._parts.items():
-            part.record(replace(round_, steady=False), round_.drafted > 0 and key == round_.part)
+            part.record(
+                replace(round_, steady=False), round_.drafted > 0 and key == round_.part
+            )

@@ -19,13 +19,22 @@ import mlx.nn as nn
 import numpy as np
 
 from specdec_mlx.draft_length.chances import NUM_WEIGHTS, Chances
-from specdec_mlx.draft_length.costs import MILDEST, WIDTHS, Curve, Staircase, Steps, prior_for
+from specdec_mlx.draft_length.costs import (
+    MILDEST,
+    WIDTHS,
+    Curve,
+    Staircase,
+    Steps,
+    prior_for,
+)
 from specdec_mlx.folders import cache_root
 from specdec_mlx.models import PerModel
 
 BUDGET = 2.0  # of a drafter that costs time at first, in plain rounds; gains double it at most
 EXPLORATION = 0.01  # share of the time that finding out may take, besides
-SHORT_CONTEXT = 2048  # positions below which contexts are of one class; then one a doubling
+SHORT_CONTEXT = (
+    2048  # positions below which contexts are of one class; then one a doubling
+)
 
 
 @dataclass
@@ -63,7 +72,9 @@ class Learned:
         weights = finite(saved["weights"], 2, NUM_WEIGHTS, 2)
         self.chances.weights, self.unseen.weights = weights
         (self.account.budget,) = finite([saved["budget"]], 1)
-        for samples, found in zip(vars(self.steps).values(), saved["steps"], strict=True):
+        for samples, found in zip(
+            vars(self.steps).values(), saved["steps"], strict=True
+        ):
             samples.extend(finite(found, len(found)))
 
 
@@ -91,11 +102,16 @@ class Tuning:
         if kind not in self.costs:
             several = num_texts > 1
             near = [k for k in self.costs if (k[0] > 1) == several]
-            cost = [(m, self.prior(m * num_texts) / self.prior(num_texts)) for m in (1, *WIDTHS)]
+            cost = [
+                (m, self.prior(m * num_texts) / self.prior(num_texts))
+                for m in (1, *WIDTHS)
+            ]
             new = Staircase(Curve(tuple(cost)), 2) if several else Staircase(self.prior)
             self.costs[kind] = new
             if near:
-                nearest = min(near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1])))
+                nearest = min(
+                    near, key=lambda k: (abs(k[0] - kind[0]), abs(k[1] - kind[1]))
+                )
                 new.restore(self.costs[nearest].ratios)
         return self.costs[kind]
 
@@ -109,10 +125,16 @@ class Tuning:
         """Write as JSON, all but seconds and costs of several texts; whole or not at all."""
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
-        costs = {kind: stairs.ratios for (num, kind), stairs in self.costs.items() if num == 1}
+        costs = {
+            kind: stairs.ratios
+            for (num, kind), stairs in self.costs.items()
+            if num == 1
+        }
         drafters = {key: learned.as_dict() for key, learned in self.drafters.items()}
         part = path.with_name(f".{path.name}.part")
-        part.write_text(json.dumps({"costs": costs, "drafters": drafters}, default=list))
+        part.write_text(
+            json.dumps({"costs": costs, "drafters": drafters}, default=list)
+        )
         part.replace(path)
 
     @classmethod
@@ -123,11 +145,15 @@ class Tuning:
             saved = json.loads(Path(path).read_text())
             for context, ratios in saved["costs"].items():
                 stairs = tuning.costs[1, int(context)] = Staircase(prior)
-                stairs.restore({rows: finite(found, len(found)) for rows, found in ratios.items()})
+                stairs.restore(
+                    {rows: finite(found, len(found)) for rows, found in ratios.items()}
+                )
             for key, learned in saved["drafters"].items():
                 tuning.of(key).restore(learned)
         except (KeyError, TypeError, AttributeError, ValueError) as error:
-            raise ValueError(f"{path} is not a saved Tuning ({error!r}). Delete it.") from error
+            raise ValueError(
+                f"{path} is not a saved Tuning ({error!r}). Delete it."
+            ) from error
         return tuning
 
 
@@ -144,7 +170,9 @@ tuning_for = PerModel(Tuning.for_model)
 
 
 @contextmanager
-def kept_tuning(model: nn.Module, name: str, adapter: str | None = None) -> Iterator[None]:
+def kept_tuning(
+    model: nn.Module, name: str, adapter: str | None = None
+) -> Iterator[None]:
     """Begin with what earlier commands learned about a model here; keep what this one learns."""
     if mx.distributed.init().rank() > 0:  # the first one decides for all
         yield

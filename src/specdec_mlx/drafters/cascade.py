@@ -70,11 +70,17 @@ class Cascade(Several):
         require(self, self.num_first >= 1, "num_first", "an int >= 1")
         name = type(self.first).__name__
         if len(getattr(self.first, "drafters", ())) > 1:
-            raise ValueError(f"Cascade: first={name} is made of several. Give each its cascade.")
+            raise ValueError(
+                f"Cascade: first={name} is made of several. Give each its cascade."
+            )
         if optional(self.first, "branches") > 1:
-            raise ValueError(f"Cascade: first={name} drafts trees. Leave its branches out.")
+            raise ValueError(
+                f"Cascade: first={name} drafts trees. Leave its branches out."
+            )
         if optional(self.first, "on_every_rank"):
-            raise ValueError(f"Cascade: first={name} drafts on every rank. Leave that out.")
+            raise ValueError(
+                f"Cascade: first={name} drafts on every rank. Leave that out."
+            )
         if isinstance(self.first, ReadsTarget):
             object.__setattr__(self, "features", self.first.features)
         object.__setattr__(self, "drafters", (self.first, then))
@@ -86,7 +92,9 @@ class Cascade(Several):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
-        first, then = [drafter.begin(list(prompt), context) for drafter in self.drafters]
+        first, then = [
+            drafter.begin(list(prompt), context) for drafter in self.drafters
+        ]
         if optional(then, "propose_after") is None:
             raise ValueError(
                 f"Cascade: {type(self.drafters[1]).__name__} cannot be asked what follows a draft; "
@@ -103,7 +111,11 @@ def cascade(
     **options: Any,
 ) -> Cascade:
     """The first tokens of a draft by a draft model or head, the later ones by look-up."""
-    first = ModelDrafter(model, tokenizer, **options) if isinstance(model, nn.Module) else model
+    first = (
+        ModelDrafter(model, tokenizer, **options)
+        if isinstance(model, nn.Module)
+        else model
+    )
     return Cascade(first, then, num_first)
 
 
@@ -113,7 +125,9 @@ class CascadeSession(SeveralSession):
     def __init__(self, first: Session, then: Any, num_first: int) -> None:
         """then: has `propose_after`. num_first: most tokens of a draft by the first."""
         self.then, self.num_first, self.sessions = then, num_first, (first, then)
-        ((_, asked),) = session_parts(first, "")  # in a wrapper, which is told of the end
+        ((_, asked),) = session_parts(
+            first, ""
+        )  # in a wrapper, which is told of the end
         self.first = asked
         if isinstance(asked, Stepwise):
             self.propose_while = self._propose_while

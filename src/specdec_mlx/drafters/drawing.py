@@ -98,14 +98,18 @@ class ChainDraws:
             return self._context.draft_gumbels(self._start, num_tokens, len(self))
         place = len(self) % self._at_once
         if place == 0:
-            self._noise = self._context.draft_gumbels(self._start, self._at_once, len(self))
+            self._noise = self._context.draft_gumbels(
+                self._start, self._at_once, len(self)
+            )
         assert self._noise is not None
         return self._noise[place : place + 1]
 
 
 def _first(parts: Sequence[mx.array], length: int) -> mx.array:
     """The first rows of parts, each of one row or more, as one array."""
-    return mx.concatenate(list(parts[:length]))[:length]  # of one part, or all, this is no copy
+    return mx.concatenate(list(parts[:length]))[
+        :length
+    ]  # of one part, or all, this is no copy
 
 
 def draft_to(length: int, draws: ChainDraws, step: NextLogits) -> Draft:
@@ -143,7 +147,9 @@ class Pace:
         if self.wait is None:
             return False
         chance = GOES_ON if latest is None else latest
-        return chance * min(self.build, self.wait) > (1 - chance) * (self.build + self.wait)
+        return chance * min(self.build, self.wait) > (1 - chance) * (
+            self.build + self.wait
+        )
 
 
 def _mix(average: float, sample: float) -> float:
@@ -188,7 +194,9 @@ def _confidences_of_steps(
         yield latest
 
 
-def _worth_it(draws: ChainDraws, confidences: Iterable[float], goes_on: GoesOn) -> Draft:
+def _worth_it(
+    draws: ChainDraws, confidences: Iterable[float], goes_on: GoesOn
+) -> Draft:
     """The draft up to where `goes_on`, asked with the confidences so far, ends it."""
     evidence: list[Evidence] = []
     decision = Step.GO_ON

@@ -14,7 +14,9 @@ from mlx.utils import tree_flatten
 
 from specdec_mlx.models import PerModel
 
-NUM_SAMPLES = 4  # values read of each parameter: enough to tell fine-tuned models from each other
+NUM_SAMPLES = (
+    4  # values read of each parameter: enough to tell fine-tuned models from each other
+)
 
 
 def _fingerprint(model: nn.Module) -> str:
@@ -32,7 +34,9 @@ def _fingerprint(model: nn.Module) -> str:
 def _sample(array: mx.array) -> mx.array:
     """Values [n] in float32 from places spread over a parameter; lazy."""
     array = array if array.ndim else array[None]
-    places = np.linspace(0, array.size - 1, min(NUM_SAMPLES, array.size)).astype(np.int64)
+    places = np.linspace(0, array.size - 1, min(NUM_SAMPLES, array.size)).astype(
+        np.int64
+    )
     indices = np.unravel_index(places, array.shape)
     return array[tuple(mx.array(index) for index in indices)].astype(mx.float32)
 

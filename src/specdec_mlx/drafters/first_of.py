@@ -53,8 +53,12 @@ class CombinedSession(SeveralSession):
     def __init__(self, keyed: Sequence[tuple[str, Session]]) -> None:
         """keyed: sessions, each with its drafter's key."""
         self.sessions = [session for _, session in keyed]
-        self.parts = [part for key, session in keyed for part in session_parts(session, key)]
-        self.groups = [group for key, session in keyed for group in session_groups(session, key)]
+        self.parts = [
+            part for key, session in keyed for part in session_parts(session, key)
+        ]
+        self.groups = [
+            group for key, session in keyed for group in session_groups(session, key)
+        ]
 
 
 @dataclass(frozen=True)
@@ -77,7 +81,10 @@ class FirstOf(Several):
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
         """Begin with each of them."""
         return self._combined(
-            [(key_of(drafter), drafter.begin(list(prompt), context)) for drafter in self.drafters]
+            [
+                (key_of(drafter), drafter.begin(list(prompt), context))
+                for drafter in self.drafters
+            ]
         )
 
     def _combined(self, keyed: Sequence[tuple[str, Session]]) -> CombinedSession:

@@ -25,10 +25,16 @@ if TYPE_CHECKING:
 
 Kind = Literal["json_schema", "regex", "lark"]
 
-JSON_STYLE = {"item_separator": ", ", "key_separator": ": ", "whitespace_flexible": False}
+JSON_STYLE = {
+    "item_separator": ", ",
+    "key_separator": ": ",
+    "whitespace_flexible": False,
+}
 """How JSON is written: on one line, like `json.dumps`, so that all of its structure is forced."""
 
-FORCED = 64  # evidence for a forced token: as much as for the longest match of a look-up
+FORCED = (
+    64  # evidence for a forced token: as much as for the longest match of a look-up
+)
 
 
 @dataclass(frozen=True)
@@ -44,12 +50,16 @@ class Grammar:
 
     def __post_init__(self) -> None:
         if message := _llguidance().LLMatcher.validate_grammar(self.compiled):
-            raise GrammarError(f"This is no {self.kind} that can be followed: {message}")
+            raise GrammarError(
+                f"This is no {self.kind} that can be followed: {message}"
+            )
 
     @classmethod
     def json_schema(cls, schema: Mapping[str, Any] | str) -> Grammar:
         """JSON that fits a schema, which is given as JSON or as what `json.loads` makes of it."""
-        return cls("json_schema", schema if isinstance(schema, str) else json.dumps(schema))
+        return cls(
+            "json_schema", schema if isinstance(schema, str) else json.dumps(schema)
+        )
 
     @classmethod
     def regex(cls, pattern: str) -> Grammar:
@@ -67,7 +77,9 @@ class Grammar:
         matcher = _llguidance().LLMatcher
         if self.kind == "json_schema":
             try:
-                return str(matcher.grammar_from_json_schema(self.text, overrides=JSON_STYLE))
+                return str(
+                    matcher.grammar_from_json_schema(self.text, overrides=JSON_STYLE)
+                )
             except ValueError as error:
                 raise GrammarError(f"This is no JSON schema: {error}") from error
         return str(getattr(matcher, f"grammar_from_{self.kind}")(self.text))
@@ -95,7 +107,9 @@ class GrammarProcessor:
 
     pure = True
 
-    def __init__(self, grammar: Grammar, tokenizer: Any, start: int | None = None) -> None:
+    def __init__(
+        self, grammar: Grammar, tokenizer: Any, start: int | None = None
+    ) -> None:
         """Compile the grammar for the tokenizer; seconds for the first one of a large tokenizer."""
         self.grammar = grammar
         self.tokenizer = compiled_tokenizer(tokenizer)
@@ -175,7 +189,9 @@ class GrammarPosition:
     def go_to(self, text: Sequence[int]) -> bool:
         """Go to the end of `text`; True if the grammar allows all of it, an end token included."""
         pairs = enumerate(zip(self.path, text, strict=False))
-        shared = next((i for i, (a, b) in pairs if a != b), min(len(self.path), len(text)))
+        shared = next(
+            (i for i, (a, b) in pairs if a != b), min(len(self.path), len(text))
+        )
         self.matcher.rollback(len(self.path) - shared)
         taken = self.matcher.try_consume_tokens(list(text[shared:]))
         self._check()
@@ -204,7 +220,9 @@ class GrammarPosition:
 
     def _check(self) -> None:
         if self.matcher.is_error():
-            raise GrammarError(f"The grammar cannot be followed: {self.matcher.get_error()}")
+            raise GrammarError(
+                f"The grammar cannot be followed: {self.matcher.get_error()}"
+            )
 
 
 _compiled: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
@@ -220,9 +238,13 @@ def compiled_tokenizer(tokenizer: Any) -> LLTokenizer:
         from llguidance.hf import from_tokenizer
 
         try:
-            _compiled[fast] = from_tokenizer(fast, eos_token=sorted(tokenizer.eos_token_ids))
+            _compiled[fast] = from_tokenizer(
+                fast, eos_token=sorted(tokenizer.eos_token_ids)
+            )
         except ValueError as error:
-            raise GrammarError(f"{type(fast).__name__} cannot be used here: {error}") from error
+            raise GrammarError(
+                f"{type(fast).__name__} cannot be used here: {error}"
+            ) from error
     return _compiled[fast]
 
 

@@ -64,7 +64,12 @@ class LookaheadDrafter:
     features: ClassVar[Features] = Features(top=1)
 
     def __post_init__(self) -> None:
-        for name, least in (("window", 1), ("ngram", 2), ("num_candidates", 1), ("worth", 0.0)):
+        for name, least in (
+            ("window", 1),
+            ("ngram", 2),
+            ("num_candidates", 1),
+            ("worth", 0.0),
+        ):
             require(self, getattr(self, name) >= least, name, f"at least {least}")
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> LookaheadSession:
@@ -87,9 +92,14 @@ class Window:
     def columns(self) -> list[Text]:
         """Of each column the trunk up to its first token, and the guesses that hang from it."""
         trunk, *others = self.levels
-        return [(*trunk[1 : j + 1], *(level[j] for level in others)) for j in range(self.width)]
+        return [
+            (*trunk[1 : j + 1], *(level[j] for level in others))
+            for j in range(self.width)
+        ]
 
-    def advance(self, said: Sequence[int | None], text: Sequence[int], num_emitted: int) -> None:
+    def advance(
+        self, said: Sequence[int | None], text: Sequence[int], num_emitted: int
+    ) -> None:
         """Drop the first level; the target's tokens [W], None if not computed, are the last."""
         if any(token is not None for token in said):
             last = self.levels[-1]
@@ -130,13 +140,17 @@ class LookaheadSession:
         """A tree of at most `limit` tokens: n-grams of the pool, then rows."""
         known: dict[Text, Evidence | int] = {}
         for draft in self.candidates(limit)[: self._config.num_candidates]:
-            for text, evidence in zip(texts_of(draft), draft.evidence or (), strict=True):
+            for text, evidence in zip(
+                texts_of(draft), draft.evidence or (), strict=True
+            ):
                 known.setdefault(text, evidence)
         n_grams = draft_of(known, list(known.values())).head(limit)
         self._draft = self._with_rows(n_grams, limit, self._config.window)
         return self._draft
 
-    def propose_tree(self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]) -> Draft:
+    def propose_tree(
+        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
+    ) -> Draft:
         """The part of the pool that is worth verifying, and rows where they cost little."""
         longest = min(limit, values.limit(self._chain_key, True))
         known = [(self._chain_key, draft) for draft in self.candidates(longest)]
@@ -144,7 +158,11 @@ class LookaheadSession:
         for num_columns in range(self._config.window, 0, -1):
             tree = self._with_rows(draft, limit, num_columns)
             more = len(tree) - len(draft)
-            if more and values.extra_price(len(draft), len(tree)) <= more * self._config.worth:
+            if (
+                more
+                and values.extra_price(len(draft), len(tree))
+                <= more * self._config.worth
+            ):
                 self._draft = tree if may_fork() else draft
                 break
         return self._draft
@@ -152,7 +170,9 @@ class LookaheadSession:
     def candidates(self, limit: int) -> list[Draft]:
         """The n-grams of the pool that go on from the last token, the latest first."""
         known = self._pool.successors.get(tuple(self._tokens[-1:]))
-        return [draft.head(limit) for draft in known.drafts()] if known and limit else []
+        return (
+            [draft.head(limit) for draft in known.drafts()] if known and limit else []
+        )
 
     def see(self, features: FeatureRows) -> None:
         """Drop the rows of further positions: the text says the same."""

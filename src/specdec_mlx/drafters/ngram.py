@@ -16,7 +16,12 @@ from jaxtyping import Float
 
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.contracts.drafting import places_class, share_class
-from specdec_mlx.drafters.ngram_table import Context, Continuation, NGramCounts, NGramTable
+from specdec_mlx.drafters.ngram_table import (
+    Context,
+    Continuation,
+    NGramCounts,
+    NGramTable,
+)
 from specdec_mlx.memory.kept import opened
 from specdec_mlx.options import require
 
@@ -55,7 +60,9 @@ class NGramDrafter:
         one = "an int >= 1; to draft nothing, leave the drafter out"
         require(self, self.num_draft >= 1, "num_draft", one)
         require(self, self.max_entries >= 1, "max_entries", "an int >= 1")
-        without = "None with stochastic=True: its distribution is that of one text's counts"
+        without = (
+            "None with stochastic=True: its distribution is that of one text's counts"
+        )
         require(self, self.table is None or not self.stochastic, "table", without)
         if self.table is not None and not isinstance(self.table, NGramTable):
             make = partial(NGramTable, self.max_order, self.min_order)
@@ -82,10 +89,15 @@ class NGramSession:
     cheap = True
 
     def __init__(
-        self, config: NGramDrafter, prompt: Sequence[int], table: NGramTable | None = None
+        self,
+        config: NGramDrafter,
+        prompt: Sequence[int],
+        table: NGramTable | None = None,
     ) -> None:
         self._config = config
-        self._counts = NGramCounts(config.min_order, config.max_order, config.max_entries)
+        self._counts = NGramCounts(
+            config.min_order, config.max_order, config.max_entries
+        )
         self._context: Context = ()  # the last max_order - 1 tokens, fewer at the beginning
         self._num_prompt = len(prompt)
         self._table = table
@@ -102,7 +114,9 @@ class NGramSession:
         while len(draft) < most and (found := self._longest(context)) is not None:
             draft.append(found.token)
             share = share_class(found.seen / found.total)
-            evidence.append(Evidence(max(1, found.width), share, places_class(found.seen)))
+            evidence.append(
+                Evidence(max(1, found.width), share, places_class(found.seen))
+            )
             context = self._counts.shift(context, found.token)
         return Draft(draft, evidence=evidence)
 
@@ -121,7 +135,9 @@ class NGramSession:
     def _longest(self, context: Context) -> Continuation | None:
         """The continuation of the longest known context; the text's own counts win a tie."""
         own, table = self._counts.continuation(context), self._table
-        if table is None or (own is not None and own.width == self._config.max_order - 1):
+        if table is None or (
+            own is not None and own.width == self._config.max_order - 1
+        ):
             return own
         kept = table.continuation(context)
         return kept if kept and (own is None or kept.width > own.width) else own
@@ -134,9 +150,13 @@ class NGramSession:
 class StochasticNGramSession(NGramSession):
     """One generation's counts, drafting at random from a distribution that the draft declares."""
 
-    cheap = False  # a row of V numbers a token, and what was drawn must not be thrown away
+    cheap = (
+        False  # a row of V numbers a token, and what was drawn must not be thrown away
+    )
 
-    def __init__(self, config: NGramDrafter, prompt: Sequence[int], context: DraftContext) -> None:
+    def __init__(
+        self, config: NGramDrafter, prompt: Sequence[int], context: DraftContext
+    ) -> None:
         super().__init__(config, prompt)
         self._generation = context
 

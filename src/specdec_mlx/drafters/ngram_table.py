@@ -119,10 +119,14 @@ class NGramCounts:
             if isinstance(entry, int):
                 return Continuation(entry, width)
             if entry is not None:
-                return Continuation(entry.best, width, entry.counts[entry.best], entry.total)
+                return Continuation(
+                    entry.best, width, entry.counts[entry.best], entry.total
+                )
         return None
 
-    def distribution(self, context: Context, vocab_size: int) -> Float[np.ndarray, " vocab"] | None:
+    def distribution(
+        self, context: Context, vocab_size: int
+    ) -> Float[np.ndarray, " vocab"] | None:
         """Smoothed probabilities [V] of the next token, float64; None where no context is known.
 
         Interpolated absolute discounting (Ney, Essen, Kneser 1994), from the plain frequencies of
@@ -131,8 +135,14 @@ class NGramCounts:
         """
         probs: Float[np.ndarray, " vocab"] | None = None
         for width in self._widths:
-            counts = self.counts(context[len(context) - width :]) if width <= len(context) else {}
-            if not counts:  # forgotten at this order, perhaps still known at a higher one
+            counts = (
+                self.counts(context[len(context) - width :])
+                if width <= len(context)
+                else {}
+            )
+            if (
+                not counts
+            ):  # forgotten at this order, perhaps still known at a higher one
                 continue
             tokens = np.fromiter(counts.keys(), np.int64, len(counts))
             seen = np.fromiter(counts.values(), np.float64, len(counts))
@@ -179,7 +189,11 @@ class NGramTable(KeptFile):
                 "expected 1 <= min_order <= max_order and an entry at least."
             )
         super().__init__(tokenizer)
-        self.max_order, self.min_order, self.max_entries = max_order, min_order, max_entries
+        self.max_order, self.min_order, self.max_entries = (
+            max_order,
+            min_order,
+            max_entries,
+        )
         self._unsaved: Counter[Context] = Counter()
         self._recount()
 
@@ -198,8 +212,13 @@ class NGramTable(KeptFile):
 
     def add(self, tokens: Sequence[int]) -> None:
         """Count the n-grams of a text [n]."""
-        ends, orders = range(1, len(tokens) + 1), range(self.min_order, self.max_order + 1)
-        ngrams = (tuple(tokens[end - n : end]) for end in ends for n in orders if n <= end)
+        ends, orders = (
+            range(1, len(tokens) + 1),
+            range(self.min_order, self.max_order + 1),
+        )
+        ngrams = (
+            tuple(tokens[end - n : end]) for end in ends for n in orders if n <= end
+        )
         with self._lock:
             self._add((ngram, 1) for ngram in ngrams)
             self.save_now_and_then()
@@ -207,7 +226,9 @@ class NGramTable(KeptFile):
     def _merge(self, other: NGramTable) -> None:
         theirs = other.counts().items()
         with self._lock:
-            self._add(one for one in theirs if self.min_order <= len(one[0]) <= self.max_order)
+            self._add(
+                one for one in theirs if self.min_order <= len(one[0]) <= self.max_order
+            )
 
     def continuation(self, context: Context) -> Continuation | None:
         """The best continuation of the longest known end of a context."""
@@ -231,9 +252,13 @@ class NGramTable(KeptFile):
             super().save(path)
             self._unsaved.clear()
 
-    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
+    def _content(
+        self, in_public: bool
+    ) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
         rows = list(self._counts.ngrams())
-        numbers = np.array([n for ngram, times in rows for n in (*ngram, times)], np.int32)
+        numbers = np.array(
+            [n for ngram, times in rows for n in (*ngram, times)], np.int32
+        )
         header = {
             "tokenizer": self.tokenizer,
             "bounds": [self.max_order, self.min_order, self.max_entries],
@@ -247,7 +272,9 @@ class NGramTable(KeptFile):
         at = 0
         for order, count in header["orders"]:
             end = at + count * (order + 1)
-            for *context, token, times in data[at:end].reshape(count, order + 1).tolist():
+            for *context, token, times in (
+                data[at:end].reshape(count, order + 1).tolist()
+            ):
                 table._counts.add(tuple(context), token, times)
             at = end
         if at != len(data):

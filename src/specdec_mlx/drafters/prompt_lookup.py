@@ -34,12 +34,16 @@ class PromptLookupDrafter:
         require(self, 1 <= self.max_ngram <= 8, "max_ngram", "an int from 1 to 8")
         lower = f"an int from 1 to max_ngram = {self.max_ngram}; lower it or raise max_ngram"
         require(self, 1 <= self.min_ngram <= self.max_ngram, "min_ngram", lower)
-        some = "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
+        some = (
+            "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
+        )
         require(self, self.num_draft is None or self.num_draft >= 1, "num_draft", some)
         either = "'recent' or 'earliest'"
         require(self, self.occurrence in ("recent", "earliest"), "occurrence", either)
 
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> PromptLookupSession:
+    def begin(
+        self, prompt: Sequence[int], context: DraftContext
+    ) -> PromptLookupSession:
         """Index `prompt` [n]; the context is not needed, since a copy is a point mass."""
         return PromptLookupSession(self, prompt)
 

@@ -10,7 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, FeatureRows, Features
+from specdec_mlx.contracts import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    Evidence,
+    FeatureRows,
+    Features,
+)
 from specdec_mlx.contracts.branching import Text
 from specdec_mlx.contracts.drafting import share_class
 from specdec_mlx.memory.kept import fingerprint_of
@@ -18,7 +25,9 @@ from specdec_mlx.options import require
 
 TOP = 8  # successors that are kept of each token, as in the paper
 BRANCHES = 4  # successors of the last token that a tree goes on from
-MOST_STEADY = 16  # A successor that came first so many times in a row is as sure as it gets
+MOST_STEADY = (
+    16  # A successor that came first so many times in a row is as sure as it gets
+)
 
 
 @dataclass(slots=True)
@@ -42,7 +51,9 @@ class Successors:
     def drafts(self) -> list[Draft]:
         """Each guess as a draft."""
         ranked = enumerate(self.texts)
-        return [Draft(text, evidence=[self.evidence(i)] * len(text)) for i, text in ranked]
+        return [
+            Draft(text, evidence=[self.evidence(i)] * len(text)) for i, text in ranked
+        ]
 
 
 @dataclass(eq=False, repr=False)
@@ -82,12 +93,18 @@ class SuccessorTable:
             del self.successors[next(iter(self.successors))]
 
     def drafts(
-        self, tokens: Sequence[int], length: int, width: int = 1, branches: int = BRANCHES
+        self,
+        tokens: Sequence[int],
+        length: int,
+        width: int = 1,
+        branches: int = BRANCHES,
     ) -> Iterator[Draft]:
         """At most `branches` chains of at most `length` single tokens, by contexts of `width`."""
         for rank in range(branches if length > 0 else 0):
             text, evidence = list(tokens[-width:]), list[Evidence]()
-            while len(evidence) < length and (known := self.successors.get(tuple(text[-width:]))):
+            while len(evidence) < length and (
+                known := self.successors.get(tuple(text[-width:]))
+            ):
                 place = 0 if evidence else rank
                 if place >= len(known.texts):
                     return
@@ -168,7 +185,9 @@ class RecyclingSession:
         return list(self._chains(limit))
 
     def _chains(self, limit: int) -> Iterator[Draft]:
-        return self._table.drafts(self._tokens, min(limit, self._num_draft), self._width)
+        return self._table.drafts(
+            self._tokens, min(limit, self._num_draft), self._width
+        )
 
     def _note(self, tokens: Sequence[int], start: int, features: FeatureRows) -> None:
         """Note rows of the positions of a text [n] from `start` on."""

@@ -30,7 +30,9 @@ class SharedDrafts:
 
     _by_model: dict[int, tuple[Any, ModelPasses | None]] = field(default_factory=dict)
 
-    def __call__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> Any:
+    def __call__(
+        self, drafter: Any, prompt: Sequence[int], context: DraftContext
+    ) -> Any:
         """Begin a text beside others; alone for trees, and where passes cannot be shared."""
         model = drafter.model
         if id(model) not in self._by_model:
@@ -53,7 +55,9 @@ def passes_of(drafter: Any) -> ModelPasses | None:
     if caches is None:
         return None
     passes, session = (
-        (HeadPasses, SharedHeadSession) if is_head else (ModelPasses, SharedModelSession)
+        (HeadPasses, SharedHeadSession)
+        if is_head
+        else (ModelPasses, SharedModelSession)
     )
     return passes(model, caches, session)
 
@@ -104,14 +108,18 @@ class ModelPasses:
             else:
                 self.caches.add(alone.caches, alone.end)
                 self.sessions.append(session)
-        staying = [row for row, session in enumerate(self.sessions) if not session.has_ended]
+        staying = [
+            row for row, session in enumerate(self.sessions) if not session.has_ended
+        ]
         self.caches.keep(staying)
         self.sessions = [self.sessions[row] for row in staying]
         self.go_back()
 
     def go_back(self) -> None:
         """Drop what no session counts to its text."""
-        self.caches.go_back([session.base + session.position for session in self.sessions])
+        self.caches.go_back(
+            [session.base + session.position for session in self.sessions]
+        )
 
     def pending(self) -> list[list[int]]:
         """Each text's tokens that its row does not hold."""
@@ -125,7 +133,9 @@ class ModelPasses:
         """Feed what was written while the model was not asked, but for its last tokens."""
         step = min(session.context.prefill_step_size for session in self.sessions)
         while max(map(len, pending := self.pending())) > MOST_PENDING:
-            self.run(self.model, [ids[: min(step, max(1, len(ids) - 1))] for ids in pending])
+            self.run(
+                self.model, [ids[: min(step, max(1, len(ids) - 1))] for ids in pending]
+            )
             for session, ids in zip(self.sessions, pending, strict=True):
                 session.position += min(step, len(ids) - 1)
             self.go_back()
@@ -146,11 +156,15 @@ class HeadPasses(ModelPasses):
             self.read([session.num_pending for session in self.sessions])
         else:
             self.states = self.run(self._forward, tokens)
-        return list(mx.split(self.model.logits(mx.concatenate(self.states)), len(self.states)))
+        return list(
+            mx.split(self.model.logits(mx.concatenate(self.states)), len(self.states))
+        )
 
     def read(self, counts: Sequence[int]) -> None:
         """Read so many of the pairs of each text."""
-        pairs = [s.take_pairs(count) for s, count in zip(self.sessions, counts, strict=True)]
+        pairs = [
+            s.take_pairs(count) for s, count in zip(self.sessions, counts, strict=True)
+        ]
         self.states = [states for states, _ in pairs]
         self.states = self.run(self._forward, [tokens for _, tokens in pairs])
 
@@ -190,12 +204,20 @@ class SharedSession(WritingSession):
     def propose(self, limit: int) -> Draft:
         """At most `limit` tokens; the first text that asks has all texts' drafts drawn."""
         drawn = self.shared_draft(limit)
-        return super().propose(limit) if drawn is None else drawn.draft(min(limit, len(drawn)))
+        return (
+            super().propose(limit)
+            if drawn is None
+            else drawn.draft(min(limit, len(drawn)))
+        )
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """The part that is worth verifying; see `truncate`."""
         drawn = self.shared_draft(limit)
-        return super().propose_while(limit, goes_on) if drawn is None else truncate(drawn, goes_on)
+        return (
+            super().propose_while(limit, goes_on)
+            if drawn is None
+            else truncate(drawn, goes_on)
+        )
 
     def shared_draft(self, limit: int) -> ChainDraws | None:
         """The tokens drawn for this text in this round; None where it is no row yet."""

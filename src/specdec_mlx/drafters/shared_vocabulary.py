@@ -23,7 +23,9 @@ class PerPair(Generic[T]):
 
     def __init__(self, make: Callable[[Any, Any], T]) -> None:
         self._make = make
-        self._known: WeakKeyDictionary[Any, WeakKeyDictionary[Any, T]] = WeakKeyDictionary()
+        self._known: WeakKeyDictionary[Any, WeakKeyDictionary[Any, T]] = (
+            WeakKeyDictionary()
+        )
 
     def __call__(self, target: Any, draft: Any) -> T:
         """The value of two tokenizers as `mlx_lm.load` gives them."""
@@ -126,11 +128,15 @@ class Spelling:
         }
         bos = getattr(tokenizer, "bos_token_id", None)
         begins = backend.encode("", add_special_tokens=True).ids[:1]
-        self.prefix = [index for index in begins if index == bos and index in self.special]
+        self.prefix = [
+            index for index in begins if index == bos and index in self.special
+        ]
         self.prepends_space = self._joined("a") == b" a"
         self._check_round_trips()
 
-    def encode(self, text: str, *, at_start: bool = False) -> tuple[list[int], list[int]]:
+    def encode(
+        self, text: str, *, at_start: bool = False
+    ) -> tuple[list[int], list[int]]:
         """Text in the tokenizer's own tokens, at the start of a text or inside.
 
         Returns ids [n], and where each of them ends among the characters [n], ascending.
@@ -158,7 +164,9 @@ class Spelling:
             joined = self._joined(text)
             if joined != (before + text).encode() or decoded not in (text, " " + text):
                 as_bytes = f" and, token by token, {joined!r}"
-                raise TokenizerMismatchError(f"{text!r} comes back as {decoded!r}{as_bytes}.")
+                raise TokenizerMismatchError(
+                    f"{text!r} comes back as {decoded!r}{as_bytes}."
+                )
 
 
 def _backend_of(tokenizer: Any) -> Any:
@@ -166,7 +174,9 @@ def _backend_of(tokenizer: Any) -> Any:
     backend: Any = getattr(unwrapped(tokenizer), "backend_tokenizer", None)
     if not hasattr(backend, "get_added_tokens_decoder"):
         kind = type(unwrapped(tokenizer)).__name__
-        raise TokenizerMismatchError(f"{kind} is no tokenizer of the library `tokenizers`.")
+        raise TokenizerMismatchError(
+            f"{kind} is no tokenizer of the library `tokenizers`."
+        )
     backend.no_truncation()
     backend.no_padding()
     return backend
@@ -176,17 +186,23 @@ def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
     """Contents of the tokens that are no text, by id; a line break that ends a text is some."""
     added = backend.get_added_tokens_decoder()
     special = {index: token.content for index, token in added.items() if token.special}
-    roles = [getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")]
+    roles = [
+        getattr(tokenizer, name, None) for name in ("bos_token_id", "eos_token_id")
+    ]
     ends = added.keys() & (getattr(tokenizer, "eos_token_ids", None) or ())
     for index in {*roles, *ends} - {None}:
         special.setdefault(index, str(backend.id_to_token(index)))
     probes = backend.encode("".join(PROBES), add_special_tokens=False)
-    return {index: content for index, content in special.items() if index not in probes.ids}
+    return {
+        index: content for index, content in special.items() if index not in probes.ids
+    }
 
 
 def _reader(decoder: Any) -> Callable[[str], bytes]:
     """How a token of the vocabulary is read, by what the decoder does."""
-    steps = list(_steps(json.loads(decoder.__getstate__()))) if decoder is not None else []
+    steps = (
+        list(_steps(json.loads(decoder.__getstate__()))) if decoder is not None else []
+    )
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         return _byte_level
@@ -226,7 +242,9 @@ def _byte_level(token: str) -> bytes:
 
 _PRINTABLE = {*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)}
 _OTHERS = [byte for byte in range(256) if byte not in _PRINTABLE]
-_ALPHABET = {byte: byte for byte in _PRINTABLE} | {256 + i: b for i, b in enumerate(_OTHERS)}
+_ALPHABET = {byte: byte for byte in _PRINTABLE} | {
+    256 + i: b for i, b in enumerate(_OTHERS)
+}
 """Characters of byte-level vocabularies -> bytes (Radford et al. 2019, section 2.2)."""
 
 
@@ -302,7 +320,9 @@ def _compared(target: Any, draft: Any) -> SharedVocabulary | None:
             "that needs no model, such as 'prompt-lookup'."
         ) from error
     roles = ("eos_token_id", "bos_token_id")
-    pairs = [(getattr(target, role, None), getattr(draft, role, None)) for role in roles]
+    pairs = [
+        (getattr(target, role, None), getattr(draft, role, None)) for role in roles
+    ]
     same = {a: b for a, b in pairs if a is not None and b is not None}
     return SharedVocabulary(ours, theirs, same, difference)
 
@@ -313,4 +333,6 @@ differ, and one of them cannot be read as bytes."""
 
 
 def _ordinary(spelling: Spelling) -> list[int]:
-    return [index for text in ORDINARY for index in spelling.encode(text, at_start=True)[0]]
+    return [
+        index for text in ORDINARY for index in spelling.encode(text, at_start=True)[0]
+    ]

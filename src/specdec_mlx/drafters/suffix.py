@@ -21,7 +21,9 @@ from specdec_mlx.memory.store import Memory, as_memory
 from specdec_mlx.options import require
 
 LENGTH_LOG2 = 5  # a match longer by one token weighs 2^5 as much
-SURROUNDINGS = 12  # tokens before a short match; each that stands there too doubles the weight
+SURROUNDINGS = (
+    12  # tokens before a short match; each that stands there too doubles the weight
+)
 CLEAR_MATCH = 3  # from this length on a match's surroundings have no weight
 MOST_PATHS = 12  # voters that are followed beyond the first token, the weightiest ones
 
@@ -114,9 +116,15 @@ def _same(match: int, share: float, num_places: int) -> Evidence:
     return Evidence(match, share_class(share), places_class(num_places))
 
 
-MOST_PLACES = 24  # places that are asked of each index: 20 lose 0.1 to 0.2% of the tokens a pass
-FEWER_PLACES = 4  # of those, the ones that match shorter than the longest; 8 gain nothing
-WITHIN = 1  # by how many tokens a match may be shorter than the longest one and still vote
+MOST_PLACES = (
+    24  # places that are asked of each index: 20 lose 0.1 to 0.2% of the tokens a pass
+)
+FEWER_PLACES = (
+    4  # of those, the ones that match shorter than the longest; 8 gain nothing
+)
+WITHIN = (
+    1  # by how many tokens a match may be shorter than the longest one and still vote
+)
 MEMORY_WEIGHT = 0.3  # of a place in a memory, to one of equal match in the text itself
 
 
@@ -141,7 +149,9 @@ class SuffixDrafter:
     min_match: int = 1
 
     def __post_init__(self) -> None:
-        some = "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
+        some = (
+            "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
+        )
         require(self, self.num_draft is None or self.num_draft >= 1, "num_draft", some)
         require(self, 1 <= self.min_match <= 64, "min_match", "an int from 1 to 64")
         object.__setattr__(self, "memory", as_memory(self.memory))
@@ -176,7 +186,9 @@ class SuffixSession:
 
     cheap = True
 
-    def __init__(self, config: SuffixDrafter, prompt: Sequence[int], memory: Memory | None) -> None:
+    def __init__(
+        self, config: SuffixDrafter, prompt: Sequence[int], memory: Memory | None
+    ) -> None:
         self._config = config
         self._memory = memory
         indexes = memory.indexes() if memory is not None else ()

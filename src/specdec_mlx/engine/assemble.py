@@ -18,7 +18,12 @@ from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import Counterfactual
-from specdec_mlx.verify.inputs import check_drafter_fits, check_ids, check_prompt, max_tokens_of
+from specdec_mlx.verify.inputs import (
+    check_drafter_fits,
+    check_ids,
+    check_prompt,
+    max_tokens_of,
+)
 from specdec_mlx.verify.next_token import NextToken
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.verifier import Verifier
@@ -88,7 +93,14 @@ def assemble(
         tuning = tuning_for(model) if options.tuning is None else options.tuning
         length = make_draft_length(options.draft_length, tuning)
     parts = assemble_around(
-        target, prompt, drafter, length, options, context, ranks=ranks, num_said=num_said
+        target,
+        prompt,
+        drafter,
+        length,
+        options,
+        context,
+        ranks=ranks,
+        num_said=num_said,
     )
     parts.sequence.has_prompt = len(prompt_tokens) > 0
     parts.drafting.keeps_cache = options.prompt_cache is not None
@@ -133,7 +145,9 @@ def verifier_for(
     noise: Noise,
 ) -> Verifier:
     """The target of a generation: a model with caches, what tokens are drawn from, a rule."""
-    next_token = NextToken(options.sampler or Sampling(), options.logits_processors or (), noise)
+    next_token = NextToken(
+        options.sampler or Sampling(), options.logits_processors or (), noise
+    )
     end_tokens = frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ())
     return Verifier(
         next_token,

@@ -60,7 +60,9 @@ class RoundClock:
         """A pass is about to be launched."""
         self._launch_began = self.now()
 
-    def launched(self, under_way: PendingPass, *, is_ahead: bool = False, part: str = "") -> Round:
+    def launched(
+        self, under_way: PendingPass, *, is_ahead: bool = False, part: str = ""
+    ) -> Round:
         """It is under way; part: key of the drafter whose draft it verifies."""
         began = self._launch_began if self._draft_began is None else self._draft_began
         self._draft_began = None
@@ -69,7 +71,9 @@ class RoundClock:
         self._launching += draft_seconds + launch_seconds
         drafted = len(under_way.draft.tokens)
         pending = under_way.num_fed - drafted
-        return Round(under_way, drafted, pending, draft_seconds, launch_seconds, is_ahead, part)
+        return Round(
+            under_way, drafted, pending, draft_seconds, launch_seconds, is_ahead, part
+        )
 
     def was_read(self, started: float) -> None:
         """A round was read; waiting for it began at `started`."""

@@ -81,7 +81,10 @@ class Selection(ABC):
         """Ask this session, or those that it is made of, from now on."""
         self.values = self.length if isinstance(self.length, ValuesDrafts) else None
         self.groups = [
-            [SessionPart(key, is_cheap(one), self._way_to(key, one)) for key, one in group]
+            [
+                SessionPart(key, is_cheap(one), self._way_to(key, one))
+                for key, one in group
+            ]
             for group in session_groups(session, key)
         ]
         kinds = [{part.is_cheap for part in group} for group in self.groups]
@@ -93,14 +96,24 @@ class Selection(ABC):
     def _way_to(self, key: str, session: Session) -> Callable[[int], Draft]:
         if isinstance(session, SessionGroups):
             return partial(self._tree, key, session.parts)
-        return self.values.begin(key, session, self._may_fork) if self.values else session.propose
+        return (
+            self.values.begin(key, session, self._may_fork)
+            if self.values
+            else session.propose
+        )
 
-    def _tree(self, key: str, parts: Sequence[tuple[str, DraftSession]], limit: int) -> Draft:
+    def _tree(
+        self, key: str, parts: Sequence[tuple[str, DraftSession]], limit: int
+    ) -> Draft:
         """What all of these propose, as the tree, or the chain, that is worth most."""
         values, drafts = self.values, list[Proposal]()
         for part_key, part in parts:
             most = min(limit, values.limit(part_key, True)) if values else limit
-            several = part.candidates(most) if values and isinstance(part, OffersSeveral) else ()
+            several = (
+                part.candidates(most)
+                if values and isinstance(part, OffersSeveral)
+                else ()
+            )
             proposed = several or [part.propose(most)]
             drafts += [(part_key, draft) for draft in proposed if len(draft)]
         certain = [(key, draft) for key, draft in drafts if draft.logprobs is None]
@@ -179,9 +192,13 @@ class Selection(ABC):
             draft = part.propose(limit)
         if not isinstance(draft, Draft):
             kind = type(draft).__name__
-            raise DraftError(f"{part.key} proposed a {kind}; expected a specdec_mlx.Draft.")
+            raise DraftError(
+                f"{part.key} proposed a {kind}; expected a specdec_mlx.Draft."
+            )
         if isinstance(draft.tokens, mx.array) and draft.tokens.ndim == 0:
-            raise DraftError(f"{part.key} proposed an array of shape (); expected token ids [K].")
+            raise DraftError(
+                f"{part.key} proposed an array of shape (); expected token ids [K]."
+            )
         if len(draft.tokens) > limit:
             draft = draft.head(limit)
         if part.is_cheap or draft.logprobs is not None:
@@ -244,7 +261,9 @@ class Drafting(Selection):
         if self.drafter is None:
             return
         self.why_none = NO_MATCH
-        prompt = list(self.sequence.tokens)  # which a drafter may keep: it does not grow
+        prompt = list(
+            self.sequence.tokens
+        )  # which a drafter may keep: it does not grow
         self.session = begin_session(self.drafter, prompt, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
         self.use(self.session, key_of(self.drafter))
@@ -256,7 +275,9 @@ class Drafting(Selection):
     def propose(self) -> Draft:
         """The best draft of the first group of sessions that has one."""
         is_timed = self.values is not None and self.values.wants_timing(0)
-        self.may_find = self.has_cheap or (is_timed and self.may_find)  # timed in one round
+        self.may_find = self.has_cheap or (
+            is_timed and self.may_find
+        )  # timed in one round
         self.part, draft = self.select() if self.sequence.wants_more() else NOTHING
         return draft
 
@@ -265,7 +286,9 @@ class Drafting(Selection):
         if self.groups:
             self.length.record(round_)
         if self.judge is not None:
-            self.judge.record(replace(round_, steady=False))  # a pass costs as much, whoever drafts
+            self.judge.record(
+                replace(round_, steady=False)
+            )  # a pass costs as much, whoever drafts
 
     def observe(self) -> None:
         """Tell the session what was emitted."""
@@ -286,12 +309,17 @@ class Drafting(Selection):
         besides = 0 if self.keeps_cache else 1  # one comes with the verdict
         wanted = self.sequence.num_remaining(besides)
         limit = self.length.limit(part.key, part.is_cheap)
-        if limit == 0 or (wanted is not None and wanted <= 0):  # the caches need not be asked
+        if limit == 0 or (
+            wanted is not None and wanted <= 0
+        ):  # the caches need not be asked
             self.why_none = self.why_none if limit else NOT_WORTH
             return 0
         self.why_none = NO_MATCH
         position, room = self.target.rollback.position, self.target.widest_pass()
-        if self.sequence.embeddings is not None and position < self.sequence.prompt_length:
+        if (
+            self.sequence.embeddings is not None
+            and position < self.sequence.prompt_length
+        ):
             return 0
         if room is not None:
             limit = min(limit, room - max(1, len(self.sequence.tokens) - position))

@@ -33,24 +33,32 @@ class FeatureFeed:
     then, as on several ranks, since all may have to take part.
     """
 
-    def __init__(self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable) -> None:
+    def __init__(
+        self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable
+    ) -> None:
         self._readers = readers
         self._rejected_readers = [
-            (see, wish) for session, wish in readers if (see := optional(session, "see_rejected"))
+            (see, wish)
+            for session, wish in readers
+            if (see := optional(session, "see_rejected"))
         ]
         self._target = target
         self._num_shown = 0
         self.at_once = False
 
     @classmethod
-    def between(cls, drafter: Drafter, session: Session, target: Target) -> FeatureFeed | None:
+    def between(
+        cls, drafter: Drafter, session: Session, target: Target
+    ) -> FeatureFeed | None:
         """The way from a target to those of a session's parts that read it; None if none does.
 
         Raises DraftError for a session without `see`, UnreadableError for what the target does not
         show.
         """
         wishes = {
-            key_of(part): part for part in all_drafters(drafter) if isinstance(part, ReadsTarget)
+            key_of(part): part
+            for part in all_drafters(drafter)
+            if isinstance(part, ReadsTarget)
         }
         readers = []
         for key, part in session_parts(session, key_of(drafter)):
@@ -63,7 +71,9 @@ class FeatureFeed:
                     "drafter that works on tokens, such as 'prompt-lookup'."
                 )
             if not isinstance(part, SeesTarget):
-                raise DraftError(f"{name} wants features, and its session has no see(features).")
+                raise DraftError(
+                    f"{name} wants features, and its session has no see(features)."
+                )
             readers.append((part, wishes[key].features))
         if not readers:
             return None
@@ -74,7 +84,11 @@ class FeatureFeed:
     @classmethod
     def of_nobody(cls, drafter: Drafter | None, target: Target) -> FeatureFeed | None:
         """The feed where the sessions are on another rank: this one computes as much."""
-        wishes = [part.features for part in all_drafters(drafter) if isinstance(part, ReadsTarget)]
+        wishes = [
+            part.features
+            for part in all_drafters(drafter)
+            if isinstance(part, ReadsTarget)
+        ]
         if not wishes or not isinstance(target, Tappable):
             return None
         target.tap(_all_of(wishes))
@@ -97,7 +111,9 @@ class FeatureFeed:
         self._show(rows, current.under_way.num_fed, start, shown)
         self._show_rejected(rows, current, outcome)
 
-    def _show_rejected(self, rows: FeatureRows, current: Round, outcome: Outcome) -> None:
+    def _show_rejected(
+        self, rows: FeatureRows, current: Round, outcome: Outcome
+    ) -> None:
         """Show the rows of draft tokens that were not kept to those that want them."""
         if not self._rejected_readers:
             return
@@ -108,12 +124,16 @@ class FeatureFeed:
             for see_rejected, wanted in self._rejected_readers:
                 see_rejected([drafted[node] for node in left], not_kept.only(wanted))
 
-    def _show(self, rows: FeatureRows, num_rows: int, start: int, indices: Sequence[int]) -> None:
+    def _show(
+        self, rows: FeatureRows, num_rows: int, start: int, indices: Sequence[int]
+    ) -> None:
         """Show new rows from position `start` on, by ascending `indices` of those of the text."""
         new = indices[max(0, self._num_shown - start) :]
         if new:
             shown = rows if len(new) == num_rows else rows.rows(new)
-            is_alone = len(self._readers) == 1  # the target brings what it wants, and no more
+            is_alone = (
+                len(self._readers) == 1
+            )  # the target brings what it wants, and no more
             for session, wanted in self._readers:
                 session.see(shown if is_alone else shown.only(wanted))
             self._num_shown = start + len(indices)

@@ -77,5 +77,7 @@ class Options(CacheOptions):
         for name in given:
             if name not in known:
                 near = did_you_mean(name, known)
-                raise TypeError(f"{caller}() got an unexpected keyword argument {name!r}.{near}")
+                raise TypeError(
+                    f"{caller}() got an unexpected keyword argument {name!r}.{near}"
+                )
         return cls(**given)

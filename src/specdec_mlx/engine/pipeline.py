@@ -51,7 +51,11 @@ class Pipeline:
 
     def verify_ahead(self, current: Round) -> Round | None:
         """In pipelined mode, start the pass after this one before its token is known."""
-        if not self.is_on or current.num_drafted or not self.sequence.wants_more(besides=1):
+        if (
+            not self.is_on
+            or current.num_drafted
+            or not self.sequence.wants_more(besides=1)
+        ):
             return None
         self.clock.launch_begins()
         with mx.stream(self.stream):

@@ -56,7 +56,9 @@ class PromptReader:
 
     def read(self) -> int:
         """Read the next part, and wait for it; returns how many tokens."""
-        stop = next((stop for stop in self.stops if stop > self.num_read), len(self.prompt))
+        stop = next(
+            (stop for stop in self.stops if stop > self.num_read), len(self.prompt)
+        )
         size = min(self.num_left, self.step_size, stop - self.num_read)
         if size <= 0:
             return 0

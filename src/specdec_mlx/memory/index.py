@@ -18,10 +18,14 @@ MAX_TOKEN = 2**BITS - 3  # largest token id
 KNOWN = 12  # tokens in a key
 NEAREST = BITS * (KNOWN - 1)  # shift of the nearest token in a key
 
-MAX_MATCH = 64  # tokens of the longest match that is measured: what agrees so long goes on so
+MAX_MATCH = (
+    64  # tokens of the longest match that is measured: what agrees so long goes on so
+)
 MOST_DEEP = 8  # places that are measured where whole keys agree, the latest; more change nothing
 
-Ring = tuple[int, Sequence[int]]  # the length of a match, in tokens, and places that match so long
+Ring = tuple[
+    int, Sequence[int]
+]  # the length of a match, in tokens, and places that match so long
 
 
 class Context(NamedTuple):
@@ -58,7 +62,12 @@ class ContextIndex:
         return len(self.ids)
 
     def nearest(
-        self, context: Context, most: int, within: int, least: int = 1, fewer: int | None = None
+        self,
+        context: Context,
+        most: int,
+        within: int,
+        least: int = 1,
+        fewer: int | None = None,
     ) -> list[Ring]:
         """Places with the longest matches of a context, longest first.
 
@@ -70,7 +79,9 @@ class ContextIndex:
         if not keys:
             return []
         start = bisect_left(keys, key)
-        difference = min([neighbour ^ key for neighbour in keys[max(0, start - 1) : start + 1]])
+        difference = min(
+            [neighbour ^ key for neighbour in keys[max(0, start - 1) : start + 1]]
+        )
         longest = min(KNOWN - (difference.bit_length() + BITS - 1) // BITS, len(last))
         if longest < least:
             return []
@@ -95,7 +106,9 @@ class ContextIndex:
                 most = min(most, fewer)
         return found
 
-    def following(self, place: int, length: int, more: Sequence[int] = ()) -> tuple[int, ...]:
+    def following(
+        self, place: int, length: int, more: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """The tokens from a place on, at most `length`, to the end of its text."""
         tokens = tuple(self.ids[place : place + length])
         return tokens[: tokens.index(SEPARATOR)] if SEPARATOR in tokens else tokens
@@ -108,7 +121,9 @@ class ContextIndex:
         for end in ends:
             found.setdefault(self._matched(end, last), []).append(end)
         shortest = max(least, max(found) - within)
-        return sorted([ring for ring in found.items() if ring[0] >= shortest], reverse=True)
+        return sorted(
+            [ring for ring in found.items() if ring[0] >= shortest], reverse=True
+        )
 
     def _matched(self, end: int, last: Sequence[int]) -> int:
         """Number of tokens before `end` that equal the last ones, at least those of the key."""
@@ -141,10 +156,14 @@ class GrowingIndex(ContextIndex):
     def append(self, tokens: Sequence[int]) -> None:
         """Write on: what stood before each token is a place now."""
         for token in tokens:
-            place = bisect_left(self._keys, self._key)  # before its equals: the latest comes first
+            place = bisect_left(
+                self._keys, self._key
+            )  # before its equals: the latest comes first
             self._keys.insert(place, self._key)
             self.ends.insert(place, len(self.ids))
-            self._key = (token + 1) << NEAREST | self._key >> BITS  # as in the index, but no call
+            self._key = (
+                token + 1
+            ) << NEAREST | self._key >> BITS  # as in the index, but no call
             self.ids.append(token)
 
     def context(self, more: Sequence[int] = ()) -> Context:
@@ -153,9 +172,15 @@ class GrowingIndex(ContextIndex):
             return Context.of([*self.ids[-MAX_MATCH:], *more])
         return Context(self._key, self.ids[: -MAX_MATCH - 1 : -1])
 
-    def following(self, place: int, length: int, more: Sequence[int] = ()) -> tuple[int, ...]:
+    def following(
+        self, place: int, length: int, more: Sequence[int] = ()
+    ) -> tuple[int, ...]:
         """The `length` tokens from a place on, of the text and `more`, around and around."""
         known = tuple(self.ids[place : place + length])
         if more:
             known = (*known, *more)[:length]
-        return known if len(known) == length else (known * -(-length // len(known)))[:length]
+        return (
+            known
+            if len(known) == length
+            else (known * -(-length // len(known)))[:length]
+        )

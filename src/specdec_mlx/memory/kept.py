@@ -25,7 +25,9 @@ from specdec_mlx.memory import file
 from specdec_mlx.memory.file import check_folder_of, locked
 from specdec_mlx.options import wrong
 
-SAVE_EVERY = 60.0  # seconds between two savings of an opened file: what a killed process loses
+SAVE_EVERY = (
+    60.0  # seconds between two savings of an opened file: what a killed process loses
+)
 
 
 K = TypeVar("K", bound="KeptFile")
@@ -61,7 +63,9 @@ class KeptFile(ABC):
         """Counts of its content, by name, for people to read."""
 
     @abstractmethod
-    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
+    def _content(
+        self, in_public: bool
+    ) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
         """Header and arrays of a file, in public without the names of files that were read."""
 
     @classmethod
@@ -87,7 +91,9 @@ class KeptFile(ABC):
         try:
             kept = cls._of(header, data)
         except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise file.damaged(path, f"its header does not fit its content ({error!r})") from error
+            raise file.damaged(
+                path, f"its header does not fit its content ({error!r})"
+            ) from error
         kept.path, kept._saved_as, kept.refuses_others = path, header["id"], True
         return kept
 
@@ -144,7 +150,9 @@ class KeptFile(ABC):
         """
         path = path or self.path
         if path is None:
-            raise ValueError(f"This {self.what} was loaded from no file. Give save(path).")
+            raise ValueError(
+                f"This {self.what} was loaded from no file. Give save(path)."
+            )
         path = Path(path)
         with self._lock, locked(path):
             if path.exists() and file.read_header(path)[0]["id"] != self._saved_as:
@@ -156,7 +164,9 @@ class KeptFile(ABC):
                     )
                 self._take_over(saved, is_own=path == self.path)
                 self.tokenizer = self.tokenizer or saved.tokenizer
-            self._saved_as = file.write_file(path, self.kind, *self._content(in_public=False))
+            self._saved_as = file.write_file(
+                path, self.kind, *self._content(in_public=False)
+            )
             self.path = path
 
     def save_now_and_then(self) -> None:
@@ -203,7 +213,11 @@ PROBES = (
 )
 """Samples that any tokenizer can give back as they were."""
 
-SAMPLES = (*PROBES, "naïve café – Zürich, 東京, Привет, 😀", "  two  spaces\tand\ttabs\n\n\n")
+SAMPLES = (
+    *PROBES,
+    "naïve café – Zürich, 東京, Привет, 😀",
+    "  two  spaces\tand\ttabs\n\n\n",
+)
 
 
 def fingerprint_of(tokenizer: Any) -> str | None:
@@ -217,7 +231,9 @@ def fingerprint_of(tokenizer: Any) -> str | None:
     with suppress(TypeError):  # of somebody's class that cannot be kept weakly
         if (known := _known.get(inner)) is not None:
             return known
-    samples = [list(tokenizer.encode(text, add_special_tokens=False)) for text in SAMPLES]
+    samples = [
+        list(tokenizer.encode(text, add_special_tokens=False)) for text in SAMPLES
+    ]
     content = [sorted(tokenizer.get_vocab().items()), samples]
     digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
     with suppress(TypeError):
@@ -230,4 +246,6 @@ _known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
 
 def unwrapped(tokenizer: Any) -> Any:
     """The tokenizer inside mlx-lm's wrapper: a new wrapper may be made at each call."""
-    return tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
+    return (
+        tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
+    )

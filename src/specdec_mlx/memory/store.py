@@ -20,7 +20,12 @@ from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import KeptFile, opened
 from specdec_mlx.options import whole, wrong
 
-SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}  # beside hidden ones
+SKIPPED_FOLDERS = {
+    "__pycache__",
+    "node_modules",
+    "venv",
+    "site-packages",
+}  # beside hidden ones
 LARGEST_FILE = 2_000_000  # bytes; larger ones are data rather than something written
 LOOKED_AT = 8192  # bytes in which a zero means that a file is no text
 
@@ -38,9 +43,13 @@ def files_in(root: Path) -> Iterator[Path]:
         yield root
         return
     if not root.is_dir():
-        raise FileNotFoundError(f"There is no file or folder {root}. Name what is to be read.")
+        raise FileNotFoundError(
+            f"There is no file or folder {root}. Name what is to be read."
+        )
     for folder, folders, names in os.walk(root):
-        folders[:] = sorted(f for f in folders if f[0] != "." and f not in SKIPPED_FOLDERS)
+        folders[:] = sorted(
+            f for f in folders if f[0] != "." and f not in SKIPPED_FOLDERS
+        )
         for name in sorted(names):
             file = Path(folder, name)
             if name[0] != "." and file.is_file() and not file.is_symlink():
@@ -67,7 +76,9 @@ def tokens_of(name: str, tokenizer: Any) -> list[int] | None:
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
-BYTES_PER_TOKEN = 80  # token and place, 4 bytes each, and a key of 64 with its address of 8
+BYTES_PER_TOKEN = (
+    80  # token and place, 4 bytes each, and a key of 64 with its address of 8
+)
 YOUNG = 8192  # tokens up to which an index is sorted anew for every text that joins it: 6 ms
 KEPT = 15 / 16  # of the bound, when the oldest texts went: not every text is to evict
 
@@ -110,7 +121,9 @@ class Memory(KeptFile):
     ) -> None:
         super().__init__(tokenizer)
         self.remember_prompts = remember_prompts
-        self.max_tokens = whole("max_tokens", max_tokens, 1, ". Memory.load(path) reads a file")
+        self.max_tokens = whole(
+            "max_tokens", max_tokens, 1, ". Memory.load(path) reads a file"
+        )
         if max_bytes is not None:
             most = whole("max_bytes", max_bytes, BYTES_PER_TOKEN) // BYTES_PER_TOKEN
             self.max_tokens = min(self.max_tokens, most)
@@ -133,7 +146,16 @@ class Memory(KeptFile):
 
     def __dir__(self) -> list[str]:
         """The methods for users."""
-        return ["add", "from_files", "load", "merge", "prune", "save", "texts", "update"]
+        return [
+            "add",
+            "from_files",
+            "load",
+            "merge",
+            "prune",
+            "save",
+            "texts",
+            "update",
+        ]
 
     def __len__(self) -> int:
         """Tokens held, separators included."""
@@ -155,12 +177,16 @@ class Memory(KeptFile):
     def texts(self) -> list[Int[np.ndarray, " n"]]:
         """The texts, oldest first."""
         found = [np.array(index.ids) for index in self._indexes]
-        return [part[:-1] for ids in found for part in np.split(ids, _ends(ids) + 1)[:-1]]
+        return [
+            part[:-1] for ids in found for part in np.split(ids, _ends(ids) + 1)[:-1]
+        ]
 
     @property
     def largest_token(self) -> int:
         """The largest token id, -1 where nothing is held."""
-        return max((int(np.max(index.ids)) for index in self._indexes), default=SEPARATOR)
+        return max(
+            (int(np.max(index.ids)) for index in self._indexes), default=SEPARATOR
+        )
 
     def add(self, tokens: Sequence[int]) -> None:
         """Remember a text [n], nothing where n < 2; ValueError for what is no token id."""
@@ -190,8 +216,14 @@ class Memory(KeptFile):
         there = {str(file) for root in roots for file in files_in(root)}
         known = self.sources
         missing = [name for name in known if name not in there]
-        gone = {name for name in missing if any(Path(name).is_relative_to(r) for r in roots)}
-        changed = [name for name in sorted(there) if known.get(name, (None,))[0] != state_of(name)]
+        gone = {
+            name for name in missing if any(Path(name).is_relative_to(r) for r in roots)
+        }
+        changed = [
+            name
+            for name in sorted(there)
+            if known.get(name, (None,))[0] != state_of(name)
+        ]
         lost = Counter(known[name][1] for name in {*gone, *changed} & known.keys())
         sources = {name: found for name, found in known.items() if name not in gone}
         texts, skipped = [], 0
@@ -203,9 +235,13 @@ class Memory(KeptFile):
             texts.append(text)
         self.replace(lost, texts)
         self.sources = sources
-        return Update(len(changed) - skipped, len(there) - len(changed), len(gone), skipped)
+        return Update(
+            len(changed) - skipped, len(there) - len(changed), len(gone), skipped
+        )
 
-    def replace(self, lost: Counter[str], texts: Sequence[Int[np.ndarray, " n"]]) -> None:
+    def replace(
+        self, lost: Counter[str], texts: Sequence[Int[np.ndarray, " n"]]
+    ) -> None:
         """Forget the texts of these digests, as often as they count, and add others [n], int32."""
         with self._lock:
             if any(lost.values()):
@@ -232,16 +268,24 @@ class Memory(KeptFile):
         """Numbers of texts and tokens."""
         return {"texts": f"{len(self.texts()):,}", "tokens": f"{len(self):,}"}
 
-    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
+    def _content(
+        self, in_public: bool
+    ) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
         header = {name: getattr(self, name) for name in STORED}
-        header["indexes"] = [[len(index.ids), len(index.ends)] for index in self._indexes]
+        header["indexes"] = [
+            [len(index.ids), len(index.ends)] for index in self._indexes
+        ]
         header["sources"] = {} if in_public else self.sources
-        return header, [np.array(a) for index in self._indexes for a in (index.ids, index.ends)]
+        return header, [
+            np.array(a) for index in self._indexes for a in (index.ids, index.ends)
+        ]
 
     @classmethod
     def _of(cls, header: dict[str, Any], data: Int[np.ndarray, " n"]) -> Memory:
         memory = cls(**{name: header[name] for name in STORED})
-        memory.sources = {name: tuple(found) for name, found in header["sources"].items()}
+        memory.sources = {
+            name: tuple(found) for name, found in header["sources"].items()
+        }
         memory._indexes = tuple(_read(header["indexes"], data))
         return memory
 
@@ -262,7 +306,9 @@ class Memory(KeptFile):
         self._indexes = _bounded((*older, ContextIndex(youngest)), self.max_tokens)
 
 
-PROCESS = "process"  # a memory that ends with its process, where a file's name could stand
+PROCESS = (
+    "process"  # a memory that ends with its process, where a file's name could stand
+)
 
 
 def as_memory(memory: Memory | Path | str | None) -> Memory | None:
@@ -317,7 +363,9 @@ def _bounded(
     return (*rest, *indexes[1:])
 
 
-def _read(sizes: Sequence[Sequence[int]], data: Int[np.ndarray, " n"]) -> Iterator[ContextIndex]:
+def _read(
+    sizes: Sequence[Sequence[int]], data: Int[np.ndarray, " n"]
+) -> Iterator[ContextIndex]:
     """The indexes of a file, of [tokens, places] each."""
     if min(map(min, sizes), default=0) < 0 or sum(map(sum, sizes)) != len(data):
         raise ValueError(f"{sizes} for {len(data)} integers")

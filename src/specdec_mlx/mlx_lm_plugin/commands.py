@@ -16,7 +16,12 @@ import mlx.core as mx
 
 from specdec_mlx.contracts import all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
-from specdec_mlx.mlx_lm_plugin.flags import Flags, add_grammar_arguments, replaced_names, run_main
+from specdec_mlx.mlx_lm_plugin.flags import (
+    Flags,
+    add_grammar_arguments,
+    replaced_names,
+    run_main,
+)
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, check_version, in_force
 from specdec_mlx.models import explained, load_on_ranks
 
@@ -39,7 +44,9 @@ def terminated_as_interrupted() -> Iterator[None]:
 
     is_main = threading.current_thread() is threading.main_thread()
     is_alone = mx.distributed.init().size() == 1
-    if not (is_main and is_alone and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL):
+    if not (
+        is_main and is_alone and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    ):
         yield
         return
     signal.signal(signal.SIGTERM, interrupt)
@@ -56,7 +63,9 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
     check_version()
     with ExitStack() as stack:
         if mx.distributed.init().rank() > 0:  # the first rank speaks for all
-            stack.enter_context(redirect_stdout(stack.enter_context(open(os.devnull, "w"))))
+            stack.enter_context(
+                redirect_stdout(stack.enter_context(open(os.devnull, "w")))
+            )
         stack.enter_context(terminated_as_interrupted())
         Command(name).run(arguments)
 
@@ -84,14 +93,18 @@ class Command:
             check_benchmark(namespace, flags)
         drafter = None if flags.waits_for_target else flags.drafter()
         how = flags.draft_length, flags.rule, None, flags.grammar
-        is_seeded = getattr(namespace, "seed", 0) is not None  # some always set MLX's own
+        is_seeded = (
+            getattr(namespace, "seed", 0) is not None
+        )  # some always set MLX's own
         self.speculation = Speculation(drafter, *how, is_seeded=is_seeded)
         self.stack.callback(flags.save_memory)
         self.stack.enter_context(in_force(self.speculation))
 
     def _names(self) -> dict[str, Any]:
         """Replacements for names of the module: what loads, and of `chat` what is said and read."""
-        loaders = [name for name in ("load", "sharded_load") if hasattr(self.module, name)]
+        loaders = [
+            name for name in ("load", "sharded_load") if hasattr(self.module, name)
+        ]
         names = {name: self._noting(getattr(self.module, name)) for name in loaders}
         if self.name == "generate" and mx.distributed.init().size() > 1:
             names["load"] = self._noting(load_on_ranks)  # as mlx-lm's other commands do
@@ -107,7 +120,9 @@ class Command:
             if self.flags.waits_for_target:
                 self.speculation.drafter = self.flags.drafter(loaded[0])
                 for part in all_drafters(self.speculation.drafter):
-                    if describe := getattr(part, "describe", None):  # heads, and what learns on
+                    if describe := getattr(
+                        part, "describe", None
+                    ):  # heads, and what learns on
                         print(f"Drafting with {describe()}", file=sys.stderr)
             if self.flags.keeps_tuning:
                 adapter = kwargs.get("adapter_path")
@@ -142,7 +157,9 @@ class Command:
         if self.name == "benchmark" and self.flags.stats:
             print(f"Last trial. {closing_line(self.speculation)}")
         if self.name != "chat" and self.flags.stats:
-            is_bare = self.name == "generate" and not shows_lines  # nothing but the text on stdout
+            is_bare = (
+                self.name == "generate" and not shows_lines
+            )  # nothing but the text on stdout
             print_account(self.speculation, sys.stderr if is_bare else sys.stdout)
 
 
@@ -179,7 +196,9 @@ def print_account(speculation: Speculation, file: Any) -> None:
     if stats is None or mx.distributed.init().rank() > 0:
         return
     print(stats, file=file)
-    rounds = ", ".join(f"{n}: {count}" for n, count in enumerate(stats.accept_histogram))
+    rounds = ", ".join(
+        f"{n}: {count}" for n, count in enumerate(stats.accept_histogram)
+    )
     print(f"Rounds by accepted tokens: {rounds}", file=file)
     rates = ", ".join(f"{rate:.0%}" for rate in stats.acceptance_by_position)
     print(f"Acceptance by position: {rates or 'nothing drafted'}", file=file)

@@ -28,7 +28,9 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.next_token import is_pure
 from specdec_mlx.verify.strategies import leaves
 
-_held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()  # tokens, by a model's first cache
+_held: WeakKeyDictionary[Any, list[int]] = (
+    WeakKeyDictionary()
+)  # tokens, by a model's first cache
 
 
 def tokens_on(caches: Sequence[Any] | None) -> list[int]:
@@ -86,7 +88,9 @@ class Wrapper(Several):
 class WrappedSession:
     """A session that is told of its end by another function; the rest is its own."""
 
-    def __init__(self, session: Session, key: str, close: Callable[[int], None]) -> None:
+    def __init__(
+        self, session: Session, key: str, close: Callable[[int], None]
+    ) -> None:
         self.observe, self.close = session.observe, close
         self.parts = contracts.session_parts(session, key)
         self.groups = contracts.session_groups(session, key)
@@ -116,7 +120,11 @@ def continued(drafter: Drafter | None, earlier: Sequence[int]) -> Drafter | None
     """The drafter, shown the earlier turns, unless it reads the target's states of the prompt."""
 
     def shown(part: Drafter) -> Drafter:
-        return part if isinstance(part, contracts.ReadsTarget) else Continued(part, earlier)
+        return (
+            part
+            if isinstance(part, contracts.ReadsTarget)
+            else Continued(part, earlier)
+        )
 
     return with_parts(drafter, shown) if drafter is not None and earlier else drafter
 
@@ -137,7 +145,9 @@ class Predicted(Wrapper):
 def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
     """The drafter, after a look-up that may also copy from the prediction."""
     several = drafter if isinstance(drafter, FirstOf) else FirstOf(drafter)
-    return type(several)(Predicted(PromptLookupDrafter(), prediction), *several.drafters)
+    return type(several)(
+        Predicted(PromptLookupDrafter(), prediction), *several.drafters
+    )
 
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
@@ -168,7 +178,10 @@ class Kept(Wrapper):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
         """Begin after the prompt, of which the caches that are found hold a part."""
-        if context.draft_cache is not None or self.drafter.shared_with(context) is not None:
+        if (
+            context.draft_cache is not None
+            or self.drafter.shared_with(context) is not None
+        ):
             return self.drafter.begin(prompt, context)
         caches, rest = self.store.fetch_nearest_cache(self.place, list(prompt))
         if caches is None:

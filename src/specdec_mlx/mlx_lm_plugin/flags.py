@@ -29,7 +29,11 @@ from specdec_mlx.drafters.choosing.choice import (
     add_lighter_arguments,
     choice_of,
 )
-from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER, MODEL_DRAFTER, NO_DRAFTER
+from specdec_mlx.drafters.choosing.registry import (
+    DEFAULT_DRAFTER,
+    MODEL_DRAFTER,
+    NO_DRAFTER,
+)
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
@@ -95,16 +99,23 @@ class Learner:
         from specdec_mlx.training.online import OnlineDraftModel, learning_on
 
         if name_in(spec) != MODEL_DRAFTER:
-            return registry.make_drafter(spec, draft_model=self.drafter(target, MODEL_DRAFTER))
+            return registry.make_drafter(
+                spec, draft_model=self.drafter(target, MODEL_DRAFTER)
+            )
         if spec != MODEL_DRAFTER and is_head(self.folder):
-            raise ValueError(f"Drafter {spec!r}: with --online a trained head takes no options.")
+            raise ValueError(
+                f"Drafter {spec!r}: with --online a trained head takes no options."
+            )
         if self._latest is None or self._latest.trainer.target is not target:
             self.save()
             self._latest = learning_on(self.folder, target)
         latest = self._latest
         if not isinstance(latest, OnlineDraftModel):
             return latest
-        pair = {"draft_model": latest.model, "draft_tokenizer": latest.drafter.tokenizer}
+        pair = {
+            "draft_model": latest.model,
+            "draft_tokenizer": latest.drafter.tokenizer,
+        }
         chosen: Any = registry.make_drafter(spec, **pair)
         return latest.drafting_as(chosen)
 
@@ -125,7 +136,9 @@ def check_learns(model: NamedModel) -> None:
         others = ", ".join(model.flags)
         wrong = f"{others} drafts with another model than the one that learns. Leave one out."
     elif mx.distributed.init().size() > 1:
-        wrong = "a target that is spread over ranks cannot be learnt from. Use one machine."
+        wrong = (
+            "a target that is spread over ranks cannot be learnt from. Use one machine."
+        )
     if wrong:
         raise ValueError(f"argument --online: {wrong}")
     stored_plan(Path(str(model.name)).expanduser())
@@ -146,7 +159,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"the model for each draft; {MODEL_DRAFTER}:branches=4 has the model propose trees)",
     )
     if "--draft-model" not in taken:
-        add("--draft-model", default=None, help="A model to draft with, a trained head, or auto.")
+        add(
+            "--draft-model",
+            default=None,
+            help="A model to draft with, a trained head, or auto.",
+        )
     add_lighter_arguments(group)
     add(
         "--draft-length",
@@ -194,9 +211,15 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
     """Add the flags for the structure of the text."""
     group = parser.add_argument_group("structured output (needs the extra `grammar`)")
     only = group.add_mutually_exclusive_group()
-    only.add_argument("--json-schema", type=Path, metavar="FILE", help="Write JSON that fits it.")
-    only.add_argument("--regex", metavar="PATTERN", help="Write what it matches as a whole.")
-    only.add_argument("--lark", type=Path, metavar="FILE", help="Write what its rule `start` says.")
+    only.add_argument(
+        "--json-schema", type=Path, metavar="FILE", help="Write JSON that fits it."
+    )
+    only.add_argument(
+        "--regex", metavar="PATTERN", help="Write what it matches as a whole."
+    )
+    only.add_argument(
+        "--lark", type=Path, metavar="FILE", help="Write what its rule `start` says."
+    )
 
 
 def take_grammar(namespace: argparse.Namespace) -> Grammar | None:
@@ -277,7 +300,9 @@ OnFlags = Callable[[argparse.Namespace, Flags], None]
 AddArguments = Callable[[argparse.ArgumentParser], None]
 
 
-def run_main(module: Any, arguments: Sequence[str], on_flags: OnFlags, *more: AddArguments) -> None:
+def run_main(
+    module: Any, arguments: Sequence[str], on_flags: OnFlags, *more: AddArguments
+) -> None:
     """Run a command of mlx-lm with our flags; see `argparse_with_flags`."""
     program = f"specdec-mlx {module.__name__.rpartition('.')[2]}"
     with (

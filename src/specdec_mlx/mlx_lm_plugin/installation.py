@@ -40,7 +40,9 @@ OLDEST, NEXT = "0.31.3", "0.33"
 
 INSTALL = f"pip install 'mlx-lm>={OLDEST},<{NEXT}'"
 NAMES = "generate_step", "speculative_generate_step"
-STEPS: Any = importlib.import_module("mlx_lm.generate")  # in the package a function has its name
+STEPS: Any = importlib.import_module(
+    "mlx_lm.generate"
+)  # in the package a function has its name
 
 
 class MlxLmVersionError(RuntimeError):
@@ -192,7 +194,10 @@ def _stepping(original: Any) -> Any:
     @functools.wraps(original)
     def step(*args: Any, **kwargs: Any) -> Any:
         speculation = next(reversed(_stack), None)
-        options = {"stream": generation_stream, **signature.bind(*args, **kwargs).arguments}
+        options = {
+            "stream": generation_stream,
+            **signature.bind(*args, **kwargs).arguments,
+        }
         if speculation is None or not _can_draft(options):
             return original(*args, **kwargs)
         if "draft_model" not in options:

@@ -28,9 +28,15 @@ except ImportError as error:
 
 PANEL = (4.6, 3.2)  # inches
 PIXELS_PER_INCH, SHARPNESS = 90, 2  # as shown, and pixels drawn for each of them
-MOST_POSITIONS, MOST_RUNS = 17, 40  # of a cost curve, and of a text along its generation
+MOST_POSITIONS, MOST_RUNS = (
+    17,
+    40,
+)  # of a cost curve, and of a text along its generation
 MLX_LM_SPECULATION = "mlx-lm-speculation"
-LEGENDS = {MLX_LM_SPECULATION: "mlx-lm's own, draft model", "none": "no drafter, our loop"}
+LEGENDS = {
+    MLX_LM_SPECULATION: "mlx-lm's own, draft model",
+    "none": "no drafter, our loop",
+}
 """Names in a legend that differ from those of a benchmark's results."""
 
 
@@ -38,7 +44,9 @@ class Plot(Figure):
     """A figure that a notebook shows as the value of a cell."""
 
     def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(*args, **{"facecolor": "none", "layout": "constrained"} | options)
+        super().__init__(
+            *args, **{"facecolor": "none", "layout": "constrained"} | options
+        )
 
     def add_subplot(self, *args: Any, **options: Any) -> Axes:
         """Axes without a background, lettered in grey."""
@@ -83,7 +91,9 @@ def label_axes(ax: Axes, title: str, x: str, y: str) -> Figure:
 
 def legend(ax: Axes, **options: Any) -> Figure:
     """Add the legend, with matplotlib's options; returns the figure, which is complete."""
-    drawn = ax.legend(**{"fontsize": 8, "frameon": False, "labelcolor": ink(ax)} | options)
+    drawn = ax.legend(
+        **{"fontsize": 8, "frameon": False, "labelcolor": ink(ax)} | options
+    )
     drawn.get_title().set_color(ink(ax))
     assert isinstance(ax.figure, Figure)
     return ax.figure
@@ -126,23 +136,38 @@ def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> F
     """Share of the rounds that drafted a position in which it was accepted, 95% intervals."""
     ax = axes_or_new(ax)
     positions = range(1, len(stats.drafted_at) + 1)
-    estimates = [wilson(a, d) for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True)]
+    estimates = [
+        wilson(a, d) for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True)
+    ]
     shares = [estimate.mean for estimate in estimates]
-    ends = [[share - low for share, low, _ in estimates], [h - share for share, _, h in estimates]]
+    ends = [
+        [share - low for share, low, _ in estimates],
+        [h - share for share, _, h in estimates],
+    ]
     ax.errorbar(positions, shares, yerr=ends, fmt="o", color=BLUE, capsize=3)
     ax.set_ylim(0, 1.03)
     ax.set_xticks(positions)
     return label_axes(
-        ax, "Acceptance by position", "position in the draft", "share accepted, 95% interval"
+        ax,
+        "Acceptance by position",
+        "position in the draft",
+        "share accepted, 95% interval",
     )
 
 
 def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Tokens per pass along the generation, in runs of rounds, and how many of them drafted."""
     ax = axes_or_new(ax)
-    rows = [(i, 1 + accepted, drafted > 0) for i, (drafted, accepted) in enumerate(stats.rounds)]
-    runs = np.array_split(np.array(rows).reshape(-1, 3), max(1, min(MOST_RUNS, len(rows))))
-    at, tokens, drafting = np.array([run.mean(axis=0) for run in runs if len(run)]).reshape(-1, 3).T
+    rows = [
+        (i, 1 + accepted, drafted > 0)
+        for i, (drafted, accepted) in enumerate(stats.rounds)
+    ]
+    runs = np.array_split(
+        np.array(rows).reshape(-1, 3), max(1, min(MOST_RUNS, len(rows)))
+    )
+    at, tokens, drafting = (
+        np.array([run.mean(axis=0) for run in runs if len(run)]).reshape(-1, 3).T
+    )
     ax.step(at, tokens, where="mid", color=BLUE, label="tokens per pass")
     ax.axhline(1, color=GREY, linewidth=1, linestyle=":", label="plain decoding")
     mode = ax.twinx()
@@ -151,7 +176,9 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     mode.set_yticks([0, 1], ["plain", "drafting"], fontsize=8)
     mode.spines[["top", "right"]].set_visible(False)
     ax.set_ylim(0, max([2.0, *tokens]) * 1.25)
-    return finish(ax, "Along the generation", "round", "tokens per pass", loc="upper right")
+    return finish(
+        ax, "Along the generation", "round", "tokens per pass", loc="upper right"
+    )
 
 
 def cost_curve(cost: Any) -> Figure:
@@ -159,16 +186,30 @@ def cost_curve(cost: Any) -> Figure:
     ax = axes_or_new(None)
     known = cost.positions if len(cost.positions) > 2 else range(1, MOST_POSITIONS + 1)
     positions = [m for m in known if m <= MOST_POSITIONS]
-    ax.plot(positions, [cost(m) / cost(1) for m in positions], "o-", color=BLUE, label="c(m)")
+    ax.plot(
+        positions,
+        [cost(m) / cost(1) for m in positions],
+        "o-",
+        color=BLUE,
+        label="c(m)",
+    )
     if cost.low:
         intervals = (cost.low, cost.high)
-        low, high = ([x / cost(1) for x in ends[: len(positions)]] for ends in intervals)
-        ax.fill_between(positions, low, high, color=BLUE, alpha=0.25, linewidth=0, label="95%")
+        low, high = (
+            [x / cost(1) for x in ends[: len(positions)]] for ends in intervals
+        )
+        ax.fill_between(
+            positions, low, high, color=BLUE, alpha=0.25, linewidth=0, label="95%"
+        )
     ax.set_ylim(0)
-    return finish(ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", "plain steps")
+    return finish(
+        ax, f"Cost of a pass, {cost.name}", "positions in the pass, m", "plain steps"
+    )
 
 
-def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "") -> Figure:
+def speed_by_text(
+    results: Sequence[Any], ax: Axes | None = None, title: str = ""
+) -> Figure:
     """Speed of each contender by kind of text, relative to plain mlx-lm, with 95% intervals.
 
     results: of a benchmark, those of plain mlx-lm first. ax: where to draw, a new plot if None.
@@ -180,7 +221,9 @@ def speed_by_text(results: Sequence[Any], ax: Axes | None = None, title: str = "
     for key in contenders:
         chosen = [r for r in results if r.key == key and r.ratio]
         label = _way(key[0], key[1], key[2] if with_rule else "")
-        speeds[label] = {r.category: (r.ratio, r.ratio_low, r.ratio_high) for r in chosen}
+        speeds[label] = {
+            r.category: (r.ratio, r.ratio_low, r.ratio_high) for r in chosen
+        }
     categories = list(dict.fromkeys(r.category for r in results))
     return _speeds(
         categories,
@@ -230,7 +273,11 @@ def _speeds(
         middle = [speed for speed, _, _ in found.values()]
         below = [max(0.0, speed - low) for speed, low, _ in found.values()]
         above = [max(0.0, high - speed) for speed, _, high in found.values()]
-        look: dict[str, Any] = {"fmt": MARKERS[i % 6], "color": COLOURS[i % 6], "capsize": 2}
+        look: dict[str, Any] = {
+            "fmt": MARKERS[i % 6],
+            "color": COLOURS[i % 6],
+            "capsize": 2,
+        }
         ax.errorbar(middle, rows, xerr=[below, above], label=label, **look)
     for edge in range(1, len(categories)):
         ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)
@@ -262,4 +309,6 @@ def power_of_check(parts: Sequence[Any]) -> Figure:
     ax.axvline(0.9, color=ORANGE, linestyle="--", label="counts as found")
     ax.invert_yaxis()
     ax.set_xlim(0, 1)
-    return finish(ax, "Power of the check", "chance that the fault would have been found", "")
+    return finish(
+        ax, "Power of the check", "chance that the fault would have been found", ""
+    )

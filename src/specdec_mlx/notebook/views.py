@@ -52,13 +52,17 @@ class Look(NamedTuple):
 
 LOOKS: dict[Origin, Look] = {
     "draft": Look("mark", SKY, "accepted draft", "proposed, and kept by the target"),
-    "correction": Look("b", VERMILLION, "correction", "the target's own, after a rejected draft"),
+    "correction": Look(
+        "b", VERMILLION, "correction", "the target's own, after a rejected draft"
+    ),
     "bonus": Look("i", GREEN, "bonus", "the target's own, after a draft kept whole"),
     "plain": Look("span", "", "plain", "no draft was there"),
 }
 
 
-def text_html(pieces: Sequence[Piece], stats: SpeculationStats, drafter: str = "") -> str:
+def text_html(
+    pieces: Sequence[Piece], stats: SpeculationStats, drafter: str = ""
+) -> str:
     """A text with each token coloured by its origin, and a legend; the drafter shows on hover."""
     tokens = "".join(_token(piece, drafter) for piece in pieces)
     counts = Counter(piece.origin for piece in pieces)
@@ -88,10 +92,19 @@ def stats_html(stats: SpeculationStats) -> str:
         rows.append(("rounds by tokens accepted", _histogram(stats.rounds)))
     if stats.counterfactual is not None:
         kept = stats.counterfactual.accepted_per_round
-        rules = ", ".join(f"{rule} {estimate.mean:.2f}" for rule, estimate in kept.items())
+        rules = ", ".join(
+            f"{rule} {estimate.mean:.2f}" for rule, estimate in kept.items()
+        )
         rows.append(("kept in a round, by rule", escape(rules)))
-    names = {"drafting": "draft", "verifying": "verify", "prefill": "prefill", "elsewhere": "other"}
-    seconds = (f"{name} {getattr(stats, f'{x}_seconds'):.2f}" for name, x in names.items())
+    names = {
+        "drafting": "draft",
+        "verifying": "verify",
+        "prefill": "prefill",
+        "elsewhere": "other",
+    }
+    seconds = (
+        f"{name} {getattr(stats, f'{x}_seconds'):.2f}" for name, x in names.items()
+    )
     rows.append(("seconds", ", ".join(seconds)))
     name_style = f"{CELL};text-align:left;font-weight:normal;vertical-align:top"
     return _table(
@@ -101,14 +114,18 @@ def stats_html(stats: SpeculationStats) -> str:
     )
 
 
-def table_html(header: Sequence[str], rows: Iterable[Sequence[str]], num_text_columns: int) -> str:
+def table_html(
+    header: Sequence[str], rows: Iterable[Sequence[str]], num_text_columns: int
+) -> str:
     """A table whose first `num_text_columns` stand to the left; numbers stand to the right."""
     lines = []
     for tag, cells in (("th", header), *(("td", row) for row in rows)):
         line = ""
         for i, cell in enumerate(cells):
             side = "left" if i < num_text_columns else "right"
-            line += f'<{tag} style="{CELL};text-align:{side}">{escape(str(cell))}</{tag}>'
+            line += (
+                f'<{tag} style="{CELL};text-align:{side}">{escape(str(cell))}</{tag}>'
+            )
         lines.append(f"<tr>{line}</tr>")
     return _table(lines)
 
@@ -121,7 +138,9 @@ def markdown_table(
     for i, cells in enumerate(zip(header, *rows, strict=True)):
         width = max(3, *map(len, cells))
         if i < num_text_columns:
-            columns.append([cell.ljust(width) for cell in (cells[0], "-" * width, *cells[1:])])
+            columns.append(
+                [cell.ljust(width) for cell in (cells[0], "-" * width, *cells[1:])]
+            )
         else:
             rule = "-" * (width - 1) + ":"
             columns.append([cell.rjust(width) for cell in (cells[0], rule, *cells[1:])])
@@ -152,7 +171,9 @@ def _bars(stats: SpeculationStats) -> str:
     """Acceptance at the first positions of a draft, and at the later ones in doubling ranges."""
     lines = []
     longest = len(stats.drafted_at)
-    for first, end in pairwise(min(n, longest) for n in (0, 1, 2, 3, 4, 8, 16, 32, longest)):
+    for first, end in pairwise(
+        min(n, longest) for n in (0, 1, 2, 3, 4, 8, 16, 32, longest)
+    ):
         a, d = sum(stats.accepted_at[first:end]), sum(stats.drafted_at[first:end])
         place = f"{first + 1}" if end == first + 1 else f"{first + 1} to {end}"
         if d:

@@ -15,11 +15,15 @@ from jaxtyping import Bool, Float, Integer
 if TYPE_CHECKING:
     Array = Any
 else:
-    Array = mx.array | np.ndarray | np.generic  # of either library; shapes are checked under pytest
+    Array = (
+        mx.array | np.ndarray | np.generic
+    )  # of either library; shapes are checked under pytest
 
 Rows = Float[Array, "rows vocab"]  # [K+1, V] probabilities of the target
 Ids = Integer[Array, " rows-1"]  # [K] draft tokens
-Drawn = Float[Array, "rows-1 vocab"]  # [K, V] probabilities that the draft tokens were drawn from
+Drawn = Float[
+    Array, "rows-1 vocab"
+]  # [K, V] probabilities that the draft tokens were drawn from
 Chances = Float[Array, " rows-1"]  # [K] chances that draft tokens are kept
 Law = Float[Array, " vocab"]  # [V] distribution of the next token
 SMALLEST = 1e-37  # stands for 0 in a denominator: the reciprocal is still a float32
@@ -100,7 +104,9 @@ def log_where_positive(probs: Any) -> Any:
     return xp.log(xp.where(probs > 0, probs, 1))
 
 
-def at(probs: Float[Array, "k vocab"], tokens: Integer[Array, " k"]) -> Float[Array, " k"]:
+def at(
+    probs: Float[Array, "k vocab"], tokens: Integer[Array, " k"]
+) -> Float[Array, " k"]:
     """probs[i, tokens[i]] for each row i; [K]."""
     return namespace_of(probs).take_along_axis(probs, tokens[:, None], axis=-1)[:, 0]
 

@@ -35,7 +35,9 @@ class Block(CoinRule):
     name = "block"
     matches_greedy = True
 
-    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
+    def accept_probs(
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
+    ) -> Chances:
         r"""$h_i = s_i / (s_i + 1 - p_i)$, $s_i$ the mass of $\max(0, p_i p - q)$ after x_i; [K].
 
         $s_K = h_K = p_K$. 0/0 means that x_i is sure to be kept and p = q after it; 1 is taken.
@@ -49,7 +51,11 @@ class Block(CoinRule):
         return xp.max(kept) if coins.shape[0] else xp.sum(kept)
 
     def next_probs(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
+        self,
+        target_probs: Rows,
+        draft_tokens: Ids,
+        draft_probs: Drawn,
+        num_accepted: Array | int,
     ) -> Law:
         r"""$\mathrm{norm}(\max(0, p_n p - q))$, or p after the last draft token; [V]."""
         excess = row(_excess(target_probs, draft_tokens, draft_probs)[1], num_accepted)
@@ -67,9 +73,13 @@ class Block(CoinRule):
 
         def next_weights(num_accepted: Array | int) -> Law:
             has_excess = row(mass, num_accepted) > 0
-            return xp.where(has_excess, row(excess, num_accepted), row(target_probs, num_accepted))
+            return xp.where(
+                has_excess, row(excess, num_accepted), row(target_probs, num_accepted)
+            )
 
-        at_end = xp.where(xp.isnan(mass), weights, 1)  # a row of no distribution ends the draft
+        at_end = xp.where(
+            xp.isnan(mass), weights, 1
+        )  # a row of no distribution ends the draft
         return xp.where(total > 0, ratio(mass, total), at_end)[1:], next_weights
 
 
@@ -79,7 +89,9 @@ def _excess(
     r"""$p_i$, and $\max(0, p_i p - q)$ after each token."""
     xp = namespace_of(target_probs)
     weights = running_weights(target_probs, draft_tokens, draft_probs)
-    return weights, xp.maximum(weights[:, None] * target_probs - with_zero_row(draft_probs), 0)
+    return weights, xp.maximum(
+        weights[:, None] * target_probs - with_zero_row(draft_probs), 0
+    )
 
 
 def running_weights(
@@ -94,5 +106,7 @@ def running_weights(
     ratios = ratio(at(target_probs[:-1], draft_tokens), at(draft_probs, draft_tokens))
     ratios = xp.concatenate([xp.ones_like(target_probs[:1, 0]), ratios])
     places = xp.arange(ratios.shape[0])
-    products = xp.cumprod(xp.where(places[:, None] < places, ratios, 1), axis=1)  # [start, end]
+    products = xp.cumprod(
+        xp.where(places[:, None] < places, ratios, 1), axis=1
+    )  # [start, end]
     return xp.min(xp.where(xp.isnan(products), 0, products), axis=0)

@@ -9,7 +9,14 @@ from collections.abc import Callable
 import mlx.core as mx
 from jaxtyping import Bool, Float, Integer
 
-from specdec_mlx.contracts import Agreement, Decision, Draft, Randomness, TargetRows, Verdict
+from specdec_mlx.contracts import (
+    Agreement,
+    Decision,
+    Draft,
+    Randomness,
+    TargetRows,
+    Verdict,
+)
 from specdec_mlx.rules.arithmetic import (
     Array,
     Chances,
@@ -37,7 +44,9 @@ class CoinRule(ABC):
     matches_greedy: bool = False
 
     @abstractmethod
-    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
+    def accept_probs(
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
+    ) -> Chances:
         """Chance that the coin of each draft position shows heads; [K]."""
 
     def num_accepted(self, coins: Bool[Array, " k"]) -> Integer[Array, ""]:
@@ -46,7 +55,11 @@ class CoinRule(ABC):
 
     @abstractmethod
     def next_probs(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
+        self,
+        target_probs: Rows,
+        draft_tokens: Ids,
+        draft_probs: Drawn,
+        num_accepted: Array | int,
     ) -> Law:
         """Distribution of the token that follows n kept ones; [V]."""
 
@@ -57,11 +70,15 @@ class CoinRule(ABC):
         given = target_probs, draft_tokens, draft_probs
         return self.accept_probs(*given), functools.partial(self.next_probs, *given)
 
-    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Decision:
         """Toss the coins and draw the token after; see `AcceptanceRule.decide`."""
         if target.greedy and self.matches_greedy:
             return Agreement(target.tokens)
-        return decide_by_coins(self, target.probs, to_ids(draft.tokens), draft.probs, randomness)
+        return decide_by_coins(
+            self, target.probs, to_ids(draft.tokens), draft.probs, randomness
+        )
 
 
 def decide_by_coins(

@@ -17,7 +17,9 @@ class Match:
     name = "match"
     needs_distribution = False
 
-    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Agreement:
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Agreement:
         """Compare with the target's own draws."""
         return Agreement(target.tokens)
 

@@ -41,7 +41,9 @@ class AutoRule:
     name = "auto"
     needs_distribution = False
 
-    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Decision:
         """Pass on to the rule that suits the draft."""
         has_choice = target.has_distribution and not target.greedy
         rule = self.for_draft(draft) if has_choice else Match()
@@ -51,7 +53,9 @@ class AutoRule:
         """Block for drafts drawn at random, else match."""
         return Match() if draft.logprobs is None else Block()
 
-    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
+    def decide_tree(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> TreeVerdict:
         """The target's own tokens, and traversal for drafts drawn at random."""
         is_drawn = draft.logprobs is not None and target.has_distribution
         rule: TreeRule = Traversal() if is_drawn else OwnTokens()
@@ -81,7 +85,10 @@ LOSSLESS: dict[str, Callable[..., AcceptanceRule]] = {
 }
 """Rules that leave the target's distribution alone."""
 
-LOSSY: dict[str, Callable[..., AcceptanceRule]] = {"lenient": Lenient, "typical": Typical}
+LOSSY: dict[str, Callable[..., AcceptanceRule]] = {
+    "lenient": Lenient,
+    "typical": Typical,
+}
 """Rules that change it; asked for by name only."""
 
 RULES = {**LOSSLESS, **LOSSY}  # the built-in rules, by name
@@ -93,7 +100,9 @@ def rule_names() -> list[str]:
     return [*RULES, *_installed()]
 
 
-def make_rule(choice: str | AcceptanceRule, *, is_seeded: bool = False) -> AcceptanceRule:
+def make_rule(
+    choice: str | AcceptanceRule, *, is_seeded: bool = False
+) -> AcceptanceRule:
     """The rule that a caller passed: one, or NAME:key=value,... as "lenient:lenience=0.5".
 
     With a seed "auto" is coupled: under block the length of a draft, which timing chooses, would
@@ -106,9 +115,13 @@ def make_rule(choice: str | AcceptanceRule, *, is_seeded: bool = False) -> Accep
     """
     rule: Any = choice
     if isinstance(choice, str):
-        name, options = split_spec("coupled" if is_seeded and choice == "auto" else choice)
+        name, options = split_spec(
+            "coupled" if is_seeded and choice == "auto" else choice
+        )
         if name not in RULES and name not in _installed():
-            raise UnknownNameError(f"Unknown rule {name!r}. Known: {', '.join(rule_names())}.")
+            raise UnknownNameError(
+                f"Unknown rule {name!r}. Known: {', '.join(rule_names())}."
+            )
         kind = RULES.get(name) or load(_installed()[name], "rule")
         rule = make_with("rule", name, kind, options)
     if isinstance(rule, AcceptanceRule) and not isinstance(rule, type):

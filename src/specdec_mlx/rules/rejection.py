@@ -26,14 +26,21 @@ class Rejection(CoinRule):
     name = "rejection"
     matches_greedy = True
 
-    def accept_probs(self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn) -> Chances:
+    def accept_probs(
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
+    ) -> Chances:
         """min(1, p/q) at each draft token; [K]."""
         return acceptance_probability(target_probs[:-1], draft_probs, draft_tokens)
 
     def next_probs(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, num_accepted: Array | int
+        self,
+        target_probs: Rows,
+        draft_tokens: Ids,
+        draft_probs: Drawn,
+        num_accepted: Array | int,
     ) -> Law:
         """Residual at the rejected position, or p after the last draft token; [V]."""
         return residual(
-            row(target_probs, num_accepted), row(with_zero_row(draft_probs), num_accepted)
+            row(target_probs, num_accepted),
+            row(with_zero_row(draft_probs), num_accepted),
         )

@@ -69,7 +69,9 @@ def post_order(node: int, children: Sequence[Sequence[int]]) -> Iterator[int]:
 class TreeRule(Protocol):
     """Pure decision about a tree; see `AcceptanceRule`."""
 
-    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
+    def decide_tree(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> TreeVerdict:
         """The path that is kept of a tree, at least one token, and what follows."""
         ...
 
@@ -78,7 +80,9 @@ class TreeRule(Protocol):
 class OwnTokens:
     """Match: draw the target's own token at the row, go on to the child that carries it."""
 
-    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
+    def decide_tree(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> TreeVerdict:
         """Compare with the target's own draws."""
         parents = _parents(draft)
         own = target.tokens[mx.array([parent + 1 for parent in parents])]
@@ -91,7 +95,11 @@ class TreeCoinRule(ABC):
 
     @abstractmethod
     def judge(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
+        self,
+        target_probs: Rows,
+        draft_tokens: Ids,
+        draft_probs: Drawn,
+        parents: Sequence[int],
     ) -> tuple[Chances, Rows]:
         """Chance of each token's heads [K], and the distribution after each row [K+1, V].
 
@@ -102,7 +110,9 @@ class TreeCoinRule(ABC):
     def kept(self, coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
         """The tokens that K coins keep, from the root down."""
 
-    def decide_tree(self, target: TargetRows, draft: Draft, randomness: Randomness) -> TreeVerdict:
+    def decide_tree(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> TreeVerdict:
         """Toss the coins and draw what follows; one noise serves all rows, as coins choose one."""
         if target.greedy:
             return OwnTokens().decide_tree(target, draft, randomness)
@@ -134,7 +144,11 @@ class MultiRound(TreeCoinRule):
     """
 
     def judge(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
+        self,
+        target_probs: Rows,
+        draft_tokens: Ids,
+        draft_probs: Drawn,
+        parents: Sequence[int],
     ) -> tuple[Chances, Rows]:
         """One position at a time, by `at_node`."""
         xp = namespace_of(target_probs)
@@ -149,7 +163,9 @@ class MultiRound(TreeCoinRule):
             else:  # as in Rejection, nothing is excluded after the last token
                 left = residual(p, xp.zeros_like(p))
             after.append(left)
-        return xp.stack([chances[node] for node in range(len(parents))]), xp.stack(after)
+        return xp.stack([chances[node] for node in range(len(parents))]), xp.stack(
+            after
+        )
 
     def at_node(
         self,
@@ -193,11 +209,17 @@ class KSequential(MultiRound, Rejection):
         factor = _least_factor(p, q, count)
         one_try = xp.minimum(q, p / factor)
         beta = xp.sum(one_try)
-        tries = xp.where(beta > 0, (1 - (1 - beta) ** count) / xp.where(beta > 0, beta, 1), count)
-        chances = acceptance_probability(xp.stack([p] * count), factor * draft_probs, tokens)
+        tries = xp.where(
+            beta > 0, (1 - (1 - beta) ** count) / xp.where(beta > 0, beta, 1), count
+        )
+        chances = acceptance_probability(
+            xp.stack([p] * count), factor * draft_probs, tokens
+        )
         together = chances, residual(p, tries * one_try)
         is_one = xp.all(draft_probs == q)
-        return tuple(xp.where(is_one, a, b) for a, b in zip(together, one_by_one, strict=True))
+        return tuple(
+            xp.where(is_one, a, b) for a, b in zip(together, one_by_one, strict=True)
+        )
 
 
 @dataclass(frozen=True)
@@ -212,7 +234,11 @@ class Traversal(TreeCoinRule):
     """
 
     def judge(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn, parents: Sequence[int]
+        self,
+        target_probs: Rows,
+        draft_tokens: Ids,
+        draft_probs: Drawn,
+        parents: Sequence[int],
     ) -> tuple[Chances, Rows]:
         """Each coin given that all before it, in post-order, showed tails."""
         xp = namespace_of(target_probs)
@@ -223,10 +249,14 @@ class Traversal(TreeCoinRule):
         def settle(row: int) -> None:
             for child in children[row]:
                 q, token = draft_probs[child], draft_tokens[child]
-                weights[child + 1] = xp.minimum(weights[row] * ratio(left[row][token], q[token]), 1)
+                weights[child + 1] = xp.minimum(
+                    weights[row] * ratio(left[row][token], q[token]), 1
+                )
                 settle(child + 1)
                 exclude(row, q)
-            if not children[row]:  # as in Block, nothing is excluded after the last token
+            if not children[
+                row
+            ]:  # as in Block, nothing is excluded after the last token
                 exclude(row, xp.zeros_like(left[row]))
 
         def exclude(row: int, q: Any) -> None:
@@ -234,7 +264,9 @@ class Traversal(TreeCoinRule):
             left[row] = residual(left[row], q, weights[row])
             total = mass + (1 - weights[row])
             at_end = xp.where(xp.isnan(mass), weights[row], 1)  # as in Block
-            weights[row] = xp.where(total > 0, mass / xp.where(total > 0, total, 1), at_end)
+            weights[row] = xp.where(
+                total > 0, mass / xp.where(total > 0, total, 1), at_end
+            )
 
         settle(0)
         return xp.stack(weights[1:]), xp.stack(left)

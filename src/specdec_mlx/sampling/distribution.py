@@ -20,7 +20,10 @@ from specdec_mlx.options import require, wrong
 
 Sampler = Callable[[mx.array], mx.array]
 
-LEAST_TEMP, MOST_TEMP = 1e-30, 1e30  # beyond them logits, or 1 / temp, are no float32 any more
+LEAST_TEMP, MOST_TEMP = (
+    1e-30,
+    1e30,
+)  # beyond them logits, or 1 / temp, are no float32 any more
 TEMPS = f"a finite number >= 0: 0 for greedy, or {LEAST_TEMP} to {MOST_TEMP}"
 
 
@@ -48,7 +51,9 @@ class Sampling:
     xtc_special_tokens: Sequence[int] | None = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "xtc_special_tokens", tuple(self.xtc_special_tokens or ()))
+        object.__setattr__(
+            self, "xtc_special_tokens", tuple(self.xtc_special_tokens or ())
+        )
         for name, least in (("min_tokens_to_keep", 1), ("top_k", 0)):
             number: int = getattr(self, name)
             is_whole = isinstance(number, Integral) and number >= least
@@ -97,7 +102,8 @@ class Sampling:
         if self.xtc_probability == 0:
             return self._finish(x)
         plain, without_top = (
-            mx.exp(_normalize(self._finish(y))) for y in (x, self._exclude_top_choices(x))
+            mx.exp(_normalize(self._finish(y)))
+            for y in (x, self._exclude_top_choices(x))
         )
         share = self.xtc_probability
         return mx.log((1 - share) * plain + share * without_top)
@@ -113,7 +119,9 @@ class Sampling:
         assert gumbel is not None
         return mx.argmax(self._unnormalized(logprobs) + gumbel, axis=-1)
 
-    def __call__(self, logprobs: Float[mx.array, "*batch vocab"]) -> Integer[mx.array, "*batch"]:
+    def __call__(
+        self, logprobs: Float[mx.array, "*batch vocab"]
+    ) -> Integer[mx.array, "*batch"]:
         """Token ids [...] for log-probabilities [..., V], like any sampler of mlx-lm."""
         if self.greedy:
             return mx.argmax(logprobs, axis=-1)
@@ -148,7 +156,9 @@ def _normalize(x: mx.array) -> mx.array:
 
 def _point_mass(logprobs: mx.array) -> mx.array:
     best = mx.argmax(logprobs, axis=-1, keepdims=True)
-    return mx.where(mx.arange(logprobs.shape[-1]) == best, 0.0, -mx.inf).astype(mx.float32)
+    return mx.where(mx.arange(logprobs.shape[-1]) == best, 0.0, -mx.inf).astype(
+        mx.float32
+    )
 
 
 def check_draft_temp(draft_temp: float | None) -> None:

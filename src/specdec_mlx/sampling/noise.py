@@ -64,11 +64,15 @@ class Noise:
         first = self._mixed(purpose, position)
         return mx.array([(_mix(first + i) >> 40) * 2.0**-24 for i in range(n)])
 
-    def gumbel(self, purpose: str, position: int, vocab: int) -> Float[mx.array, " vocab"]:
+    def gumbel(
+        self, purpose: str, position: int, vocab: int
+    ) -> Float[mx.array, " vocab"]:
         """Standard Gumbel noise [V]: argmax(log p + noise) is distributed as p."""
         return mx.random.gumbel(shape=(vocab,), key=self.key(purpose, position))
 
-    def gumbels(self, places: Sequence[tuple[str, int]], vocab: int) -> Float[mx.array, "n vocab"]:
+    def gumbels(
+        self, places: Sequence[tuple[str, int]], vocab: int
+    ) -> Float[mx.array, "n vocab"]:
         """Gumbel noise of several purposes and positions, one row each; as `gumbel` for each."""
         if len(places) == 1:
             return self.gumbel(*places[0], vocab)[None]

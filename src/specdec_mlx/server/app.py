@@ -112,8 +112,12 @@ class Server:
         posts: dict[str, Callable[[Request], Any]] = {}
         posts |= {path: partial(self.answer, wire) for path, wire in WIRES.items()}
         posts["/messages/count_tokens"] = self.count_tokens
-        routes = [Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()]
-        routes += [Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()]
+        routes = [
+            Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()
+        ]
+        routes += [
+            Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()
+        ]
         routes += [Route("/responses", no_socket, methods=["GET"])]
         return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
 
@@ -143,7 +147,9 @@ class Server:
         """The models that may be named, in OpenAI's form or in Anthropic's."""
         listed = await run_in_threadpool(self.engine.models.listed)
         if not is_anthropic(request):
-            return encoded({"object": "list", "data": [listing(model) for model in listed]})
+            return encoded(
+                {"object": "list", "data": [listing(model) for model in listed]}
+            )
         ids = [model["id"] for model in listed]
         ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {}
         data = [anthropic_listing(model) for model in listed]
@@ -154,9 +160,13 @@ class Server:
         name = request.path_params["name"]
         for model in await run_in_threadpool(self.engine.models.listed):
             if model["id"].strip("/") == name.strip("/"):
-                return encoded((anthropic_listing if is_anthropic(request) else listing)(model))
+                return encoded(
+                    (anthropic_listing if is_anthropic(request) else listing)(model)
+                )
         wire = MESSAGES if is_anthropic(request) else CHAT
-        return refusal(wire, ModelFolderError(f"There is no model {name!r} in the list."))
+        return refusal(
+            wire, ModelFolderError(f"There is no model {name!r} in the list.")
+        )
 
     async def count_tokens(self, request: Request) -> Response:
         """Tokens of a prompt, in Anthropic's protocol."""
@@ -182,10 +192,14 @@ class Server:
             raw += part
             if len(raw) > MOST_BYTES:
                 raise BodyTooLargeError
-        key = request.headers.get("authorization") or request.headers.get("x-api-key", "")
+        key = request.headers.get("authorization") or request.headers.get(
+            "x-api-key", ""
+        )
 
         def read() -> Asked:
-            asked = wire.read({**self.settings.sampling, **more, **read_body(bytes(raw))})
+            asked = wire.read(
+                {**self.settings.sampling, **more, **read_body(bytes(raw))}
+            )
             for one in asked.requests:
                 one.key = key
             return asked
@@ -239,7 +253,9 @@ class Inbox:
 class Answer:
     """One reply, whole or streamed; its texts end with the connection, and with each other."""
 
-    def __init__(self, engine: Engine, totals: Totals, wire: Wire, asked: Asked) -> None:
+    def __init__(
+        self, engine: Engine, totals: Totals, wire: Wire, asked: Asked
+    ) -> None:
         self.engine, self.totals, self.wire, self.asked = engine, totals, wire, asked
         self.num_open = len(asked.requests)
 
@@ -251,7 +267,9 @@ class Answer:
         try:
             for choice, request in enumerate(self.asked.requests):
                 tickets.append(self.engine.submit(request, partial(inbox.put, choice)))
-            response = await (self.stream if self.asked.stream else self.whole)(inbox, send)
+            response = await (self.stream if self.asked.stream else self.whole)(
+                inbox, send
+            )
         except HungUpError:
             logging.info("Client hung up.")
             return
@@ -276,7 +294,9 @@ class Answer:
         """Send events as they come; an error before the first is raised, and told in its place."""
         clock, stream = asyncio.get_running_loop().time, self.wire.stream(self.asked)
         events = self.counted(await inbox.take(clock() + SILENCE))
-        await send({"type": "http.response.start", "status": HTTPStatus.OK, "headers": STREAM})
+        await send(
+            {"type": "http.response.start", "status": HTTPStatus.OK, "headers": STREAM}
+        )
         data, said_at = b"".join(stream.begin()), clock()
         try:
             while True:
@@ -287,7 +307,9 @@ class Answer:
                 if not data and clock() - said_at >= SILENCE:
                     data = stream.keepalive()
                 if data:
-                    await send({"type": "http.response.body", "body": data, "more_body": True})
+                    await send(
+                        {"type": "http.response.body", "body": data, "more_body": True}
+                    )
                     data, said_at = b"", clock()
                 events = self.counted(await inbox.take(said_at + SILENCE))
             data += b"".join(stream.end())
@@ -304,7 +326,9 @@ class Answer:
                 case Failed():
                     raise event.error
                 case Progress():
-                    logging.info("Prompt processing progress: %d/%d", event.done, event.total)
+                    logging.info(
+                        "Prompt processing progress: %d/%d", event.done, event.total
+                    )
                 case Ended():
                     self.num_open -= 1
                     self.totals.add(event)
@@ -332,7 +356,9 @@ def status_of(error: Exception) -> HTTPStatus:
         return HTTPStatus.NOT_FOUND
     if isinstance(error, BodyTooLargeError):
         return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
-    is_named = isinstance(error, RequestError) or type(error).__module__ == errors.__name__
+    is_named = (
+        isinstance(error, RequestError) or type(error).__module__ == errors.__name__
+    )
     if is_named and isinstance(error, ValueError | MissingPackageError):
         return HTTPStatus.BAD_REQUEST
     logging.error("A request failed.", exc_info=error)

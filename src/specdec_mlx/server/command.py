@@ -105,10 +105,14 @@ def bound(host: str, port: int) -> socket.socket:
 def busy(host: str, port: int, error: Exception) -> PortError:
     """The error for a port that cannot be listened on."""
     reason = getattr(error, "strerror", None) or error
-    return PortError(f"Port {port} of {host} is not free ({reason}). Give another one by --port.")
+    return PortError(
+        f"Port {port} of {host} is not free ({reason}). Give another one by --port."
+    )
 
 
-def listen(engine: Engine, settings: Settings, listener: socket.socket, signals: Signals) -> None:
+def listen(
+    engine: Engine, settings: Settings, listener: socket.socket, signals: Signals
+) -> None:
     """Answer requests until a signal comes; all replies are ended then."""
     import uvicorn
 
@@ -121,12 +125,18 @@ def listen(engine: Engine, settings: Settings, listener: socket.socket, signals:
 
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """End the texts, so that their clients are told, and then the connections."""
-            await asyncio.gather(asyncio.to_thread(engine.stop), super().shutdown(sockets))
+            await asyncio.gather(
+                asyncio.to_thread(engine.stop), super().shutdown(sockets)
+            )
 
     app = make_app(engine, settings)
     server = Server(
         uvicorn.Config(
-            app, log_config=None, lifespan="off", ws="none", timeout_graceful_shutdown=GRACE
+            app,
+            log_config=None,
+            lifespan="off",
+            ws="none",
+            timeout_graceful_shutdown=GRACE,
         )
     )
 
@@ -156,7 +166,9 @@ class Signals:
 
     def __enter__(self) -> Signals:
         if threading.current_thread() is threading.main_thread():
-            self._before = {number: signal.signal(number, self._take) for number in SIGNALS}
+            self._before = {
+                number: signal.signal(number, self._take) for number in SIGNALS
+            }
         return self
 
     def __exit__(self, *exception: object) -> None:

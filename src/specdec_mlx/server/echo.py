@@ -12,7 +12,9 @@ from specdec_mlx.server.requests import Said, TokenLogprob
 from specdec_mlx.server.text.logprobs import token_bytes, token_logprob
 from specdec_mlx.server.under_way import Text
 
-MOST_ROWS = 128  # positions of one pass: each has a row of logits, as large as the vocabulary
+MOST_ROWS = (
+    128  # positions of one pass: each has a row of logits, as large as the vocabulary
+)
 
 
 def echo(text: Text, step_size: int) -> Said:
@@ -27,7 +29,9 @@ def echo(text: Text, step_size: int) -> Said:
     for token, row in zip(tokens[1:], rows, strict=True):
         entries.append(token_logprob(tokenizer, token, row, request.num_logprobs))
     bos = tokenizer.bos_token
-    was_added = bos and tokens[0] == tokenizer.bos_token_id and not str(said).startswith(bos)
+    was_added = (
+        bos and tokens[0] == tokenizer.bos_token_id and not str(said).startswith(bos)
+    )
     return Said(str(said), logprobs=entries[1:] if is_text and was_added else entries)
 
 

@@ -56,7 +56,9 @@ class Engine:
         self.models, self.settings = models, settings
         self.prefixes = prefixes_for(settings, lambda: models.loaded)
         self.ranks = ServerRanks()
-        self.draft_caches = self.prefixes  # of draft models, which the first rank alone has
+        self.draft_caches = (
+            self.prefixes
+        )  # of draft models, which the first rank alone has
         if self.ranks.are_several:
             self.draft_caches = Prefixes(settings.prompt_cache_size)
         self.running = 0
@@ -306,7 +308,9 @@ class Engine:
         )
         own = split_cache(model, caches, options)[0]
         options = replace(
-            options, prompt_cache=own, prompt_progress_callback=partial(self._was_read, text, own)
+            options,
+            prompt_cache=own,
+            prompt_progress_callback=partial(self._was_read, text, own),
         )
         ranks = ranks_of(model, options.stream)
         parts = assemble(
@@ -338,7 +342,9 @@ class Engine:
             kv_group_size=settings.kv_group_size,
             quantized_kv_start=settings.quantized_kv_start,
             tokenizer=loaded.tokenizer,
-            stream=mx.default_stream(mx.default_device()) if several else generation_stream,
+            stream=mx.default_stream(mx.default_device())
+            if several
+            else generation_stream,
         )
 
     def _was_read(self, text: Text, caches: list[Any], done: int, total: int) -> None:
@@ -363,10 +369,18 @@ class Engine:
     def _warm_up(self, loaded: Loaded) -> None:
         """Measure what is measured once for each model, and compile what is compiled."""
         options = self._options(loaded)
-        split_cache(loaded.model, None, options)  # raises for what cannot be quantized so
+        split_cache(
+            loaded.model, None, options
+        )  # raises for what cannot be quantized so
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
-        heavy = [part for name, part in self.models.defaults(loaded) if name_in(name) in WITH_MODEL]
-        tuning = Tuning.for_model(loaded.model)  # compiling is not to be taken for its pace
+        heavy = [
+            part
+            for name, part in self.models.defaults(loaded)
+            if name_in(name) in WITH_MODEL
+        ]
+        tuning = Tuning.for_model(
+            loaded.model
+        )  # compiling is not to be taken for its pace
         short = replace(options, max_tokens=WARM_TOKENS, draft_length=4, tuning=tuning)
         try:
             _ = self.settings.kv_bits is None and loaded.has_rows

@@ -24,7 +24,9 @@ DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model given at the star
 
 VARIABLES = {"kwargs", "documents", "continue_final_message", "role_mapping"}
 """Names beside the template's own variables that any request may set."""
-TEMPLATE_ARGUMENTS = signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
+TEMPLATE_ARGUMENTS = signature(
+    PreTrainedTokenizerBase.apply_chat_template
+).parameters.keys()
 """Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
 
 SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
@@ -133,7 +135,9 @@ def settings_of(namespace: argparse.Namespace) -> Settings:
         raise ValueError(f"argument --request-models: {GIVEN} needs --model.")
     if not isinstance(namespace.chat_template_args, dict):
         raise ValueError("argument --chat-template-args: expected a JSON object.")
-    namespace.request_models = namespace.request_models or (ANY if is_local else TARGETS)
+    namespace.request_models = namespace.request_models or (
+        ANY if is_local else TARGETS
+    )
     if namespace.any_model_name is None:
         namespace.any_model_name = is_local and namespace.model is not None
     has_memory = namespace.memory is not None
@@ -154,7 +158,9 @@ def is_loopback(host: str) -> bool:
 
 def parse_size(text: str) -> int:
     """Bytes of a size such as 500MB; ValueError for anything else."""
-    if (found := _SIZE.fullmatch(text.strip())) is None or found[2].upper() not in SIZES:
+    if (found := _SIZE.fullmatch(text.strip())) is None or found[
+        2
+    ].upper() not in SIZES:
         raise ValueError(f"expected a size such as 500MB or 20GB, got {text!r}")
     return int(float(found[1]) * SIZES[found[2].upper()])
 
@@ -188,14 +194,27 @@ def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--draft-model", help="A model to draft with, a trained head, or auto.")
     add("--num-draft-tokens", type=int, help="mlx-lm's name for --draft-length.")
-    add("--trust-remote-code", action="store_true", help="Run code that a tokenizer brings along.")
+    add(
+        "--trust-remote-code",
+        action="store_true",
+        help="Run code that a tokenizer brings along.",
+    )
     levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-    add("--log-level", default="INFO", choices=levels, help="What is logged (default: INFO)")
+    add(
+        "--log-level",
+        default="INFO",
+        choices=levels,
+        help="What is logged (default: INFO)",
+    )
 
 
 def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--chat-template", default="", help="A chat template in place of the tokenizer's.")
+    add(
+        "--chat-template",
+        default="",
+        help="A chat template in place of the tokenizer's.",
+    )
     add(
         "--use-default-chat-template",
         action="store_true",
@@ -205,7 +224,11 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
     add("--top-p", type=float, default=1.0, help="Default top-p (default: 1.0)")
     add("--top-k", type=int, default=0, help="Default top-k (default: 0, off)")
     add("--min-p", type=float, default=0.0, help="Default min-p (default: 0.0, off)")
-    add("--max-tokens", type=int, help="Most tokens of an answer (default: as many as fit)")
+    add(
+        "--max-tokens",
+        type=int,
+        help="Most tokens of an answer (default: as many as fit)",
+    )
     add(
         "--chat-template-args",
         type=json.loads,
@@ -217,7 +240,12 @@ def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
-    add("--decode-concurrency", type=int, default=32, help="Most texts written together.")
+    add(
+        "--decode-concurrency",
+        type=int,
+        default=32,
+        help="Most texts written together.",
+    )
     add("--prompt-concurrency", type=int, default=8, help="Most prompts read together.")
     add(
         "--prefill-step-size",
@@ -225,18 +253,37 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
         default=2048,
         help="Most tokens of prompts read in a pass (default: 2048)",
     )
-    add("--prompt-cache-size", type=int, default=10, help="Most prompt caches kept in memory.")
+    add(
+        "--prompt-cache-size",
+        type=int,
+        default=10,
+        help="Most prompt caches kept in memory.",
+    )
     size = argument(parse_size)
-    add("--prompt-cache-bytes", type=size, metavar="SIZE", help="Most bytes of these caches.")
+    add(
+        "--prompt-cache-bytes",
+        type=size,
+        metavar="SIZE",
+        help="Most bytes of these caches.",
+    )
     add("--kv-bits", type=int, help="Bits of quantized key-value caches, 4 or 8.")
-    add("--kv-group-size", type=int, default=64, help="Group size of these (default: 64)")
+    add(
+        "--kv-group-size",
+        type=int,
+        default=64,
+        help="Group size of these (default: 64)",
+    )
     add(
         "--quantized-kv-start",
         type=int,
         default=5000,
         help="Position from which caches are quantized (default: 5000)",
     )
-    add("--pipeline", action="store_true", help="Spread layers, not tensors, over the ranks.")
+    add(
+        "--pipeline",
+        action="store_true",
+        help="Spread layers, not tensors, over the ranks.",
+    )
 
 
 def _add_request_arguments(parser: argparse.ArgumentParser) -> None:

@@ -54,7 +54,11 @@ def _calls_in_json(tokenizer: Any) -> bool:
 def may_call_instead(request: TextRequest, tokenizer: Any) -> bool:
     """True if the text may be calls in the place of an answer that a schema describes."""
     has_schema = request.grammar is not None and request.grammar.kind == "json_schema"
-    may_call = bool(request.tools) and request.tool_choice == AUTO and tokenizer.has_tool_calling
+    may_call = (
+        bool(request.tools)
+        and request.tool_choice == AUTO
+        and tokenizer.has_tool_calling
+    )
     return has_schema and may_call
 
 
@@ -76,7 +80,9 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     named = {tool["function"]["name"]: tool["function"] for tool in request.tools}
     if request.tool_choice != REQUIRED:
         if request.tool_choice not in named:
-            raise RequestError(f"tool_choice: there is no tool {request.tool_choice!r}.")
+            raise RequestError(
+                f"tool_choice: there is no tool {request.tool_choice!r}."
+            )
         named = {request.tool_choice: named[request.tool_choice]}
     is_bare = is_bare_call(request, tokenizer)
     begins, ends = ("", "") if is_bare else _mark_rules(tokenizer)
@@ -134,7 +140,9 @@ def _with_bounds(schema: Any) -> Any:
     if not isinstance(schema, dict):
         return schema
     bounded = {
-        key: value if key in ("const", "enum", "default", "examples") else _with_bounds(value)
+        key: value
+        if key in ("const", "enum", "default", "examples")
+        else _with_bounds(value)
         for key, value in schema.items()
     }
     if schema.get("type") == "integer" and not schema.keys() & BOUNDS:
@@ -153,7 +161,9 @@ def check_schema(schema: dict[str, Any]) -> None:
             names = node.get("patternProperties")
             patterns += len(names) if isinstance(names, dict) else 0
             node = list(node.values())
-        nodes += [(child, level + 1) for child in node] if isinstance(node, list) else []
+        nodes += (
+            [(child, level + 1) for child in node] if isinstance(node, list) else []
+        )
     if size > LONGEST_SCHEMA or depth > DEEPEST_SCHEMA or patterns > MOST_PATTERNS:
         raise RequestError(
             f"The schema has {size} characters, {depth} levels and {patterns} patternProperties; "
@@ -173,5 +183,7 @@ def within(make: Callable[[], T]) -> T:
 
     Thread(target=run, daemon=True).start()
     if made not in wait([made], COMPILE_SECONDS).done:
-        raise RequestError(f"The grammar was not compiled in {COMPILE_SECONDS} s. Make it smaller.")
+        raise RequestError(
+            f"The grammar was not compiled in {COMPILE_SECONDS} s. Make it smaller."
+        )
     return made.result()

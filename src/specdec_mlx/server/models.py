@@ -39,10 +39,18 @@ from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
 from specdec_mlx.verify.exactness import can_hold_rows
 
-MOST_MEMORIES = 64  # users or keys whose memories are kept; the least recently used are forgotten
+MOST_MEMORIES = (
+    64  # users or keys whose memories are kept; the least recently used are forgotten
+)
 
 # Names of the most positions of a text in configurations
-POSITIONS = "max_position_embeddings", "n_positions", "max_sequence_length", "max_seq_len", "n_ctx"
+POSITIONS = (
+    "max_position_embeddings",
+    "n_positions",
+    "max_sequence_length",
+    "max_seq_len",
+    "n_ctx",
+)
 LONGEST_TEXT = 2**20  # positions for models whose configuration names none
 
 MLX_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
@@ -139,7 +147,12 @@ class Models:
         name, given = request.model, self.settings.model
         check_name(name)
         if given is not None and self._is_given(name):
-            return given, self.settings.adapter_path if request.adapter is None else request.adapter
+            return (
+                given,
+                self.settings.adapter_path
+                if request.adapter is None
+                else request.adapter,
+            )
         if name in ("", DEFAULT_MODEL):
             raise RequestError("This server was started without --model. Name a model.")
         if not self.settings.allows_model(name):
@@ -203,7 +216,9 @@ class Models:
         return tokenizer
 
     def _load_tokenizer(self, name: str) -> Any:
-        return self._with_template(load_tokenizer(path_of(name), self._tokenizer_config))
+        return self._with_template(
+            load_tokenizer(path_of(name), self._tokenizer_config)
+        )
 
     def _read(self, name: str, adapter: str | None) -> Any:
         """Model, tokenizer and configuration; spread over all ranks, if there are several."""
@@ -217,7 +232,9 @@ class Models:
         if group.size() == 1:
             return mlx_lm.load(path, adapter_path=adapter, **how)
         if adapter is not None:
-            raise RequestError("An adapter cannot be loaded on several ranks. Fuse it first.")
+            raise RequestError(
+                "An adapter cannot be loaded on several ranks. Fuse it first."
+            )
         return sharded_load(path, group if self.settings.pipeline else None, **how)
 
     def _check_drafters(self, loaded: Loaded) -> None:
@@ -229,7 +246,9 @@ class Models:
         is_given = loaded.name == self.settings.model
         drafters = [drafter for _, drafter in self.defaults(loaded)]
         parts = [part for drafter in drafters for part in all_drafters(drafter)]
-        options = [value for part in parts for value in getattr(part, "__dict__", {}).values()]
+        options = [
+            value for part in parts for value in getattr(part, "__dict__", {}).values()
+        ]
         for kept in (*options, self.flags.remembered):
             if isinstance(kept, KeptFile):
                 if is_given:
@@ -256,7 +275,9 @@ class Models:
         with explained(name):
             return self._tokenizer_of(name)
 
-    def drafter(self, request: TextRequest, loaded: Loaded) -> tuple[Drafter | None, str]:
+    def drafter(
+        self, request: TextRequest, loaded: Loaded
+    ) -> tuple[Drafter | None, str]:
         """Who drafts for a request, and its name; raises ValueError and MissingPackageError."""
         if request.draft_model not in (None, DEFAULT_MODEL, self.choice.model.name):
             if request.drafters is not None:
@@ -266,13 +287,19 @@ class Models:
         names = list(self._specs) if request.drafters is None else request.drafters
         names = [name for name in names if name != NO_DRAFTER]
         who = {USER: request.user, KEY: request.key}.get(self.flags.memory_for, "")
-        memory = self._memory_of(who) if who else None  # one for all, or nobody is named
+        memory = (
+            self._memory_of(who) if who else None
+        )  # one for all, or nobody is named
         parts = [self._make(name, loaded, memory) for name in names]
         is_default = request.drafters is None
-        drafter = self.choice.combined(parts) if is_default else registry.first_of(parts)
+        drafter = (
+            self.choice.combined(parts) if is_default else registry.first_of(parts)
+        )
         return drafter, "+".join(names) or NO_DRAFTER
 
-    def _make(self, name: str, loaded: Loaded, memory: Memory | None = None) -> Drafter | None:
+    def _make(
+        self, name: str, loaded: Loaded, memory: Memory | None = None
+    ) -> Drafter | None:
         spec = self._specs.get(name, name)
         if name not in self._specs and name not in registry.drafter_names():
             known = ", ".join(registry.drafter_names())
@@ -291,7 +318,9 @@ class Models:
         """
         key = f"draft_model {name}"
         if key not in loaded.drafters:
-            for old in [old for old in loaded.drafters if old.startswith("draft_model ")]:
+            for old in [
+                old for old in loaded.drafters if old.startswith("draft_model ")
+            ]:
                 del loaded.drafters[old]
             named = NamedModel(name)
             loaded.drafters[key] = (
@@ -307,7 +336,9 @@ class Models:
         if loaded is None:
             return
         loaded.closing.close()
-        for part in list(loaded.model.modules()):  # some of which are kept with what is known of it
+        for part in list(
+            loaded.model.modules()
+        ):  # some of which are kept with what is known of it
             part.clear()
         gc.collect()
         mx.clear_cache()
@@ -326,7 +357,11 @@ class Models:
             given = str(folder.resolve()) if folder.exists() else given
             names = [given, *(name for name in names if name != given)]
         models = [{"id": name, "created": self.created} for name in names]
-        if models and (loaded := self.loaded) is not None and loaded.name == self.settings.model:
+        if (
+            models
+            and (loaded := self.loaded) is not None
+            and loaded.name == self.settings.model
+        ):
             models[0]["context_length"] = loaded.longest_text
         return models
 
@@ -368,8 +403,16 @@ def cached_names() -> Sequence[str]:
         repos = scan_cache_dir().repos
     except (CacheNotFound, ValueError):
         return []
-    heads = [(repo.repo_id, repo.refs.get("main")) for repo in repos if repo.repo_type == "model"]
-    files = {name: {file.file_path.name for file in head.files} for name, head in heads if head}
+    heads = [
+        (repo.repo_id, repo.refs.get("main"))
+        for repo in repos
+        if repo.repo_type == "model"
+    ]
+    files = {
+        name: {file.file_path.name for file in head.files}
+        for name, head in heads
+        if head
+    }
     return [name for name, found in files.items() if found >= MLX_FILES]
 
 

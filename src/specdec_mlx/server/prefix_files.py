@@ -71,7 +71,9 @@ def thinned(at: Mapping[int, list[Any]], end: int) -> States:
     return left
 
 
-def back_at(kept: Sequence[Any], length: int, position: int) -> tuple[list[Any], States, int]:
+def back_at(
+    kept: Sequence[Any], length: int, position: int
+) -> tuple[list[Any], States, int]:
     """Copies of an entry's caches, of `length` tokens, at `position` or the last one before it that
     can be had; the states before it; and that position, 0 if there is none."""
     caches, at = split(kept)
@@ -113,9 +115,13 @@ class Header(NamedTuple):
         numbers = header.layers, *header.tokens, *(header.points or ())
         ascending = (0, *(header.points or ()), len(header.tokens) + 1)
         if {type(number) for number in numbers} != {int} or header.layers < 1:
-            raise TypeError(f"its header has other numbers than counts and tokens: {header!s:.99}")
+            raise TypeError(
+                f"its header has other numbers than counts and tokens: {header!s:.99}"
+            )
         if not header.tokens or any(a >= b for a, b in pairwise(ascending)):
-            raise ValueError(f"its states are at {header.points} of {len(header.tokens)} tokens")
+            raise ValueError(
+                f"its states are at {header.points} of {len(header.tokens)} tokens"
+            )
         return header
 
 
@@ -137,7 +143,9 @@ class PrefixFiles:
                 if header.key != key:
                     raise ValueError(f"it is of the model {header.key}")
                 self._trie.add(key, header.tokens, (path, header))
-            except Exception as error:  # whatever MLX says of what is no file of its own
+            except (
+                Exception
+            ) as error:  # whatever MLX says of what is no file of its own
                 self._put_aside(path, error)
 
     def longest(self, tokens: list[int]) -> tuple[list[int], int]:
@@ -147,8 +155,12 @@ class PrefixFiles:
         for held in filter(None, (found.exact, found.longer, found.shorter)):
             common = found.common_prefix if held is found.longer else len(held)
             points = self._trie.get(self.key, held)[1].points
-            if points is not None:  # its caches go back to these, and not to any position
-                common = max((p for p in (*points, len(held)) if p <= common), default=0)
+            if (
+                points is not None
+            ):  # its caches go back to these, and not to any position
+                common = max(
+                    (p for p in (*points, len(held)) if p <= common), default=0
+                )
             longest = max(longest, (held, common), key=lambda one: one[1])
         return longest
 
@@ -162,7 +174,9 @@ class PrefixFiles:
             wait_for(flat)
             caches, rest = flat[: header.layers], iter(flat[header.layers :])
             num_states = len(stateful(caches))
-            points = {p: [next(rest) for _ in range(num_states)] for p in header.points or ()}
+            points = {
+                p: [next(rest) for _ in range(num_states)] for p in header.points or ()
+            }
             os.utime(path)
         except Exception as error:
             self._trie.pop(self.key, tokens)
@@ -173,7 +187,9 @@ class PrefixFiles:
     def save(self, tokens: list[int], caches: Sequence[Any], at: States) -> None:
         """Write the caches of a text, in the place of those of a part of it."""
         flat = [*caches, *(cache for point in sorted(at) for cache in at[point])]
-        if not all(hasattr(mlx_lm_caches, type(cache).__name__) for cache in leaves(flat)):
+        if not all(
+            hasattr(mlx_lm_caches, type(cache).__name__) for cache in leaves(flat)
+        ):
             return  # of a class that mlx-lm does not read
         points = sorted(at) if stateful(caches) else None
         header = Header(self.key, tokens, points, len(caches))
@@ -183,7 +199,10 @@ class PrefixFiles:
             save_prompt_cache(str(part), flat, {HEADER: json.dumps(header._asdict())})
             path = part.rename(self.folder / f"{self.key}-{_digest(part)}.safetensors")
             before = self._trie.add(self.key, tokens, (path, header))
-            replaced = [before, *(entry for _, entry in self._trie.pop_prefixes(self.key, tokens))]
+            replaced = [
+                before,
+                *(entry for _, entry in self._trie.pop_prefixes(self.key, tokens)),
+            ]
             for old, _ in filter(None, replaced):
                 if old != path:
                     old.unlink(missing_ok=True)

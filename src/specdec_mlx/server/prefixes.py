@@ -64,7 +64,11 @@ class Prefixes:
         most_bytes: int = UNBOUNDED,
         files_of: Callable[[Any], PrefixFiles | None] = lambda place: None,
     ) -> None:
-        self.most_entries, self.most_bytes, self.files_of = most_entries, most_bytes, files_of
+        self.most_entries, self.most_bytes, self.files_of = (
+            most_entries,
+            most_bytes,
+            files_of,
+        )
         self._trie = PromptTrie()
         self.entries: list[Entry] = []  # the least recently used one first
 
@@ -89,11 +93,17 @@ class Prefixes:
                 caches, at, length = self._nearest(place, known)
         if length == 0:
             return None, tokens
-        if stateful(caches):  # which takes its states along, also where it leaves the entry's text
-            self._add(Entry(place, tokens[:length], [*copy.deepcopy(caches), Points(at)]))
+        if stateful(
+            caches
+        ):  # which takes its states along, also where it leaves the entry's text
+            self._add(
+                Entry(place, tokens[:length], [*copy.deepcopy(caches), Points(at)])
+            )
         return caches, tokens[length:]
 
-    def _nearest(self, place: Hashable, tokens: list[int]) -> tuple[list[Any], States, int]:
+    def _nearest(
+        self, place: Hashable, tokens: list[int]
+    ) -> tuple[list[Any], States, int]:
         """What `back_at` gives of the entry that holds most of the tokens."""
         found = self._trie.search(place, tokens)
         longest: tuple[list[Any], States, int] = [], {}, 0
@@ -108,7 +118,12 @@ class Prefixes:
         return longest
 
     def insert_cache(
-        self, place: Hashable, tokens: list[int], caches: list[Any], *, has_ended: bool = True
+        self,
+        place: Hashable,
+        tokens: list[int],
+        caches: list[Any],
+        *,
+        has_ended: bool = True,
     ) -> None:
         """Keep the caches that hold `tokens`, in the place of those that hold a part of them.
 
@@ -118,7 +133,9 @@ class Prefixes:
         while stateful(caches) and (held := self._longest_held(place, tokens)):
             before, earlier = split(self._pop(place, held).caches)
             at |= earlier | {len(held): stateful(before)}
-        at = thinned({p: states for p, states in at.items() if p < len(tokens)}, len(tokens))
+        at = thinned(
+            {p: states for p, states in at.items() if p < len(tokens)}, len(tokens)
+        )
         self._add(Entry(place, tokens, [*caches, Points(at)] if at else list(caches)))
         if has_ended and (files := self.files_of(place)) is not None:
             files.save(tokens, caches, at)
@@ -137,14 +154,18 @@ class Prefixes:
         """Add an entry, in the place of those that it can be shortened to."""
         replaced = [self._trie.add(entry.place, entry.tokens, entry)]
         if not stateful(split(entry.caches)[0]):
-            replaced += [old for _, old in self._trie.pop_prefixes(entry.place, entry.tokens)]
+            replaced += [
+                old for _, old in self._trie.pop_prefixes(entry.place, entry.tokens)
+            ]
         self.entries = [old for old in self.entries if old not in replaced]
         self.entries.append(entry)
         self.trim_to(self.most_bytes)
 
     def trim_to(self, most_bytes: int) -> None:
         """Forget the least recently used entries that are too many, or too large."""
-        while self.entries and (len(self.entries) > self.most_entries or self.nbytes > most_bytes):
+        while self.entries and (
+            len(self.entries) > self.most_entries or self.nbytes > most_bytes
+        ):
             self._pop(self.entries[0].place, self.entries[0].tokens)
 
 
@@ -155,7 +176,12 @@ def prefixes_for(settings: Settings, loaded: Callable[[], Loaded | None]) -> Pre
 
     def files_of(place: Any) -> PrefixFiles | None:
         model = loaded()
-        if settings.prompt_cache is None or model is None or model.place != place or not is_whole:
+        if (
+            settings.prompt_cache is None
+            or model is None
+            or model.place != place
+            or not is_whole
+        ):
             return None
         folder: Path = settings.prompt_cache.expanduser().absolute()
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -165,7 +191,9 @@ def prefixes_for(settings: Settings, loaded: Callable[[], Loaded | None]) -> Pre
     has_draft_caches = settings.flags.choice.model.name is not None
     most_entries = settings.prompt_cache_size * (2 if has_draft_caches else 1)
     most_bytes = settings.prompt_cache_bytes
-    return Prefixes(most_entries, UNBOUNDED if most_bytes is None else most_bytes, files_of)
+    return Prefixes(
+        most_entries, UNBOUNDED if most_bytes is None else most_bytes, files_of
+    )
 
 
 def digest(loaded: Loaded, settings: Settings) -> str:

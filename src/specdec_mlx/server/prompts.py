@@ -14,7 +14,9 @@ from specdec_mlx.server.flags import Settings
 from specdec_mlx.server.forced import is_forced, tools_for
 from specdec_mlx.server.requests import RequestError, TextRequest
 
-LONGEST_TAIL = 11  # tokens of a template's end in which a thought may begin, as in mlx-lm's server
+LONGEST_TAIL = (
+    11  # tokens of a template's end in which a thought may begin, as in mlx-lm's server
+)
 
 ROLES = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}
 """What a message begins with where there is no chat template, as in mlx-lm's server; `role_mapping`
@@ -40,7 +42,11 @@ def has_grammar(request: TextRequest) -> bool:
 
 
 def read_prompt(
-    request: TextRequest, tokenizer: Any, settings: Settings, *, finds_ends: bool = False
+    request: TextRequest,
+    tokenizer: Any,
+    settings: Settings,
+    *,
+    finds_ends: bool = False,
 ) -> ReadPrompt:
     """The prompt of a request; raises RequestError, also for what its template raises.
 
@@ -50,11 +56,15 @@ def read_prompt(
         if request.messages is None:
             prompt = ReadPrompt(encode(tokenizer, request.prompt))
         else:
-            messages = [as_template_takes_it(each, tokenizer) for each in request.messages]
+            messages = [
+                as_template_takes_it(each, tokenizer) for each in request.messages
+            ]
             if tokenizer.has_chat_template:
                 prompt = _of_chat(request, messages, tokenizer, settings, finds_ends)
             else:
-                prompt = ReadPrompt(encode(tokenizer, _without_template(request, messages)))
+                prompt = ReadPrompt(
+                    encode(tokenizer, _without_template(request, messages))
+                )
     except RequestError:
         raise
     except Exception as error:  # a template is a program
@@ -81,7 +91,9 @@ def _of_chat(
         text: str = tokenizer.apply_chat_template(those, tokenize=False, **how, **names)
         return text
 
-    going_on = "continue_final_message" if request.continues else "add_generation_prompt"
+    going_on = (
+        "continue_final_message" if request.continues else "add_generation_prompt"
+    )
     text = rendered(messages, **{going_on: True})
     tokens = _tokens_of(text, tokenizer)
     ends = list[int]()
@@ -91,7 +103,9 @@ def _of_chat(
             alone = rendered([*system, {"role": "user", "content": ""}])
             ends.append(_num_shared(_tokens_of(alone, tokenizer), tokens))
         if tokenizer.has_thinking and not request.continues:
-            ends.append(tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL))
+            ends.append(
+                tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL)
+            )
         ends = sorted(end for end in {*ends, len(tokens)} if end > 0)
     in_thought = not has_grammar(request) and _in_thought(text, request, tokenizer)
     return ReadPrompt(tokens, ends, in_thought)
@@ -169,7 +183,9 @@ def _call_as_text(function: Mapping[str, Any], tokenizer: Any) -> str:
     return f'{begin}{{"name": {name}, "arguments": {function["arguments"]}}}{end}'
 
 
-def _without_template(request: TextRequest, messages: Sequence[Mapping[str, Any]]) -> str:
+def _without_template(
+    request: TextRequest, messages: Sequence[Mapping[str, Any]]
+) -> str:
     """A chat as text, for a model without a template."""
     roles = {**ROLES, "stop": "\n", **(request.template.get("role_mapping") or {})}
     lines = [f"{roles.get(m['role'], '')}{m.get('content') or ''}" for m in messages]

@@ -14,7 +14,11 @@ from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
 
-AUTO, NONE, REQUIRED = "auto", "none", "required"  # tool choices that are no tool's name
+AUTO, NONE, REQUIRED = (
+    "auto",
+    "none",
+    "required",
+)  # tool choices that are no tool's name
 
 
 class RequestError(ValueError):
@@ -35,7 +39,9 @@ class ServerEndingError(RuntimeError):
     """A request is ended because the server is."""
 
     def __init__(self) -> None:
-        super().__init__("The server is ending. Send the request again when it is back.")
+        super().__init__(
+            "The server is ending. Send the request again when it is back."
+        )
 
 
 @dataclass(kw_only=True)

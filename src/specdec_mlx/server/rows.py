@@ -30,7 +30,9 @@ class Rows:
             options=Options(
                 prefill_step_size=settings.prefill_step_size, tokenizer=loaded.tokenizer
             ),
-            schedule=Schedule(max(settings.decode_concurrency, settings.prompt_concurrency)),
+            schedule=Schedule(
+                max(settings.decode_concurrency, settings.prompt_concurrency)
+            ),
             stop_tokens=frozenset(loaded.tokenizer.eos_token_ids),
             returns_caches=True,
             completes_caches=False,
@@ -85,7 +87,9 @@ class Rows:
 
     def step(self) -> None:
         """Read a part of a prompt, or write a token; an error ends the texts that it is of."""
-        for uid in [uid for uid, text in self.texts.items() if text.ticket.is_cancelled]:
+        for uid in [
+            uid for uid, text in self.texts.items() if text.ticket.is_cancelled
+        ]:
             self._keep_read(uid)
             self.batch.schedule.remove(uid)
             self.texts.pop(uid).fail(ConnectionError("The client has gone."))
@@ -97,7 +101,9 @@ class Rows:
             return
         except Exception as error:
             self._steps = None
-            waiting = {uid for uid, _ in self.batch.schedule.waiting}  # which are begun anew
+            waiting = {
+                uid for uid, _ in self.batch.schedule.waiting
+            }  # which are begun anew
             self._give_up([uid for uid in self.texts if uid not in waiting], error)
             return
         if token is not None and token.uid in self.texts:
@@ -129,10 +135,14 @@ class Rows:
 
     def _keep_read(self, uid: int) -> None:
         """Keep what was read of a prompt so far."""
-        for reader in [text.reader for text in self.batch.schedule.reading if text.uid == uid]:
+        for reader in [
+            text.reader for text in self.batch.schedule.reading if text.uid == uid
+        ]:
             if held := list(reader.prompt[: reader.num_read]):
                 caches = copy.deepcopy(reader.caches.caches)
-                self.prefixes.insert_cache(self.loaded.place, held, caches, has_ended=False)
+                self.prefixes.insert_cache(
+                    self.loaded.place, held, caches, has_ended=False
+                )
 
     def _fail(self, uid: int, error: Exception) -> None:
         if (text := self.texts.pop(uid, None)) is not None:

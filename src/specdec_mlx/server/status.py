@@ -62,7 +62,8 @@ class Totals:
         if stats is None:
             return
         self.counts.update(
-            drafted=stats.drafted, drafts=sum(drafted > 0 for drafted, _ in stats.rounds)
+            drafted=stats.drafted,
+            drafts=sum(drafted > 0 for drafted, _ in stats.rounds),
         )
         self.at.update(dict(enumerate(stats.accepted_at)))
         last = stats.rounds[-1][1] if stats.rounds else 0
@@ -78,9 +79,13 @@ class Totals:
 
     def _lines(self, gauges: Mapping[str, int]) -> Iterator[str]:
         for name, value in gauges.items():
-            yield from _metric(f"num_requests_{name}", "gauge", f"Requests {name}.", {"": value})
+            yield from _metric(
+                f"num_requests_{name}", "gauge", f"Requests {name}.", {"": value}
+            )
         for name, (theirs, words) in COUNTERS.items():
-            yield from _metric(f"{theirs}_total", "counter", words, {"": self.counts[name]})
+            yield from _metric(
+                f"{theirs}_total", "counter", words, {"": self.counts[name]}
+            )
         at = {f'{{position="{i}"}}': num for i, num in sorted(self.at.items())}
         words = "Draft tokens accepted, by their position in the draft."
         yield from _metric(f"{BY_POSITION}_total", "counter", words, at)
@@ -90,13 +95,21 @@ class Totals:
         counts = self.counts
         a_pass = counts["emitted"] / max(1, counts["passes"])
         rows = [(f"requests {name}", value) for name, value in gauges.items()]
-        rows += [("requests answered", counts["requests"]), ("tokens", counts["emitted"])]
-        rows += [("tokens of prompts", counts["prompt"]), ("of them on a cache", counts["cached"])]
+        rows += [
+            ("requests answered", counts["requests"]),
+            ("tokens", counts["emitted"]),
+        ]
+        rows += [
+            ("tokens of prompts", counts["prompt"]),
+            ("of them on a cache", counts["cached"]),
+        ]
         shares = [
             (name, f"{accepted:,} of {drafted:,} ({accepted / max(1, drafted):.0%})")
             for name, (drafted, accepted) in sorted(self.by_drafter.items())
         ]
-        drafted = _table([("drafter", "draft tokens accepted"), *shares]) if shares else ""
+        drafted = (
+            _table([("drafter", "draft tokens accepted"), *shares]) if shares else ""
+        )
         return (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>specdec_mlx</title>'
             f'<meta name="viewport" content="width=device-width">'
@@ -106,7 +119,9 @@ class Totals:
         )
 
 
-def _metric(name: str, kind: str, words: str, samples: Mapping[str, int]) -> Iterator[str]:
+def _metric(
+    name: str, kind: str, words: str, samples: Mapping[str, int]
+) -> Iterator[str]:
     yield f"# HELP vllm:{name} {words}"
     yield f"# TYPE vllm:{name} {kind}"
     for labels, value in samples.items():
@@ -119,5 +134,7 @@ def _table(rows: list[tuple[str, object]]) -> str:
     for i, (name, value) in enumerate(rows):
         cell = "td" if i else "th"
         shown = f"{value:,}" if isinstance(value, int) else escape(str(value))
-        lines.append(f"<tr><{cell}>{escape(name)}</{cell}><{cell}>{shown}</{cell}></tr>")
+        lines.append(
+            f"<tr><{cell}>{escape(name)}</{cell}><{cell}>{shown}</{cell}></tr>"
+        )
     return f"<table>{''.join(lines)}</table>"

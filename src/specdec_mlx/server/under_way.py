@@ -136,20 +136,26 @@ class Text:
     is_batched: bool = False
 
     @classmethod
-    def of(cls, ticket: Ticket, loaded: Loaded, models: Models, draft_caches: Prefixes) -> Text:
+    def of(
+        cls, ticket: Ticket, loaded: Loaded, models: Models, draft_caches: Prefixes
+    ) -> Text:
         """Read the prompt, and make all that the text is written with; raises what is wrong.
 
         draft_caches: where draft models keep theirs.
         """
         request, tokenizer, settings = ticket.request, loaded.tokenizer, models.settings
-        prompt = read_prompt(request, tokenizer, settings, finds_ends=loaded.is_stateful)
+        prompt = read_prompt(
+            request, tokenizer, settings, finds_ends=loaded.is_stateful
+        )
         vocab_size = vocab_size_of(loaded.model)
         check_ids(prompt.tokens, vocab_size)
         num_tokens, most = len(prompt.tokens), loaded.longest_text
         if (room := most - num_tokens + 1) < 1:  # the last token is not fed
             words = f"The prompt has {num_tokens} tokens; there are {most} positions for a text."
             raise RequestError(words, "context_length_exceeded", num_tokens, most)
-        wanted = settings.max_tokens if request.max_tokens is None else request.max_tokens
+        wanted = (
+            settings.max_tokens if request.max_tokens is None else request.max_tokens
+        )
         processors: list[LogitsProcessor] = make_logits_processors(**request.penalties)
         check_bias(request.penalties.get("logit_bias"), vocab_size)
         drafter, name = models.drafter(request, loaded)
@@ -158,7 +164,9 @@ class Text:
                 tokens = tokenizer.encode(request.prediction, add_special_tokens=False)
                 drafter = predicting(drafter, tokens)
             drafter = keeping_caches(drafter, draft_caches)
-        if (grammar := ticket.grammar or compile_grammar(request, tokenizer)) is not None:
+        if (
+            grammar := ticket.grammar or compile_grammar(request, tokenizer)
+        ) is not None:
             processors.append(GuardedGrammar(grammar, tokenizer, num_tokens))
             drafter = None if drafter is None else FirstOf(GrammarDrafter(), drafter)
         state = TextState(tokenizer, request, prompt.tokens, prompt.in_thought)
@@ -171,7 +179,9 @@ class Text:
             processors,
             drafter,
             name,
-            settings.flags.draft_length if request.draft_length is None else request.draft_length,
+            settings.flags.draft_length
+            if request.draft_length is None
+            else request.draft_length,
             settings.flags.rule if request.rule is None else request.rule,
             state,
             settings.flags.stats,
@@ -191,7 +201,9 @@ class Text:
     def may_end_early(self) -> bool:
         """True if it may end at another token than the end token."""
         return (
-            bool(self.request.stop) or not self.request.parallel_calls or has_grammar(self.request)
+            bool(self.request.stop)
+            or not self.request.parallel_calls
+            or has_grammar(self.request)
         )
 
     def begin(self, num_cached: int) -> None:
@@ -227,7 +239,9 @@ class Text:
     def end(self) -> None:
         """Give the client what is left of the text, and its account."""
         self.hand_over()
-        events = self.state.end("length" if self.state.ended is None else self.state.ended)
+        events = self.state.end(
+            "length" if self.state.ended is None else self.state.ended
+        )
         self.ticket.tell([self._told(e) if isinstance(e, Ended) else e for e in events])
         if self.shows_stats:
             logging.info(f"Speculation: {self.stats}")

@@ -46,7 +46,9 @@ class Rows(ABC):
             from pandas import DataFrame
         except ImportError as error:
             what = "to_pandas() needs pandas, which is not installed. Use: pip install pandas, or "
-            raise MissingPackageError(f"{what}to_csv(path), which needs nothing.") from error
+            raise MissingPackageError(
+                f"{what}to_csv(path), which needs nothing."
+            ) from error
         rows = self.rows()
         return DataFrame(list(rows), columns=columns(rows))
 
@@ -129,7 +131,9 @@ class SpeculationStats(Rows):
     @property
     def accepted_at(self) -> list[int]:
         """[i] rounds that accepted position i, as long as `drafted_at`."""
-        return _num_above([accepted for _, accepted in self.rounds], len(self.drafted_at))
+        return _num_above(
+            [accepted for _, accepted in self.rounds], len(self.drafted_at)
+        )
 
     @property
     def emitted(self) -> int:
@@ -165,8 +169,13 @@ class SpeculationStats(Rows):
     @property
     def expected_speedup(self) -> float | None:
         """Speedup if draft tokens were accepted with chance α, independently of each other."""
-        alpha, lengths = self.acceptance_rate, Counter(drafted for drafted, _ in self.rounds[1:])
-        tokens = (expected_tokens(alpha, drafted) * num for drafted, num in lengths.items())
+        alpha, lengths = (
+            self.acceptance_rate,
+            Counter(drafted for drafted, _ in self.rounds[1:]),
+        )
+        tokens = (
+            expected_tokens(alpha, drafted) * num for drafted, num in lengths.items()
+        )
         return self._speedup(sum(tokens))
 
     def _speedup(self, tokens: float) -> float | None:
@@ -177,7 +186,12 @@ class SpeculationStats(Rows):
     def rows(self) -> list[Row]:
         """A row for each round; only the last is cut."""
         rows: list[Row] = [
-            {"round": i, "drafted": drafted, "accepted": accepted, "emitted": accepted + 1}
+            {
+                "round": i,
+                "drafted": drafted,
+                "accepted": accepted,
+                "emitted": accepted + 1,
+            }
             for i, (drafted, accepted) in enumerate(self.rounds)
         ]
         if rows:
@@ -186,14 +200,28 @@ class SpeculationStats(Rows):
 
     def as_dict(self) -> dict[str, Any]:
         """All counts and rates, ready for JSON."""
-        names = ["emitted", "accept_histogram", "acceptance_by_position", "tokens_per_pass"]
-        names += ["acceptance_rate", "accepted_share", "observed_speedup", "expected_speedup"]
+        names = [
+            "emitted",
+            "accept_histogram",
+            "acceptance_by_position",
+            "tokens_per_pass",
+        ]
+        names += [
+            "acceptance_rate",
+            "accepted_share",
+            "observed_speedup",
+            "expected_speedup",
+        ]
         account = self.counterfactual
-        numbers = {name: x for name, x in vars(self).items() if isinstance(x, int | float)}
+        numbers = {
+            name: x for name, x in vars(self).items() if isinstance(x, int | float)
+        }
         return {
             **numbers,
             **({} if account is None else {"counterfactual": account.as_dict()}),
-            "by_drafter": {key: list(counts) for key, counts in self.by_drafter.items()},
+            "by_drafter": {
+                key: list(counts) for key, counts in self.by_drafter.items()
+            },
             **{name: getattr(self, name) for name in names},
         }
 
@@ -201,8 +229,13 @@ class SpeculationStats(Rows):
         """Two readable lines, and a third for several drafters or no draft."""
         share = f" ({self.accepted_share:.0%})" if self.drafted else ""
         counts = self.by_drafter.items()
-        shares = [f"{kind_of(key)} {accepted} of {drafted}" for key, (drafted, accepted) in counts]
-        by_drafter = "\naccepted of drafted: " + ", ".join(shares) if len(shares) > 1 else ""
+        shares = [
+            f"{kind_of(key)} {accepted} of {drafted}"
+            for key, (drafted, accepted) in counts
+        ]
+        by_drafter = (
+            "\naccepted of drafted: " + ", ".join(shares) if len(shares) > 1 else ""
+        )
         if self.why_none and not self.drafted:
             by_drafter = f"\nnothing drafted: {self.why_none}"
         return (

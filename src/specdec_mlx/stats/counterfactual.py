@@ -26,7 +26,14 @@ from typing import Any, NamedTuple
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.contracts import AcceptanceRule, Decision, Draft, Outcome, Randomness, TargetRows
+from specdec_mlx.contracts import (
+    AcceptanceRule,
+    Decision,
+    Draft,
+    Outcome,
+    Randomness,
+    TargetRows,
+)
 from specdec_mlx.contracts.verdicts import shares_noise
 from specdec_mlx.rules.arithmetic import (
     Array,
@@ -40,7 +47,12 @@ from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.token_ids import to_ids
 
 Z = 1.959964  # Half-width of a 95% interval, in standard errors
-BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")  # rules that decide token by token
+BY_TOKEN = (
+    "rejection",
+    "coupled",
+    "match",
+    "greedy draft",
+)  # rules that decide token by token
 BY_ROUND = ("block", *BY_TOKEN)
 COLUMNS = 2 * len(BY_TOKEN) + 1
 
@@ -127,7 +139,9 @@ def ratio_of(
         total = texts.sum(axis=-2)
         return np.asarray(total[..., 0] / total[..., 1])
 
-    rows = np.random.default_rng(seed).integers(0, len(ours), (num_resamples, len(ours)))
+    rows = np.random.default_rng(seed).integers(
+        0, len(ours), (num_resamples, len(ours))
+    )
     low, high = np.quantile(pace(ours[rows]) / pace(others[rows]), [0.025, 0.975])
     return Estimate(float(pace(ours) / pace(others)), float(low), float(high))
 
@@ -246,12 +260,16 @@ class Counting:
         """As the rule does."""
         return shares_noise(self.rule)
 
-    def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Decision:
         """The rule's decision; the chances of all rules are read with it."""
         tokens, q = to_ids(draft.tokens), draft.probs
         q = point_mass(tokens, target.probs) if q is None else q
         table = chances(target.probs, tokens, q)
-        return CountedDecision(self.rule.decide(target, draft, randomness), table, self.account)
+        return CountedDecision(
+            self.rule.decide(target, draft, randomness), table, self.account
+        )
 
 
 @dataclass(frozen=True)

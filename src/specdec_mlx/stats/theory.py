@@ -8,14 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-Cost = Callable[[int], float]  # c(m): cost of a pass of the target over m positions, in any unit
+Cost = Callable[
+    [int], float
+]  # c(m): cost of a pass of the target over m positions, in any unit
 Ranks = Sequence[Sequence[float]]
 """Acceptance by depth and rank: the chance that the text goes on with the guess of that rank."""
 
 
 def expected_tokens(acceptance: float, draft_length: int) -> float:
     r"""Expected tokens a round, $(1 - \alpha^{K+1}) / (1 - \alpha)$ (equation 1)."""
-    _check(0 <= acceptance <= 1, f"acceptance={acceptance}: expected a chance in [0, 1].")
+    _check(
+        0 <= acceptance <= 1, f"acceptance={acceptance}: expected a chance in [0, 1]."
+    )
     _check(draft_length >= 0, f"draft_length={draft_length}: expected an int >= 0.")
     return float(sum(acceptance**i for i in range(draft_length + 1)))
 
@@ -27,12 +31,18 @@ def acceptance_from_counts(accepted: int, rejections: int) -> float:
     return accepted / trials if trials else 0.0
 
 
-def expected_speedup(acceptance: float, draft_length: int, draft_cost: float = 0.0) -> float:
+def expected_speedup(
+    acceptance: float, draft_length: int, draft_cost: float = 0.0
+) -> float:
     r"""Expected walltime improvement, tokens over $K c + 1$ (theorem 3.8); c: draft_cost."""
-    return expected_speedup_on_curve(acceptance, draft_length, lambda _: 1.0, draft_cost)
+    return expected_speedup_on_curve(
+        acceptance, draft_length, lambda _: 1.0, draft_cost
+    )
 
 
-def expected_operations(acceptance: float, draft_length: int, draft_share: float = 0.0) -> float:
+def expected_operations(
+    acceptance: float, draft_length: int, draft_share: float = 0.0
+) -> float:
     """Expected factor of operations (theorem 3.11); draft_share: ĉ, a draft token's."""
     _check(draft_share >= 0, f"draft_share={draft_share}: expected a number >= 0.")
     operations = draft_length * draft_share + draft_length + 1
@@ -58,7 +68,8 @@ def best_draft_length_on_curve(
 ) -> int:
     """The shortest K from 0 to `longest` of the greatest expected speedup on a curve."""
     speedups = [
-        expected_speedup_on_curve(acceptance, K, cost, draft_cost) for K in range(longest + 1)
+        expected_speedup_on_curve(acceptance, K, cost, draft_cost)
+        for K in range(longest + 1)
     ]
     return speedups.index(max(speedups))
 
@@ -71,7 +82,9 @@ def greatest_chances(acceptance: Ranks, size: int) -> list[float]:
     """
     level, chances = [1.0], list[float]()
     for by_rank in acceptance:
-        level = sorted((above * x for above in level for x in by_rank), reverse=True)[:size]
+        level = sorted((above * x for above in level for x in by_rank), reverse=True)[
+            :size
+        ]
         chances += level
     return sorted(chances, reverse=True)[:size]
 

@@ -19,7 +19,15 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.checks.drawn import Draws, check_declared
-from specdec_mlx.contracts import Closes, Draft, DraftContext, Drafter, Session, is_cheap, key_of
+from specdec_mlx.contracts import (
+    Closes,
+    Draft,
+    DraftContext,
+    Drafter,
+    Session,
+    is_cheap,
+    key_of,
+)
 from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
@@ -43,7 +51,9 @@ SAMPLINGS = (GREEDY, AT_ONE, None)
 TOLERANCE = 1e-3  # largest error of a probability: float32
 
 NUM_SESSIONS = 4  # generations at once
-MEMORY_TOKENS = 1500  # tokens after which memory is read, and again at three times as many
+MEMORY_TOKENS = (
+    1500  # tokens after which memory is read, and again at three times as many
+)
 
 MEMORY_GROWTH = 4.0
 """Memory limit of the later tokens, twice as many, over that of the first; quadratic growth: 8."""
@@ -79,7 +89,9 @@ def check_drafter(
         AssertionError: it broke one; says which, what happened and what to do.
     """
     prompts = prompts or default_prompts(vocab_size)
-    check = DrafterConformance(drafter, vocab_size, tokenizer, prompts, num_draws, remembers)
+    check = DrafterConformance(
+        drafter, vocab_size, tokenizer, prompts, num_draws, remembers
+    )
     left_out = {"noise": True, "rewinds": learns}  # noise: in every draft
     return check.run(name for name in check.properties if not left_out.get(name))
 
@@ -152,10 +164,16 @@ class DrafterConformance(Conformance):
         with self.blaming("it is no drafter"):
             check_is_drafter(self.subject)
         before = dict(getattr(self.subject, "__dict__", {}))
-        generations = itertools.starmap(self._begin, itertools.product(self.prompts, SAMPLINGS))
-        num_drafts = sum(bool(r.tokens) for begun in generations for r in self._rounds(begun))
+        generations = itertools.starmap(
+            self._begin, itertools.product(self.prompts, SAMPLINGS)
+        )
+        num_drafts = sum(
+            bool(r.tokens) for begun in generations for r in self._rounds(begun)
+        )
         after = getattr(self.subject, "__dict__", {})
-        changed = [key for key in {**before, **after} if before.get(key) is not after.get(key)]
+        changed = [
+            key for key in {**before, **after} if before.get(key) is not after.get(key)
+        ]
         self.require(
             not changed,
             f"a generation changed the drafter itself: {', '.join(changed)}.",
@@ -178,7 +196,9 @@ class DrafterConformance(Conformance):
         """Generations one after the other, in turns and in threads have nothing to do together."""
         prompts = [self.prompts[i % len(self.prompts)] for i in range(NUM_SESSIONS)]
         alone = [self._script(prompt) for prompt in prompts]
-        in_turns = zip(*(self._rounds(self._begin(p, AT_ONE)) for p in prompts), strict=True)
+        in_turns = zip(
+            *(self._rounds(self._begin(p, AT_ONE)) for p in prompts), strict=True
+        )
         runs: dict[str, Sequence[Sequence[ScriptedRound]]] = {
             "after other generations": [self._script(prompt) for prompt in prompts],
             "while others took turns with it": list(zip(*in_turns, strict=True)),
@@ -195,7 +215,9 @@ class DrafterConformance(Conformance):
                     )
         return f"{NUM_SESSIONS} draft as each alone: one after the other, in turns, in threads"
 
-    def _in_threads(self, prompts: Sequence[Sequence[int]]) -> list[Sequence[ScriptedRound]]:
+    def _in_threads(
+        self, prompts: Sequence[Sequence[int]]
+    ) -> list[Sequence[ScriptedRound]]:
         barrier = threading.Barrier(len(prompts))
 
         def run(prompt: Sequence[int]) -> Sequence[ScriptedRound]:
@@ -204,7 +226,9 @@ class DrafterConformance(Conformance):
                 return self._script(prompt)
 
         before = sys.getswitchinterval()
-        sys.setswitchinterval(1e-6)  # threads take turns so often that what they share shows
+        sys.setswitchinterval(
+            1e-6
+        )  # threads take turns so often that what they share shows
         try:
             with ThreadPoolExecutor(len(prompts)) as pool:
                 return list(pool.map(run, prompts))
@@ -217,15 +241,21 @@ class DrafterConformance(Conformance):
         for prompt, sampling in itertools.product(self.prompts, SAMPLINGS):
             before: list[int] = []
             for round_ in self._rounds(self._begin(prompt, sampling)):
-                watcher = self._begin(prompt, sampling)  # it sees the text, and is never asked
+                watcher = self._begin(
+                    prompt, sampling
+                )  # it sees the text, and is never asked
                 for token in before:
                     self._observe(watcher, [token])
                 draft = self._propose(watcher, len(round_.tokens) or 1)
                 expected = to_list(draft.tokens)
                 what = f"after {len(before)} tokens it proposed {round_.tokens}; a session that "
                 what += f"saw the same text, and was never asked before, proposes {expected}"
-                self.require(round_.tokens == expected[: len(round_.tokens)], f"{what}.")
-                is_same = round_.logprobs is None or _close(round_.logprobs, draft.logprobs)
+                self.require(
+                    round_.tokens == expected[: len(round_.tokens)], f"{what}."
+                )
+                is_same = round_.logprobs is None or _close(
+                    round_.logprobs, draft.logprobs
+                )
                 self.require(is_same, f"{what}, and declares another distribution.")
                 before += round_.emitted
                 compared += 1
@@ -240,21 +270,34 @@ class DrafterConformance(Conformance):
             draft = self._propose(generation, limit)
             draws.add(draft, limit)
             if draft.logprobs is not None:
-                is_same = _close(draft.logprobs[:1], firsts.setdefault(which, draft.logprobs[:1]))
-                self.require(is_same, "what is declared for the first token changes with the seed.")
+                is_same = _close(
+                    draft.logprobs[:1], firsts.setdefault(which, draft.logprobs[:1])
+                )
+                self.require(
+                    is_same,
+                    "what is declared for the first token changes with the seed.",
+                )
             elif seed >= 20 and not draws.counts.any():
                 break
         part = check_declared(draws)
         self.require(part.status != "failed", part.verdict)
-        found = f"; chi-square {part.numbers['chi_square']:.0f}" if draws.counts.any() else ""
+        found = (
+            f"; chi-square {part.numbers['chi_square']:.0f}"
+            if draws.counts.any()
+            else ""
+        )
         return f"{part.verdict.rstrip('.')}{found}"
 
     def memory(self) -> str:
         """A session ends with its generation, and needs no more memory a token as texts grow."""
         generation = self._begin(self.prompts[0])
         last = list(self._rounds(generation))[-1]
-        self._close(generation, len(generation.text) - len(last.emitted) + 1)  # inside of a round
-        can_refer = hasattr(generation.session, "__weakref__")  # __slots__ may have none
+        self._close(
+            generation, len(generation.text) - len(last.emitted) + 1
+        )  # inside of a round
+        can_refer = hasattr(
+            generation.session, "__weakref__"
+        )  # __slots__ may have none
         held = weakref.ref(generation.session) if can_refer else lambda: None
         del generation
         gc.collect()
@@ -275,7 +318,9 @@ class DrafterConformance(Conformance):
         try:
             for length in lengths:
                 while len(generation.text) < len(self.prompts[0]) + length:
-                    self._observe(generation, coins.choices(range(self.vocab_size), k=2))
+                    self._observe(
+                        generation, coins.choices(range(self.vocab_size), k=2)
+                    )
                 held.append(tracemalloc.get_traced_memory()[0])
         finally:
             tracemalloc.stop()
@@ -288,7 +333,10 @@ class DrafterConformance(Conformance):
     ) -> ScriptedGeneration:
         noise = NotedNoise(seed)
         context = DraftContext(
-            sampling=sampling, noise=noise, vocab_size=self.vocab_size, tokenizer=self.tokenizer
+            sampling=sampling,
+            noise=noise,
+            vocab_size=self.vocab_size,
+            tokenizer=self.tokenizer,
         )
         check_drafter_fits(self.subject, context)
         with self.blaming("begin()", part="protocol"):
@@ -325,7 +373,9 @@ class DrafterConformance(Conformance):
         for i in range(NUM_ROUNDS):
             limit = LIMITS[i % len(LIMITS)]
             if is_cheap(generation.session):
-                self._propose(generation, limit)  # the loop looks whether there is something
+                self._propose(
+                    generation, limit
+                )  # the loop looks whether there is something
             draft = self._propose(generation, limit)
             tokens = to_list(draft.tokens)
             most, after = len(tokens), (7 * i) % self.vocab_size
@@ -345,15 +395,21 @@ class DrafterConformance(Conformance):
     def _check_draft(self, draft: Draft, limit: int) -> None:
         """Raise for a draft that the loop would refuse, and for one that is too long."""
         self.require(
-            isinstance(draft, Draft), f"propose() returned {type(draft).__name__}.", part="protocol"
+            isinstance(draft, Draft),
+            f"propose() returned {type(draft).__name__}.",
+            part="protocol",
         )
         with self.blaming("propose()", part="protocol"):
             check_draft(draft, self.vocab_size)
             check_drafted(to_list(draft.tokens), self.vocab_size)
         size = len(draft)
-        self.require(size <= limit, f"propose({limit}) returned {size} tokens.", part="protocol")
+        self.require(
+            size <= limit, f"propose({limit}) returned {size} tokens.", part="protocol"
+        )
         is_whole = draft.evidence is None or len(draft.evidence) == size
-        self.require(is_whole, "evidence has to be one for each token.", part="protocol")
+        self.require(
+            is_whole, "evidence has to be one for each token.", part="protocol"
+        )
         if draft.logprobs is not None and size:
             own: Any = draft.logprobs[mx.arange(size), to_ids(draft.tokens)][:, None]
             masses: Any = mx.exp(draft.logprobs).sum(-1)

@@ -23,7 +23,9 @@ SHAPES = ((2, 1), (2, 3), (3, 2), (3, 3), (4, 2), (5, 1))
 """Pairs (V, K) whose rounds `enumerated` goes through."""
 
 Tokens = tuple[int, ...]
-Outcomes = dict[tuple[Tokens, int], float]  # chance of each (tokens emitted [n + 1], n) of a round
+Outcomes = dict[
+    tuple[Tokens, int], float
+]  # chance of each (tokens emitted [n + 1], n) of a round
 
 
 def state_after(state: int, tokens: Tokens) -> int:
@@ -64,11 +66,15 @@ class ByRule:
     rule: CoinRule
     to: Callable[[Any], Any] = field(default=np.asarray, repr=False)
 
-    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
+    def outcomes(
+        self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray
+    ) -> Outcomes:
         """Chances of all outcomes of a draft [K] with declared probs [K, V]; target [K+1, V]."""
         return {
             ((*tokens[:n], token), n): weight * chance
-            for n, weight, after in ends(self.rule, target_probs, tokens, probs, self.to)
+            for n, weight, after in ends(
+                self.rule, target_probs, tokens, probs, self.to
+            )
             for token, chance in enumerate(after.tolist())
         }
 
@@ -110,7 +116,9 @@ class Comparison:
         )
 
 
-def enumerated(rule: CoinRule, to: Callable[[Any], Any] = np.asarray) -> Iterator[Comparison]:
+def enumerated(
+    rule: CoinRule, to: Callable[[Any], Any] = np.asarray
+) -> Iterator[Comparison]:
     """Every outcome of a round on small vocabularies; distributions change with the text."""
     deciding = ByRule(rule, to)
     for vocab_size, num_draft in SHAPES:
@@ -126,7 +134,9 @@ def enumerated(rule: CoinRule, to: Callable[[Any], Any] = np.asarray) -> Iterato
                 weight = float(np.prod(probs[range(num_draft), tokens]))
                 if weight:
                     rows = target.along(0, tokens)
-                    for (emitted, _), chance in deciding.outcomes(rows, tokens, probs).items():
+                    for (emitted, _), chance in deciding.outcomes(
+                        rows, tokens, probs
+                    ).items():
                         begun[emitted] += weight * chance
             joint = continued(target, begun, num_draft + 1)
             own = continued(target, {(): 1.0}, num_draft + 1)

@@ -71,9 +71,13 @@ def begin_or_resume(path: Path, settings: Mapping[str, Any]) -> None:
     if not path.exists():
         save_json(path, settings)
     before, now = load_json(path), json.loads(json.dumps(settings))
-    differ = [n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)]
+    differ = [
+        n for n in sorted(before.keys() | now.keys()) if before.get(n) != now.get(n)
+    ]
     if differ:
-        changes = ", ".join(f"{n} was {before.get(n)!r} and is {now.get(n)!r}" for n in differ)
+        changes = ", ".join(
+            f"{n} was {before.get(n)!r} and is {now.get(n)!r}" for n in differ
+        )
         raise TrainingError(
             f"{path.parent} was begun with other settings: {changes}. Give those again to go on, "
             "or another folder to begin anew."
@@ -118,12 +122,16 @@ class FeatureStore:
         for i in tqdm(range(len(self)), "features", leave=False, mininterval=1):
             if not self._path(i).exists():
                 rows = read(target, self.layers, self.windows[i, : self.lengths[i]])
-                save_arrays(self._path(i), {name: _packed(x) for name, x in rows.items()})
+                save_arrays(
+                    self._path(i), {name: _packed(x) for name, x in rows.items()}
+                )
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """Some of the windows, padded to the longest of them."""
         length = int(self.lengths[list(indices)].max())
-        tokens, answered = (x[list(indices), :length] for x in (self.windows, self.answered))
+        tokens, answered = (
+            x[list(indices), :length] for x in (self.windows, self.answered)
+        )
         rows: list[Any] = [mx.load(str(self._path(i))) for i in indices]
         return _batch(mx.array(tokens), answered, rows)
 
@@ -137,18 +145,28 @@ def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Ba
     return _batch(tokens, np.ones(tokens.shape, bool), rows)
 
 
-def read(target: nn.Module, layers: Sequence[int], window: np.ndarray) -> dict[str, mx.array]:
+def read(
+    target: nn.Module, layers: Sequence[int], window: np.ndarray
+) -> dict[str, mx.array]:
     """Features by name of a pass over one window [window]; raises UnreadableError."""
-    taps, tokens = Taps(target, Features(tuple(layers), head_input=True)), mx.array(window)[None]
+    taps, tokens = (
+        Taps(target, Features(tuple(layers), head_input=True)),
+        mx.array(window)[None],
+    )
     logits = taps.read(lambda: target(tokens, cache=make_prompt_cache(target))[0])
     shown: Any = taps.features
-    rows = {"head_input": shown.head_input, "best": mx.argmax(logits, axis=-1).astype(mx.int32)}
+    rows = {
+        "head_input": shown.head_input,
+        "best": mx.argmax(logits, axis=-1).astype(mx.int32),
+    }
     rows |= {f"layer-{layer}": states for layer, states in shown.layers.items()}
     mx.eval(rows)
     return rows
 
 
-def _batch(tokens: mx.array, answered: np.ndarray, rows: Sequence[dict[str, mx.array]]) -> Batch:
+def _batch(
+    tokens: mx.array, answered: np.ndarray, rows: Sequence[dict[str, mx.array]]
+) -> Batch:
     arrays = {}
     for name, first in rows[0].items():
         wide = mx.zeros((*tokens.shape, *first.shape[1:]))
@@ -157,7 +175,9 @@ def _batch(tokens: mx.array, answered: np.ndarray, rows: Sequence[dict[str, mx.a
         arrays[name] = wide
     best, head_input = np.array(arrays.pop("best")), arrays.pop("head_input")
     layers = {int(name.removeprefix("layer-")): x for name, x in arrays.items()}
-    return Batch(tokens, FeatureRows(layers=layers, head_input=head_input), answered, best)
+    return Batch(
+        tokens, FeatureRows(layers=layers, head_input=head_input), answered, best
+    )
 
 
 def _packed(x: mx.array) -> mx.array:

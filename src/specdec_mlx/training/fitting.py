@@ -31,14 +31,20 @@ Divergence = Callable[[mx.array, mx.array], mx.array]
 """Log-probabilities [..., V] of p and of q -> a number [...] for each position."""
 
 
-def forward_kl(target_logprobs: Logprobs, draft_logprobs: Logprobs) -> Float[mx.array, "*n"]:
+def forward_kl(
+    target_logprobs: Logprobs, draft_logprobs: Logprobs
+) -> Float[mx.array, "*n"]:
     """KL(p || q), in nats: q has to cover all that p does. Teaches fast, and is the default."""
     probs = mx.exp(target_logprobs)
-    logs = mx.where(probs > 0, target_logprobs - draft_logprobs, 0)  # finite gradients too
+    logs = mx.where(
+        probs > 0, target_logprobs - draft_logprobs, 0
+    )  # finite gradients too
     return mx.sum(probs * logs, axis=-1)
 
 
-def total_variation(target_logprobs: Logprobs, draft_logprobs: Logprobs) -> Float[mx.array, "*n"]:
+def total_variation(
+    target_logprobs: Logprobs, draft_logprobs: Logprobs
+) -> Float[mx.array, "*n"]:
     """Half of sum(|p - q|): the chance of a rejection (Leviathan et al. 2023, corollary 3.6)."""
     difference = mx.exp(target_logprobs) - mx.exp(draft_logprobs)
     return 0.5 * mx.sum(mx.abs(difference), axis=-1)
@@ -59,7 +65,10 @@ def loss_and_gradients(
     head = {name: own[name] for name in trainee.head_names if name in own}
     states, inside = zip(*islice(drafted(trainee, batch), most), strict=True)
     decay = DECAY ** np.arange(len(states))
-    shares = [x / max(1, x.sum()) * d / decay.sum() for x, d in zip(inside, decay, strict=True)]
+    shares = [
+        x / max(1, x.sum()) * d / decay.sum()
+        for x, d in zip(inside, decay, strict=True)
+    ]
     assert batch.features.head_input is not None
     read = batch.features.head_input[tuple(map(mx.array, batch.counted.nonzero()))]
     slopes: list[list[mx.array]] = [[] for _ in states]
@@ -70,14 +79,19 @@ def loss_and_gradients(
         module.update(given["head"])
         logits = trainee.logits(given["states"]).astype(mx.float32)
         size = min(logits.shape[-1], target.shape[-1])
-        each = compare(nn.log_softmax(target[:, :size]), nn.log_softmax(logits[:, :size]))
+        each = compare(
+            nn.log_softmax(target[:, :size]), nn.log_softmax(logits[:, :size])
+        )
         return mx.sum(weights * each)
 
     for start in range(0, len(read), trainee.rows_at_once):
         part = slice(start, start + trainee.rows_at_once)
         target = trainee.target_logits(read[part]).astype(mx.float32)
         for x, share, slopes_of_position in zip(states, shares, slopes, strict=True):
-            given, weights = {"states": x[part], "head": head}, mx.array(share[part], mx.float32)
+            given, weights = (
+                {"states": x[part], "head": head},
+                mx.array(share[part], mx.float32),
+            )
             value, slope = mx.value_and_grad(loss_of)(given, target, weights)
             of_head = tree_map(mx.add, of_head, slope["head"])
             total += value
@@ -87,11 +101,15 @@ def loss_and_gradients(
 
     def rest() -> mx.array:
         rows = (x for x, _ in islice(drafted(trainee, batch), most))
-        each = [mx.sum(mx.concatenate(s) * x) for s, x in zip(slopes, rows, strict=True)]
+        each = [
+            mx.sum(mx.concatenate(s) * x) for s, x in zip(slopes, rows, strict=True)
+        ]
         return mx.sum(mx.stack(each))
 
     gradients = dict(tree_flatten(nn.value_and_grad(module, rest)()[1]))
-    gradients |= {name: gradients[name] + slope for name, slope in tree_flatten(of_head)}
+    gradients |= {
+        name: gradients[name] + slope for name, slope in tree_flatten(of_head)
+    }
     return total, tree_unflatten(list(gradients.items()))
 
 
@@ -144,14 +162,20 @@ def fit(
     rate, compare = rates(schedule.learning_rate, total), LOSSES[schedule.loss]
 
     def so_far() -> int:
-        return progress.step if schedule.minutes is None else int(clock.seconds() - progress.began)
+        return (
+            progress.step
+            if schedule.minutes is None
+            else int(clock.seconds() - progress.began)
+        )
 
     done, kept = so_far(), clock.seconds()
     acceptance, losses = None, list[float]()
     shown: Any = {"desc": "training", "unit": "", "mininterval": 1, "miniters": 0}
     with tqdm(total=total, initial=done, **shown) as bar:
         while done < total:
-            indices = batch_indices(progress.step, schedule.batch, len(trained), schedule.seed)
+            indices = batch_indices(
+                progress.step, schedule.batch, len(trained), schedule.seed
+            )
             batch = trained.batch(indices)
             optimizer.learning_rate = rate(mx.array(done))
             most = 1 if trainee.is_recursive and done < ONE_STEP * total else None
@@ -159,7 +183,9 @@ def fit(
             progress.step += 1
             progress.tokens += int(batch.counted.sum())
             before, done = done, so_far()
-            bar.set_postfix(loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False)
+            bar.set_postfix(
+                loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False
+            )
             bar.update(min(done, total) - bar.n)
             if done // every > before // every or done >= total:
                 acceptance = measure(trainee, held_out, len(held_out))
@@ -184,7 +210,11 @@ def fit(
 
 
 def update(
-    trainee: Trainee, optimizer: Any, batch: Batch, compare: Divergence, most: int | None = None
+    trainee: Trainee,
+    optimizer: Any,
+    batch: Batch,
+    compare: Divergence,
+    most: int | None = None,
 ) -> float:
     """Change the weights once; the loss, or NaN where gradients are not finite and change none."""
     value, gradients = loss_and_gradients(trainee, batch, compare, most)
@@ -196,7 +226,9 @@ def update(
     return float(value.item())
 
 
-def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Updates) -> Updates:
+def within_memory(
+    trainee: Trainee, trained: FeatureStore, schedule: Updates
+) -> Updates:
     """The schedule, its updates lowered to the memory if it is for a time; else TrainingError."""
     first, further = memory_of_updates(trainee, trained, LOSSES[schedule.loss])
     there = MEMORY_SHARE * os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -207,7 +239,9 @@ def within_memory(trainee: Trainee, trained: FeatureStore, schedule: Updates) ->
     if fits >= schedule.batch or (fits > 0 and schedule.minutes is not None):
         return replace(schedule, batch=min(fits, schedule.batch))
     lower = f"--batch to {fits}" if fits > 0 else "--window or --draft-vocab"
-    raise TrainingError(f"{takes}, and {there / 1e9:.1f} GB may be used. Lower {lower}.")
+    raise TrainingError(
+        f"{takes}, and {there / 1e9:.1f} GB may be used. Lower {lower}."
+    )
 
 
 def memory_of_updates(
@@ -222,14 +256,20 @@ def memory_of_updates(
         mx.reset_peak_memory()
         mx.eval(loss_and_gradients(trainee, batch, compare))
         peaks.append(mx.get_peak_memory())
-    weights = sum(x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters()))
-    return peaks[0] + 2 * weights, peaks[2] - peaks[1]  # AdamW notes as much as two of each
+    weights = sum(
+        x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters())
+    )
+    return peaks[0] + 2 * weights, peaks[2] - peaks[
+        1
+    ]  # AdamW notes as much as two of each
 
 
 def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:
     """Windows of an update: every window once before any comes again."""
     places = [divmod(place, count) for place in range(step * batch, (step + 1) * batch)]
-    orders = (np.random.default_rng([seed, turn]).permutation(count) for turn, _ in places)
+    orders = (
+        np.random.default_rng([seed, turn]).permutation(count) for turn, _ in places
+    )
     return [int(order[place]) for order, (_, place) in zip(orders, places, strict=True)]
 
 
@@ -247,10 +287,14 @@ def keep(
 ) -> None:
     """Write what a training needs to go on."""
     parts: Any = {"weights": module.trainable_parameters(), "state": optimizer.state}
-    save_arrays(path, dict(tree_flatten(parts)), {"progress": json.dumps(vars(progress))})
+    save_arrays(
+        path, dict(tree_flatten(parts)), {"progress": json.dumps(vars(progress))}
+    )
 
 
-def resume(path: Path, module: nn.Module, optimizer: optim.Optimizer) -> SimpleNamespace:
+def resume(
+    path: Path, module: nn.Module, optimizer: optim.Optimizer
+) -> SimpleNamespace:
     """Go on from where `keep` left off; from the beginning if there is nothing.
 
     Returns updates done, tokens learnt in them, seconds before them, and measurements.
@@ -291,10 +335,17 @@ class Acceptance:
 def measure(trainee: Trainee, store: FeatureStore, most: int) -> Acceptance:
     """Acceptance on the first windows of a store."""
     runs: list[int] = []
-    for i in tqdm(range(min(most, len(store))), "measuring", leave=False, mininterval=1):
+    for i in tqdm(
+        range(min(most, len(store))), "measuring", leave=False, mininterval=1
+    ):
         batch = store.batch([i])
-        runs += accepted_in_a_row(hits_of(trainee, batch), batch.answered[0], batch.counted[0])
-    kept = [sum(run > i for run in runs) / max(1, len(runs)) for i in range(trainee.num_steps)]
+        runs += accepted_in_a_row(
+            hits_of(trainee, batch), batch.answered[0], batch.counted[0]
+        )
+    kept = [
+        sum(run > i for run in runs) / max(1, len(runs))
+        for i in range(trainee.num_steps)
+    ]
     return Acceptance(tuple(kept), len(runs))
 
 
@@ -304,15 +355,21 @@ def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
     for states, first in trainee.predictions(batch):
         starts = range(0, states.shape[1], trainee.rows_at_once)
         parts = (states[0, start : start + trainee.rows_at_once] for start in starts)
-        drafted = np.concatenate([np.array(mx.argmax(trainee.logits(x), -1)) for x in parts])
+        drafted = np.concatenate(
+            [np.array(mx.argmax(trainee.logits(x), -1)) for x in parts]
+        )
         if trainee.vocabulary is not None:
             drafted = np.array(trainee.vocabulary)[drafted]
         rest = batch.best.shape[1] - first - len(drafted)
-        hits.append(np.pad(drafted == batch.best[0, first:][: len(drafted)], (first, rest)))
+        hits.append(
+            np.pad(drafted == batch.best[0, first:][: len(drafted)], (first, rest))
+        )
     return np.stack(hits * (trainee.num_steps if trainee.reads_text else 1))
 
 
-def accepted_in_a_row(hits: np.ndarray, answered: np.ndarray, counted: np.ndarray) -> list[int]:
+def accepted_in_a_row(
+    hits: np.ndarray, answered: np.ndarray, counted: np.ndarray
+) -> list[int]:
     """Tokens kept of each draft, for hits [k, window] and `Batch.answered`, `counted` [window]."""
     runs, place = [], 0
     while place < len(counted):

@@ -86,7 +86,9 @@ def train(
     features.begin_or_resume(out / PLAN, asdict(plan))
     if (out / REPORT).exists():
         return Acceptance(**features.load_json(out / REPORT)["acceptance"])
-    features.begin_or_resume(work / "data.json", {"model": plan.model, **asdict(plan.data)})
+    features.begin_or_resume(
+        work / "data.json", {"model": plan.model, **asdict(plan.data)}
+    )
     clock = features.Clock(out / "seconds.json")
     path = work / "tokens.safetensors"
     if not path.exists():
@@ -124,7 +126,9 @@ def _of_texts(data: Data, tokenizer: Any) -> tuple[np.ndarray, np.ndarray]:
     trained = texts.windows_of(data.texts, tokenizer, data.window, data.window)
     held_out = texts.windows_of(data.held_out, tokenizer, data.window, half)
     if not data.held_out:
-        trained, held_out = (trained[rows] for rows in texts.split(len(trained), data.seed))
+        trained, held_out = (
+            trained[rows] for rows in texts.split(len(trained), data.seed)
+        )
     if not len(trained) or not len(held_out):
         raise TrainingError(
             f"The texts are too short for a window of {data.window} tokens to train on and one "
@@ -139,7 +143,9 @@ def _of_prompts(
 ) -> tuple[np.ndarray, np.ndarray]:
     """The target's answers; those that are held out come first, and are greedy."""
     data, minutes = plan.data, plan.schedule.minutes
-    held_out, prompts = (texts.read_prompts(x, tokenizer) for x in (data.held_out, data.prompts))
+    held_out, prompts = (
+        texts.read_prompts(x, tokenizer) for x in (data.held_out, data.prompts)
+    )
     chosen, others = texts.split(len(prompts), data.seed)
     chosen += others if held_out else []
     held_out = held_out or [prompts[i] for i in others]
@@ -152,7 +158,9 @@ def _of_prompts(
 
     turns = [(0, i, 0.0) for i in short if i < len(held_out)]
     asked = [i for i in short if i >= len(held_out)]
-    turns += [(number, i, temp) for number, temp in enumerate(data.temps) for i in asked]
+    turns += [
+        (number, i, temp) for number, temp in enumerate(data.temps) for i in asked
+    ]
     mx.random.seed(data.seed)
     path = work / "answers.jsonl"
     found = texts.answers(target, tokenizer, prompts, data.window, turns, path, is_time)
@@ -172,13 +180,19 @@ def _of_prompts(
 def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
     """Give a head the weights of another; TrainingError for another kind, size or target."""
     loaded: Any = load_head(folder, target)
-    before = getattr(loaded, "head", None) or getattr(loaded, "exit", None) or nn.Module()
+    before = (
+        getattr(loaded, "head", None) or getattr(loaded, "exit", None) or nn.Module()
+    )
     known, differ = trainee.vocabulary, ""
     try:
         trainee.module.load_weights(tree_flatten(before.parameters()))
     except ValueError as error:
         differ = shorten(str(error), 200).rstrip(".")
-    if not differ and known is not None and not mx.array_equal(before.vocabulary.ids, known).item():
+    if (
+        not differ
+        and known is not None
+        and not mx.array_equal(before.vocabulary.ids, known).item()
+    ):
         differ = "d2t differs"
     if differ:
         raise TrainingError(

@@ -23,9 +23,13 @@ from tqdm import tqdm
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.generation import encode
 
-HELD_OUT_SHARE = 0.05  # part of the windows, or of the prompts, that is held out by default
+HELD_OUT_SHARE = (
+    0.05  # part of the windows, or of the prompts, that is held out by default
+)
 ROWS = 32  # answers that are written side by side
-Turn = tuple[int, int, float]  # round, index of the prompt, and temperature; 0 is greedy
+Turn = tuple[
+    int, int, float
+]  # round, index of the prompt, and temperature; 0 is greedy
 Document = list[tuple[int, int]]  # each token, and 1 if it is learnt
 
 
@@ -37,7 +41,9 @@ def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:
     """
     for path in map(Path, paths):
         if path.suffix == ".jsonl":
-            yield from (_document(where, line, tokenizer) for where, line in _lines(path))
+            yield from (
+                _document(where, line, tokenizer) for where, line in _lines(path)
+            )
         else:
             yield learnt(_encode(tokenizer, _read(path)))
 
@@ -53,10 +59,14 @@ def read_prompts(paths: Sequence[str], tokenizer: Any) -> list[list[int]]:
         match line:
             case {"turns": [str(text), *_]} | {"prompt": str(text)} | str(text):
                 messages = [{"role": "user", "content": text}]
-            case {"messages": [*messages, {"role": "assistant"}] | [*messages]} if messages:
+            case {"messages": [*messages, {"role": "assistant"}] | [*messages]} if (
+                messages
+            ):
                 pass
             case _:
-                raise TrainingError(f"{where}: expected an object with turns, messages or prompt.")
+                raise TrainingError(
+                    f"{where}: expected an object with turns, messages or prompt."
+                )
         chat = tokenizer.has_chat_template
         prompts.append(encode(tokenizer, messages if chat else messages[-1]["content"]))
     return prompts
@@ -66,9 +76,13 @@ def _read(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except OSError as error:
-        raise TrainingError(f"There is no file {path}. Give texts that can be read.") from error
+        raise TrainingError(
+            f"There is no file {path}. Give texts that can be read."
+        ) from error
     except UnicodeDecodeError as error:
-        raise TrainingError(f"{path} is not UTF-8 text: {error}. Convert it first.") from error
+        raise TrainingError(
+            f"{path} is not UTF-8 text: {error}. Convert it first."
+        ) from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
@@ -107,13 +121,17 @@ def _encode(tokenizer: Any, text: str) -> list[int]:
     return list(tokenizer.encode(text, verbose=False))  # no warning that it is long
 
 
-def windows_of(paths: Sequence[str], tokenizer: Any, window: int, stride: int) -> np.ndarray:
+def windows_of(
+    paths: Sequence[str], tokenizer: Any, window: int, stride: int
+) -> np.ndarray:
     """Windows of all documents, `stride` tokens apart, each document after an end-of-text token."""
     end, documents = tokenizer.eos_token_id, read_documents(paths, tokenizer)
     before = [] if end is None else [(end, 1)]
     stream = [pair for document in documents for pair in before + document]
     starts = range(0, len(stream) - window + 1, stride)
-    rows = np.array([stream[i : i + window] for i in starts], np.int32).reshape(-1, window, 2)
+    rows = np.array([stream[i : i + window] for i in starts], np.int32).reshape(
+        -1, window, 2
+    )
     return rows[rows[:, 1:, 1].any(axis=1)]
 
 
@@ -149,13 +167,17 @@ def answers(
     num_tokens = 0
     with (
         path.open("a", encoding="utf-8") as file,
-        closing(BatchGenerator(target, stop_tokens=stops, completion_batch_size=ROWS)) as batch,
+        closing(
+            BatchGenerator(target, stop_tokens=stops, completion_batch_size=ROWS)
+        ) as batch,
         tqdm(desc="answers", unit="", leave=False, miniters=0, mininterval=1) as bar,
     ):
         while True:
             for turn in islice(missing, 0 if is_time() else ROWS - len(under_way)):
                 prompt, sampler = prompts[turn[1]], make_sampler(temp=turn[2])
-                uids = batch.insert([prompt], [window - len(prompt)], samplers=[sampler])
+                uids = batch.insert(
+                    [prompt], [window - len(prompt)], samplers=[sampler]
+                )
                 under_way[uids[0]] = turn, []
             if not under_way:
                 return dict(sorted(found.items()))

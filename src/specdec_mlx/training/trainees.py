@@ -34,13 +34,19 @@ MEDUSA_NAMES = {r"^blocks\.(\d+)\.(\d+)\.": r"\1.\2.linear."}
 DRAFT_VOCAB = 32_000  # most tokens that an EAGLE-3 head proposes by default, as in published heads
 HEAD_DIM = 64  # default width of an attention head
 AT_ONCE = 2**22  # logits that are made at a time, 16 MB for each position of a draft
-EXIT_WINDOW = 8  # positions of an exit's convolution; the first layers read the text before them
+EXIT_WINDOW = (
+    8  # positions of an exit's convolution; the first layers read the text before them
+)
 
 Prediction = tuple[mx.array, int]
 """States [batch, n, D] for one position of many drafts, and the place in the window of the first:
 row i is compared with the target's logits at first + i."""
 
-TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}  # in a file
+TYPES = {
+    "float16": mx.float16,
+    "bfloat16": mx.bfloat16,
+    "float32": mx.float32,
+}  # in a file
 
 
 @dataclass(frozen=True)
@@ -64,7 +70,11 @@ class Size:
         """Configuration of decoder layers of this size, in Hugging Face's words."""
         heads = self.heads or max(1, width // HEAD_DIM)
         own = {} if self.head_dim is None else {"head_dim": self.head_dim}
-        sizes = {"hidden_size": width, "intermediate_size": self.mlp or 3 * width, **own}
+        sizes = {
+            "hidden_size": width,
+            "intermediate_size": self.mlp or 3 * width,
+            **own,
+        }
         return {
             **sizes,
             "num_attention_heads": heads,
@@ -121,7 +131,9 @@ class Trainee:
     def __post_init__(self) -> None:
         self.module.set_dtype(mx.float32)
         known = self.vocabulary
-        self.target_logits = (self.ends if known is None else self.ends.narrowed(known)).logits
+        self.target_logits = (
+            self.ends if known is None else self.ends.narrowed(known)
+        ).logits
         self.logits = self.draft_logits or self.target_logits
         num_logits = self.ends.vocab_size if known is None else known.size
         self.rows_at_once = max(1, AT_ONCE // num_logits)
@@ -155,8 +167,16 @@ def medusa(recipe: Recipe) -> Trainee:
         for i in range(count):
             yield head.state(states[:, : -1 - i], i), 1 + i
 
-    config = {"model_type": "medusa", "architectures": ["MedusaModel"], "medusa_num_heads": count}
-    config |= {"medusa_num_layers": 1, "hidden_size": ends.width, "vocab_size": ends.vocab_size}
+    config = {
+        "model_type": "medusa",
+        "architectures": ["MedusaModel"],
+        "medusa_num_heads": count,
+    }
+    config |= {
+        "medusa_num_layers": 1,
+        "hidden_size": ends.width,
+        "vocab_size": ends.vocab_size,
+    }
     return Trainee(head, ends, head.features, config, predictions, count, MEDUSA_NAMES)
 
 
@@ -167,7 +187,10 @@ def early_exit(recipe: Recipe) -> Trainee:
     norm = final_norm(first_layers(target, num_layers))
     config = {"model_type": "early_exit", EXIT_LAYER: num_layers, WINDOW: EXIT_WINDOW}
     config |= {"hidden_size": ends.width, "intermediate_size": size.mlp or ends.width}
-    config |= {"vocab_size": ends.vocab_size, "rms_norm_eps": getattr(norm, "eps", NORM_EPS)}
+    config |= {
+        "vocab_size": ends.vocab_size,
+        "rms_norm_eps": getattr(norm, "eps", NORM_EPS),
+    }
     module = Exit(config)
     module.norm.weight = norm.weight
 
@@ -206,7 +229,11 @@ def draft_model(recipe: Recipe) -> Trainee:
     def predictions(batch: Batch) -> Iterator[Prediction]:
         yield module(batch.tokens), 0  # logits, whose head may do more than multiply
 
-    own: Any = {"reads_text": True, "draft_logits": lambda logits: logits, "tokenizer": tokenizer}
+    own: Any = {
+        "reads_text": True,
+        "draft_logits": lambda logits: logits,
+        "tokenizer": tokenizer,
+    }
     return Trainee(module, ends, Features(), config, predictions, **own)
 
 
@@ -227,7 +254,9 @@ class StepCache:
     def __init__(self) -> None:
         self.steps: list[tuple[mx.array, mx.array]] = []
 
-    def update_and_fetch(self, keys: mx.array, values: mx.array) -> tuple[mx.array, mx.array]:
+    def update_and_fetch(
+        self, keys: mx.array, values: mx.array
+    ) -> tuple[mx.array, mx.array]:
         """Add those of a step; return those of all steps, the earlier first."""
         self.steps.append((keys, values))
         all_keys, all_values = (list(parts) for parts in zip(*self.steps, strict=True))
@@ -266,7 +295,9 @@ def eagle3(recipe: Recipe) -> Trainee:
     size, ends = recipe.size, recipe.ends
     width, depth = size.width or ends.width, ends.num_layers
     layers = size.layers or (1, depth // 2 - 1, depth - 4)  # of the paper's code
-    if not size.layers and sorted(set(layers)) != list(layers):  # of few layers the last three
+    if not size.layers and sorted(set(layers)) != list(
+        layers
+    ):  # of few layers the last three
         layers = tuple(range(max(1, depth - 3), depth))
     num = min(size.draft_vocab or DRAFT_VOCAB, ends.vocab_size)
     config = {
@@ -280,7 +311,10 @@ def eagle3(recipe: Recipe) -> Trainee:
         "eagle_config": {IDS_KEY: stored_ids(layers), "use_aux_hidden_state": True},
     }
     vocabulary = _frequent(recipe, num)
-    own = {"own_embeddings": ends.vocab_size if width != ends.width else 0, "own_head": num}
+    own = {
+        "own_embeddings": ends.vocab_size if width != ends.width else 0,
+        "own_head": num,
+    }
     head = Eagle3(Eagle3Config.read(config, depth), ends, vocabulary, **own)
     known = np.zeros(ends.vocab_size, bool)
     known[np.array(vocabulary.ids)] = True

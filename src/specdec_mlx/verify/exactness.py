@@ -89,9 +89,14 @@ class ProbeReport:
 
     def __str__(self) -> str:
         """A small table and a verdict."""
-        lines = [f"caches: {', '.join(self.caches)}", "context  width  max difference  flips"]
+        lines = [
+            f"caches: {', '.join(self.caches)}",
+            "context  width  max difference  flips",
+        ]
         for row in self.rows:
-            verdict = "bitwise the same" if row.bitwise else "" if row.exact else "NOT EXACT"
+            verdict = (
+                "bitwise the same" if row.bitwise else "" if row.exact else "NOT EXACT"
+            )
             lines.append(
                 f"{row.context:>7}  {row.width:>5}  {row.max_difference:>14.2e}  "
                 f"{row.argmax_flips:>5}  {verdict}"
@@ -99,7 +104,9 @@ class ProbeReport:
         how = "exact where it does not say otherwise, and switches itself off where it does"
         if self.exact:
             is_bitwise = all(row.bitwise for row in self.rows)
-            how = "exact on this model" + ", up to the rounding of near ties" * (not is_bitwise)
+            how = "exact on this model" + ", up to the rounding of near ties" * (
+                not is_bitwise
+            )
         lines.append(f"Drafting is {how}.")
         return "\n".join(lines)
 
@@ -137,8 +144,12 @@ class ProbePoint:
 def places_of(model: nn.Module) -> list[ProbePoint]:
     """Where a loaded model may change, in order; its start is the first."""
     windows = _windows(model)
-    short = min(CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS)))
-    places = [ProbePoint(0, short)]  # from which the widest pass does not go past the window
+    short = min(
+        CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS))
+    )
+    places = [
+        ProbePoint(0, short)
+    ]  # from which the widest pass does not go past the window
     if windows:
         name = f" past its window of {max(windows)} tokens"
         places.append(ProbePoint(min(windows), max(windows) + 1, name=name))
@@ -150,7 +161,9 @@ def places_of(model: nn.Module) -> list[ProbePoint]:
     return sorted(places, key=lambda place: place.start)
 
 
-def first_inexact(model: nn.Module, position: int, *, on_trees: bool = False) -> int | None:
+def first_inexact(
+    model: nn.Module, position: int, *, on_trees: bool = False
+) -> int | None:
     """Position that passes from this one on may not go beyond, or None: chains, trees."""
     for place in places_of(model):
         if place.start > position + MARGIN:
@@ -169,7 +182,9 @@ def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
             report = tree_report(model, place.context, shift=place.shift)
             return report.exact and not chooses_blocks(model)
         reports = _compare(model, place, QUICK_WIDTHS)
-    except Exception:  # positions by row, or those claimed, are more than all models take
+    except (
+        Exception
+    ):  # positions by row, or those claimed, are more than all models take
         if not (on_trees or place.shift):
             raise
         return not on_trees
@@ -186,13 +201,18 @@ def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
 
 
 def _warn(model: nn.Module, what: str) -> None:
-    warnings.warn(f"specdec_mlx: this model ({type(model).__module__}){what}.", stacklevel=3)
+    warnings.warn(
+        f"specdec_mlx: this model ({type(model).__module__}){what}.", stacklevel=3
+    )
 
 
 @PerModel
 def warn_of_chains(model: nn.Module) -> None:
     """Say, once for each loaded model, that no tree is verified."""
-    _warn(model, " verifies no tree of drafts in one pass; chains are drafted, for the same text")
+    _warn(
+        model,
+        " verifies no tree of drafts in one pass; chains are drafted, for the same text",
+    )
 
 
 @PerModel
@@ -208,7 +228,10 @@ def can_hold_rows(model: nn.Module) -> bool:
             reason = "its texts differ from what they are alone"
         except Exception as error:
             reason = f"it fails with {type(error).__name__}"
-    _warn(model, f" cannot write several texts at once: {reason}. They are written one by one")
+    _warn(
+        model,
+        f" cannot write several texts at once: {reason}. They are written one by one",
+    )
     return False
 
 
@@ -221,7 +244,11 @@ def _texts_report(model: nn.Module, rows: BatchCaches) -> WidthReport:
         alone = _prefilled(model, mx.array(text[: length + kept]))
         expected.append(model(mx.array([[text[length + width]]]), cache=alone)[0, -1])
         rows.add(_prefilled(model, mx.array(text[:length])), length)
-    mx.eval(rows.feed(model, [text[start : start + width] for text, start, width, _ in about]))
+    mx.eval(
+        rows.feed(
+            model, [text[start : start + width] for text, start, width, _ in about]
+        )
+    )
     ends = rows.go_back([length + kept for _, length, _, kept in about])
     again = [  # what was lost of the text, and the token after it
         [*text[end : length + kept], text[length + width]]
@@ -242,7 +269,10 @@ def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthRepor
     start = _prefilled(model, tokens[:context], shift)
     ids = tokens[context:]
     paths = [[0, *(node + 1 for node in path_to(i, TREE))] for i in range(-1, size)]
-    alone = [model(ids[mx.array(path)][None], cache=copy.deepcopy(start))[0, -1:] for path in paths]
+    alone = [
+        model(ids[mx.array(path)][None], cache=copy.deepcopy(start))[0, -1:]
+        for path in paths
+    ]
     logits = tree_pass(model, ids, start, TreeLayout.after(1, TREE))
     return _report(size + 1, context, logits, mx.concatenate(alone))
 
@@ -256,7 +286,9 @@ def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
     return caches
 
 
-def _compare(model: nn.Module, place: ProbePoint, widths: Sequence[int]) -> list[WidthReport]:
+def _compare(
+    model: nn.Module, place: ProbePoint, widths: Sequence[int]
+) -> list[WidthReport]:
     """One report for each width."""
     longest, context, shift = max(widths), place.context, place.shift
     tokens = _random_tokens(model, context + longest)
@@ -265,7 +297,9 @@ def _compare(model: nn.Module, place: ProbePoint, widths: Sequence[int]) -> list
     steps = []
     for i in range(longest):
         steps.append(model(tokens[None, context + i, None], cache=single)[0])
-        mx.eval(steps[-1])  # passes in one graph may be run in another order on each rank
+        mx.eval(
+            steps[-1]
+        )  # passes in one graph may be run in another order on each rank
     expected = mx.concatenate(steps)
     states, reports = recurrent_states_of(model), []
     for width in widths:
@@ -282,15 +316,21 @@ def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
     differences = [mx.array(0.0)]
     for module in model.modules():
         if any(map(is_rope, type(module).__mro__)):
-            size = 2 * module._freqs.size if hasattr(module, "_freqs") else 1024  # as many or more
+            size = (
+                2 * module._freqs.size if hasattr(module, "_freqs") else 1024
+            )  # as many or more
             rows = mx.ones((1, 1, width, size))
             single = [module(rows[:, :, :1], offset=start + i) for i in range(width)]
             difference = module(rows, offset=start) - mx.concatenate(single, axis=2)
             differences.append(mx.abs(difference).max())
-    return float(mx.stack(differences).max()) < 1e-3 + 4e-7 * start  # of an angle's float32
+    return (
+        float(mx.stack(differences).max()) < 1e-3 + 4e-7 * start
+    )  # of an angle's float32
 
 
-def _report(width: int, context: int, logits: mx.array, expected: mx.array) -> WidthReport:
+def _report(
+    width: int, context: int, logits: mx.array, expected: mx.array
+) -> WidthReport:
     """Compare logits [n, V]; those that are not finite do not count."""
     dtype = logits.dtype
     logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
@@ -317,4 +357,8 @@ def _random_tokens(model: nn.Module, num_tokens: int) -> mx.array:
 
 def _windows(model: nn.Module) -> list[int]:
     """Windows of the model's caches, but for those that keep everything."""
-    return [window for cache in leaves(make_prompt_cache(model)) if (window := window_of(cache))]
+    return [
+        window
+        for cache in leaves(make_prompt_cache(model))
+        if (window := window_of(cache))
+    ]

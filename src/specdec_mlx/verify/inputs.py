@@ -44,7 +44,10 @@ class CacheOptions:
 
     def __post_init__(self) -> None:
         for field in fields(CacheOptions):
-            value, least = getattr(self, field.name), int(field.name != "quantized_kv_start")
+            value, least = (
+                getattr(self, field.name),
+                int(field.name != "quantized_kv_start"),
+            )
             if value is not None or field.default is not None:
                 object.__setattr__(self, field.name, whole(field.name, value, least))
 
@@ -52,12 +55,16 @@ class CacheOptions:
 def check_model(model: object) -> None:
     """Raise ValueError for a model that is not loaded."""
     if not isinstance(model, nn.Module):
-        raise wrong("model", model, "a loaded model: model, tokenizer = mlx_lm.load(...)")
+        raise wrong(
+            "model", model, "a loaded model: model, tokenizer = mlx_lm.load(...)"
+        )
 
 
 def max_tokens_of(given: Any, least: int = 0) -> int:
     """A number of tokens to write, -1 for no limit; ValueError for anything else."""
-    return -1 if given == -1 else whole("max_tokens", given, least, ", or -1 for no limit")
+    return (
+        -1 if given == -1 else whole("max_tokens", given, least, ", or -1 for no limit")
+    )
 
 
 def noise_of(seed: int | None) -> Noise:
@@ -69,32 +76,46 @@ def check_sampler(sampler: object) -> None:
     """Raise ValueError for a sampler that cannot be called."""
     if not callable(sampler) or isinstance(sampler, type):
         how = "a sampler, such as specdec_mlx.Sampling(temp=...)"
-        raise wrong("sampler", sampler, f"{how}. For a temperature give temp={shown(sampler)}")
+        raise wrong(
+            "sampler", sampler, f"{how}. For a temperature give temp={shown(sampler)}"
+        )
 
 
 def processors_of(given: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
     """The logits processors; ValueError for anything but a list of them."""
     if isinstance(given, Sequence) and all(map(callable, given)):
         return list(given)
-    raise wrong("logits_processors", given, f"a list of processors, such as [{shown(given)}]")
+    raise wrong(
+        "logits_processors", given, f"a list of processors, such as [{shown(given)}]"
+    )
 
 
 def prompt_ids(prompt: Any) -> list[int]:
     """Token ids of a prompt as a list; waits for an array. PromptError for anything else."""
     ids = prompt.tolist() if hasattr(prompt, "tolist") else prompt
-    if isinstance(ids, Sequence) and all(hasattr(kind, "__index__") for kind in {*map(type, ids)}):
+    if isinstance(ids, Sequence) and all(
+        hasattr(kind, "__index__") for kind in {*map(type, ids)}
+    ):
         return list(map(operator.index, ids))
-    expected = "token ids, a flat list of ints; generate also takes text and chat messages"
-    raise PromptError(f"prompt={shown(prompt)}: expected {expected}, batch_generate several.")
+    expected = (
+        "token ids, a flat list of ints; generate also takes text and chat messages"
+    )
+    raise PromptError(
+        f"prompt={shown(prompt)}: expected {expected}, batch_generate several."
+    )
 
 
 def check_prompt(
-    tokens: Sequence[int] | mx.array, embeddings: mx.array | None, drafter: Drafter | None
+    tokens: Sequence[int] | mx.array,
+    embeddings: mx.array | None,
+    drafter: Drafter | None,
 ) -> list[int]:
     """The prompt [n] as a list; embeddings [n, D] may be fed in its place. Raises PromptError."""
     prompt = prompt_ids(tokens)
     if not prompt and embeddings is None:
-        raise PromptError("The prompt is empty. Give at least one token, such as the BOS token.")
+        raise PromptError(
+            "The prompt is empty. Give at least one token, such as the BOS token."
+        )
     if prompt and min(prompt) < 0:
         raise PromptError(f"The prompt holds token {min(prompt)}; token ids are >= 0.")
     if embeddings is None or len(prompt) == len(embeddings):
@@ -134,10 +155,16 @@ def split_cache(
         _check_quantized(model, options)
     if prompt_cache is None:
         return fresh, None
-    is_list = isinstance(prompt_cache, Sequence) and all(hasattr(c, "state") for c in prompt_cache)
+    is_list = isinstance(prompt_cache, Sequence) and all(
+        hasattr(c, "state") for c in prompt_cache
+    )
     if not is_list or len(prompt_cache) < len(fresh):
         made_by = "mlx_lm.models.cache.make_prompt_cache(model)"
-        raise wrong("prompt_cache", prompt_cache, f"a list of caches, {len(fresh)} as of {made_by}")
+        raise wrong(
+            "prompt_cache",
+            prompt_cache,
+            f"a list of caches, {len(fresh)} as of {made_by}",
+        )
     check_usable(prompt_cache)
     return prompt_cache[: len(fresh)], prompt_cache[len(fresh) :] or None
 
@@ -148,7 +175,9 @@ def _check_quantized(model: nn.Module, options: CacheOptions) -> None:
     model(mx.array([[0]]), cache=caches)
     bits, group_size = options.kv_bits, options.kv_group_size
     try:
-        with suppress(NotImplementedError):  # of caches that rotate: mlx-lm says so, if it is due
+        with suppress(
+            NotImplementedError
+        ):  # of caches that rotate: mlx-lm says so, if it is due
             maybe_quantize_kv_cache(caches, 0, group_size, bits)
     except ValueError as error:
         expected = f"what MLX can quantize this model's caches to ({error})"
@@ -157,7 +186,9 @@ def _check_quantized(model: nn.Module, options: CacheOptions) -> None:
 
 def check_is_drafter(drafter: object) -> None:
     """Raise ValueError for what is neither a drafter nor None."""
-    if drafter is None or (isinstance(drafter, Drafter) and not isinstance(drafter, type)):
+    if drafter is None or (
+        isinstance(drafter, Drafter) and not isinstance(drafter, type)
+    ):
         return
     if isinstance(drafter, type):
         instead = f"give {shown(drafter)}()"
@@ -168,7 +199,9 @@ def check_is_drafter(drafter: object) -> None:
     raise wrong("drafter", drafter, f"an object with begin(prompt, context); {instead}")
 
 
-def begin_session(drafter: Drafter, tokens: Sequence[int], context: DraftContext) -> Session:
+def begin_session(
+    drafter: Drafter, tokens: Sequence[int], context: DraftContext
+) -> Session:
     """Begin a drafter's session; DraftError for one without `propose` or `observe`."""
     session = drafter.begin(tokens, context)
     if not isinstance(session, DraftSession | SessionGroups):
@@ -206,7 +239,10 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
             "one, or an mx.array of them. Use .tolist() on arrays of other libraries."
         )
     num_tokens, shape = len(tokens), getattr(draft.logprobs, "shape", None)
-    is_array = isinstance(draft.logprobs, mx.array) and shape == (num_tokens, vocab_size)
+    is_array = isinstance(draft.logprobs, mx.array) and shape == (
+        num_tokens,
+        vocab_size,
+    )
     if draft.logprobs is not None and not is_array:
         raise DraftError(
             f"The drafter's distribution is a {type(draft.logprobs).__name__} of shape {shape}; "
@@ -214,7 +250,8 @@ def check_draft(draft: Draft, vocab_size: int) -> None:
             "token."
         )
     if parents is not None and not (
-        len(parents) == num_tokens and all(-1 <= parent < i for i, parent in enumerate(parents))
+        len(parents) == num_tokens
+        and all(-1 <= parent < i for i, parent in enumerate(parents))
     ):
         raise DraftError(
             f"The drafter's parents are {list(parents)}; expected {num_tokens} indices, each of an "

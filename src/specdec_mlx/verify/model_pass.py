@@ -121,7 +121,10 @@ class ModelPass:
         if not self.probe:
             return False
         end = self.rollback.end
-        if self.rollback.takes_trees() and first_inexact(self.model, end, on_trees=True) is None:
+        if (
+            self.rollback.takes_trees()
+            and first_inexact(self.model, end, on_trees=True) is None
+        ):
             return True
         if self.taps is None:
             warn_of_chains(self.model)

@@ -28,7 +28,10 @@ class NextToken:
     """
 
     def __init__(
-        self, sampler: Sampler | Sampling, processors: Sequence[LogitsProcessor], noise: Noise
+        self,
+        sampler: Sampler | Sampling,
+        processors: Sequence[LogitsProcessor],
+        noise: Noise,
     ) -> None:
         check_sampler(sampler)
         self.sampler = read_sampler(sampler) or sampler
@@ -57,17 +60,29 @@ class NextToken:
             return logits
         rows = []
         for i in range(logits.shape[0]):
-            before = drafted[:i] if parents is None else drafted[_index(path_to(i - 1, parents))]
+            before = (
+                drafted[:i]
+                if parents is None
+                else drafted[_index(path_to(i - 1, parents))]
+            )
             rows.append(self.process_row(logits[i : i + 1], before))
         return mx.concatenate(rows)
 
-    def process_row(self, logits: mx.array, drafted: Sequence[int] | mx.array) -> mx.array:
+    def process_row(
+        self, logits: mx.array, drafted: Sequence[int] | mx.array
+    ) -> mx.array:
         """Run the processors over one row [1, V], after tokens of a draft."""
         if self.history is None:
             return logits
-        seen = mx.concatenate([self.history, to_ids(drafted)]) if len(drafted) else self.history
+        seen = (
+            mx.concatenate([self.history, to_ids(drafted)])
+            if len(drafted)
+            else self.history
+        )
         for processor in self.processors:
-            logits = _returned("processor", processor(seen, logits), logits.shape, mx.floating)
+            logits = _returned(
+                "processor", processor(seen, logits), logits.shape, mx.floating
+            )
         return logits
 
     def draw(
@@ -76,12 +91,17 @@ class NextToken:
         """The target's own token [K+1] at each row [K+1, V]; rows of one depth share noise."""
         if self.sampling is None:
             ids = [self.sampler(row[None]) for row in logprobs]  # any ints
-            ids = [_returned("sampler", token, (1,), mx.integer).astype(mx.int64) for token in ids]
+            ids = [
+                _returned("sampler", token, (1,), mx.integer).astype(mx.int64)
+                for token in ids
+            ]
             return mx.concatenate(ids)
         if self.sampling.greedy:
             return self.sampling.draw(logprobs, None)
         if parents is None:
-            return self.sampling.draw(logprobs, self._gumbels.at(position, *logprobs.shape))
+            return self.sampling.draw(
+                logprobs, self._gumbels.at(position, *logprobs.shape)
+            )
         depths = [0, *(depth + 1 for depth in depths_of(parents))]
         noise = self._gumbels.at(position, max(depths) + 1, logprobs.shape[-1])
         return self.sampling.draw(logprobs, noise[_index(depths)])
@@ -96,7 +116,9 @@ def clip_ids(ids: mx.array, vocab_size: int) -> mx.array:
     return mx.clip(ids, 0, vocab_size - 1).astype(mx.uint32)
 
 
-def _returned(by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategory) -> mx.array:
+def _returned(
+    by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategory
+) -> mx.array:
     """The array that a callable of the caller's returned; ValueError for another value."""
     if isinstance(found, mx.array):
         if found.shape == shape and mx.issubdtype(found.dtype, kind):
@@ -137,7 +159,11 @@ class RoundPositions:
     def each(self) -> list[mx.array]:
         """`logprobs` once more, each row [1, V] in memory of its own: a slice would keep all."""
         count = self.logprobs.shape[0]
-        return list(map(mx.subtract, mx.split(self._logits, count), mx.split(self.scales, count)))
+        return list(
+            map(
+                mx.subtract, mx.split(self._logits, count), mx.split(self.scales, count)
+            )
+        )
 
     @cached_property
     def probs(self) -> mx.array:

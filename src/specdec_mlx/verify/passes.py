@@ -24,7 +24,9 @@ NOT_FINITE = (
     "The target's logits for the next token are not finite. Check the weights, the dtype and the "
     "logits processors."
 )
-MASS_TOLERANCE = 1e-3  # most that a draft's distribution may be off from summing to 1, in float32
+MASS_TOLERANCE = (
+    1e-3  # most that a draft's distribution may be off from summing to 1, in float32
+)
 
 
 @dataclass
@@ -51,7 +53,11 @@ class LazyPass:
     def next_token(self) -> mx.array:
         """Token after an empty draft, not computed yet."""
         tokens = self.results["target_tokens"]
-        return clip_ids(tokens, self.logprobs[0].shape[-1]) if self.is_sampled else to_ids(tokens)
+        return (
+            clip_ids(tokens, self.logprobs[0].shape[-1])
+            if self.is_sampled
+            else to_ids(tokens)
+        )
 
     def wait(self) -> None:
         """Wait until it is computed."""
@@ -60,8 +66,12 @@ class LazyPass:
     def read(self) -> Outcome:
         """The outcome; the only host synchronisation of a round."""
         vocab_size = self.logprobs[0].shape[-1]
-        if not len(self.draft.tokens):  # every line of the host shows beside plain decoding
-            tokens, scales = read_all(self.results["target_tokens"], self.results["scales"])
+        if not len(
+            self.draft.tokens
+        ):  # every line of the host shows beside plain decoding
+            tokens, scales = read_all(
+                self.results["target_tokens"], self.results["scales"]
+            )
             if not math.isfinite(scales[0][0]):
                 raise LogitsError(NOT_FINITE)
             _check_next_token(tokens[0], vocab_size)
@@ -69,7 +79,9 @@ class LazyPass:
         numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
         drafted = numbers.get("drafted", self.draft.tokens)
         check_drafted(numbers.get("drafted", ()), vocab_size)
-        outcome = _before_failure(self.decision.outcome(numbers, drafted), numbers["scales"])
+        outcome = _before_failure(
+            self.decision.outcome(numbers, drafted), numbers["scales"]
+        )
         _check_next_token(outcome.tokens[-1], vocab_size)
         if "masses" in numbers:
             check_distribution(numbers["masses"], numbers["own"])
@@ -120,7 +132,9 @@ class StepwisePass:
         tokens: list[int] = []
         while len(tokens) <= len(drafted) and tokens == drafted[: len(tokens)]:
             row = len(tokens)
-            token, bad, logprobs = self._row(row, drafted[:row]) if row else self._first_row
+            token, bad, logprobs = (
+                self._row(row, drafted[:row]) if row else self._first_row
+            )
             token_id, is_bad = to_list(mx.concatenate([token, bad]))
             if is_bad and not row:
                 raise LogitsError(NOT_FINITE)

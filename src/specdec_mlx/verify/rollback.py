@@ -52,7 +52,11 @@ class Rollback:
     """Index among all caches -> its way back into the latest pass, where it has one of its own."""
 
     def forward(
-        self, model: nn.Module, tokens: mx.array, tree: TreeLayout | None = None, **inputs: Any
+        self,
+        model: nn.Module,
+        tokens: mx.array,
+        tree: TreeLayout | None = None,
+        **inputs: Any,
     ) -> mx.array:
         """One pass of a model over tokens [S]; logits [S, V]. Exceptions change no cache."""
         width, states = tokens.shape[0], self.states
@@ -61,20 +65,26 @@ class Rollback:
         def run() -> mx.array:
             if tree is not None:
                 return tree_pass(model, tokens, self.caches, tree, **inputs)
-            logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(0)
+            logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(
+                0
+            )
             return logits
 
         if states is None or width == 1:
             logits = self._all_or_nothing(run)
         else:
             caches = list(leaves(self.caches))
-            logits, self._chosen = self._all_or_nothing(lambda: states.run(run, caches, width))
+            logits, self._chosen = self._all_or_nothing(
+                lambda: states.run(run, caches, width)
+            )
         self.position += logits.shape[0]
         return logits
 
     def checkpoint(self) -> None:
         """Remember this position, before a pass with a draft; of earlier ones the last is kept."""
-        saved = [s.save(cache) if s.must_restore else None for cache, s in self._strategies()]
+        saved = [
+            s.save(cache) if s.must_restore else None for cache, s in self._strategies()
+        ]
         self.checkpoints = [*self.checkpoints[-1:], (self.position, saved)]
 
     def advance(self, num_positions: int) -> None:
@@ -94,12 +104,16 @@ class Rollback:
     def takes_trees(self) -> bool:
         """True if a pass over a tree can be made here, and a path of it kept."""
         pairs = self._strategies()
-        return all(type(cache) in VIEWS and isinstance(s, Gathers) for cache, s in pairs)
+        return all(
+            type(cache) in VIEWS and isinstance(s, Gathers) for cache, s in pairs
+        )
 
     @property
     def end(self) -> int:
         """Positions that the caches hold, those of earlier turns included."""
-        offsets = (cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset"))
+        offsets = (
+            cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset")
+        )
         return max(offsets, default=self.position)
 
     def keep(self, position: int, kept: Sequence[int]) -> int:
@@ -108,7 +122,9 @@ class Rollback:
         kept: ascending indices, `range(n)` or a path; CacheRollbackError if rows between cannot be
         dropped.
         """
-        if not kept or kept[-1] == len(kept) - 1:  # ascending, so that this is a chain's head
+        if (
+            not kept or kept[-1] == len(kept) - 1
+        ):  # ascending, so that this is a chain's head
             return self.rewind_to(position + len(kept))
 
         def gather() -> None:
@@ -137,7 +153,9 @@ class Rollback:
         def go_back() -> int:
             pairs = self._strategies()
             if all(strategy.can_trim(cache, back) for cache, strategy in pairs):
-                self._check([strategy.trim(cache, back) for cache, strategy in pairs], back)
+                self._check(
+                    [strategy.trim(cache, back) for cache, strategy in pairs], back
+                )
                 return back
             return self._return_to_checkpoint(position)
 
@@ -148,10 +166,15 @@ class Rollback:
         """Every cache that holds state, with its strategy; found anew where one was replaced."""
         if [*map(id, self._found_in)] != [*map(id, self.caches)]:
             self._found_in = list(self.caches)
-            self._found = [(cache, strategy_for(cache)) for cache in leaves(self.caches)]
+            self._found = [
+                (cache, strategy_for(cache)) for cache in leaves(self.caches)
+            ]
         if not self._chosen:
             return self._found
-        return [(cache, self._chosen.get(i) or s) for i, (cache, s) in enumerate(self._found)]
+        return [
+            (cache, self._chosen.get(i) or s)
+            for i, (cache, s) in enumerate(self._found)
+        ]
 
     def _all_or_nothing(self, change: Callable[[], T]) -> T:
         """Put every cache back if a change of them raises; a note says which cannot be."""
@@ -186,13 +209,17 @@ class Rollback:
         for (cache, strategy), state in zip(self._strategies(), saved, strict=True):
             if strategy.must_restore:
                 strategy.restore(cache, state)
-            dropped.append(back if strategy.must_restore else strategy.trim(cache, back))
+            dropped.append(
+                back if strategy.must_restore else strategy.trim(cache, back)
+            )
         self._check(dropped, back)
         return back
 
     def _check(self, dropped: Sequence[int], back: int) -> None:
         """Raise CacheRollbackError unless every cache dropped what was asked."""
-        for layer, (cache, got) in enumerate(zip(leaves(self.caches), dropped, strict=True)):
+        for layer, (cache, got) in enumerate(
+            zip(leaves(self.caches), dropped, strict=True)
+        ):
             if got != back:
                 raise CacheRollbackError(
                     f"Cache {layer} ({type(cache).__name__}) gave back {got} of {back} positions. "

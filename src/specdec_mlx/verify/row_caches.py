@@ -16,13 +16,21 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.models.cache import ArraysCache, BatchKVCache, CacheList, KVCache, RotatingKVCache
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+)
 
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.strategies import leaves, saved_buffer
 
 EMPTY = -1  # position of a slot that holds nothing of its row's text
-MOST_EMPTY = 64  # slots beyond those of the fullest row from which on the empty ones are dropped
+MOST_EMPTY = (
+    64  # slots beyond those of the fullest row from which on the empty ones are dropped
+)
 
 
 @dataclass
@@ -37,7 +45,10 @@ class Slots:
     def add_row(self, num_positions: int, num_rows: int) -> None:
         """Add a row that holds so many positions, after so many others; all end at the right."""
         first = 0 if self.window is None else max(0, num_positions - self.window)
-        rows = [*self.positions[:num_rows], np.arange(first, num_positions, dtype=np.int32)]
+        rows = [
+            *self.positions[:num_rows],
+            np.arange(first, num_positions, dtype=np.int32),
+        ]
         width = max(map(len, rows))
         self.positions = np.stack(
             [np.pad(row, (width - len(row), 0), constant_values=EMPTY) for row in rows]
@@ -46,13 +57,17 @@ class Slots:
     def append(self, new: np.ndarray) -> None:
         """Add the slots of a pass, [rows, S]; padding, on the right, is `EMPTY`."""
         self.positions = np.concatenate([self.positions, new], axis=1)
-        self._queries = np.maximum.accumulate(new, axis=1)  # padding sees what is before it
+        self._queries = np.maximum.accumulate(
+            new, axis=1
+        )  # padding sees what is before it
         self._masks.clear()
 
     def mask(self, num_queries: int, window: int | None) -> mx.array:
         """Slots that each query sees, [rows, 1, S, slots]; ValueError for a model's own mask."""
         if num_queries != self._queries.shape[1]:
-            raise ValueError(f"a mask for {num_queries} of {self._queries.shape[1]} tokens")
+            raise ValueError(
+                f"a mask for {num_queries} of {self._queries.shape[1]} tokens"
+            )
         window = window or self.window
         if window not in self._masks:
             queries, keys = self._queries[:, :, None], self.positions[:, None, :]
@@ -96,7 +111,11 @@ class SlotCache(BatchKVCache):  # type: ignore[misc]
         self.slots = slots
 
     def make_mask(
-        self, N: int, return_array: bool = False, window_size: int | None = None, **kwargs: Any
+        self,
+        N: int,
+        return_array: bool = False,
+        window_size: int | None = None,
+        **kwargs: Any,
     ) -> mx.array:
         """Slots that each query of the latest pass sees; mlx-lm's arguments."""
         return self.slots.mask(N, window_size)
@@ -105,7 +124,9 @@ class SlotCache(BatchKVCache):  # type: ignore[misc]
         """Add a row after so many others: the keys and values of one text, in their order."""
         if num_rows == 0:
             self.keys, self.values, self._idx = None, None, 0
-        self.offset = mx.zeros(num_rows, mx.int32)  # `extend` asks it how many rows there are
+        self.offset = mx.zeros(
+            num_rows, mx.int32
+        )  # `extend` asks it how many rows there are
         self.extend(type(cache).merge([cache]))
 
     def keep_rows(self, rows: mx.array) -> None:
@@ -196,7 +217,9 @@ class BatchCaches:
             mine.cache, mine.left_padding = merged.cache, merged.left_padding
         else:
             mine.extend(ArraysCache.merge([cache]))
-            if not mine.empty():  # else its padding is all that says how many rows it has
+            if (
+                not mine.empty()
+            ):  # else its padding is all that says how many rows it has
                 mine.finalize()
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -213,11 +236,16 @@ class BatchCaches:
                 cache.filter(ids)
         self.ends = [self.ends[row] for row in rows]
 
-    def feed(self, model: nn.Module, texts: Sequence[Sequence[int] | mx.array]) -> mx.array:
+    def feed(
+        self, model: nn.Module, texts: Sequence[Sequence[int] | mx.array]
+    ) -> mx.array:
         """Logits [rows, S, V], lazy, of the next tokens of each row, padded on the right."""
         self._begin([len(text) for text in texts])
         logits: mx.array = model(_padded(texts), cache=self.caches)
-        for cache, _ in self._before:  # the lengths that recurrent layers were told hold no longer
+        for (
+            cache,
+            _,
+        ) in self._before:  # the lengths that recurrent layers were told hold no longer
             cache.finalize()
         return logits
 
@@ -247,7 +275,9 @@ class BatchCaches:
             for cache, before in self._before:
                 pairs = zip(before, cache.cache, strict=True)
                 cache.cache = [_chosen(is_back, old, new) for old, new in pairs]
-            reached = zip(self._began if self._before else ends, self.ends, is_back, strict=True)
+            reached = zip(
+                self._began if self._before else ends, self.ends, is_back, strict=True
+            )
             self.ends = [to if back else end for to, end, back in reached]
         for slots in self._slots.values():
             dropped, order = slots.compact(self.ends)
@@ -278,7 +308,9 @@ def _padded(texts: Sequence[Sequence[int] | mx.array]) -> mx.array:
     return mx.array(padded)
 
 
-def _chosen(rows: Sequence[bool], old: mx.array | None, new: mx.array | None) -> mx.array | None:
+def _chosen(
+    rows: Sequence[bool], old: mx.array | None, new: mx.array | None
+) -> mx.array | None:
     """The old state in the rows that are marked, the new one in the others."""
     if new is None:
         return None

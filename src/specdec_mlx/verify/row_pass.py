@@ -91,15 +91,21 @@ class SharedPasses:
             drafted.append(verifier.drafted_ids(drafts[-1]))
             fed.append(_joined(round_.pending, drafts[-1], drafted[-1]))
         all_taps = [verifier.taps for verifier in self.verifiers]
-        watched = [module for taps in all_taps if taps is not None for module in taps.modules]
+        watched = [
+            module for taps in all_taps if taps is not None for module in taps.modules
+        ]
         calls: list[Call] = []
         with in_steps(self.model, max(map(len, fed))), watching(watched, calls.append):
             logits = self.caches.feed(self.model, fed)
         passes = []
-        for row, (verifier, round_) in enumerate(zip(self.verifiers, rounds, strict=True)):
+        for row, (verifier, round_) in enumerate(
+            zip(self.verifiers, rounds, strict=True)
+        ):
             num_fed, taps = len(fed[row]), all_taps[row]
             mine = logits[row, len(round_.pending) - 1 : num_fed]
-            pass_ = verifier.judge(mine, drafts[row], drafted[row], round_.position, num_fed)
+            pass_ = verifier.judge(
+                mine, drafts[row], drafted[row], round_.position, num_fed
+            )
             if taps is not None:
                 every = logits[row, :num_fed]
                 pass_.features = taps.rows(calls, every, Tap.of_text, row, num_fed)
@@ -161,7 +167,9 @@ def reads_caches(drafter: Drafter) -> bool:
     return isinstance(drafter, ReadsTarget) and bool(drafter.features.caches)
 
 
-def make_passes(model: nn.Module, max_kv_size: int | None, drafter: Drafter | None) -> SharedPasses:
+def make_passes(
+    model: nn.Module, max_kv_size: int | None, drafter: Drafter | None
+) -> SharedPasses:
     """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
     readers = [part for part in all_drafters(drafter) if reads_caches(part)]
     if readers:

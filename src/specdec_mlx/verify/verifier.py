@@ -55,7 +55,9 @@ class Verifier(ModelPass):
         self.remembers = next_token.remembers
         self.end_tokens = end_tokens
         is_opaque = next_token.by_row or next_token.sampling is None
-        self.rule = make_rule(rule, is_seeded=next_token.noise.is_given and not is_opaque)
+        self.rule = make_rule(
+            rule, is_seeded=next_token.noise.is_given and not is_opaque
+        )
         self.tree_rule = tree_rule_for(self.rule)
         if is_opaque and needs_distribution(self.rule):
             raise ValueError(
@@ -72,7 +74,9 @@ class Verifier(ModelPass):
         """Show processors the text when no pass comes after it; logprobs: [1, V], any."""
         self.next_token.process_row(logprobs, ())
 
-    def draft_context(self, tokenizer: Any, draft_cache: list[Any] | None) -> DraftContext:
+    def draft_context(
+        self, tokenizer: Any, draft_cache: list[Any] | None
+    ) -> DraftContext:
         """The target as a drafter may know it."""
         return DraftContext(
             sampling=self.next_token.sampling,
@@ -114,7 +118,9 @@ class Verifier(ModelPass):
         to_compute = pass_.to_compute
         if (taps := self.taps) is not None:
             assert taps.features is not None
-            features = FeatureRows.joined([*rows, taps.features]) if rows else taps.features
+            features = (
+                FeatureRows.joined([*rows, taps.features]) if rows else taps.features
+            )
             pass_.features = features
             if features.top_tokens is not None:
                 to_compute.append(features.top_tokens)
@@ -122,14 +128,24 @@ class Verifier(ModelPass):
         return pass_
 
     def judge(
-        self, logits: mx.array, draft: Draft, drafted: mx.array, position: int, num_fed: int
+        self,
+        logits: mx.array,
+        draft: Draft,
+        drafted: mx.array,
+        position: int,
+        num_fed: int,
     ) -> LazyPass | StepwisePass:
         """The round of a pass that was made, lazy; logits: [K+1, V] from the last pending on."""
         target = self.next_token
         if target.by_row:
-            return StepwisePass(draft, num_fed, logits, target, position, self.end_tokens)
+            return StepwisePass(
+                draft, num_fed, logits, target, position, self.end_tokens
+            )
         rows = RoundPositions(
-            target.process(logits, drafted, draft.parents), target, position, draft.parents
+            target.process(logits, drafted, draft.parents),
+            target,
+            position,
+            draft.parents,
         )
         if not len(draft.tokens):
             return LazyPass(
@@ -153,7 +169,9 @@ class Verifier(ModelPass):
         q = as_ids.probs
         if draft.logprobs is not None and q is not None:
             results["masses"] = mx.sum(q, axis=-1)
-            results["own"] = mx.take_along_axis(draft.logprobs, drafted[:, None], axis=-1)
+            results["own"] = mx.take_along_axis(
+                draft.logprobs, drafted[:, None], axis=-1
+            )
         return LazyPass(draft, num_fed, rows.each(), decision, results)
 
     def checked(self, draft: Draft, *, may_fork: bool = True) -> Draft:
@@ -183,7 +201,9 @@ class Verifier(ModelPass):
         is_taken = self.tree_rule is not None and not self.next_token.by_row
         return is_taken and super().takes_trees()
 
-    def _feed_all_but_last_pass(self, pending: mx.array) -> tuple[mx.array, list[FeatureRows]]:
+    def _feed_all_but_last_pass(
+        self, pending: mx.array
+    ) -> tuple[mx.array, list[FeatureRows]]:
         """Feed pending tokens that one pass has no room for; those that are left, and the rows."""
         rows: list[FeatureRows] = []
         while (room := self.widest_pass()) is not None and 1 < pending.shape[0] > room:

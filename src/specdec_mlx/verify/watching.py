@@ -41,7 +41,9 @@ Function = Callable[..., Any]
 Answer = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 """Called instead of a function: the function, its arguments and its keyword arguments."""
 
-_watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar("watchers", default=())
+_watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar(
+    "watchers", default=()
+)
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 """Those of the pass that is being built in this thread."""
 
@@ -93,7 +95,9 @@ def watching(
 ) -> AbstractContextManager[None]:
     """Tell `watcher` of every call of these modules made in here, `as_linear` included."""
     by_id = {id(module): module for module in modules}
-    return _swapped(by_id, _report, _stop_reporting, _watchers, (*_watchers.get(), watcher))  # type: ignore[arg-type]
+    return _swapped(
+        by_id, _report, _stop_reporting, _watchers, (*_watchers.get(), watcher)
+    )  # type: ignore[arg-type]
 
 
 _set = object.__setattr__  # past MLX's setter, which looks for parameters
@@ -149,7 +153,9 @@ def replacing(
         for place in places:
             setattr(*place, getattr(*place).__wrapped__)
 
-    return _swapped({place: place for place in places}, replace, put_back, _answer, answer)
+    return _swapped(
+        {place: place for place in places}, replace, put_back, _answer, answer
+    )
 
 
 @cache
@@ -157,7 +163,11 @@ def _answered(function: Function) -> Function:
     @wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
         answer = _answer.get()
-        return function(*args, **kwargs) if answer is None else answer(function, args, kwargs)
+        return (
+            function(*args, **kwargs)
+            if answer is None
+            else answer(function, args, kwargs)
+        )
 
     return call
 
@@ -174,13 +184,17 @@ class Tap(NamedTuple):
 
     def rows(self, states: mx.array) -> mx.array:
         """[n, D]: a row for each position; streams side by side are one after the other in it."""
-        if self.axis == 1 and states.shape[0] == 1:  # the usual layout, in one operation
+        if (
+            self.axis == 1 and states.shape[0] == 1
+        ):  # the usual layout, in one operation
             return states.reshape(states.shape[1], -1)
         return mx.moveaxis(states, self.axis, 0).reshape(states.shape[self.axis], -1)
 
     def of_text(self, states: mx.array, text: int, num_rows: int) -> mx.array:
         """`rows` of the first positions of one of several texts, whose axis is the one before."""
-        return self.rows(mx.take(states, mx.array([text]), axis=self.axis - 1))[:num_rows]
+        return self.rows(mx.take(states, mx.array([text]), axis=self.axis - 1))[
+            :num_rows
+        ]
 
 
 @dataclass(frozen=True)
@@ -248,14 +262,20 @@ def _watch(model: nn.Module) -> Anatomy:
     vocab_size = logits.shape[-1]
     head: Tap | str = "no module makes its logits out of states"
     states = logits
-    for module, given, made in calls:  # the last: around adapters, before logits are scaled
+    for (
+        module,
+        given,
+        made,
+    ) in calls:  # the last: around adapters, before logits are scaled
         axis = _axis_of_positions(given)
         if axis is None or not _is(made, mx.floating):
             continue
         if (*given.shape[:-1], vocab_size) == made.shape != given.shape:
             head, states = Tap(module, axis), given
     norms = [m for m, _, made in calls if made is states and not m.children()]
-    embeddings = [m for m, ids, made in calls if _is(ids, mx.integer) and _is(made, mx.floating)]
+    embeddings = [
+        m for m, ids, made in calls if _is(ids, mx.integer) and _is(made, mx.floating)
+    ]
     last_caches = {}
     for index, leaf in enumerate(leaves(caches)):
         if isinstance(leaf, READABLE) and not leaf.empty():
@@ -339,7 +359,11 @@ class Taps:
         return logits
 
     def rows(
-        self, calls: Sequence[Call], logits: mx.array, rows: Callable[..., mx.array], *which: int
+        self,
+        calls: Sequence[Call],
+        logits: mx.array,
+        rows: Callable[..., mx.array],
+        *which: int,
     ) -> FeatureRows:
         """Those of a pass, of the calls seen and logits [n, V], by a method of taps.
 
@@ -349,7 +373,9 @@ class Taps:
         layers: dict[int, mx.array] = {}
         for index, tap in self._layers.items():
             made = seen[id(tap.module)][1]
-            layers[index] = rows(tap, made[0] if isinstance(made, tuple) else made, *which)
+            layers[index] = rows(
+                tap, made[0] if isinstance(made, tuple) else made, *which
+            )
         head = self._head
         return FeatureRows(
             layers=layers,
@@ -374,7 +400,9 @@ def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
     if isinstance(cache, QuantizedKVCache):
         how = {"group_size": cache.group_size, "bits": cache.bits}
         keys, values = mx.dequantize(*keys, **how), mx.dequantize(*values, **how)
-    if isinstance(cache, RotatingKVCache):  # after a pass of several positions it holds more
+    if isinstance(
+        cache, RotatingKVCache
+    ):  # after a pass of several positions it holds more
         keys, values = (part[..., -cache.max_size :, :] for part in (keys, values))
     return KeysValues(keys, values, cache.offset)
 

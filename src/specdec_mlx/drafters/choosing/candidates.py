@@ -42,13 +42,21 @@ def known_repositories(model: str) -> dict[str, str]:
     """Repositories with a head for a model, by its name -> a note on heads of its relatives."""
     name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
     found = {}
-    for beginning, *repositories in map(str.split, KNOWN.read_text("utf-8").splitlines()):
+    for beginning, *repositories in map(
+        str.split, KNOWN.read_text("utf-8").splitlines()
+    ):
         rest = name.removeprefix(beginning)
-        if rest == name or rest[:1].isalnum() or (beginning == "qwen3" and rest[:1] == "."):
+        if (
+            rest == name
+            or rest[:1].isalnum()
+            or (beginning == "qwen3" and rest[:1] == ".")
+        ):
             continue
         for repository in repositories:
             of_family = "PARD" in repository or CONVERTED.fullmatch(rest)
-            found[repository] = "" if of_family else f", made for {beginning}, not for {name}"
+            found[repository] = (
+                "" if of_family else f", made for {beginning}, not for {name}"
+            )
     return found
 
 
@@ -56,17 +64,26 @@ def heads_lines(
     model: str, folder: Path | None, folders: Iterable[tuple[str, Path]] = ()
 ) -> list[str]:
     """Heads for a model, for people to read; folders: of possible heads, each with its name."""
-    target, known = config_of(folder) if folder is not None else {}, known_repositories(model)
+    target, known = (
+        config_of(folder) if folder is not None else {},
+        known_repositories(model),
+    )
     lines: list[str] = []
     refused: list[str] = []
     for name, place in folders:
         if not is_head(place) or (folder is not None and place.samefile(folder)):
             continue
         config = config_of(place)
-        fault, label = _why_not(config, target), FORMATS[known_kind(config) or "mtp"].label
+        fault, label = (
+            _why_not(config, target),
+            FORMATS[known_kind(config) or "mtp"].label,
+        )
         line = f"  {name}  {label}, {fault or 'here' + known.get(name, '')}"
         (lines if fault is None else refused).append(line)
-    lines += [*refused, *(f"  {one}  to be fetched{note}" for one, note in known.items())]
+    lines += [
+        *refused,
+        *(f"  {one}  to be fetched{note}" for one, note in known.items()),
+    ]
     own = "  its original repository  multi-token prediction, "
     if (other := other_formula(target)) is not None:
         lines.append(f"{own}not to be loaded: it {other}")
@@ -88,7 +105,9 @@ class FoundModel(NamedTuple):
     lines: list[str]
 
 
-def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) -> FoundModel:
+def choose_for(
+    model: str, *, fetch: bool = False, where: Path | None = None
+) -> FoundModel:
     """What `--draft-model auto` takes for a model that is here: a head for it, or a small model.
 
     Looked for in the model's folder, beside it and in the Hugging Face cache, or in `where`; with
@@ -98,7 +117,11 @@ def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) ->
     """
     folder = locate(model)
     cached = [part for part in folder.parts if part.startswith("models--")]
-    name = cached[-1].removeprefix("models--").replace("--", "/") if cached else folder.name
+    name = (
+        cached[-1].removeprefix("models--").replace("--", "/")
+        if cached
+        else folder.name
+    )
     known = [one for one, note in known_repositories(name).items() if not note]
     target = config_of(folder)
     places = [*(() if cached else models_in(folder.parent)), *models_in(where)]
@@ -121,8 +144,14 @@ def choose_for(model: str, *, fetch: bool = False, where: Path | None = None) ->
         found = known[0]
         lines.insert(0, f"{found} drafts: fetched, as known for {name}.")
     if found is None:
-        ways = f" Known: {', '.join(known)}; auto:fetch=true fetches the first." if known else ""
-        lines.insert(0, f"Nothing here drafts for {name} but look-up in the text.{ways}")
+        ways = (
+            f" Known: {', '.join(known)}; auto:fetch=true fetches the first."
+            if known
+            else ""
+        )
+        lines.insert(
+            0, f"Nothing here drafts for {name} but look-up in the text.{ways}"
+        )
     return FoundModel(found, lines)
 
 
@@ -146,10 +175,14 @@ def _small_model(model: str, where: Path | None, lines: list[str]) -> str | None
     found = None
     for one in find_candidates(model, where):
         pays = one.cost and best_draft_length(ACCEPTANCES[0], one.cost) > 0
-        refusal = one.refusal or one.note.strip(", ") or ("" if pays else "too large to pay")
+        refusal = (
+            one.refusal or one.note.strip(", ") or ("" if pays else "too large to pay")
+        )
         if found is None and not refusal:
             found = str(one.folder)
-            lines.insert(0, f"{one.name} drafts: a small model with the same tokenizer.")
+            lines.insert(
+                0, f"{one.name} drafts: a small model with the same tokenizer."
+            )
         else:
             lines.append(f"{one.name} is left out: {refusal or 'one model is enough'}.")
     return found
@@ -170,11 +203,17 @@ def _why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None
     if not FORMATS[known_kind(config) or "mtp"].loads:
         return "cannot be loaded yet"
     try:
-        head = config.get("transformer_layer_config") or config.get("text_config") or config
+        head = (
+            config.get("transformer_layer_config")
+            or config.get("text_config")
+            or config
+        )
         model = target.get("text_config") or target
         width = config.get("target_hidden_size") or config.get("backbone_hidden_size")
         widths = {width or head.get("hidden_size"), model.get("hidden_size")} - {None}
-        vocabularies = [n for c in (head, model) if (n := c.get("vocab_size")) is not None]
+        vocabularies = [
+            n for c in (head, model) if (n := c.get("vocab_size")) is not None
+        ]
         if vocabularies and max(vocabularies) - min(vocabularies) > VOCABULARY_MARGIN:
             return "another vocabulary"
     except (AttributeError, TypeError):
@@ -209,7 +248,11 @@ class Candidate(NamedTuple):
         for acceptance in ACCEPTANCES:
             length = best_draft_length(acceptance, self.cost)
             speedup = expected_speedup(acceptance, length, self.cost)
-            gain = f"{speedup:.2f} times as fast with K = {length}" if length else "does not pay"
+            gain = (
+                f"{speedup:.2f} times as fast with K = {length}"
+                if length
+                else "does not pay"
+            )
             parts.append(f"{acceptance:.0%} accepted: {gain}")
         return "; ".join(parts)
 
@@ -233,7 +276,9 @@ def locate(model: str) -> Path:
     """The folder of a model that is here; raises ModelFolderError for one that is not."""
     folder = Path(model).expanduser()
     if not folder.exists():
-        config = None if is_path(model) else try_to_load_from_cache(model, "config.json")
+        config = (
+            None if is_path(model) else try_to_load_from_cache(model, "config.json")
+        )
         if not isinstance(config, str):
             raise ModelFolderError(
                 f"{model} is no folder here and not in the Hugging Face cache. Fetch it first: "
@@ -247,9 +292,13 @@ def locate(model: str) -> Path:
 def models_in(where: Path | None) -> Iterator[tuple[str, Path]]:
     """Name and folder of each model in the Hugging Face cache, or in a folder."""
     if where is not None and not where.is_dir():
-        raise ModelFolderError(f"There is no folder {where}. Give one that holds model folders.")
+        raise ModelFolderError(
+            f"There is no folder {where}. Give one that holds model folders."
+        )
     if where is not None and not any(where.glob("models--*")):
-        for config in sorted([*where.glob("config.json"), *where.glob("*/config.json")]):
+        for config in sorted(
+            [*where.glob("config.json"), *where.glob("*/config.json")]
+        ):
             yield config.parent.name, config.parent
         return
     try:
@@ -267,13 +316,18 @@ def weight_bytes(folder: Path) -> int:
     return sum(file.stat().st_size for file in folder.glob("model*.safetensors"))
 
 
-def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any) -> Candidate:
+def _candidate(
+    name: str, folder: Path, target_size: int, target_tokenizer: Any
+) -> Candidate:
     size, refusal = 0, None
     try:
         check_folder(folder)
         size = weight_bytes(folder)
         kind = json.loads((folder / "config.json").read_text())["model_type"]
-        if importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}") is None:
+        if (
+            importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
+            is None
+        ):
             refusal = f"mlx-lm knows no model type {kind}"
         elif size >= target_size:
             refusal = "not smaller"
@@ -284,7 +338,9 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
             return Candidate(name, size, steps * size / target_size, None, note, folder)
     except TokenizerMismatchError as error:
         refusal = f"another tokenizer: {error}"
-    except Exception as error:  # of transformers, tokenizers or the file system: anything at all
+    except (
+        Exception
+    ) as error:  # of transformers, tokenizers or the file system: anything at all
         refusal = f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
     return Candidate(name, size, refusal=refusal)
 
@@ -292,7 +348,10 @@ def _candidate(name: str, folder: Path, target_size: int, target_tokenizer: Any)
 def report(model: str, where: Path | None = None) -> str:
     """All that can draft for a model, for people to read; by its name alone if it is not here."""
     lines = ["Without a second model:"]
-    lines += [f"  {name:<16}{text}" for name, text in describe_drafters(with_model=False).items()]
+    lines += [
+        f"  {name:<16}{text}"
+        for name, text in describe_drafters(with_model=False).items()
+    ]
     try:
         target = locate(model)
     except ModelFolderError as error:
@@ -313,4 +372,6 @@ def report(model: str, where: Path | None = None) -> str:
 
 
 def _size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+    return (
+        f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
+    )

@@ -160,13 +160,21 @@ class DrafterChoice:
         if name not in WITH_MODEL:
             takes_it = memory is not None and name in REMEMBERING
             return make_drafter(one, memory=memory) if takes_it else make_drafter(one)
-        return self.learner(target, one) if self.learner else self.model.make(one, target)
+        return (
+            self.learner(target, one) if self.learner else self.model.make(one, target)
+        )
 
     def each(self) -> dict[str, DrafterChoice]:
         """The choice of each named drafter alone, as benchmarks compare them, around one model."""
-        others = NamedModel() if self.names_model else self.model  # where a name stands for it
+        others = (
+            NamedModel() if self.names_model else self.model
+        )  # where a name stands for it
         return {
-            spec: replace(self, drafters=(spec,), model=self.model if is_of_model(spec) else others)
+            spec: replace(
+                self,
+                drafters=(spec,),
+                model=self.model if is_of_model(spec) else others,
+            )
             for spec in self.drafters
             if isinstance(spec, str)
         }
@@ -178,7 +186,10 @@ def is_of_model(one: Named) -> bool:
 
 
 def resolve(
-    drafter: Any, draft_model: Any = None, target: nn.Module | None = None, tokenizer: Any = None
+    drafter: Any,
+    draft_model: Any = None,
+    target: nn.Module | None = None,
+    tokenizer: Any = None,
 ) -> Drafter | None:
     """The drafter that Python's two arguments name; None for plain decoding.
 
@@ -209,8 +220,12 @@ def found_for(model: str | None, spec: str, say: Callable[[str], object]) -> str
     from specdec_mlx.drafters.choosing.candidates import choose_for
 
     if not model:
-        raise ValueError(f"Draft model {AUTO!r}: what it is for has no name. Name a draft model.")
-    choice = make_with("draft model", AUTO, partial(choose_for, model), split_spec(spec)[1])
+        raise ValueError(
+            f"Draft model {AUTO!r}: what it is for has no name. Name a draft model."
+        )
+    choice = make_with(
+        "draft model", AUTO, partial(choose_for, model), split_spec(spec)[1]
+    )
     for line in choice.lines:
         say(f"specdec_mlx: {line}")
     return choice.found
@@ -219,7 +234,9 @@ def found_for(model: str | None, spec: str, say: Callable[[str], object]) -> str
 def add_lighter_arguments(parser: Any) -> None:
     """The flags that make a draft model lighter, for a parser, or group, with --draft-model."""
     how = {"type": argument(positive_int), "metavar": "N"}
-    parser.add_argument("--draft-layers", help="Draft with its first layers only.", **how)
+    parser.add_argument(
+        "--draft-layers", help="Draft with its first layers only.", **how
+    )
 
 
 def named_model(arguments: argparse.Namespace) -> NamedModel:
@@ -234,10 +251,14 @@ def named_model(arguments: argparse.Namespace) -> NamedModel:
         )
     model = NamedModel(arguments.draft_model, arguments.draft_layers)
     if model.flags and not arguments.draft_model:
-        raise DraftModelError(f"{', '.join(model.flags)}: give --draft-model MODEL as well.")
+        raise DraftModelError(
+            f"{', '.join(model.flags)}: give --draft-model MODEL as well."
+        )
     return model
 
 
 def choice_of(arguments: argparse.Namespace) -> DrafterChoice:
     """The choice of a command's --drafter, which may be repeated, and --draft-model."""
-    return DrafterChoice(arguments.drafter or (DEFAULT_DRAFTER,), named_model(arguments))
+    return DrafterChoice(
+        arguments.drafter or (DEFAULT_DRAFTER,), named_model(arguments)
+    )

@@ -72,7 +72,9 @@ def make_drafter(
     if name not in drafter_names():
         _entries.cache_clear()  # it may have been installed a moment ago
     if name not in drafter_names():
-        raise UnknownNameError(f"Unknown drafter {name!r}. Known: {', '.join(drafter_names())}.")
+        raise UnknownNameError(
+            f"Unknown drafter {name!r}. Known: {', '.join(drafter_names())}."
+        )
     options = given | options
     if name == NO_DRAFTER:
         if options:

@@ -56,7 +56,9 @@ class DraftVocabulary:
         self.ids, self.vocab_size = ids.astype(mx.int32), vocab_size
         low, high = int(ids.min()), int(ids.max())
         if low < 0 or high >= vocab_size:
-            raise ValueError(f"d2t names tokens {low} to {high}, and the target has {vocab_size}")
+            raise ValueError(
+                f"d2t names tokens {low} to {high}, and the target has {vocab_size}"
+            )
 
     def widen(self, logits: mx.array) -> mx.array:
         """Logits [n, V] from [n, Vd]: -inf for tokens that the head cannot propose."""
@@ -69,7 +71,9 @@ def target_ends(model: nn.Module) -> TargetEnds:
     """The ends of a loaded model. They hold its modules, and not the model."""
     anatomy = anatomy_of(model)
     if anatomy.embedding is None or isinstance(anatomy.head, str):
-        missing = "embeds its tokens" if anatomy.embedding is None else "makes its logits"
+        missing = (
+            "embeds its tokens" if anatomy.embedding is None else "makes its logits"
+        )
         raise HeadError(
             f"No module was found in {type(model).__module__} that {missing}, so a head cannot "
             "share it. Use a draft model, or a drafter that works on tokens."
@@ -194,8 +198,12 @@ class Variation:
     def applied(self) -> Iterator[None]:
         """Read the head so within the context."""
         parts = [self.head, *self.head.levels]
-        before = [(part, key, getattr(part, key)) for part in parts for key in self.changes]
-        norms = [(n, x) for n, x in tree_flatten(self.head.parameters()) if is_norm(n, x)]
+        before = [
+            (part, key, getattr(part, key)) for part in parts for key in self.changes
+        ]
+        norms = [
+            (n, x) for n, x in tree_flatten(self.head.parameters()) if is_norm(n, x)
+        ]
         shifted = [(name, x + self.norm_shift) for name, x in norms]
         try:
             for part, key, _ in before:
@@ -249,12 +257,16 @@ class HeadDrafter:
     @property
     def key(self) -> str:
         """The head by its content, and how it drafts."""
-        content = "; ".join([self.head.kind, fingerprint(self.head), *self.head.notes()])
+        content = "; ".join(
+            [self.head.kind, fingerprint(self.head), *self.head.notes()]
+        )
         return f"HeadDrafter({content}, {way_of_writing(self)})"
 
     def describe(self) -> str:
         """Kind and variant that were recognised, in a line."""
-        return "; ".join([f"{self.name or 'a head'}: {self.head.kind}", *self.head.notes()])
+        return "; ".join(
+            [f"{self.name or 'a head'}: {self.head.kind}", *self.head.notes()]
+        )
 
     def __repr__(self) -> str:
         """`describe` in brackets."""
@@ -271,5 +283,9 @@ class HeadDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> HeadSession:
         """Start a generation; the head reads the prompt as the target's rows come."""
-        begin = self.head.session if context.shared_drafts is None else context.shared_drafts
+        begin = (
+            self.head.session
+            if context.shared_drafts is None
+            else context.shared_drafts
+        )
         return begin(self, prompt, context)

@@ -64,10 +64,15 @@ class Eagle3Config(LayersConfig):
         """From a config.json of SafeAILab, SpecForge or speculators; num_layers: the target's."""
         nested = config.get("eagle_config") or {}
         layer = config.get("transformer_layer_config") or config
-        flags = {name: bool(config.get(name, nested.get(name, False))) for name in FLAGS}
+        flags = {
+            name: bool(config.get(name, nested.get(name, False))) for name in FLAGS
+        }
         ids = config.get(IDS_KEY) or nested.get(IDS_KEY)
         default = (1, num_layers // 2 - 1, num_layers - 4)  # of the paper's code
-        depth, first = layer.get("num_hidden_layers", 1), layer.get("max_window_layers") or 0
+        depth, first = (
+            layer.get("num_hidden_layers", 1),
+            layer.get("max_window_layers") or 0,
+        )
         kinds, uses = layer.get("layer_types"), layer.get("use_sliding_window")
         if not (bool(kinds) if uses is None else uses):
             kinds = []
@@ -95,7 +100,12 @@ def layer_arguments(config: Config) -> dict[str, Any]:
     depth = config.get("num_hidden_layers", 1)
     if is_gemma4(config):  # in DeepSpec: full attention, no layer shares another's keys
         mine = {"layer_types": ["full_attention"] * depth, "num_kv_shared_layers": 0}
-        return {**config, **mine, "model_type": "gemma4_text", "num_hidden_layers": depth}
+        return {
+            **config,
+            **mine,
+            "model_type": "gemma4_text",
+            "num_hidden_layers": depth,
+        }
     return {
         "num_hidden_layers": 1,
         "rope_theta": rope.get("rope_theta", 10000.0),
@@ -191,13 +201,21 @@ class LayersHead(Head):
 
     def otherwise(self, name: str, advice: str, **changes: Any) -> Variation:
         """A variation with another config."""
-        return Variation(self, name, advice, {"config": replace(self.config, **changes)})
+        return Variation(
+            self, name, advice, {"config": replace(self.config, **changes)}
+        )
 
     def notes(self) -> list[str]:
         """Layers, vocabulary, windows."""
-        notes = [f"reads the outputs of layers {', '.join(map(str, self.config.layers))}"]
+        notes = [
+            f"reads the outputs of layers {', '.join(map(str, self.config.layers))}"
+        ]
         windows = {window for window in self.config.windows if window is not None}
-        return [*notes, *super().notes(), *(f"windows of {size}" for size in sorted(windows))]
+        return [
+            *notes,
+            *super().notes(),
+            *(f"windows of {size}" for size in sorted(windows)),
+        ]
 
 
 class Eagle3(LayersHead, RecurrentHead):
@@ -205,7 +223,9 @@ class Eagle3(LayersHead, RecurrentHead):
 
     kind = "EAGLE-3"
 
-    def __init__(self, config: Eagle3Config, ends: TargetEnds, *args: Any, **own: Any) -> None:
+    def __init__(
+        self, config: Eagle3Config, ends: TargetEnds, *args: Any, **own: Any
+    ) -> None:
         super().__init__(config, ends, *args, **own)
         attention = self.layers[0].self_attn
         for name in ("q_proj", "k_proj", "v_proj"):  # they take [embedding, state]
@@ -214,34 +234,50 @@ class Eagle3(LayersHead, RecurrentHead):
         if config.norm_before_fc:
             self.input_norm = nn.RMSNorm(len(config.layers) * ends.width, self.norm.eps)
         if config.fc_norm:
-            self.fc_norm = [nn.RMSNorm(ends.width, self.norm.eps) for _ in config.layers]
+            self.fc_norm = [
+                nn.RMSNorm(ends.width, self.norm.eps) for _ in config.layers
+            ]
 
     def forward(self, states: mx.array, tokens: mx.array, cache: list[Any]) -> Any:
         """States [batch, n, D]: the first layer attends over [embedding, state]."""
         first = self.layers[0]
         windows = self.config.windows or (None,) * len(cache)
-        masks = [create_attention_mask(states, *of) for of in zip(cache, windows, strict=True)]
+        masks = [
+            create_attention_mask(states, *of)
+            for of in zip(cache, windows, strict=True)
+        ]
         embedded = first.input_layernorm(self.embed(tokens))
         normed = self.hidden_norm(states)
         residual = normed if self.config.norm_before_residual else states
-        h = residual + first.self_attn(mx.concatenate([embedded, normed], -1), masks[0], cache[0])
+        h = residual + first.self_attn(
+            mx.concatenate([embedded, normed], -1), masks[0], cache[0]
+        )
         h = h + first.mlp(first.post_attention_layernorm(h))
-        for layer, mask, kept in zip(self.layers[1:], masks[1:], cache[1:], strict=True):
+        for layer, mask, kept in zip(
+            self.layers[1:], masks[1:], cache[1:], strict=True
+        ):
             h = layer(h, mask, kept)
         return self.norm(h) if self.config.norm_output else h
 
     def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of states [..., D]."""
-        return super().draft_logits(states if self.config.norm_output else self.norm(states))
+        return super().draft_logits(
+            states if self.config.norm_output else self.norm(states)
+        )
 
     def variations(self) -> Iterator[Variation]:
         """Other layers, another residual, another state fed back."""
         yield from super().variations()
         for key in ("norm_before_residual", "norm_output"):
             other = not getattr(self.config, key)
-            advice = f"its config.json looks wrong; write {key}: {str(other).lower()} there"
+            advice = (
+                f"its config.json looks wrong; write {key}: {str(other).lower()} there"
+            )
             yield self.otherwise(f"{key} {other}", advice, **{key: other})
 
     def notes(self) -> list[str]:
         """Layers, vocabulary, windows, flags."""
-        return [*super().notes(), *(name for name in FLAGS if getattr(self.config, name))]
+        return [
+            *super().notes(),
+            *(name for name in FLAGS if getattr(self.config, name)),
+        ]

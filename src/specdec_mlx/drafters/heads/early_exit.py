@@ -29,7 +29,9 @@ from specdec_mlx.verify.watching import anatomy_of, held
 EXIT_LAYER = "exit_layer"  # keys of a trained exit's config: layers before it,
 WINDOW = "conv_kernel"  # and positions that its convolution reads
 
-_cache: ContextVar[Any] = ContextVar("cache", default=None)  # of the pass that this thread builds
+_cache: ContextVar[Any] = ContextVar(
+    "cache", default=None
+)  # of the pass that this thread builds
 
 
 @dataclass(frozen=True, eq=False)
@@ -57,7 +59,9 @@ class ExitSession(ModelSession):
     attended: positions before its own that the exit's convolution reads, so that they are fed.
     """
 
-    def __init__(self, drafter: ExitDrafter, prompt: Sequence[int], context: DraftContext) -> None:
+    def __init__(
+        self, drafter: ExitDrafter, prompt: Sequence[int], context: DraftContext
+    ) -> None:
         super().__init__(drafter, prompt, context)
         self.attended = 0 if drafter.exit is None else drafter.exit.window - 1
 
@@ -72,12 +76,17 @@ class ExitSession(ModelSession):
     def _copy(self, target: Any, missed: int) -> None:
         """Copy the missed positions but the attended, if the caches hold the text before them."""
         num_layers = len(self.model.layers)
-        own, of_exit = self.rollback.caches[:num_layers], self.rollback.caches[num_layers:]
+        own, of_exit = (
+            self.rollback.caches[:num_layers],
+            self.rollback.caches[num_layers:],
+        )
         read = [target.keys_values(i) for i in range(len(own))]
         length = read[0].offset
         is_new = self.callers_cache is None and own[0].offset == 0
         start = 0 if is_new else length - missed
-        if own[0].offset != start or any(one.keys.shape[2] != one.offset for one in read):
+        if own[0].offset != start or any(
+            one.keys.shape[2] != one.offset for one in read
+        ):
             return
         copied = slice(start, length - self.attended)
         for cache, (keys, values, _) in zip(own, read, strict=True):
@@ -94,7 +103,11 @@ class ExitSession(ModelSession):
 
 
 def early_exit(
-    target: nn.Module, num_layers: int, *, greedy: bool = False, draft_temp: float | None = None
+    target: nn.Module,
+    num_layers: int,
+    *,
+    greedy: bool = False,
+    draft_temp: float | None = None,
 ) -> ModelDrafter:
     """A drafter of the first layers of a loaded target.
 
@@ -114,7 +127,9 @@ def load_exit(files: HeadFiles, target: nn.Module, **options: Any) -> ExitDrafte
     trained.load_weights([(name, x.astype(scale.dtype)) for name, x in tensors.items()])
     copies = fills_alike(target, shortened)
     model = ExitModel(shortened, trained)
-    return ExitDrafter(model, None, name=files.name, exit=trained, copies=copies, **options)
+    return ExitDrafter(
+        model, None, name=files.name, exit=trained, copies=copies, **options
+    )
 
 
 def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
@@ -126,9 +141,13 @@ def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
     every = [*first, *own]
     if len(first) < len(own) or any(type(c) is not KVCache or c.empty() for c in every):
         return False
-    read, copied = ([x for c in caches for x in c.keys_and_values()] for caches in (first, own))
+    read, copied = (
+        [x for c in caches for x in c.keys_and_values()] for caches in (first, own)
+    )
     pairs = zip(read, copied, strict=True)
-    return all(a.shape == b.shape and mx.allclose(a, b, atol=1e-3).item() for a, b in pairs)
+    return all(
+        a.shape == b.shape and mx.allclose(a, b, atol=1e-3).item() for a, b in pairs
+    )
 
 
 def final_norm(model: nn.Module) -> nn.Module:
@@ -203,7 +222,9 @@ class ExitModel(nn.Module):  # type: ignore[misc]
         """Caches of the target's layers and of the exit."""
         return [*make_prompt_cache(self.model), KVCache()]
 
-    def __call__(self, tokens: mx.array, cache: list[Any] | None = None, **inputs: Any) -> Any:
+    def __call__(
+        self, tokens: mx.array, cache: list[Any] | None = None, **inputs: Any
+    ) -> Any:
         """Logits [B, n, V] of tokens [B, n]."""
         with held(_cache, cache[-1] if cache else None):
             return self.model(tokens, cache=cache[:-1] if cache else None, **inputs)

@@ -27,14 +27,19 @@ from specdec_mlx.errors import HeadError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")  # if there is no index, the first
+SINGLE = (
+    "model.safetensors",
+    "medusa_lm_head.safetensors",
+)  # if there is no index, the first
 TORCH = ("pytorch_model.bin", "medusa_lm_head.pt")
 BESIDE = (  # where conversions for MLX keep a model's prediction layer, apart from its own tensors
     *("mtp.safetensors.index.json", "mtp.safetensors", "mtp/weights.safetensors"),
     *("mtp/model.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"),
     "mtp-drafter/model.safetensors",
 )
-FOREIGN = re.compile(r"\.(weight_scale|weight_packed|qweight)$")  # of compressed-tensors, GPTQ
+FOREIGN = re.compile(
+    r"\.(weight_scale|weight_packed|qweight)$"
+)  # of compressed-tensors, GPTQ
 
 
 class HeadFiles:
@@ -55,7 +60,9 @@ class HeadFiles:
         self.torch_files = torch_files
         path = self.path(CONFIG)
         if path is None:
-            raise HeadError(f"{self.name} has no {CONFIG}, which says what kind of head it is.")
+            raise HeadError(
+                f"{self.name} has no {CONFIG}, which says what kind of head it is."
+            )
         self.config = self._read_json(path)
         for said in (self.config, self.config.get("mlx_lm_extra_tensors")):
             if self.named is None and isinstance(said, dict) and "mtp_file" in said:
@@ -65,7 +72,9 @@ class HeadFiles:
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise HeadError(f"{self.name}: {path.name} cannot be read: {error}") from error
+            raise HeadError(
+                f"{self.name}: {path.name} cannot be read: {error}"
+            ) from error
         if not isinstance(content, dict):
             kind = type(content).__name__
             raise HeadError(f"{self.name}: {path.name} holds a {kind}, no object.")
@@ -84,9 +93,16 @@ class HeadFiles:
         path = self.folder / name if self.folder is not None else None
         if path is not None and not path.is_file():
             return None
-        is_torchs, may_read = not name.endswith((".json", ".safetensors")), self.torch_files
+        is_torchs, may_read = (
+            not name.endswith((".json", ".safetensors")),
+            self.torch_files,
+        )
         if is_torchs and not (may_read and find_spec("torch")):
-            way = "Install torch" if may_read else "Start the server with it as --draft-model"
+            way = (
+                "Install torch"
+                if may_read
+                else "Start the server with it as --draft-model"
+            )
             raise HeadError(
                 f"{self.name} has no safetensors, and what torch.save wrote is not read here. "
                 f'{way}, or convert it: safetensors.torch.save_file(torch.load("{name}"), '
@@ -97,7 +113,9 @@ class HeadFiles:
         try:
             return Path(hf_hub_download(self.name, name))
         except LocalEntryNotFoundError as error:
-            raise HeadError(f"{self.name}: {name} is not here, and cannot be fetched.") from error
+            raise HeadError(
+                f"{self.name}: {name} is not here, and cannot be fetched."
+            ) from error
         except EntryNotFoundError:
             return None
         except (HFValidationError, RepositoryNotFoundError) as error:
@@ -106,7 +124,9 @@ class HeadFiles:
                 "can be read from here."
             ) from error
         except Exception as error:  # each version of the Hub's client raises others
-            raise HeadError(f"{self.name}: {name} was not fetched whole: {error}") from error
+            raise HeadError(
+                f"{self.name}: {name} was not fetched whole: {error}"
+            ) from error
 
     @cached_property
     def list_file(self) -> str | None:
@@ -135,8 +155,12 @@ class HeadFiles:
         listed = self.list_file or ""
         if listed.endswith(".json") and (index := self.path(listed)) is not None:
             files = self._read_json(index).get("weight_map")
-            if not isinstance(files, dict) or not all(isinstance(f, str) for f in files.values()):
-                raise HeadError(f"{self.name}: {listed} does not name a file for each tensor.")
+            if not isinstance(files, dict) or not all(
+                isinstance(f, str) for f in files.values()
+            ):
+                raise HeadError(
+                    f"{self.name}: {listed} does not name a file for each tensor."
+                )
             return files
         files = [listed] if listed else []
         if not files and self.folder is not None:
@@ -161,21 +185,32 @@ class HeadFiles:
     def read(self, names: Iterable[str]) -> tuple[dict[str, mx.array], bool]:
         """These tensors, from the files that hold them, and True if MLX wrote one of the files."""
         wanted = list(names)
-        files = [self._tensors(file) for file in sorted({self.weight_map[name] for name in wanted})]
+        files = [
+            self._tensors(file)
+            for file in sorted({self.weight_map[name] for name in wanted})
+        ]
         read = {name: x for tensors, _ in files for name, x in tensors.items()}
-        return {n: read[n] for n in wanted if n in read}, any(is_mlx for _, is_mlx in files)
+        return {n: read[n] for n in wanted if n in read}, any(
+            is_mlx for _, is_mlx in files
+        )
 
     def _tensors(self, file: str) -> tuple[Mapping[str, mx.array], bool]:
         """Tensors of a file, lazy, and True if it was written for MLX."""
         path = self.path(file)
         if path is None:
-            raise HeadError(f"{self.name} has no {file}, which its index names. Fetch it too.")
+            raise HeadError(
+                f"{self.name} has no {file}, which its index names. Fetch it too."
+            )
         try:
             if path.suffix != ".safetensors":
                 return _read_torch(path), False
-            with safe_open(path, "numpy"):  # checks that every tensor lies within the file
+            with safe_open(
+                path, "numpy"
+            ):  # checks that every tensor lies within the file
                 loaded: Any = mx.load(str(path), return_metadata=True)
-        except Exception as error:  # of safetensors, MLX, torch or the file system: anything at all
+        except (
+            Exception
+        ) as error:  # of safetensors, MLX, torch or the file system: anything at all
             raise HeadError(
                 f"{self.name}: {file} cannot be read: {error}. Fetch it again, or give another."
             ) from error
@@ -187,7 +222,9 @@ def _read_torch(path: Path) -> dict[str, mx.array]:
     """Tensors that `torch.save` wrote, as float32, by torch >= 2.6 (CVE-2025-32434)."""
     torch: Any = importlib.import_module("torch")
     if [int(part) for part in torch.__version__.split(".")[:2]] < [2, 6]:
-        raise ValueError(f"torch {torch.__version__} may run code that it holds; install 2.6")
+        raise ValueError(
+            f"torch {torch.__version__} may run code that it holds; install 2.6"
+        )
     saved = torch.load(path, weights_only=True, map_location="cpu")
     tensors = {name: x for name, x in saved.items() if torch.is_tensor(x)}
     floats = {name: x.float() for name, x in tensors.items() if x.is_floating_point()}

@@ -23,10 +23,19 @@ from specdec_mlx.drafters.heads.drafter import (
     TargetEnds,
     target_ends,
 )
-from specdec_mlx.drafters.heads.eagle import Eagle3, Eagle3Config, LayersHead, eagle1_family
+from specdec_mlx.drafters.heads.eagle import (
+    Eagle3,
+    Eagle3Config,
+    LayersHead,
+    eagle1_family,
+)
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant, key_widths, layer_args
+from specdec_mlx.drafters.heads.gemma4_assistant import (
+    Gemma4Assistant,
+    key_widths,
+    layer_args,
+)
 from specdec_mlx.drafters.heads.mtp import (
     MTPHead,
     family_of,
@@ -54,7 +63,11 @@ Tensors = dict[str, mx.array]
 IGNORED = re.compile(
     r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t|confidence_head\.)"
 )  # tensors that are not needed
-SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")  # copies of the target's ends
+SHARED_ENDS = (
+    "embed_tokens.",
+    "shared_head.head.",
+    "lm_head.",
+)  # copies of the target's ends
 
 VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
 """Most tokens by which vocabularies differ through padding, and most layers or attention heads."""
@@ -127,9 +140,14 @@ class Format:
 def known_kind(config: Config) -> str | None:
     """Key of FORMATS, by a config alone; "mtp" for a repository of the layer alone."""
     keys = [*config, *(config.get("dflash_config") or ())]
-    named = [config.get(k, "") for k in ("speculators_model_type", "model_type", "architectures")]
+    named = [
+        config.get(k, "")
+        for k in ("speculators_model_type", "model_type", "architectures")
+    ]
     said = " ".join([*map(str, named), *(f"{key}=" for key in keys)]).lower()
-    return next((kind for kind, one in FORMATS.items() if re.search(one.told_by, said)), None)
+    return next(
+        (kind for kind, one in FORMATS.items() if re.search(one.told_by, said)), None
+    )
 
 
 def kind_of(config: Config, names: Collection[str]) -> str | None:
@@ -139,9 +157,14 @@ def kind_of(config: Config, names: Collection[str]) -> str | None:
         return kind
     if layer_prefixes(config, names):
         return "mtp"
-    if any(re.fullmatch(r"(medusa_head\.)?\d+\.\d+\.linear\.weight", name) for name in names):
+    if any(
+        re.fullmatch(r"(medusa_head\.)?\d+\.\d+\.linear\.weight", name)
+        for name in names
+    ):
         return "medusa"
-    if "fc.weight" in names and any(name.startswith(("layers.0.", "midlayer.")) for name in names):
+    if "fc.weight" in names and any(
+        name.startswith(("layers.0.", "midlayer.")) for name in names
+    ):
         return "eagle3" if any("hidden_norm" in name for name in names) else "eagle"
     return None
 
@@ -151,9 +174,13 @@ def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
     config, size = files.config, ends.vocab_size
     part = config.get("transformer_layer_config") or text_part(config)
     for said in (config, part):
-        files.expect("num_hidden_layers", said.get("num_hidden_layers") or 1, 1, MOST_LAYERS)
+        files.expect(
+            "num_hidden_layers", said.get("num_hidden_layers") or 1, 1, MOST_LAYERS
+        )
         for key, count in said.items():
-            if key.endswith("_heads") and count is not None:  # MLX's attention divides by them
+            if (
+                key.endswith("_heads") and count is not None
+            ):  # MLX's attention divides by them
                 files.expect(key, count, 1, MOST_LAYERS)
     if abs((part.get("vocab_size") or size) - size) > VOCABULARY_MARGIN:
         raise HeadError(
@@ -179,7 +206,9 @@ def _eagle(source: HeadSource) -> Head:
 
 def _dflash(source: HeadSource, head: type[DFlash] = DFlash) -> Head:
     config = source.read_config(DFlashConfig)
-    source.files.expect("mask_token_id", config.mask_token, 0, source.ends.vocab_size - 1)
+    source.files.expect(
+        "mask_token_id", config.mask_token, 0, source.ends.vocab_size - 1
+    )
     source.files.expect("block_size", config.block_size, 2, 1024)
     return head(config, source.ends, source.vocabulary())
 
@@ -206,8 +235,13 @@ def _gemma4(source: HeadSource) -> Head:
 def _medusa(source: HeadSource) -> Head:
     source.check_width(source.rows("blocks.0.0.weight"))
     blocks = [name.split(".") for name in source.tensors if name.startswith("blocks.")]
-    heads, layers = len({block[1] for block in blocks}), len({block[2] for block in blocks})
-    return Medusa(heads, layers, source.ends, own_heads=source.rows("lm_heads.0.weight"))
+    heads, layers = (
+        len({block[1] for block in blocks}),
+        len({block[2] for block in blocks}),
+    )
+    return Medusa(
+        heads, layers, source.ends, own_heads=source.rows("lm_heads.0.weight")
+    )
 
 
 def _mtp(source: HeadSource) -> Head:
@@ -222,13 +256,21 @@ def _mtp(source: HeadSource) -> Head:
         head.choose_among(vocabulary)
     begins = (*(f"{theirs}." for theirs in family.names.values()), family.layer)
     for depth, prefix in enumerate(prefixes):
-        rests = {n: n.removeprefix(prefix) for n in files.weight_map if n.startswith(prefix)}
+        rests = {
+            n: n.removeprefix(prefix) for n in files.weight_map if n.startswith(prefix)
+        }
         wanted = [n for n, rest in rests.items() if rest.startswith(begins)]
-        tensors, converted = files.read(n for n in wanted if not rests[n].startswith(SHARED_ENDS))
+        tensors, converted = files.read(
+            n for n in wanted if not rests[n].startswith(SHARED_ENDS)
+        )
         add_one = source.norms_less_one
         if add_one is None:
-            is_alone = converted and not prefix  # conversions of a layer alone add the one
-            is_original = not (converted or files.is_apart or "quantization" in files.config)
+            is_alone = (
+                converted and not prefix
+            )  # conversions of a layer alone add the one
+            is_original = not (
+                converted or files.is_apart or "quantization" in files.config
+            )
             may_be = family.norms_less_one and not is_alone
             add_one = may_be and (is_original or less_one(tensors))
         weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
@@ -284,13 +326,21 @@ FORMATS: dict[str, Format] = {
         "DFlash 2", r"dflash2|\bselector_rank=", partial(_dflash, head=DFlash2), _STYLE
     ),
     "dflash": Format("DFlash", "dflash", _dflash, _STYLE),
-    "peagle": Format("P-EAGLE, which drafts in parallel", "peagle|p_eagle", loads=False),
+    "peagle": Format(
+        "P-EAGLE, which drafts in parallel", "peagle|p_eagle", loads=False
+    ),
     "eagle3": Format("EAGLE-3", r"eagle3|\bdraft_vocab_size=", _eagle3, _EAGLE3),
     "eagle": Format("EAGLE", "(?!)", _eagle, _EAGLE),  # told by its tensors alone
-    "gemma4_assistant": Format("Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE),
-    "pard2": Format("PARD-2, which reads the target", r"\bpard2_target_layers=", loads=False),
+    "gemma4_assistant": Format(
+        "Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE
+    ),
+    "pard2": Format(
+        "PARD-2, which reads the target", r"\bpard2_target_layers=", loads=False
+    ),
     "pard": Format("PARD", r"\bpard_token="),
-    "hydra": Format("Hydra heads, which see each other", r"\bhydra_num_heads=", loads=False),
+    "hydra": Format(
+        "Hydra heads, which see each other", r"\bhydra_num_heads=", loads=False
+    ),
     "medusa": Format("Medusa", "medusa", _medusa, _MEDUSA),
     "exit": Format("trained exit", r"\bexit_layer="),
     "mtp": Format("multi-token prediction", r"_mtp( |$)", _mtp),
@@ -335,11 +385,17 @@ def load_head(
     options = {"greedy": greedy, "draft_temp": draft_temp, "branches": branches}
     files = HeadFiles(path_or_repo, torch_files=torch_files)
     try:
-        return _load(files, target, draft_bits, (layers, pre_norm, norms_less_one), options)
+        return _load(
+            files, target, draft_bits, (layers, pre_norm, norms_less_one), options
+        )
     except (HeadError, ModelFolderError):
         raise
-    except Exception as error:  # tensors that do not fit; a damaged file may fail anywhere
-        fault = shorten(f"{type(error).__name__}: {error}", 400)  # it may name every tensor
+    except (
+        Exception
+    ) as error:  # tensors that do not fit; a damaged file may fail anywhere
+        fault = shorten(
+            f"{type(error).__name__}: {error}", 400
+        )  # it may name every tensor
         raise HeadError(
             f"{files.name}: its config.json and its tensors make no head that runs on this target "
             f"({fault}). It is another variant, was trained for another target, or is damaged."
@@ -347,7 +403,11 @@ def load_head(
 
 
 def _load(
-    files: HeadFiles, target: nn.Module, bits: int | None, variant: Any, options: dict[str, Any]
+    files: HeadFiles,
+    target: nn.Module,
+    bits: int | None,
+    variant: Any,
+    options: dict[str, Any],
 ) -> HeadDrafter | PardDrafter | ExitDrafter:
     kind = kind_of(files.config, files.weight_map)
     if kind == "exit":
@@ -386,7 +446,9 @@ def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
     blank = mx.zeros((3, ends.width), ends.dtype)
     held = {}
     for cache in head.get("reads", {}).values():
-        nothing = mx.zeros((1, head.layers[0].self_attn.n_kv_heads, 1, cache.width), ends.dtype)
+        nothing = mx.zeros(
+            (1, head.layers[0].self_attn.n_kv_heads, 1, cache.width), ends.dtype
+        )
         held[cache.index] = KeysValues(nothing, nothing, 1)
     rows = dict.fromkeys(head.features.layers, blank)
     session = drafter.begin([0] * 4, DraftContext(vocab_size=ends.vocab_size))
@@ -412,7 +474,10 @@ def is_head(path_or_repo: str | Path) -> bool:
     """True for a folder or repository with a head's config, and for a file in a model's folder."""
     try:
         files = HeadFiles(path_or_repo)
-        return known_kind(files.config) is not None or Path(files.name).expanduser().is_file()
+        return (
+            known_kind(files.config) is not None
+            or Path(files.name).expanduser().is_file()
+        )
     except HeadError:
         return False
 
@@ -420,11 +485,17 @@ def is_head(path_or_repo: str | Path) -> bool:
 def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
     """Give a head its weights, in the target's type; ValueError if they do not fit."""
     unused = tuple(name for name in SHARED_ENDS if name.partition(".")[0] not in head)
-    weights = {n: x for n, x in tensors.items() if not (IGNORED.match(n) or n.startswith(unused))}
+    weights = {
+        n: x
+        for n, x in tensors.items()
+        if not (IGNORED.match(n) or n.startswith(unused))
+    }
 
     def stored(path: str, part: nn.Module) -> Any:
         is_packed = hasattr(part, "to_quantized") and f"{path}.scales" in weights
-        infer = getattr(mlx_lm_utils, "infer_quant_config", None)  # not before mlx-lm 0.32
+        infer = getattr(
+            mlx_lm_utils, "infer_quant_config", None
+        )  # not before mlx-lm 0.32
         return is_packed and (infer is None or infer(path, part, weights))
 
     nn.quantize(head, class_predicate=stored)
@@ -441,7 +512,9 @@ def _quantize(head: nn.Module, bits: int | None) -> None:
         return
 
     def how(path: str, part: nn.Module) -> bool | dict[str, Any]:
-        if not hasattr(part, "to_quantized") or path.endswith(("gate", "router", "classifier")):
+        if not hasattr(part, "to_quantized") or path.endswith(
+            ("gate", "router", "classifier")
+        ):
             return False
         width = part.weight.shape[-1]
         size = next((size for size in (64, 32) if width % size == 0), None)

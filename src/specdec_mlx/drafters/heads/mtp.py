@@ -83,7 +83,10 @@ class MTPFamily:
             if f"{first}{self.names['projection']}.weight" in names:
                 depths = count(1) if self.further != "again" and "{" in form else ()
                 further = (_at_depth(outer + form, config, depth) for depth in depths)
-                return [first, *takewhile(lambda p: any(n.startswith(p) for n in names), further)]
+                return [
+                    first,
+                    *takewhile(lambda p: any(n.startswith(p) for n in names), further),
+                ]
         return []
 
     def ours(self, num_layers: int = 1) -> dict[str, str]:
@@ -91,12 +94,17 @@ class MTPFamily:
 
         The first that fits counts; num_layers: decoder layers in it.
         """
-        theirs = {part: old.format(last=num_layers - 1) for part, old in self.names.items()}
+        theirs = {
+            part: old.format(last=num_layers - 1) for part, old in self.names.items()
+        }
         found = {f"{old}.": f"{part}." for part, old in theirs.items()}
         found |= {old.removeprefix("transformer."): new for old, new in found.items()}
         if not self.pre_norm and "norm" in theirs:
             found[f"{theirs['norm']}."] = f"body.{self.final_norm}."
-        found |= {self.layer + old: f"body.{self.here}{new}" for old, new in self.renamed.items()}
+        found |= {
+            self.layer + old: f"body.{self.here}{new}"
+            for old, new in self.renamed.items()
+        }
         return {**found, self.layer: f"body.{self.here}"}
 
 
@@ -118,7 +126,9 @@ _ERNIE = _names("mtp_emb_norm.0 mtp_hidden_norm.0 mtp_linear_proj.0")
 _HALVED = ("input_layernorm", "self_attn", "post_attention_layernorm")
 
 
-def _deepseek(architecture: str, names: Mapping[str, str] = _DEEPSEEK, **changes: Any) -> MTPFamily:
+def _deepseek(
+    architecture: str, names: Mapping[str, str] = _DEEPSEEK, **changes: Any
+) -> MTPFamily:
     """DeepSeek's kind: a layer with experts, stored after the target's last one."""
     changes = {"first_k_dense_replace": 0, **changes}
     return MTPFamily(architecture, "model.layers.{layer}.", names, changes=changes)
@@ -128,8 +138,16 @@ def _exaone_moe(config: Config, depth: int) -> Config:
     """Its own kind of attention, then the target's, by which mlx-lm decides on rotation."""
     kind, *_ = config.get("mtp_layer_types") or ["full_attention"]
     windows = config.get("mtp_sliding_windows")
-    window = {"sliding_window": windows[0]} if kind == "sliding_attention" and windows else {}
-    return {"is_moe_layer": [False], "layer_types": [kind, *config["layer_types"]], **window}
+    window = (
+        {"sliding_window": windows[0]}
+        if kind == "sliding_attention" and windows
+        else {}
+    )
+    return {
+        "is_moe_layer": [False],
+        "layer_types": [kind, *config["layer_types"]],
+        **window,
+    }
 
 
 class HalfLayer(nn.Module):  # type: ignore[misc]
@@ -140,7 +158,9 @@ class HalfLayer(nn.Module):  # type: ignore[misc]
         for part in (*_HALVED, "mlps"):
             self[part] = layer[part][:1]
 
-    def __call__(self, x: mx.array, mask: mx.array | None = None, cache: Any = None) -> Any:
+    def __call__(
+        self, x: mx.array, mask: mx.array | None = None, cache: Any = None
+    ) -> Any:
         """States [batch, n, D] of n positions."""
         x = x + self.self_attn[0](self.input_layernorm[0](x), mask=mask, cache=cache[0])
         return x + self.mlps[0](self.post_attention_layernorm[0](x))
@@ -156,8 +176,16 @@ def _step(config: Config, depth: int) -> Config:
     """The layer's entries of lists that have one a layer; the last one where a list is short."""
     at = config["num_hidden_layers"] + depth
     names = "layer_types rope_theta partial_rotary_factors swiglu_limits swiglu_limits_shared"
-    said = {name: config[name] for name in names.split() if isinstance(config.get(name), list)}
-    own = {name: [values[min(at, len(values) - 1)]] for name, values in said.items() if values}
+    said = {
+        name: config[name]
+        for name in names.split()
+        if isinstance(config.get(name), list)
+    }
+    own = {
+        name: [values[min(at, len(values) - 1)]]
+        for name, values in said.items()
+        if values
+    }
     return {"moe_layers_enum": None, "layer_types": ["sliding_attention"], **own}
 
 
@@ -174,12 +202,14 @@ _EXPERTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe
 
 _QWEN_LAYER = MTPFamily("llama", "mtp.", _QWEN, layer="layers.0.")
 
-_QWEN3_5 = replace(  # a full-attention layer, although most layers of the target are recurrent
-    _QWEN_LAYER,
-    architecture="qwen3_5_moe",
-    changes={"full_attention_interval": 1},
-    norms_less_one=True,
-    attributes={"ssm_idx": None},
+_QWEN3_5 = (
+    replace(  # a full-attention layer, although most layers of the target are recurrent
+        _QWEN_LAYER,
+        architecture="qwen3_5_moe",
+        changes={"full_attention_interval": 1},
+        norms_less_one=True,
+        attributes={"ssm_idx": None},
+    )
 )
 _DENSE = {"full_attention_interval": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
@@ -199,14 +229,19 @@ FAMILIES: dict[str, MTPFamily] = {
         "model.mtp.",
         _names("layers.0.enorm.m layers.0.hnorm.m layers.0.eh_proj norm"),
         layer="layers.0.",
-        renamed={"transformer_layer.mlp.": "mlps.0.", **{f"{n}.": f"{n}.0." for n in _HALVED}},
+        renamed={
+            "transformer_layer.mlp.": "mlps.0.",
+            **{f"{n}.": f"{n}.0." for n in _HALVED},
+        },
         changes={"num_layers": 1},
         adapted=keep_half_of_its_layer,
     ),
     "step3p5": MTPFamily(
         "step3p5",
         "model.layers.{layer}.",
-        _names("enorm hnorm eh_proj transformer.shared_head.norm transformer.shared_head.output"),
+        _names(
+            "enorm hnorm eh_proj transformer.shared_head.norm transformer.shared_head.output"
+        ),
         changes=_step,
         norms_less_one=True,
         pre_norm=True,
@@ -215,20 +250,27 @@ FAMILIES: dict[str, MTPFamily] = {
     "nemotron_h": MTPFamily(
         "nemotron_h",
         "mtp.",
-        _names("layers.0.enorm layers.0.hnorm layers.0.eh_proj layers.{last}.final_layernorm"),
+        _names(
+            "layers.0.enorm layers.0.hnorm layers.0.eh_proj layers.{last}.final_layernorm"
+        ),
         layer="layers.",
         here="layers.",
         changes=_nemotron_h,
         body="backbone",
         final_norm="norm_f",
-        attributes={"ssm_idx": slice(0)},  # of the caches that of no recurrent layer: no mask
+        attributes={
+            "ssm_idx": slice(0)
+        },  # of the caches that of no recurrent layer: no mask
     ),
     "mimo_v2_flash": MTPFamily(
         "mimo_v2_flash",
         "model.mtp.layers.{depth}.",
         _LING,
         renamed={"pre_mlp_layernorm.": "post_attention_layernorm."},
-        changes={"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0]},  # one of each kind
+        changes={
+            "hybrid_layer_pattern": [1, 0],
+            "moe_layer_freq": [0],
+        },  # one of each kind
         attributes={"ga_idx": 0},
         further="side by side",
     ),
@@ -263,13 +305,19 @@ def family_of(config: Config) -> tuple[str, MTPFamily] | None:
 
 def other_formula(config: Config) -> str | None:
     """The entry of OTHER_FORMULAS for a config."""
-    return next((OTHER_FORMULAS[n] for n in _model_types(config) if n in OTHER_FORMULAS), None)
+    return next(
+        (OTHER_FORMULAS[n] for n in _model_types(config) if n in OTHER_FORMULAS), None
+    )
 
 
 def _model_types(config: Config) -> list[str]:
     """Model types of a config and its text part, also without the suffix of a part."""
     whole = [str(c.get("model_type")) for c in (config, text_part(config))]
-    return [name for w in whole for name in (w, w.removesuffix("_mtp").removesuffix("_text"))]
+    return [
+        name
+        for w in whole
+        for name in (w, w.removesuffix("_mtp").removesuffix("_text"))
+    ]
 
 
 class MTPHead(RecurrentHead):
@@ -293,7 +341,11 @@ class MTPHead(RecurrentHead):
         shell = one_layer_model(family, config, depth)
         body = getattr(shell, family.body)
         width, eps = ends.width, body[family.final_norm].eps
-        embeddings = ("embed_tokens", "word_embeddings", "embeddings")  # names in mlx-lm's models
+        embeddings = (
+            "embed_tokens",
+            "word_embeddings",
+            "embeddings",
+        )  # names in mlx-lm's models
         body[next(name for name in embeddings if name in body)] = nn.Identity()
         for name, value in family.attributes.items():
             setattr(body, name, value)
@@ -304,7 +356,9 @@ class MTPHead(RecurrentHead):
         self.width = width
         self.ends = ends
         for name in ("embedding_norm", "hidden_norm"):
-            self[name] = nn.RMSNorm(width, eps) if name in family.names else nn.Identity()
+            self[name] = (
+                nn.RMSNorm(width, eps) if name in family.names else nn.Identity()
+            )
         self.projection = nn.Linear(2 * width, width, bias=has_bias)
         if own_embeddings:
             self.embed_tokens = nn.Embedding(own_embeddings, width)
@@ -312,7 +366,9 @@ class MTPHead(RecurrentHead):
         if "lm_head" in family.names:
             self.lm_head = nn.Linear(width, ends.vocab_size, bias=False)
         self.pre_norm = family.pre_norm
-        self._make_cache: Callable[[], list[Any]] = lambda: list(make_prompt_cache(shell))
+        self._make_cache: Callable[[], list[Any]] = lambda: list(
+            make_prompt_cache(shell)
+        )
         self.moves_on = self.grows_trees = family.further == "again"
         self.chained = family.further != "side by side"
         depths = range(depth + 1, depth + num_layers)
@@ -358,14 +414,23 @@ class MTPHead(RecurrentHead):
             yield Variation(self, "norms less one", less, norm_shift=-1.0)
             yield Variation(self, "norms plus one", more, norm_shift=1.0)
         yield from super().variations()
-        yield Variation(self, "the other order of state and embedding", order, {"family": other})
+        yield Variation(
+            self, "the other order of state and embedding", order, {"family": other}
+        )
 
 
 def one_layer_model(family: MTPFamily, config: Config, depth: int = 0) -> nn.Module:
     """A model of the family's architecture with the decoder layer alone, random weights."""
     module = importlib.import_module(f"mlx_lm.models.{family.architecture}")
-    changes = family.changes(config, depth) if callable(family.changes) else family.changes
-    alone = {**config, "num_hidden_layers": 1, **changes, "model_type": family.architecture}
+    changes = (
+        family.changes(config, depth) if callable(family.changes) else family.changes
+    )
+    alone = {
+        **config,
+        "num_hidden_layers": 1,
+        **changes,
+        "model_type": family.architecture,
+    }
     model = module.Model(module.ModelArgs.from_dict(alone))
     family.adapted(model)
     return model
@@ -397,7 +462,9 @@ def mtp_weights(
             weights[new] = value
     if hasattr(shell, "sanitize"):
         convert = shell.sanitize(convert)
-    weights |= {inside + name.partition(family.here)[2]: x for name, x in convert.items()}
+    weights |= {
+        inside + name.partition(family.here)[2]: x for name, x in convert.items()
+    }
     weights = _stacked(weights)
     return {n: x + 1 if add_one and is_norm(n, x) else x for n, x in weights.items()}
 
@@ -409,7 +476,9 @@ def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
         if found := re.fullmatch(r"(.*mlp\.)experts\.(\d+)\.(.+)", name):
             stack = parts.setdefault(f"{found[1]}switch_mlp.{found[3]}", {})
             stack[int(found[2])] = weights.pop(name)
-    return weights | {name: mx.stack([x[i] for i in sorted(x)]) for name, x in parts.items()}
+    return weights | {
+        name: mx.stack([x[i] for i in sorted(x)]) for name, x in parts.items()
+    }
 
 
 def less_one(tensors: Mapping[str, mx.array]) -> bool:
@@ -418,5 +487,9 @@ def less_one(tensors: Mapping[str, mx.array]) -> bool:
     Means in heads published for Qwen 3.5 and 3.6 are up to 0.6, or from 1.3 (MTPLX, issue 301).
     """
     ends = ("layernorm.weight", "q_norm.weight", "k_norm.weight")
-    means = [x.astype(mx.float32).mean() for name, x in tensors.items() if name.endswith(ends)]
+    means = [
+        x.astype(mx.float32).mean()
+        for name, x in tensors.items()
+        if name.endswith(ends)
+    ]
     return bool(means) and bool(mx.stack(means).mean() < 0.95)

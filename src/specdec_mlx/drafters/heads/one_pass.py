@@ -20,7 +20,12 @@ import mlx.nn as nn
 from specdec_mlx.contracts import DraftContext, FeatureRows
 from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.drafters.heads.drafter import Config, DraftVocabulary, Head, TargetEnds
-from specdec_mlx.drafters.heads.eagle import SLIDING, LayersConfig, LayersHead, is_gemma4
+from specdec_mlx.drafters.heads.eagle import (
+    SLIDING,
+    LayersConfig,
+    LayersHead,
+    is_gemma4,
+)
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.writing import AtOnceSession, Parents, places_after
@@ -100,20 +105,32 @@ class DFlashConfig(LayersConfig):
     def read(cls, config: Config, num_layers: int) -> DFlashConfig:
         """From a config.json of z-lab or speculators; num_layers: the target's."""
         nested = {**config, **(config.get("dflash_config") or {})}
-        layer = {"model_type": "qwen3", **(config.get("transformer_layer_config") or config)}
+        layer = {
+            "model_type": "qwen3",
+            **(config.get("transformer_layer_config") or config),
+        }
         depth = layer["num_hidden_layers"]
         slides = [kind == SLIDING for kind in layer.get("layer_types") or ()]
         causal = slides if not config.get("sliding_window_non_causal") else []
         if config.get("is_causal") is not None:
             causal = [bool(config["is_causal"])] * depth
-        ids, layers = config.get("aux_hidden_state_layer_ids"), nested.get("target_layer_ids")
-        if ids is not None:  # of speculators: Hugging Face's states, the first the embedding
+        ids, layers = (
+            config.get("aux_hidden_state_layer_ids"),
+            nested.get("target_layer_ids"),
+        )
+        if (
+            ids is not None
+        ):  # of speculators: Hugging Face's states, the first the embedding
             layers = [i - 1 for i in ids]
         if not layers:  # evenly spread, from the second to the third last
             most = config.get("num_target_layers", num_layers)
-            spread = [round(1 + i * (most - 4) / max(depth - 1, 1)) for i in range(depth)]
+            spread = [
+                round(1 + i * (most - 4) / max(depth - 1, 1)) for i in range(depth)
+            ]
             layers = spread if depth > 1 else [most // 2]
-        scale = layer["hidden_size"] ** 0.5 if is_gemma4(layer) else 1.0  # of Gemma's embeddings
+        scale = (
+            layer["hidden_size"] ** 0.5 if is_gemma4(layer) else 1.0
+        )  # of Gemma's embeddings
         return cls(
             layer,
             tuple(layers),
@@ -136,7 +153,10 @@ class DFlash(LayersHead):
     session: type[HeadSession] = OnePassSession
 
     def __init__(
-        self, config: DFlashConfig, ends: TargetEnds, vocabulary: DraftVocabulary | None = None
+        self,
+        config: DFlashConfig,
+        ends: TargetEnds,
+        vocabulary: DraftVocabulary | None = None,
     ) -> None:
         rows = 0 if vocabulary is None else vocabulary.ids.size
         super().__init__(config, ends, vocabulary, own_head=rows)
@@ -149,7 +169,9 @@ class DFlash(LayersHead):
     def read(self, rows: mx.array, cache: list[Any]) -> None:
         """Add n rows [n, D] to the context: their keys and values in every layer."""
         for layer, kept in zip(self.layers, cache, strict=True):
-            layer.self_attn(rows[None], None, kept)  # lazy: attention itself is never computed
+            layer.self_attn(
+                rows[None], None, kept
+            )  # lazy: attention itself is never computed
 
     def guesses(self, token: int, number: int, cache: list[Any]) -> mx.array:
         """Logits [n, V] of the n tokens after `token`, by a block that is not kept."""
@@ -157,7 +179,9 @@ class DFlash(LayersHead):
 
     def states(self, token: int, number: int, cache: list[Any]) -> Any:
         """Normed states [n, D] of the places of these tokens."""
-        tokens = to_ids([token, *[self.config.mask_token] * (self.config.block_size - 1)])
+        tokens = to_ids(
+            [token, *[self.config.mask_token] * (self.config.block_size - 1)]
+        )
         h = self.ends.embed(tokens)[None] * self.config.embedding_scale
         for i, (layer, kept) in enumerate(zip(self.layers, cache, strict=True)):
             h = self.run(layer, h, self.mask(i, kept.offset, tokens.shape[0]), kept)
@@ -165,10 +189,14 @@ class DFlash(LayersHead):
         first = 0 if self.config.from_anchor else 1
         return self.norm(h[0, first : first + number])
 
-    def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any) -> Any:
+    def run(
+        self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any
+    ) -> Any:
         """States [1, B, D] of a block after a layer."""
         made = layer(h, mask, kept)
-        return made[0] if isinstance(made, tuple) else made  # Gemma's layers give their keys, too
+        return (
+            made[0] if isinstance(made, tuple) else made
+        )  # Gemma's layers give their keys, too
 
     def mask(self, layer: int, start: int, size: int) -> mx.array | None:
         """[B, start + B] places that each of a block of B sees in a layer; None for all."""
@@ -202,17 +230,23 @@ class GroupedConvolution(nn.Module):  # type: ignore[misc]
     def __init__(self, width: int, taps: int, group: int) -> None:
         super().__init__()
         self.base_kernel = mx.zeros((2, taps, width))
-        self.kernel_projection = nn.Linear(width, 2 * taps * (width // group), bias=False)
+        self.kernel_projection = nn.Linear(
+            width, 2 * taps * (width // group), bias=False
+        )
 
     def around(self, part: Callable[[mx.array], Any], x: mx.array) -> mx.array:
         """Run a part of a layer on states [1, B, D], with a convolution before and after it."""
         _, taps, width = self.base_kernel.shape
         dynamic = self.kernel_projection(x).reshape(*x.shape[:2], 2, taps, -1)
-        kernels = mx.repeat(dynamic, width // dynamic.shape[-1], axis=-1) + self.base_kernel
+        kernels = (
+            mx.repeat(dynamic, width // dynamic.shape[-1], axis=-1) + self.base_kernel
+        )
 
         def convolved(x: mx.array, side: int) -> mx.array:
             size = x.shape[1]
-            earlier = [mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :size] for back in range(taps)]
+            earlier = [
+                mx.pad(x, [(0, 0), (back, 0), (0, 0)])[:, :size] for back in range(taps)
+            ]
             return (kernels[:, :, side] * mx.stack(earlier, axis=2)).sum(axis=2)
 
         return convolved(part(convolved(x, 0)), 1)
@@ -231,10 +265,14 @@ class Selector(nn.Module):  # type: ignore[misc]
     def scores(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
         """Logits [n, V]: the top ones with the score of the pair added, -inf of others."""
         ids = mx.argpartition(-logits, self.top - 1, axis=-1)[:, : self.top]
-        asked = rows_of(self.predecessor_codebook, before) * self.hidden_projection(states)
+        asked = rows_of(self.predecessor_codebook, before) * self.hidden_projection(
+            states
+        )
         pairs = rows_of(self.successor_codebook, ids) @ asked[..., None]
         scores = mx.take_along_axis(logits, ids, axis=-1) + pairs[..., 0]
-        return mx.put_along_axis(mx.full(logits.shape, -mx.inf, scores.dtype), ids, scores, axis=-1)
+        return mx.put_along_axis(
+            mx.full(logits.shape, -mx.inf, scores.dtype), ids, scores, axis=-1
+        )
 
 
 def rows_of(table: mx.array, ids: mx.array) -> mx.array:
@@ -261,13 +299,17 @@ class DFlash2(DFlash):
         rank, top = said["selector_rank"], min(said["selector_top_k"], ends.vocab_size)
         self.candidate_selector = Selector(self.width, rank, said["vocab_size"], top)
 
-    def run(self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any) -> Any:
+    def run(
+        self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any
+    ) -> Any:
         """States [1, B, D] of a block after a layer."""
         attend = lambda x: layer.self_attn(x, mask, kept)  # noqa: E731
         h = h + layer.attention_conv.around(attend, layer.input_layernorm(h))
         return h + layer.mlp_conv.around(layer.mlp, layer.post_attention_layernorm(h))
 
-    def corrected(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
+    def corrected(
+        self, logits: mx.array, states: mx.array, before: mx.array
+    ) -> mx.array:
         """Logits [n, V] after tokens [n], from those of the places alone and their states."""
         return self.candidate_selector.scores(logits, states, before)
 
@@ -290,7 +332,9 @@ class Markov(nn.Module):  # type: ignore[misc]
         """Bias [n, V] of n places with states [n, D] after tokens [n]."""
         made = self.markov_w1(mx.minimum(before, self.markov_w1.weight.shape[0] - 1))
         if "gate_proj" in self:
-            made = made * mx.sigmoid(self.gate_proj(mx.concatenate([states, made], axis=-1)))
+            made = made * mx.sigmoid(
+                self.gate_proj(mx.concatenate([states, made], axis=-1))
+            )
         return self.markov_w2(made)
 
 
@@ -306,16 +350,22 @@ class DSpark(DFlash):
         self.rank, kind = said["markov_rank"], said.get("markov_head_type", "vanilla")
         if self.rank:
             if kind not in ("vanilla", "gated"):
-                raise ValueError(f"markov_head_type {kind!r}, expected vanilla or gated")
+                raise ValueError(
+                    f"markov_head_type {kind!r}, expected vanilla or gated"
+                )
             vocab_size = said.get("vocab_size") or config.layer["vocab_size"]
             gated = kind == "gated"
             self.markov_head = Markov(self.width, self.rank, vocab_size, gated=gated)
 
-    def corrected(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
+    def corrected(
+        self, logits: mx.array, states: mx.array, before: mx.array
+    ) -> mx.array:
         """Logits [n, V] after tokens [n], from those of the places alone and their states."""
         if not self.rank:
             return logits
-        return logits + match_vocab(self.markov_head.bias(states, before), logits.shape[-1])
+        return logits + match_vocab(
+            self.markov_head.bias(states, before), logits.shape[-1]
+        )
 
     def notes(self) -> list[str]:
         """Layers, block, rank."""
@@ -352,7 +402,9 @@ class Medusa(Head):
         states = [self.state(cache[0], i) for i in range(number)]
         if "lm_heads" not in self:
             return self.ends.logits(mx.concatenate(states))
-        return mx.concatenate([self.lm_heads[i](state) for i, state in enumerate(states)])
+        return mx.concatenate(
+            [self.lm_heads[i](state) for i, state in enumerate(states)]
+        )
 
     def state(self, state: mx.array, index: int) -> mx.array:
         """A head's state [..., D] below its matrix, from the target's [..., D]."""
@@ -389,7 +441,9 @@ class PardDrafter(ModelDrafter):
 class PardSession(AtOnceSession, ModelSession):
     """A generation of the draft model; its caches never hold more than the text."""
 
-    def __init__(self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext) -> None:
+    def __init__(
+        self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext
+    ) -> None:
         super().__init__(drafter, prompt, context)
         self.mask_token = drafter.mask_token
 

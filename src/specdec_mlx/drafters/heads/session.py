@@ -53,7 +53,9 @@ class HeadSession(WritingSession):
     waiting: the target's states that it was shown.
     """
 
-    def __init__(self, drafter: Any, prompt: Sequence[int], context: DraftContext) -> None:
+    def __init__(
+        self, drafter: Any, prompt: Sequence[int], context: DraftContext
+    ) -> None:
         super().__init__(drafter, list(prompt)[context.num_unseen :], context)
         self.head = drafter.head
         self.waiting = Unread()
@@ -129,7 +131,9 @@ class RecurrentSession(HeadSession):
         """Read all pairs; `limit`, or the number of layers, 0 before there was a pair."""
         if limit == 0:
             return 0
-        if self.waiting.num_rows >= MANY_WAITING:  # all but the last for keys and values alone
+        if (
+            self.waiting.num_rows >= MANY_WAITING
+        ):  # all but the last for keys and values alone
             self._read_pairs(but=1)
         self._read_pairs()
         if self.state is None:
@@ -149,7 +153,9 @@ class RecurrentSession(HeadSession):
             self.drafted.append(tokens)
             level = self.levels[min(len(self.drafted), len(self.levels) - 1)]
             # a layer of its own reads the states for which it lacked a token until now, too
-            rows = mx.concatenate([*([] if self.head.moves_on else level.parts), *self.made])
+            rows = mx.concatenate(
+                [*([] if self.head.moves_on else level.parts), *self.made]
+            )
             made = level.step(rows, mx.concatenate(self.drafted[-rows.shape[0] :]))[-1:]
             self.made = [made] if self.head.chained else []
         return level.layer.logits(made)
@@ -169,7 +175,9 @@ class RecurrentSession(HeadSession):
     def read(self) -> list[Any]:
         """Read the complete pairs but the last: the last layer computes only keys and values."""
         self._read_pairs(but=1)
-        states = [array for level in self.levels for array in states_of(level.rollback.caches)]
+        states = [
+            array for level in self.levels for array in states_of(level.rollback.caches)
+        ]
         return [*states, *(level.parts for level in self.levels[1:])]
 
     def _read_pairs(self, but: int = 0) -> None:
@@ -181,7 +189,9 @@ class RecurrentSession(HeadSession):
             while number > 0:
                 count = min(number, self.context.prefill_step_size)
                 first = level.start + 1 + depth
-                made = level.step(level.take(count), to_ids(self.tokens[first : first + count]))
+                made = level.step(
+                    level.take(count), to_ids(self.tokens[first : first + count])
+                )
                 level.num_read += count
                 number -= count
                 if depth == 0:

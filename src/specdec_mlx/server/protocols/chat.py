@@ -23,9 +23,14 @@ from specdec_mlx.server.requests import (
     Written,
 )
 
-THOUGHTS = "reasoning_content", "reasoning"  # names of an answer's thoughts; mlx-lm's is the second
+THOUGHTS = (
+    "reasoning_content",
+    "reasoning",
+)  # names of an answer's thoughts; mlx-lm's is the second
 UNSEEN = "[{}: not shown to this model]"  # for what is no text
-PIECE = 64  # least characters of a call's arguments that are sent before the call is whole
+PIECE = (
+    64  # least characters of a call's arguments that are sent before the call is whole
+)
 DONE = b"data: [DONE]\n\n"
 
 
@@ -41,10 +46,14 @@ class Chat:
         request.tool_choice = _choice(body.get("tool_choice"), request.tools)
         request.parallel_calls = body.get("parallel_tool_calls", True)
         request.grammar = fields.grammar_in(body.get("response_format"))
-        request.template = fields.thinking(body.get("reasoning_effort")) | request.template
+        request.template = (
+            fields.thinking(body.get("reasoning_effort")) | request.template
+        )
         if (role_mapping := body.get("role_mapping")) is not None:
             request.template["role_mapping"] = role_mapping
-        last = request.template.pop("continue_final_message", body.get("continue_final_message"))
+        last = request.template.pop(
+            "continue_final_message", body.get("continue_final_message")
+        )
         request.continues = bool(last)
         request.max_tokens = fields.most_tokens(body)
         request.stop = fields.texts(body.get("stop"), "stop")
@@ -60,7 +69,9 @@ class Chat:
             {
                 "index": index,
                 "message": _message(text),
-                "logprobs": _logprobs(text) if asked.requests[0].num_logprobs is not None else None,
+                "logprobs": _logprobs(text)
+                if asked.requests[0].num_logprobs is not None
+                else None,
                 "finish_reason": end.reason,
             }
             for index, (text, end) in enumerate(zip(texts, ends, strict=True))
@@ -115,7 +126,9 @@ def _text(content: Any) -> str:
         return content
     parts = content if isinstance(content, list) else [content]
     if not all(isinstance(part, dict) for part in parts):
-        raise RequestError(f"messages: content must be a text or a list of parts, not {content!r}")
+        raise RequestError(
+            f"messages: content must be a text or a list of parts, not {content!r}"
+        )
     return "".join(_part(part) for part in parts)
 
 
@@ -145,10 +158,14 @@ def _choice(choice: Any, tools: Sequence[dict[str, Any]]) -> str:
         choice = choice.get("function")
         name = choice.get("name") if isinstance(choice, dict) else None
         if name not in [tool["function"]["name"] for tool in tools]:
-            raise RequestError(f"tool_choice: there is no tool {name!r} among the tools.")
+            raise RequestError(
+                f"tool_choice: there is no tool {name!r} among the tools."
+            )
         return str(name)
     if choice not in (None, AUTO, NONE, REQUIRED):
-        raise RequestError(f"tool_choice must be auto, none, required or a tool, not {choice!r}")
+        raise RequestError(
+            f"tool_choice must be auto, none, required or a tool, not {choice!r}"
+        )
     if choice == REQUIRED and not tools:
         raise RequestError("tool_choice: required needs tools.")
     return choice or AUTO
@@ -170,7 +187,12 @@ def wants_usage(body: Mapping[str, Any]) -> bool:
 
 def head(asked: Asked, kind: str) -> dict[str, Any]:
     """What stands first in each reply, and in each chunk of one."""
-    return {"id": asked.id, "object": kind, "created": asked.created, "model": asked.model}
+    return {
+        "id": asked.id,
+        "object": kind,
+        "created": asked.created,
+        "model": asked.model,
+    }
 
 
 def _logprobs(text: Written | Said) -> dict[str, Any]:
@@ -229,7 +251,11 @@ class Chunks(ABC):
 
     def chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
         """A chunk with some choices; the last one of a choice has its account."""
-        ends = [self._ends[one["index"]] for one in choices if one["finish_reason"] is not None]
+        ends = [
+            self._ends[one["index"]]
+            for one in choices
+            if one["finish_reason"] is not None
+        ]
         account = {"speculation": fields.speculation(ends[0])} if ends else {}
         whole = {**head(self.asked, self.kind), "choices": choices, **account, **more}
         return fields.server_sent(whole)
@@ -284,7 +310,10 @@ class ChatStream(Chunks):
         held["function"]["arguments"] += arguments
         if len(held["function"]["arguments"]) >= PIECE:
             yield self._delta(choice, {"tool_calls": [held]})
-            self._calls[choice] = {"index": held["index"], "function": {"arguments": ""}}
+            self._calls[choice] = {
+                "index": held["index"],
+                "function": {"arguments": ""},
+            }
 
     def _send_call(self, choice: int) -> Iterator[bytes]:
         """Send what is left of a call that is whole."""
@@ -293,4 +322,6 @@ class ChatStream(Chunks):
             yield self._delta(choice, {"tool_calls": [held]})
 
     def _delta(self, choice: int, delta: dict[str, Any], **more: Any) -> bytes:
-        return self.chunk({"index": choice, "delta": delta, "finish_reason": None, **more})
+        return self.chunk(
+            {"index": choice, "delta": delta, "finish_reason": None, **more}
+        )

@@ -34,16 +34,22 @@ class Completions:
         body = fields.without_nulls(body)
         request = fields.base(body)
         if body.get("suffix"):
-            raise RequestError("suffix: models here continue a text, and do not fill one in.")
+            raise RequestError(
+                "suffix: models here continue a text, and do not fill one in."
+            )
         count = body.get("n", 1)
         if body.get("best_of", count) != count:
-            raise RequestError("best_of: texts are not chosen among here. Ask for n of them.")
+            raise RequestError(
+                "best_of: texts are not chosen among here. Ask for n of them."
+            )
         request.echo = body.get("echo", False)
         request.grammar = fields.grammar_in(body.get("response_format"))
         request.max_tokens = fields.most_tokens(body, least=0 if request.echo else 1)
         request.stop = fields.texts(body.get("stop"), "stop")
         request.num_logprobs = logprobs_in(body)
-        prompts = [replace(request, prompt=prompt) for prompt in prompts_in(body.get("prompt"))]
+        prompts = [
+            replace(request, prompt=prompt) for prompt in prompts_in(body.get("prompt"))
+        ]
         requests = [one for prompt in prompts for one in fields.choices(prompt, count)]
         more = {"num_choices": count, "with_usage": wants_usage(body)}
         return fields.asked(requests, body, "cmpl-", more)
@@ -73,7 +79,9 @@ COMPLETIONS = Completions()
 def prompts_in(prompt: Any) -> list[Any]:
     """The prompts of a completion, texts or token ids: one, or several; raises RequestError."""
     prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
-    fits = isinstance(prompts, list) and all(isinstance(p, str) or _are_ids(p) for p in prompts)
+    fits = isinstance(prompts, list) and all(
+        isinstance(p, str) or _are_ids(p) for p in prompts
+    )
     if fits and 0 < len(prompts) <= MOST_PROMPTS:
         return list(prompts)
     raise RequestError(
@@ -83,7 +91,11 @@ def prompts_in(prompt: Any) -> list[Any]:
 
 
 def _are_ids(value: Any) -> bool:
-    return isinstance(value, list) and bool(value) and all(type(token) is int for token in value)
+    return (
+        isinstance(value, list)
+        and bool(value)
+        and all(type(token) is int for token in value)
+    )
 
 
 def _choice(
@@ -92,7 +104,12 @@ def _choice(
     """A choice, or a piece of one whose text begins `offset` characters after the choice's."""
     request: TextRequest = asked.requests[index]
     logprobs = None if request.num_logprobs is None else _logprobs(said, offset)
-    return {"index": index, "text": said.text, "logprobs": logprobs, "finish_reason": reason}
+    return {
+        "index": index,
+        "text": said.text,
+        "logprobs": logprobs,
+        "finish_reason": reason,
+    }
 
 
 def _logprobs(said: Said, offset: int) -> dict[str, Any]:

@@ -23,17 +23,29 @@ from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import TEMPS, Sampling, is_temp
 from specdec_mlx.server.forced import check_schema, within
-from specdec_mlx.server.requests import Asked, Ended, RequestError, TextRequest, TokenLogprob
+from specdec_mlx.server.requests import (
+    Asked,
+    Ended,
+    RequestError,
+    TextRequest,
+    TokenLogprob,
+)
 
 Body = Mapping[str, Any]
 
 NUM_SEEDS = 2**64  # MLX takes seeds of 64 bits
 MOST_CHOICES = 32  # most choices of one request: each is a row of a batch
-MOST_DRAFTERS = 8  # most drafters tried in order by one request: all of them read the prompt
-LONGEST_DRAFT = 64  # longest draft of a request: each token of it is a position in a pass
+MOST_DRAFTERS = (
+    8  # most drafters tried in order by one request: all of them read the prompt
+)
+LONGEST_DRAFT = (
+    64  # longest draft of a request: each token of it is a position in a pass
+)
 MOST_LOGPROBS = 20  # most alternatives that are reported beside a token, as OpenAI does
 
-LONGEST_ANSWER = 1000  # most characters of an error's message: some repeat what the client sent
+LONGEST_ANSWER = (
+    1000  # most characters of an error's message: some repeat what the client sent
+)
 LEAST_LOGPROB = -9999.0  # said for a token that cannot be drawn; JSON has no infinity
 
 PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
@@ -48,12 +60,16 @@ def read_body(raw: bytes) -> dict[str, Any]:
         text = raw.decode()
         body = json.loads(text)
         if "\\ud" in text.lower():
-            units = json.dumps(body, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+            units = json.dumps(body, ensure_ascii=False).encode(
+                "utf-16-le", "surrogatepass"
+            )
             body = json.loads(units.decode("utf-16-le", "replace"))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body of the request is no JSON: {error}") from error
     if not isinstance(body, dict):
-        raise RequestError(f"The body of the request must be a JSON object, not {body!r}")
+        raise RequestError(
+            f"The body of the request must be a JSON object, not {body!r}"
+        )
     return without_nulls(body)
 
 
@@ -87,7 +103,10 @@ def base(body: Body) -> TextRequest:
 
 
 def asked(
-    requests: list[TextRequest], body: Body, prefix: str, more: dict[str, Any] | None = None
+    requests: list[TextRequest],
+    body: Body,
+    prefix: str,
+    more: dict[str, Any] | None = None,
 ) -> Asked:
     """What was asked for in a body; the reply's id begins with `prefix`."""
     return Asked(
@@ -113,7 +132,9 @@ def count(body: Body, name: str, most: int | None = None, least: int = 0) -> int
     if value is None or is_a(int, least, math.inf if most is None else most)(value):
         return value
     limit = "" if most is None else f" to {most}"
-    raise RequestError(f"{name} must be an int from {least}{limit or ' on'}, not {value!r}")
+    raise RequestError(
+        f"{name} must be an int from {least}{limit or ' on'}, not {value!r}"
+    )
 
 
 def most_tokens(body: Body, least: int = 1) -> int | None:
@@ -151,17 +172,23 @@ def grammar_in(response_format: Any) -> Grammar | None:
     if kind == "text":
         return None
     if kind not in ("json_object", "json_schema"):
-        raise RequestError("response_format: type must be text, json_object or json_schema.")
+        raise RequestError(
+            "response_format: type must be text, json_object or json_schema."
+        )
     schema = given.get("schema", {"type": "object"})
     if kind == "json_schema":
         schema = described.get("schema") if isinstance(described, dict) else None
     if not isinstance(schema, dict):
-        raise RequestError('response_format: expected {"json_schema": {"schema": {...}}}.')
+        raise RequestError(
+            'response_format: expected {"json_schema": {"schema": {...}}}.'
+        )
     check_schema(schema)
     return within(lambda: Grammar.json_schema(schema))
 
 
-def is_a(kind: type, least: float = -math.inf, most: float = math.inf) -> Callable[[Any], bool]:
+def is_a(
+    kind: type, least: float = -math.inf, most: float = math.inf
+) -> Callable[[Any], bool]:
     """A test for a kind of value, and for numbers that are finite and within bounds."""
     if kind not in (int, float):
         return lambda value: isinstance(value, kind)
@@ -174,12 +201,22 @@ def _are_drafters(value: Any) -> bool:
     return len(names) <= MOST_DRAFTERS and all(isinstance(name, str) for name in names)
 
 
-_TEXT, _OBJECT, _BOOLEAN = (is_a(str), "a text"), (is_a(dict), "an object"), (is_a(bool), "boolean")
-_NUMBER, _SHARE = (is_a(float), "a finite number"), (is_a(float, 0, 1), "a number from 0 to 1")
+_TEXT, _OBJECT, _BOOLEAN = (
+    (is_a(str), "a text"),
+    (is_a(dict), "an object"),
+    (is_a(bool), "boolean"),
+)
+_NUMBER, _SHARE = (
+    (is_a(float), "a finite number"),
+    (is_a(float, 0, 1), "a number from 0 to 1"),
+)
 _COUNT = is_a(int, 0), "an int from 0 on"
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "drafter": (_are_drafters, f"a name or a list of at most {MOST_DRAFTERS} names"),
-    "seed": (is_a(int, -1, NUM_SEEDS - 1), "an int from 0 to 2**64 - 1, or -1 for none"),
+    "seed": (
+        is_a(int, -1, NUM_SEEDS - 1),
+        "an int from 0 to 2**64 - 1, or -1 for none",
+    ),
     "n": (is_a(int, 1, MOST_CHOICES), f"an int from 1 to {MOST_CHOICES}"),
     **dict.fromkeys(("model", "draft_model", "adapters", "reasoning_effort"), _TEXT),
     **dict.fromkeys(("stream_options", "chat_template_kwargs", "logit_bias"), _OBJECT),
@@ -211,7 +248,9 @@ def _penalties(body: Body) -> dict[str, Any]:
     bias = {}
     for token, value in (body.get("logit_bias") or {}).items():
         if not (token.isascii() and token.isdecimal() and is_a(float)(value)):
-            raise RequestError(f"logit_bias: expected a number for token {token}, not {value!r}")
+            raise RequestError(
+                f"logit_bias: expected a number for token {token}, not {value!r}"
+            )
         bias[int(token)] = float(value)
     return penalties | ({"logit_bias": bias} if bias else {})
 
@@ -221,7 +260,9 @@ def _prediction(given: Any) -> str:
     if given is None:
         return ""
     content = given.get("content") if isinstance(given, dict) else None
-    parts: Any = [{"type": "text", "text": content}] if isinstance(content, str) else content
+    parts: Any = (
+        [{"type": "text", "text": content}] if isinstance(content, str) else content
+    )
     try:
         found = [part["text"] for part in parts if part["type"] == "text"]
         if len(found) == len(parts) and given.get("type", "content") == "content":
@@ -270,7 +311,10 @@ def speculation(ended: Ended) -> dict[str, Any]:
 def usage(ends: Sequence[Ended], num_choices: int = 1) -> dict[str, Any]:
     """OpenAI's usage of all choices; the prompt of several is counted once."""
     prompts = ends[::num_choices]
-    prompt, written = sum(end.num_prompt for end in prompts), sum(end.num_written for end in ends)
+    prompt, written = (
+        sum(end.num_prompt for end in prompts),
+        sum(end.num_written for end in ends),
+    )
     accounts = [speculation(end) for end in ends]
     whole = accounts[0]
     if len(ends) > 1:
@@ -280,7 +324,9 @@ def usage(ends: Sequence[Ended], num_choices: int = 1) -> dict[str, Any]:
         "prompt_tokens": prompt,
         "completion_tokens": written,
         "total_tokens": prompt + written,
-        "prompt_tokens_details": {"cached_tokens": sum(end.num_cached for end in prompts)},
+        "prompt_tokens_details": {
+            "cached_tokens": sum(end.num_cached for end in prompts)
+        },
         "completion_tokens_details": {
             "reasoning_tokens": sum(end.num_thought for end in ends),
             "accepted_prediction_tokens": sum(end.accepted for end in ends),
@@ -305,7 +351,9 @@ def logprob(written: TokenLogprob) -> dict[str, Any]:
 def words_of(error: Exception, status: HTTPStatus) -> str:
     """An error in words for the client, with its kind if it is ours."""
     is_ours = status == HTTPStatus.INTERNAL_SERVER_ERROR
-    return (f"{type(error).__name__}: {error}" if is_ours else str(error))[:LONGEST_ANSWER]
+    return (f"{type(error).__name__}: {error}" if is_ours else str(error))[
+        :LONGEST_ANSWER
+    ]
 
 
 def error_object(error: Exception, status: HTTPStatus) -> dict[str, Any]:
@@ -314,7 +362,12 @@ def error_object(error: Exception, status: HTTPStatus) -> dict[str, Any]:
     kind = "server_error" if is_server else "invalid_request_error"
     code = getattr(error, "code", None) or status
     return {
-        "error": {"message": words_of(error, status), "type": kind, "param": None, "code": code}
+        "error": {
+            "message": words_of(error, status),
+            "type": kind,
+            "param": None,
+            "code": code,
+        }
     }
 
 

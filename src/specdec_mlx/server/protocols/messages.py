@@ -66,7 +66,11 @@ def _files(commands: list[str], *texts: str) -> dict[str, Any]:
     """The input of a tool that works on files: a command, and what the commands need."""
     names = "path", "file_text", "old_str", "new_str", "insert_text", *texts
     lines = {"insert_line": NUMBER, "view_range": {"type": "array", "items": NUMBER}}
-    properties = {"command": TEXT | {"enum": commands}, **dict.fromkeys(names, TEXT), **lines}
+    properties = {
+        "command": TEXT | {"enum": commands},
+        **dict.fromkeys(names, TEXT),
+        **lines,
+    }
     return {"type": "object", "properties": properties, "required": ["command"]}
 
 
@@ -74,7 +78,10 @@ EDITS = ["view", "create", "str_replace", "insert"]
 OWN_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
     "bash_": (
         "Run a command in a shell that stays open between calls, or restart that shell.",
-        {"type": "object", "properties": {"command": TEXT, "restart": {"type": "boolean"}}},
+        {
+            "type": "object",
+            "properties": {"command": TEXT, "restart": {"type": "boolean"}},
+        },
     ),
     "text_editor_": (
         "View, create and edit files. str_replace replaces old_str, which must occur once, by "
@@ -95,7 +102,9 @@ class Messages:
     def read(self, body: Mapping[str, Any]) -> Asked:
         """Check a body; raises RequestError."""
         if body.get("thread"):  # clients that are told so send the whole conversation
-            raise RequestError("thread: nothing is kept here. Send all messages again.", NO_THREADS)
+            raise RequestError(
+                "thread: nothing is kept here. Send all messages again.", NO_THREADS
+            )
         request = fields.base(body)
         turns = Turns()
         for block in parts_in(body.get("system"), "system"):
@@ -116,14 +125,18 @@ class Messages:
         request.stop = fields.texts(body.get("stop_sequences"), "stop_sequences")
         metadata = given(body, "metadata", dict)
         request.user = str(metadata.get("user_id") or request.user)
-        wanted = given(body, "output_config", dict).get("format") or body.get("output_format")
+        wanted = given(body, "output_config", dict).get("format") or body.get(
+            "output_format"
+        )
         if wanted is not None:
             wanted = expect(wanted, dict, "output_config.format")
             described = {"type": wanted.get("type"), "json_schema": wanted}
             request.grammar = fields.grammar_in(described)
         thinking = given(body, "thinking", dict).get("type")
         if thinking and not has_grammar(request):
-            request.template = {"enable_thinking": thinking != "disabled"} | request.template
+            request.template = {
+                "enable_thinking": thinking != "disabled"
+            } | request.template
         return fields.asked([request], body, "msg_")
 
     def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
@@ -136,7 +149,9 @@ class Messages:
         if written.text:
             content.append({"type": "text", "text": written.text})
         for call in written.calls:
-            content.append(_use(call["id"], call["name"], json.loads(call["arguments"])))
+            content.append(
+                _use(call["id"], call["name"], json.loads(call["arguments"]))
+            )
         assert written.ended is not None
         return _message(asked, content, _usage(written.ended)) | _stopped(written.ended)
 
@@ -147,8 +162,12 @@ class Messages:
     def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
         """Anthropic's form of an error."""
         words = fields.words_of(error, status)
-        if isinstance(error, RequestError) and error.most:  # clients read it, and compact
-            words = f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
+        if (
+            isinstance(error, RequestError) and error.most
+        ):  # clients read it, and compact
+            words = (
+                f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
+            )
         said: dict[str, Any] = {"type": ERRORS.get(status, "invalid_request_error")}
         said["message"] = words
         if code := getattr(error, "code", None):
@@ -189,7 +208,9 @@ def _add(turns: Turns, message: Mapping[str, Any]) -> None:
     """Add one of Anthropic's messages."""
     role = message.get("role")
     if role not in ("user", "assistant", "system"):
-        raise RequestError(f"messages: role must be user, assistant or system, not {role!r}")
+        raise RequestError(
+            f"messages: role must be user, assistant or system, not {role!r}"
+        )
     said = "user" if role == "system" else role  # it stands where it does for a reason
     for block in parts_in(message.get("content"), "content"):
         kind = block["type"]
@@ -228,7 +249,9 @@ def _choice(choice: Mapping[str, Any], tools: Sequence[Mapping[str, Any]]) -> st
         return CHOICES[kind]
     if kind == "tool" and name in [tool["function"]["name"] for tool in tools]:
         return str(name)
-    raise RequestError(f"tool_choice: expected auto, any, none or a tool of tools, not {choice!r}")
+    raise RequestError(
+        f"tool_choice: expected auto, any, none or a tool of tools, not {choice!r}"
+    )
 
 
 def _use(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
@@ -236,13 +259,18 @@ def _use(call_id: str, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
 
 
 def _read(num_prompt: int, num_cached: int) -> dict[str, Any]:
-    counts = {"input_tokens": num_prompt - num_cached, "cache_read_input_tokens": num_cached}
+    counts = {
+        "input_tokens": num_prompt - num_cached,
+        "cache_read_input_tokens": num_cached,
+    }
     return counts | {"cache_creation_input_tokens": 0}
 
 
 def _usage(ended: Ended) -> dict[str, Any]:
     thoughts = {"output_tokens_details": {"thinking_tokens": ended.num_thought}}
-    counts = _read(ended.num_prompt, ended.num_cached) | {"output_tokens": ended.num_written}
+    counts = _read(ended.num_prompt, ended.num_cached) | {
+        "output_tokens": ended.num_written
+    }
     return counts | thoughts | {"speculation": fields.speculation(ended)}
 
 
@@ -253,7 +281,12 @@ def _stopped(ended: Ended) -> dict[str, Any]:
 
 
 def _message(asked: Asked, content: list[Any], usage: dict[str, Any]) -> dict[str, Any]:
-    fixed = {"id": asked.id, "type": "message", "role": "assistant", "model": asked.model}
+    fixed = {
+        "id": asked.id,
+        "type": "message",
+        "role": "assistant",
+        "model": asked.model,
+    }
     stopped = {"stop_reason": None, "stop_sequence": None}
     return fixed | {"content": content} | stopped | {"usage": usage}
 
@@ -275,7 +308,11 @@ class MessageStream:
         """The bytes of an event."""
         if not self._begun:
             self._begun = True
-            read = _read(event.total, event.num_cached) if isinstance(event, Progress) else {}
+            read = (
+                _read(event.total, event.num_cached)
+                if isinstance(event, Progress)
+                else {}
+            )
             empty = _message(self.asked, [], _read(0, 0) | read | {"output_tokens": 0})
             yield _event("message_start", message=empty)
         match event:
@@ -290,7 +327,9 @@ class MessageStream:
                 yield self._delta("input_json_delta", "partial_json", event.text)
             case Ended():
                 yield from self._close()
-                yield _event("message_delta", delta=_stopped(event), usage=_usage(event))
+                yield _event(
+                    "message_delta", delta=_stopped(event), usage=_usage(event)
+                )
                 yield _event("message_stop")
 
     def keepalive(self) -> bytes:

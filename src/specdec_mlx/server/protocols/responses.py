@@ -47,7 +47,11 @@ STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
 
 MORE_TOOLS = "additional_tools"  # an item of Codex's
 ENCRYPTED, LOGPROBS = "reasoning.encrypted_content", "message.output_text.logprobs"
-FREE = {"type": "object", "properties": {"input": {"type": "string"}}, "required": ["input"]}
+FREE = {
+    "type": "object",
+    "properties": {"input": {"type": "string"}},
+    "required": ["input"],
+}
 ECHOED: dict[str, Any] = {
     "instructions": None,
     "max_output_tokens": None,
@@ -86,7 +90,12 @@ SUMMARY = {"type": "summary_text", "text": ""}
 GROWTH = {
     "message": Growth("msg", "output_text", "text", "content", "content_part", WORDS),
     "reasoning": Growth(
-        "rs", "reasoning_summary_text", "text", "summary", "reasoning_summary_part", SUMMARY
+        "rs",
+        "reasoning_summary_text",
+        "text",
+        "summary",
+        "reasoning_summary_part",
+        SUMMARY,
     ),
     "function_call": Growth("fc", "function_call_arguments", "arguments"),
     "custom_tool_call": Growth("ctc", "custom_tool_call_input", "input"),
@@ -108,7 +117,9 @@ class Responses:
         """Check a body; raises RequestError."""
         for name in STATEFUL:
             if body.get(name):
-                raise RequestError(f"{name}: nothing is kept here. Send all of the input again.")
+                raise RequestError(
+                    f"{name}: nothing is kept here. Send all of the input again."
+                )
         request = fields.base(body)
         turns = Turns()
         if instructions := body.get("instructions"):
@@ -123,11 +134,17 @@ class Responses:
             raise RequestError("input must be a text or a list of at least one item.")
         request.messages = turns.messages
         tools: dict[str, Tool] = {}
-        brought = (given(item, "tools", list) for item in items if item.get("type") == MORE_TOOLS)
+        brought = (
+            given(item, "tools", list)
+            for item in items
+            if item.get("type") == MORE_TOOLS
+        )
         all_tools: list[Any] = sum(brought, given(body, "tools", list))
         request.tools = list(_tools(all_tools, tools))
         request.tool_choice, named = _choice(body.get("tool_choice") or AUTO, tools)
-        request.tools = [tool for tool in request.tools if tool["function"]["name"] in named]
+        request.tools = [
+            tool for tool in request.tools if tool["function"]["name"] in named
+        ]
         request.parallel_calls = body.get("parallel_tool_calls") is not False
         request.max_tokens = fields.count(body, "max_output_tokens", least=1)
         wanted = given(given(body, "text", dict), "format", dict)
@@ -187,8 +204,15 @@ def _add(turns: Turns, item: Mapping[str, Any]) -> None:
     """Add an item of the input."""
     kind = item.get("type", "message")
     if kind == "message":
-        if (role := item.get("role")) not in ("user", "assistant", "system", "developer"):
-            raise RequestError(f"input: role must be user, assistant or developer, not {role!r}")
+        if (role := item.get("role")) not in (
+            "user",
+            "assistant",
+            "system",
+            "developer",
+        ):
+            raise RequestError(
+                f"input: role must be user, assistant or developer, not {role!r}"
+            )
         turns.say(role, _texts(item.get("content"), "input: content"))
     elif kind == "reasoning":
         parts = parts_in(item.get("content"), "reasoning.content")
@@ -200,9 +224,13 @@ def _add(turns: Turns, item: Mapping[str, Any]) -> None:
         name = expect(item.get("name"), str, f"{kind}.name")
         turns.call(str(item.get("call_id")), name, arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        turns.answer(str(item.get("call_id")), _texts(item.get("output"), f"{kind}.output"))
+        turns.answer(
+            str(item.get("call_id")), _texts(item.get("output"), f"{kind}.output")
+        )
     elif kind == "item_reference":
-        raise RequestError("item_reference: nothing is kept here. Send the items themselves.")
+        raise RequestError(
+            "item_reference: nothing is kept here. Send the items themselves."
+        )
     elif kind != MORE_TOOLS:
         leave_out("item", kind)
 
@@ -216,7 +244,10 @@ def _tools(
         if kind == "namespace":
             inner = expect(tool.get("tools"), list, "tools: namespace")
             yield from _tools(inner, offered, expect(name, str, "tools: name"))
-        elif kind not in ("function", "custom") or expect(name, str, "tools: name") in offered:
+        elif (
+            kind not in ("function", "custom")
+            or expect(name, str, "tools: name") in offered
+        ):
             leave_out("tool", kind)
         else:
             offered[name] = Tool(kind == "custom", namespace)
@@ -232,7 +263,9 @@ def _described(tool: Mapping[str, Any]) -> str:
     words = str(tool.get("description") or "")
     if "definition" not in form:
         return words
-    return f"{words}\n\nThe input, in {form.get('syntax')} notation:\n{form['definition']}"
+    return (
+        f"{words}\n\nThe input, in {form.get('syntax')} notation:\n{form['definition']}"
+    )
 
 
 def _choice(choice: Any, offered: Mapping[str, Tool]) -> tuple[str, Iterable[str]]:
@@ -252,7 +285,10 @@ def _choice(choice: Any, offered: Mapping[str, Tool]) -> tuple[str, Iterable[str
 def _usage(ended: Ended) -> dict[str, Any]:
     return {
         "input_tokens": ended.num_prompt,
-        "input_tokens_details": {"cached_tokens": ended.num_cached, "cache_write_tokens": 0},
+        "input_tokens_details": {
+            "cached_tokens": ended.num_cached,
+            "cache_write_tokens": 0,
+        },
         "output_tokens": ended.num_written,
         "output_tokens_details": {"reasoning_tokens": ended.num_thought},
         "total_tokens": ended.num_prompt + ended.num_written,
@@ -267,14 +303,27 @@ class ResponseStream:
     asked: Asked
     response: dict[str, Any] = field(init=False)
     _open: dict[str, Any] = field(default_factory=dict)  # the item that grows
-    _holder: dict[str, Any] = field(default_factory=dict)  # of the text: the item, or its part
+    _holder: dict[str, Any] = field(
+        default_factory=dict
+    )  # of the text: the item, or its part
     _arguments: str = ""  # of a call whose input is any text
     _number: int = -1
 
     def __post_init__(self) -> None:
-        fixed = {"id": self.asked.id, "object": "response", "created_at": self.asked.created}
-        none = dict.fromkeys(("error", "incomplete_details", "previous_response_id", "usage"))
-        more = {"status": "in_progress", "model": self.asked.model, "output": [], "store": False}
+        fixed = {
+            "id": self.asked.id,
+            "object": "response",
+            "created_at": self.asked.created,
+        }
+        none = dict.fromkeys(
+            ("error", "incomplete_details", "previous_response_id", "usage")
+        )
+        more = {
+            "status": "in_progress",
+            "model": self.asked.model,
+            "output": [],
+            "store": False,
+        }
         self.response = fixed | more | none | self.asked.more["echo"]
 
     def begin(self) -> Iterator[bytes]:
@@ -299,7 +348,11 @@ class ResponseStream:
             case CallBegan():
                 tool = self.asked.more["tools"].get(event.name, Tool())
                 kind = "custom_tool_call" if tool.is_free else "function_call"
-                more = {"call_id": event.id, "name": event.name, "status": "in_progress"}
+                more = {
+                    "call_id": event.id,
+                    "name": event.name,
+                    "status": "in_progress",
+                }
                 more |= {"namespace": tool.namespace} if tool.namespace else {}
                 yield from self._start(kind, **more, **{GROWTH[kind].name: ""})
             case CallArguments() if "input" in self._open:
@@ -313,7 +366,11 @@ class ResponseStream:
                 status = "incomplete" if is_cut else "completed"
                 yield from self._close(status)
                 why = {"reason": "max_output_tokens"} if is_cut else None
-                ended = {"status": status, "incomplete_details": why, "usage": _usage(event)}
+                ended = {
+                    "status": status,
+                    "incomplete_details": why,
+                    "usage": _usage(event),
+                }
                 self.response |= ended
                 yield self._event(status, response=self.response)
 
@@ -339,7 +396,9 @@ class ResponseStream:
         self._open = {"type": kind, "id": f"{growth.prefix}_{uuid4().hex}", **more}
         self._holder, self._arguments = self._open, ""
         self.response["output"].append(self._open)
-        yield self._event("output_item.added", output_index=self._index, item=self._open)
+        yield self._event(
+            "output_item.added", output_index=self._index, item=self._open
+        )
         if growth.part:
             self._holder = deepcopy(dict(growth.empty))
             yield self._grown(f"{growth.part}.added", part=self._holder)
@@ -352,7 +411,9 @@ class ResponseStream:
         if self._arguments:
             yield self._grow(_free_text(self._arguments))
         growth, holder = GROWTH[item["type"]], self._holder
-        done = {name: holder[name] for name in (growth.name, "logprobs") if name in holder}
+        done = {
+            name: holder[name] for name in (growth.name, "logprobs") if name in holder
+        }
         yield self._grown(f"{growth.told}.done", **done)
         if growth.part:
             yield self._grown(f"{growth.part}.done", part=holder)
@@ -377,12 +438,16 @@ class ResponseStream:
         """An event of the open item."""
         if parts := GROWTH[self._open["type"]].parts:
             more[f"{parts}_index"] = 0
-        return self._event(kind, item_id=self._open["id"], output_index=self._index, **more)
+        return self._event(
+            kind, item_id=self._open["id"], output_index=self._index, **more
+        )
 
     def _event(self, kind: str, **more: Any) -> bytes:
         self._number += 1
         kind = f"response.{kind}"
-        return fields.server_sent({"type": kind, "sequence_number": self._number, **more}, kind)
+        return fields.server_sent(
+            {"type": kind, "sequence_number": self._number, **more}, kind
+        )
 
 
 def _free_text(arguments: str) -> str:

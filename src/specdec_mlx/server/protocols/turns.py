@@ -33,7 +33,9 @@ def parts_in(content: Any, where: str) -> list[dict[str, Any]]:
     """The parts of a content, each with a type; a text is one part, None is no part."""
     if isinstance(content, str):
         return [{"type": "text", "text": content}]
-    parts: list[dict[str, Any]] = expect([] if content is None else content, list, where)
+    parts: list[dict[str, Any]] = expect(
+        [] if content is None else content, list, where
+    )
     for part in parts:
         expect(expect(part, dict, where).get("type"), str, f"{where}: type")
     return parts
@@ -46,7 +48,9 @@ def leave_out(what: str, kind: Any) -> None:
 
 def function(name: str, description: Any, parameters: Any) -> dict[str, Any]:
     """A tool as templates take it."""
-    schema = expect({} if parameters is None else parameters, dict, f"tools: schema of {name}")
+    schema = expect(
+        {} if parameters is None else parameters, dict, f"tools: schema of {name}"
+    )
     described = {"name": name, "description": description or "", "parameters": schema}
     return {"type": "function", "function": described}
 
@@ -60,7 +64,9 @@ class Turns:
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    _names: dict[str, str] = field(default_factory=dict)  # of called tools, by the call's id
+    _names: dict[str, str] = field(
+        default_factory=dict
+    )  # of called tools, by the call's id
 
     def say(self, role: str, text: str) -> None:
         """More text of a role; `developer` is `system`."""
@@ -85,7 +91,9 @@ class Turns:
     def answer(self, call_id: str, text: str) -> None:
         """What a called tool gave back."""
         named = {"name": self._names[call_id]} if call_id in self._names else {}
-        self.messages.append({"role": "tool", "tool_call_id": call_id, **named, "content": text})
+        self.messages.append(
+            {"role": "tool", "tool_call_id": call_id, **named, "content": text}
+        )
 
     def _turn(self, role: str) -> dict[str, Any]:
         if not self.messages or self.messages[-1]["role"] != role:

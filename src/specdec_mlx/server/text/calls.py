@@ -98,7 +98,8 @@ class CallReader:
         self.left = ""
         self._parse, self._names = parse, tool_names(tools)
         self._tools = [  # some parsers count on parameters
-            {**tool, "function": {"parameters": {}, **tool["function"]}} for tool in tools
+            {**tool, "function": {"parameters": {}, **tool["function"]}}
+            for tool in tools
         ]
         self.index, self._is_single = index, is_single
         self._text = mark  # since the last call that is whole
@@ -119,7 +120,11 @@ class CallReader:
         if self._may_begin or self._object:
             self._rest += piece
         events: list[Event] = []
-        while not self.is_full and not self.is_broken and (self._object or self._begins(events)):
+        while (
+            not self.is_full
+            and not self.is_broken
+            and (self._object or self._begins(events))
+        ):
             assert self._object is not None
             taken, self._rest = self._object.take(self._rest)
             self._arguments += taken
@@ -141,7 +146,9 @@ class CallReader:
             self.index += 1
             return [CallBroken(self.index - 1, self._text)]
         events: list[Event] = []
-        for call_id, name, arguments in self._parsed()[self.num_whole :] if is_whole else ():
+        for call_id, name, arguments in (
+            self._parsed()[self.num_whole :] if is_whole else ()
+        ):
             if not self.is_full:
                 events.append(CallBegan(self.index, call_id, name))
                 events.append(CallArguments(self.index, arguments))
@@ -188,7 +195,9 @@ class CallReader:
             raise ValueError(f"{name!r} is no tool, or is not given an object.")
         own = call.get("id")
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        text = text.encode("utf-8", "replace").decode()  # half a pair of surrogates is no text
+        text = text.encode(
+            "utf-8", "replace"
+        ).decode()  # half a pair of surrogates is no text
         return own if isinstance(own, str) and own else new_id(), name, text
 
 

@@ -22,7 +22,9 @@ ANSWER, THOUGHT, CALL = "normal", "reasoning", "tool"
 """Parts of a text, in the words of mlx-lm's response formats; any other part is not shown."""
 
 
-def _marks(tokenizer: Any, has_calls: bool, is_plain: bool) -> dict[str, dict[str, str]]:
+def _marks(
+    tokenizer: Any, has_calls: bool, is_plain: bool
+) -> dict[str, dict[str, str]]:
     """For each part of a text the marks that end it, and the part that comes after each."""
     marks: dict[str, dict[str, str]] = {ANSWER: {}, THOUGHT: {}, CALL: {}}
     if not is_plain:
@@ -60,7 +62,11 @@ class TextState:
     """
 
     def __init__(
-        self, tokenizer: Any, request: TextRequest, prompt: Sequence[int], in_thought: bool
+        self,
+        tokenizer: Any,
+        request: TextRequest,
+        prompt: Sequence[int],
+        in_thought: bool,
     ) -> None:
         self.ended: str | None = None
         self.num_written = self.num_thought = self.num_calls = self.accepted = 0
@@ -76,14 +82,20 @@ class TextState:
             for part, edges in self._marks.items()
         }
         self._detokenizer = tokenizer.detokenizer
-        self._num_read = self._read_prompt(prompt)  # characters of the detokenizer's text
+        self._num_read = self._read_prompt(
+            prompt
+        )  # characters of the detokenizer's text
         self._logprobs = SeenLogprobs()
         self._text = ""  # not decided yet
         self._place = 0  # characters before it
         self._part = ANSWER
-        self._blank: str | None = ""  # an answer's first blanks; None once more of it was shown
+        self._blank: str | None = (
+            ""  # an answer's first blanks; None once more of it was shown
+        )
         self._call: CallReader | None = None
-        self._call_place = -1  # of the last call; once it is over, its first mark is text
+        self._call_place = (
+            -1
+        )  # of the last call; once it is over, its first mark is text
         self._part_before_call = ANSWER
         self._num_begun = 0  # calls, those that broke among them
         self._is_cut = False
@@ -91,9 +103,13 @@ class TextState:
         if is_bare:
             self._begin_call("")
         elif not is_plain:
-            self._part = THOUGHT if in_thought else tokenizer.response_initial_state or ANSWER
+            self._part = (
+                THOUGHT if in_thought else tokenizer.response_initial_state or ANSWER
+            )
 
-    def add(self, token: int, logprobs: mx.array | None, from_draft: bool) -> list[Event]:
+    def add(
+        self, token: int, logprobs: mx.array | None, from_draft: bool
+    ) -> list[Event]:
         """The events of the next token. logprobs: [V], of its position."""
         if self.ended is not None:
             return []
@@ -144,7 +160,9 @@ class TextState:
         request, end = self._request, list(prompt[-NUM_BEFORE:])
         is_completion = request.messages is None
         goes_on = request.continues or request.echo
-        if not goes_on and not (is_completion and self._tokenizer.decode(end).endswith("\n")):
+        if not goes_on and not (
+            is_completion and self._tokenizer.decode(end).endswith("\n")
+        ):
             return 0
         for token in end:
             self._detokenizer.add_token(token)
@@ -170,7 +188,9 @@ class TextState:
             if self._is_cut:
                 break
             if mark is not None and self._call is not None and self._call.is_in_string:
-                events += self._take(len(mark))  # what a file says that is being written
+                events += self._take(
+                    len(mark)
+                )  # what a file says that is being written
             elif mark is None:
                 if final is None or self._part != CALL:
                     break
@@ -222,7 +242,11 @@ class TextState:
         text, self._blank = self._blank, None
         if not text:
             return []
-        return [Said(text, logprobs=self._logprobs.take(self._place - len(text), self._place))]
+        return [
+            Said(
+                text, logprobs=self._logprobs.take(self._place - len(text), self._place)
+            )
+        ]
 
     def _begin_call(self, mark: str) -> None:
         is_single = not (self._request.parallel_calls and mark)
@@ -240,7 +264,9 @@ class TextState:
         self._num_begun = call.index
         if call.is_full:
             self._is_cut, self.ended = True, "tool_calls"
-        if call.is_broken and (seen := self._logprobs.take(self._call_place, self._place)):
+        if call.is_broken and (
+            seen := self._logprobs.take(self._call_place, self._place)
+        ):
             events.append(Said("", logprobs=seen))
         is_call = call.num_whole or call.is_broken
         self._part = ANSWER if is_call else self._part_before_call
