@@ -188,7 +188,7 @@ def test_an_older_mlx_lm_is_refused_in_words(
         monkeypatch.setattr(mlx_lm, "__version__", version)
         with pytest.raises(MlxLmVersionError, match=rf"{version} .*pip install 'mlx-lm>=0.31.3"):
             install()
-    for command in ("generate", "chat", "server", "benchmark"):
+    for command in ("generate", "chat", "benchmark"):
         assert main([command, "--help"]) == 2
         said = capsys.readouterr()
         assert said.out == ""

@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import generate_map  # noqa: E402
 
-LONGEST_MODULE, LONGEST_FUNCTION = 3_400, 640
+LONGEST_MODULE, LONGEST_FUNCTION = 3_400, 650
 """At most so many tokens of code: breaking a line makes nothing longer."""
 
 MOST_AT_THE_TOP = 12
@@ -33,7 +33,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
     "files": 194,
-    "numeric constants": 167,
+    "numeric constants": 168,
     "protocols": 21,
     "public names": 30,
 }
@@ -41,33 +41,33 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 221_358,
-    "batch": 4_772,
+    "all": 221_373,
+    "batch": 4_770,
     "beams": 2_851,
-    "bench": 11_027,
-    "checks": 10_614,
+    "bench": 11_017,
+    "checks": 10_612,
     "cli": 8_695,
-    "contracts": 4_402,
-    "draft_length": 8_909,
-    "drafters": 46_351,
-    "engine": 7_920,
-    "lab": 2_703,
-    "memory": 5_995,
-    "mlx_lm_plugin": 5_567,
-    "notebook": 3_377,
-    "rules": 4_906,
-    "sampling": 2_392,
-    "server": 36_765,
-    "stats": 3_947,
-    "testing": 9_104,
-    "top": 8_801,
-    "training": 11_147,
-    "verify": 21_113,
+    "contracts": 4_398,
+    "draft_length": 8_885,
+    "drafters": 46_303,
+    "engine": 7_935,
+    "lab": 2_700,
+    "memory": 5_986,
+    "mlx_lm_plugin": 5_561,
+    "notebook": 3_374,
+    "rules": 4_904,
+    "sampling": 2_387,
+    "server": 36_729,
+    "stats": 3_946,
+    "testing": 9_102,
+    "top": 8_792,
+    "training": 11_334,
+    "verify": 21_092,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 8.43
+TOKENS_A_LINE = 8.54
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {

@@ -177,10 +177,8 @@ def batch_generate(
         return_prompt_caches=return_prompt_caches,
         **options,
     ):
-        row, response.logprobs = (
-            response.logprobs,
-            None,
-        )  # a row is as large as the vocabulary
+        # a row is as large as the vocabulary
+        row, response.logprobs = response.logprobs, None
         if return_logprobs:
             response.logprobs = row[response.token].item()
         texts.setdefault((response.index, response.sample), []).append(response)

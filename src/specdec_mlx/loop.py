@@ -41,7 +41,8 @@ from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.inputs import check_model, split_cache
 
-SHORT = 8  # most tokens of a text that is drafted from its first pass on, since each pass counts
+# most tokens of a text that is drafted from its first pass on, since each pass counts
+SHORT = 8
 CLEAR_CACHE_EVERY = 256
 """Tokens after which MLX's buffer cache is cleared, as in mlx-lm's `generate_step`."""
 
@@ -177,15 +178,13 @@ class Generation:
                 self.roll_back(current, outcome)
                 try:
                     self.observe(current, outcome)
-                    if (
-                        not waits
-                    ):  # as for the first token: it is handed out before any drafting
+                    # as for the first token: it is handed out before any drafting
+                    if not waits:
                         following = self.stay_ahead(ahead) or self.verify(
                             self.propose()
                         )
-                except (
-                    Exception
-                ) as error:  # of the drafter; what was accepted is emitted first
+                # of the drafter; what was accepted is emitted first
+                except Exception as error:
                     self.failure = error
                 yield from self.emit(current, outcome, following)
                 current = following or self.verify(self.propose())
@@ -196,15 +195,15 @@ class Generation:
     def prefill(self) -> None:
         """Feed the prompt but for its last token, in chunks."""
         reader = self.reader
-        caches = reader.caches = (
-            self.target.rollback
-        )  # in a batch, a place among the others
+        # in a batch, a place among the others
+        caches = reader.caches = self.target.rollback
         started = perf_counter() - reader.seconds  # of parts that were read before
         if not reader.num_read:
             reader.on_progress(0, self.sequence.prompt_length)
         caches.checkpoint()
         reader.read_all()
-        self.target.widest_pass()  # a model's first time is measured here, and not in a round
+        # a model's first time is measured here, and not in a round
+        self.target.widest_pass()
         caches.drop_checkpoints()
         self.is_prefilled = True
         if self.sequence.has_prompt:

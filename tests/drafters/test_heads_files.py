@@ -129,10 +129,18 @@ def test_of_a_model_on_the_hub_just_the_shards_with_the_layer_are_fetched(kind, 
     assert fetched.key == heads.loaded(kind, tmp_path / "whole").key
 
 
+@pytest.fixture
+def silence() -> Iterator[None]:
+    """No lines of log, which would tell of each try."""
+    logging.disable(logging.CRITICAL)
+    yield
+    logging.disable(logging.NOTSET)
+
+
+@pytest.mark.usefixtures("silence")
 def test_what_the_hub_does_not_give_is_said(hub, tmp_path, monkeypatch):
     """No such repository, a file that ends in the middle, no file with tensors."""
     monkeypatch.setattr(time, "sleep", lambda seconds: None)  # before the client tries again
-    logging.disable(logging.CRITICAL)
     target = heads.target()
     put(hub, heads.reference("eagle3").write(tmp_path / "here"))
     said = {
@@ -145,7 +153,6 @@ def test_what_the_hub_does_not_give_is_said(hub, tmp_path, monkeypatch):
         with pytest.raises(HeadError, match=words):
             sd.load_head("me/head", target)
         assert name != "config.json" or not is_head("me/head")
-    logging.disable(logging.NOTSET)
     hub.faults, hub.asked = {}, []
     hub.files["pytorch_model.bin"] = hub.files.pop("model.safetensors")
     with pytest.raises(HeadError, match="me/head has no safetensors"):

@@ -31,10 +31,11 @@ def test_one_pass_is_watched_for_all_that_is_asked_of_a_model(monkeypatch: pytes
     assert target_ends(model).embed is model.model.embed_tokens
     assert final_norm(model) is model.model.norm
     tapped = Taps(model, EVERYTHING)
+    assert len(watched) == 1
     tapped.read(lambda: model(mx.array([[1, 2]]))[0])
     assert tapped.features is not None
     assert tapped.features.layers.keys() == {0, 1}
-    assert len(watched) == 1
+    assert len(watched) == 2
 
 
 def test_of_a_model_that_was_quantized_in_place_the_new_parts_are_found():

@@ -145,9 +145,8 @@ class BatchGeneration:
                         text.generation.observe(round_, outcome)
                 self._leave()
                 following = self._next_pass(ahead)
-            except (
-                Exception
-            ) as error:  # of a drafter; what was accepted is emitted first
+            # of a drafter; what was accepted is emitted first
+            except Exception as error:
                 failure = error
             handed_over = perf_counter()
             yield from self._emit(current, outcomes, following)
@@ -333,9 +332,8 @@ class BatchGeneration:
         to_verify = []
         with mx.stream(self.options.stream):
             for text, round_ in current:
-                with self._alone(
-                    text.uid, text
-                ):  # a sampler of the caller's draws it now
+                # a sampler of the caller's draws it now
+                with self._alone(text.uid, text):
                     token = round_.under_way.next_token
                     position = text.generation.sequence.num_generated + 1
                     to_verify.append(ToVerify(token, NO_DRAFT, position))

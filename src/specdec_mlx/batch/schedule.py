@@ -268,9 +268,8 @@ class Schedule:
         reader = text.reader
         for i, (uid, request) in enumerate(self.waiting):
             if request.waits_for(text.request):
-                held = copy.deepcopy(
-                    reader.caches.caches
-                )  # of the same buffers, until one writes
+                # of the same buffers, until one writes
+                held = copy.deepcopy(reader.caches.caches)
                 read = replace(request, prompt_cache=held, num_read=reader.num_read)
                 self.waiting[i] = uid, read
 

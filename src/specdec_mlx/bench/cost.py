@@ -25,9 +25,8 @@ from specdec_mlx.verify.rollback import Rollback, wait_for
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
 MEASURED = "measured"
 NUM_CACHED = 256
-RELATIVE_UNIT = (
-    0.02  # seconds of c(1) where only ratios are known; of a small model on a laptop
-)
+# seconds of c(1) where only ratios are known; of a small model on a laptop
+RELATIVE_UNIT = 0.02
 
 
 @dataclass(frozen=True)

@@ -268,9 +268,8 @@ def format_cost(curve: CostCurve) -> str:
     return f"A pass of the target, {curve.name}:\n\n{markdown_table(header, rows, 1)}"
 
 
-REFERENCE_BLAS = (
-    "reference BLAS"  # the library of MLX's Linux wheel, and any that is not known
-)
+# the library of MLX's Linux wheel, and any that is not known
+REFERENCE_BLAS = "reference BLAS"
 KNOWN_BLAS = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
 
 

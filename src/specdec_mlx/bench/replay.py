@@ -101,10 +101,8 @@ class RecordedTarget:
     def __init__(self, text: RecordedText, vocab_size: int) -> None:
         self.rollback = Rollback([], position=len(text.prompt) - 1)
         self._text, self._vocab_size = text, vocab_size
-        self._known = [
-            *text.generated,
-            0,
-        ]  # after the end: unknown, and nobody reads it
+        # after the end: unknown, and nobody reads it
+        self._known = [*text.generated, 0]
         self._is_tapped, self._num_fed = False, 0
 
     def vocab_size(self) -> int:

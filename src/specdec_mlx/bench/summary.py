@@ -20,9 +20,8 @@ from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import PLAIN, Sample, Way
 from specdec_mlx.stats.counterfactual import ratio_of
 
-EXCUSED_GAP = (
-    1e-4  # logits; several rows at once round otherwise than one row on some backends
-)
+# logits; several rows at once round otherwise than one row on some backends
+EXCUSED_GAP = 1e-4
 ALL = "all"
 OfText = TypeVar("OfText", "Sample", "Difference")
 

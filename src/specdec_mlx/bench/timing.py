@@ -100,9 +100,8 @@ def mlx_lm_speculation(
     model: nn.Module, draft_model: nn.Module, draft_length: int, temp: float = 0.0
 ) -> Contender:
     """mlx-lm's own speculative decoding, `draft_length` tokens a round."""
-    from mlx_lm.generate import (
-        speculative_generate_step,
-    )  # may go; nothing else hangs on it
+    # may go; nothing else hangs on it
+    from mlx_lm.generate import speculative_generate_step
 
     def start(
         prompt: list[int], max_tokens: int, seed: int

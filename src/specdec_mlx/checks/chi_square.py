@@ -14,7 +14,8 @@ Counts = NDArray[np.float64]
 FALSE_ALARM = 5e-5
 """Chance that one of the check's two chi-square tests fails while nothing is wrong."""
 
-RARE_ALARM = 1e-6  # false alarms of conformance tests; with fixed seeds one fails always or never
+# false alarms of conformance tests; with fixed seeds one fails always or never
+RARE_ALARM = 1e-6
 LEAST_EXPECTED = 8.0  # expected count below which cells are joined
 
 

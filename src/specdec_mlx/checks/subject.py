@@ -204,9 +204,8 @@ class Remembered(nn.Module):  # type: ignore[misc]
             model=model, context=tuple(context), known={}, caches=None
         )
         held.inside = mx.full((vocab_size_of(model),), mx.nan)
-        self._held = (
-            held  # attributes of the module itself would be weights and layers to MLX
-        )
+        # attributes of the module itself would be weights and layers to MLX
+        self._held = held
 
     def make_cache(self) -> list[_TokenCache]:
         """One cache, of tokens."""

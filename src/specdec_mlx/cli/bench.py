@@ -87,9 +87,8 @@ def main(
 ) -> int:
     """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
     if args.json:
-        Path(
-            args.json
-        ).touch()  # a path that cannot be written is found out now, not at the end
+        # a path that cannot be written is found out now, not at the end
+        Path(args.json).touch()
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     choice = choice_of(args)

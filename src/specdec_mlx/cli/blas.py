@@ -21,9 +21,8 @@ PRELOADED, THREADS, MOST_THREADS = "SPECDEC_MLX_PRELOADED", "OPENBLAS_NUM_THREAD
 
 def start_again_with_openblas(command: str) -> dict[str, str]:
     """Replace this process by one with OpenBLAS preloaded; there, the variables that do it."""
-    if before := os.environ.pop(
-        PRELOADED, None
-    ):  # what this process starts is to inherit nothing
+    # what this process starts is to inherit nothing
+    if before := os.environ.pop(PRELOADED, None):
         os.environ.update(json.loads(before))
         return find_openblas()
     arguments = sys.argv[1:]

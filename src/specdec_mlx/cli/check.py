@@ -66,9 +66,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Run and print the report; 0 if all of it passed, else 1."""
     if args.json:
-        Path(
-            args.json
-        ).touch()  # a path that cannot be written is found out now, not at the end
+        # a path that cannot be written is found out now, not at the end
+        Path(args.json).touch()
     sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
     choice = choice_of(args)
     prompts = (

@@ -95,9 +95,8 @@ Text = tuple[int, ...]  # the tokens that lead to a node of a tree, its own last
 def merged(drafts: Sequence[Draft]) -> Draft:
     """Drafts of point masses, at least one, as one tree, in which each text stands once."""
     texts = dict.fromkeys(text for draft in drafts for text in texts_of(draft))
-    return draft_of(
-        sorted(texts, key=len)
-    )  # stable: at a length the order of the drafts
+    # stable: at a length the order of the drafts
+    return draft_of(sorted(texts, key=len))
 
 
 def texts_of(draft: Draft) -> list[Text]:

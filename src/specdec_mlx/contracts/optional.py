@@ -20,12 +20,10 @@ from specdec_mlx.contracts.drafting import (
 if TYPE_CHECKING:
     from specdec_mlx.contracts.target import FeatureRows, Features
 
-MOST_WAITING = (
-    2048  # rows that a session reads after the first token; 16 kB each, if large
-)
-MANY_WAITING = (
-    MOST_WAITING // 8
-)  # from so many on they are read for keys and values alone
+# rows that a session reads after the first token; 16 kB each, if large
+# from so many on they are read for keys and values alone
+MOST_WAITING = 2048
+MANY_WAITING = MOST_WAITING // 8
 
 
 @runtime_checkable

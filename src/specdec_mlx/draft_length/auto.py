@@ -55,9 +55,8 @@ class Auto:
             return lambda limit: grown(limit, self, may_fork)
         forks = optional(session, "forks") and may_fork()
         if isinstance(session, Stepwise) and not forks:
-            model: Any = self._part(
-                part, Model
-            )  # which two sessions of one drafter share
+            # which two sessions of one drafter share
+            model: Any = self._part(part, Model)
             model.can_stop = True
             model.most_unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
             return lambda limit: model.ask(session, limit)

@@ -19,16 +19,16 @@ from specdec_mlx.draft_length.costs import WIDTHS, Staircase
 from specdec_mlx.draft_length.store import EXPLORATION, Learned
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen from
-LONGEST = (
-    12  # tokens drafted one by one, or by a look-up whose drafts were wrong lately
-)
-PREDICTABLE = 0.4  # recent acceptance from which on a look-up is asked for long drafts, and a model
+# tokens drafted one by one, or by a look-up whose drafts were wrong lately
+# recent acceptance from which on a look-up is asked for long drafts, and a model
 # is asked again soon
-REST = 8  # rounds without asking a drafter that costs time, after one in which it was not worth it
+# rounds without asking a drafter that costs time, after one in which it was not worth it
+LONGEST = 12
+PREDICTABLE = 0.4
+REST = 8
 READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
-RATE_DECAY = (
-    0.95  # of moving averages, and of the sums that the going rate is the ratio of
-)
+# of moving averages, and of the sums that the going rate is the ratio of
+RATE_DECAY = 0.95
 
 
 @dataclass
@@ -124,9 +124,8 @@ class LookUp:
         """Number of tokens to keep of a point mass; all or none of a tree, by its first chain."""
         tokens, evidence = told(draft if draft.parents is None else draft.first_chain())
         kept, self.gain = self.prices.best(self.reaches(tokens, evidence))
-        if (
-            kept or not self.scored
-        ):  # an earlier draft goes on if this one is not verified
+        # an earlier draft goes on if this one is not verified
+        if kept or not self.scored:
             self.scored, self.evidence, self.before, self.place = (
                 tokens,
                 evidence,
@@ -195,9 +194,8 @@ class Model(LookUp):
         if self.rest or not prices.most:
             return 0
         reaches = [*accumulate(self.learned.unseen.of_draft([0] * LONGEST), mul)]
-        most = (
-            LONGEST if len(steps.first) > 1 else None
-        )  # what its passes cost alone is not known
+        # what its passes cost alone is not known
+        most = LONGEST if len(steps.first) > 1 else None
         start = steps(1) - steps.step
         length, self.gain = prices.best(reaches, steps.step, start=start, most=most)
         length = length or 1
@@ -256,9 +254,8 @@ class Model(LookUp):
             account.add()
         self.rest = max(0, self.rest - 1)
         self.num_emitted += round_.emitted
-        if (
-            times and round_.pass_seconds > 0
-        ):  # steps are measured by the pass that followed them
+        # steps are measured by the pass that followed them
+        if times and round_.pass_seconds > 0:
             cost = stairs(1 + round_.drafted)
             plain = round_.pass_seconds / cost if round_.steady else stairs.seconds
             if self.num_unread() <= LENGTHS[-1]:  # reading them hardly takes longer

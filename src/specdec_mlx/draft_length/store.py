@@ -30,11 +30,11 @@ from specdec_mlx.draft_length.costs import (
 from specdec_mlx.folders import cache_root
 from specdec_mlx.models import PerModel
 
-BUDGET = 2.0  # of a drafter that costs time at first, in plain rounds; gains double it at most
+# of a drafter that costs time at first, in plain rounds; gains double it at most
+BUDGET = 2.0
 EXPLORATION = 0.01  # share of the time that finding out may take, besides
-SHORT_CONTEXT = (
-    2048  # positions below which contexts are of one class; then one a doubling
-)
+# positions below which contexts are of one class; then one a doubling
+SHORT_CONTEXT = 2048
 
 
 @dataclass

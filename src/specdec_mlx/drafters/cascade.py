@@ -125,9 +125,8 @@ class CascadeSession(SeveralSession):
     def __init__(self, first: Session, then: Any, num_first: int) -> None:
         """then: has `propose_after`. num_first: most tokens of a draft by the first."""
         self.then, self.num_first, self.sessions = then, num_first, (first, then)
-        ((_, asked),) = session_parts(
-            first, ""
-        )  # in a wrapper, which is told of the end
+        # in a wrapper, which is told of the end
+        ((_, asked),) = session_parts(first, "")
         self.first = asked
         if isinstance(asked, Stepwise):
             self.propose_while = self._propose_while

@@ -24,7 +24,8 @@ NextLogits = Callable[[mx.array | None], mx.array]
 DRAWN_AT_ONCE = 4
 """Tokens of a draft whose noise is drawn together, where the draft's length is not known yet."""
 
-GOES_ON = 0.75  # chance that a draft goes on after its first token: as in a draft of four tokens
+# chance that a draft goes on after its first token: as in a draft of four tokens
+GOES_ON = 0.75
 
 
 class ChainDraws:
@@ -107,9 +108,8 @@ class ChainDraws:
 
 def _first(parts: Sequence[mx.array], length: int) -> mx.array:
     """The first rows of parts, each of one row or more, as one array."""
-    return mx.concatenate(list(parts[:length]))[
-        :length
-    ]  # of one part, or all, this is no copy
+    # of one part, or all, this is no copy
+    return mx.concatenate(list(parts[:length]))[:length]
 
 
 def draft_to(length: int, draws: ChainDraws, step: NextLogits) -> Draft:

@@ -14,9 +14,8 @@ from mlx.utils import tree_flatten
 
 from specdec_mlx.models import PerModel
 
-NUM_SAMPLES = (
-    4  # values read of each parameter: enough to tell fine-tuned models from each other
-)
+# values read of each parameter: enough to tell fine-tuned models from each other
+NUM_SAMPLES = 4
 
 
 def _fingerprint(model: nn.Module) -> str:

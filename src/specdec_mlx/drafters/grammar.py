@@ -32,9 +32,8 @@ JSON_STYLE = {
 }
 """How JSON is written: on one line, like `json.dumps`, so that all of its structure is forced."""
 
-FORCED = (
-    64  # evidence for a forced token: as much as for the longest match of a look-up
-)
+# evidence for a forced token: as much as for the longest match of a look-up
+FORCED = 64
 
 
 @dataclass(frozen=True)

@@ -89,9 +89,8 @@ class TreeDraws:
         for level in range(depth):
             q = self.sampling.log_distribution(self._logits_after(nodes, step))
             count = min(self.branches, q.shape[-1])
-            drawn, laws = self._without_replacement(
-                q, nodes, count
-            )  # of which some are kept
+            # of which some are kept
+            drawn, laws = self._without_replacement(q, nodes, count)
             confidences = mx.exp(mx.max(q, axis=-1))
             tokens, possible, sure = read_all(
                 drawn, mx.sum(q > -mx.inf, axis=-1), confidences

@@ -98,7 +98,8 @@ class NGramSession:
         self._counts = NGramCounts(
             config.min_order, config.max_order, config.max_entries
         )
-        self._context: Context = ()  # the last max_order - 1 tokens, fewer at the beginning
+        # the last max_order - 1 tokens, fewer at the beginning
+        self._context: Context = ()
         self._num_prompt = len(prompt)
         self._table = table
         self._written: list[int] = []
@@ -150,9 +151,8 @@ class NGramSession:
 class StochasticNGramSession(NGramSession):
     """One generation's counts, drafting at random from a distribution that the draft declares."""
 
-    cheap = (
-        False  # a row of V numbers a token, and what was drawn must not be thrown away
-    )
+    # a row of V numbers a token, and what was drawn must not be thrown away
+    cheap = False
 
     def __init__(
         self, config: NGramDrafter, prompt: Sequence[int], context: DraftContext

@@ -140,9 +140,8 @@ class NGramCounts:
                 if width <= len(context)
                 else {}
             )
-            if (
-                not counts
-            ):  # forgotten at this order, perhaps still known at a higher one
+            # forgotten at this order, perhaps still known at a higher one
+            if not counts:
                 continue
             tokens = np.fromiter(counts.keys(), np.int64, len(counts))
             seen = np.fromiter(counts.values(), np.float64, len(counts))

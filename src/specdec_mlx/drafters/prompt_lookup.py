@@ -9,7 +9,8 @@ from typing import Literal
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.options import require
 
-MAX_MATCH = 64  # longest match that is measured, in tokens; confidence has saturated long before
+# longest match that is measured, in tokens; confidence has saturated long before
+MAX_MATCH = 64
 
 
 @dataclass(frozen=True)

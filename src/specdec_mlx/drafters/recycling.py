@@ -25,9 +25,8 @@ from specdec_mlx.options import require
 
 TOP = 8  # successors that are kept of each token, as in the paper
 BRANCHES = 4  # successors of the last token that a tree goes on from
-MOST_STEADY = (
-    16  # A successor that came first so many times in a row is as sure as it gets
-)
+# A successor that came first so many times in a row is as sure as it gets
+MOST_STEADY = 16
 
 
 @dataclass(slots=True)

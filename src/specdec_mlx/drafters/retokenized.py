@@ -28,7 +28,8 @@ MOST_OPEN = 64
 """Tokens that are encoded again in each round, at most; the start of a word ends them sooner."""
 
 CONTEXT = 8  # tokens of the target before a draft that are encoded together with it
-SHORTER = 1.25  # draft tokens in one of the target's from which a draft often ends inside of one
+# draft tokens in one of the target's from which a draft often ends inside of one
+SHORTER = 1.25
 
 
 class DraftText:
@@ -171,9 +172,8 @@ class Retokenized:
             if step:
                 logits = self.rollback.forward(self.model, drafted[-1])[-1:]
             drafted.append(mx.argmax(logits, axis=-1).astype(mx.uint32))
-            mx.async_eval(
-                drafted[-1]
-            )  # the device drafts while the rest of the graph is made
+            # the device drafts while the rest of the graph is made
+            mx.async_eval(drafted[-1])
         ids = to_list(mx.concatenate(drafted))
         self.fed += ids[:-1]
         num_logits = self.context.vocab_size or math.inf

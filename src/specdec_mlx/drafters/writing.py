@@ -23,9 +23,8 @@ from specdec_mlx.drafters.growing import TreeDraws
 from specdec_mlx.options import whole
 from specdec_mlx.sampling.distribution import check_draft_temp, sampling_of_drafts
 
-Parents = (
-    Sequence[int] | None
-)  # of nodes of a tree; None in a chain, each token after the last
+# of nodes of a tree; None in a chain, each token after the last
+Parents = Sequence[int] | None
 
 
 def check_way_of_writing(drafter: Any) -> None:
@@ -60,9 +59,8 @@ class WritingSession(ABC):
         self.num_prompt = len(self.tokens)
         self.branches: int = drafter.branches
         self.chances = Chances.of("model")
-        self.tree: TreeDraws | None = (
-            None  # the draft that is being verified, if it forked
-        )
+        # the draft that is being verified, if it forked
+        self.tree: TreeDraws | None = None
         self.pace = Pace()
 
     @abstractmethod

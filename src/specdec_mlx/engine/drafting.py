@@ -261,9 +261,8 @@ class Drafting(Selection):
         if self.drafter is None:
             return
         self.why_none = NO_MATCH
-        prompt = list(
-            self.sequence.tokens
-        )  # which a drafter may keep: it does not grow
+        # which a drafter may keep: it does not grow
+        prompt = list(self.sequence.tokens)
         self.session = begin_session(self.drafter, prompt, context)
         self.features = FeatureFeed.between(self.drafter, self.session, self.target)
         self.use(self.session, key_of(self.drafter))
@@ -275,9 +274,8 @@ class Drafting(Selection):
     def propose(self) -> Draft:
         """The best draft of the first group of sessions that has one."""
         is_timed = self.values is not None and self.values.wants_timing(0)
-        self.may_find = self.has_cheap or (
-            is_timed and self.may_find
-        )  # timed in one round
+        # timed in one round
+        self.may_find = self.has_cheap or (is_timed and self.may_find)
         self.part, draft = self.select() if self.sequence.wants_more() else NOTHING
         return draft
 
@@ -286,9 +284,8 @@ class Drafting(Selection):
         if self.groups:
             self.length.record(round_)
         if self.judge is not None:
-            self.judge.record(
-                replace(round_, steady=False)
-            )  # a pass costs as much, whoever drafts
+            # a pass costs as much, whoever drafts
+            self.judge.record(replace(round_, steady=False))
 
     def observe(self) -> None:
         """Tell the session what was emitted."""
@@ -309,10 +306,10 @@ class Drafting(Selection):
         besides = 0 if self.keeps_cache else 1  # one comes with the verdict
         wanted = self.sequence.num_remaining(besides)
         limit = self.length.limit(part.key, part.is_cheap)
-        if limit == 0 or (
-            wanted is not None and wanted <= 0
-        ):  # the caches need not be asked
-            self.why_none = self.why_none if limit else NOT_WORTH
+        # the caches need not be asked
+        if limit == 0 or (wanted is not None and wanted <= 0):
+            is_timed = self.values is not None and self.values.wants_timing(0)
+            self.why_none = self.why_none if limit or is_timed else NOT_WORTH
             return 0
         self.why_none = NO_MATCH
         position, room = self.target.rollback.position, self.target.widest_pass()

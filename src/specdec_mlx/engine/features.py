@@ -131,9 +131,8 @@ class FeatureFeed:
         new = indices[max(0, self._num_shown - start) :]
         if new:
             shown = rows if len(new) == num_rows else rows.rows(new)
-            is_alone = (
-                len(self._readers) == 1
-            )  # the target brings what it wants, and no more
+            # the target brings what it wants, and no more
+            is_alone = len(self._readers) == 1
             for session, wanted in self._readers:
                 session.see(shown if is_alone else shown.only(wanted))
             self._num_shown = start + len(indices)

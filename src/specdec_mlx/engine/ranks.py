@@ -43,9 +43,8 @@ from specdec_mlx.token_ids import to_list
 from specdec_mlx.verify.inputs import check_draft, noise_of
 from specdec_mlx.verify.rollback import mark_unusable, wait_for
 
-MOST_TOKENS = (
-    64  # longest draft of a generation on several ranks; its message has room for them
-)
+# longest draft of a generation on several ranks; its message has room for them
+MOST_TOKENS = 64
 
 
 class State(IntEnum):

@@ -153,9 +153,8 @@ def _only_one(root: Path) -> Iterator[None]:
 
 def _prepare(folder: Path) -> None:
     """Fetch, convert and move into place. The caller holds the lock."""
-    for stale in folder.parent.glob(
-        ".preparing-*"
-    ):  # of dead runs: a live one holds the lock
+    # of dead runs: a live one holds the lock
+    for stale in folder.parent.glob(".preparing-*"):
         shutil.rmtree(stale, ignore_errors=True)
     with tempfile.TemporaryDirectory(dir=folder.parent, prefix=".preparing-") as name:
         work = Path(name)
@@ -241,9 +240,8 @@ def hugging_face_weights(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]
     num_heads = {"attn_q.weight": queries, "attn_k.weight": keys}
     weights = {}
     for name in tensors:
-        if not name.endswith(
-            (".scales", ".biases")
-        ):  # these belong to the weight of their name
+        # these belong to the weight of their name
+        if not name.endswith((".scales", ".biases")):
             weight = dequantize(tensors, name)
             heads = num_heads.get(".".join(name.split(".")[-2:]))
             weights[hugging_face_name(name)] = (

@@ -20,12 +20,8 @@ from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.folders import cache_root
 
-HEADS = (
-    "mtp",
-    "eagle3",
-    "medusa",
-    "exit",
-)  # kinds of heads that were trained for the target
+# kinds of heads that were trained for the target
+HEADS = ("mtp", "eagle3", "medusa", "exit")
 PACKED = Path(__file__).parent
 WEIGHTS = "model.safetensors"
 HELD_OUT = (
@@ -40,10 +36,10 @@ HELD_OUT = (
 )
 """Topics that are never trained on, about a twentieth of the text; nothing else quotes them."""
 OPENING_LENGTH = 400  # characters of a held-out topic that make a prompt
-SHORTEST_QUOTE = (
-    60  # characters from which a repeated paragraph counts as a quotation: a heuristic
-)
-SCALE = ".row_scale"  # ends the name of a matrix's scales: a weight is an int8 times its row's
+# characters from which a repeated paragraph counts as a quotation: a heuristic
+# ends the name of a matrix's scales: a weight is an int8 times its row's
+SHORTEST_QUOTE = 60
+SCALE = ".row_scale"
 
 
 class Pair(NamedTuple):

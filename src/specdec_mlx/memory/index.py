@@ -18,14 +18,13 @@ MAX_TOKEN = 2**BITS - 3  # largest token id
 KNOWN = 12  # tokens in a key
 NEAREST = BITS * (KNOWN - 1)  # shift of the nearest token in a key
 
-MAX_MATCH = (
-    64  # tokens of the longest match that is measured: what agrees so long goes on so
-)
-MOST_DEEP = 8  # places that are measured where whole keys agree, the latest; more change nothing
+# tokens of the longest match that is measured: what agrees so long goes on so
+# places that are measured where whole keys agree, the latest; more change nothing
+MAX_MATCH = 64
+MOST_DEEP = 8
 
-Ring = tuple[
-    int, Sequence[int]
-]  # the length of a match, in tokens, and places that match so long
+# the length of a match, in tokens, and places that match so long
+Ring = tuple[int, Sequence[int]]
 
 
 class Context(NamedTuple):
@@ -156,14 +155,12 @@ class GrowingIndex(ContextIndex):
     def append(self, tokens: Sequence[int]) -> None:
         """Write on: what stood before each token is a place now."""
         for token in tokens:
-            place = bisect_left(
-                self._keys, self._key
-            )  # before its equals: the latest comes first
+            # before its equals: the latest comes first
+            place = bisect_left(self._keys, self._key)
             self._keys.insert(place, self._key)
             self.ends.insert(place, len(self.ids))
-            self._key = (
-                token + 1
-            ) << NEAREST | self._key >> BITS  # as in the index, but no call
+            # as in the index, but no call
+            self._key = (token + 1) << NEAREST | self._key >> BITS
             self.ids.append(token)
 
     def context(self, more: Sequence[int] = ()) -> Context:

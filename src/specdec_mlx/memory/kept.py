@@ -25,9 +25,8 @@ from specdec_mlx.memory import file
 from specdec_mlx.memory.file import check_folder_of, locked
 from specdec_mlx.options import wrong
 
-SAVE_EVERY = (
-    60.0  # seconds between two savings of an opened file: what a killed process loses
-)
+# seconds between two savings of an opened file: what a killed process loses
+SAVE_EVERY = 60.0
 
 
 K = TypeVar("K", bound="KeptFile")

@@ -20,12 +20,8 @@ from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import KeptFile, opened
 from specdec_mlx.options import whole, wrong
 
-SKIPPED_FOLDERS = {
-    "__pycache__",
-    "node_modules",
-    "venv",
-    "site-packages",
-}  # beside hidden ones
+# beside hidden ones
+SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}
 LARGEST_FILE = 2_000_000  # bytes; larger ones are data rather than something written
 LOOKED_AT = 8192  # bytes in which a zero means that a file is no text
 
@@ -76,10 +72,10 @@ def tokens_of(name: str, tokenizer: Any) -> list[int] | None:
     return list(tokenizer.encode(text, add_special_tokens=False)) if text else []
 
 
-BYTES_PER_TOKEN = (
-    80  # token and place, 4 bytes each, and a key of 64 with its address of 8
-)
-YOUNG = 8192  # tokens up to which an index is sorted anew for every text that joins it: 6 ms
+# token and place, 4 bytes each, and a key of 64 with its address of 8
+# tokens up to which an index is sorted anew for every text that joins it: 6 ms
+BYTES_PER_TOKEN = 80
+YOUNG = 8192
 KEPT = 15 / 16  # of the bound, when the oldest texts went: not every text is to evict
 
 
@@ -306,9 +302,8 @@ class Memory(KeptFile):
         self._indexes = _bounded((*older, ContextIndex(youngest)), self.max_tokens)
 
 
-PROCESS = (
-    "process"  # a memory that ends with its process, where a file's name could stand
-)
+# a memory that ends with its process, where a file's name could stand
+PROCESS = "process"
 
 
 def as_memory(memory: Memory | Path | str | None) -> Memory | None:

@@ -93,9 +93,8 @@ class Command:
             check_benchmark(namespace, flags)
         drafter = None if flags.waits_for_target else flags.drafter()
         how = flags.draft_length, flags.rule, None, flags.grammar
-        is_seeded = (
-            getattr(namespace, "seed", 0) is not None
-        )  # some always set MLX's own
+        # some always set MLX's own
+        is_seeded = getattr(namespace, "seed", 0) is not None
         self.speculation = Speculation(drafter, *how, is_seeded=is_seeded)
         self.stack.callback(flags.save_memory)
         self.stack.enter_context(in_force(self.speculation))
@@ -120,9 +119,8 @@ class Command:
             if self.flags.waits_for_target:
                 self.speculation.drafter = self.flags.drafter(loaded[0])
                 for part in all_drafters(self.speculation.drafter):
-                    if describe := getattr(
-                        part, "describe", None
-                    ):  # heads, and what learns on
+                    # heads, and what learns on
+                    if describe := getattr(part, "describe", None):
                         print(f"Drafting with {describe()}", file=sys.stderr)
             if self.flags.keeps_tuning:
                 adapter = kwargs.get("adapter_path")
@@ -157,9 +155,8 @@ class Command:
         if self.name == "benchmark" and self.flags.stats:
             print(f"Last trial. {closing_line(self.speculation)}")
         if self.name != "chat" and self.flags.stats:
-            is_bare = (
-                self.name == "generate" and not shows_lines
-            )  # nothing but the text on stdout
+            # nothing but the text on stdout
+            is_bare = self.name == "generate" and not shows_lines
             print_account(self.speculation, sys.stderr if is_bare else sys.stdout)
 
 

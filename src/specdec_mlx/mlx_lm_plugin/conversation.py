@@ -28,9 +28,8 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.next_token import is_pure
 from specdec_mlx.verify.strategies import leaves
 
-_held: WeakKeyDictionary[Any, list[int]] = (
-    WeakKeyDictionary()
-)  # tokens, by a model's first cache
+# tokens, by a model's first cache
+_held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
 
 
 def tokens_on(caches: Sequence[Any] | None) -> list[int]:

@@ -40,9 +40,8 @@ OLDEST, NEXT = "0.31.3", "0.33"
 
 INSTALL = f"pip install 'mlx-lm>={OLDEST},<{NEXT}'"
 NAMES = "generate_step", "speculative_generate_step"
-STEPS: Any = importlib.import_module(
-    "mlx_lm.generate"
-)  # in the package a function has its name
+# in the package a function has its name
+STEPS: Any = importlib.import_module("mlx_lm.generate")
 
 
 class MlxLmVersionError(RuntimeError):

@@ -28,10 +28,8 @@ except ImportError as error:
 
 PANEL = (4.6, 3.2)  # inches
 PIXELS_PER_INCH, SHARPNESS = 90, 2  # as shown, and pixels drawn for each of them
-MOST_POSITIONS, MOST_RUNS = (
-    17,
-    40,
-)  # of a cost curve, and of a text along its generation
+# of a cost curve, and of a text along its generation
+MOST_POSITIONS, MOST_RUNS = 17, 40
 MLX_LM_SPECULATION = "mlx-lm-speculation"
 LEGENDS = {
     MLX_LM_SPECULATION: "mlx-lm's own, draft model",

@@ -15,15 +15,13 @@ from jaxtyping import Bool, Float, Integer
 if TYPE_CHECKING:
     Array = Any
 else:
-    Array = (
-        mx.array | np.ndarray | np.generic
-    )  # of either library; shapes are checked under pytest
+    # of either library; shapes are checked under pytest
+    Array = mx.array | np.ndarray | np.generic
 
 Rows = Float[Array, "rows vocab"]  # [K+1, V] probabilities of the target
 Ids = Integer[Array, " rows-1"]  # [K] draft tokens
-Drawn = Float[
-    Array, "rows-1 vocab"
-]  # [K, V] probabilities that the draft tokens were drawn from
+# [K, V] probabilities that the draft tokens were drawn from
+Drawn = Float[Array, "rows-1 vocab"]
 Chances = Float[Array, " rows-1"]  # [K] chances that draft tokens are kept
 Law = Float[Array, " vocab"]  # [V] distribution of the next token
 SMALLEST = 1e-37  # stands for 0 in a denominator: the reciprocal is still a float32

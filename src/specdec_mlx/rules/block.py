@@ -77,9 +77,8 @@ class Block(CoinRule):
                 has_excess, row(excess, num_accepted), row(target_probs, num_accepted)
             )
 
-        at_end = xp.where(
-            xp.isnan(mass), weights, 1
-        )  # a row of no distribution ends the draft
+        # a row of no distribution ends the draft
+        at_end = xp.where(xp.isnan(mass), weights, 1)
         return xp.where(total > 0, ratio(mass, total), at_end)[1:], next_weights
 
 
@@ -106,7 +105,6 @@ def running_weights(
     ratios = ratio(at(target_probs[:-1], draft_tokens), at(draft_probs, draft_tokens))
     ratios = xp.concatenate([xp.ones_like(target_probs[:1, 0]), ratios])
     places = xp.arange(ratios.shape[0])
-    products = xp.cumprod(
-        xp.where(places[:, None] < places, ratios, 1), axis=1
-    )  # [start, end]
+    # [start, end]
+    products = xp.cumprod(xp.where(places[:, None] < places, ratios, 1), axis=1)
     return xp.min(xp.where(xp.isnan(products), 0, products), axis=0)

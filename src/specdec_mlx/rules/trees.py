@@ -254,9 +254,8 @@ class Traversal(TreeCoinRule):
                 )
                 settle(child + 1)
                 exclude(row, q)
-            if not children[
-                row
-            ]:  # as in Block, nothing is excluded after the last token
+            # as in Block, nothing is excluded after the last token
+            if not children[row]:
                 exclude(row, xp.zeros_like(left[row]))
 
         def exclude(row: int, q: Any) -> None:

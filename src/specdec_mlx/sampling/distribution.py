@@ -20,10 +20,8 @@ from specdec_mlx.options import require, wrong
 
 Sampler = Callable[[mx.array], mx.array]
 
-LEAST_TEMP, MOST_TEMP = (
-    1e-30,
-    1e30,
-)  # beyond them logits, or 1 / temp, are no float32 any more
+# beyond them logits, or 1 / temp, are no float32 any more
+LEAST_TEMP, MOST_TEMP = 1e-30, 1e30
 TEMPS = f"a finite number >= 0: 0 for greedy, or {LEAST_TEMP} to {MOST_TEMP}"
 
 

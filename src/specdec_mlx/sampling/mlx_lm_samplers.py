@@ -53,9 +53,8 @@ def _window(processor: LogitsProcessor) -> int | None:
     if cells.keys() == BIAS_CELLS:
         return 1
     size = cells.get(CONTEXT_SIZE)
-    return (
-        size if isinstance(size, int) and size > 0 else None
-    )  # tokens[-0:] is all of them
+    # tokens[-0:] is all of them
+    return size if isinstance(size, int) and size > 0 else None
 
 
 def _arguments(sampler: Callable[..., Any]) -> dict[str, Any] | None:

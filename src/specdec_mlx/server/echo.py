@@ -12,9 +12,8 @@ from specdec_mlx.server.requests import Said, TokenLogprob
 from specdec_mlx.server.text.logprobs import token_bytes, token_logprob
 from specdec_mlx.server.under_way import Text
 
-MOST_ROWS = (
-    128  # positions of one pass: each has a row of logits, as large as the vocabulary
-)
+# positions of one pass: each has a row of logits, as large as the vocabulary
+MOST_ROWS = 128
 
 
 def echo(text: Text, step_size: int) -> Said:

@@ -56,9 +56,8 @@ class Engine:
         self.models, self.settings = models, settings
         self.prefixes = prefixes_for(settings, lambda: models.loaded)
         self.ranks = ServerRanks()
-        self.draft_caches = (
-            self.prefixes
-        )  # of draft models, which the first rank alone has
+        # of draft models, which the first rank alone has
+        self.draft_caches = self.prefixes
         if self.ranks.are_several:
             self.draft_caches = Prefixes(settings.prompt_cache_size)
         self.running = 0
@@ -369,18 +368,16 @@ class Engine:
     def _warm_up(self, loaded: Loaded) -> None:
         """Measure what is measured once for each model, and compile what is compiled."""
         options = self._options(loaded)
-        split_cache(
-            loaded.model, None, options
-        )  # raises for what cannot be quantized so
+        # raises for what cannot be quantized so
+        split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
         heavy = [
             part
             for name, part in self.models.defaults(loaded)
             if name_in(name) in WITH_MODEL
         ]
-        tuning = Tuning.for_model(
-            loaded.model
-        )  # compiling is not to be taken for its pace
+        # compiling is not to be taken for its pace
+        tuning = Tuning.for_model(loaded.model)
         short = replace(options, max_tokens=WARM_TOKENS, draft_length=4, tuning=tuning)
         try:
             _ = self.settings.kv_bits is None and loaded.has_rows

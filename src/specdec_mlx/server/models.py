@@ -39,9 +39,8 @@ from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
 from specdec_mlx.verify.exactness import can_hold_rows
 
-MOST_MEMORIES = (
-    64  # users or keys whose memories are kept; the least recently used are forgotten
-)
+# users or keys whose memories are kept; the least recently used are forgotten
+MOST_MEMORIES = 64
 
 # Names of the most positions of a text in configurations
 POSITIONS = (
@@ -287,9 +286,8 @@ class Models:
         names = list(self._specs) if request.drafters is None else request.drafters
         names = [name for name in names if name != NO_DRAFTER]
         who = {USER: request.user, KEY: request.key}.get(self.flags.memory_for, "")
-        memory = (
-            self._memory_of(who) if who else None
-        )  # one for all, or nobody is named
+        # one for all, or nobody is named
+        memory = self._memory_of(who) if who else None
         parts = [self._make(name, loaded, memory) for name in names]
         is_default = request.drafters is None
         drafter = (
@@ -336,9 +334,8 @@ class Models:
         if loaded is None:
             return
         loaded.closing.close()
-        for part in list(
-            loaded.model.modules()
-        ):  # some of which are kept with what is known of it
+        # some of which are kept with what is known of it
+        for part in list(loaded.model.modules()):
             part.clear()
         gc.collect()
         mx.clear_cache()

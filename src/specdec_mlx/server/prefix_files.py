@@ -143,9 +143,8 @@ class PrefixFiles:
                 if header.key != key:
                     raise ValueError(f"it is of the model {header.key}")
                 self._trie.add(key, header.tokens, (path, header))
-            except (
-                Exception
-            ) as error:  # whatever MLX says of what is no file of its own
+            # whatever MLX says of what is no file of its own
+            except Exception as error:
                 self._put_aside(path, error)
 
     def longest(self, tokens: list[int]) -> tuple[list[int], int]:
@@ -155,9 +154,8 @@ class PrefixFiles:
         for held in filter(None, (found.exact, found.longer, found.shorter)):
             common = found.common_prefix if held is found.longer else len(held)
             points = self._trie.get(self.key, held)[1].points
-            if (
-                points is not None
-            ):  # its caches go back to these, and not to any position
+            # its caches go back to these, and not to any position
+            if points is not None:
                 common = max(
                     (p for p in (*points, len(held)) if p <= common), default=0
                 )

@@ -93,9 +93,8 @@ class Prefixes:
                 caches, at, length = self._nearest(place, known)
         if length == 0:
             return None, tokens
-        if stateful(
-            caches
-        ):  # which takes its states along, also where it leaves the entry's text
+        # which takes its states along, also where it leaves the entry's text
+        if stateful(caches):
             self._add(
                 Entry(place, tokens[:length], [*copy.deepcopy(caches), Points(at)])
             )

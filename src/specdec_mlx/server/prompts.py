@@ -14,9 +14,8 @@ from specdec_mlx.server.flags import Settings
 from specdec_mlx.server.forced import is_forced, tools_for
 from specdec_mlx.server.requests import RequestError, TextRequest
 
-LONGEST_TAIL = (
-    11  # tokens of a template's end in which a thought may begin, as in mlx-lm's server
-)
+# tokens of a template's end in which a thought may begin, as in mlx-lm's server
+LONGEST_TAIL = 11
 
 ROLES = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}
 """What a message begins with where there is no chat template, as in mlx-lm's server; `role_mapping`

@@ -9,9 +9,8 @@ import mlx.core as mx
 
 T = TypeVar("T")
 
-PATIENCE = (
-    0.1  # seconds after which the first rank tells the others that nobody has come
-)
+# seconds after which the first rank tells the others that nobody has come
+PATIENCE = 0.1
 
 
 class ServerRanks:

@@ -14,11 +14,8 @@ from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
 
-AUTO, NONE, REQUIRED = (
-    "auto",
-    "none",
-    "required",
-)  # tool choices that are no tool's name
+# tool choices that are no tool's name
+AUTO, NONE, REQUIRED = "auto", "none", "required"
 
 
 class RequestError(ValueError):

@@ -101,9 +101,8 @@ class Rows:
             return
         except Exception as error:
             self._steps = None
-            waiting = {
-                uid for uid, _ in self.batch.schedule.waiting
-            }  # which are begun anew
+            # which are begun anew
+            waiting = {uid for uid, _ in self.batch.schedule.waiting}
             self._give_up([uid for uid in self.texts if uid not in waiting], error)
             return
         if token is not None and token.uid in self.texts:

@@ -47,12 +47,8 @@ from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.token_ids import to_ids
 
 Z = 1.959964  # Half-width of a 95% interval, in standard errors
-BY_TOKEN = (
-    "rejection",
-    "coupled",
-    "match",
-    "greedy draft",
-)  # rules that decide token by token
+# rules that decide token by token
+BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")
 BY_ROUND = ("block", *BY_TOKEN)
 COLUMNS = 2 * len(BY_TOKEN) + 1
 

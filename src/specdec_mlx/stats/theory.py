@@ -8,9 +8,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
-Cost = Callable[
-    [int], float
-]  # c(m): cost of a pass of the target over m positions, in any unit
+# c(m): cost of a pass of the target over m positions, in any unit
+Cost = Callable[[int], float]
 Ranks = Sequence[Sequence[float]]
 """Acceptance by depth and rank: the chance that the text goes on with the guess of that rank."""
 

@@ -51,9 +51,8 @@ SAMPLINGS = (GREEDY, AT_ONE, None)
 TOLERANCE = 1e-3  # largest error of a probability: float32
 
 NUM_SESSIONS = 4  # generations at once
-MEMORY_TOKENS = (
-    1500  # tokens after which memory is read, and again at three times as many
-)
+# tokens after which memory is read, and again at three times as many
+MEMORY_TOKENS = 1500
 
 MEMORY_GROWTH = 4.0
 """Memory limit of the later tokens, twice as many, over that of the first; quadratic growth: 8."""
@@ -226,9 +225,8 @@ class DrafterConformance(Conformance):
                 return self._script(prompt)
 
         before = sys.getswitchinterval()
-        sys.setswitchinterval(
-            1e-6
-        )  # threads take turns so often that what they share shows
+        # threads take turns so often that what they share shows
+        sys.setswitchinterval(1e-6)
         try:
             with ThreadPoolExecutor(len(prompts)) as pool:
                 return list(pool.map(run, prompts))
@@ -241,9 +239,8 @@ class DrafterConformance(Conformance):
         for prompt, sampling in itertools.product(self.prompts, SAMPLINGS):
             before: list[int] = []
             for round_ in self._rounds(self._begin(prompt, sampling)):
-                watcher = self._begin(
-                    prompt, sampling
-                )  # it sees the text, and is never asked
+                # it sees the text, and is never asked
+                watcher = self._begin(prompt, sampling)
                 for token in before:
                     self._observe(watcher, [token])
                 draft = self._propose(watcher, len(round_.tokens) or 1)
@@ -292,12 +289,10 @@ class DrafterConformance(Conformance):
         """A session ends with its generation, and needs no more memory a token as texts grow."""
         generation = self._begin(self.prompts[0])
         last = list(self._rounds(generation))[-1]
-        self._close(
-            generation, len(generation.text) - len(last.emitted) + 1
-        )  # inside of a round
-        can_refer = hasattr(
-            generation.session, "__weakref__"
-        )  # __slots__ may have none
+        # inside of a round
+        # __slots__ may have none
+        self._close(generation, len(generation.text) - len(last.emitted) + 1)
+        can_refer = hasattr(generation.session, "__weakref__")
         held = weakref.ref(generation.session) if can_refer else lambda: None
         del generation
         gc.collect()
@@ -373,9 +368,8 @@ class DrafterConformance(Conformance):
         for i in range(NUM_ROUNDS):
             limit = LIMITS[i % len(LIMITS)]
             if is_cheap(generation.session):
-                self._propose(
-                    generation, limit
-                )  # the loop looks whether there is something
+                # the loop looks whether there is something
+                self._propose(generation, limit)
             draft = self._propose(generation, limit)
             tokens = to_list(draft.tokens)
             most, after = len(tokens), (7 * i) % self.vocab_size

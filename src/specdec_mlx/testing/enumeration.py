@@ -23,9 +23,8 @@ SHAPES = ((2, 1), (2, 3), (3, 2), (3, 3), (4, 2), (5, 1))
 """Pairs (V, K) whose rounds `enumerated` goes through."""
 
 Tokens = tuple[int, ...]
-Outcomes = dict[
-    tuple[Tokens, int], float
-]  # chance of each (tokens emitted [n + 1], n) of a round
+# chance of each (tokens emitted [n + 1], n) of a round
+Outcomes = dict[tuple[Tokens, int], float]
 
 
 def state_after(state: int, tokens: Tokens) -> int:

@@ -6,10 +6,9 @@ import json
 import math
 import os
 from collections.abc import Callable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import mlx.core as mx
@@ -24,7 +23,8 @@ from specdec_mlx.errors import TrainingError
 from specdec_mlx.training.features import Batch, Clock, FeatureStore, save_arrays
 from specdec_mlx.training.trainees import Trainee
 
-DECAY = 0.8  # weight of a draft's position relative to the one before: later ones matter less
+# weight of a draft's position relative to the one before: later ones matter less
+DECAY = 0.8
 
 Logprobs = Float[mx.array, "*n vocab"]
 Divergence = Callable[[mx.array, mx.array], mx.array]
@@ -36,9 +36,8 @@ def forward_kl(
 ) -> Float[mx.array, "*n"]:
     """KL(p || q), in nats: q has to cover all that p does. Teaches fast, and is the default."""
     probs = mx.exp(target_logprobs)
-    logs = mx.where(
-        probs > 0, target_logprobs - draft_logprobs, 0
-    )  # finite gradients too
+    # finite gradients too
+    logs = mx.where(probs > 0, target_logprobs - draft_logprobs, 0)
     return mx.sum(probs * logs, axis=-1)
 
 
@@ -126,8 +125,18 @@ MEMORY_SHARE = 0.75  # part of the machine's memory that a training may take
 CHECKPOINT = "checkpoint.safetensors"
 SECONDS = 120.0  # between two checkpoints
 ONE_STEP = 0.8  # share of a training in which a head drafts one token from each place
-MUCH = 1.5  # overfitting: so many times as much kept on texts that it is trained on as on others
+# overfitting: so many times as much kept on texts that it is trained on as on others
+MUCH = 1.5
 MEASUREMENTS = 8  # on held-out text, in a training
+FIRST = 60.0  # seconds of updates after which the rest is estimated
+LEARNT = (
+    (12_000, 0.09),
+    (39_000, 0.14),
+    (111_000, 0.2),
+    (221_000, 0.28),
+    (387_000, 0.31),
+)
+"""Tokens that an `mtp` layer had learnt -> share of first drafted tokens kept; docs/training.md."""
 
 
 @dataclass(frozen=True)
@@ -140,6 +149,16 @@ class Updates:
     loss: str = "forward-kl"
     seed: int = 0
     minutes: int | None = None
+
+
+@dataclass
+class Progress:
+    """Updates done, tokens learnt in them, seconds before them, and measurements."""
+
+    step: int = 0
+    tokens: int = 0
+    began: float = 0.0
+    curve: list[dict[str, Any]] = field(default_factory=list)
 
 
 def fit(
@@ -169,7 +188,11 @@ def fit(
         )
 
     done, kept = so_far(), clock.seconds()
-    acceptance, losses = None, list[float]()
+    acceptance, losses, is_told = (
+        None,
+        list[float](),
+        clock.seconds() - progress.began > FIRST,
+    )
     shown: Any = {"desc": "training", "unit": "", "mininterval": 1, "miniters": 0}
     with tqdm(total=total, initial=done, **shown) as bar:
         while done < total:
@@ -187,6 +210,15 @@ def fit(
                 loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False
             )
             bar.update(min(done, total) - bar.n)
+            if (
+                not is_told
+                and (seconds := clock.seconds() - progress.began) > FIRST
+                and done
+            ):
+                bar.write(
+                    estimate(progress.tokens * total / done, seconds * total / done)
+                )
+                is_told = True
             if done // every > before // every or done >= total:
                 acceptance = measure(trainee, held_out, len(held_out))
                 loss = float(np.mean(losses))
@@ -207,6 +239,17 @@ def fit(
     if same.kept > MUCH * acceptance.kept:
         tqdm.write("It overfits: more texts would help, and more updates would not.")
     return progress.curve, acceptance, same
+
+
+def estimate(tokens: float, seconds: float) -> str:
+    """What a training will have learnt at its end, at its pace, and what as much brought before."""
+    counts, shares = zip(*LEARNT, strict=True)
+    known = min(tokens, counts[-1])
+    share = np.interp(math.log(max(1.0, known)), np.log(counts), shares)
+    return (
+        f"At this pace it learns {tokens:,.0f} tokens in {seconds / 60:.0f} min. A layer for "
+        f"SmolLM2-135M that had learnt {known:,.0f} had {share:.2f} of its first drafts accepted."
+    )
 
 
 def update(
@@ -259,9 +302,8 @@ def memory_of_updates(
     weights = sum(
         x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters())
     )
-    return peaks[0] + 2 * weights, peaks[2] - peaks[
-        1
-    ]  # AdamW notes as much as two of each
+    # AdamW notes as much as two of each
+    return peaks[0] + 2 * weights, peaks[2] - peaks[1]
 
 
 def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:
@@ -283,7 +325,7 @@ def rates(peak: float, steps: int) -> Callable[[mx.array], mx.array]:
 
 
 def keep(
-    path: Path, module: nn.Module, optimizer: optim.Optimizer, progress: SimpleNamespace
+    path: Path, module: nn.Module, optimizer: optim.Optimizer, progress: Progress
 ) -> None:
     """Write what a training needs to go on."""
     parts: Any = {"weights": module.trainable_parameters(), "state": optimizer.state}
@@ -292,22 +334,17 @@ def keep(
     )
 
 
-def resume(
-    path: Path, module: nn.Module, optimizer: optim.Optimizer
-) -> SimpleNamespace:
-    """Go on from where `keep` left off; from the beginning if there is nothing.
-
-    Returns updates done, tokens learnt in them, seconds before them, and measurements.
-    """
+def resume(path: Path, module: nn.Module, optimizer: optim.Optimizer) -> Progress:
+    """Go on from where `keep` left off; from the beginning if there is nothing."""
     if not path.exists():
-        return SimpleNamespace(step=0, tokens=0, began=0.0, curve=[])
+        return Progress()
     loaded: Any = mx.load(str(path), return_metadata=True)
     arrays, metadata = loaded
     parts: Any = tree_unflatten(list(arrays.items()))
     module.update(parts["weights"])
     optimizer.state = parts["state"]
     mx.eval(module.parameters(), optimizer.state)
-    return SimpleNamespace(**json.loads(metadata["progress"]))
+    return Progress(**json.loads(metadata["progress"]))
 
 
 @dataclass(frozen=True)

@@ -199,9 +199,8 @@ def learning_on(
     recipe = Recipe(target, Size(**stored["size"]), stored["num_steps"])
     stored_arrays: Any = mx.load(str(folder / "model.safetensors"))
     offsets = stored_arrays.get("d2t")
-    if (
-        offsets is not None
-    ):  # tokens that the head proposes, each as frequent as the others
+    # tokens that the head proposes, each as frequent as the others
+    if offsets is not None:
         ids = np.array(offsets) + np.arange(offsets.size)
         recipe = replace(
             recipe, tokens=ids, size=replace(recipe.size, draft_vocab=len(ids))

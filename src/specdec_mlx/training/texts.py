@@ -23,13 +23,11 @@ from tqdm import tqdm
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.generation import encode
 
-HELD_OUT_SHARE = (
-    0.05  # part of the windows, or of the prompts, that is held out by default
-)
+# part of the windows, or of the prompts, that is held out by default
+HELD_OUT_SHARE = 0.05
 ROWS = 32  # answers that are written side by side
-Turn = tuple[
-    int, int, float
-]  # round, index of the prompt, and temperature; 0 is greedy
+# round, index of the prompt, and temperature; 0 is greedy
+Turn = tuple[int, int, float]
 Document = list[tuple[int, int]]  # each token, and 1 if it is learnt
 
 

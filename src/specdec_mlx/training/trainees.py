@@ -31,22 +31,19 @@ LLAMA = {"hidden_act": "silu", "rms_norm_eps": NORM_EPS, "rope_theta": 10000.0}
 LLAMA |= {"max_position_embeddings": 2048, "attention_bias": False, "mlp_bias": False}
 MTP_TYPE = "llama_mtp"
 MEDUSA_NAMES = {r"^blocks\.(\d+)\.(\d+)\.": r"\1.\2.linear."}
-DRAFT_VOCAB = 32_000  # most tokens that an EAGLE-3 head proposes by default, as in published heads
+# most tokens that an EAGLE-3 head proposes by default, as in published heads
+DRAFT_VOCAB = 32_000
 HEAD_DIM = 64  # default width of an attention head
 AT_ONCE = 2**22  # logits that are made at a time, 16 MB for each position of a draft
-EXIT_WINDOW = (
-    8  # positions of an exit's convolution; the first layers read the text before them
-)
+# positions of an exit's convolution; the first layers read the text before them
+EXIT_WINDOW = 8
 
 Prediction = tuple[mx.array, int]
 """States [batch, n, D] for one position of many drafts, and the place in the window of the first:
 row i is compared with the target's logits at first + i."""
 
-TYPES = {
-    "float16": mx.float16,
-    "bfloat16": mx.bfloat16,
-    "float32": mx.float32,
-}  # in a file
+# in a file
+TYPES = {"float16": mx.float16, "bfloat16": mx.bfloat16, "float32": mx.float32}
 
 
 @dataclass(frozen=True)
@@ -295,9 +292,8 @@ def eagle3(recipe: Recipe) -> Trainee:
     size, ends = recipe.size, recipe.ends
     width, depth = size.width or ends.width, ends.num_layers
     layers = size.layers or (1, depth // 2 - 1, depth - 4)  # of the paper's code
-    if not size.layers and sorted(set(layers)) != list(
-        layers
-    ):  # of few layers the last three
+    # of few layers the last three
+    if not size.layers and sorted(set(layers)) != list(layers):
         layers = tuple(range(max(1, depth - 3), depth))
     num = min(size.draft_vocab or DRAFT_VOCAB, ends.vocab_size)
     config = {

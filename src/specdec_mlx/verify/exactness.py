@@ -45,7 +45,8 @@ QUICK_WIDTHS = (5,)
 CONTEXT = 12
 STEP = 2048
 
-MARGIN = 32  # positions before one at which a model may change, from which on that is measured
+# positions before one at which a model may change, from which on that is measured
+MARGIN = 32
 
 BOUNDARY = re.compile(r"(?:max_position|attention_chunk|floor_scale)\w*'?[=:] ?(\d+)")
 """Positions, in a configuration's text, at which a model may change."""
@@ -147,9 +148,8 @@ def places_of(model: nn.Module) -> list[ProbePoint]:
     short = min(
         CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS))
     )
-    places = [
-        ProbePoint(0, short)
-    ]  # from which the widest pass does not go past the window
+    # from which the widest pass does not go past the window
+    places = [ProbePoint(0, short)]
     if windows:
         name = f" past its window of {max(windows)} tokens"
         places.append(ProbePoint(min(windows), max(windows) + 1, name=name))
@@ -182,9 +182,8 @@ def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
             report = tree_report(model, place.context, shift=place.shift)
             return report.exact and not chooses_blocks(model)
         reports = _compare(model, place, QUICK_WIDTHS)
-    except (
-        Exception
-    ):  # positions by row, or those claimed, are more than all models take
+    # positions by row, or those claimed, are more than all models take
+    except Exception:
         if not (on_trees or place.shift):
             raise
         return not on_trees
@@ -297,9 +296,8 @@ def _compare(
     steps = []
     for i in range(longest):
         steps.append(model(tokens[None, context + i, None], cache=single)[0])
-        mx.eval(
-            steps[-1]
-        )  # passes in one graph may be run in another order on each rank
+        # passes in one graph may be run in another order on each rank
+        mx.eval(steps[-1])
     expected = mx.concatenate(steps)
     states, reports = recurrent_states_of(model), []
     for width in widths:
@@ -316,16 +314,14 @@ def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
     differences = [mx.array(0.0)]
     for module in model.modules():
         if any(map(is_rope, type(module).__mro__)):
-            size = (
-                2 * module._freqs.size if hasattr(module, "_freqs") else 1024
-            )  # as many or more
+            # as many or more
+            size = 2 * module._freqs.size if hasattr(module, "_freqs") else 1024
             rows = mx.ones((1, 1, width, size))
             single = [module(rows[:, :, :1], offset=start + i) for i in range(width)]
             difference = module(rows, offset=start) - mx.concatenate(single, axis=2)
             differences.append(mx.abs(difference).max())
-    return (
-        float(mx.stack(differences).max()) < 1e-3 + 4e-7 * start
-    )  # of an angle's float32
+    # of an angle's float32
+    return float(mx.stack(differences).max()) < 1e-3 + 4e-7 * start
 
 
 def _report(

@@ -175,9 +175,8 @@ def _check_quantized(model: nn.Module, options: CacheOptions) -> None:
     model(mx.array([[0]]), cache=caches)
     bits, group_size = options.kv_bits, options.kv_group_size
     try:
-        with suppress(
-            NotImplementedError
-        ):  # of caches that rotate: mlx-lm says so, if it is due
+        # of caches that rotate: mlx-lm says so, if it is due
+        with suppress(NotImplementedError):
             maybe_quantize_kv_cache(caches, 0, group_size, bits)
     except ValueError as error:
         expected = f"what MLX can quantize this model's caches to ({error})"

@@ -24,9 +24,8 @@ NOT_FINITE = (
     "The target's logits for the next token are not finite. Check the weights, the dtype and the "
     "logits processors."
 )
-MASS_TOLERANCE = (
-    1e-3  # most that a draft's distribution may be off from summing to 1, in float32
-)
+# most that a draft's distribution may be off from summing to 1, in float32
+MASS_TOLERANCE = 1e-3
 
 
 @dataclass
@@ -66,9 +65,8 @@ class LazyPass:
     def read(self) -> Outcome:
         """The outcome; the only host synchronisation of a round."""
         vocab_size = self.logprobs[0].shape[-1]
-        if not len(
-            self.draft.tokens
-        ):  # every line of the host shows beside plain decoding
+        # every line of the host shows beside plain decoding
+        if not len(self.draft.tokens):
             tokens, scales = read_all(
                 self.results["target_tokens"], self.results["scales"]
             )

@@ -49,10 +49,8 @@ def is_rounding(difference: float, spread: float, dtype: mx.Dtype) -> bool:
 
 
 MOST_POSITIONS = 8  # widest pass whose states are kept; wider ones are rare
-NUM_BEFORE, NUM_WATCHED = (
-    2,
-    3,
-)  # positions before and in the pass that a model is measured with
+# positions before and in the pass that a model is measured with
+NUM_BEFORE, NUM_WATCHED = 2, 3
 
 UNKNOWN = -1
 
@@ -215,9 +213,8 @@ def _recording(
 
     def convolve(call: Call) -> None:
         module, rows, _ = call
-        if isinstance(
-            module, nn.Conv1d
-        ):  # watchers are told of all modules that anybody watches
+        # watchers are told of all modules that anybody watches
+        if isinstance(module, nn.Conv1d):
             calls.append(_Convolution(rows))
 
     with replacing(places, answer), watching(convolutions, convolve):

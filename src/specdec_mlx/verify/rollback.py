@@ -122,9 +122,8 @@ class Rollback:
         kept: ascending indices, `range(n)` or a path; CacheRollbackError if rows between cannot be
         dropped.
         """
-        if (
-            not kept or kept[-1] == len(kept) - 1
-        ):  # ascending, so that this is a chain's head
+        # ascending, so that this is a chain's head
+        if not kept or kept[-1] == len(kept) - 1:
             return self.rewind_to(position + len(kept))
 
         def gather() -> None:

@@ -28,9 +28,8 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.strategies import leaves, saved_buffer
 
 EMPTY = -1  # position of a slot that holds nothing of its row's text
-MOST_EMPTY = (
-    64  # slots beyond those of the fullest row from which on the empty ones are dropped
-)
+# slots beyond those of the fullest row from which on the empty ones are dropped
+MOST_EMPTY = 64
 
 
 @dataclass
@@ -57,9 +56,8 @@ class Slots:
     def append(self, new: np.ndarray) -> None:
         """Add the slots of a pass, [rows, S]; padding, on the right, is `EMPTY`."""
         self.positions = np.concatenate([self.positions, new], axis=1)
-        self._queries = np.maximum.accumulate(
-            new, axis=1
-        )  # padding sees what is before it
+        # padding sees what is before it
+        self._queries = np.maximum.accumulate(new, axis=1)
         self._masks.clear()
 
     def mask(self, num_queries: int, window: int | None) -> mx.array:
@@ -124,9 +122,8 @@ class SlotCache(BatchKVCache):  # type: ignore[misc]
         """Add a row after so many others: the keys and values of one text, in their order."""
         if num_rows == 0:
             self.keys, self.values, self._idx = None, None, 0
-        self.offset = mx.zeros(
-            num_rows, mx.int32
-        )  # `extend` asks it how many rows there are
+        # `extend` asks it how many rows there are
+        self.offset = mx.zeros(num_rows, mx.int32)
         self.extend(type(cache).merge([cache]))
 
     def keep_rows(self, rows: mx.array) -> None:
@@ -217,9 +214,8 @@ class BatchCaches:
             mine.cache, mine.left_padding = merged.cache, merged.left_padding
         else:
             mine.extend(ArraysCache.merge([cache]))
-            if (
-                not mine.empty()
-            ):  # else its padding is all that says how many rows it has
+            # else its padding is all that says how many rows it has
+            if not mine.empty():
                 mine.finalize()
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -242,10 +238,8 @@ class BatchCaches:
         """Logits [rows, S, V], lazy, of the next tokens of each row, padded on the right."""
         self._begin([len(text) for text in texts])
         logits: mx.array = model(_padded(texts), cache=self.caches)
-        for (
-            cache,
-            _,
-        ) in self._before:  # the lengths that recurrent layers were told hold no longer
+        # the lengths that recurrent layers were told hold no longer
+        for cache, _ in self._before:
             cache.finalize()
         return logits
 

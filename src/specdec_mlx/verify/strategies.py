@@ -30,9 +30,8 @@ class Strategy:
 
     name = "trim"
     must_restore = False
-    saves_by_name = (
-        True  # nothing but the attributes is saved, which needs no call in each pass
-    )
+    # nothing but the attributes is saved, which needs no call in each pass
+    saves_by_name = True
 
     def __init_subclass__(cls) -> None:
         cls.saves_by_name = cls.save is Strategy.save
@@ -76,9 +75,8 @@ class TrimToPath(Trim):
 
     def gather(self, cache: Any, last: int, kept: Sequence[int]) -> None:
         if not cache.empty():
-            begin = (
-                getattr(cache, "_idx", cache.offset) - last
-            )  # in a window rows are shifted
+            # in a window rows are shifted
+            begin = getattr(cache, "_idx", cache.offset) - last
             cache.keys = _moved(cache.keys, begin, kept)
             cache.values = _moved(cache.values, begin, kept)
         self.trim(cache, last - len(kept))
@@ -229,9 +227,8 @@ def _moved(rows: Any, begin: int, kept: Sequence[int]) -> Any:
     """Rows [..., S, D], those kept of the ones from `begin` on moved to `begin`; a new array."""
     if not isinstance(rows, mx.array):  # quantized: packed values, scales, biases
         return type(rows)(_moved(part, begin, kept) for part in rows)
-    skipped = sum(
-        index == i for i, index in enumerate(kept)
-    )  # ascending: those lie in place
+    # ascending: those lie in place
+    skipped = sum(index == i for i, index in enumerate(kept))
     index = mx.array([begin + row for row in kept[skipped:]])
     axis = rows.ndim - 2
     moved = mx.take(rows, index, axis=axis)

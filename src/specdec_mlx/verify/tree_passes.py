@@ -71,9 +71,8 @@ class TreeLayout:
         if window is not None:
             own = own & (self.depths[self.num_fed :, None] < self.depths[None] + window)
         num_text = num_past - self.num_fed
-        if (
-            num_text <= 0
-        ):  # a window so small that it has forgotten the text, and some rows
+        # a window so small that it has forgotten the text, and some rows
+        if num_text <= 0:
             return own[:, -num_text:]
         past = mx.ones((len(self), num_text), mx.bool_)
         if window is not None:
@@ -169,9 +168,8 @@ def chooses_blocks(model: nn.Module) -> bool:
 def patch_ropes(model: nn.Module) -> None:
     """Have the modules that read positions look if a pass is over a tree."""
 
-    def taught(
-        module: nn.Module, kind: type
-    ) -> type:  # one that is taught stays as it is
+    # one that is taught stays as it is
+    def taught(module: nn.Module, kind: type) -> type:
         if is_rope(kind):
             return _with_rows(kind)
         is_scaled = "rope" in module and _parameters(kind)[1:2] == ["attn_scale"]

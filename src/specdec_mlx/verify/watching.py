@@ -94,10 +94,9 @@ def watching(
     modules: Iterable[nn.Module], watcher: Callable[[Call], object]
 ) -> AbstractContextManager[None]:
     """Tell `watcher` of every call of these modules made in here, `as_linear` included."""
-    by_id = {id(module): module for module in modules}
-    return _swapped(
-        by_id, _report, _stop_reporting, _watchers, (*_watchers.get(), watcher)
-    )  # type: ignore[arg-type]
+    by_id: dict[Any, nn.Module] = {id(module): module for module in modules}
+    watchers = *_watchers.get(), watcher
+    return _swapped(by_id, _report, _stop_reporting, _watchers, watchers)
 
 
 _set = object.__setattr__  # past MLX's setter, which looks for parameters
@@ -184,9 +183,8 @@ class Tap(NamedTuple):
 
     def rows(self, states: mx.array) -> mx.array:
         """[n, D]: a row for each position; streams side by side are one after the other in it."""
-        if (
-            self.axis == 1 and states.shape[0] == 1
-        ):  # the usual layout, in one operation
+        # the usual layout, in one operation
+        if self.axis == 1 and states.shape[0] == 1:
             return states.reshape(states.shape[1], -1)
         return mx.moveaxis(states, self.axis, 0).reshape(states.shape[self.axis], -1)
 
@@ -262,11 +260,8 @@ def _watch(model: nn.Module) -> Anatomy:
     vocab_size = logits.shape[-1]
     head: Tap | str = "no module makes its logits out of states"
     states = logits
-    for (
-        module,
-        given,
-        made,
-    ) in calls:  # the last: around adapters, before logits are scaled
+    # the last: around adapters, before logits are scaled
+    for module, given, made in calls:
         axis = _axis_of_positions(given)
         if axis is None or not _is(made, mx.floating):
             continue
@@ -400,9 +395,8 @@ def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
     if isinstance(cache, QuantizedKVCache):
         how = {"group_size": cache.group_size, "bits": cache.bits}
         keys, values = mx.dequantize(*keys, **how), mx.dequantize(*values, **how)
-    if isinstance(
-        cache, RotatingKVCache
-    ):  # after a pass of several positions it holds more
+    # after a pass of several positions it holds more
+    if isinstance(cache, RotatingKVCache):
         keys, values = (part[..., -cache.max_size :, :] for part in (keys, values))
     return KeysValues(keys, values, cache.offset)
 

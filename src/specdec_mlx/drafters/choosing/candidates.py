@@ -338,9 +338,8 @@ def _candidate(
             return Candidate(name, size, steps * size / target_size, None, note, folder)
     except TokenizerMismatchError as error:
         refusal = f"another tokenizer: {error}"
-    except (
-        Exception
-    ) as error:  # of transformers, tokenizers or the file system: anything at all
+    # of transformers, tokenizers or the file system: anything at all
+    except Exception as error:
         refusal = f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
     return Candidate(name, size, refusal=refusal)
 

@@ -166,9 +166,8 @@ class DrafterChoice:
 
     def each(self) -> dict[str, DrafterChoice]:
         """The choice of each named drafter alone, as benchmarks compare them, around one model."""
-        others = (
-            NamedModel() if self.names_model else self.model
-        )  # where a name stands for it
+        # where a name stands for it
+        others = NamedModel() if self.names_model else self.model
         return {
             spec: replace(
                 self,

@@ -29,9 +29,8 @@ from specdec_mlx.verify.watching import anatomy_of, held
 EXIT_LAYER = "exit_layer"  # keys of a trained exit's config: layers before it,
 WINDOW = "conv_kernel"  # and positions that its convolution reads
 
-_cache: ContextVar[Any] = ContextVar(
-    "cache", default=None
-)  # of the pass that this thread builds
+# of the pass that this thread builds
+_cache: ContextVar[Any] = ContextVar("cache", default=None)
 
 
 @dataclass(frozen=True, eq=False)

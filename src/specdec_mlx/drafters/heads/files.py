@@ -27,19 +27,17 @@ from specdec_mlx.errors import HeadError
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
-SINGLE = (
-    "model.safetensors",
-    "medusa_lm_head.safetensors",
-)  # if there is no index, the first
+# if there is no index, the first
+SINGLE = ("model.safetensors", "medusa_lm_head.safetensors")
 TORCH = ("pytorch_model.bin", "medusa_lm_head.pt")
-BESIDE = (  # where conversions for MLX keep a model's prediction layer, apart from its own tensors
+# where conversions for MLX keep a model's prediction layer, apart from its own tensors
+BESIDE = (
     *("mtp.safetensors.index.json", "mtp.safetensors", "mtp/weights.safetensors"),
     *("mtp/model.safetensors", "model-mtp.safetensors", "optiq/mtp.safetensors"),
     "mtp-drafter/model.safetensors",
 )
-FOREIGN = re.compile(
-    r"\.(weight_scale|weight_packed|qweight)$"
-)  # of compressed-tensors, GPTQ
+# of compressed-tensors, GPTQ
+FOREIGN = re.compile(r"\.(weight_scale|weight_packed|qweight)$")
 
 
 class HeadFiles:
@@ -204,13 +202,11 @@ class HeadFiles:
         try:
             if path.suffix != ".safetensors":
                 return _read_torch(path), False
-            with safe_open(
-                path, "numpy"
-            ):  # checks that every tensor lies within the file
+            # checks that every tensor lies within the file
+            with safe_open(path, "numpy"):
                 loaded: Any = mx.load(str(path), return_metadata=True)
-        except (
-            Exception
-        ) as error:  # of safetensors, MLX, torch or the file system: anything at all
+        # of safetensors, MLX, torch or the file system: anything at all
+        except Exception as error:
             raise HeadError(
                 f"{self.name}: {file} cannot be read: {error}. Fetch it again, or give another."
             ) from error

@@ -63,11 +63,8 @@ Tensors = dict[str, mx.array]
 IGNORED = re.compile(
     r"(^|.*\.)(rotary_emb\.|verifier_|t2d|d2t|confidence_head\.)"
 )  # tensors that are not needed
-SHARED_ENDS = (
-    "embed_tokens.",
-    "shared_head.head.",
-    "lm_head.",
-)  # copies of the target's ends
+# copies of the target's ends
+SHARED_ENDS = ("embed_tokens.", "shared_head.head.", "lm_head.")
 
 VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
 """Most tokens by which vocabularies differ through padding, and most layers or attention heads."""
@@ -178,9 +175,8 @@ def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
             "num_hidden_layers", said.get("num_hidden_layers") or 1, 1, MOST_LAYERS
         )
         for key, count in said.items():
-            if (
-                key.endswith("_heads") and count is not None
-            ):  # MLX's attention divides by them
+            # MLX's attention divides by them
+            if key.endswith("_heads") and count is not None:
                 files.expect(key, count, 1, MOST_LAYERS)
     if abs((part.get("vocab_size") or size) - size) > VOCABULARY_MARGIN:
         raise HeadError(
@@ -265,9 +261,8 @@ def _mtp(source: HeadSource) -> Head:
         )
         add_one = source.norms_less_one
         if add_one is None:
-            is_alone = (
-                converted and not prefix
-            )  # conversions of a layer alone add the one
+            # conversions of a layer alone add the one
+            is_alone = converted and not prefix
             is_original = not (
                 converted or files.is_apart or "quantization" in files.config
             )
@@ -318,7 +313,8 @@ _MEDUSA = {
 FORMATS: dict[str, Format] = {
     "dspark": Format(
         "DSpark, a block with a Markov chain",
-        r"dspark(?!_)|\bmarkov_rank=",  # dspark_... are keys of a target that contains one
+        # dspark_... are keys of a target that contains one
+        r"dspark(?!_)|\bmarkov_rank=",
         partial(_dflash, head=DSpark),
         _STYLE,
     ),
@@ -390,12 +386,10 @@ def load_head(
         )
     except (HeadError, ModelFolderError):
         raise
-    except (
-        Exception
-    ) as error:  # tensors that do not fit; a damaged file may fail anywhere
-        fault = shorten(
-            f"{type(error).__name__}: {error}", 400
-        )  # it may name every tensor
+    # tensors that do not fit; a damaged file may fail anywhere
+    # it may name every tensor
+    except Exception as error:
+        fault = shorten(f"{type(error).__name__}: {error}", 400)
         raise HeadError(
             f"{files.name}: its config.json and its tensors make no head that runs on this target "
             f"({fault}). It is another variant, was trained for another target, or is damaged."
@@ -493,9 +487,8 @@ def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
 
     def stored(path: str, part: nn.Module) -> Any:
         is_packed = hasattr(part, "to_quantized") and f"{path}.scales" in weights
-        infer = getattr(
-            mlx_lm_utils, "infer_quant_config", None
-        )  # not before mlx-lm 0.32
+        # not before mlx-lm 0.32
+        infer = getattr(mlx_lm_utils, "infer_quant_config", None)
         return is_packed and (infer is None or infer(path, part, weights))
 
     nn.quantize(head, class_predicate=stored)

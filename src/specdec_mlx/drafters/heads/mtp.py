@@ -202,14 +202,13 @@ _EXPERTS = ("deepseek_v3", "deepseek_v32", "glm4_moe", "glm4_moe_lite", "glm_moe
 
 _QWEN_LAYER = MTPFamily("llama", "mtp.", _QWEN, layer="layers.0.")
 
-_QWEN3_5 = (
-    replace(  # a full-attention layer, although most layers of the target are recurrent
-        _QWEN_LAYER,
-        architecture="qwen3_5_moe",
-        changes={"full_attention_interval": 1},
-        norms_less_one=True,
-        attributes={"ssm_idx": None},
-    )
+# a full-attention layer, although most layers of the target are recurrent
+_QWEN3_5 = replace(
+    _QWEN_LAYER,
+    architecture="qwen3_5_moe",
+    changes={"full_attention_interval": 1},
+    norms_less_one=True,
+    attributes={"ssm_idx": None},
 )
 _DENSE = {"full_attention_interval": 1, "mlp_only_layers": [], "decoder_sparse_step": 1}
 
@@ -258,19 +257,16 @@ FAMILIES: dict[str, MTPFamily] = {
         changes=_nemotron_h,
         body="backbone",
         final_norm="norm_f",
-        attributes={
-            "ssm_idx": slice(0)
-        },  # of the caches that of no recurrent layer: no mask
+        # of the caches that of no recurrent layer: no mask
+        attributes={"ssm_idx": slice(0)},
     ),
     "mimo_v2_flash": MTPFamily(
         "mimo_v2_flash",
         "model.mtp.layers.{depth}.",
         _LING,
         renamed={"pre_mlp_layernorm.": "post_attention_layernorm."},
-        changes={
-            "hybrid_layer_pattern": [1, 0],
-            "moe_layer_freq": [0],
-        },  # one of each kind
+        # one of each kind
+        changes={"hybrid_layer_pattern": [1, 0], "moe_layer_freq": [0]},
         attributes={"ga_idx": 0},
         further="side by side",
     ),
@@ -341,11 +337,8 @@ class MTPHead(RecurrentHead):
         shell = one_layer_model(family, config, depth)
         body = getattr(shell, family.body)
         width, eps = ends.width, body[family.final_norm].eps
-        embeddings = (
-            "embed_tokens",
-            "word_embeddings",
-            "embeddings",
-        )  # names in mlx-lm's models
+        # names in mlx-lm's models
+        embeddings = ("embed_tokens", "word_embeddings", "embeddings")
         body[next(name for name in embeddings if name in body)] = nn.Identity()
         for name, value in family.attributes.items():
             setattr(body, name, value)

@@ -118,9 +118,8 @@ class DFlashConfig(LayersConfig):
             config.get("aux_hidden_state_layer_ids"),
             nested.get("target_layer_ids"),
         )
-        if (
-            ids is not None
-        ):  # of speculators: Hugging Face's states, the first the embedding
+        # of speculators: Hugging Face's states, the first the embedding
+        if ids is not None:
             layers = [i - 1 for i in ids]
         if not layers:  # evenly spread, from the second to the third last
             most = config.get("num_target_layers", num_layers)
@@ -128,9 +127,8 @@ class DFlashConfig(LayersConfig):
                 round(1 + i * (most - 4) / max(depth - 1, 1)) for i in range(depth)
             ]
             layers = spread if depth > 1 else [most // 2]
-        scale = (
-            layer["hidden_size"] ** 0.5 if is_gemma4(layer) else 1.0
-        )  # of Gemma's embeddings
+        # of Gemma's embeddings
+        scale = layer["hidden_size"] ** 0.5 if is_gemma4(layer) else 1.0
         return cls(
             layer,
             tuple(layers),
@@ -169,9 +167,8 @@ class DFlash(LayersHead):
     def read(self, rows: mx.array, cache: list[Any]) -> None:
         """Add n rows [n, D] to the context: their keys and values in every layer."""
         for layer, kept in zip(self.layers, cache, strict=True):
-            layer.self_attn(
-                rows[None], None, kept
-            )  # lazy: attention itself is never computed
+            # lazy: attention itself is never computed
+            layer.self_attn(rows[None], None, kept)
 
     def guesses(self, token: int, number: int, cache: list[Any]) -> mx.array:
         """Logits [n, V] of the n tokens after `token`, by a block that is not kept."""
@@ -194,9 +191,8 @@ class DFlash(LayersHead):
     ) -> Any:
         """States [1, B, D] of a block after a layer."""
         made = layer(h, mask, kept)
-        return (
-            made[0] if isinstance(made, tuple) else made
-        )  # Gemma's layers give their keys, too
+        # Gemma's layers give their keys, too
+        return made[0] if isinstance(made, tuple) else made
 
     def mask(self, layer: int, start: int, size: int) -> mx.array | None:
         """[B, start + B] places that each of a block of B sees in a layer; None for all."""

@@ -131,9 +131,8 @@ class RecurrentSession(HeadSession):
         """Read all pairs; `limit`, or the number of layers, 0 before there was a pair."""
         if limit == 0:
             return 0
-        if (
-            self.waiting.num_rows >= MANY_WAITING
-        ):  # all but the last for keys and values alone
+        # all but the last for keys and values alone
+        if self.waiting.num_rows >= MANY_WAITING:
             self._read_pairs(but=1)
         self._read_pairs()
         if self.state is None:

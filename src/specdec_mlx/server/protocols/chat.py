@@ -23,14 +23,11 @@ from specdec_mlx.server.requests import (
     Written,
 )
 
-THOUGHTS = (
-    "reasoning_content",
-    "reasoning",
-)  # names of an answer's thoughts; mlx-lm's is the second
+# names of an answer's thoughts; mlx-lm's is the second
+THOUGHTS = "reasoning_content", "reasoning"
 UNSEEN = "[{}: not shown to this model]"  # for what is no text
-PIECE = (
-    64  # least characters of a call's arguments that are sent before the call is whole
-)
+# least characters of a call's arguments that are sent before the call is whole
+PIECE = 64
 DONE = b"data: [DONE]\n\n"
 
 

@@ -39,7 +39,8 @@ from specdec_mlx.server.requests import (
     Written,
 )
 
-BILLING = "x-anthropic-billing-header:"  # differs by conversation, and says nothing to a model
+# differs by conversation, and says nothing to a model
+BILLING = "x-anthropic-billing-header:"
 NO_THREADS = "thread_unsupported_request"  # the protocol's name for it
 SIGNATURE = "bG9jYWw="  # of thoughts: clients send back only those that have one
 STOP_REASONS = {"stop": "end_turn", "length": "max_tokens", "tool_calls": "tool_use"}
@@ -162,9 +163,8 @@ class Messages:
     def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
         """Anthropic's form of an error."""
         words = fields.words_of(error, status)
-        if (
-            isinstance(error, RequestError) and error.most
-        ):  # clients read it, and compact
+        # clients read it, and compact
+        if isinstance(error, RequestError) and error.most:
             words = (
                 f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
             )

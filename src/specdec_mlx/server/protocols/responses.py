@@ -303,9 +303,8 @@ class ResponseStream:
     asked: Asked
     response: dict[str, Any] = field(init=False)
     _open: dict[str, Any] = field(default_factory=dict)  # the item that grows
-    _holder: dict[str, Any] = field(
-        default_factory=dict
-    )  # of the text: the item, or its part
+    # of the text: the item, or its part
+    _holder: dict[str, Any] = field(default_factory=dict)
     _arguments: str = ""  # of a call whose input is any text
     _number: int = -1
 

@@ -64,9 +64,8 @@ class Turns:
     """
 
     messages: list[dict[str, Any]] = field(default_factory=list)
-    _names: dict[str, str] = field(
-        default_factory=dict
-    )  # of called tools, by the call's id
+    # of called tools, by the call's id
+    _names: dict[str, str] = field(default_factory=dict)
 
     def say(self, role: str, text: str) -> None:
         """More text of a role; `developer` is `system`."""

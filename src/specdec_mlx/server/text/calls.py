@@ -195,9 +195,8 @@ class CallReader:
             raise ValueError(f"{name!r} is no tool, or is not given an object.")
         own = call.get("id")
         text = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
-        text = text.encode(
-            "utf-8", "replace"
-        ).decode()  # half a pair of surrogates is no text
+        # half a pair of surrogates is no text
+        text = text.encode("utf-8", "replace").decode()
         return own if isinstance(own, str) and own else new_id(), name, text
 
 

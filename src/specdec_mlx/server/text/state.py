@@ -82,20 +82,17 @@ class TextState:
             for part, edges in self._marks.items()
         }
         self._detokenizer = tokenizer.detokenizer
-        self._num_read = self._read_prompt(
-            prompt
-        )  # characters of the detokenizer's text
+        # characters of the detokenizer's text
+        self._num_read = self._read_prompt(prompt)
         self._logprobs = SeenLogprobs()
         self._text = ""  # not decided yet
         self._place = 0  # characters before it
         self._part = ANSWER
-        self._blank: str | None = (
-            ""  # an answer's first blanks; None once more of it was shown
-        )
+        # an answer's first blanks; None once more of it was shown
+        self._blank: str | None = ""
         self._call: CallReader | None = None
-        self._call_place = (
-            -1
-        )  # of the last call; once it is over, its first mark is text
+        # of the last call; once it is over, its first mark is text
+        self._call_place = -1
         self._part_before_call = ANSWER
         self._num_begun = 0  # calls, those that broke among them
         self._is_cut = False
@@ -188,9 +185,8 @@ class TextState:
             if self._is_cut:
                 break
             if mark is not None and self._call is not None and self._call.is_in_string:
-                events += self._take(
-                    len(mark)
-                )  # what a file says that is being written
+                # what a file says that is being written
+                events += self._take(len(mark))
             elif mark is None:
                 if final is None or self._part != CALL:
                     break
