@@ -6,6 +6,7 @@ import json
 import math
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -314,7 +315,10 @@ def test_a_fault_is_told_to_its_client_alone(
                 other.until_text()
             patch.setattr(owner, name, failing, raising=False)
             victim = submit(engine, **kind)
-            with pytest.raises(RuntimeError, match="a fault was put here"):
+            # alone, a text is told whole before its drafter closes
+            is_whole = is_alone and name == "close"
+            fault_told = pytest.raises(RuntimeError, match="a fault was put here")
+            with nullcontext() if is_whole else fault_told:
                 victim.wait()
             assert [told(other.wait()) for other in others] == expected[: len(others)]
         settled(engine).prefixes.trim_to(0)

@@ -245,7 +245,7 @@ def test_what_was_learned_of_a_model_is_kept(folder: Path, tmp_path: Path) -> No
 @FULL
 def test_the_old_models_weights_are_freed_before_the_new_ones_load(tmp_path: Path) -> None:
     """Also if it had caches, a draft model of its own, and texts in a batch."""
-    size = {"hidden_size": 512, "intermediate_size": 4096, "num_hidden_layers": 4}
+    size = {"hidden_size": 512, "intermediate_size": 4096}
     one, two = (write_model_folder(tmp_path / n, "llama", **size) for n in ("one", "two"))
     with running(one, flags=with_flags()) as engine:
         clients = [submit(engine, prompt=PROMPT + str(i), draft_model=str(two)) for i in range(3)]

@@ -118,12 +118,13 @@ class Rows:
         if row.finish_reason is None and not text.state.ended:
             text.hand_over()
             return
-        del self.texts[row.uid]
-        self.batch.schedule.remove(row.uid)
         text.end()
         if row.prompt_cache is not None:
             held = text.tokens[: row.num_cached]
             self.prefixes.insert_cache(self.loaded.place, held, row.prompt_cache)
+        # not before, so that a fault in its end is told to its client
+        del self.texts[row.uid]
+        self.batch.schedule.remove(row.uid)
 
     def _was_read(self, text: Text, done: int, total: int) -> None:
         """Note how far a prompt is read, and keep states at the ends of its parts."""
