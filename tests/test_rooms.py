@@ -91,6 +91,12 @@ def imported(name: str) -> Iterator[str]:
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+@pytest.fixture(autouse=True)
+def loggers_as_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
+    """import-linter's command would switch off all loggers that there are."""
+    monkeypatch.setattr("logging.config.dictConfig", lambda config: None)
+
+
 def test_imports_keep_to_the_layers_and_run_in_no_circle(monkeypatch, capsys):
     """Every contract of import-linter in pyproject.toml is kept."""
     monkeypatch.chdir(ROOT)
