@@ -385,3 +385,17 @@ def test_errors_exit_with_2_and_one_clear_line(folder: Path, tmp_path: Path) -> 
         assert last.startswith("specdec-mlx: ")
         assert words in last
         assert "Traceback" not in done.stderr
+
+
+def test_generate_goes_on_from_a_prompt_cache_file_of_mlx_lms(folder: Path, tmp_path: Path) -> None:
+    """With look-up, and with a draft model, which has not read what is in the file."""
+    file = ("--prompt-cache-file", tmp_path / "prompt.safetensors")
+    prompt = ("--prompt", "the cat in the hat and the other cat in the hat, there and then")
+    made = run("cache_prompt", "--model", folder, *file, *prompt, program="mlx_lm")
+    assert made.returncode == 0, made.stderr
+    command = ("generate", *file, "--prompt", "in the hat", "--max-tokens", "60")
+    plain = run(*command, program="mlx_lm").stdout.split("=====")[2]
+    for flags in ((), ("--draft-model", folder)):
+        done = run(*command, "--draft-length", "3", "--no-tuning", *flags)
+        assert done.stdout.split("=====")[2] == plain, done.stderr
+        assert re.search(r"accepted \d+ of [1-9]", done.stdout)
