@@ -23,7 +23,7 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import generate_map  # noqa: E402
 
-LONGEST_MODULE, LONGEST_FUNCTION = 3_400, 650
+LONGEST_MODULE, LONGEST_FUNCTION = 3_400, 640
 """At most so many tokens of code: breaking a line makes nothing longer."""
 
 MOST_AT_THE_TOP = 12
@@ -59,7 +59,7 @@ TOKENS = {
     "sampling": 2_387,
     "server": 36_729,
     "stats": 3_946,
-    "testing": 9_102,
+    "testing": 9_161,
     "top": 8_792,
     "training": 11_334,
     "verify": 21_092,

@@ -188,13 +188,11 @@ def fit(
         )
 
     done, kept = so_far(), clock.seconds()
-    acceptance, losses, is_told = (
-        None,
-        list[float](),
-        clock.seconds() - progress.began > FIRST,
-    )
-    shown: Any = {"desc": "training", "unit": "", "mininterval": 1, "miniters": 0}
-    with tqdm(total=total, initial=done, **shown) as bar:
+    acceptance, losses = None, list[float]()
+    is_told = clock.seconds() - progress.began > FIRST
+    with tqdm(
+        desc="training", total=total, initial=done, unit="", mininterval=1, miniters=0
+    ) as bar:
         while done < total:
             indices = batch_indices(
                 progress.step, schedule.batch, len(trained), schedule.seed
