@@ -235,7 +235,6 @@ class Engine:
         """Write a text, and those that join it, until all have ended."""
         rows = Rows(text.loaded, self.settings, self.prefixes)
         rows.add(text)
-        error: Exception = ServerEndingError()
         try:
             while rows.texts and not self._is_ending:
                 while rows.has_place and self._next_is_row():
@@ -243,11 +242,10 @@ class Engine:
                         rows.add(joining)
                 self.running = len(rows.texts)
                 rows.step()
-        except Exception as raised:
-            error = raised
-            raise
-        finally:
+        except Exception as error:
             rows.close(error)
+            raise
+        rows.close(ServerEndingError())
 
     def _write_alone(self, text: Text) -> bool:
         """Write a text by the loop; True if it is to go on beside others."""
@@ -334,7 +332,7 @@ class Engine:
 
         On several ranks they are on the stream on which these talk to each other.
         """
-        settings, several = self.settings, self.ranks.are_several
+        settings = self.settings
         return Options(
             prefill_step_size=settings.prefill_step_size,
             kv_bits=settings.kv_bits,
@@ -342,7 +340,7 @@ class Engine:
             quantized_kv_start=settings.quantized_kv_start,
             tokenizer=loaded.tokenizer,
             stream=mx.default_stream(mx.default_device())
-            if several
+            if self.ranks.are_several
             else generation_stream,
         )
 

@@ -90,7 +90,7 @@ class Rows:
         for uid in [
             uid for uid, text in self.texts.items() if text.ticket.is_cancelled
         ]:
-            self._keep_read(uid)
+            self._keep_read(self.texts[uid])
             self.batch.schedule.remove(uid)
             self.texts.pop(uid).fail(ConnectionError("The client has gone."))
         self._steps = self._steps or self.batch.steps()
@@ -130,18 +130,18 @@ class Rows:
         """Note how far a prompt is read, and keep states at the ends of its parts."""
         text.show_progress(done)
         if self.loaded.is_stateful and (done in text.prompt.ends or done == total - 1):
-            for uid in [uid for uid, one in self.texts.items() if one is text]:
-                self._keep_read(uid)
+            self._keep_read(text)
 
-    def _keep_read(self, uid: int) -> None:
+    def _keep_read(self, text: Text) -> None:
         """Keep what was read of a prompt so far."""
-        for reader in [
-            text.reader for text in self.batch.schedule.reading if text.uid == uid
-        ]:
-            if held := list(reader.prompt[: reader.num_read]):
-                caches = copy.deepcopy(reader.caches.caches)
+        for reading in self.batch.schedule.reading:
+            reader = reading.reader
+            if self.texts.get(reading.uid) is text and reader.num_read:
                 self.prefixes.insert_cache(
-                    self.loaded.place, held, caches, has_ended=False
+                    self.loaded.place,
+                    list(reader.prompt[: reader.num_read]),
+                    copy.deepcopy(reader.caches.caches),
+                    has_ended=False,
                 )
 
     def _fail(self, uid: int, error: Exception) -> None:

@@ -239,10 +239,10 @@ class Text:
     def end(self) -> None:
         """Give the client what is left of the text, and its account."""
         self.hand_over()
-        events = self.state.end(
-            "length" if self.state.ended is None else self.state.ended
+        self.ticket.tell(
+            self._told(event) if isinstance(event, Ended) else event
+            for event in self.state.end(self.state.ended or "length")
         )
-        self.ticket.tell([self._told(e) if isinstance(e, Ended) else e for e in events])
         if self.shows_stats:
             logging.info(f"Speculation: {self.stats}")
 

@@ -309,21 +309,18 @@ class ResponseStream:
     _number: int = -1
 
     def __post_init__(self) -> None:
-        fixed = {
+        none = "error", "incomplete_details", "previous_response_id", "usage"
+        self.response = {
             "id": self.asked.id,
             "object": "response",
             "created_at": self.asked.created,
-        }
-        none = dict.fromkeys(
-            ("error", "incomplete_details", "previous_response_id", "usage")
-        )
-        more = {
             "status": "in_progress",
             "model": self.asked.model,
             "output": [],
             "store": False,
+            **dict.fromkeys(none),
+            **self.asked.more["echo"],
         }
-        self.response = fixed | more | none | self.asked.more["echo"]
 
     def begin(self) -> Iterator[bytes]:
         """The response, still empty."""
@@ -364,13 +361,13 @@ class ResponseStream:
                 is_cut = event.reason == "length"
                 status = "incomplete" if is_cut else "completed"
                 yield from self._close(status)
-                why = {"reason": "max_output_tokens"} if is_cut else None
-                ended = {
+                self.response |= {
                     "status": status,
-                    "incomplete_details": why,
+                    "incomplete_details": {"reason": "max_output_tokens"}
+                    if is_cut
+                    else None,
                     "usage": _usage(event),
                 }
-                self.response |= ended
                 yield self._event(status, response=self.response)
 
     def keepalive(self) -> bytes:
