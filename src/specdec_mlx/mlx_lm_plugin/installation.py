@@ -29,11 +29,9 @@ from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.engine.options import Options
 from specdec_mlx.loop import speculate
-from specdec_mlx.mlx_lm_plugin.conversation import continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.token_ids import to_list
 
 OLDEST, NEXT = "0.31.3", "0.33"
 """mlx-lm is known from the one version on, up to the other."""
@@ -132,10 +130,9 @@ class Speculation:
         processors = list(logits_processors or ())
         if self.grammar is not None:
             processors.append(GrammarProcessor(self.grammar, self.tokenizer))
-        earlier, text = tokens_on(prompt_cache), to_list(prompt)
         tokens = speculate(
             prompt_tokens=prompt,
-            drafter=continued(drafter, earlier),
+            drafter=drafter,
             draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
             seed=Noise.from_global_state().seed if self.is_seeded else None,
@@ -144,14 +141,10 @@ class Speculation:
             logits_processors=processors,
             **options,
         )
-        try:
-            with closing(tokens):
-                for token in tokens:
-                    self.stats = token.stats
-                    text.append(token.token)
-                    yield (token.token, token.logprobs, token.from_draft)[:num_fields]
-        finally:
-            remember(prompt_cache, [*earlier, *text])
+        with closing(tokens):
+            for token in tokens:
+                self.stats = token.stats
+                yield (token.token, token.logprobs, token.from_draft)[:num_fields]
 
 
 _lock = threading.RLock()
