@@ -193,10 +193,6 @@ WRONG: dict[str, str] = {
         f"{command} --model nobody/no-model": "nobody/no-model is no folder here, and could not be"
         for command in ("generate", "probe")
     },
-    **{
-        f"benchmark -b 2 {flag}": "use --batch-size 1"
-        for flag in ("--drafter ngram", "--rule match", "--no-tuning")
-    },
     "bench --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
     "bench --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, ",
     "bench --drafter model": "it needs --draft-model MODEL",
@@ -222,6 +218,16 @@ def test_what_cannot_be_done_is_said_in_words(
     assert done.returncode == 2
     assert WRONG[typed] in done.stderr
     assert "Traceback" not in done.stderr
+
+
+def test_the_benchmark_of_a_batch_drafts(folders: Path) -> None:
+    """By whatever `--drafter` names; the account is that of a text of the last trial."""
+    typed = "--prompt-tokens 12 --generation-tokens 24 --num-trials 1 --batch-size 2 --stats"
+    flags = f"{typed} --drafter suffix --draft-length 4".split()
+    done = run("benchmark", "--model", folders / "model", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "batch_size=2" in done.stdout
+    assert re.search(r"Last trial. Speculation: .*accepted \d+ of [1-9]\d* drafted", done.stdout)
 
 
 MEANINGLESS = ["bench --repeats 0", "bench --max-tokens many", "bench --per-category 0"]

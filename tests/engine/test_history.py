@@ -1,4 +1,4 @@
-"""What caches hold is kept with them: a host that reads the prompt itself is drafted for as well."""
+"""What caches hold is kept with them, so that a host that reads the prompt itself gets drafts."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ import tiny
 from scripted import PROMPT, target
 from selection import in_one_test
 from specdec_mlx import lab
-from specdec_mlx.lab.pair import held_out_openings
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.engine.history import tokens_on
+from specdec_mlx.lab.pair import held_out_openings
 
 NUM_TOKENS = 24
 BEFORE, LAST = [*PROMPT, *range(30, 50)], [9, 17]
@@ -170,7 +170,7 @@ def test_of_caches_that_others_fed_the_named_part_is_known() -> None:
     assert stats.num_unnamed == 3
     assert text == scripted.plain(NUM_TOKENS, [*BEFORE, 1, 2, 3, *LAST], model)
     for how in ({}, {"prompt_cache": read_by_host(model, [1, 2])}):
-        with pytest.raises(ValueError, match="history=.*tokens at most"):
+        with pytest.raises(ValueError, match=r"history=.*tokens at most"):
             run(model, LAST, None, history=[1, 2, 3], **how)
     with pytest.raises(sd.errors.PromptError):
         sd.remember(caches, "the cat")  # type: ignore[arg-type]
