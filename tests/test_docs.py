@@ -220,7 +220,7 @@ def test_gains_are_told_in_one_generated_table() -> None:
         assert text_of(DOCS / name) == generator.written(text_of(DOCS / name)), name
 
 
-MEASURED = ("benchmarks.md", "lossless.md", "training.md", "heads.md")
+MEASURED = ("benchmarks.md", "measurements.md", "lossless.md", "training.md", "heads.md")
 """Pages of tables with their commands, which say what was measured and where."""
 
 GENERATED = ("commands.md", "architectures.md", "mutations.md")
