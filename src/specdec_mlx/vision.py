@@ -1,0 +1,312 @@
+"""Vision models of mlx-vlm: a prompt with images, and then speculation on the language model."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from importlib import import_module
+from pathlib import Path
+from threading import RLock
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from specdec_mlx import generation
+from specdec_mlx.errors import MissingPackageError, PromptError
+from specdec_mlx.models import load_model
+from specdec_mlx.options import wrong
+from specdec_mlx.responses import SpeculativeResponse, Text, printed
+from specdec_mlx.verify.inputs import CacheOptions, split_cache
+from specdec_mlx.verify.strategies import STRATEGIES, leaves
+from specdec_mlx.verify.tree_passes import VIEWS, view_class
+
+NOT_TAKEN = {
+    "draft_model": "None, since no draft model sees the images; look-up drafts from the text",
+    "kv_bits": "None, since mlx-vlm chooses otherwise which caches to quantize",
+    "max_kv_size": "None; of rotating caches of your own give prompt_cache",
+}
+"""Options of `specdec_mlx.stream_generate`, and what is expected of each here."""
+
+BESIDE_THE_TEXT = {"cross_attention_states", "decoder_inputs_embeds"}
+
+_one_pass = RLock()
+"""Held while a pass is built: the language model then has the state of one text."""
+
+
+@dataclass
+class ImagePositions:
+    """Of one text: what the language model keeps of its images, and the inputs of its prompt.
+
+    A cache holds it, so that it goes where the cache goes, into copies too.
+    """
+
+    kept: dict[str, mx.array | None]
+    reading: dict[str, Any] = field(default_factory=dict)
+
+
+class VisionModel(nn.Module):  # type: ignore[misc]
+    """A vision model of mlx-vlm as `speculate` takes it: its language model over given caches.
+
+    After an image the positions of a text are no longer those of the caches, and mlx-vlm keeps
+    by how much (Qwen's `rope_deltas`) on the model. Here each text's caches keep it: every pass
+    has that of its own text, and leaves the model as it was.
+
+    Args:
+        model: as `mlx_vlm.load` gives it. Keep the one that is made of it: so is what is measured.
+
+    Raises:
+        MissingPackageError: mlx-vlm is not installed.
+        ValueError: the model has no language model.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        if not isinstance(getattr(model, "language_model", None), nn.Module):
+            raise wrong("model", model, "a vision model: model, _ = mlx_vlm.load(...)")
+        mlx_vlm()
+        self.model = model
+
+    @property
+    def language_model(self) -> Any:
+        """The part that writes text."""
+        return self.model.language_model
+
+    @property
+    def layers(self) -> Any:
+        """Its decoder layers."""
+        return self.language_model.layers
+
+    def make_cache(self) -> Any:
+        """New caches, as mlx-vlm makes them."""
+        return mlx_vlm().models.cache.make_prompt_cache(self.language_model)
+
+    def __call__(
+        self,
+        inputs: mx.array,
+        cache: list[Any],
+        input_embeddings: mx.array | None = None,
+    ) -> Any:
+        """Logits [1, S, V] of tokens [1, S], or of the prompt's embeddings [1, S, D] for them."""
+        model, first = self.language_model, next(leaves(cache))
+        positions = self.positions_of(first)
+        more: dict[str, Any] = {}
+        if input_embeddings is not None:
+            more = {**positions.reading, "inputs_embeds": input_embeddings}
+        elif first.empty() and hasattr(model, "get_rope_index"):
+            # of no image, whatever the model keeps from an earlier prompt
+            indices = model.get_rope_index(inputs, None, None, None)
+            more = dict(zip(("position_ids", "rope_deltas"), indices, strict=True))
+        return self.with_kept(
+            positions, partial(model, inputs, cache=cache, **more)
+        ).logits
+
+    def positions_of(self, first: Any, *, may_be_full: bool = False) -> ImagePositions:
+        """What the first of a text's caches holds; what the model keeps now, if it is new."""
+        if not hasattr(first, "image_positions"):
+            if not (may_be_full or first.empty()):
+                how = "caches that vision.read_prompt was given, and never kv_bits"
+                raise wrong("prompt_cache", first, how)
+            first.image_positions = ImagePositions(kept_by(self.language_model))
+        positions: ImagePositions = first.image_positions
+        return positions
+
+    def with_kept(self, positions: ImagePositions, run: partial[Any]) -> Any:
+        """Call something while the language model keeps what it did for this text."""
+        model = self.language_model
+        with _one_pass:
+            before = kept_by(model)
+            keep(model, positions.kept)
+            try:
+                result = run()
+                positions.kept = kept_by(model)
+            finally:
+                keep(model, before)
+        return result
+
+
+def load(path: Path | str, **options: Any) -> tuple[VisionModel, Any]:
+    """Model and processor of a folder or a Hugging Face name; options are those of `mlx_vlm.load`.
+
+    Raises MissingPackageError, and ModelFolderError for what is no model.
+    """
+    model, processor = load_model(path, partial(mlx_vlm().load, **options))
+    return VisionModel(model), processor
+
+
+def read_prompt(
+    model: VisionModel,
+    processor: Any,
+    prompt: generation.Prompt,
+    images: Sequence[Any] = (),
+    prompt_cache: list[Any] | None = None,
+) -> tuple[list[int], dict[str, Any]]:
+    """Encode a prompt and its images: what `speculate(model, tokens, drafter, **options)` takes.
+
+    Args:
+        model: of `load`.
+        processor: of `load`.
+        prompt: text, with the marks that the model has for images; chat messages, which go
+            through the chat template; without images token ids too.
+        images: files, URLs or PIL images, in the order of their marks.
+        prompt_cache: caches of earlier turns, mlx-vlm's own too, which the prompt continues
+            without images; right after mlx-vlm has read them.
+
+    Returns:
+        Token ids, of which an image has many; and the options.
+
+    Raises:
+        PromptError: images that cannot be read here.
+        ValueError: other bad input.
+    """
+    if not isinstance(model, VisionModel):
+        raise wrong("model", model, "one of vision.load(...), or VisionModel(model)")
+    caches = model.make_cache() if prompt_cache is None else prompt_cache
+    first = next(leaves(split_cache(model, caches, CacheOptions())[0]))
+    config = model.model.config
+    ends = getattr(config, "eos_token_id", None)
+    tokenizer = TokenizerWrapper(
+        getattr(processor, "tokenizer", processor),
+        eos_token_ids=[ends] if isinstance(ends, int) else ends,
+    )
+    options = {"prompt_cache": caches, "tokenizer": tokenizer}
+    inputs: dict[str, Any]
+    if not images:
+        inputs = {"input_ids": mx.array([generation.encode(tokenizer, prompt)])}
+    elif first.empty():
+        inputs = encode(processor, prompt, images, config)
+    else:
+        raise PromptError(
+            "prompt_cache holds text, and images come with the first prompt. Give the whole "
+            "conversation without prompt_cache."
+        )
+    ids, pixels, mask = (
+        inputs.pop(name, None)
+        for name in ("input_ids", "pixel_values", "attention_mask")
+    )
+    positions = model.positions_of(first, may_be_full=True)
+    if first.empty():
+        embed = partial(
+            model.model.get_input_embeddings, ids, pixels, mask=mask, **inputs
+        )
+        features = model.with_kept(positions, embed).to_dict()
+        options["input_embeddings"] = features.pop("inputs_embeds")[0]
+        features = {name: f for name, f in features.items() if f is not None}
+        positions.reading = inputs | features
+        check_reading(model, ids, positions.reading)
+    return ids[0].tolist(), options
+
+
+def encode(
+    processor: Any, prompt: generation.Prompt, images: Sequence[Any], config: Any
+) -> dict[str, Any]:
+    """mlx-vlm's inputs of a prompt with images."""
+    package = mlx_vlm()
+    if not isinstance(prompt, str):
+        prompt = package.apply_chat_template(
+            processor, config, list(prompt), num_images=len(images)
+        )
+    adds_special = package.utils.should_add_special_tokens(config.model_type, processor)
+    return dict(
+        package.prepare_inputs(
+            processor,
+            images=list(images),
+            prompts=prompt,
+            image_token_index=getattr(config, "image_token_index", None),
+            add_special_tokens=adds_special,
+        )
+    )
+
+
+def check_reading(model: VisionModel, ids: mx.array, reading: dict[str, Any]) -> None:
+    """Raise PromptError for a prompt that has to be read in one pass, or beside the text."""
+    for part in (model.model, model.language_model):
+        policy = getattr(part, "chunked_prefill_policy", None)
+        may_be_cut = (
+            policy(input_ids=ids, prefill_kwargs=reading)
+            if policy
+            else not getattr(part, "no_chunked_prefill", False)
+        )
+        if not may_be_cut or not reading.keys().isdisjoint(BESIDE_THE_TEXT):
+            raise PromptError(
+                f"{type(part).__module__} reads images beside the text, or a prompt in one pass, "
+                "and here it is read in parts. Use mlx_vlm.generate."
+            )
+
+
+def stream_generate(
+    model: VisionModel,
+    processor: Any,
+    prompt: generation.Prompt,
+    images: Sequence[Any] = (),
+    prompt_cache: list[Any] | None = None,
+    **options: Any,
+) -> Generator[SpeculativeResponse, None, None]:
+    """Stream the same text as `mlx_vlm.stream_generate`, sooner.
+
+    Args:
+        model: of `load`.
+        processor: of `load`.
+        prompt: text, chat messages or token ids; see `read_prompt`.
+        images: files, URLs or PIL images.
+        prompt_cache: caches of earlier turns.
+        options: those of `specdec_mlx.stream_generate`, but `draft_model`, `kv_bits` and
+            `max_kv_size`. Greedy without `temp` or `sampler`, whatever the checkpoint says.
+
+    Yields:
+        As `specdec_mlx.stream_generate`, where it says what is raised, as `read_prompt` does.
+    """
+    for name, expected in NOT_TAKEN.items():
+        if options.get(name) is not None:
+            raise wrong(name, options[name], expected)
+    tokens, read = read_prompt(model, processor, prompt, images, prompt_cache)
+    return generation.stream_generate(model, prompt=tokens, **read, **options)
+
+
+def generate(
+    model: VisionModel,
+    processor: Any,
+    prompt: generation.Prompt,
+    images: Sequence[Any] = (),
+    verbose: bool = False,
+    **options: Any,
+) -> Text:
+    """The text of `stream_generate`; `verbose` prints it as it comes, and the account."""
+    responses = stream_generate(model, processor, prompt, images, **options)
+    return Text.of(printed(responses) if verbose else responses)
+
+
+@cache
+def mlx_vlm() -> Any:
+    """The package, whose caches are known from then on; MissingPackageError without it."""
+    try:
+        package, theirs = map(import_module, ("mlx_vlm", "mlx_vlm.models.cache"))
+    except ImportError as error:
+        raise MissingPackageError(
+            f"Vision models need mlx-vlm: pip install 'specdec-mlx[vision]' ({error})."
+        ) from error
+    # named as mlx-lm's, and alike
+    for kind, strategy in list(STRATEGIES.items()):
+        twin = getattr(theirs, kind.__name__, kind)
+        STRATEGIES[twin] = strategy
+        if kind in VIEWS:
+            VIEWS[twin] = view_class(twin)
+    return package
+
+
+def kept_by(module: Any) -> dict[str, mx.array | None]:
+    """What a module keeps between passes, parameters apart: arrays with a _ before the name."""
+    attributes = {**vars(module), **module}
+    return {
+        name: value
+        for name, value in attributes.items()
+        if name.startswith("_") and (value is None or isinstance(value, mx.array))
+    }
+
+
+def keep(module: nn.Module, kept: dict[str, mx.array | None]) -> None:
+    """Have a module keep this, and nothing else."""
+    for name in {**kept_by(module), **kept}:
+        setattr(module, name, kept.get(name))
