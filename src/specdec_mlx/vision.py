@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Sequence
+from collections.abc import Generator, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cache, partial
 from importlib import import_module
@@ -95,13 +96,14 @@ class VisionModel(nn.Module):  # type: ignore[misc]
         more: dict[str, Any] = {}
         if input_embeddings is not None:
             more = {**positions.reading, "inputs_embeds": input_embeddings}
-        elif first.empty() and hasattr(model, "get_rope_index"):
+        else:
+            positions.reading = {}
+        if first.empty() and not more and hasattr(model, "get_rope_index"):
             # of no image, whatever the model keeps from an earlier prompt
             indices = model.get_rope_index(inputs, None, None, None)
             more = dict(zip(("position_ids", "rope_deltas"), indices, strict=True))
-        return self.with_kept(
-            positions, partial(model, inputs, cache=cache, **more)
-        ).logits
+        with self.keeping(positions):
+            return model(inputs, cache=cache, **more).logits
 
     def positions_of(self, first: Any, *, may_be_full: bool = False) -> ImagePositions:
         """What the first of a text's caches holds; what the model keeps now, if it is new."""
@@ -113,18 +115,18 @@ class VisionModel(nn.Module):  # type: ignore[misc]
         positions: ImagePositions = first.image_positions
         return positions
 
-    def with_kept(self, positions: ImagePositions, run: partial[Any]) -> Any:
-        """Call something while the language model keeps what it did for this text."""
+    @contextmanager
+    def keeping(self, positions: ImagePositions) -> Iterator[None]:
+        """Have the language model keep in here what it did for this text, and then what it does."""
         model = self.language_model
         with _one_pass:
             before = kept_by(model)
             keep(model, positions.kept)
             try:
-                result = run()
+                yield
                 positions.kept = kept_by(model)
             finally:
                 keep(model, before)
-        return result
 
 
 def load(path: Path | str, **options: Any) -> tuple[VisionModel, Any]:
@@ -182,21 +184,18 @@ def read_prompt(
             "prompt_cache holds text, and images come with the first prompt. Give the whole "
             "conversation without prompt_cache."
         )
-    ids, pixels, mask = (
-        inputs.pop(name, None)
-        for name in ("input_ids", "pixel_values", "attention_mask")
-    )
+    tokens = inputs["input_ids"]
     positions = model.positions_of(first, may_be_full=True)
     if first.empty():
-        embed = partial(
-            model.model.get_input_embeddings, ids, pixels, mask=mask, **inputs
-        )
-        features = model.with_kept(positions, embed).to_dict()
-        options["input_embeddings"] = features.pop("inputs_embeds")[0]
-        features = {name: f for name, f in features.items() if f is not None}
-        positions.reading = inputs | features
-        check_reading(model, ids, positions.reading)
-    return ids[0].tolist(), options
+        seen = [inputs.pop(name, None) for name in ("input_ids", "pixel_values")]
+        mask = inputs.pop("attention_mask", None)
+        with model.keeping(positions):
+            made = model.model.get_input_embeddings(*seen, mask=mask, **inputs)
+        inputs |= {k: v for k, v in made.to_dict().items() if v is not None}
+        options["input_embeddings"] = inputs.pop("inputs_embeds")[0]
+        positions.reading = inputs
+        check_reading(model, tokens, inputs)
+    return tokens[0].tolist(), options
 
 
 def encode(
@@ -208,16 +207,15 @@ def encode(
         prompt = package.apply_chat_template(
             processor, config, list(prompt), num_images=len(images)
         )
-    adds_special = package.utils.should_add_special_tokens(config.model_type, processor)
-    return dict(
-        package.prepare_inputs(
-            processor,
-            images=list(images),
-            prompts=prompt,
-            image_token_index=getattr(config, "image_token_index", None),
-            add_special_tokens=adds_special,
-        )
+    adds_special = package.utils.should_add_special_tokens
+    inputs: dict[str, Any] = package.prepare_inputs(
+        processor,
+        images=list(images),
+        prompts=prompt,
+        image_token_index=getattr(config, "image_token_index", None),
+        add_special_tokens=adds_special(config.model_type, processor),
     )
+    return dict(inputs)
 
 
 def check_reading(model: VisionModel, ids: mx.array, reading: dict[str, Any]) -> None:

@@ -267,13 +267,14 @@ def test_a_prompt_that_is_read_in_one_pass_is_refused(monkeypatch):
         vision.read_prompt(model, processor, PROMPT, images())
 
 
-def test_load_reads_a_folder(tmp_path: Path, monkeypatch):
-    """What mlx-vlm loads; a folder without a model is said to be none."""
+def test_load_reads_a_folder_and_messages_go_through_its_template(tmp_path: Path):
+    """As `mlx_vlm.load` and `apply_chat_template` do; a folder without a model is said to be none."""
     with pytest.raises(ValueError, match=r"config\.json"):
         vision.load(tmp_path)
-    for file in ("config.json", "model.safetensors", "tokenizer.json"):
-        (tmp_path / file).write_text("{}")
-    loaded = tiny_vision.build("llava"), Processor("llava")
-    monkeypatch.setattr(mlx_vlm, "load", lambda path, **options: (*loaded, path, options)[:2])
-    model, processor = vision.load(tmp_path, lazy=True)
-    assert (model.model, processor) == loaded
+    model, processor = vision.load(tiny_vision.write_folder(tmp_path))
+    messages = [{"role": "user", "content": "What is it that is in this one?"}]
+    asked = mlx_vlm.apply_chat_template(processor, model.model.config, messages, num_images=1)
+    assert asked.startswith(START)
+    whole = mlx_vlm.generate(model.model, processor, asked, images(), max_tokens=12)
+    text = vision.generate(model, processor, messages, images(), max_tokens=12)
+    assert text.tokens == whole.token_ids

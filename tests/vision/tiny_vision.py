@@ -6,14 +6,16 @@ rows included.
 
 from __future__ import annotations
 
+import json
 from functools import cache
 from importlib import import_module
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
-from mlx.utils import tree_unflatten
+from mlx.utils import tree_flatten, tree_unflatten
 from mlx_vlm.tokenizer_utils import NaiveStreamingDetokenizer
 from PIL import Image
 from transformers import PreTrainedTokenizerFast
@@ -21,8 +23,8 @@ from transformers import PreTrainedTokenizerFast
 import tiny
 from tiny_text import bpe
 
-START, MARK = "<|start|>", "<|image|>"
-WORDS = ("<|bos|>", "<|end|>", START, MARK, "<|video|>", "<|pad|>")
+START, MARK, FILM = "<|vision_start|>", "<|image_pad|>", "<|video_pad|>"
+WORDS = ("<|bos|>", "<|end|>", START, MARK, FILM, "<|pad|>")
 FAST = bpe(special=WORDS)
 IDS = {word: FAST.token_to_id(word) for word in WORDS}
 VOCAB = 288
@@ -49,7 +51,7 @@ SEEN: dict[str, Any] = {
 QWEN_SEEN = SEEN | {"depth": 2, "num_heads": 2, "out_hidden_size": 64, "in_channels": 3}
 QWEN = {
     "image_token_id": IDS[MARK],
-    "video_token_id": IDS["<|video|>"],
+    "video_token_id": IDS[FILM],
     "vision_start_token_id": IDS[START],
     "vocab_size": VOCAB,
     "eos_token_id": [IDS["<|end|>"]],
@@ -117,6 +119,32 @@ def build(name: str, seed: int = 0) -> nn.Module:
     model.eval()
     mx.eval(model.parameters())
     return model
+
+
+TEMPLATE = (
+    "{% for m in messages %}{% for part in m.content %}{% if part.type == 'image' %}"
+    + f"{START}{MARK}"
+    + "{% else %}{{ part.text }}{% endif %}{% endfor %}<|bos|>{% endfor %}"
+)
+
+
+def write_folder(folder: Path, name: str = "qwen2_5_vl") -> Path:
+    """Write a tiny model with a tokenizer and mlx-vlm's own processor of it."""
+    whole, text, seen = CONFIGS[name]
+    config = text | whole | {"model_type": name, "vision_config": seen | {"model_type": name}}
+    roles = {"bos_token": "<|bos|>", "eos_token": "<|end|>", "pad_token": "<|pad|>"}
+    pixels = {"min_pixels": 16, "max_pixels": 4096, "patch_size": 2, "merge_size": 2}
+    files = {
+        "config": config,
+        "tokenizer_config": roles | {"chat_template": TEMPLATE},
+        "preprocessor_config": pixels | {"image_processor_type": "Qwen2VLImageProcessor"},
+    }
+    for file, content in files.items():
+        (folder / f"{file}.json").write_text(json.dumps(content))
+    FAST.save(str(folder / "tokenizer.json"))
+    weights = dict(tree_flatten(build(name).parameters()))
+    mx.save_safetensors(str(folder / "model.safetensors"), weights, metadata={"format": "mlx"})
+    return folder
 
 
 def image(seed: int = 0) -> Image.Image:
