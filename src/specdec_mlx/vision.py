@@ -21,6 +21,7 @@ from specdec_mlx.models import load_model
 from specdec_mlx.options import wrong
 from specdec_mlx.responses import SpeculativeResponse, Text, printed
 from specdec_mlx.verify.inputs import CacheOptions, split_cache
+from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.strategies import STRATEGIES, leaves
 from specdec_mlx.verify.tree_passes import VIEWS, view_class
 
@@ -91,26 +92,27 @@ class VisionModel(nn.Module):  # type: ignore[misc]
         input_embeddings: mx.array | None = None,
     ) -> Any:
         """Logits [1, S, V] of tokens [1, S], or of the prompt's embeddings [1, S, D] for them."""
-        model, first = self.language_model, next(leaves(cache))
-        positions = self.positions_of(first)
+        model, is_new = self.language_model, holds_nothing(cache)
+        positions = self.positions_of(cache, may_be_read=is_new)
         more: dict[str, Any] = {}
         if input_embeddings is not None:
             more = {**positions.reading, "inputs_embeds": input_embeddings}
         else:
             positions.reading = {}
-        if first.empty() and not more and hasattr(model, "get_rope_index"):
+        if is_new and not more and hasattr(model, "get_rope_index"):
             # of no image, whatever the model keeps from an earlier prompt
             indices = model.get_rope_index(inputs, None, None, None)
             more = dict(zip(("position_ids", "rope_deltas"), indices, strict=True))
         with self.keeping(positions):
             return model(inputs, cache=cache, **more).logits
 
-    def positions_of(self, first: Any, *, may_be_full: bool = False) -> ImagePositions:
-        """What the first of a text's caches holds; what the model keeps now, if it is new."""
+    def positions_of(self, caches: list[Any], may_be_read: bool) -> ImagePositions:
+        """What a text's caches hold of its images; if nothing yet, what the model keeps now."""
+        first = next(leaves(caches))
         if not hasattr(first, "image_positions"):
-            if not (may_be_full or first.empty()):
+            if not may_be_read:
                 how = "caches that vision.read_prompt was given, and never kv_bits"
-                raise wrong("prompt_cache", first, how)
+                raise wrong("prompt_cache", caches, how)
             first.image_positions = ImagePositions(kept_by(self.language_model))
         positions: ImagePositions = first.image_positions
         return positions
@@ -142,7 +144,7 @@ def read_prompt(
     model: VisionModel,
     processor: Any,
     prompt: generation.Prompt,
-    images: Sequence[Any] = (),
+    images: Sequence[Any] | str = (),
     prompt_cache: list[Any] | None = None,
 ) -> tuple[list[int], dict[str, Any]]:
     """Encode a prompt and its images: what `speculate(model, tokens, drafter, **options)` takes.
@@ -165,8 +167,9 @@ def read_prompt(
     """
     if not isinstance(model, VisionModel):
         raise wrong("model", model, "one of vision.load(...), or VisionModel(model)")
+    images = [images] if isinstance(images, str) else images
     caches = model.make_cache() if prompt_cache is None else prompt_cache
-    first = next(leaves(split_cache(model, caches, CacheOptions())[0]))
+    is_new = holds_nothing(split_cache(model, caches, CacheOptions())[0])
     config = model.model.config
     ends = getattr(config, "eos_token_id", None)
     tokenizer = TokenizerWrapper(
@@ -177,7 +180,7 @@ def read_prompt(
     inputs: dict[str, Any]
     if not images:
         inputs = {"input_ids": mx.array([generation.encode(tokenizer, prompt)])}
-    elif first.empty():
+    elif is_new:
         inputs = encode(processor, prompt, images, config)
     else:
         raise PromptError(
@@ -185,8 +188,8 @@ def read_prompt(
             "conversation without prompt_cache."
         )
     tokens = inputs["input_ids"]
-    positions = model.positions_of(first, may_be_full=True)
-    if first.empty():
+    positions = model.positions_of(caches, may_be_read=True)
+    if is_new:
         seen = [inputs.pop(name, None) for name in ("input_ids", "pixel_values")]
         mask = inputs.pop("attention_mask", None)
         with model.keeping(positions):
@@ -238,7 +241,7 @@ def stream_generate(
     model: VisionModel,
     processor: Any,
     prompt: generation.Prompt,
-    images: Sequence[Any] = (),
+    images: Sequence[Any] | str = (),
     prompt_cache: list[Any] | None = None,
     **options: Any,
 ) -> Generator[SpeculativeResponse, None, None]:
@@ -267,7 +270,7 @@ def generate(
     model: VisionModel,
     processor: Any,
     prompt: generation.Prompt,
-    images: Sequence[Any] = (),
+    images: Sequence[Any] | str = (),
     verbose: bool = False,
     **options: Any,
 ) -> Text:
@@ -292,6 +295,11 @@ def mlx_vlm() -> Any:
         if kind in VIEWS:
             VIEWS[twin] = view_class(twin)
     return package
+
+
+def holds_nothing(caches: list[Any]) -> bool:
+    """True of new caches, and of those that a failed reading was taken out of again."""
+    return next(leaves(caches)).empty() or Rollback(caches).end == 0
 
 
 def kept_by(module: Any) -> dict[str, mx.array | None]:

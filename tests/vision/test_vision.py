@@ -160,6 +160,22 @@ def test_a_second_turn_goes_on_from_an_images_caches(name, reader):
 
 
 @pytest.mark.parametrize("name", NAMES)
+def test_a_prompt_whose_reading_failed_can_be_read_again(name):
+    """Its caches are taken for new ones, whose images are still to be read."""
+    model, _ = load(name)
+    cache, text = model.make_cache(), expected(name)
+
+    def stop(done: int, total: int) -> None:
+        if done:
+            raise KeyboardInterrupt
+
+    how = {"prompt_cache": cache, "prefill_step_size": 8}
+    with pytest.raises(KeyboardInterrupt):
+        written(name, TWO, prompt_progress_callback=stop, **how)
+    assert written(name, drafter=oracle(text, 0.3), **how)[0] == text
+
+
+@pytest.mark.parametrize("name", NAMES)
 def test_texts_on_one_model_take_turns(name):
     """Each has its own image's positions, and none leaves anything with the model."""
     model, processor = load(name)
@@ -268,7 +284,7 @@ def test_a_prompt_that_is_read_in_one_pass_is_refused(monkeypatch):
 
 
 def test_load_reads_a_folder_and_messages_go_through_its_template(tmp_path: Path):
-    """As `mlx_vlm.load` and `apply_chat_template` do; a folder without a model is said to be none."""
+    """As `mlx_vlm.load` and `apply_chat_template` have it; another folder is said to be none."""
     with pytest.raises(ValueError, match=r"config\.json"):
         vision.load(tmp_path)
     model, processor = vision.load(tiny_vision.write_folder(tmp_path))
