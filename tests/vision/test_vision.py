@@ -18,6 +18,9 @@ import specdec_mlx as sd
 from scripted import OracleDrafter, ScriptedDrafter
 from specdec_mlx.contracts import Draft
 from specdec_mlx.errors import PromptError
+from specdec_mlx.verify.strategies import leaves
+from specdec_mlx.vision.model import kept_by
+from specdec_mlx.vision.prompts import NOT_TAKEN
 
 pytestmark = pytest.mark.full
 mlx_vlm = pytest.importorskip("mlx_vlm")
@@ -125,6 +128,8 @@ def test_a_text_on_lists_of_caches_is_mlx_vlms_own(wrong):
     tokens, stats = written("falcon_h1", prompt, drafter=oracle(text, wrong))
     assert tokens == text
     assert stats.accepted > 5
+    caches = list(leaves(load("falcon_h1")[0].make_cache()))
+    assert [type(cache).__name__ for cache in caches[:2]] == ["ArraysCache", "KVCache"]
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -190,23 +195,31 @@ def test_texts_on_one_model_take_turns(name):
         assert [tokens[number].token for tokens in together] == texts[prompt]
 
 
+@pytest.mark.parametrize("kept", ["an image's", "of three tokens"])
 @pytest.mark.parametrize("name", NAMES)
-def test_the_model_keeps_what_it_kept(name):
-    """What is measured of passes, and texts of ours, leave mlx-vlm's own state on the model."""
+def test_the_model_keeps_what_it_kept(name, kept):
+    """What is measured of passes, and texts of ours, leave mlx-vlm's own state on the model.
+
+    Nor does it reach them: positions of three tokens would not do for a longer prompt.
+    """
     model = tiny_vision.build(name)
     keeps = name.startswith("qwen")
     text = expected(name)
     if keeps:
         given = Processor(name)(TWO, images(TWO))
         ids, pixels = given.pop("input_ids"), given.pop("pixel_values")
-        mx.eval(model(ids, pixels, mask=None, **given).logits)
-    before = vision.kept_by(model.language_model)
-    assert keeps == any(kept is not None for kept in before.values())
+        if kept == "an image's":
+            mx.eval(model(ids, pixels, mask=None, **given).logits)
+        else:  # pixels have it forget earlier ones
+            cache = load(name)[0].make_cache()
+            mx.eval(model.language_model(ids[:, :3], cache=cache, pixel_values=pixels).logits)
+    before = kept_by(model.language_model)
+    assert keeps == any(value is not None for value in before.values())
     load.cache_clear()  # so that passes are measured anew
     assert written(name, drafter=oracle(text, 0.3), draft_length="auto")[0] == text
-    after = vision.kept_by(model.language_model)
+    after = kept_by(model.language_model)
     assert before.keys() == after.keys()
-    assert all(after[key] is kept for key, kept in before.items())
+    assert all(after[key] is value for key, value in before.items())
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -255,7 +268,7 @@ def test_generate_and_stream_generate_take_the_usual_options():
 def test_what_cannot_be_is_refused_with_what_can():
     model, processor = load("qwen2_5_vl")
     read = vision.read_prompt
-    for name in vision.NOT_TAKEN:
+    for name in NOT_TAKEN:
         with pytest.raises(ValueError, match=f"{name}=8: expected None"):
             vision.stream_generate(model, processor, PROMPT, images(), **{name: 8})
     with pytest.raises(ValueError, match=r"vision\.load"):
