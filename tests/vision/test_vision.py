@@ -250,7 +250,7 @@ def test_a_seed_gives_one_text_whatever_drafts(name):
     assert written(name, **how, drafter=oracle(plain, 0.3))[0] == plain
 
 
-def test_generate_and_stream_generate_take_the_usual_options():
+def test_generate_and_stream_generate_take_the_usual_options(monkeypatch):
     """Text, end tokens, chat messages and the account, as of the library's own."""
     model, processor = load("qwen2_5_vl")
     text = vision.generate(model, processor, PROMPT, images(), max_tokens=12, drafter=None)
@@ -263,6 +263,11 @@ def test_generate_and_stream_generate_take_the_usual_options():
     assert responses[-1].finish_reason == "length"
     ended = OracleDrafter([*whole.token_ids[:3], IDS["<|end|>"]], VOCAB)
     assert vision.generate(model, processor, PROMPT, images(), max_tokens=12, drafter=ended) == text
+    end = whole.token_ids[3]
+    monkeypatch.setattr(model.model.config, "eos_token_id", [end])
+    short = vision.generate(model, processor, PROMPT, images(), max_tokens=12).tokens
+    assert short == whole.token_ids[: 1 + whole.token_ids.index(end)]
+    assert short == mlx_vlm.generate(model.model, processor, PROMPT, images()).token_ids
 
 
 def test_what_cannot_be_is_refused_with_what_can():
@@ -305,5 +310,8 @@ def test_load_reads_a_folder_and_messages_go_through_its_template(tmp_path: Path
     asked = mlx_vlm.apply_chat_template(processor, model.model.config, messages, num_images=1)
     assert asked.startswith(START)
     whole = mlx_vlm.generate(model.model, processor, asked, images(), max_tokens=12)
-    text = vision.generate(model, processor, messages, images(), max_tokens=12)
-    assert text.tokens == whole.token_ids
+    for image in images():
+        image.save(path := str(tmp_path / "image.png"))
+    for given in (images(), path):
+        text = vision.generate(model, processor, messages, given, max_tokens=12)
+        assert text.tokens == whole.token_ids
