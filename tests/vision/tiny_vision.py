@@ -80,6 +80,13 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
         TEXT | {"model_type": "qwen2_5_vl", "rope_scaling": ROPE},
         QWEN_SEEN | {"window_size": 8, "fullatt_block_indexes": [1]},
     ),
+    "qwen3_vl": (
+        QWEN,
+        TEXT
+        | {"model_type": "qwen3_vl_text", "head_dim": 32, "rope_theta": 1e4}
+        | {"rope_scaling": ROPE | {"rope_type": "default"}},
+        QWEN_SEEN | {"num_position_embeddings": 16, "deepstack_visual_indexes": [0, 1]},
+    ),
     "qwen3_5": (
         QWEN,
         TEXT | {"model_type": "qwen3_5"} | LINEAR,
@@ -95,7 +102,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 """Of each architecture: the whole's configuration, the text's, and that of what sees."""
 
-ROWS = {"llava": 16, "qwen2_5_vl": 4, "qwen3_5": 4, "gemma3": 4}
+ROWS = {"llava": 16, "qwen2_5_vl": 4, "qwen3_vl": 4, "qwen3_5": 4, "gemma3": 4}
 """Rows of one image in the text."""
 
 
