@@ -106,6 +106,8 @@ class Continued(Wrapper):
         """Begin after the earlier turns and the prompt."""
         if context.draft_cache is not None:
             return self.drafter.begin(prompt, context)
+        # which hold the prompt at other positions
+        context = replace(context, target_caches=None)
         session = self.drafter.begin([*self.earlier, *prompt], context)
 
         def close(length: int) -> None:
