@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -41,7 +42,7 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 221_373,
+    "all": 221_371,
     "batch": 4_770,
     "beams": 2_851,
     "bench": 11_017,
@@ -57,17 +58,17 @@ TOKENS = {
     "notebook": 3_374,
     "rules": 4_904,
     "sampling": 2_387,
-    "server": 36_729,
+    "server": 36_680,
     "stats": 3_946,
     "testing": 9_161,
     "top": 8_792,
-    "training": 11_334,
+    "training": 11_322,
     "verify": 21_092,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 8.54
+TOKENS_A_LINE = 8.53
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {
@@ -202,6 +203,18 @@ def test_the_package_grows_no_larger() -> None:
     """A reader has to hold all of it in the head."""
     found = totals()
     assert not {name: number for name, number in found.items() if number > TOTALS[name]}, found
+
+
+def test_no_name_is_given_to_two_classes() -> None:
+    """A reader who looks for one finds one; and few are called rows of something."""
+    names = [
+        node.name
+        for name in MODULES
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not [name for name, uses in Counter(names).items() if uses > 1]
+    assert sum("Row" in name for name in names) <= 8
 
 
 def code_of(name: str) -> list[tokenize.TokenInfo]:

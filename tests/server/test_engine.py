@@ -25,12 +25,12 @@ from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.server import models
 from specdec_mlx.server.engine import Engine
-from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Models
 from specdec_mlx.server.requests import (
     Ended,
     Failed,
-    Progress,
+    PromptProgress,
     RequestError,
     ServerEndingError,
     TextRequest,
@@ -141,7 +141,7 @@ def test_progress_comes_first_and_ends_with_the_whole_prompt(folder: Path) -> No
         for is_cached in (False, True):
             client = begin(engine, 0, max_tokens=3)
             client.wait()
-            read = [event for event in client.events if isinstance(event, Progress)]
+            read = [event for event in client.events if isinstance(event, PromptProgress)]
             assert read == client.events[: len(read)]
             total = read[0].total
             num_cached = total - 1 if is_cached else 0
@@ -229,7 +229,9 @@ def test_clients_that_leave_at_any_point_leave_the_others_alone(engine: Engine) 
 def test_what_was_read_for_a_client_that_left_is_not_read_again(folder: Path) -> None:
     with running(folder, flags=with_flags(), prefill_step_size=16) as engine:
         client = begin(engine, 0, prompt=TEXT * 20)
-        while not any(isinstance(event, Progress) and event.done > 99 for event in client.events):
+        while not any(
+            isinstance(event, PromptProgress) and event.done > 99 for event in client.events
+        ):
             client.next()
         client.ticket.cancel()
         with pytest.raises(ConnectionError):
@@ -551,7 +553,7 @@ def test_stop_ends_it_in_every_state(
     state: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All who wait are told that the server ends, and so are those who come later."""
-    settings = Settings(model=str(folder), flags=with_flags(), prefill_step_size=16)
+    settings = ServerSettings(model=str(folder), flags=with_flags(), prefill_step_size=16)
     engine = Engine(Models(settings), settings)
     clients: list[Client] = []
     if state == "loading":
@@ -597,9 +599,9 @@ def test_stop_ends_it_in_every_state(
 
 def test_what_cannot_be_served_is_said_by_start(folder: Path, tmp_path: Path) -> None:
     for settings, words in (
-        (Settings(model=str(tmp_path / "nobody")), "There is no folder"),
-        (Settings(model=str(folder), adapter_path=str(tmp_path)), "adapter_config.json"),
-        (Settings(model=str(folder), kv_bits=8), "kv_bits=8"),
+        (ServerSettings(model=str(tmp_path / "nobody")), "There is no folder"),
+        (ServerSettings(model=str(folder), adapter_path=str(tmp_path)), "adapter_config.json"),
+        (ServerSettings(model=str(folder), kv_bits=8), "kv_bits=8"),
     ):
         engine = Engine(Models(settings), settings)
         with pytest.raises(ValueError, match=words):

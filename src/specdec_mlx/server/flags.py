@@ -34,7 +34,7 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([MG]?B?)", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """What the command line says, with mlx-lm's names and defaults.
 
     flags: of speculation. model, adapter_path: None for none, then each request names its own.
@@ -116,7 +116,7 @@ def refused(name: str, value: Any) -> RequestError:
     )
 
 
-def parse_settings(arguments: Sequence[str]) -> Settings:
+def parse_settings(arguments: Sequence[str]) -> ServerSettings:
     """The settings of a command line; ends the process, with one line, for a wrong one."""
     parser = make_parser()
     namespace, unknown = parser.parse_known_args(arguments)
@@ -128,7 +128,7 @@ def parse_settings(arguments: Sequence[str]) -> Settings:
         parser.error(str(error))
 
 
-def settings_of(namespace: argparse.Namespace) -> Settings:
+def settings_of(namespace: argparse.Namespace) -> ServerSettings:
     """The settings of parsed arguments; raises ValueError and OSError for what cannot be done."""
     is_local = is_loopback(namespace.host)
     if namespace.request_models == GIVEN and namespace.model is None:
@@ -144,8 +144,10 @@ def settings_of(namespace: argparse.Namespace) -> Settings:
     flags = take_flags(namespace)
     if is_local and not has_memory:
         flags = replace(flags, memory=PROCESS)  # one person's
-    names = [named.name for named in fields(Settings) if named.name != "flags"]
-    return Settings(flags=flags, **{name: getattr(namespace, name) for name in names})
+    names = [named.name for named in fields(ServerSettings) if named.name != "flags"]
+    return ServerSettings(
+        flags=flags, **{name: getattr(namespace, name) for name in names}
+    )
 
 
 def is_loopback(host: str) -> bool:

@@ -34,7 +34,7 @@ from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
 from specdec_mlx.models import explained
 from specdec_mlx.options import name_in
-from specdec_mlx.server.flags import DEFAULT_MODEL, Settings, refused
+from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
 from specdec_mlx.verify.exactness import can_hold_rows
@@ -119,7 +119,7 @@ class Models:
     `load`, `drafter` and `close` belong to the engine's thread; all else to any.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         """Make what needs no target; raises ValueError and MissingPackageError for a wrong flag."""
         self.settings, self.flags = settings, settings.flags
         self.loaded: Loaded | None = None

@@ -214,7 +214,7 @@ def _function(name: str, arguments: str) -> dict[str, str]:
     return {"name": name, "arguments": arguments}
 
 
-class Chunks(ABC):
+class ChunkStream(ABC):
     """The chunks of a stream in OpenAI's protocols: what chats and completions have in common."""
 
     kind: str
@@ -258,7 +258,7 @@ class Chunks(ABC):
         return fields.server_sent(whole)
 
 
-class ChatStream(Chunks):
+class ChatStream(ChunkStream):
     """Chunks of a streamed chat.
 
     A call's id and name come with the first of its arguments; pieces of these are sent as they come
