@@ -54,9 +54,10 @@ def drafter(kind: str, name: str, **options: Any) -> Any:
 
 KINDS = ("eagle3", "eagle3 variants", "eagle1", "medusa", "dflash", "model")
 TARGETS = ("llama", "qwen2", "gemma3_text", "gpt_oss", "deepseek_v3", "qwen3_5", "mamba2")
-IN_SHORT = [*((kind, "qwen2") for kind in KINDS), ("model", "mamba2"), ("mtp", "qwen3_5")]
+IN_SHORT = [("eagle3", "qwen2"), ("medusa", "qwen2"), ("model", "mamba2"), ("mtp", "qwen3_5")]
+EVERY_KIND = [*((kind, "qwen2") for kind in KINDS), *IN_SHORT]
 OTHERS = [*itertools.product(("eagle3", "model"), TARGETS), ("mtp", "deepseek_v3")]
-TABLE = list(dict.fromkeys([*IN_SHORT, *OTHERS]))
+TABLE = list(dict.fromkeys([*EVERY_KIND, *OTHERS]))
 """Every kind on one target, and every target under a head and a model: none knows the other."""
 
 

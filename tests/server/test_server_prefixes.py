@@ -27,7 +27,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 import tiny
 from engines import ask, running, settled, submit, with_flags
 from lossless import rows_of
-from selection import cases, in_one_test
+from selection import FULL, cases, in_one_test
 from specdec_mlx.server.prefix_files import MOST_POINTS, PrefixFiles, stateful, thinned
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.requests import Ended, Written
@@ -80,7 +80,7 @@ def test_going_back_to_a_point_is_as_if_no_more_had_been_read(name: str) -> None
     assert store.nbytes == sum(one.nbytes for entry in store.entries for one in entry.caches)
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "gemma3_text"])
+@pytest.fixture(scope="module", params=["qwen3_next", pytest.param("gemma3_text", marks=FULL)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that is recurrent in part, or has windows of 16."""
     root = tmp_path_factory.mktemp("models")
