@@ -48,6 +48,7 @@ if TYPE_CHECKING:
     )
     from specdec_mlx.drafters.recycling import RecyclingDrafter as RecyclingDrafter
     from specdec_mlx.drafters.suffix import SuffixDrafter as SuffixDrafter
+    from specdec_mlx.engine.history import remember as remember
     from specdec_mlx.generation import generate as generate
     from specdec_mlx.generation import stream_generate as stream_generate
     from specdec_mlx.loop import speculate as speculate
@@ -87,6 +88,7 @@ _PLACES = {
     "installed": "mlx_lm_plugin",
     "load_head": "drafters.heads.loading",
     "make_drafter": "drafters.choosing.registry",
+    "remember": "engine.history",
     "speculate": "loop",
     "stream_generate": "generation",
     "uninstall": "mlx_lm_plugin",

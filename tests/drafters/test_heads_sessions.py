@@ -313,9 +313,13 @@ class Enumerated:
         return draft_while(LONGEST, draws, lambda token: mx.zeros((1, 3)), self.goes_on, pace)
 
 
-@pytest.mark.parametrize("way", ["stepwise", "overlapping", "at once"])
-@pytest.mark.parametrize("how", DECIDERS)
-@pytest.mark.parametrize("name", cases(list(WAYS), "block"))
+LOOPS = list(itertools.product(WAYS, DECIDERS, ["stepwise", "overlapping", "at once"]))
+IN_SHORT = [("block", "value", "stepwise"), ("block", "threshold", "overlapping")]
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "way"), cases(LOOPS, *IN_SHORT, ("block", "value", "at once"))
+)
 def test_the_loops_leave_the_joint_distribution_alone(name: str, how: str, way: str) -> None:
     """Of two rounds and three tokens, for a head that steps and for one that drafts at once."""
     drafting = Enumerated(PEAKED, DECIDERS[how], way)

@@ -98,8 +98,12 @@ STATES: dict[str, list[dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("state", cases(STATES, "idle", "one text is written"))
+ENDINGS = [*((state, signal.SIGTERM) for state in STATES), ("idle", signal.SIGINT)]
+
+
+@pytest.mark.parametrize(
+    ("state", "number"), cases(ENDINGS, ENDINGS[-1], ("one text is written", signal.SIGTERM))
+)
 def test_a_signal_ends_the_server_whatever_it_does(
     state: str, number: signal.Signals, folder: Path, tmp_path: Path
 ) -> None:

@@ -458,7 +458,15 @@ class PardSession(AtOnceSession, ModelSession):
         pending = self.tokens[self.rollback.position :]
         length = limit if room is None else min(limit, 1 + room - len(pending))
         self.rollback.checkpoint()
-        masks = [self.mask_token] * (length - 1)
-        self.logits = self.feed(to_ids([*pending, *masks]))[-length:]
-        self.rollback.rewind_to(len(self.tokens))
+        self.logits = self.guesses(pending, length - 1)[-length:]
+        self.rollback.rewind_to(self.num_read)
         return length
+
+    @property
+    def num_read(self) -> int:
+        """Tokens of the text that the caches keep after a draft."""
+        return len(self.tokens)
+
+    def guesses(self, pending: Sequence[int], number: int) -> mx.array:
+        """Logits [n + number, V] of the pending tokens, and of masks behind them."""
+        return self.feed(to_ids([*pending, *[self.mask_token] * number]))
