@@ -182,7 +182,7 @@ def test_what_the_caches_hold_is_drafted_from(reader):
     """An image's own tokens and the first turn; of mlx-vlm's reading what `history` says."""
     model, _ = load("qwen3_5")
     cache, first = model.make_cache(), expected("qwen3_5", num_tokens=6)
-    held = [*encoded("qwen3_5", PROMPT, ())["input_ids"][0].tolist(), *first]
+    held = encoded("qwen3_5", PROMPT, ())["input_ids"][0].tolist() + first
     how: dict[str, Any] = {"prompt_cache": cache}
     if reader == "ours":
         written("qwen3_5", num_tokens=6, **how)
