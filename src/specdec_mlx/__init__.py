@@ -5,10 +5,14 @@ statistics in `drafters`, `rules` and `stats`, models that read images in `visio
 imported when a name of it is used.
 """
 
-from importlib import import_module as _import_module
-from typing import TYPE_CHECKING, Any
+from specdec_mlx.cli import signals as _signals
 
-from specdec_mlx.cli import backends as _backends
+_signals.end_server_in_peace()
+
+from importlib import import_module as _import_module  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from specdec_mlx.cli import backends as _backends  # noqa: E402
 
 try:
     import mlx.core as _mlx_core  # noqa: F401 (all that follows needs it)
