@@ -192,7 +192,7 @@ def test_what_the_caches_hold_is_drafted_from(reader):
     seen = Listener()
     text = expected("qwen3_5", more=[*first, *NEXT])
     assert written("qwen3_5", NEXT, drafter=seen, **how)[0] == text
-    assert seen.prompt == [*held, *NEXT]
+    assert seen.prompt == held + NEXT
 
 
 @pytest.mark.parametrize("name", NAMES)
