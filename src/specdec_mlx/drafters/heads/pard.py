@@ -11,8 +11,8 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.drafters.heads.session import AtOnceSession
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
+from specdec_mlx.drafters.writing import AtOnceSession
 from specdec_mlx.token_ids import to_ids
 
 
