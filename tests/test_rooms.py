@@ -27,22 +27,22 @@ import generate_map  # noqa: E402
 LONGEST_MODULE, LONGEST_FUNCTION = 3_400, 640
 """At most so many tokens of code: breaking a line makes nothing longer."""
 
-MOST_AT_THE_TOP = 12
+MOST_AT_THE_TOP = 13
 
 MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "GenerationBatch"}
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 204,
-    "numeric constants": 168,
+    "files": 205,
+    "numeric constants": 170,
     "protocols": 21,
-    "public names": 30,
+    "public names": 31,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 227_830,
+    "all": 227_876,
     "batch": 4_770,
     "beams": 2_851,
     "bench": 11_019,
@@ -50,7 +50,7 @@ TOKENS = {
     "cli": 8_851,
     "contracts": 4_398,
     "draft_length": 8_890,
-    "drafters": 47_878,
+    "drafters": 47_924,
     "engine": 8_230,
     "lab": 2_782,
     "memory": 6_013,

@@ -155,7 +155,9 @@ def test_a_signal_ends_the_command_from_its_first_import_to_its_last_line(
     (stub.parent / "__init__.py").touch()
     stub.write_text(EARLY[module].format(number=int(number)))
     program = Path(sys.executable)
-    command = [program, *start] if start[0] == "-m" else [program.parent / start[0], *start[1:]]
+    command: list[str | Path] = [program, *start]
+    if start[0] != "-m":
+        command = [program.parent / start[0], *start[1:]]
     run = subprocess.run(
         [*command, "--help"],
         capture_output=True,
