@@ -22,10 +22,11 @@ from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.engine.options import Options
 from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
-from specdec_mlx.options import whole, wrong
+from specdec_mlx.options import check_names, whole, wrong
 from specdec_mlx.responses import SpeculativeResponse, TextUnderWay, speeds
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.stop_strings import StopStrings
 from specdec_mlx.verify.inputs import max_tokens_of
 
 
@@ -47,6 +48,9 @@ class BatchStreamResponse(SpeculativeResponse):
 class SpeculativeBatchResponse(BatchResponse):  # type: ignore[misc]
     """mlx-lm's batch response. speculation: the account of each text."""
 
+    # of each text, if asked for; mlx-lm 0.31 has neither
+    token_ids: list[list[int]] | None = None
+    logprobs: list[list[float]] | None = None
     speculation: list[SpeculationStats] = field(default_factory=list)
 
 
@@ -166,6 +170,7 @@ def batch_generate(
     Raises:
         ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
+    check_names(options, batch_generate, batch_stream_generate)
     started = time.perf_counter()
     texts: dict[tuple[int, int], list[BatchStreamResponse]] = {}
     for response in batch_stream_generate(
@@ -214,11 +219,11 @@ def batch_generate(
         list(map(tokenizer.decode, tokens)),
         stats,
         [last.prompt_cache for last in lasts] if return_prompt_caches else None,
-        tokens if return_token_ids else None,
-        [[item.logprobs for item in text] for text in said]
+        token_ids=tokens if return_token_ids else None,
+        logprobs=[[item.logprobs for item in text] for text in said]
         if return_logprobs
         else None,
-        [last.stats for last in lasts],
+        speculation=[last.stats for last in lasts],
     )
     if verbose:
         _print(result)
@@ -251,9 +256,8 @@ def _respond(
         ):
             for request in samples:
                 uid = batch.insert(request)
-                texts[uid] = TextUnderWay(
-                    tokenizer.detokenizer, len(request.prompt), drafter
-                )
+                start = tokenizer.detokenizer, len(request.prompt), drafter
+                texts[uid] = TextUnderWay(*start, StopStrings(()))
 
     let_in()
     with closing(batch.run()) as tokens:

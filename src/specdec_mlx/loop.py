@@ -38,6 +38,7 @@ from specdec_mlx.engine.pipeline import Pipeline
 from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
 from specdec_mlx.engine.sequence import SequenceState, bring_caches_to, close_all
+from specdec_mlx.options import check_names
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.inputs import check_model, split_cache
@@ -103,7 +104,8 @@ def speculate(
         ValueError: for other bad input.
     """
     check_model(model)
-    how = options or Options.of(given, "speculate")
+    check_names(given, speculate, Options)
+    how = options or Options(**given)
     caches, draft_cache = split_cache(model, how.prompt_cache, how)
     history, num_unnamed = history_of(how.prompt_cache and caches, how.history)
     ranks = ranks_of(model, how.stream)

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +12,6 @@ from mlx_lm.generate import generation_stream
 from specdec_mlx.contracts import AcceptanceRule, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.options import did_you_mean
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.verify.inputs import CacheOptions
 
@@ -72,15 +71,3 @@ class Options(CacheOptions):
     counterfactual: bool = False
     prefill_stops: Sequence[int] = ()
     stream: Any = generation_stream
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], caller: str) -> Options:
-        """The options that a call was given; TypeError, or ValueError, for others."""
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                near = did_you_mean(name, known)
-                raise TypeError(
-                    f"{caller}() got an unexpected keyword argument {name!r}.{near}"
-                )
-        return cls(**given)

@@ -252,6 +252,10 @@ class SpeculationStats(Rows):
             f"{by_drafter}"
         )
 
+    def __repr__(self) -> str:
+        """The first line of `str`."""
+        return f"<SpeculationStats: {str(self).splitlines()[0]}>"
+
     def plot(self) -> Figure:
         """Draw histogram, acceptance by position and tokens per pass; needs matplotlib."""
         plots: Any = import_module("specdec_mlx.notebook.plots")
