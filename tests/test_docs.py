@@ -29,6 +29,7 @@ from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.drafters.choosing.candidates import KNOWN
 from specdec_mlx.rules.registry import rule_names
 
 ROOT = Path(__file__).parent.parent
@@ -220,12 +221,36 @@ def test_gains_are_told_in_one_generated_table() -> None:
         assert text_of(DOCS / name) == generator.written(text_of(DOCS / name)), name
 
 
+def test_known_repositories_and_gains_are_those_of_the_package() -> None:
+    """docs/generate_known.py writes the page, docs/generate_gains.py what the command says."""
+    import generate_gains
+    import generate_known
+
+    page = text_of(generate_known.PAGE)
+    assert page == generate_known.written(page)
+    assert page.count("| qwen3.8-27b |") == 1
+    assert text_of(generate_gains.IN_PACKAGE) == generate_gains.lines()
+
+
+def test_models_are_found_by_the_names_that_people_use() -> None:
+    """Each module that stands beside a name has its row below; each known family has a name."""
+    names, rows = text_of(DOCS / "architectures.md").split("## What was tried")
+    lines = [line for line in names.splitlines() if line.startswith("| ")][1:]
+    modules = {name for line in lines for name in re.findall(r"`(\w+)`", line)}
+    assert modules <= set(re.findall(r"^\| ([\w-]+) \|", rows, re.M))
+    said = re.sub(r"[^a-z0-9.]", "", " ".join(line.split("|")[1] for line in lines).lower())
+    known = (re.split("[ -]", line)[0] for line in text_of(KNOWN).splitlines())
+    families = {re.sub(r"[\d.]+$", "", name) for name in known} - {"vicuna", "zephyr"}
+    assert {name for name in families if name not in said} == set()
+
+
 MEASURED = ("benchmarks.md", "measurements.md", "lossless.md", "training.md", "heads.md")
 """Pages of tables with their commands, which say what was measured and where."""
 
 GENERATED = ("commands.md", "architectures.md", "mutations.md")
 OF_NO_GAIN = re.compile(
-    r"(?ms)^(```|~~~).*?^\1|^<!-- gains.*?<!-- end of gains -->"  # code and what it prints; the table
+    r"(?ms)^(```|~~~).*?^\1"  # code and what it prints
+    r"|^<!-- gains.*?<!-- end of gains -->|^<!-- known.*?<!-- end of known -->"  # generated
     r"|\d+\.\d+\.\d+|[A-Za-z\]] \d+\.\d+|version \d\.\d+|-\d\.\d+"  # versions and names
 )
 
