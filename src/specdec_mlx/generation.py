@@ -15,6 +15,7 @@ from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor, mode
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.guided import with_forced
 from specdec_mlx.engine.options import Options
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import speculate
@@ -111,6 +112,7 @@ def stream_generate(
         tokenizer=loaded(model, tokenizer),
     )
     chosen = resolve(drafter, draft_model, model, how.tokenizer)
+    chosen = with_forced(chosen, logits_processors or ())
     prompt_tokens = encode(how.tokenizer, prompt)
     tokens = speculate(model, prompt_tokens, chosen, options=how)
     num_prompt = len(prompt_tokens) or len(

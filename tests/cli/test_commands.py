@@ -93,7 +93,6 @@ def test_generate_drafts_by_default_and_prints_below_mlx_lms_lines(
     assert ACCOUNT.fullmatch(ours)
 
 
-@both_ways
 def test_draft_length_and_stats(folders: Path, stock: str) -> None:
     """K shows in the account by position, which --stats prints; mlx-lm has another name for it."""
     output = generate(folders, "--draft-length", "3", "--stats")
@@ -111,7 +110,6 @@ def test_draft_length_and_stats(folders: Path, stock: str) -> None:
     assert positions.search(done.stderr)[1].count(",") == 1  # type: ignore[index]
 
 
-@both_ways
 def test_drafter_chooses_the_drafter(folders: Path, stock: str) -> None:
     """`none` drafts nothing, options arrive, and several are tried in order."""
     none = generate(folders, "--drafter", "none")
@@ -124,7 +122,6 @@ def test_drafter_chooses_the_drafter(folders: Path, stock: str) -> None:
     assert account(rows)[2] > 80
 
 
-@both_ways
 def test_draft_model_drafts(folders: Path, stock: str) -> None:
     """The model itself is always right, another one is not; in a cascade it drafts nothing else."""
     model = ("--draft-model", str(folders / "model"))
@@ -139,7 +136,6 @@ def test_draft_model_drafts(folders: Path, stock: str) -> None:
     assert account(cascade)[1] >= 40
 
 
-@both_ways
 def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     """At temperature 1 a perfect draft model is accepted whole by rejection, not by match."""
     flags = ["--draft-model", str(folders / "model"), "--draft-length", "4"]
@@ -149,7 +145,6 @@ def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     assert accepted < drafted
 
 
-@both_ways
 def test_a_seed_is_one_text_at_any_draft_length(folders: Path) -> None:
     """Of a draft model at temperature 1, where no rule is named."""
     flags = ["--draft-model", str(folders / "other"), "--temp", "1", "--seed", "3"]
@@ -194,10 +189,6 @@ WRONG: dict[str, str] = {
         f"{command} --model nobody/no-model": "nobody/no-model is no folder here and not in the Hug"
         for command in ("generate", "probe")
     },
-    **{
-        f"benchmark -b 2 {flag}": "use --batch-size 1"
-        for flag in ("--drafter ngram", "--rule match", "--no-tuning")
-    },
     "bench --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
     "bench --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, ",
     "bench --drafter model": "it needs --draft-model MODEL",
@@ -225,12 +216,21 @@ def test_what_cannot_be_done_is_said_in_words(
     assert "Traceback" not in done.stderr
 
 
+def test_the_benchmark_of_a_batch_drafts(folders: Path) -> None:
+    """By whatever `--drafter` names; the account is that of a text of the last trial."""
+    typed = "--prompt-tokens 12 --generation-tokens 24 --num-trials 1 --batch-size 2 --stats"
+    flags = f"{typed} --drafter suffix --draft-length 4".split()
+    done = run("benchmark", "--model", folders / "model", *flags)
+    assert done.returncode == 0, done.stderr
+    assert "batch_size=2" in done.stdout
+    assert re.search(r"Last trial. Speculation: .*accepted \d+ of [1-9]\d* drafted", done.stdout)
+
+
 MEANINGLESS = ["bench --repeats 0", "bench --max-tokens many", "bench --per-category 0"]
 MEANINGLESS += ["bench --draft-length often", "bench --rule nothing", "demo --draft-length -1"]
 MEANINGLESS += ["demo --max-tokens 0", "demo --seconds 0", "demo --model", "no-such-command"]
 
 
-@both_ways
 @in_one_test("typed", MEANINGLESS)
 def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
     typed: str, tmp_path: Path
@@ -408,7 +408,6 @@ def test_no_bar_is_drawn_in_a_pipe(
         assert ("reading" in capsys.readouterr().err) == is_terminal
 
 
-@both_ways
 def test_probe_says_whether_drafting_is_exact(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -103,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--guesses",
         type=count,
         default=Size.guesses,
-        help="medusa: heads (%(default)s)",
+        help="medusa: heads; pass: embeddings (%(default)s)",
     )
     add("--init", metavar="MODEL", help=INIT)
     add("--dtype", choices=TYPES, default=Plan.dtype, help="of the file (%(default)s)")

@@ -36,6 +36,8 @@ class Options(CacheOptions):
         logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
         prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a draft
             model's; None makes new ones.
+        history: [n] tokens that prompt_cache holds already, for drafters to draw on; None for what
+            is known of it, from earlier calls or by `specdec_mlx.remember`.
         max_kv_size: positions after which new caches rotate; None for no limit.
         prefill_step_size: most positions of the prompt in one pass.
         kv_bits: bits of quantized caches, None for none.
@@ -61,6 +63,7 @@ class Options(CacheOptions):
     tuning: Tuning | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
     prompt_cache: list[Any] | None = None
+    history: Sequence[int] | mx.array | None = None
     prompt_progress_callback: Callable[[int, int], None] | None = None
     input_embeddings: mx.array | None = None
     tokenizer: Any = None

@@ -230,10 +230,10 @@ def speed_by_text(
     contenders = list(dict.fromkeys(r.key for r in results))[1:]
     contenders.sort(key=lambda key: key[0] == MLX_LM_SPECULATION)
     with_rule = len({r.rule for r in results if r.rule}) > 1
-    speeds: dict[Way, dict[str, tuple[float, float, float]]] = {}
+    speeds: dict[PlottedWay, dict[str, tuple[float, float, float]]] = {}
     for key in contenders:
         chosen = [r for r in results if r.key == key and r.ratio]
-        way = Way(key[0], key[1], key[2] if with_rule else "")
+        way = PlottedWay(key[0], key[1], key[2] if with_rule else "")
         speeds[way] = {r.category: (r.ratio, r.ratio_low, r.ratio_high) for r in chosen}
     categories = list(dict.fromkeys(r.category for r in results))
     return _speeds(
@@ -247,10 +247,10 @@ def speed_by_text(
 
 def modelled_speed(scores: Sequence[Any]) -> Figure:
     """Modelled speed of each way of drafting by kind of text. scores: of a replay, at one cost."""
-    speeds: dict[Way, dict[str, tuple[float, float, float]]] = {}
+    speeds: dict[PlottedWay, dict[str, tuple[float, float, float]]] = {}
     for score in scores:
         if not score.session and score.draft_length:
-            way = speeds.setdefault(Way(score.drafter, score.draft_length), {})
+            way = speeds.setdefault(PlottedWay(score.drafter, score.draft_length), {})
             way[score.category] = (score.speedup,) * 3
     categories = list(dict.fromkeys(score.category for score in scores))
     return _speeds(
@@ -262,7 +262,7 @@ def modelled_speed(scores: Sequence[Any]) -> Figure:
     )
 
 
-class Way(NamedTuple):
+class PlottedWay(NamedTuple):
     """A way of drafting: its drafter is a colour, its length and rule are a mark."""
 
     drafter: str
@@ -278,7 +278,7 @@ class Way(NamedTuple):
 
 def _speeds(
     categories: Sequence[str],
-    speeds: Mapping[Way, Mapping[str, tuple[float, float, float]]],
+    speeds: Mapping[PlottedWay, Mapping[str, tuple[float, float, float]]],
     words: str,
     ax: Axes | None,
     title: str,
