@@ -457,7 +457,8 @@ def _counts(rows: Sequence[Row]) -> str:
 
 def rows_of(text: str) -> list[Row]:
     """The rows of a page."""
-    return [Row(*cells) for cells in _cells(text.split(HALVES_HEADING)[0])]
+    _, table = text.split(HALVES_HEADING)[0].split("| Architecture")
+    return [Row(*cells) for cells in _cells("| Architecture" + table)]
 
 
 def halves_of(text: str) -> dict[str, HalfRow]:

@@ -88,9 +88,14 @@ def prior_for(model: nn.Module) -> Curve:
     kind = mode(kinds) if kinds else "float"
     if any("Switch" in type(layer).__name__ for layer in layers):
         kind = "experts"
+    return curve_for(kind)[1]
+
+
+def curve_for(kind: str) -> tuple[str, Curve]:
+    """Name and curve of the chip nearest to this one, for weights such as "4 affine"."""
     machine = f"{mx.device_info().get('device_name', '')} {kind}".removeprefix("Apple ")
-    fitting = (curve for curve in CURVES.values() if re.fullmatch(curve.fits, machine))
-    return next(fitting, MILDEST)
+    fitting = (item for item in CURVES.items() if re.fullmatch(item[1].fits, machine))
+    return next(fitting, ("mildest", MILDEST))
 
 
 @dataclass
