@@ -12,7 +12,8 @@ import argparse
 import json
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -29,8 +30,6 @@ from benchmarks.heads import openings
 from specdec_mlx.contracts import Decision, Draft, Drafter, Features, Randomness, TargetRows
 from specdec_mlx.draft_length.costs import CURVES
 from specdec_mlx.drafters.heads.loading import load_head
-from specdec_mlx.drafters.heads.session import HeadSession
-from specdec_mlx.drafters.writing import WritingSession
 from specdec_mlx.lab import draft_path, head_path, target_path
 from specdec_mlx.lab.pair import split_topics
 from specdec_mlx.loop import speculate
@@ -47,7 +46,7 @@ from specdec_mlx.verify.tree_passes import tree_pass
 
 MASK = 255  # a byte that no text of UTF-8 has
 LENGTHS = (1, 2, 4)
-CHIPS = ("m4-pro", "m5-max-27b-8bit")
+CHIPS = ("m3-max", "m5-max-70b")
 WINDOW, BATCH, RATE = 64, 2, 2e-3
 
 
@@ -66,13 +65,10 @@ def main() -> None:
     if args.train_pard:
         train_pard(target, tokenizer, args.train_pard, args.seconds)
     prompts = [list(tokenizer.encode(p.text)) for p in openings()[:: args.every]]
-    draws = [Draws(target, prompts, args.max_tokens)]
-    for measured in draws:
-        rows = [row for folder in args.folders for row in measured.parallel(folder)]
-        if args.typical:
-            rows += measured.typical()
-        if rows:
-            print(markdown_table(HEADER, rows, num_text_columns=2))
+    measured = Texts(target, prompts, args.max_tokens)
+    rows = [row for folder in args.folders for row in measured.parallel(folder)]
+    rows += measured.typical() if args.typical else []
+    print(markdown_table(HEADER, rows, num_text_columns=2) if rows else "")
 
 
 HEADER = ["drafter", "rule, temperature", "drafted", "accepted by position", "tokens a pass"]
@@ -80,44 +76,24 @@ HEADER += [f"speed, {chip}" for chip in CHIPS]
 
 
 @dataclass(frozen=True)
-class Draws:
+class Texts:
     """Texts of the target, drafted."""
 
     target: nn.Module
     prompts: Sequence[Sequence[int]]
     max_tokens: int
 
-    def run(self, drafter: Drafter, **options: Any) -> tuple[SpeculationStats, int]:
-        """All texts as one account, and the calls for logits of its drafts."""
-        total, calls = SpeculationStats(), 0
-
-        def counted(method: Callable[..., Any]) -> Callable[..., Any]:
-            def call(*args: Any, **more: Any) -> Any:
-                nonlocal calls
-                calls += 1
-                return method(*args, **more)
-
-            return call
-
-        kinds = {HeadSession, *HeadSession.__subclasses__()}
-        with patch.multiple(WritingSession):
-            patches = [
-                patch.object(kind, "next_logits", counted(kind.next_logits))
-                for kind in kinds
-                if "next_logits" in vars(kind)
-            ]
-            for one in patches:
-                one.start()
-            for seed, prompt in enumerate(self.prompts):
-                given = {"max_tokens": self.max_tokens, "seed": seed, **options}
-                *_, last = speculate(self.target, prompt, drafter, **given)
-                total.rounds += last.stats.rounds
-                total.cut += last.stats.cut
-                total.target_passes += last.stats.target_passes
-                total.accepted += last.stats.accepted
-            for one in patches:
-                one.stop()
-        return total, calls
+    def run(self, drafter: Drafter, **options: Any) -> SpeculationStats:
+        """All texts as one account."""
+        total = SpeculationStats()
+        for seed, prompt in enumerate(self.prompts):
+            given = {"max_tokens": self.max_tokens, "seed": seed, **options}
+            *_, last = speculate(self.target, prompt, drafter, **given)
+            total.rounds += last.stats.rounds
+            total.cut += last.stats.cut
+            total.target_passes += last.stats.target_passes
+            total.accepted += last.stats.accepted
+        return total
 
     def parallel(self, folder: Path) -> Iterator[list[str]]:
         """A head that drafts in one pass, at each length and temperature."""
@@ -126,7 +102,7 @@ class Draws:
         share = 1.0 if is_pass else size_of(head.model) / size_of(self.target)
         for temp, length in ((t, k) for t in (0.0, 1.0) for k in LENGTHS):
             drafted = length + is_pass
-            stats, _ = self.run(
+            stats = self.run(
                 head, draft_length=drafted, rule=AutoRule(), sampler=Sampling(temp=temp)
             )
             passes = stats.target_passes
@@ -140,34 +116,44 @@ class Draws:
                          passes, costs)  # fmt: skip
 
     def typical(self) -> Iterator[list[str]]:
-        """Medusa's and EAGLE-3's trees of 8 tokens under each rule."""
+        """Medusa's and EAGLE-3's trees of 4 and 8 tokens at temperature 1, under each rule."""
         for kind in ("medusa", "eagle3"):
             head: Any = replace(load_head(head_path(kind), self.target), branches=4)
             share = size_of(head.head) / size_of(self.target)
-            for temp in (0.7, 1.0):
+            for size in (4, 8):
                 ways: dict[str, Any] = {"exact": AutoRule()}
                 ways |= {"typical, first children": FirstChildren(), "typical": Typical()}
                 for name, rule in ways.items():
-                    how: Any = {"rule": rule, "sampler": Sampling(temp=temp)}
-                    stats, calls = self.run(head, draft_length=8, **how)
-                    steps = len(stats.rounds) if kind == "medusa" else calls
+                    how: Any = {"rule": rule, "sampler": Sampling(temp=1.0), "draft_length": size}
+                    with steps_of(head.head.session) as steps:
+                        stats = self.run(head, **how)
+                    num_steps = len(stats.rounds) if kind == "medusa" else len(steps)
                     costs = {
-                        chip: sum(CURVES[chip](k + 1) for k, _ in stats.rounds) + share * steps
+                        chip: sum(CURVES[chip](k + 1) for k, _ in stats.rounds) + share * num_steps
                         for chip in CHIPS
                     }
-                    label = f"{name}, {temp:g}"
-                    yield row_of(kind, label, stats, stats.target_passes, costs)
+                    yield row_of(f"{kind}, {size}", name, stats, stats.target_passes, costs)
 
 
-class FirstChildren(Typical):
-    """Typical acceptance for chains alone: of a tree the chain of first children."""
+@contextmanager
+def steps_of(session: Any) -> Iterator[list[None]]:
+    """A list that grows with each step of a head's drafts in here."""
+    steps: list[None] = []
+    method = session.next_logits
 
-    decide_tree: Any = None
+    def counted(self: Any, *args: Any, **more: Any) -> Any:
+        steps.append(None)
+        return method(self, *args, **more)
 
-    def __getattribute__(self, name: str) -> Any:
-        if name == "decide_tree":
-            raise AttributeError(name)
-        return super().__getattribute__(name)
+    with patch.object(session, "next_logits", counted):
+        yield steps
+
+
+@dataclass(frozen=True)
+class FirstChildren:
+    """Typical acceptance as of a rule for chains: of a tree it gets the chain of first children."""
+
+    name = "typical, first children"
 
     def decide(self, target: TargetRows, draft: Draft, randomness: Randomness) -> Decision:
         """See `Typical`."""
