@@ -225,7 +225,7 @@ MEASURED = ("benchmarks.md", "measurements.md", "lossless.md", "training.md", "h
 
 GENERATED = ("commands.md", "architectures.md", "mutations.md")
 OF_NO_GAIN = re.compile(
-    r"(?ms)^(```|~~~).*?^\1|^<!-- gains.*?<!-- end of gains -->"  # code and what it prints; the table
+    r"(?ms)^(```|~~~).*?^\1|^<!-- gains.*?<!-- end of gains -->"  # code, and the table
     r"|\d+\.\d+\.\d+|[A-Za-z\]] \d+\.\d+|version \d\.\d+|-\d\.\d+"  # versions and names
 )
 

@@ -32,7 +32,6 @@ from specdec_mlx.drafters.heads.parallel_sampling import (
     looking_ahead,
 )
 from specdec_mlx.errors import HeadError, TrainingError
-from specdec_mlx.mlx_lm_plugin.conversation import Continued
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
@@ -215,13 +214,13 @@ def test_caches_of_its_own_where_none_are_lent() -> None:
     assert to_list(fork.propose(4).tokens) == to_list(session.propose(4).tokens)
 
 
-def test_earlier_turns_are_not_taken_for_those_on_the_targets_caches() -> None:
-    """A conversation's drafter is shown more text than the loop counts, and reads it itself."""
+def test_earlier_turns_are_those_on_the_targets_caches() -> None:
+    """A conversation goes on: the history, which the caches hold, comes before what is drafted."""
     model, one, earlier = target("qwen2"), drafter("qwen2"), [9, 8, 7]
     plain = plain_text(model, [*earlier, *PROMPT], 24).tokens
     caches = make_prompt_cache(model)
     model(mx.array([earlier]), cache=caches)
-    items = list(sd.speculate(model, PROMPT, Continued(one, earlier), max_tokens=24,
+    items = list(sd.speculate(model, PROMPT, one, max_tokens=24, history=earlier,
                               draft_length=4, prompt_cache=caches))  # fmt: skip
     assert [item.token for item in items] == plain
     assert all(accepted for drafted, accepted in items[-1].stats.rounds if drafted)

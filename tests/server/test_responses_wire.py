@@ -206,12 +206,27 @@ def test_the_answer_keeps_to_a_format() -> None:
     assert read(text={"format": {"type": "text"}}).grammar is None
 
 
+def test_thoughts_that_are_referred_to_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """As the AI SDK does unless store is false: what else it refers to cannot be done without."""
+    caplog.set_level("INFO")
+    thought = {"type": "item_reference", "id": "rs_1"}
+    request = read(
+        input=[{"role": "user", "content": "a"}, thought, {"role": "user", "content": "b"}]
+    )
+    assert request.messages == [{"role": "user", "content": "a\n\nb"}]
+    assert "Left out: a reference of type reasoning" in caplog.text
+    with pytest.raises(RequestError, match="Set store to false"):
+        read(input=[{"type": "item_reference", "id": "msg_1"}])
+
+
 KEPT: list[dict[str, Any]] = [
     {"previous_response_id": "resp_1"},
     {"conversation": "conv_1"},
     {"prompt": {"id": "pmpt_1"}},
     {"background": True},
     {"input": [{"type": "item_reference", "id": "msg_1"}]},
+    {"input": [{"type": "item_reference", "id": "fc_1"}]},
+    {"input": [{"type": "item_reference"}]},
 ]
 WRONG: list[dict[str, Any]] = [
     {"input": []},

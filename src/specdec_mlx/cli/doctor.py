@@ -30,7 +30,8 @@ class Installation:
     """The installation that generates text here.
 
     runs_on: "metal", "cuda" or "cpu". blas: of a CPU. backends: versions by distribution on Linux.
-    openblas: variables that preload a better library. refusal: why mlx-lm's own calls cannot be extended.
+    openblas: variables that preload a better library. refusal: why mlx-lm's own calls cannot be
+    extended.
     """
 
     runs_on: str

@@ -10,8 +10,8 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.grammar import GrammarProcessor as GrammarProcessor
     from specdec_mlx.drafters.heads.drafter import HeadDrafter as HeadDrafter
     from specdec_mlx.drafters.heads.early_exit import early_exit as early_exit
-    from specdec_mlx.drafters.heads.one_pass import PardDrafter as PardDrafter
     from specdec_mlx.drafters.heads.parallel_sampling import PaSSDrafter as PaSSDrafter
+    from specdec_mlx.drafters.heads.pard import PardDrafter as PardDrafter
     from specdec_mlx.drafters.ngram_table import NGramTable as NGramTable
 
 _PLACES = {
@@ -21,7 +21,7 @@ _PLACES = {
     "HeadDrafter": "specdec_mlx.drafters.heads.drafter",
     "NGramTable": "specdec_mlx.drafters.ngram_table",
     "PaSSDrafter": "specdec_mlx.drafters.heads.parallel_sampling",
-    "PardDrafter": "specdec_mlx.drafters.heads.one_pass",
+    "PardDrafter": "specdec_mlx.drafters.heads.pard",
     "drafter_names": "specdec_mlx.drafters.choosing.registry",
     "early_exit": "specdec_mlx.drafters.heads.early_exit",
 }

@@ -5,13 +5,17 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Generator, Iterable
+from contextlib import suppress
 from functools import partial
+
+import mlx.core as mx
 
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import BatchToken, OwnDrafting, Request, Schedule
 from specdec_mlx.contracts import Drafter, all_drafters
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.engine.options import Options
+from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded
 from specdec_mlx.server.prefixes import Prefixes
@@ -93,6 +97,7 @@ class BatchRows:
             uid for uid, text in self.texts.items() if text.ticket.is_cancelled
         ]:
             self._keep_read(self.texts[uid])
+            self._keep_written(self.texts[uid])
             self.batch.schedule.remove(uid)
             self.texts.pop(uid).fail(ConnectionError("The client has gone."))
         self._steps = self._steps or self.batch.steps()
@@ -133,6 +138,19 @@ class BatchRows:
         text.show_progress(done)
         if self.loaded.is_stateful and (done in text.prompt.ends or done == total - 1):
             self._keep_read(text)
+
+    def _keep_written(self, text: AskedText) -> None:
+        """Keep what the caches hold of a text whose client has gone."""
+        tokens, options = text.tokens[:-1], self.batch.options
+        for row, writing in enumerate(self.batch.schedule.writing):
+            if self.texts.get(writing.uid) is not text:
+                continue
+            with suppress(CacheRollbackError), mx.stream(options.stream):
+                alone = self.batch.passes.extract(row)
+                held = tokens[: alone.rewind_to(len(tokens))]
+                self.prefixes.insert_cache(
+                    self.loaded.place, held, alone.caches, has_ended=False
+                )
 
     def _keep_read(self, text: AskedText) -> None:
         """Keep what was read of a prompt so far."""

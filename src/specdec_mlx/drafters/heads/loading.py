@@ -51,9 +51,9 @@ from specdec_mlx.drafters.heads.one_pass import (
     DFlashConfig,
     DSpark,
     Medusa,
-    PardDrafter,
 )
 from specdec_mlx.drafters.heads.parallel_sampling import load_pass
+from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
 from specdec_mlx.options import make_with, split_spec, whole

@@ -22,7 +22,7 @@ from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import target_ends
 from specdec_mlx.drafters.heads.files import HeadFiles
-from specdec_mlx.drafters.heads.one_pass import PardDrafter, PardSession
+from specdec_mlx.drafters.heads.pard import PardDrafter, PardSession
 from specdec_mlx.drafters.writing import WritingSession, way_of_writing
 from specdec_mlx.errors import HeadError
 from specdec_mlx.verify.watching import anatomy_of, change_class, held
