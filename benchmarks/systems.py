@@ -1,4 +1,4 @@
-"""Vertical cascades and trees of several drafters on the lab's pair: `python -m benchmarks.systems`.
+"""Vertical cascades and trees of several drafters: `python -m benchmarks.systems`, on the lab.
 
 Counts of a live run: passes of the target, and of the draft models with their positions. Seconds
 are modelled: a pass costs what the curve of a chip says, one of a draft model a share of that.

@@ -25,7 +25,7 @@ from specdec_mlx.drafters.heads.one_pass import PardDrafter
 from specdec_mlx.drafters.model import GuessedSession
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing.enumeration import Source, Tokens, state_after
+from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.verify.rollback import Rollback
 
