@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
+from importlib import import_module
 from itertools import product
 from typing import Any
 
@@ -54,12 +55,11 @@ def reference_passes(
 
 def reference(record: Record, size: int, *, trees: bool, keeps: bool) -> float:
     """Tokens a pass of the reference on all texts."""
-    from arctic_inference.suffix_decoding import SuffixDecodingCache
-
-    cache, passes = SuffixDecodingCache(), list[int]()
+    package: Any = import_module("arctic_inference.suffix_decoding")
+    cache, passes = package.SuffixDecodingCache(), list[int]()
     for number, text in enumerate(record.texts):
         if not keeps:
-            cache = SuffixDecodingCache()
+            cache = package.SuffixDecodingCache()
         passes += reference_passes(cache, number, text, size, trees=trees)
     return sum(passes) / len(passes)
 
