@@ -22,7 +22,7 @@ from specdec_mlx.contracts import (
     ValuesDrafts,
     key_of,
 )
-from specdec_mlx.contracts.branching import Text, draft_of
+from specdec_mlx.contracts.branching import TokenPath, draft_of
 from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.errors import TokenizerMismatchError
@@ -98,15 +98,17 @@ def paths_of(
     ]
 
 
-def trie(paths: Sequence[Path], limit: int, known: Chances) -> dict[Text, Evidence]:
+def trie(
+    paths: Sequence[Path], limit: int, known: Chances
+) -> dict[TokenPath, Evidence]:
     """Of all texts that places vote for, the `limit` likeliest, in that order, parents first.
 
     A place's votes are shared among its tokens; known: chances by the evidence that this is.
     """
-    found: dict[Text, Evidence] = {}
-    waiting: list[tuple[float, Text, list[Path], Evidence]] = []
+    found: dict[TokenPath, Evidence] = {}
+    waiting: list[tuple[float, TokenPath, list[Path], Evidence]] = []
 
-    def open_after(text: Text, reach: float, paths: Sequence[Path]) -> None:
+    def open_after(text: TokenPath, reach: float, paths: Sequence[Path]) -> None:
         voting: dict[int, list[Path]] = {}
         for path in paths:
             if len(path[2]) > len(text):
@@ -278,7 +280,7 @@ class SuffixSession:
         cap = self._config.num_draft
         return limit if cap is None else min(limit, cap)
 
-    def _trie(self, limit: int) -> dict[Text, Evidence]:
+    def _trie(self, limit: int) -> dict[TokenPath, Evidence]:
         context, length = self._text.context(), self._length(limit)
         voters = self._voters(context) if length > 0 else None
         paths = paths_of(voters, context.last, length) if voters else []
