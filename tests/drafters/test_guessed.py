@@ -21,7 +21,6 @@ from lossless import PROMPT
 from selection import cases, in_one_test
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, GoesOn, Step, key_of
 from specdec_mlx.drafters.drawing import ChainDraws
-from specdec_mlx.drafters.heads.one_pass import PardDrafter
 from specdec_mlx.drafters.model import GuessedSession
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.sampling.noise import Noise
@@ -283,7 +282,7 @@ def test_what_cannot_be_put_together_is_refused(options: dict[str, Any], message
     with pytest.raises(ValueError, match=message):
         sd.ModelDrafter(tiny.build("llama"), **given).begin(PROMPT, DraftContext())
     with pytest.raises(ValueError, match="PARD"):
-        PardDrafter(tiny.build("llama"), drafter="suffix")
+        sd.drafters.PardDrafter(tiny.build("llama"), drafter="suffix")
 
 
 def test_guesses_are_tokens_of_the_target() -> None:
