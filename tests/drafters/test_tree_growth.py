@@ -20,7 +20,6 @@ import specdec_mlx as sd
 import tiny
 from benchmarks.recorded_tops import with_tops
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
-from scripted import OracleDrafter
 from selection import FULL, cases, in_one_test
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
@@ -144,14 +143,10 @@ def test_look_ups_in_one_tree_keep_the_contract_of_a_drafter():
     check_drafter(TreeOf(sd.PromptLookupDrafter(), sd.NGramDrafter()), vocab_size=16, num_draws=100)
 
 
-def test_what_may_not_be_thrown_away_is_refused():
-    """A drafter takes what is observed for the part of its draft that was kept."""
-    with pytest.raises(ValueError, match="OracleDrafter proposes may not be thrown away"):
-        TreeOf(OracleDrafter([1], 9)).begin([1], DraftContext())
-
-
 def test_a_draft_that_was_drawn_is_not_merged():
-    """Its distribution is of a chain; the first drafter's goes alone, a later one's is left out."""
+    """Among look-ups: its distribution is of a chain; the first one's goes alone, a later one's is
+    left out.
+    """
     drawn = Draft([1], mx.zeros((1, 1)))
     for order, expected in [((drawn, Draft([2])), drawn), ((Draft([2]), drawn), Draft([2]))]:
         session: Any = TreeOf(*(sd.NGramDrafter() for _ in order)).begin([1], DraftContext())

@@ -94,7 +94,7 @@ class Selection(ABC):
             self.judge = Auto()
 
     def _way_to(self, key: str, session: Session) -> Callable[[int], Draft]:
-        if isinstance(session, SessionGroups):
+        if isinstance(session, SessionGroups) and not isinstance(session, DraftSession):
             return partial(self._tree, key, session.parts)
         return (
             self.values.begin(key, session, self._may_fork)
