@@ -31,11 +31,6 @@ HELPERS = ["gpt-4o-mini", "sonnet", "anthropic/claude-haiku", "accounts/a/models
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("models") / "target")
-
-
-@pytest.fixture(scope="module")
 def adapter(folder: Path) -> Path:
     """A LoRA adapter that changes what the model says."""
     place = folder.with_name("adapter")
