@@ -39,7 +39,7 @@ from specdec_mlx.draft_length.parts import Model
 from specdec_mlx.drafters.drawing import ChainDraws, Pace, draft_while, truncate
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, HeadDrafter
-from specdec_mlx.drafters.heads.one_pass import PardDrafter
+from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.testing.enumeration import Tokens, state_after
