@@ -57,10 +57,11 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "auto with trees": lambda: sd.make_drafter("auto:recycling=true,trees=true"),
 }
 
+SEEDED = {"sampler": sd.Sampling(0.8), "seed": 11, "rule": "coupled"}
+
 
 @in_one_test("drafter", DRAFTERS)
-@in_one_test("options", [{}, {"sampler": sd.Sampling(0.8), "seed": 11, "rule": "coupled"}])
-@in_one_test("length", [24, "auto"])
+@in_one_test(("length", "options"), [("auto", {}), (24, SEEDED)])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_the_text_is_the_targets_own(
     name: str, length: int | str, options: Any, drafter: str

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvicorn
 
+from live import listening
 from selection import in_one_test
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
 from specdec_mlx.server import app
@@ -84,16 +84,8 @@ def say(*events: Event) -> Callable[[Ticket], None]:
 def served() -> Iterator[tuple[StandIn, int]]:
     engine: Any = StandIn()
     settings = ServerSettings(temp=0.5, allowed_origins=("http://here",))
-    server = uvicorn.Server(
-        uvicorn.Config(app.make_app(engine, settings), port=0, log_config=None, lifespan="off")
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.01)
-    yield engine, server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join()
+    with listening(app.make_app(engine, settings), lifespan="off") as port:
+        yield engine, port
 
 
 @pytest.fixture

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -12,7 +12,7 @@ from openai import pydantic_function_tool
 from openai.types.chat import ChatCompletion
 from pydantic import BaseModel
 
-from live import Script, openai_at, scripted, served
+from live import Script, openai_at
 from selection import in_one_test
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.server.protocols import fields
@@ -433,18 +433,6 @@ class Read(BaseModel):
 
 class Answer(BaseModel):
     yes: bool
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    with scripted() as script:
-        yield script
-
-
-@pytest.fixture(scope="module")
-def url(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(script, tmp_path_factory.mktemp("models") / "model") as url:
-        yield url
 
 
 @pytest.fixture
