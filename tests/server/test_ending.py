@@ -150,8 +150,8 @@ def test_a_signal_ends_the_command_from_its_first_import_to_its_last_line(
     stub.parent.mkdir(exist_ok=True)
     (stub.parent / "__init__.py").touch()
     stub.write_text(EARLY[module].format(number=int(number)))
-    program = Path(sys.executable)
-    command = [program, *start] if start[0] == "-m" else [program.parent / start[0], *start[1:]]
+    beside = str(Path(sys.executable).parent / start[0])
+    command = [sys.executable, *start] if start[0] == "-m" else [beside, *start[1:]]
     run = subprocess.run(
         [*command, "--help"],
         capture_output=True,

@@ -52,7 +52,7 @@ POSITIONS = (
 )
 LONGEST_TEXT = 2**20  # positions for models whose configuration names none
 
-ANY_NAME = "A server that is started with --any-model-name takes any unknown name for its own model."
+ANY_NAME = "A server that is started with --any-model-name takes unknown names for its own model."
 
 MLX_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 """Files of a repository in the Hugging Face cache that is listed, as mlx-lm's server does."""

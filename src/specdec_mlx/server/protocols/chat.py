@@ -8,7 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from specdec_mlx.server.protocols import fields
-from specdec_mlx.server.protocols.turns import THOUGHTS, unseen
+from specdec_mlx.server.protocols.turns import THOUGHTS, as_result, parts_in, unseen
 from specdec_mlx.server.requests import (
     AUTO,
     NONE,
@@ -96,7 +96,9 @@ def _templated(given: Any) -> dict[str, Any]:
     message = fields.without_nulls(given)
     if message["role"] == "developer":
         message["role"] = "system"
-    message["content"] = _text(message.get("content", ""))
+    content = message.get("content", "")
+    content = as_result(content) if message["role"] == "tool" else content
+    message["content"] = "".join(map(_part, parts_in(content, "messages: content")))
     thoughts = [message.pop(name) for name in THOUGHTS if name in message]
     if thoughts and isinstance(thoughts[0], str):
         message |= dict.fromkeys(THOUGHTS, thoughts[0])
@@ -110,18 +112,6 @@ def _is_named(given: Any) -> bool:
     """True for an object whose function has a name: a tool, or a call of one."""
     function = given.get("function") if isinstance(given, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _text(content: Any) -> str:
-    """A content as text; what is none is named in its place."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(part, dict) for part in parts):
-        raise RequestError(
-            f"messages: content must be a text or a list of parts, not {content!r}"
-        )
-    return "".join(_part(part) for part in parts)
 
 
 def _part(part: Mapping[str, Any]) -> str:
@@ -193,7 +183,8 @@ def _logprobs(text: Written | Said) -> dict[str, Any]:
 
 def _message(text: Written) -> dict[str, Any]:
     calls = [_call(**call) for call in text.calls]
-    message: dict[str, Any] = {"role": "assistant", "content": text.text or None}
+    content = text.text or (None if calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     message |= dict.fromkeys(THOUGHTS, text.thoughts) if text.thoughts else {}
     return message | ({"tool_calls": calls} if calls else {})
 

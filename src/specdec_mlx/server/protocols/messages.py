@@ -17,6 +17,7 @@ from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     BETWEEN,
     Turns,
+    as_result,
     expect,
     function,
     given,
@@ -150,9 +151,8 @@ class Messages:
         if written.text:
             content.append({"type": "text", "text": written.text})
         for call in written.calls:
-            content.append(
-                _use(call["id"], call["name"], json.loads(call["arguments"]))
-            )
+            arguments = fields.without_surrogates(json.loads(call["arguments"]))
+            content.append(_use(call["id"], call["name"], arguments))
         assert written.ended is not None
         return _message(asked, content, _usage(written.ended)) | _stopped(written.ended)
 
@@ -216,15 +216,20 @@ def _add(turns: Turns, message: Mapping[str, Any]) -> None:
         kind = block["type"]
         if kind == "tool_result":
             failed = "Error: " if block.get("is_error") else ""
-            result = _texts(block.get("content"), "tool_result.content")
+            result = _texts(as_result(block.get("content")), "tool_result.content")
             turns.answer(str(block.get("tool_use_id")), failed + result)
         elif kind == "tool_use":
             name = expect(block.get("name"), str, "tool_use.name")
-            turns.call(str(block.get("id")), name, given(block, "input", dict))
+            turns.call(str(block.get("id")), name, _input(block.get("input")))
         elif kind == "thinking":
             turns.think(expect(block.get("thinking"), str, "thinking"))
         elif kind != "redacted_thinking":
             turns.say(said, _text(block))
+
+
+def _input(given: Any) -> Any:
+    """The input of a call: an object, or what a client kept of a broken one."""
+    return given if isinstance(given, str) else expect(given or {}, dict, "input")
 
 
 def _tools(tools: Sequence[Any]) -> Iterator[dict[str, Any]]:

@@ -20,6 +20,7 @@ from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     BETWEEN,
     Turns,
+    as_result,
     expect,
     function,
     given,
@@ -223,9 +224,8 @@ def _add(turns: Turns, item: Mapping[str, Any]) -> None:
         name = expect(item.get("name"), str, f"{kind}.name")
         turns.call(str(item.get("call_id")), name, arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        turns.answer(
-            str(item.get("call_id")), _texts(item.get("output"), f"{kind}.output")
-        )
+        output = _texts(as_result(item.get("output")), f"{kind}.output")
+        turns.answer(str(item.get("call_id")), output)
     elif kind == "item_reference":
         if not str(item.get("id")).startswith(GROWTH["reasoning"].prefix):
             raise RequestError(

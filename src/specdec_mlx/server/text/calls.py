@@ -234,7 +234,8 @@ class CallReader:
             return []
 
     def _checked(self, call: dict[str, Any]) -> tuple[str, str, str]:
-        name, arguments = call["name"], call.get("arguments", {})
+        name = call["name"]
+        arguments = call.get("arguments", call.get("parameters", {}))  # Llama's name
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if name not in self._names or not isinstance(arguments, dict):
