@@ -29,6 +29,7 @@ from specdec_mlx.server.requests import (
     RequestError,
     TextRequest,
     TokenLogprob,
+    Wire,
 )
 
 Body = Mapping[str, Any]
@@ -356,22 +357,22 @@ def words_of(error: Exception, status: HTTPStatus) -> str:
     ]
 
 
-def error_object(error: Exception, status: HTTPStatus) -> dict[str, Any]:
-    """OpenAI's form of an error."""
-    is_server = status >= HTTPStatus.INTERNAL_SERVER_ERROR
-    kind = "server_error" if is_server else "invalid_request_error"
-    code = getattr(error, "code", None) or status
-    return {
-        "error": {
-            "message": words_of(error, status),
-            "type": kind,
-            "param": None,
-            "code": code,
-        }
-    }
-
-
 def server_sent(data: Any, event: str | None = None) -> bytes:
     """A server-sent event: its data, which become JSON, and its name."""
     name = b"" if event is None else f"event: {event}\n".encode()
     return b"%sdata: %s\n\n" % (name, msgspec.json.encode(data))
+
+
+class OpenAIWire(Wire):
+    """What OpenAI's protocols have in common."""
+
+    def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
+        """OpenAI's form of an error."""
+        is_server = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        said = {
+            "message": words_of(error, status),
+            "type": "server_error" if is_server else "invalid_request_error",
+            "param": None,
+            "code": getattr(error, "code", None) or status,
+        }
+        return {"error": said}
