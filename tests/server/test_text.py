@@ -340,6 +340,7 @@ BROKEN = [
     '{"a": "x" "y"}',
     '{"a",: 1}',
 ]
+TOO_DEEP = '{"a": ' + "[" * 100 + "]" * 100 + "}"
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -353,7 +354,7 @@ def test_a_call_that_breaks_early_is_text_in_a_stream_too(broken: str) -> None:
         assert said(whole)[:4] == (call(broken), "", [("f", "{}")], "tool_calls")
 
 
-@pytest.mark.parametrize("broken", [f"{LONG}, {wrong[1:]}" for wrong in BROKEN])
+@pytest.mark.parametrize("broken", [f"{LONG}, {wrong[1:]}" for wrong in (*BROKEN, TOO_DEEP)])
 def test_what_a_stream_has_of_a_call_that_breaks_can_become_an_object(broken: str) -> None:
     for seed in range(3):
         events = [*events_of(cut(call(broken) + call("{}") + END, seed), tools=TOOLS)]
