@@ -95,7 +95,7 @@ PART = ".part-"  # begins the name of a file that is being written
 HEADER = "prefix"  # name of our metadata in a file
 
 
-class Header(msgspec.Struct):
+class Header(msgspec.Struct, forbid_unknown_fields=True):
     """What a file says of itself.
 
     points: positions of the states that are kept, ascending; None where the caches go back to any.
