@@ -24,7 +24,7 @@ from specdec_mlx.server.requests import (
     CallBroken,
     Ended,
     Event,
-    Progress,
+    PromptProgress,
     RequestError,
     Said,
     TextRequest,
@@ -295,7 +295,12 @@ def test_what_is_no_object_is_refused(raw: bytes) -> None:
 # What events become
 
 ENDED = Ended("stop", num_prompt=10, num_cached=4, num_written=6, num_thought=2, accepted=3)
-PLAIN: Sequence[Event] = [Progress(10, 10, 4), Said("Hm.", is_thought=True), Said("Yes."), ENDED]
+PLAIN: Sequence[Event] = [
+    PromptProgress(10, 10, 4),
+    Said("Hm.", is_thought=True),
+    Said("Yes."),
+    ENDED,
+]
 
 
 def streamed(events: Sequence[Event], **body: Any) -> list[dict[str, Any]]:

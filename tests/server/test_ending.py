@@ -99,8 +99,12 @@ STATES: dict[str, list[dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("state", cases(STATES, "idle", "one text is written"))
+ENDINGS = [*((state, signal.SIGTERM) for state in STATES), ("idle", signal.SIGINT)]
+
+
+@pytest.mark.parametrize(
+    ("state", "number"), cases(ENDINGS, ENDINGS[-1], ("one text is written", signal.SIGTERM))
+)
 def test_a_signal_ends_the_server_whatever_it_does(
     state: str, number: signal.Signals, folder: Path, tmp_path: Path
 ) -> None:
@@ -150,8 +154,10 @@ def test_a_signal_ends_the_command_from_its_first_import_to_its_last_line(
     stub.parent.mkdir(exist_ok=True)
     (stub.parent / "__init__.py").touch()
     stub.write_text(EARLY[module].format(number=int(number)))
-    beside = str(Path(sys.executable).parent / start[0])
-    command = [sys.executable, *start] if start[0] == "-m" else [beside, *start[1:]]
+    program = Path(sys.executable)
+    command: list[str | Path] = [program, *start]
+    if start[0] != "-m":
+        command = [program.parent / start[0], *start[1:]]
     run = subprocess.run(
         [*command, "--help"],
         capture_output=True,

@@ -18,7 +18,7 @@ from specdec_mlx.server.requests import (
     CallBroken,
     Ended,
     Event,
-    Progress,
+    PromptProgress,
     RequestError,
     Said,
     TextRequest,
@@ -281,7 +281,7 @@ def test_a_body_is_read_or_refused_whatever_stands_where() -> None:
 def test_a_text_with_thoughts_and_calls() -> None:
     """Items in the order of their events; counts of what was read, found and written."""
     events = [
-        Progress(0, 30, 20),
+        PromptProgress(0, 30, 20),
         Said("Let me ", is_thought=True),
         Said("think.", is_thought=True),
         Said("I read "),

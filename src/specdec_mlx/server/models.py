@@ -34,7 +34,7 @@ from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
 from specdec_mlx.models import explained
 from specdec_mlx.options import name_in
-from specdec_mlx.server.flags import DEFAULT_MODEL, Settings, refused
+from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
 from specdec_mlx.verify.exactness import can_hold_rows
@@ -52,7 +52,10 @@ POSITIONS = (
 )
 LONGEST_TEXT = 2**20  # positions for models whose configuration names none
 
-ANY_NAME = "A server that is started with --any-model-name takes unknown names for its own model."
+ANY_NAME = (
+    "A server that is started with --any-model-name takes any unknown name for its own "
+    "model."
+)
 
 MLX_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 """Files of a repository in the Hugging Face cache that is listed, as mlx-lm's server does."""
@@ -121,7 +124,7 @@ class Models:
     `load`, `drafter` and `close` belong to the engine's thread; all else to any.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         """Make what needs no target; raises ValueError and MissingPackageError for a wrong flag."""
         self.settings, self.flags = settings, settings.flags
         self.loaded: Loaded | None = None

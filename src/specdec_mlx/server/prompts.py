@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from specdec_mlx.generation import encode
-from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import is_forced, tools_for
 from specdec_mlx.server.requests import RequestError, TextRequest
 
@@ -43,7 +43,7 @@ def has_grammar(request: TextRequest) -> bool:
 def read_prompt(
     request: TextRequest,
     tokenizer: Any,
-    settings: Settings,
+    settings: ServerSettings,
     *,
     finds_ends: bool = False,
 ) -> ReadPrompt:
@@ -77,7 +77,7 @@ def _of_chat(
     request: TextRequest,
     messages: list[dict[str, Any]],
     tokenizer: Any,
-    settings: Settings,
+    settings: ServerSettings,
     finds_ends: bool,
 ) -> ReadPrompt:
     names = {**settings.chat_template_args, **request.template}

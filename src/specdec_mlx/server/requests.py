@@ -109,7 +109,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PromptProgress:
     """`done` of the prompt's `total` tokens are on the caches; the first one says how many were
     found there (`num_cached`)."""
 
@@ -183,7 +183,7 @@ class Failed:
     error: Exception
 
 
-Event = Progress | Said | CallBegan | CallArguments | CallBroken | Ended | Failed
+Event = PromptProgress | Said | CallBegan | CallArguments | CallBroken | Ended | Failed
 
 
 @dataclass

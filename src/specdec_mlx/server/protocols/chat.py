@@ -137,7 +137,7 @@ def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": called}
 
 
-class Chunks(Stream):
+class ChunkStream(Stream):
     """The chunks of a stream in OpenAI's protocols: what chats and completions have in common."""
 
     kind: str
@@ -169,7 +169,7 @@ class Chunks(Stream):
         return fields.server_sent(whole)
 
 
-class ChatStream(Chunks):
+class ChatStream(ChunkStream):
     """Chunks of a streamed chat."""
 
     kind = "chat.completion.chunk"

@@ -33,7 +33,7 @@ from specdec_mlx.server.requests import (
     CallBegan,
     Ended,
     Event,
-    Progress,
+    PromptProgress,
     RequestError,
     Said,
     Stream,
@@ -231,7 +231,7 @@ class MessageStream(Stream):
             self._begun = True
             read = (
                 _read(event.total, event.num_cached)
-                if isinstance(event, Progress)
+                if isinstance(event, PromptProgress)
                 else {}
             )
             empty = _message(self.asked, [], _read(0, 0) | read | {"output_tokens": 0})
