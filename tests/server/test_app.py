@@ -152,6 +152,16 @@ def test_paths(method: str, path: str, status: int, words: str, port: int) -> No
     assert method != "HEAD" or int(headers["Content-Length"]) > 0
 
 
+@in_one_test("path", ["/v1/chat/completions", "/completions", "/v1/messages/", "/responses?x=1"])
+def test_a_method_that_is_none_is_refused_in_the_protocols_form(path: str, port: int) -> None:
+    """With the ones that there are, as HTTP has it."""
+    for method in ("PUT", "DELETE", "PATCH"):
+        status, text, headers = ask(port, method, path)
+        assert (status, "POST" in headers["Allow"]) == (405, True)
+        assert (json.loads(text).get("type") == "error") is ("messages" in path)
+        assert json.loads(text)["error"]["type"] == "invalid_request_error"
+
+
 @in_one_test(
     "path", [CHAT, f"{CHAT}/", f"{CHAT}?beta=true", "/chat/completions", "/chat/completions/?a=b"]
 )
