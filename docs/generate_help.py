@@ -21,22 +21,22 @@ and the same ones of ours. The other commands are ours; `server` takes the flags
 
 def page() -> str:
     """The whole page."""
-    from specdec_mlx.cli.commands import MLX_LM_COMMANDS, make_parser
+    from specdec_mlx.cli.commands import COMMANDS, MLX_LM_COMMANDS, make_parser, overview
     from specdec_mlx.mlx_lm_plugin import flags
     from specdec_mlx.server.flags import make_parser as make_server_parser
 
     os.environ["COLUMNS"] = WIDTH
     os.environ["NO_COLOR"] = "1"
-    parser = make_parser()
     parts = [
         HEAD,
-        section("specdec-mlx", parser.format_help()),
+        section("specdec-mlx", overview()),
         section("Ours for generate, chat and benchmark", added_by(flags.add_arguments)),
         section("Ours for generate and chat", added_by(flags.add_grammar_arguments)),
         section("specdec-mlx server", make_server_parser().format_help()),
     ]
-    for name, command in subparsers(parser).items():
+    for name in COMMANDS:
         if name not in (*MLX_LM_COMMANDS, "server"):
+            command = make_parser(name)
             parts.append(section(f"specdec-mlx {name}", command.format_help()))
             for action, parser in subparsers(command).items():
                 parts.append(section(f"specdec-mlx {name} {action}", parser.format_help(), "###"))
@@ -44,7 +44,7 @@ def page() -> str:
 
 
 def subparsers(parser: argparse.ArgumentParser) -> dict[str, argparse.ArgumentParser]:
-    """Parsers of the commands, or of a command's actions, by name."""
+    """Parsers of a command's actions, by name."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             return dict(action.choices)

@@ -1,7 +1,7 @@
 """Commands as a user runs them: in this process, which is quick, or in one of their own.
 
-A test of a command is marked `@both_ways`: in the full run it runs once more as a process, which
-also sees what is imported when, and what earlier commands leave behind.
+A test marked `@both_ways` runs once more as a process in the full run, which also sees what is
+imported when, and what earlier commands leave behind: one or two for each part of a command.
 """
 
 from __future__ import annotations

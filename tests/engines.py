@@ -12,9 +12,9 @@ from typing import Any
 
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.server.engine import Engine
-from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Models
-from specdec_mlx.server.requests import Ended, Event, Failed, Progress, TextRequest, Written
+from specdec_mlx.server.requests import Ended, Event, Failed, PromptProgress, TextRequest, Written
 
 SECONDS = 240  # after which a test that waits fails
 PROMPT = "the cat in the hat and the other cat in the hat"
@@ -37,7 +37,7 @@ class Client:
 
     def until_text(self) -> None:
         """Wait for the first event that is not of the reading."""
-        while isinstance(self.next(), Progress):
+        while isinstance(self.next(), PromptProgress):
             pass
 
     def wait(self) -> Written:
@@ -53,7 +53,7 @@ class Client:
 @contextmanager
 def running(folder: Path | str | None, **settings: Any) -> Iterator[Engine]:
     """An engine with a model, which is stopped at the end."""
-    given = Settings(model=None if folder is None else str(folder), **settings)
+    given = ServerSettings(model=None if folder is None else str(folder), **settings)
     engine = Engine(Models(given), given)
     engine.start()
     try:

@@ -27,7 +27,8 @@ def each(table: Iterable[Any], check: Callable[[Any], object]) -> None:
 
 def in_one_test(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[[Any], Any]:
     """Like `parametrize`, but all cases are one test: for those that take no time."""
-    given = (names,) if isinstance(names, str) else names
+    given, rows = (names,) if isinstance(names, str) else names, list(table)
+    assert rows, "no case would be checked"
 
     def decorate(test: Any) -> Any:
         signature = inspect.signature(test)
@@ -38,7 +39,7 @@ def in_one_test(names: str | tuple[str, ...], table: Iterable[Any]) -> Callable[
                 values = case if len(given) > 1 else (case,)
                 test(**dict(zip(given, values, strict=True)), **fixtures)
 
-            each(table, check)
+            each(rows, check)
 
         others = [p for name, p in signature.parameters.items() if name not in given]
         run.__signature__ = signature.replace(parameters=others)  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ import openai
 
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.server.command import Signals, serve
-from specdec_mlx.server.flags import Settings, parse_settings
+from specdec_mlx.server.flags import ServerSettings, parse_settings
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.requests import TextRequest
 
@@ -93,4 +93,4 @@ def until(holds: Callable[[], Any], seconds: float = 240) -> None:
 def drafter_of(flags: Flags, target: nn.Module, **asked: Any) -> Any:
     """Who drafts for a request to a server with these flags, for a loaded target."""
     known: Any = "target", None, target, None, {}, ()
-    return Models(Settings(flags=flags)).drafter(TextRequest(**asked), Loaded(*known))[0]
+    return Models(ServerSettings(flags=flags)).drafter(TextRequest(**asked), Loaded(*known))[0]

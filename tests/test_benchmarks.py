@@ -23,7 +23,6 @@ from specdec_mlx import lab
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.loop import Token
 from specdec_mlx.models import load_model
-from specdec_mlx.stats.counterfactual import Counterfactual
 from tiny_model_folder import write_model_folder
 
 ROOT = Path(__file__).parent.parent
@@ -195,21 +194,6 @@ def test_a_generation_pays_for_the_passes_that_it_launched(
     monkeypatch.setattr(heads.mx, "synchronize", wait)
     runs = heads.race([generation(costs[i], num_tokens) for i in order])
     assert [run.seconds / (num_tokens - 2) for run in runs] == [costs[i] for i in order]
-
-
-# Rules: the table is the accounts of the texts, all rounds together -------------------------------
-
-Rounds = list[tuple[np.ndarray, int]]
-
-
-def recorded(rounds: Rounds) -> Counterfactual:
-    account = Counterfactual()
-    for table, num_accepted in rounds:
-        account.record(table, num_accepted)
-    return account
-
-
-# The server ---------------------------------------------------------------------------------------
 
 
 # Other packages, each of them no dependency of ours: without one its tests are left out -----------

@@ -210,6 +210,32 @@ def test_help_is_current() -> None:
     assert text_of(generate_help.PAGE).split() == generate_help.page().split()
 
 
+def test_gains_are_told_in_one_generated_table() -> None:
+    """Two pages have it, as docs/generate_gains.py writes it."""
+    import generate_gains as generator
+
+    with_table = {page.name for page in PAGES if generator.BEGIN in text_of(page)}
+    assert with_table == {"index.md", "expect.md"}
+    for name in with_table:
+        assert text_of(DOCS / name) == generator.written(text_of(DOCS / name)), name
+
+
+MEASURED = ("benchmarks.md", "measurements.md", "lossless.md", "training.md", "heads.md")
+"""Pages of tables with their commands, which say what was measured and where."""
+
+GENERATED = ("commands.md", "architectures.md", "mutations.md")
+OF_NO_GAIN = re.compile(
+    r"(?ms)^(```|~~~).*?^\1|^<!-- gains.*?<!-- end of gains -->"  # code, and the table
+    r"|\d+\.\d+\.\d+|[A-Za-z\]] \d+\.\d+|version \d\.\d+|-\d\.\d+"  # versions and names
+)
+
+
+@in_one_test("page", [page for page in PAGES if page.name not in MEASURED + GENERATED])
+def test_no_other_page_states_a_gain_of_its_own(page: Path) -> None:
+    """Numbers such as 1.5 and 1.5 to 2.1 stand where they are generated or measured, once."""
+    assert re.findall(r"(?<![\d.])1\.\d+(?![\d.]*\d)", OF_NO_GAIN.sub("", text_of(page))) == []
+
+
 def test_the_table_of_distances_is_current_and_tells_right_from_wrong() -> None:
     """docs/lossless.md says what the enumeration says: zero for the lossless rules alone."""
     import generate_lossless as generator

@@ -22,7 +22,7 @@ from specdec_mlx.contracts import Drafter, key_of
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.grammar import GrammarDrafter
-from specdec_mlx.mlx_lm_plugin.conversation import Continued, keeping_caches
+from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 
 PROMPT = [5, 17, 99, 3]
 
@@ -43,11 +43,9 @@ def kept(drafter: Drafter) -> Drafter:
 
 
 WRAPPERS: list[Callable[[Drafter], Drafter]] = [
-    lambda drafter: Continued(Continued(drafter, [1]), [2]),
+    lambda drafter: kept(kept(drafter)),
     kept,
-    lambda drafter: Continued(kept(drafter), [1]),
     lambda drafter: sd.FirstOf(sd.FirstOf(drafter)),
-    lambda drafter: Continued(sd.FirstOf(drafter), [1]),
     lambda drafter: kept(sd.FirstOf(drafter)),
 ]
 
@@ -106,7 +104,7 @@ def test_the_same_drafts_have_the_same_key_and_others_another() -> None:
     """Made twice, with a model loaded twice, and in a wrapper that adds nothing; options count."""
     for make in DIFFERENT:
         drafter = make()
-        others = make(), Continued(drafter, [1]), kept(drafter)
+        others = make(), kept(drafter)
         assert {key_of(other) for other in others} == {key_of(drafter)}
     assert len({key_of(make()) for make in DIFFERENT}) == len(DIFFERENT)
 

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import mlx.core as mx
@@ -32,12 +33,11 @@ import tiny
 from selection import in_one_test
 from specdec_mlx.cli.commands import main
 from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, installed, uninstall
-from specdec_mlx.mlx_lm_plugin.conversation import remember, tokens_on
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
 from tiny_model_folder import write_model_folder
 
 steps: Any = importlib.import_module("mlx_lm.generate")
-NAMES = ("generate_step", "speculative_generate_step")
+NAMES = ("generate_step", "speculative_generate_step", "batch_generate")
 PROMPT = "the cat in the hat and the other cat in the hat"
 WIDE_HEADS = {"num_attention_heads": 2, "num_key_value_heads": 1}  # 32, a group of kv_bits
 Pair = tuple[Any, Any]
@@ -57,10 +57,10 @@ def pair(folder: Path) -> Pair:
 @pytest.fixture(autouse=True)
 def left_as_found() -> Iterator[None]:
     """Every test leaves mlx-lm's names as they were."""
-    before = [getattr(steps, name) for name in NAMES]
+    before = dict(vars(steps))
     yield
     uninstall()
-    assert [getattr(steps, name) for name in NAMES] == before
+    assert vars(steps) == before
 
 
 def stock(pair: Pair, prompt: Any = PROMPT, **options: Any) -> str:
@@ -122,15 +122,25 @@ def test_importing_changes_nothing_and_needs_no_name_of_the_extension(
     assert done.stdout == stock(pair), done.stderr
 
 
-def test_only_two_names_are_touched_and_restored_exactly() -> None:
-    before = dict(vars(steps))
+def test_only_four_names_are_touched_and_restored_exactly(monkeypatch: Any) -> None:
+    """Functions also where another module has them by name, one that comes later included."""
+    early, late = ModuleType("early"), ModuleType("late")
+    monkeypatch.setitem(sys.modules, "early", early)
+    monkeypatch.setitem(sys.modules, "late", late)
+    early.generate_step = steps.generate_step  # type: ignore[attr-defined]
+    before, package = dict(vars(steps)), dict(vars(mlx_lm))
     install()
     changed = {name for name, value in vars(steps).items() if before[name] is not value}
-    assert changed == set(NAMES)
+    assert changed == {*NAMES, "GenerationResponse"}
     for name in NAMES:
         assert inspect.signature(getattr(steps, name)) == inspect.signature(before[name])
+    assert mlx_lm.batch_generate is steps.batch_generate is not before["batch_generate"]
+    late.generate_step = steps.generate_step  # type: ignore[attr-defined]
+    assert early.generate_step is late.generate_step  # type: ignore[attr-defined]
     uninstall()
-    assert all(vars(steps)[name] is value for name, value in before.items())
+    assert vars(steps) == before
+    assert vars(mlx_lm) == package
+    assert early.generate_step is late.generate_step is steps.generate_step  # type: ignore[attr-defined]
     uninstall()
 
 
@@ -301,18 +311,107 @@ def test_turns_on_one_cache_equal_a_fresh_run_of_the_conversation(
     assert {cache.offset for cache in caches} == {len(said)}
 
 
-def test_earlier_turns_are_forgotten_when_the_cache_was_changed_by_others(pair: Pair) -> None:
-    """A trimmed cache leaves the part that it still holds; one fed by others leaves nothing."""
-    caches = make_prompt_cache(pair[0])
-    assert tokens_on(caches) == tokens_on(None) == tokens_on([]) == []
-    pair[0](mx.array([[1, 2, 3, 4]]), cache=caches)
-    remember(caches, [1, 2, 3, 4])
-    assert tokens_on(caches) == [1, 2, 3, 4]
-    for cache in caches:
-        cache.trim(2)
-    assert tokens_on(caches) == [1, 2]
-    pair[0](mx.array([[7, 7, 7, 7]]), cache=caches)
-    assert tokens_on(caches) == []
+def test_a_host_that_reads_the_prompt_itself_names_it(pair: Pair) -> None:
+    """Then stock calls draft from all of it; the text is the same, and what nobody named is told.
+    Earlier turns need no name.
+    """
+    model, tokenizer = pair
+    prompt = tokenizer.encode(PROMPT)
+    expected, said = stock(pair, prompt), {}
+    with installed("prompt-lookup:min_ngram=1", draft_length=4) as speculation:
+        assert stock(pair, prompt, prompt_cache=make_prompt_cache(model)) == expected
+        whole: Any = speculation.stats
+        for is_named in (False, True):
+            caches = make_prompt_cache(model)
+            model(mx.array([prompt[:-1]]), cache=caches)
+            if is_named:
+                sd.remember(caches, prompt)
+            assert stock(pair, prompt[-1:], prompt_cache=caches) == expected
+            stats: Any = speculation.stats
+            said[is_named] = stats
+            assert stats.num_unnamed == (0 if is_named else len(prompt) - 1)
+            stock(pair, [3], prompt_cache=caches, max_tokens=2)
+            assert speculation.stats.num_unnamed == stats.num_unnamed  # type: ignore[union-attr]
+    assert said[True].rounds == whole.rounds
+    assert said[False].accepted < whole.accepted
+
+
+def test_an_accepted_draft_is_marked_whether_or_not_a_draft_model_was_named(pair: Pair) -> None:
+    """As many as were accepted; of two streams in turn, each its own."""
+    expected = list(mlx_lm.stream_generate(*pair, PROMPT, max_tokens=40))
+    assert not any(response.from_draft for response in expected)
+    with installed("prompt-lookup:min_ngram=1", draft_length=4) as speculation:
+        got = list(mlx_lm.stream_generate(*pair, PROMPT, max_tokens=40))
+        assert [r.token for r in got] == [r.token for r in expected]
+        stats: Any = speculation.stats
+        marked = [response.from_draft for response in got]
+        assert sum(marked) == stats.accepted - stats.cut > 0
+        streams = [mlx_lm.stream_generate(*pair, PROMPT, max_tokens=40) for _ in range(2)]
+        for one, other, is_marked in zip(*streams, marked, strict=True):
+            assert one.from_draft == other.from_draft == is_marked
+        with installed(None):
+            plain = list(mlx_lm.stream_generate(*pair, PROMPT, max_tokens=40))
+            assert not any(response.from_draft for response in plain)
+
+
+PROMPTS = [PROMPT, "the rain in the hat, the rain", "a", "and the other cat and the cat"]
+
+
+def test_a_stock_batch_writes_the_same_texts_in_fewer_passes(pair: Pair) -> None:
+    """Wherever its name was taken from; with options that a batch of ours does not know, and for
+    no drafter, it is mlx-lm's own.
+    """
+    model, tokenizer = pair
+    prompts = [tokenizer.encode(prompt) for prompt in PROMPTS]
+    caches = make_prompt_cache(model)
+    list(steps.generate_step(mx.array(prompts[0]), model, max_tokens=0, prompt_cache=caches))
+    given: list[dict[str, Any]] = [
+        {"max_tokens": 30},
+        {"max_tokens": [5, 30, 12, 1], "prefill_batch_size": 2, "completion_batch_size": 2},
+        {"max_tokens": 30, "prompt_caches": [caches] * 4, "return_prompt_caches": True},
+        {"max_tokens": 30, "sampler": make_sampler(0.0), "prefill_step_size": 4},
+    ]
+    for options in given:
+        expected = mlx_lm.batch_generate(model, tokenizer, prompts, **options)
+        with installed(draft_length=4) as speculation:
+            got = mlx_lm.batch_generate(model, tokenizer, prompts, **options)
+        assert got.texts == expected.texts
+        assert speculation.stats is not None
+        assert sum(stats.accepted for stats in got.speculation) > 0
+        assert (got.caches is None) == (expected.caches is None)
+    for drafter, options in ((None, {}), ("auto", {"max_kv_size": 64})):
+        with installed(drafter) as speculation:
+            got = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=9, **options)
+        assert speculation.stats is None
+        expected = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=9, **options)
+        assert got.texts == expected.texts
+    with installed(), pytest.raises(TypeError, match="missing"):
+        mlx_lm.batch_generate(model)
+
+
+UNSEEN = """
+import sys, specdec_mlx as sd, mlx_lm
+from mlx_lm.generate import generate_step as a_name_of_its_own
+model, tokenizer = mlx_lm.load(sys.argv[1])
+sd.install()
+if sys.argv[2] == "seen":
+    mlx_lm.generate(model, tokenizer, "the cat", max_tokens=3)
+else:
+    import mlx.core as mx
+    list(a_name_of_its_own(mx.array([1, 2]), model, max_tokens=3))
+if sys.argv[2] == "twice":
+    sd.uninstall()
+    sd.install()
+"""
+
+
+@in_one_test("how", ["seen", "unseen", "twice"])
+def test_a_host_that_cannot_be_reached_is_told_once(how: str, folder: Path) -> None:
+    """At the end of the process, or of the installation."""
+    command = [sys.executable, "-c", UNSEEN, str(folder), how]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stderr.count("no generation was seen") == (how != "seen")
 
 
 @in_one_test(

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ast
 import sys
 import tokenize
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -26,48 +27,49 @@ import generate_map  # noqa: E402
 LONGEST_MODULE, LONGEST_FUNCTION = 3_400, 640
 """At most so many tokens of code: breaking a line makes nothing longer."""
 
-MOST_AT_THE_TOP = 12
+MOST_AT_THE_TOP = 13
 
 MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "GenerationBatch"}
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 194,
-    "numeric constants": 168,
+    "files": 205,
+    "numeric constants": 170,
     "protocols": 21,
-    "public names": 30,
+    "public names": 31,
 }
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 221_373,
+    "all": 227_876,
     "batch": 4_770,
     "beams": 2_851,
-    "bench": 11_017,
+    "bench": 11_019,
     "checks": 10_612,
-    "cli": 8_695,
+    "cli": 8_851,
     "contracts": 4_398,
-    "draft_length": 8_885,
-    "drafters": 46_303,
-    "engine": 7_935,
-    "lab": 2_700,
-    "memory": 5_986,
-    "mlx_lm_plugin": 5_561,
-    "notebook": 3_374,
-    "rules": 4_904,
+    "draft_length": 8_890,
+    "drafters": 47_924,
+    "engine": 8_230,
+    "lab": 2_782,
+    "memory": 6_013,
+    "mlx_lm_plugin": 5_550,
+    "notebook": 3_640,
+    "rules": 5_139,
     "sampling": 2_387,
-    "server": 36_729,
-    "stats": 3_946,
+    "server": 37_079,
+    "stats": 3_972,
     "testing": 9_161,
-    "top": 8_792,
-    "training": 11_334,
-    "verify": 21_092,
+    "top": 9_851,
+    "training": 11_839,
+    "verify": 21_131,
+    "vision": 1_787,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 8.54
+TOKENS_A_LINE = 8.52
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {
@@ -202,6 +204,18 @@ def test_the_package_grows_no_larger() -> None:
     """A reader has to hold all of it in the head."""
     found = totals()
     assert not {name: number for name, number in found.items() if number > TOTALS[name]}, found
+
+
+def test_no_name_is_given_to_two_classes() -> None:
+    """A reader who looks for one finds one; and few are called rows of something."""
+    names = [
+        node.name
+        for name in MODULES
+        for node in ast.walk(tree(name))
+        if isinstance(node, ast.ClassDef)
+    ]
+    assert not [name for name, uses in Counter(names).items() if uses > 1]
+    assert sum("Row" in name for name in names) <= 8
 
 
 def code_of(name: str) -> list[tokenize.TokenInfo]:

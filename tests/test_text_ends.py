@@ -12,6 +12,7 @@ import mlx.core as mx
 import mlx_lm
 import numpy as np
 import pytest
+from mlx_lm.models.cache import make_prompt_cache
 
 import scripted
 import specdec_mlx as sd
@@ -43,6 +44,39 @@ def oracle() -> scripted.OracleDrafter:
 
 def by_loop(drafter: Any, **how: Any) -> Iterator[Token]:
     yield from sd.speculate(target(), PROMPT, drafter, max_tokens=24, draft_length=4, **how)
+
+
+# it goes on with "objects\nthat the same a"
+STOPS = [("that",), (" the", "ct"), ("am", ""), (" az", "zzz"), ()]
+
+
+@in_one_test("strings", STOPS)
+def test_a_stop_string_ends_the_text_wherever_tokens_fall(strings: tuple[str, ...]) -> None:
+    """The text is the whole one up to the first of them, drafted for or not; the caches hold the
+    tokens that were handed out.
+    """
+    target_model, draft, tokenizer = PAIR
+    given: dict[str, Any] = {"max_tokens": 24, "draft_length": 4}
+    whole = sd.generate(target_model, tokenizer, TEXT, drafter=None, **given)
+    places = [whole.find(string) for string in strings if string and string in whole]
+    expected = whole[: min(places)] if places else whole
+    for drafter in (None, sd.ModelDrafter(draft)):
+        caches = make_prompt_cache(target_model)
+        responses = list(
+            sd.stream_generate(
+                *(target_model, tokenizer, TEXT),
+                **given,
+                drafter=drafter,
+                stop=strings[0] if len(strings) == 1 else strings,
+                prompt_cache=caches,
+            )
+        )
+        assert "".join(response.text for response in responses) == expected
+        assert responses[-1].finish_reason == ("stop" if places else "length")
+        assert all(response.finish_reason is None for response in responses[:-1])
+        num_read = len(tokenizer.encode(TEXT)) + len(responses)
+        assert {cache.offset for cache in caches} == {num_read}
+    assert sd.generate(target_model, tokenizer, TEXT, stop=strings, **given) == expected
 
 
 def by_batch(drafter: Any, **how: Any) -> Iterator[Token]:

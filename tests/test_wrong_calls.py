@@ -138,6 +138,10 @@ FIRST_CALL: list[Case] = [
 OF_GENERATE: list[Case] = [
     ({"sampler": 0.7}, r"give temp=0\.7"),
     ({"sampler": sd.Sampling(0.7), "temp": 0.7}, r"temp= or sampler=, not both"),
+    ({"sampler": sd.Sampling(0.7), "top_k": 4}, r"top_k= or sampler=, not both"),
+    ({"temperature": 0.7, "temp": 0.7}, r"temp= or temperature=, not both"),
+    ({"temperature": -1.0}, r"temp=-1\.0.*>= 0"),
+    ({"top_p": 2}, r"top_p=2.*\[0, 1\]"),
     ({"temp": -1.0}, r"temp=-1\.0.*>= 0"),
     ({"draft_model": "/no/such/folder"}, r"There is no folder"),
     ({"drafter": object()}, r"begin\(prompt, context\)"),
@@ -229,6 +233,55 @@ def test_what_is_meant_is_done() -> None:
     assert generated(temp=0.9, seed=3) == generated(sampler=sd.Sampling(temp=0.9), seed=3)
     options = {"max_kv_size": 64, "kv_group_size": 32}
     assert generated(kv_bits=4, **options) == generated(**options)
+
+
+def test_temperature_and_filters_are_those_of_a_sampler() -> None:
+    """By mlx-lm's names; the text is a sampler's with the same, and each has a say in it."""
+    filters: dict[str, Any] = {"top_p": 0.8, "min_p": 0.05, "top_k": 20}
+    how: dict[str, Any] = {"seed": 3, "max_tokens": 24}
+    text = generated(temperature=3.0, **filters, **how)
+    assert text == generated(sampler=sd.Sampling(temp=3.0, **filters), **how)
+    streamed_text = streamed(temp=3.0, **filters, **how)
+    assert text == [response.token for response in streamed_text]
+    for name in filters:
+        others = {key: value for key, value in filters.items() if key == name}
+        assert generated(temp=3.0, **others, **how) != generated(temp=3.0, **how), name
+
+
+UNKNOWN = {
+    "generate": ("tempreature", "temperature"),
+    "stream_generate": ("max_new_tokens", "max_tokens"),
+    "batch_generate": ("max_token", "max_tokens"),
+    "speculate": ("draft_lenght", "draft_length"),
+}
+
+
+@in_one_test("name", UNKNOWN)
+def test_an_unknown_argument_is_named_by_the_function_that_was_called(name: str) -> None:
+    """With the one that is probably meant."""
+    wrong, meant = UNKNOWN[name]
+    first = (pair()[0], [1]) if name == "speculate" else (*pair(), [PROMPT])
+    words = rf"^{name}\(\) got an unexpected keyword argument '{wrong}'\. Did you mean {meant}\?"
+    with pytest.raises(TypeError, match=words):
+        getattr(sd, name)(*first, **{wrong: 3})
+
+
+def test_a_memory_of_one_path_needs_no_list(tmp_path: Path) -> None:
+    """A str is a path, not a list of letters."""
+    (tmp_path / "a.txt").write_text("the cat in the hat")
+    [expected] = sd.Memory.from_files([tmp_path], pair()[1]).texts()
+    for one in (str(tmp_path), tmp_path):
+        [text] = sd.Memory.from_files(one, pair()[1]).texts()
+        assert [*text] == [*expected]
+
+
+def test_stats_and_the_pair_are_shown_in_a_line() -> None:
+    """Where they are the value of a cell or stand in a response."""
+    stats = sd.generate(*pair(), PROMPT, max_tokens=6).stats
+    assert repr(stats).startswith("<SpeculationStats: 6 tokens in ")
+    shown = repr(lab.load_pair())
+    assert re.fullmatch(r"<Pair: target [\d,]+, draft [\d,]+ parameters>", shown)
+    assert "\n" not in repr(stats) + shown
 
 
 NUMBERS: list[dict[str, int]] = [

@@ -1,13 +1,18 @@
 """Speculative decoding for mlx-lm: the same text, sooner.
 
 Errors are in `errors`, results of a generation in `responses`, further drafters, rules and
-statistics in `drafters`, `rules` and `stats`. A module is imported when a name of it is used.
+statistics in `drafters`, `rules` and `stats`, models that read images in `vision`. A module is
+imported when a name of it is used.
 """
 
-from importlib import import_module as _import_module
-from typing import TYPE_CHECKING, Any
+from specdec_mlx.cli import signals as _signals
 
-from specdec_mlx.cli import backends as _backends
+_signals.end_server_in_peace()
+
+from importlib import import_module as _import_module  # noqa: E402
+from typing import TYPE_CHECKING, Any  # noqa: E402
+
+from specdec_mlx.cli import backends as _backends  # noqa: E402
 
 try:
     import mlx.core as _mlx_core  # noqa: F401 (all that follows needs it)
@@ -20,6 +25,7 @@ if TYPE_CHECKING:
     from specdec_mlx import responses as responses
     from specdec_mlx import rules as rules
     from specdec_mlx import stats as stats
+    from specdec_mlx import vision as vision
     from specdec_mlx.batch_generation import batch_generate as batch_generate
     from specdec_mlx.batch_generation import (
         batch_stream_generate as batch_stream_generate,
@@ -46,6 +52,7 @@ if TYPE_CHECKING:
     )
     from specdec_mlx.drafters.recycling import RecyclingDrafter as RecyclingDrafter
     from specdec_mlx.drafters.suffix import SuffixDrafter as SuffixDrafter
+    from specdec_mlx.engine.history import remember as remember
     from specdec_mlx.generation import generate as generate
     from specdec_mlx.generation import stream_generate as stream_generate
     from specdec_mlx.loop import speculate as speculate
@@ -85,11 +92,12 @@ _PLACES = {
     "installed": "mlx_lm_plugin",
     "load_head": "drafters.heads.loading",
     "make_drafter": "drafters.choosing.registry",
+    "remember": "engine.history",
     "speculate": "loop",
     "stream_generate": "generation",
     "uninstall": "mlx_lm_plugin",
 }
-_ROOMS = ("drafters", "errors", "responses", "rules", "stats")
+_ROOMS = ("drafters", "errors", "responses", "rules", "stats", "vision")
 
 __all__ = [*_PLACES]
 

@@ -22,10 +22,11 @@ from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.engine.options import Options
 from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
-from specdec_mlx.options import whole, wrong
+from specdec_mlx.options import check_names, whole, wrong
 from specdec_mlx.responses import SpeculativeResponse, TextUnderWay, speeds
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.stop_strings import StopStrings
 from specdec_mlx.verify.inputs import max_tokens_of
 
 
@@ -166,6 +167,7 @@ def batch_generate(
     Raises:
         ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
+    check_names(options, batch_generate, batch_stream_generate)
     started = time.perf_counter()
     texts: dict[tuple[int, int], list[BatchStreamResponse]] = {}
     for response in batch_stream_generate(
@@ -251,9 +253,8 @@ def _respond(
         ):
             for request in samples:
                 uid = batch.insert(request)
-                texts[uid] = TextUnderWay(
-                    tokenizer.detokenizer, len(request.prompt), drafter
-                )
+                start = tokenizer.detokenizer, len(request.prompt), drafter
+                texts[uid] = TextUnderWay(*start, StopStrings(()))
 
     let_in()
     with closing(batch.run()) as tokens:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,18 +15,21 @@ from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor, mode
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.guided import with_forced
 from specdec_mlx.engine.options import Options
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import speculate
-from specdec_mlx.options import wrong
+from specdec_mlx.options import check_names, wrong
 from specdec_mlx.responses import (
     SpeculativeResponse,
     Text,
+    TextUnderWay,
     prefill_bar,
     printed,
     respond,
 )
 from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.stop_strings import StopStrings
 from specdec_mlx.verify.inputs import check_model, max_tokens_of, prompt_ids
 
 Prompt = str | mx.array | Sequence[int] | Sequence[Mapping[str, Any]]
@@ -48,6 +51,11 @@ def stream_generate(
     logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_cache: list[Any] | None = None,
     num_draft_tokens: int | None = None,
+    top_p: float = 0.0,
+    min_p: float = 0.0,
+    top_k: int = 0,
+    stop: str | Iterable[str] = (),
+    temperature: float | None = None,
     **options: Any,
 ) -> Generator[SpeculativeResponse, None, None]:
     """Stream the same text as `mlx_lm.stream_generate`, sooner.
@@ -71,6 +79,11 @@ def stream_generate(
         logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
         prompt_cache: caches of earlier turns, which the prompt continues.
         num_draft_tokens: mlx-lm's name for `draft_length`, which it overrides.
+        top_p: likeliest tokens to draw from, by the sum of their probabilities; 0 for all.
+        min_p: least probability of these, relative to the likeliest token's.
+        top_k: number of these; 0 for all.
+        stop: strings, or one, that end the text wherever tokens fall; they are not part of it.
+        temperature: another name for `temp`.
         options: all others of `engine.options.Options`, which are mlx-lm's and a few of ours.
 
     Yields:
@@ -84,11 +97,13 @@ def stream_generate(
         PromptError, DraftError, LogitsError, CacheRollbackError: see `speculate`.
         ValueError: for other bad input.
     """
-    how = Options.of(options, "stream_generate")
+    check_names(options, stream_generate, Options)
     how = replace(
-        how,
+        Options(**options),
         max_tokens=max_tokens_of(max_tokens, 1),
-        sampler=choose_sampler(sampler, temp),
+        sampler=choose_sampler(
+            sampler, temp, temperature, top_p=top_p, min_p=min_p, top_k=top_k
+        ),
         seed=seed,
         rule=rule,
         draft_length=draft_length if num_draft_tokens is None else num_draft_tokens,
@@ -97,6 +112,7 @@ def stream_generate(
         tokenizer=loaded(model, tokenizer),
     )
     chosen = resolve(drafter, draft_model, model, how.tokenizer)
+    chosen = with_forced(chosen, logits_processors or ())
     prompt_tokens = encode(how.tokenizer, prompt)
     tokens = speculate(model, prompt_tokens, chosen, options=how)
     num_prompt = len(prompt_tokens) or len(
@@ -109,9 +125,11 @@ def stream_generate(
         if chosen is None
         else type(chosen).__name__
     )
+    strings = StopStrings([stop] if isinstance(stop, str) else stop)
+    text = TextUnderWay(how.tokenizer.detokenizer, num_prompt, name, strings)
     models = [model, *models_of(chosen)]
     return respond(
-        tokens, how.tokenizer, models, num_prompt, how.max_tokens, how.stream, name
+        tokens, text, models, how.max_tokens, how.tokenizer.eos_token_ids, how.stream
     )
 
 
@@ -145,7 +163,7 @@ def generate(
         seed: one text for each, with any drafter and draft length.
         temp: temperature, 0 for greedy; short for `sampler=Sampling(temp=...)`.
         sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler.
-        options: all else that `stream_generate` takes.
+        options: all else that `stream_generate` takes: `top_p`, `stop`, `prompt_cache` ...
 
     Returns:
         A str with `stats`, `tokens` and `pieces`, which a notebook shows in colour.
@@ -153,6 +171,7 @@ def generate(
     Raises:
         ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
+    check_names(options, generate, stream_generate, Options)
     if verbose and options.get("prompt_progress_callback") is None:
         options["prompt_progress_callback"] = prefill_bar()
     how = (drafter, draft_model, rule, draft_length, seed, temp, sampler)
@@ -173,16 +192,27 @@ def loaded(model: Any, tokenizer: Any) -> TokenizerWrapper:
 
 
 def choose_sampler(
-    sampler: Sampler | Sampling | None, temp: float | None
+    sampler: Sampler | Sampling | None,
+    temp: float | None,
+    temperature: float | None = None,
+    **filters: Any,
 ) -> Sampler | Sampling | None:
-    """The sampler that the two arguments name; None for greedy. Raises ValueError."""
-    if temp is None:
+    """The sampler that the arguments name; None for greedy. Raises ValueError.
+
+    filters: `top_p`, `min_p` and `top_k` of a `Sampling`, 0 for none.
+    """
+    if temp is not None and temperature is not None:
+        raise ValueError("Give temp= or temperature=, not both: they are one.")
+    temp = temperature if temp is None else temp
+    used = {name: value for name, value in filters.items() if value != 0}
+    if temp is None and not used:
         return sampler
     if sampler is not None:
+        name = next(iter(used), "temp")
         raise ValueError(
-            "Give temp= or sampler=, not both: a sampler has its own temperature."
+            f"Give {name}= or sampler=, not both: a sampler has its own {name}."
         )
-    return Sampling(temp=temp)
+    return Sampling(0.0 if temp is None else temp, **used)
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:

@@ -32,11 +32,13 @@ from specdec_mlx.contracts import (
 from specdec_mlx.engine.assemble import Assembled, assemble
 from specdec_mlx.engine.clock import Round, RoundClock
 from specdec_mlx.engine.drafting import Drafting
+from specdec_mlx.engine.history import history_of, remember
 from specdec_mlx.engine.options import Options
 from specdec_mlx.engine.pipeline import Pipeline
 from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
 from specdec_mlx.engine.sequence import SequenceState, bring_caches_to, close_all
+from specdec_mlx.options import check_names
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.inputs import check_model, split_cache
@@ -102,12 +104,18 @@ def speculate(
         ValueError: for other bad input.
     """
     check_model(model)
-    how = options or Options.of(given, "speculate")
+    check_names(given, speculate, Options)
+    how = options or Options(**given)
     caches, draft_cache = split_cache(model, how.prompt_cache, how)
+    history, num_unnamed = history_of(how.prompt_cache and caches, how.history)
     ranks = ranks_of(model, how.stream)
     parts = assemble(
-        model, prompt_tokens, drafter, how, caches, draft_cache=draft_cache, ranks=ranks
+        *(model, prompt_tokens, drafter, how, caches),
+        draft_cache=draft_cache,
+        ranks=ranks,
+        history=history,
     )
+    parts.stats.num_unnamed = 0 if drafter is None else num_unnamed
     tokens = Generation.of(parts, how, callers_cache=how.prompt_cache).run(
         parts.context
     )
@@ -151,12 +159,15 @@ class Generation:
         cls, parts: Assembled, options: Options, callers_cache: list[Any] | None = None
     ) -> Generation:
         """The generation of what was put together."""
+        before, told = parts.sequence.num_history, options.prompt_progress_callback
         reading: dict[str, Any] = {
             "step_size": options.prefill_step_size,
-            "stops": options.prefill_stops,
+            "stops": [before + stop for stop in options.prefill_stops],
         }
-        if options.prompt_progress_callback is not None:
-            reading["on_progress"] = options.prompt_progress_callback
+        if told is not None:
+            reading["on_progress"] = lambda done, total: told(
+                done - before, total - before
+            )
         four = parts.target, parts.sequence, parts.drafting, parts.stats
         return cls(*four, options.stream, callers_cache, reading)
 
@@ -198,8 +209,8 @@ class Generation:
         # in a batch, a place among the others
         caches = reader.caches = self.target.rollback
         started = perf_counter() - reader.seconds  # of parts that were read before
-        if not reader.num_read:
-            reader.on_progress(0, self.sequence.prompt_length)
+        if reader.num_read == self.sequence.num_history:
+            reader.on_progress(reader.num_read, self.sequence.prompt_length)
         caches.checkpoint()
         reader.read_all()
         # a model's first time is measured here, and not in a round
@@ -333,9 +344,13 @@ class Generation:
         self.drafting.features = None
         with mx.stream(self.stream):
             caches = self.callers_cache if self.drafting.agree_on_end() else None
-            end = self.sequence.end if self.is_prefilled else 0
+            sequence = self.sequence
+            end = sequence.end if self.is_prefilled else sequence.num_history
             close_all(
                 lambda: bring_caches_to(end, self.target, caches, self.feed),
+                lambda: remember(
+                    caches if sequence.has_prompt else None, sequence.tokens[:end]
+                ),
                 lambda: self.drafting.close(end),
             )
 

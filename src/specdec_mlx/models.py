@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+import socket
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, Generic, TypeVar
+from urllib.parse import urlsplit
+from urllib.request import getproxies
 
 import mlx.core as mx
 import mlx.nn as nn
+from huggingface_hub import constants, try_to_load_from_cache
 from mlx_lm import load
 from mlx_lm.utils import sharded_load
 
@@ -96,6 +100,13 @@ def explained(name: Path | str) -> Iterator[None]:
             f"There is no folder {folder}. Give the folder of a mlx-lm model, or a Hugging Face "
             "name such as mlx-community/SmolLM2-135M-Instruct."
         )
+    if is_offline() and not isinstance(
+        try_to_load_from_cache(str(name), "config.json"), str
+    ):
+        raise ModelFolderError(
+            f"you seem to be offline: {name} is no folder here and not in the Hugging Face cache, "
+            f"and {constants.ENDPOINT} cannot be reached. Connect and try again, or give a folder."
+        )
     try:
         yield
     except (OSError, ValueError) as error:
@@ -104,6 +115,19 @@ def explained(name: Path | str) -> Iterator[None]:
             f"{name} is no folder here, and could not be loaded from Hugging Face: {reason[0]} "
             "Look at the name and at the network, or give a folder."
         ) from error
+
+
+def is_offline() -> bool:
+    """True if Hugging Face's host has no address here, and no proxy would know one."""
+    if constants.HF_HUB_OFFLINE:
+        return True
+    if getproxies().keys() & {"https", "all"}:
+        return False
+    try:
+        socket.getaddrinfo(urlsplit(constants.ENDPOINT).hostname, None)
+    except OSError:
+        return True
+    return False
 
 
 def check_folder(folder: Path) -> None:

@@ -1,4 +1,4 @@
-"""What is typed as text: NAME:key=value,key=value, what it makes, and the numbers of flags."""
+"""What is typed as text: NAME:key=value,key=value, what it makes, and the parser of flags."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ import reprlib
 import warnings
 from collections.abc import Callable, Iterable, Sequence
 from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
 from types import NoneType, UnionType
-from typing import Any, TypeVar, get_args
+from typing import Any, NoReturn, TypeVar, get_args
 
 from specdec_mlx.errors import MissingPackageError
 
@@ -118,15 +119,92 @@ def did_you_mean(name: str, known: Iterable[str]) -> str:
     )
 
 
-def refusal(unknown: Sequence[str]) -> str:
-    """The error for unknown arguments, values included; for another program's it names ours."""
-    for flag in (text.partition("=")[0] for text in unknown):
+def check_names(
+    given: Iterable[str], called: Callable[..., Any], *takers: Callable[..., Any]
+) -> None:
+    """Raise TypeError for an argument that neither what was called nor what it calls takes."""
+    known = {
+        name for one in (called, *takers) for name in inspect.signature(one).parameters
+    }
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"{called.__name__}() got an unexpected keyword argument {name!r}."
+                f"{did_you_mean(name, known)}"
+            )
+
+
+def refusal(unknown: Sequence[str], known: Iterable[str] = ()) -> str:
+    """The error for unknown arguments, values included, with the flag that may be meant.
+
+    For another program's flag for speculation it names ours.
+    """
+    flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+    for flag in flags:
         if FOREIGN.match(flag):
             return (
                 f"{flag} is not known here; speculation is set by --drafter NAME, --draft-model "
                 "MODEL and --draft-length N"
             )
-    return f"unrecognized arguments: {' '.join(unknown)}"
+    near = "".join(did_you_mean(flag, known) for flag in flags)
+    return f"unrecognized arguments: {' '.join(unknown)}{near and '.' + near}"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with errors of two lines and a `--help` of the flags that most people need."""
+
+    rare: frozenset[str] = frozenset()
+    """Flags that `--help-all` alone explains."""
+
+    def add_help_all(self, rare: Iterable[str]) -> None:
+        """Leave these flags, given without dashes, to `--help-all`."""
+        self.rare = frozenset(f"--{name}" for name in rare)
+        self.add_argument(
+            "--help-all", action=_HelpAll, nargs=0, help="explain all flags and exit"
+        )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The arguments as a namespace; ends the process for what is not known."""
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(refusal(unknown, self._option_string_actions))
+        return namespace
+
+    def print_help(self, file: Any = None) -> None:
+        """Print `format_help` without the rare flags."""
+        for action in self._actions:
+            if self.rare.intersection(action.option_strings):
+                action.help = argparse.SUPPRESS
+        super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2: what is wrong, and where to read on."""
+        more = "--help-all" if self.rare else "--help"
+        self.exit(2, f"{self.prog}: {message}\nAll flags: {self.prog} {more}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            near = did_you_mean(str(value), known)
+            raise argparse.ArgumentError(
+                action, f"{value!r} is none of {', '.join(known)}.{near}"
+            )
+
+
+class _HelpAll(argparse.Action):
+    """Print the help on all flags, and end the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        print(parser.format_help(), end="")
+        parser.exit()
+
+
+def existing_file(text: str) -> Path:
+    """The path of a file that is there; raises ValueError that says where it was looked for."""
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ValueError(f"there is no file {path.absolute()}.")
+    return path
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
 from contextlib import closing
 from dataclasses import dataclass, field
 from typing import Any
@@ -11,12 +11,13 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import GenerationResponse, wired_limit
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.contracts import Origin
 from specdec_mlx.loop import Token as Token
 from specdec_mlx.notebook.views import Piece, text_html
+from specdec_mlx.progress import progress_bar
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.stop_strings import StopStrings
 
 
 @dataclass
@@ -77,22 +78,31 @@ class TextUnderWay:
     detokenizer: Any
     num_prompt: int
     drafter: str
+    strings: StopStrings
     num_tokens: int = 0
     started: float = 0.0
 
     def response(
         self, token: Token, finish_reason: str | None, prompt_seconds: float
     ) -> SpeculativeResponse:
-        """mlx-lm's response for the next token."""
+        """mlx-lm's response for the next token; its reason is "stop" where a string ends it.
+
+        Of the text, what may become a stop string waits for the tokens that decide it.
+        """
         self.num_tokens += 1
         self.started = self.started or time.perf_counter()
         if finish_reason != "stop":
             self.detokenizer.add_token(token.token)
         if finish_reason is not None:
             self.detokenizer.finalize()
+        shown = self.strings.add(self.detokenizer.last_segment)
+        if self.strings.found is not None:
+            finish_reason = "stop"
+        elif finish_reason is not None:
+            shown += self.strings.finish()
         seconds = time.perf_counter() - self.started
         return SpeculativeResponse(
-            text=self.detokenizer.last_segment,
+            text=shown,
             token=token.token,
             logprobs=token.logprobs,
             from_draft=token.from_draft,
@@ -110,31 +120,28 @@ class TextUnderWay:
 
 def respond(
     tokens: Generator[Token, None, None],
-    tokenizer: TokenizerWrapper,
+    text: TextUnderWay,
     models: list[nn.Module],
-    num_prompt: int,
     max_tokens: int,
+    end_tokens: Collection[int],
     stream: Any,
-    drafter: str,
 ) -> Generator[SpeculativeResponse, None, None]:
-    """Detokenize, stop at an end token or at max_tokens, and keep time, as mlx-lm does."""
-    text = TextUnderWay(tokenizer.detokenizer, num_prompt, drafter)
+    """Detokenize, end at an end token, a stop string or max_tokens, and keep time, as mlx-lm."""
     began = time.perf_counter()
     with wired_limit(models, [stream]), closing(tokens):
         for n, token in enumerate(tokens, start=1):
             reason = "length" if n == max_tokens else None
-            reason = "stop" if token.token in tokenizer.eos_token_ids else reason
+            reason = "stop" if token.token in end_tokens else reason
             prompt_seconds = (text.started or time.perf_counter()) - began
-            yield text.response(token, reason, prompt_seconds)
-            if reason is not None:
+            response = text.response(token, reason, prompt_seconds)
+            yield response
+            if response.finish_reason is not None:
                 return
 
 
 def prefill_bar() -> Callable[[int, int], None]:
     """A progress bar for prompts that take longer than a second to read."""
-    from tqdm.auto import tqdm
-
-    bar = tqdm(desc="prefill", unit="token", delay=1, leave=False)
+    bar = progress_bar(desc="prefill", unit="token", delay=1, leave=False)
 
     def show(done: int, total: int) -> None:
         bar.total = total

@@ -119,7 +119,7 @@ def test_each_greedy_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Mon
     """Three at a time, with drafts of which two in five tokens are wrong; with room for two empty
     slots, these are dropped in nearly every round. Right drafts save passes."""
     assert BatchGeneration(model(name)).passes.is_together
-    for length, most_empty in ((0, 64), (1, 64), (3, 64), ("auto", 64), (4, 2)):
+    for length, most_empty in ((0, 64), (3, 64), ("auto", 64), (4, 2)):
         monkeypatch.setattr(row_caches, "MOST_EMPTY", most_empty)
         how = Options(draft_length=length)
         batch = BatchGeneration(model(name), oracle(name), how, Schedule(3))
@@ -146,7 +146,7 @@ def test_a_seeds_text_is_what_it_is_alone(rule: str, drafter: Drafter) -> None:
 
 def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_other() -> None:
     """At temperature 1: each row's first two tokens, and the pair of both rows' second ones."""
-    target, num_pairs, prompts = narrow.model(), 400, [[1, 2, 3, 1, 2], [3, 0, 3]]
+    target, num_pairs, prompts = narrow.model(), 200, [[1, 2, 3, 1, 2], [3, 0, 3]]
     drafter = sd.NGramDrafter(stochastic=True)
     how = Options(rule="rejection", draft_length=2)
     batch = BatchGeneration(target, drafter, how, Schedule(2))
@@ -183,7 +183,7 @@ ARRIVAL = st.tuples(
     max_rows=st.integers(1, 4),
     length=st.integers(0, 4),
 )
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=15, deadline=None)
 def test_texts_may_come_and_go_at_any_time(arrivals: Any, max_rows: int, length: int) -> None:
     """Whole texts are what they are alone; of those taken out there is the beginning."""
     batch = BatchGeneration(

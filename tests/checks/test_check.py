@@ -134,7 +134,7 @@ FILTERS = [AT_ONE, sd.Sampling(temp=1.2, top_k=3), sd.Sampling(temp=0.8, min_p=0
 
 @pytest.mark.parametrize("case", cases(RIGHT, "model"))
 def test_what_is_right_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Every part, for every kind of drafter and rule; under other filters those of what is drawn.
+    """Every part, for every kind of drafter and rule.
 
     The texts follow the target's joint distribution, by the whole loop.
     """
@@ -143,13 +143,23 @@ def test_what_is_right_passes(case: str, monkeypatch: pytest.MonkeyPatch) -> Non
         monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 500)
     parts = run_parts(subject(make(), rule), WORK, progress=False)
     assert [part.name for part in parts] == ALL_PARTS
+    passes_and_has_drafted(parts)
+
+
+@FULL
+@pytest.mark.parametrize("case", ["model", "model, coupled"])
+def test_what_is_drawn_passes_under_other_filters(case: str) -> None:
+    make, rule = RIGHT[case]
     for sampling in FILTERS:
-        parts += drawn_parts(subject(make(), rule, sampling=sampling)).parts
+        passes_and_has_drafted(drawn_parts(subject(make(), rule, sampling=sampling)).parts)
+
+
+def passes_and_has_drafted(parts: Sequence[Part]) -> None:
+    """Some drafts were kept and some were not."""
     few_drawn = "declared distribution", "not run"  # by drafters that are nearly certain
     assert not [p for p in parts if not p.passed and (p.name, p.status) != few_drawn]
-    joint = [part.numbers for part in parts if part.name == "joint distribution"]
-    accepted, drafted = (sum(one[name] for one in joint) for name in ("accepted", "draft_tokens"))
-    assert 50 < accepted < drafted - 50
+    (joint,) = (part.numbers for part in parts if part.name == "joint distribution")
+    assert 20 < joint["accepted"] < joint["draft_tokens"] - 20
 
 
 # What is wrong is named ---------------------------------------------------------------------------
@@ -211,6 +221,7 @@ def test_the_emitted_distribution_is_exact(
         assert result["kept"] == pytest.approx(result["overlap"])
 
 
+SWAPPED = "p and q swapped"
 FAULTS_IN_DRAWS: dict[str, tuple[Any, Any, str]] = {
     "declared sharper": (
         declared_at_power(1 / 0.7),
@@ -219,11 +230,7 @@ FAULTS_IN_DRAWS: dict[str, tuple[Any, Any, str]] = {
     ),
     "declared flatter": (declared_at_power(0.6), "auto", "from another one, which is sharper"),
     "a drawn token dropped": (dropped, "auto", "whether to draft a token before drawing it"),
-    **{
-        name: (lambda draft: draft, WRONG_RULES[name], f"they look like: {name}")
-        for name in WRONG_RULES
-        if name != "lenience 1.2"  # it needs more texts
-    },
+    SWAPPED: (lambda draft: draft, WRONG_RULES[SWAPPED], f"they look like: {SWAPPED}"),
 }
 
 

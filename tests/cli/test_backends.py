@@ -142,13 +142,16 @@ def test_the_doctor_prints_what_a_bug_report_needs_and_names_one_problem(
     positions = [advice.index(fragment) for fragment in fragments]
     assert positions == sorted(positions)
     lines = dict(line.split(maxsplit=1) for line in facts.splitlines())
+    if found.blas is not None:
+        blas, _, exactness = lines.pop("BLAS").partition(" (")
+        assert blas == found.blas
+        assert ("bit-equal" in exactness) == (blas == "reference BLAS")
     backends = ", ".join(map(" ".join, found.backends.items()))
     assert lines.pop("system").endswith(f"{os.cpu_count()} cores")
     assert lines == {
         "specdec-mlx": specdec_mlx.__version__,
         "backend": f"{found.runs_on} ({backends})" if backends else found.runs_on,
         "device": found.device,
-        **({} if found.blas is None else {"BLAS": found.blas}),
         "mlx": found.mlx,
         "mlx-lm": found.mlx_lm,
         "Python": ".".join(map(str, sys.version_info[:3])),

@@ -50,7 +50,7 @@ def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range
     return replace(made, draft_length="auto", passes=5, drafted=8, accepted=6)
 
 
-def rows_of(samples: Sequence[Sample]) -> list[demo.Row]:
+def rows_of(samples: Sequence[Sample]) -> list[demo.TimedText]:
     return demo.compare(nn.Module(), TASK, samples)
 
 

@@ -34,7 +34,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.engine.drafting import proposing
-from specdec_mlx.mlx_lm_plugin.conversation import Continued
+from specdec_mlx.mlx_lm_plugin.conversation import Wrapper
 from specdec_mlx.testing.drafter import DrafterConformance
 from specdec_mlx.token_ids import to_list
 
@@ -133,7 +133,17 @@ class Limits:
         self.records.append(round_)
 
 
-@in_one_test("wrap", [lambda d: d, lambda d: Continued(d, [1, 2]), sd.FirstOf])
+@dataclass(frozen=True)
+class Wrapped(Wrapper):
+    """What `mlx_lm_plugin.conversation` puts around drafters."""
+
+    drafter: Any
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        return self.drafter.begin(prompt, context)
+
+
+@in_one_test("wrap", [lambda d: d, Wrapped, sd.FirstOf])
 @in_one_test("order", [1, -1])
 def test_each_is_asked_within_its_own_limit(
     order: int, wrap: Any, model: Any, text: list[int]
@@ -183,7 +193,7 @@ def test_the_memory_limit_counts_models_inside(monkeypatch: pytest.MonkeyPatch) 
     )
     last = sd.ModelDrafter(two)
     inner = sd.FirstOf(sd.ModelDrafter(one), last)
-    drafter = sd.FirstOf(sd.PromptLookupDrafter(min_ngram=1), inner, Continued(last, [1]))
+    drafter = sd.FirstOf(sd.PromptLookupDrafter(min_ngram=1), inner, Wrapped(last))
     list(sd.stream_generate(target, tiny_text.tokenizer(), [5, 17], 3, drafter=drafter))
     assert [id(m) for m in wired[0]] == [id(target), id(one), id(two)]
 
@@ -227,7 +237,7 @@ class Refusing:
 
 @in_one_test(
     "wrap",
-    [lambda d: d, lambda d: sd.FirstOf(nothing(), d), lambda d: Continued(sd.FirstOf(d), [1])],
+    [lambda d: d, lambda d: sd.FirstOf(nothing(), d), lambda d: Wrapped(sd.FirstOf(d))],
 )
 def test_a_drafter_that_cannot_serve_is_refused_before_any_pass(wrap: Any, model: Any) -> None:
     """A prompt may take minutes to read."""

@@ -16,7 +16,7 @@ from mlx_lm.generate import generate_step
 from test_commands import account, text_in
 
 import specdec_mlx as sd
-from command_line import both_ways, run
+from command_line import run
 from selection import in_one_test
 from tiny_model_folder import write_model_folder
 
@@ -189,7 +189,6 @@ def test_what_cannot_be_followed_is_told(pair: tuple[Any, Any]) -> None:
         told(pair, "regex", sd.drafters.GrammarDrafter(), Nothing)
 
 
-@both_ways
 def test_the_commands_take_a_grammar(tmp_path: Path) -> None:
     """Each flag by its effect; in a chat each answer keeps to it, on caches of earlier ones too."""
     folder = write_model_folder(tmp_path / "model")

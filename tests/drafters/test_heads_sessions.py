@@ -39,7 +39,7 @@ from specdec_mlx.draft_length.parts import Model
 from specdec_mlx.drafters.drawing import ChainDraws, Pace, draft_while, truncate
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, HeadDrafter
-from specdec_mlx.drafters.heads.one_pass import PardDrafter
+from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
 from specdec_mlx.testing.enumeration import Tokens, state_after
@@ -313,9 +313,13 @@ class Enumerated:
         return draft_while(LONGEST, draws, lambda token: mx.zeros((1, 3)), self.goes_on, pace)
 
 
-@pytest.mark.parametrize("way", ["stepwise", "overlapping", "at once"])
-@pytest.mark.parametrize("how", DECIDERS)
-@pytest.mark.parametrize("name", cases(list(WAYS), "block"))
+LOOPS = list(itertools.product(WAYS, DECIDERS, ["stepwise", "overlapping", "at once"]))
+IN_SHORT = [("block", "value", "stepwise"), ("block", "threshold", "overlapping")]
+
+
+@pytest.mark.parametrize(
+    ("name", "how", "way"), cases(LOOPS, *IN_SHORT, ("block", "value", "at once"))
+)
 def test_the_loops_leave_the_joint_distribution_alone(name: str, how: str, way: str) -> None:
     """Of two rounds and three tokens, for a head that steps and for one that drafts at once."""
     drafting = Enumerated(PEAKED, DECIDERS[how], way)

@@ -11,7 +11,7 @@ from test_commands import account, text_in
 
 import specdec_mlx as sd
 import tiny
-from command_line import both_ways, run
+from command_line import run
 from lossless import PROMPT, ROUGH, Case, largest_difference, plain_text, spoken
 from scripted import Recorder
 from selection import cases, in_one_test
@@ -121,7 +121,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(write_model_folder(tmp_path_factory.mktemp("models") / "model"))
 
 
-@both_ways
 def test_the_flag_makes_another_draft_model_and_the_same_text(folder: str) -> None:
     """The target itself, lighter: it is not always right any more."""
     texts, counts = set(), []

@@ -94,8 +94,7 @@ def alone(make: Callable[[], Any]) -> list[int]:
     return said(make(), None)[0]
 
 
-@in_one_test("knows", [True, False])
-@in_one_test("order", ORDERS)
+@in_one_test(("order", "knows"), zip(ORDERS, [True, False], strict=True))
 @pytest.mark.parametrize("name", cases(DRAFTERS, "auto with all", "kept successors", "best of"))
 def test_two_models_in_turn_get_their_own_texts(name: str, order: Any, knows: bool) -> None:
     """In both orders, with tokenizers and without: what was kept of the one is not proposed to the

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from dataclasses import fields
+from dataclasses import fields, replace
 from io import BytesIO
 
 import pytest
@@ -84,6 +84,52 @@ def test_every_plot_is_named_and_reads_on_light_and_on_dark_pages():
             looks = {(x.get_color(), x.get_linestyle(), x.get_marker()) for x in lines}
             assert len(lines) == len(looks), name
         assert colours <= {to_hex(GREY), to_hex(VERMILLION)}, name
+
+
+LONG = [(63, n) for n in range(64)]
+
+
+def test_long_drafts_are_shown_in_ranges_of_positions():
+    """As the table has them: 63 bars would be a blot; no round and no position is left out."""
+    histogram, by_position, _ = stats_of(LONG + ROUNDS).plot().axes[:3]
+    bars = [patch.get_height() for patch in histogram.patches]
+    assert [label.get_text() for label in histogram.get_xticklabels()] == [
+        *"01234",
+        *("5\n–8", "9\n–16", "17\n–32", "33\n–63"),
+    ]
+    assert sum(bars) == len(LONG) + sum(drafted > 0 for drafted, _ in ROUNDS)
+    assert bars[-1] == 63 - 32
+    (shares,) = by_position.containers
+    assert list(shares[0].get_ydata())[-1] == pytest.approx(sum(range(32)) / (31 * 64))
+    assert len(shares[0].get_ydata()) == len(by_position.get_xticks()) == 8
+
+
+def test_titles_stand_in_their_panels_and_the_legend_in_its_figure():
+    """With long names, nothing is cut at an edge."""
+    name = "prompt-lookup:max_ngram=4,min_ngram=2,window=1024,case=false"
+    scores = [score(f"{name}{i}", "a", 1.5) for i in range(7)]
+    for plot in (stats_of(LONG).plot(), Scores(scores).plot()):
+        plot.canvas.draw()
+        for ax in plot.axes:
+            boxes = [ax.title.get_window_extent()]
+            boxes += [ax.get_legend().get_window_extent()] if ax.get_legend() else []
+            assert all(box.x0 >= 0 and box.x1 <= plot.bbox.x1 for box in boxes if box.width)
+            assert ax.title.get_window_extent().width <= ax.get_window_extent().width
+
+
+def test_a_drafter_is_a_colour_and_a_length_is_a_mark():
+    """So that no two ways look the same, up to six of each."""
+    ways = [(f"drafter {d}", length) for d in range(6) for length in ("4", "8", "auto")]
+    scores = [replace(score(name, "a", 1.5), draft_length=length) for name, length in ways]
+    looks = {}
+    for bars in axes(Scores(scores).plot()).containers:
+        drawn = bars[0]
+        looks[bars.get_label()] = drawn.get_color(), drawn.get_marker()
+    assert len(looks) == len(set(looks.values())) == len(ways)
+    for name, length in ways:
+        colour, mark = looks[f"{name}, K = {length}"]
+        assert colour == looks[f"{name}, K = 4"][0]
+        assert mark == looks[f"drafter 0, K = {length}"][1]
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):

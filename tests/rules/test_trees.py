@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import product
@@ -26,7 +28,8 @@ from exact_trees import (
 )
 from selection import FULL, in_one_test
 from specdec_mlx.contracts import ROOT, Draft, Outcome
-from specdec_mlx.contracts.trees import chain, depths_of
+from specdec_mlx.contracts.trees import chain, depths_of, first_path, path_to
+from specdec_mlx.rules import Typical
 from specdec_mlx.rules.trees import MultiRound, OwnTokens, remaining_laws
 from specdec_mlx.stats.theory import greatest_chances
 from specdec_mlx.testing.enumeration import sources
@@ -214,6 +217,82 @@ def test_independent_candidates_leave_the_law_alone(laws):
         kept.append(chance)
     assert np.all(np.diff(kept) >= -EXACT)
     assert kept[0] == pytest.approx(np.minimum(p, rows[0]).sum(), abs=EXACT)
+
+
+# Typical acceptance -------------------------------------------------------------------------------
+
+TYPICAL = [Typical(), Typical(0.3, 0.6), Typical(0.9, 0.99), Typical(0.0, 0.5)]
+
+
+def typical_path(
+    rule: Typical, p: np.ndarray, tokens: Sequence[int], parents: Sequence[int]
+) -> list[int]:
+    """Of all paths whose tokens pass min(epsilon, delta exp(-H)) the longest, the first of several:
+    Cai et al. 2024, 2.3.1, by trying them all.
+    """
+
+    def passes(node: int) -> bool:
+        law = p[parents[node] + 1]
+        entropy = -sum(x * math.log(x) for x in law if x > 0)
+        return law[tokens[node]] > min(rule.epsilon, rule.delta * math.exp(-entropy))
+
+    paths = [[], *(path_to(node, parents) for node in range(len(tokens)))]
+    return max((path for path in paths if all(map(passes, path))), key=len)
+
+
+grown = st.lists(st.integers(0, 99), min_size=1, max_size=12).map(
+    lambda ways: [way % (node + 1) - 1 for node, way in enumerate(ways)]
+)
+
+
+@given(parents=grown, rule=st.sampled_from(TYPICAL), seed=st.integers(0, 9999))
+@settings(max_examples=200)
+def test_typical_keeps_the_longest_path_of_typical_tokens(parents, rule, seed):
+    """On trees of any order, its siblings alike or not; also on MLX, where the
+    token after is the likeliest to p and the noise at the path's end. A greedy target's is match.
+    """
+    made, size = np.random.default_rng(seed), len(parents)
+    p = made.dirichlet(np.full(4, 0.5), size + 1).astype(np.float32)
+    tokens, noise = made.integers(0, 4, size), mx.array(made.gumbel(size=4), mx.float32)
+    path = typical_path(rule, p, tokens.tolist(), parents)
+    chances, after = rule.judge(p, tokens, np.zeros((size, 4)), parents)
+    assert rule.kept((chances > 0).tolist(), parents) == path
+    assert after is p
+    draft = Draft(tokens.tolist(), parents=parents)
+    verdict = rule.decide_tree(Known(mx.array(p), noise), draft, Given(mx.zeros(size), noise))
+    outcome = outcome_of(verdict, draft.tokens)
+    last = p[path[-1] + 1 if path else 0]
+    own = int(np.argmax(np.log(np.maximum(last, 1e-30)) + np.array(noise)))
+    assert (list(outcome.kept), outcome.tokens[-1]) == (path, own)
+    likeliest = mx.argmax(mx.array(p), axis=-1)
+    certain = Known(mx.array(p), likeliest, greedy=True)
+    matched = OwnTokens().decide_tree(certain, draft, Given(noise, noise))
+    verdict = rule.decide_tree(certain, draft, Given(noise, noise))
+    assert outcome_of(verdict, draft.tokens) == outcome_of(matched, draft.tokens)
+
+
+@in_one_test("way", WAYS)
+def test_a_round_of_typical_trees_has_the_stated_distribution(way):
+    """The longest typical path of whatever is drafted, then a token of p: to 1e-12. It keeps no
+    less than the chain of first children.
+    """
+    for parents, rule in product((*SMALL, *SEVEN[:2]), TYPICAL[:2]):
+        target, source = sources(3 if len(parents) < 4 else 2, len(parents))
+        drawn = TreeDrawn(source, parents, **WAYS[way])
+        found, stated = rounds(target, drawn, rule), defaultdict[Any, float](float)
+        for weight, tokens, _ in drawn.drafts(0):
+            rows = found.rows(0, tokens)
+            path = typical_path(rule, rows, tokens, parents)
+            first = first_path(parents)
+            chances = rule.accept_probs(
+                rows[[0, *(i + 1 for i in first)]], np.array(tokens)[first], rows[first]
+            )
+            assert len(path) >= rule.num_accepted(chances > 0)
+            for token, chance in enumerate(rows[path[-1] + 1 if path else 0]):
+                stated[(*(tokens[i] for i in path), token), len(path)] += weight * chance
+        got = found.outcomes_from(0)
+        assert {*got} <= {*stated}
+        assert max(abs(got.get(key, 0.0) - chance) for key, chance in stated.items()) < EXACT
 
 
 falling = st.lists(st.floats(0.01, 0.5), min_size=1, max_size=3).map(

@@ -17,12 +17,12 @@ import uvicorn
 from selection import in_one_test
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
 from specdec_mlx.server import app
-from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.requests import (
     Ended,
     Event,
     Failed,
-    Progress,
+    PromptProgress,
     RequestError,
     Said,
     ServerEndingError,
@@ -83,7 +83,7 @@ def say(*events: Event) -> Callable[[Ticket], None]:
 @pytest.fixture(scope="module")
 def served() -> Iterator[tuple[StandIn, int]]:
     engine: Any = StandIn()
-    settings = Settings(temp=0.5, allowed_origins=("http://here",))
+    settings = ServerSettings(temp=0.5, allowed_origins=("http://here",))
     server = uvicorn.Server(
         uvicorn.Config(app.make_app(engine, settings), port=0, log_config=None, lifespan="off")
     )
@@ -262,7 +262,7 @@ def read_until(connection: socket.socket, words: bytes) -> bytes:
 @in_one_test("body", [{}, {"stream": True}, {"stream": True, "n": 3}])
 def test_a_text_ends_with_its_connection(body: Any, port: int, engine: StandIn) -> None:
     """In a silence too, before its first token and after it."""
-    for events in ([], [Progress(1, 9, 0)], [Said("a")]):
+    for events in ([], [PromptProgress(1, 9, 0)], [Said("a")]):
         engine.tickets, engine.answer = [], say(*events)
         with opened(port, {**BODY, **body}) as connection:
             if body and events:
@@ -283,7 +283,7 @@ def test_a_stream_says_in_each_silence_that_it_lives(
         read_until(connection, b": keepalive\n\n")
         (ticket,) = engine.tickets
         for done in range(3):
-            ticket.put(Progress(done, 9, 0))
+            ticket.put(PromptProgress(done, 9, 0))
             read_until(connection, b": keepalive\n\n")
         ticket.put(Said("a"))
         read_until(connection, b'"a"')

@@ -16,7 +16,7 @@ from live import Script, openai_at, scripted, served
 from selection import in_one_test
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.server.protocols import fields
-from specdec_mlx.server.protocols.chat import CHAT, PIECE
+from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.fields import read_body
 from specdec_mlx.server.requests import (
     CallArguments,
@@ -24,7 +24,7 @@ from specdec_mlx.server.requests import (
     CallBroken,
     Ended,
     Event,
-    Progress,
+    PromptProgress,
     RequestError,
     Said,
     TextRequest,
@@ -296,7 +296,12 @@ def test_what_is_no_object_is_refused(raw: bytes) -> None:
 # What events become
 
 ENDED = Ended("stop", num_prompt=10, num_cached=4, num_written=6, num_thought=2, accepted=3)
-PLAIN: Sequence[Event] = [Progress(10, 10, 4), Said("Hm.", is_thought=True), Said("Yes."), ENDED]
+PLAIN: Sequence[Event] = [
+    PromptProgress(10, 10, 4),
+    Said("Hm.", is_thought=True),
+    Said("Yes."),
+    ENDED,
+]
 
 
 def streamed(events: Sequence[Event], **body: Any) -> list[dict[str, Any]]:
@@ -358,49 +363,40 @@ def test_a_stream_has_its_usage_only_if_it_is_asked_for() -> None:
     assert chunks[-1]["speculation"] == {"drafter": "", "batched": False}
 
 
-def called(*pieces: str, index: int = 0) -> list[Event]:
-    began = CallBegan(index, f"id{index}", "read")
-    return [began, *(CallArguments(index, piece) for piece in pieces)]
-
-
 CALLS_ENDED = Ended("tool_calls")
 
 
-def test_short_calls_are_sent_as_one_and_long_ones_in_pieces() -> None:
-    long = '{"path": "' + "x" * 3 * PIECE + '"}'
-    pieces = [long[i : i + 7] for i in range(0, len(long), 7)]
-    events = [*called('{"a"', ": 1}"), *called(*pieces, index=1), CALLS_ENDED]
+def test_calls_are_sent_as_they_come() -> None:
+    """A short one in one piece; the whole reply has each of them once."""
+    events = [
+        CallBegan(0, "id0", "read", '{"a": 1}'),
+        CallBegan(1, "id1", "read", '{"path": '),
+        CallArguments(1, '"x"'),
+        CallArguments(1, "}"),
+        CallBegan(2, "id2", "read"),
+        CALLS_ENDED,
+    ]
     deltas = chat_of(streamed(events, tools=[TOOL]))["deltas"]
-    first, *others = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
+    sent = [delta["tool_calls"][0] for delta in deltas if "tool_calls" in delta]
     function = {"name": "read", "arguments": '{"a": 1}'}
-    assert first == {"index": 0, "id": "id0", "type": "function", "function": function}
-    assert len(others) > 2
-    assert (others[0]["id"], others[0]["function"]["name"]) == ("id1", "read")
-    assert not any("id" in other or "name" in other["function"] for other in others[1:])
-    assert {other["index"] for other in others} == {1}
-    assert "".join(other["function"]["arguments"] for other in others) == long
+    assert sent[0] == {"index": 0, "id": "id0", "type": "function", "function": function}
+    assert sent[1]["function"] == {"name": "read", "arguments": '{"path": '}
+    assert sent[2:4] == [{"index": 1, "function": {"arguments": piece}} for piece in ('"x"', "}")]
+    assert sent[4]["function"] == {"name": "read", "arguments": ""}
     choice = whole(events, tools=[TOOL])["choices"][0]
     assert [call["function"]["arguments"] for call in choice["message"]["tool_calls"]] == [
         '{"a": 1}',
-        long,
+        '{"path": "x"}',
+        "",
     ]
     assert (choice["message"]["content"], choice["finish_reason"]) == (None, "tool_calls")
 
 
-def test_a_call_without_arguments_is_sent_too() -> None:
-    (delta,) = [
-        d for d in chat_of(streamed([*called(), CALLS_ENDED]))["deltas"] if "tool_calls" in d
-    ]
-    assert delta["tool_calls"][0]["function"] == {"name": "read", "arguments": ""}
-
-
-def test_a_call_that_broke_is_text_unless_a_part_of_it_was_sent() -> None:
-    short = [*called('{"a": '), CallBroken(0, "<call>{"), Ended("length")]
-    assert chat_of(streamed(short))["deltas"][1:] == [{"content": "<call>{"}, {}]
-    sent = [*called("x" * PIECE), CallBroken(0, "all of it"), Ended("length")]
-    deltas = chat_of(streamed(sent))["deltas"]
+def test_a_call_that_broke_is_text_and_a_stream_leaves_it_at_that() -> None:
+    events = [CallBegan(0, "1", "read", '{"a": '), CallBroken(0, "<call>{"), Ended("length")]
+    deltas = chat_of(streamed(events))["deltas"]
     assert [list(delta) for delta in deltas[1:]] == [["tool_calls"], []]
-    assert whole(short)["choices"][0]["message"] == {"role": "assistant", "content": "<call>{"}
+    assert whole(events)["choices"][0]["message"] == {"role": "assistant", "content": "<call>{"}
 
 
 ENTRY = TokenLogprob(7, "é".encode()[:1], -0.5, [(7, b"\xc3", -0.5), (8, b"x", -float("inf"))])

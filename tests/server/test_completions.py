@@ -20,7 +20,7 @@ from specdec_mlx.server.protocols.completions import COMPLETIONS, MOST_PROMPTS
 from specdec_mlx.server.requests import (
     Ended,
     Event,
-    Progress,
+    PromptProgress,
     RequestError,
     Said,
     TokenLogprob,
@@ -83,7 +83,7 @@ FIRST = TokenLogprob(3, b"ab", math.nan)
 SECOND = TokenLogprob(4, b"\xc3", -1.0, [(5, b"x", -0.5)])
 THIRD = TokenLogprob(6, b"\xa9", -2.0, [(6, b"\xa9", -2.0), (7, b"\x80", -3.0)])
 EVENTS: Sequence[Event] = [
-    Progress(4, 4, 1),
+    PromptProgress(4, 4, 1),
     Said("ab", logprobs=[FIRST]),
     Said("é", logprobs=[SECOND, THIRD]),
     ENDED,

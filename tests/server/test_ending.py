@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import socket
 import subprocess
@@ -98,8 +99,12 @@ STATES: dict[str, list[dict[str, object]]] = {
 }
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("state", cases(STATES, "idle", "one text is written"))
+ENDINGS = [*((state, signal.SIGTERM) for state in STATES), ("idle", signal.SIGINT)]
+
+
+@pytest.mark.parametrize(
+    ("state", "number"), cases(ENDINGS, ENDINGS[-1], ("one text is written", signal.SIGTERM))
+)
 def test_a_signal_ends_the_server_whatever_it_does(
     state: str, number: signal.Signals, folder: Path, tmp_path: Path
 ) -> None:
@@ -130,6 +135,37 @@ def test_a_signal_ends_the_server_whatever_it_does(
         assert b"The server is ending." in answer
     if "written" in state:
         assert len(sd.Memory.load(memory)) > 20
+
+
+STARTS = [["-m", "specdec_mlx.server"], ["-m", "specdec_mlx", "server"], ["specdec-mlx", "server"]]
+KILL = "import os, time\nos.kill(os.getpid(), {number})\ntime.sleep(30)\n"
+AT_EXIT = "import atexit, os\natexit.register(os.kill, os.getpid(), {number})\n"
+EARLY = {"mlx/core": KILL, "sitecustomize": AT_EXIT}
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("start", STARTS, ids=" ".join)
+@pytest.mark.parametrize("module", cases(EARLY, "mlx/core"))
+def test_a_signal_ends_the_command_from_its_first_import_to_its_last_line(
+    module: str, start: list[str], number: signal.Signals, tmp_path: Path
+) -> None:
+    """With exit code 0: in place of a module that takes a while is one that has the signal sent."""
+    stub = tmp_path / f"{module}.py"
+    stub.parent.mkdir(exist_ok=True)
+    (stub.parent / "__init__.py").touch()
+    stub.write_text(EARLY[module].format(number=int(number)))
+    program = Path(sys.executable)
+    command: list[str | Path] = [program, *start]
+    if start[0] != "-m":
+        command = [program.parent / start[0], *start[1:]]
+    run = subprocess.run(
+        [*command, "--help"],
+        capture_output=True,
+        text=True,
+        timeout=SECONDS,
+        env={**os.environ, "PYTHONPATH": str(tmp_path)},
+    )
+    assert (run.returncode, run.stderr) == (0, "")
 
 
 def test_a_port_that_is_taken_is_named_before_the_model_loads(folder: Path) -> None:

@@ -14,7 +14,7 @@ from specdec_mlx.memory.store import PROCESS
 from specdec_mlx.server.flags import (
     GIVEN,
     TARGETS,
-    Settings,
+    ServerSettings,
     make_parser,
     parse_settings,
     parse_size,
@@ -72,7 +72,7 @@ def test_every_flag_of_mlx_lms_server_is_taken(theirs: argparse.ArgumentParser) 
 def test_settings_without_flags_are_the_defaults_of_the_class() -> None:
     said = vars(parse_settings([]))
     flags = said.pop("flags")
-    own = vars(Settings())
+    own = vars(ServerSettings())
     assert said == {name: own[name] for name in said}
     assert flags.memory == PROCESS
 
@@ -123,16 +123,16 @@ def test_a_wrong_flag_ends_the_command_in_words(
 
 
 def test_requests_name_only_what_the_start_allows(tmp_path: Path) -> None:
-    given = Settings(model=str(tmp_path), request_models=GIVEN)
+    given = ServerSettings(model=str(tmp_path), request_models=GIVEN)
     assert given.allows_model(str(tmp_path.resolve()))
     assert not given.allows_model("another")
     with pytest.raises(RequestError, match="adapters"):
         given.check(TextRequest(adapter="another"))
-    targets = Settings(request_models=TARGETS)
+    targets = ServerSettings(request_models=TARGETS)
     assert targets.allows_model("another")
     targets.check(TextRequest(draft_model="default_model", adapter="another"))
     with pytest.raises(RequestError, match="draft_model"):
         targets.check(TextRequest(draft_model="another"))
     with pytest.raises(RequestError, match="chat_template"):
         targets.check(TextRequest(template={"chat_template": "x"}))
-    Settings(allow_chat_templates=True).check(TextRequest(template={"chat_template": "x"}))
+    ServerSettings(allow_chat_templates=True).check(TextRequest(template={"chat_template": "x"}))

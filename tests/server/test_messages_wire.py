@@ -17,7 +17,7 @@ from specdec_mlx.server.requests import (
     CallBroken,
     Ended,
     Event,
-    Progress,
+    PromptProgress,
     RequestError,
     Said,
     TextRequest,
@@ -272,10 +272,10 @@ def test_a_body_is_read_or_refused_whatever_stands_where() -> None:
 def test_a_text_with_thoughts_and_calls() -> None:
     """Blocks in the order of their events; counts of what was read, found and written."""
     events = [
-        Progress(0, 30, 20),
+        PromptProgress(0, 30, 20),
         Said("Let me ", is_thought=True),
         Said("think.", is_thought=True),
-        Progress(30, 30, 20),
+        PromptProgress(30, 30, 20),
         Said("I read "),
         Said(""),
         Said("two."),
@@ -331,10 +331,10 @@ def test_a_call_that_is_cut_is_text_and_a_stream_leaves_it_at_that() -> None:
 def test_a_stream_begins_with_the_counts_of_the_prompt() -> None:
     stream = MESSAGES.stream(MESSAGES.read({"messages": USER}))
     assert b"".join(stream.begin()) == b""
-    (started,) = events_in(b"".join(stream.write(0, Progress(0, 30, 20))))
+    (started,) = events_in(b"".join(stream.write(0, PromptProgress(0, 30, 20))))
     assert started["message"]["usage"]["input_tokens"] == 10
     assert started["message"]["usage"]["cache_read_input_tokens"] == 20
-    assert b"".join(stream.write(0, Progress(30, 30, 20))) == b""
+    assert b"".join(stream.write(0, PromptProgress(30, 30, 20))) == b""
 
 
 def test_errors_are_in_the_protocols_form() -> None:

@@ -21,9 +21,10 @@ from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.memory.store import PROCESS
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER
-from specdec_mlx.server import models
+from specdec_mlx.server import app, models
 from specdec_mlx.server.engine import Engine
-from specdec_mlx.server.flags import GIVEN
+from specdec_mlx.server.flags import GIVEN, parse_settings
+from specdec_mlx.server.models import Models
 from specdec_mlx.server.requests import RequestError, TextRequest, Written
 from tiny_model_folder import write_model_folder
 
@@ -121,9 +122,45 @@ def test_a_server_may_be_kept_to_the_models_that_it_was_started_with(
             {"adapter": str(adapter)},
             {"draft_model": str(other)},
         ):
-            with pytest.raises(RequestError, match="loads no"):
+            with pytest.raises((RequestError, ModelFolderError), match="loads no"):
                 ask(engine, **dict[str, Any](wrong))
         assert [model["id"] for model in engine.models.listed()] == [str(folder)]
+
+
+AGENTS = ["claude-sonnet-5", "claude-haiku-4-5-20251001", "claude-opus-5[1m]", "sonnet", "gpt-5"]
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "0.0.0.0", "192.168.0.7"])
+@pytest.mark.parametrize("request_models", ["any", "targets", "given"])
+def test_agents_names_are_the_given_models_where_the_flag_says_so(
+    host: str, request_models: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On loopback without it; else the error, of which the status is 404, names it."""
+
+    def missing(name: str, *args: Any, **options: Any) -> None:
+        raise OSError(f"{name} is not in the cache")
+
+    monkeypatch.setattr(models.mlx_lm, "load", missing)
+    monkeypatch.setattr(models, "load_tokenizer", missing)
+    flags = ["--host", host, "--model", "org/given", "--request-models", request_models]
+    is_local = host == "127.0.0.1"
+    for more, is_given in (
+        ([], is_local),
+        (["--any-model-name"], True),
+        (["--no-any-model-name"], False),
+    ):
+        names = Models(parse_settings([*flags, *more]))
+        for name in AGENTS:
+            if is_given:
+                assert names.names_of(TextRequest(model=name)) == ("org/given", None)
+                continue
+            for ask_for in names.load, names.tokenizer_for:
+                with pytest.raises(ModelFolderError, match="started with --any-model-name") as told:
+                    ask_for(TextRequest(model=name))
+                assert app.status_of(told.value) == 404
+        with pytest.raises(ModelFolderError) as told:
+            names.load(TextRequest())
+        assert "--any-model-name" not in str(told.value)
 
 
 def test_the_list_says_how_long_a_text_may_be(folder: Path) -> None:

@@ -18,7 +18,7 @@ from specdec_mlx.server.requests import (
     CallBroken,
     Ended,
     Event,
-    Progress,
+    PromptProgress,
     RequestError,
     Said,
     TextRequest,
@@ -206,12 +206,27 @@ def test_the_answer_keeps_to_a_format() -> None:
     assert read(text={"format": {"type": "text"}}).grammar is None
 
 
+def test_thoughts_that_are_referred_to_are_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    """As the AI SDK does unless store is false: what else it refers to cannot be done without."""
+    caplog.set_level("INFO")
+    thought = {"type": "item_reference", "id": "rs_1"}
+    request = read(
+        input=[{"role": "user", "content": "a"}, thought, {"role": "user", "content": "b"}]
+    )
+    assert request.messages == [{"role": "user", "content": "a\n\nb"}]
+    assert "Left out: a reference of type reasoning" in caplog.text
+    with pytest.raises(RequestError, match="Set store to false"):
+        read(input=[{"type": "item_reference", "id": "msg_1"}])
+
+
 KEPT: list[dict[str, Any]] = [
     {"previous_response_id": "resp_1"},
     {"conversation": "conv_1"},
     {"prompt": {"id": "pmpt_1"}},
     {"background": True},
     {"input": [{"type": "item_reference", "id": "msg_1"}]},
+    {"input": [{"type": "item_reference", "id": "fc_1"}]},
+    {"input": [{"type": "item_reference"}]},
 ]
 WRONG: list[dict[str, Any]] = [
     {"input": []},
@@ -266,7 +281,7 @@ def test_a_body_is_read_or_refused_whatever_stands_where() -> None:
 def test_a_text_with_thoughts_and_calls() -> None:
     """Items in the order of their events; counts of what was read, found and written."""
     events = [
-        Progress(0, 30, 20),
+        PromptProgress(0, 30, 20),
         Said("Let me ", is_thought=True),
         Said("think.", is_thought=True),
         Said("I read "),

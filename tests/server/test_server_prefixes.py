@@ -26,13 +26,17 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 import tiny
 from engines import ask, running, settled, submit, with_flags
-from selection import cases, in_one_test
+from lossless import rows_of
+from selection import FULL, cases, in_one_test
 from specdec_mlx.server.prefix_files import MOST_POINTS, PrefixFiles, stateful, thinned
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.requests import Ended, Written
 from tiny_model_folder import write_model_folder
 
-RUNS = [name for name in tiny.architecture_files() if name not in (*tiny.CANNOT_RUN, "phi3small")]
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+KINDS = {row.caches: row.architecture for row in rows_of(PAGE.read_text()) if row.caches}
+"""An architecture for each set of kinds of caches that there is."""
+
 TEXT = [(7 * i * i + 3 * i) % 89 + 1 for i in range(90)]
 CUTS = [0, 11, 40, 62, 63, 90]  # past the window of 16
 OTHER = [5, 17, 80, 3]
@@ -48,7 +52,10 @@ def read(model: Any, caches: list[Any], tokens: list[int], cuts: list[int]) -> m
     return logits[0]
 
 
-@pytest.mark.parametrize("name", cases(RUNS, "qwen3_next", "gemma3_text", "llama4", "mamba2"))
+SHORT = ("qwen3_next", "gemma3_text", "llama4", "mamba2")
+
+
+@pytest.mark.parametrize("name", cases(dict.fromkeys([*SHORT, *KINDS.values()]), *SHORT))
 def test_going_back_to_a_point_is_as_if_no_more_had_been_read(name: str) -> None:
     """Logits after it are bit-equal to those of caches that read so far in the same parts, but for
     attention that goes back anywhere and rounds by the width of a pass."""
@@ -73,7 +80,7 @@ def test_going_back_to_a_point_is_as_if_no_more_had_been_read(name: str) -> None
     assert store.nbytes == sum(one.nbytes for entry in store.entries for one in entry.caches)
 
 
-@pytest.fixture(scope="module", params=["qwen3_next", "gemma3_text"])
+@pytest.fixture(scope="module", params=["qwen3_next", pytest.param("gemma3_text", marks=FULL)])
 def folder(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A model that is recurrent in part, or has windows of 16."""
     root = tmp_path_factory.mktemp("models")

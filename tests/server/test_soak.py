@@ -339,15 +339,21 @@ def test_eight_clients_get_the_texts_they_get_alone(server: Server) -> None:
 
 
 @FULL
-def test_five_hundred_requests_leave_the_memory_as_it_was(server: Server) -> None:
-    """With 50 clients that hang up and 300 wrong bodies a protocol, after as many of each kind."""
+def test_hundreds_of_requests_leave_the_memory_as_it_was(server: Server) -> None:
+    """With clients that hang up and wrong bodies of every protocol.
+
+    At first the kept prefixes and the allocator's pools fill, in steps that differ from run to run.
+    What leaks grows in every round: the least of three rounds is held, 4 KB a request.
+    """
     before = [answered(server, path, 3) for path in PROTOCOLS]
-    soak(server, num_requests=300, num_hang_ups=30, num_distinct=10)
-    fuzz(server, num_bodies=300)
-    assert_healthy(server)
-    resident = server.process.memory_info().rss
-    soak(server, num_requests=500, num_hang_ups=50, num_distinct=10)
-    fuzz(server, num_bodies=300)
-    assert_healthy(server)
-    assert server.process.memory_info().rss - resident < 30e6
+    growth = []
+    resident = 0
+    for _ in range(5):
+        soak(server, num_requests=200, num_hang_ups=20, num_distinct=10)
+        fuzz(server, num_bodies=200)
+        assert_healthy(server)
+        now = server.process.memory_info().rss
+        growth.append(now - resident)
+        resident = now
+    assert min(growth[2:]) < 4e6, growth
     assert [answered(server, path, 3) for path in PROTOCOLS] == before

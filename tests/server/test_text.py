@@ -9,6 +9,7 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from pydantic_core import from_json
 from written_texts import (
     CALL,
     END,
@@ -32,6 +33,7 @@ from specdec_mlx.server.requests import (
     TextRequest,
     Written,
 )
+from specdec_mlx.server.text.calls import PIECE
 from specdec_mlx.server.text.logprobs import token_bytes
 from specdec_mlx.server.text.state import TextState
 from specdec_mlx.stop_strings import StopStrings
@@ -275,10 +277,11 @@ def test_arguments_come_in_pieces_and_are_the_models_own_text(
 ) -> None:
     text = json.dumps(arguments, ensure_ascii=ascii_only, indent=indent)
     events = list(events_of(cut(call(text) + END, seed), tools=TOOLS))
-    pieces = [event.text for event in events if isinstance(event, CallArguments)]
-    assert "".join(pieces) == text
-    assert isinstance(events[0], CallBegan)
-    assert len(pieces) > 1 or len(text) < 8
+    first, *pieces = [event for event in events if isinstance(event, CallBegan | CallArguments)]
+    assert first.text + "".join(piece.text for piece in pieces) == text
+    assert isinstance(first, CallBegan)
+    assert all(isinstance(piece, CallArguments) for piece in pieces)
+    assert pieces or len(text) < 2 * PIECE
 
 
 @pytest.mark.parametrize("seed", [None, 0])
@@ -297,6 +300,8 @@ def test_marks_in_a_string_of_the_arguments_are_text(seed: int | None) -> None:
         ('{"b": "x\ny\t"}', r'{"b": "x\ny\t"}'),
         (r'{"b": "\"\\\u00e9\n"}', r'{"b": "\"\\\u00e9\n"}'),
         ('{"b": "\\\n"}', r'{"b": "\\\n"}'),
+        (r'{"b": "C:\users\u12"}', r'{"b": "C:\\users\\u12"}'),
+        (r'{"b": "\u\u00e9\ud83d"}', r'{"b": "\\u\u00e9\ud83d"}'),
     ],
 )
 def test_what_models_forget_to_escape_is_escaped(wrong: str, right: str) -> None:
@@ -305,17 +310,49 @@ def test_what_models_forget_to_escape_is_escaped(wrong: str, right: str) -> None
     json.loads(right)
 
 
-def test_a_stream_is_told_of_a_call_that_broke() -> None:
-    text = call('{"a": tru}') + call("{}")
-    events = list(events_of(cut(text + END), tools=TOOLS))
-    broken = [event for event in events if isinstance(event, CallBroken)]
-    began = [event.index for event in events if isinstance(event, CallBegan)]
-    assert broken == [CallBroken(0, call('{"a": tru}'))]
-    assert began == [0, 1]
-    whole = Written()
-    for event in events:
-        whole.add(event)
-    assert said(whole)[:3] == (call('{"a": tru}'), "", [("f", "{}")])
+LONG = '{"b": "' + "x" * PIECE + '"'
+BROKEN = [
+    '{"a": tru}',
+    '{"a": 01}',
+    '{"a": NaN}',
+    '{"a": 1 2}',
+    '{"a": 1,}',
+    '{"a" 1}',
+    '{"a": [1}}',
+    '{"a": {"b": 1]}',
+    '{"a": ["b": 1]}',
+    '{"a": "x" "y"}',
+    '{"a",: 1}',
+]
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_a_call_that_breaks_early_is_text_in_a_stream_too(broken: str) -> None:
+    for seed in range(3):
+        events = [*events_of(cut(call(broken) + call("{}") + END, seed), tools=TOOLS)]
+        assert not any(isinstance(event, CallBroken) for event in events)
+        whole = Written()
+        for event in events:
+            whole.add(event)
+        assert said(whole)[:4] == (call(broken), "", [("f", "{}")], "tool_calls")
+
+
+@pytest.mark.parametrize("broken", [f"{LONG}, {wrong[1:]}" for wrong in BROKEN])
+def test_what_a_stream_has_of_a_call_that_breaks_can_become_an_object(broken: str) -> None:
+    for seed in range(3):
+        events = [*events_of(cut(call(broken) + call("{}") + END, seed), tools=TOOLS)]
+        (told,) = [event for event in events if isinstance(event, CallBroken)]
+        assert (told.index, told.text) == (0, call(broken))
+        pieces = [e for e in events if isinstance(e, CallBegan | CallArguments) and e.index == 0]
+        sent = "".join(piece.text for piece in pieces)
+        assert broken.startswith(sent)
+        from_json(sent, allow_partial="trailing-strings")
+        began = [event.index for event in events if isinstance(event, CallBegan)]
+        assert began == [0, 1]
+        whole = Written()
+        for event in events:
+            whole.add(event)
+        assert said(whole)[:3] == (call(broken), "", [("f", "{}")])
 
 
 GOOD: dict[str, tuple[str, str]] = {

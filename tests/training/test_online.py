@@ -27,7 +27,7 @@ from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags, Learner
 from specdec_mlx.models import load_model
-from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.requests import TextRequest
 from specdec_mlx.training import online
@@ -260,7 +260,7 @@ def test_a_server_makes_what_learns_on_for_its_target(folder, loaded, draft):
     """
     choice = DrafterChoice(["ngram", "model:greedy=true"], NamedModel(str(draft)))
     flags = Flags(choice, online=True)
-    models = Models(Settings(flags=flags))
+    models = Models(ServerSettings(flags=flags))
 
     def made(target: nn.Module) -> Any:
         loaded = Loaded("target", None, target, None, {}, ())

@@ -299,7 +299,7 @@ def test_answers_are_the_targets_own_text_and_go_on_where_they_stopped(
 def test_what_is_printed_is_what_drafting_keeps(kind, folder, loaded: Loaded, tmp_path):
     """Greedy drafting of the held-out answers: as many drafts, as many tokens kept of them."""
     target, tokenizer = loaded
-    plan = plan_for(folder, kind, prompts=True, steps=30)
+    plan = plan_for(folder, kind, prompts=True, steps=12)
     printed = train(plan, *loaded, tmp_path)
     drafter: Any = load_model(tmp_path)[0] if kind == "draft" else tmp_path
     drafted, kept = 0, 0
@@ -371,7 +371,7 @@ def test_a_head_that_reads_its_own_states_first_learns_the_first_token(
 def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainee, FeatureStore]:
     """A head for a target of many tokens, and windows for it."""
     target = tiny.build("llama", vocab_size=5000, num_hidden_layers=1, layer_types=None)
-    documents = [learnt(row) for row in (25 * ids_of(8, 100)).tolist()]
+    documents = [learnt(row) for row in (25 * ids_of(4, 100)).tolist()]
     store = store_of(target, tmp_path_factory.mktemp("wide"), documents, Features())
     trainee = mtp(Recipe(target, Size(mlp=32, heads=2)))
     trainee.rows_at_once = 20
@@ -379,7 +379,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainee, FeatureStor
 
 
 def test_the_memory_of_an_update_is_known_before(wide):
-    """Within 30%; 800 rows take less than half of their logits more than eight."""
+    """Within 30%; 400 rows take less than half of their logits more than four."""
     trainee, store = wide
     first, further = fitting.memory_of_updates(trainee, store, KL)
 
@@ -392,11 +392,11 @@ def test_the_memory_of_an_update_is_known_before(wide):
         fitting.update(trainee, optimizer, batch, KL)
         return mx.get_peak_memory()
 
-    batch = store.batch(list(range(8)))
-    assert peak(batch) == pytest.approx(first + 7 * further, rel=0.3)
+    batch = store.batch(list(range(4)))
+    assert peak(batch) == pytest.approx(first + 3 * further, rel=0.3)
     assert peak(store.batch([0, 1])) == pytest.approx(first + further, rel=0.3)
     few = replace(batch, answered=batch.answered & (np.arange(100) == 99))
-    assert peak(batch) - peak(few) < 0.5 * 800 * 5000 * 4
+    assert peak(batch) - peak(few) < 0.5 * 400 * 5000 * 4
 
 
 def test_an_update_that_does_not_fit_is_lowered_or_refused(wide, monkeypatch):

@@ -187,7 +187,7 @@ def test_drafting_leaves_no_trace(
     if not rolls_back:
         monkeypatch.setattr(Rollback, "rewind_to", only_counting)
 
-    @settings(max_examples=10, phases=[Phase.generate], report_multiple_bugs=False)
+    @settings(max_examples=6, phases=[Phase.generate], report_multiple_bugs=False)
     @given(st.lists(STEPS, min_size=8, max_size=12))
     def check(steps: list[tuple[str, list[int], float]]) -> None:
         caches = Speculation(subject)

@@ -21,7 +21,7 @@ import specdec_mlx as sd
 import tiny
 from lossless import PROMPT, plain_text
 from scripted import OracleDrafter
-from selection import cases, in_one_test
+from selection import FULL, cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.engine.options import Options
@@ -140,7 +140,8 @@ def test_wide_drafts_change_no_expert_of_a_quantized_model(begin: int) -> None:
     assert items[-1].stats.drafted > 60
 
 
-@pytest.mark.parametrize("length", cases([4, 13], 13))
+@FULL
+@pytest.mark.parametrize("length", [4, 13])
 def test_drafts_of_several_texts_change_no_expert_of_a_quantized_model(length: int) -> None:
     """In bfloat16, with texts of different lengths in a pass: each is plain decoding's."""
     prompts = [repeated(begin)[begin:] for begin in range(8)]
@@ -183,16 +184,19 @@ def test_caches_that_are_padded_on_the_left_feed_again() -> None:
     assert rollback.rewind_to(3) == 0
 
 
+NUM_WRITTEN = 80
+
+
 @cache
 def long_text(name: str) -> list[int]:
-    return plain_text(built(name), PROMPT, 200).tokens
+    return plain_text(built(name), PROMPT, NUM_WRITTEN).tokens
 
 
 def half_right(name: str, **options: Any) -> list[sd.responses.Token]:
     model = built(name)
     vocab_size = model(mx.array([[1]]), cache=make_prompt_cache(model)).shape[-1]
     drafter = OracleDrafter(long_text(name), vocab_size, wrong=0.5)
-    options = {"max_tokens": 200, "draft_length": 4, **options}
+    options = {"max_tokens": NUM_WRITTEN, "draft_length": 4, **options}
     return list(sd.speculate(model, PROMPT, drafter, **options))
 
 

@@ -169,7 +169,7 @@ READ_ELSEWHERE = (
         ("ministral3", OracleTrees, 3),
         ("mistral4", OracleTrees, 3),
         ("internlm3", OracleDrafter, 2),
-        *(pytest.param(name, OracleTrees, 2, marks=FULL) for name in READ_ELSEWHERE),
+        *(pytest.param(name, OracleTrees, 1, marks=FULL) for name in READ_ELSEWHERE),
     ],
 )
 @pytest.mark.filterwarnings("ignore:specdec_mlx")

@@ -17,7 +17,6 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.utils import load_tokenizer
-from tqdm import tqdm
 
 from specdec_mlx import contracts
 from specdec_mlx.bench.cost import MEASURED, CostCurve
@@ -49,6 +48,7 @@ from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.loop import Generation
 from specdec_mlx.models import explained
 from specdec_mlx.notebook.views import markdown_table, table_html
+from specdec_mlx.progress import progress_bar
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import Row, Rows
@@ -437,7 +437,7 @@ def score_record(
         for length in draft_lengths if made else [""]:
             drafter = made if made is None or isinstance(made, Drafter) else made()
             modelled, tuning = [], Tuning(CURVES.get(cost.name, MILDEST))
-            bar = tqdm(
+            bar = progress_bar(
                 record.texts, f"{name} {length}", unit="text", delay=1, leave=False
             )
             for text in bar:

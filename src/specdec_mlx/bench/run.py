@@ -29,6 +29,7 @@ from specdec_mlx.drafters.choosing.choice import (
     DrafterChoice,
     NamedModel,
 )
+from specdec_mlx.progress import progress_bar
 
 
 def run_bench(
@@ -46,8 +47,6 @@ def run_bench(
     temp: that the contenders were made with; at 0 texts are compared. measure_cost: measure c(m), a
     sweep before each task. progress: show a bar.
     """
-    from tqdm.auto import tqdm
-
     assert contenders[0].drafter == PLAIN
     meter = CostMeter(model, tasks[0].prompt) if measure_cost else None
     machine = describe_machine()
@@ -55,7 +54,9 @@ def run_bench(
         tasks, contenders, settings, *([meter.sweep] if meter else [])
     )
     total = len(tasks) * len(contenders) * settings.repeats
-    samples = list(tqdm(steps, "bench", total, unit="text", disable=not progress))
+    samples = list(
+        progress_bar(steps, "bench", total, unit="text", disable=not progress)
+    )
     differences = find_differences(model, tasks, samples) if temp == 0 else []
     references = reference_texts(samples)
     numbers = {

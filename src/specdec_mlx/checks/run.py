@@ -25,6 +25,7 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.engine.ranks import ranks_of
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.options import whole
+from specdec_mlx.progress import progress_bar
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
@@ -149,8 +150,6 @@ def _encoded(
 
 def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
     """The parts in order, in the time for all; later ones use what earlier ones have gathered."""
-    from tqdm.auto import tqdm
-
     steps: list[Place] = []
     draws = drawn.Draws()
     probed: list[ProbeReport] = []
@@ -185,7 +184,7 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
     )
     done = []
     shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
-    with tqdm(
+    with progress_bar(
         total=len(parts),
         bar_format=shown,
         miniters=0,

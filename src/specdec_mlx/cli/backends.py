@@ -8,8 +8,8 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 
+from specdec_mlx.cli.signals import command_line
 from specdec_mlx.errors import MissingBackendError
 
 EXTRAS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
@@ -30,7 +30,7 @@ def installed(names: Iterable[str] = EXTRAS) -> dict[str, str]:
 def without_mlx(error: ImportError) -> BaseException:
     """MissingBackendError with what to install; the command `specdec-mlx` prints it and ends."""
     problem = MissingBackendError(why_mlx_is_missing(error), name="mlx.core")
-    if not _is_our_command():
+    if command_line() is None:
         return problem
     print(f"specdec-mlx: {problem}", file=sys.stderr)
     return SystemExit(2)
@@ -58,10 +58,3 @@ def reinstall(backends: dict[str, str]) -> str:
     """The command that leaves the latest CUDA, which nobody asks for by mistake, and MLX anew."""
     anew = f'pip install "specdec-mlx[{EXTRAS[max(backends)]}]"'
     return f"pip uninstall -y mlx {' '.join(backends)} && {anew}"
-
-
-def _is_our_command() -> bool:
-    """True if this process is `specdec-mlx` or `python -m specdec_mlx`."""
-    program = sys.argv[0] if sys.argv else ""
-    is_module = program == "-m" and "specdec_mlx" in sys.orig_argv
-    return is_module or Path(program).stem == "specdec-mlx"

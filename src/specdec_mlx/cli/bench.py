@@ -25,7 +25,7 @@ from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_o
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
-from specdec_mlx.options import argument, checked, positive_int
+from specdec_mlx.options import argument, checked, existing_file, positive_int
 from specdec_mlx.rules.registry import make_rule
 
 
@@ -36,11 +36,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--model", help="model folder or Hugging Face name (default: a small one)")
     add(
         "--prompts",
+        type=argument(existing_file),
         metavar="FILE",
         help="JSON lines with id, category, turns (default: ours)",
     )
     sessions = "conversations in order instead: JSON lines with messages, or turns and reference"
-    add("--sessions", metavar="FILE", help=sessions)
+    add("--sessions", type=argument(existing_file), metavar="FILE", help=sessions)
     add("--categories", nargs="+", metavar="NAME", help="only these")
     add(
         "--per-category",

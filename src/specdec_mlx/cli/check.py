@@ -16,7 +16,7 @@ from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_o
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
-from specdec_mlx.options import argument
+from specdec_mlx.options import argument, existing_file
 from specdec_mlx.sampling.distribution import Sampling
 
 
@@ -52,6 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--prompts",
+        type=argument(existing_file),
         metavar="FILE",
         help="JSON lines with prompt or turns (default: ours)",
     )

@@ -1,145 +1,104 @@
-"""The command line: `specdec-mlx demo | generate | drafters | ...`."""
+"""The command line: `specdec-mlx demo | generate | drafters | ...`.
+
+A command's module is imported when the command is run: the list, `--version` and what is wrong with
+a command's name come at once.
+"""
 
 from __future__ import annotations
 
-import argparse
+import os
 import sys
 from collections.abc import Sequence
-from pathlib import Path
+from importlib import import_module
 from types import ModuleType
 
 import specdec_mlx
-from specdec_mlx.drafters.choosing.registry import describe_drafters
 from specdec_mlx.errors import LogitsError
-from specdec_mlx.options import refusal
+from specdec_mlx.options import Parser, did_you_mean
 
-MLX_LM_COMMANDS = {
+COMMANDS = {
+    "demo": "plain against speculative, on real text",
     "generate": "mlx-lm's generate command, with drafters",
     "chat": "mlx-lm's chat command, with drafters",
+    "server": "a server for agents and chats",
+    "drafters": "the drafters there are, or what to take for a model",
+    "doctor": "what is installed here, and is it right?",
+    "check": "is it lossless on this model, machine and setting?",
+    "probe": "is a pass over several positions exact here?",
+    "bench": "speed and identity on many prompts, interleaved",
     "benchmark": "mlx-lm's benchmark command, with drafters",
+    "replay": "score drafters on recorded texts, offline",
+    "memory": "what was written before, to draft from",
+    "train": "train a head or a draft model for a target",
+    "new-drafter": "a package for a drafter of your own",
 }
+MLX_LM_COMMANDS = "generate", "chat", "benchmark"
 """Commands that take all of mlx-lm's flags, and ours beside them."""
 
-Commands = argparse._SubParsersAction
+PROGRAM = "specdec-mlx"
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, 2 with one line on stderr where it cannot be done."""
-    given = list(sys.argv[1:] if arguments is None else arguments)
+    name, *flags = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
+    if not sys.stderr.isatty():
+        os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     try:
-        return _run(given)
+        return _run(name, flags)
+    except KeyboardInterrupt:
+        print("\nStopped.", file=sys.stderr)
+        return 130
     except (ValueError, RuntimeError, OSError, LogitsError) as error:
-        if sys.stdout.isatty() and given[:1] in (["generate"], ["chat"]):
+        if sys.stdout.isatty() and name in ("generate", "chat"):
             print()  # ends the line of a text that was streamed
-        print(f"specdec-mlx: {error}", file=sys.stderr)
+        print(f"{PROGRAM}: {error}", file=sys.stderr)
         return 2
 
 
-def _run(arguments: Sequence[str]) -> int:
-    if arguments and arguments[0] in MLX_LM_COMMANDS:
+def _run(name: str, flags: Sequence[str]) -> int:
+    if name in ("-h", "--help"):
+        print(overview())
+    elif name == "--version":
+        print(specdec_mlx.__version__)
+    elif name in MLX_LM_COMMANDS:
         from specdec_mlx.mlx_lm_plugin import run_command
 
-        run_command(arguments[0], arguments[1:])
-        return 0
-    if arguments[:1] == ["server"]:
+        run_command(name, flags)
+    elif name == "server":
         from specdec_mlx.server.command import run_server
 
-        run_server(arguments[1:])
-        return 0
-    parser = make_parser()
-    args, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.error(refusal(unknown))
-    return int(args.run(args))
+        run_server(flags)
+    elif name in COMMANDS:
+        args = make_parser(name).parse_args(flags)
+        return int(_module(name).main(args))
+    else:
+        wrong = f"there is no command {name!r}.{did_you_mean(name, COMMANDS)}"
+        print(f"{PROGRAM}: {wrong}\nAll commands: {PROGRAM} --help", file=sys.stderr)
+        return 2
+    return 0
 
 
-def make_parser() -> argparse.ArgumentParser:
-    """The parser for all commands but those that are mlx-lm's own."""
-    from specdec_mlx.cli import (
-        bench,
-        check,
-        demo,
-        doctor,
-        memory,
-        new_drafter,
-        replay,
-        train,
+def overview() -> str:
+    """The commands, a line each."""
+    lines = [
+        f"{PROGRAM} COMMAND: speculative decoding for mlx-lm, the same text, sooner.",
+        "",
+    ]
+    lines += [f"  {name:<13}{text}" for name, text in COMMANDS.items()]
+    return "\n".join(
+        [*lines, "", f"{PROGRAM} COMMAND --help lists the command's flags."]
     )
 
-    parser = argparse.ArgumentParser(
-        prog="specdec-mlx",
-        description="Speculative decoding for mlx-lm: the same text, sooner.",
+
+def make_parser(name: str) -> Parser:
+    """The parser of a command that is neither mlx-lm's nor the server."""
+    parser = Parser(
+        prog=f"{PROGRAM} {name}", description=f"{COMMANDS[name]}.".capitalize()
     )
-    parser.add_argument("--version", action="version", version=specdec_mlx.__version__)
-    commands = parser.add_subparsers(title="commands", required=True, metavar="COMMAND")
-
-    def add(name: str, module: ModuleType, text: str) -> None:
-        command = commands.add_parser(name, help=text)
-        module.add_arguments(command)
-        command.set_defaults(run=module.main)
-
-    for name, text in MLX_LM_COMMANDS.items():
-        commands.add_parser(name, help=text, add_help=False)
-    commands.add_parser("server", help="a server for agents and chats", add_help=False)
-    add("demo", demo, "plain against speculative, on real text")
-    add("bench", bench, "speed and identity on many prompts, interleaved")
-    add("replay", replay, "score drafters on recorded texts, offline")
-    _add_probe(commands)
-    add("check", check, "is it lossless on this model, machine and setting?")
-    _add_drafters(commands)
-    add("memory", memory, "what was written before, to draft from")
-    add("train", train, "train a head or a draft model for a target")
-    add("doctor", doctor, "what is installed here, and is it right?")
-    add("new-drafter", new_drafter, "a package for a drafter of your own")
+    _module(name).add_arguments(parser)
     return parser
 
 
-def _add_probe(commands: Commands[argparse.ArgumentParser]) -> None:
-    probe = commands.add_parser(
-        "probe", help="is a pass over several positions exact here?"
-    )
-    probe.add_argument(
-        "--model", help="model folder or Hugging Face name (default: a small one)"
-    )
-    probe.set_defaults(run=_probe)
-
-
-def _probe(args: argparse.Namespace) -> int:
-    from specdec_mlx.lab.demo_model import demo_model_path
-    from specdec_mlx.models import load_model
-    from specdec_mlx.verify.exactness import probe
-
-    report = probe(load_model(args.model or demo_model_path())[0])
-    print(report)
-    return 0 if report.exact else 1
-
-
-def _add_drafters(commands: Commands[argparse.ArgumentParser]) -> None:
-    drafters = commands.add_parser(
-        "drafters", help="the drafters there are, or those for a model"
-    )
-    drafters.add_argument(
-        "--model", help="also which models here can draft for this one"
-    )
-    drafters.add_argument(
-        "--in",
-        dest="folder",
-        type=Path,
-        metavar="FOLDER",
-        help="look for them here instead of in the Hugging Face cache",
-    )
-    drafters.set_defaults(run=_drafters)
-
-
-def _drafters(args: argparse.Namespace) -> int:
-    if args.model is not None:
-        from specdec_mlx.drafters.choosing.candidates import report
-
-        print(report(args.model, args.folder))
-    elif args.folder is not None:
-        raise ValueError("--in needs --model, the model to draft for.")
-    else:
-        print(
-            "\n".join(f"{name:<15}{text}" for name, text in describe_drafters().items())
-        )
-    return 0
+def _module(name: str) -> ModuleType:
+    return import_module(f"specdec_mlx.cli.{name.replace('-', '_')}")

@@ -118,7 +118,7 @@ class Show:
 
 
 @dataclass(frozen=True)
-class Row:
+class TimedText:
     """A line of the table: one text by one contender; its first sample stands for it.
 
     speed: in times plain decoding's, median over the repeats, or None. verdict: the worst of
@@ -184,7 +184,7 @@ def main(args: argparse.Namespace) -> int:
     shows += [] if args.model else [pair_that_ships()]
     texts = ", ".join(task.id for show in shows for task in show.tasks)
     say(f"Next, in about {seconds:.0f} s, or cut: a text live, then {texts}, by turns.")
-    began, rows = time.perf_counter(), list[Row]()
+    began, rows = time.perf_counter(), list[TimedText]()
     with wired_limit([show.model for show in shows], [generation_stream]):
         for i, show in enumerate(shows):
             responses = live_text(
@@ -327,7 +327,7 @@ def after_live(show: Show, draft_length: str) -> Contender:
     return Contender(show.name, draft_length, "auto", start=start)
 
 
-def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[Row]:
+def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[TimedText]:
     """A row for each contender but plain decoding, with which it is compared repeat by repeat."""
     own = [sample for sample in samples if sample.id == task.id]
     verdicts = dict.fromkeys(
@@ -349,12 +349,12 @@ def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[Row
         pairs = [(paces[sample.repeat], sample.seconds_per_token) for sample in mine]
         ratios = [base / pace for base, pace in pairs if base and pace]
         rows.append(
-            Row(mine[0], statistics.median(ratios) if ratios else None, verdict)
+            TimedText(mine[0], statistics.median(ratios) if ratios else None, verdict)
         )
     return rows
 
 
-def format_table(rows: Sequence[Row]) -> str:
+def format_table(rows: Sequence[TimedText]) -> str:
     """The comparison as text, one line a row."""
     head = (
         f"{'text':<10}{'drafter':<15}{'K':<6}{'tokens':>6}  {'speed':<18}{'tokens a pass':>13}"
@@ -374,7 +374,9 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def legend(rows: Sequence[Row], model: nn.Module, paces: Sequence[float | None]) -> str:
+def legend(
+    rows: Sequence[TimedText], model: nn.Module, paces: Sequence[float | None]
+) -> str:
     """The outcome, how to read the table, and the machine. paces: of plain decoding, s a token."""
     timed = [pace for pace in paces if pace]
     step = f" ({1 / statistics.median(timed):.1f} a second)" if timed else ""

@@ -30,8 +30,8 @@ class Installation:
     """The installation that generates text here.
 
     runs_on: "metal", "cuda" or "cpu". blas: of a CPU. backends: versions by distribution on Linux.
-    openblas: variables that preload a
-    better library. refusal: why mlx-lm's own calls cannot be extended.
+    openblas: variables that preload a better library. refusal: why mlx-lm's own calls cannot be
+    extended.
     """
 
     runs_on: str
@@ -95,7 +95,9 @@ def table(found: Installation) -> Iterator[tuple[str, str]]:
     yield "backend", f"{found.runs_on} ({backends})" if backends else found.runs_on
     yield "device", found.device
     if found.blas is not None:
-        yield "BLAS", found.blas
+        is_exact = found.blas == REFERENCE_BLAS
+        rows = "bit-equal to one" if is_exact else "equal to one up to 1e-4"
+        yield "BLAS", f"{found.blas} (logits of several rows are {rows} in float32)"
     yield "mlx", found.mlx
     yield "mlx-lm", found.mlx_lm
     yield "Python", platform.python_version()

@@ -14,6 +14,7 @@ from specdec_mlx.bench.replay import Scores, record_of_sessions, score_record
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.options import argument, existing_file
 
 DEFAULT_LENGTHS = ("auto",)
 DEFAULT_SLOPE = "linear:0.24"
@@ -22,10 +23,18 @@ DEFAULT_SLOPE = "linear:0.24"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx replay`."""
     add, several = parser.add_argument, partial(parser.add_argument, action="append")
-    add("record", nargs="?", metavar="FILE", help="what specdec-mlx bench --json wrote")
+    there = argument(existing_file)
+    add(
+        "record",
+        nargs="?",
+        type=there,
+        metavar="FILE",
+        help="what specdec-mlx bench --json wrote",
+    )
     sessions = "conversations instead, as JSON lines with messages, or turns and reference; of the "
     add(
         "--sessions",
+        type=there,
         metavar="FILE",
         help=f"{sessions}other file only the costs are taken",
     )

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_mlx.models import load_model
-from specdec_mlx.options import argument, positive_int
+from specdec_mlx.options import argument, checked, existing_file, positive_int
 from specdec_mlx.sampling.distribution import is_temp
 from specdec_mlx.training.fitting import LOSSES, Updates
 from specdec_mlx.training.run import Data, Plan, train
@@ -37,7 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--out", required=True, type=Path, help="folder for the result")
 
     group = parser.add_argument_group("what it learns from")
-    files: Any = {"nargs": "+", "default": [], "metavar": "FILE"}
+    there = checked(existing_file)
+    files: Any = {"nargs": "+", "type": there, "default": [], "metavar": "FILE"}
     source = group.add_mutually_exclusive_group(required=True)
     source.add_argument("--prompts", **files, help=PROMPTS)
     source.add_argument("--texts", **files, help=TEXTS)
@@ -102,7 +103,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--guesses",
         type=count,
         default=Size.guesses,
-        help="medusa: heads (%(default)s)",
+        help="medusa: heads; pass: embeddings (%(default)s)",
     )
     add("--init", metavar="MODEL", help=INIT)
     add("--dtype", choices=TYPES, default=Plan.dtype, help="of the file (%(default)s)")

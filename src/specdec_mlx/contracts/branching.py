@@ -89,7 +89,7 @@ class ValuesDrafts(DraftLength, Protocol):
         """True if a round's seconds are needed now; the loop then waits before it emits."""
 
 
-Text = tuple[int, ...]  # the tokens that lead to a node of a tree, its own last
+TokenPath = tuple[int, ...]  # the tokens that lead to a node of a tree, its own last
 
 
 def merged(drafts: Sequence[Draft]) -> Draft:
@@ -99,9 +99,9 @@ def merged(drafts: Sequence[Draft]) -> Draft:
     return draft_of(sorted(texts, key=len))
 
 
-def texts_of(draft: Draft) -> list[Text]:
+def texts_of(draft: Draft) -> list[TokenPath]:
     """The text of each node."""
-    tokens, texts = to_list(draft.tokens), list[Text]()
+    tokens, texts = to_list(draft.tokens), list[TokenPath]()
     parents = chain(len(tokens)) if draft.parents is None else draft.parents
     for token, parent in zip(tokens, parents, strict=True):
         texts.append((*(() if parent == ROOT else texts[parent]), token))
@@ -109,7 +109,7 @@ def texts_of(draft: Draft) -> list[Text]:
 
 
 def draft_of(
-    texts: Iterable[Text], evidence: Sequence[Evidence | int] | None = None
+    texts: Iterable[TokenPath], evidence: Sequence[Evidence | int] | None = None
 ) -> Draft:
     """The draft whose nodes have these texts, in order; a chain where they do not fork."""
     nodes = {text: node for node, text in enumerate(texts)}

@@ -253,7 +253,7 @@ class Model(LookUp):
         self.pause = max(0, self.pause - 1)
         self.num_emitted += round_.emitted
         # steps are measured by the pass that followed them
-        if times and round_.pass_seconds > 0:
+        if len(times) > 1 and round_.pass_seconds > 0:
             cost = cost_model(1 + round_.drafted)
             plain = round_.pass_seconds / cost if round_.steady else cost_model.seconds
             if self.num_unread() <= LENGTHS[-1]:  # reading them hardly takes longer

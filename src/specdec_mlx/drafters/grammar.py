@@ -236,10 +236,12 @@ def compiled_tokenizer(tokenizer: Any) -> LLTokenizer:
         _llguidance()
         from llguidance.hf import from_tokenizer
 
+        ends = sorted(tokenizer.eos_token_ids)
         try:
-            _compiled[fast] = from_tokenizer(
-                fast, eos_token=sorted(tokenizer.eos_token_ids)
-            )
+            try:
+                _compiled[fast] = from_tokenizer(fast, eos_token=ends)
+            except TypeError:  # older ones take one end token, as guidance's pin does
+                _compiled[fast] = from_tokenizer(fast, eos_token=fast.eos_token_id)
         except ValueError as error:
             raise GrammarError(
                 f"{type(fast).__name__} cannot be used here: {error}"

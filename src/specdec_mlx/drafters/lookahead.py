@@ -34,7 +34,7 @@ from specdec_mlx.contracts import (
     ValuesDrafts,
     key_of,
 )
-from specdec_mlx.contracts.branching import Text, draft_of, texts_of
+from specdec_mlx.contracts.branching import TokenPath, draft_of, texts_of
 from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_list
@@ -89,7 +89,7 @@ class Window:
         self._num_begun = 0
         self._fill(text)
 
-    def columns(self) -> list[Text]:
+    def columns(self) -> list[TokenPath]:
         """Of each column the trunk up to its first token, and the guesses that hang from it."""
         trunk, *others = self.levels
         return [
@@ -138,7 +138,7 @@ class LookaheadSession:
 
     def propose(self, limit: int) -> Draft:
         """A tree of at most `limit` tokens: n-grams of the pool, then rows."""
-        known: dict[Text, Evidence | int] = {}
+        known: dict[TokenPath, Evidence | int] = {}
         for draft in self.candidates(limit)[: self._config.num_candidates]:
             for text, evidence in zip(
                 texts_of(draft), draft.evidence or (), strict=True

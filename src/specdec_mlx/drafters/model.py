@@ -121,6 +121,8 @@ class ModelSession(WritingSession):
         self.model = drafter.model
         self.callers_cache = context.draft_cache
         self.rollback = Rollback(self.callers_cache or make_prompt_cache(self.model))
+        if self.callers_cache is not None:  # in step with the target's
+            self.rollback.position = min(context.num_unseen, self.rollback.end)
 
     def begin_draft(self, limit: int) -> int:
         """Feed what was missed; all that is asked for, unless passes have to be narrow."""

@@ -18,7 +18,7 @@ from specdec_mlx.contracts import (
     FeatureRows,
     Features,
 )
-from specdec_mlx.contracts.branching import Text
+from specdec_mlx.contracts.branching import TokenPath
 from specdec_mlx.contracts.drafting import share_class
 from specdec_mlx.memory.kept import fingerprint_of
 from specdec_mlx.options import require
@@ -37,7 +37,7 @@ class Successors:
     that guesses were noted after the first time.
     """
 
-    texts: list[Text] = field(default_factory=list)
+    texts: list[TokenPath] = field(default_factory=list)
     steady: int = 0
     right: int = 0
     seen: int = -1
@@ -62,7 +62,7 @@ class SuccessorTable:
     most: contexts that are kept; those noted longest ago go. top: guesses that are kept of each.
     """
 
-    successors: dict[Text, Successors] = field(default_factory=dict)
+    successors: dict[TokenPath, Successors] = field(default_factory=dict)
     most: int = 100_000
     top: int = TOP
     _others: dict[Any, Any] = field(default_factory=dict, init=False)
@@ -79,7 +79,7 @@ class SuccessorTable:
         """No content: a drafter's key does not change with it."""
         return "<SuccessorTable>"
 
-    def note(self, context: Text, *texts: Text) -> None:
+    def note(self, context: TokenPath, *texts: TokenPath) -> None:
         """Note guesses at what follows a context, the best first; earlier ones come after them."""
         known = self.successors.pop(context, None) or Successors()
         same = known.texts[:1] == [texts[0]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -55,6 +56,7 @@ def assemble(
     length: DraftLength | None = None,
     num_read: int = 0,
     num_said: int = 0,
+    history: Sequence[int] = (),
     stats: SpeculationStats | None = None,
     of_batch: dict[str, Any] | None = None,
 ) -> Assembled:
@@ -66,6 +68,7 @@ def assemble(
         ranks: the ranks that the model is spread over.
         length: a draft length in the place of the options' own.
         num_said: the prompt's last tokens that are the text's beginning, written elsewhere.
+        history: [n] tokens that the caches hold before the prompt.
         stats: an account to go on with.
         of_batch: fields of the drafter's context that differ where passes are shared.
 
@@ -74,6 +77,7 @@ def assemble(
         ValueError: for other bad input.
     """
     prompt = check_prompt(prompt_tokens, options.input_embeddings, drafter)
+    prompt, num_read = [*history, *prompt], num_read + len(history)
     account = Counterfactual() if options.counterfactual else None
     if account is not None:
         rule = account.counting(options.rule, is_seeded=options.seed is not None)
@@ -87,7 +91,7 @@ def assemble(
     )
     check_ids(prompt, target.vocab_size())
     context = target.draft_context(options.tokenizer, draft_cache)
-    context = replace(context, **of_batch or {})
+    context = replace(context, **{"num_unseen": len(history)} | (of_batch or {}))
     check_drafter_fits(drafter, context)
     if length is None:
         tuning = tuning_for(model) if options.tuning is None else options.tuning
@@ -103,6 +107,7 @@ def assemble(
         num_said=num_said,
     )
     parts.sequence.has_prompt = len(prompt_tokens) > 0
+    parts.sequence.num_history = len(history)
     parts.drafting.keeps_cache = options.prompt_cache is not None
     parts.stats = SpeculationStats(counterfactual=account) if stats is None else stats
     return parts

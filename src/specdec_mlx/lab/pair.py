@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
+from mlx.utils import tree_flatten
 
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.heads.loading import load_head
@@ -48,6 +49,15 @@ class Pair(NamedTuple):
     target: nn.Module
     draft: nn.Module
     tokenizer: Any
+
+    def __repr__(self) -> str:
+        """Number of parameters of both."""
+        models = {"target": self.target, "draft": self.draft}
+        sizes = [
+            f"{name} {sum(x.size for _, x in tree_flatten(model.parameters())):,}"
+            for name, model in models.items()
+        ]
+        return f"<Pair: {', '.join(sizes)} parameters>"
 
 
 def load_pair() -> Pair:

@@ -14,11 +14,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 from jaxtyping import Int
-from tqdm import tqdm
 
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import KeptFile, opened
 from specdec_mlx.options import whole, wrong
+from specdec_mlx.progress import progress_bar
 
 # beside hidden ones
 SKIPPED_FOLDERS = {"__pycache__", "node_modules", "venv", "site-packages"}
@@ -128,9 +128,12 @@ class Memory(KeptFile):
 
     @classmethod
     def from_files(
-        cls, paths: Sequence[Path | str], tokenizer: Any, max_tokens: int = 4_000_000
+        cls,
+        paths: Path | str | Sequence[Path | str],
+        tokenizer: Any,
+        max_tokens: int = 4_000_000,
     ) -> Memory:
-        """A memory of files and folders, such as one's own code; see `update`."""
+        """A memory of a file or folder, or of several, such as one's own code; see `update`."""
         memory = cls(max_tokens)
         memory.update(paths, tokenizer)
         memory.compact()
@@ -200,7 +203,9 @@ class Memory(KeptFile):
             self._extend([text for text in theirs if not _taken(held, text)])
             self.sources |= other.sources
 
-    def update(self, paths: Sequence[Path | str], tokenizer: Any) -> Update:
+    def update(
+        self, paths: Path | str | Sequence[Path | str], tokenizer: Any
+    ) -> Update:
         """Bring it up to date with files and folders: only what has changed is tokenized.
 
         A file is one text; one that has changed, or is gone from a folder, is forgotten first. Of a
@@ -208,7 +213,8 @@ class Memory(KeptFile):
         skipped. Raises FileNotFoundError, and TokenizerMismatchError for another tokenizer.
         """
         self.check_tokenizer(tokenizer)
-        roots = [Path(path).expanduser().absolute() for path in paths]
+        named = [paths] if isinstance(paths, Path | str) else paths
+        roots = [Path(path).expanduser().absolute() for path in named]
         there = {str(file) for root in roots for file in files_in(root)}
         known = self.sources
         missing = [name for name in known if name not in there]
@@ -223,7 +229,7 @@ class Memory(KeptFile):
         lost = Counter(known[name][1] for name in {*gone, *changed} & known.keys())
         sources = {name: found for name, found in known.items() if name not in gone}
         texts, skipped = [], 0
-        for name in tqdm(changed, "reading", unit="file", delay=1, leave=False):
+        for name in progress_bar(changed, "reading", unit="file", delay=1, leave=False):
             state, tokens = state_of(name), tokens_of(name, tokenizer)
             skipped += tokens is None
             text = np.array(tokens or [], np.int32)

@@ -89,8 +89,11 @@ class Command:
 
     def _take(self, namespace: argparse.Namespace, flags: Flags) -> None:
         self.flags, self.arguments = flags, namespace
-        if self.name == "benchmark":
-            check_benchmark(namespace, flags)
+        if self.name == "benchmark" and flags.online:
+            raise ValueError(
+                "argument --online: the benchmark's prompt is random tokens, from which nothing "
+                "should be learnt. Leave it out."
+            )
         drafter = None if flags.waits_for_target else flags.drafter()
         how = flags.draft_length, flags.rule, None, flags.grammar
         # some always set MLX's own
@@ -158,20 +161,6 @@ class Command:
             # nothing but the text on stdout
             is_bare = self.name == "generate" and not shows_lines
             print_account(self.speculation, sys.stderr if is_bare else sys.stdout)
-
-
-def check_benchmark(namespace: argparse.Namespace, flags: Flags) -> None:
-    """Refuse batches, in which mlx-lm does not speculate, and to learn from random tokens."""
-    if flags.online:
-        raise ValueError(
-            "argument --online: the benchmark's prompt is random tokens, from which nothing "
-            "should be learnt. Leave it out."
-        )
-    if namespace.batch_size != 1 and flags != Flags():
-        raise ValueError(
-            "argument --batch-size: mlx-lm does not speculate in batches. Leave the flags for "
-            "speculative decoding out, or use --batch-size 1."
-        )
 
 
 def closing_line(speculation: Speculation) -> str:

@@ -1,8 +1,4 @@
-"""What drafters may draw on besides a prompt: the turns before it, and a prediction.
-
-mlx-lm gives a generation the new tokens and the caches of the old ones. Drafters need the old
-tokens too; they are kept here for as long as the caches live.
-"""
+"""What drafters may draw on besides a text: a prediction, and caches of the turns before."""
 
 from __future__ import annotations
 
@@ -10,13 +6,11 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from typing import Any
-from weakref import WeakKeyDictionary
 
-import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx import contracts
-from specdec_mlx.contracts import DraftContext, Drafter, LogitsProcessor, Session
+from specdec_mlx.contracts import DraftContext, Drafter, Session
 from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf, Several
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
@@ -24,41 +18,6 @@ from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.shared_drafts import SharedModelSession
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.models import PerModel
-from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.next_token import is_pure
-from specdec_mlx.verify.strategies import leaves
-
-# tokens, by a model's first cache
-_held: WeakKeyDictionary[Any, list[int]] = WeakKeyDictionary()
-
-
-def tokens_on(caches: Sequence[Any] | None) -> list[int]:
-    """Tokens that the caches hold; [] where that is unknown, or others have fed them since."""
-    cache = next(leaves(caches or ()), None)
-    held = _held.get(cache, []) if cache is not None else []
-    length = getattr(cache, "offset", len(held))
-    return held[:length] if length <= len(held) else []
-
-
-def remember(caches: Sequence[Any] | None, tokens: Sequence[int]) -> None:
-    """Note what the caches hold now; without effect for a class that takes no weak references."""
-    cache = next(leaves(caches or ()), None)
-    if cache is not None:
-        with suppress(TypeError):
-            _held[cache] = list(tokens)
-
-
-def with_history(processor: LogitsProcessor, earlier: Sequence[int]) -> LogitsProcessor:
-    """The logits processor, which also sees the tokens of earlier turns."""
-    if not earlier:
-        return processor
-    before = to_ids(earlier)
-
-    def seeing_all(tokens: mx.array, logits: mx.array) -> Any:
-        return processor(mx.concatenate([before, to_ids(tokens)]), logits)
-
-    seeing_all.pure = is_pure(processor)  # type: ignore[attr-defined]
-    return seeing_all
 
 
 def with_parts(drafter: Drafter, change: Callable[[Drafter], Drafter]) -> Drafter:
@@ -93,39 +52,6 @@ class WrappedSession:
         self.observe, self.close = session.observe, close
         self.parts = contracts.session_parts(session, key)
         self.groups = contracts.session_groups(session, key)
-
-
-@dataclass(frozen=True)
-class Continued(Wrapper):
-    """A drafter that is shown the earlier turns, [n] tokens, too."""
-
-    drafter: Drafter
-    earlier: Sequence[int]
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
-        """Begin after the earlier turns and the prompt."""
-        if context.draft_cache is not None:
-            return self.drafter.begin(prompt, context)
-        session = self.drafter.begin([*self.earlier, *prompt], context)
-
-        def close(length: int) -> None:
-            if isinstance(session, contracts.Closes):
-                session.close(len(self.earlier) + length)
-
-        return WrappedSession(session, self.key, close)
-
-
-def continued(drafter: Drafter | None, earlier: Sequence[int]) -> Drafter | None:
-    """The drafter, shown the earlier turns, unless it reads the target's states of the prompt."""
-
-    def shown(part: Drafter) -> Drafter:
-        return (
-            part
-            if isinstance(part, contracts.ReadsTarget)
-            else Continued(part, earlier)
-        )
-
-    return with_parts(drafter, shown) if drafter is not None and earlier else drafter
 
 
 @dataclass(frozen=True)
@@ -186,7 +112,8 @@ class Kept(Wrapper):
         if caches is None:
             caches = make_prompt_cache(self.drafter.model)
         held = list(prompt[: len(prompt) - len(rest)])
-        session = self.drafter.begin(rest, replace(context, draft_cache=caches))
+        own = replace(context, draft_cache=caches, num_unseen=0)
+        session = self.drafter.begin(rest, own)
         assert isinstance(session, ModelSession)
 
         def close(length: int) -> None:

@@ -37,7 +37,7 @@ from specdec_mlx.drafters.choosing.registry import (
 from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
-from specdec_mlx.options import argument, checked, name_in, refusal
+from specdec_mlx.options import Parser, argument, checked, existing_file, name_in
 from specdec_mlx.rules.registry import make_rule, rule_names
 from specdec_mlx.sampling.distribution import Sampling
 
@@ -192,13 +192,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         f"loopback address, else '{NO_DRAFTER}')",
     )
     add(
-        "--memory-for",
-        choices=(EVERYBODY, USER, KEY),
-        default=EVERYBODY,
-        help=f"A server's memory for all requests, or with --memory {PROCESS} one for each `user` "
-        "of the requests or for each API key (default: all)",
-    )
-    add(
         "--online",
         action="store_true",
         help="Let a trained head or a draft model learn on from what the model writes, and save it "
@@ -212,13 +205,19 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("structured output (needs the extra `grammar`)")
     only = group.add_mutually_exclusive_group()
     only.add_argument(
-        "--json-schema", type=Path, metavar="FILE", help="Write JSON that fits it."
+        "--json-schema",
+        type=argument(existing_file),
+        metavar="FILE",
+        help="Write JSON that fits it.",
     )
     only.add_argument(
         "--regex", metavar="PATTERN", help="Write what it matches as a whole."
     )
     only.add_argument(
-        "--lark", type=Path, metavar="FILE", help="Write what its rule `start` says."
+        "--lark",
+        type=argument(existing_file),
+        metavar="FILE",
+        help="Write what its rule `start` says.",
     )
 
 
@@ -235,15 +234,10 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     """Our flags out of the arguments; ValueError and OSError for what cannot be done."""
     check_numbers(namespace)
     check_files(namespace)
-    if namespace.memory_for != EVERYBODY and namespace.memory != PROCESS:
-        raise ValueError(
-            f"argument --memory-for: {namespace.memory_for} needs --memory {PROCESS}, got "
-            f"{namespace.memory}. A file is for everybody who may write to it."
-        )
     length = namespace.draft_length
     if length is None:
         length = getattr(namespace, "num_draft_tokens", None)
-    same = "rule", "stats", "memory_for", "online"
+    same = "rule", "stats", "online"
     flags = Flags(
         choice_of(namespace),
         draft_length="auto" if length is None else length,
@@ -257,6 +251,14 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     namespace.draft_model = None
     return flags
 
+
+RARE = (
+    "trust-remote-code extra-eos-token prefill-response xtc-probability xtc-threshold "
+    "min-tokens-to-keep ignore-chat-template use-default-chat-template chat-template-config "
+    "max-kv-size prefill-step-size quantize-activations kv-bits kv-group-size "
+    "quantized-kv-start pipeline num-draft-tokens draft-layers rule no-tuning online lark"
+)
+"""Flags of mlx-lm's and ours that most people never need."""
 
 COUNTS = (
     "max-tokens max-kv-size prefill-step-size prompt-tokens generation-tokens num-trials "
@@ -319,15 +321,14 @@ def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
     the command as a wrong argument. more: adds further flags of a command.
     """
 
-    class Parser(argparse.ArgumentParser):
+    class WithFlags(Parser):
         def parse_args(self, *args: Any, **kwargs: Any) -> Any:
             for add in (add_arguments, *more):
                 add(self)
+            self.add_help_all(RARE.split())
             theirs = self.get_default("num_draft_tokens")
             self.set_defaults(num_draft_tokens=None)  # to see whether it was given
-            namespace, unknown = self.parse_known_args(*args, **kwargs)
-            if unknown:
-                self.error(refusal(unknown))
+            namespace = super().parse_args(*args, **kwargs)
             try:
                 on_flags(namespace, take_flags(namespace))
             except (ValueError, OSError) as error:
@@ -336,7 +337,7 @@ def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
                 namespace.num_draft_tokens = theirs
             return namespace
 
-    return SimpleNamespace(**{**vars(argparse), "ArgumentParser": Parser})
+    return SimpleNamespace(**{**vars(argparse), "ArgumentParser": WithFlags})
 
 
 @contextmanager

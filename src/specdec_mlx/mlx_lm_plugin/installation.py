@@ -1,16 +1,19 @@
 """mlx-lm's own calls speculate: `install()`, `uninstall()`, `with installed():`.
 
-`generate_step` and `speculative_generate_step` of `mlx_lm.generate` are replaced. `mlx_lm.generate`
-and `mlx_lm.stream_generate` look them up when they run, wherever they were imported.
+`generate_step`, `speculative_generate_step` and `batch_generate` of `mlx_lm.generate` are replaced,
+there and in each module that has them by name. `mlx_lm.generate` and `mlx_lm.stream_generate` look
+the first two up when they run, wherever they were imported.
 """
 
 from __future__ import annotations
 
+import atexit
 import functools
 import importlib
 import inspect
 import logging
 import re
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
@@ -22,24 +25,26 @@ import mlx.nn as nn
 import mlx_lm
 from mlx_lm.generate import generation_stream
 
+from specdec_mlx.batch_generation import batch_generate
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
+from specdec_mlx.drafters.guided import with_forced
 from specdec_mlx.engine.options import Options
 from specdec_mlx.loop import speculate
-from specdec_mlx.mlx_lm_plugin.conversation import continued, remember, tokens_on
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.token_ids import to_list
 
 OLDEST, NEXT = "0.31.3", "0.33"
 """mlx-lm is known from the one version on, up to the other."""
 
 INSTALL = f"pip install 'mlx-lm>={OLDEST},<{NEXT}'"
 NAMES = "generate_step", "speculative_generate_step"
+BATCH_OPTIONS = {"sampler", "stream", "prefill_step_size", "completion_batch_size"}
+"""Options that a batch of ours takes; with others mlx-lm's own writes it."""
 # in the package a function has its name
 STEPS: Any = importlib.import_module("mlx_lm.generate")
 
@@ -82,10 +87,13 @@ def check_parameters(name: str) -> None:
     """Raise MlxLmVersionError if one of mlx-lm's steps takes what is not known here."""
     ours = {"model", "prompt", "draft_model", "num_draft_tokens"}
     ours |= {field.name for field in fields(Options)}
-    if unknown := inspect.signature(getattr(STEPS, name)).parameters.keys() - ours:
+    step = getattr(STEPS, name, None)
+    taken = () if step is None else inspect.signature(step).parameters
+    if step is None or (unknown := set(taken) - ours):
+        what = "is not there" if step is None else f"takes {', '.join(sorted(unknown))}"
         raise MlxLmVersionError(
-            f"mlx_lm.generate.{name} of mlx-lm {mlx_lm.__version__} takes "
-            f"{', '.join(sorted(unknown))}, which specdec_mlx does not know. {INSTALL}."
+            f"mlx_lm.generate.{name} of mlx-lm {mlx_lm.__version__} {what}, which specdec_mlx does "
+            f"not know. {INSTALL}."
         )
 
 
@@ -132,32 +140,57 @@ class Speculation:
         processors = list(logits_processors or ())
         if self.grammar is not None:
             processors.append(GrammarProcessor(self.grammar, self.tokenizer))
-        earlier, text = tokens_on(prompt_cache), to_list(prompt)
+        drafter = with_forced(drafter, processors)
         tokens = speculate(
             prompt_tokens=prompt,
-            drafter=continued(drafter, earlier),
+            drafter=drafter,
             draft_length=self.draft_length if draft_length is None else draft_length,
             rule=self.rule,
-            seed=Noise.from_global_state().seed if self.is_seeded else None,
+            seed=self.new_seed(),
             tokenizer=self.tokenizer,
             prompt_cache=prompt_cache,
             logits_processors=processors,
             **options,
         )
-        try:
-            with closing(tokens):
-                for token in tokens:
-                    self.stats = token.stats
-                    text.append(token.token)
-                    yield (token.token, token.logprobs, token.from_draft)[:num_fields]
-        finally:
-            remember(prompt_cache, [*earlier, *text])
+        with closing(tokens):
+            for token in tokens:
+                self.stats, logprobs = token.stats, token.logprobs
+                _latest.drafted = logprobs if token.from_draft else None
+                yield (token.token, logprobs, token.from_draft)[:num_fields]
+
+    def batch(self, given: dict[str, Any]) -> Any:
+        """A batch's response; the account is of its last text."""
+        response = batch_generate(
+            **given,
+            drafter=self.drafter,
+            draft_length=self.draft_length,
+            rule=self.rule,
+            seed=self.new_seed(),
+        )
+        self.stats = response.speculation[-1] if response.speculation else self.stats
+        return response
+
+    def new_seed(self) -> int | None:
+        """The next seed of MLX's global state; None where that is not the caller's."""
+        return Noise.from_global_state().seed if self.is_seeded else None
 
 
+class GenerationResponse(STEPS.GenerationResponse):  # type: ignore[misc]
+    """mlx-lm's response, which knows an accepted draft where no draft model was given, too."""
+
+    def __init__(self, *args: Any, **fields: Any) -> None:
+        super().__init__(*args, **fields)
+        drafted = getattr(_latest, "drafted", None)
+        self.from_draft |= drafted is not None and self.logprobs is drafted
+
+
+# drafted: log-probabilities of the token handed out last in this thread, if it was drafted
+_latest = threading.local()
 _lock = threading.RLock()
 _stack: list[Speculation] = []  # in force, the latest last
 _steps: dict[str, tuple[Any, Any]] = {}  # mlx-lm's own and ours, by name
 _installed = ExitStack()  # what `uninstall` undoes
+_by_install: list[Speculation] = []  # that of `install`
 
 
 @contextmanager
@@ -173,17 +206,28 @@ def in_force(speculation: Speculation) -> Iterator[Speculation]:
         with _lock:
             _stack.remove(speculation)
             for name, (original, ours) in _steps.items() if not _stack else ():
-                if getattr(STEPS, name) is ours:  # not what others put over it
-                    setattr(STEPS, name, original)
+                _put(name, ours, original)
 
 
 def _replace() -> None:
     for name in NAMES:
         check_step(name)
-    for name in NAMES:
-        original = getattr(STEPS, name)
-        _steps[name] = original, _stepping(original)
-        setattr(STEPS, name, _steps[name][1])
+    ours = {name: _stepping(getattr(STEPS, name)) for name in NAMES}
+    ours["batch_generate"] = _batching(STEPS.batch_generate)
+    ours["GenerationResponse"] = GenerationResponse
+    for name, replacement in ours.items():
+        _steps[name] = getattr(STEPS, name), replacement
+        _put(name, *_steps[name])
+
+
+def _put(name: str, old: Any, new: Any) -> None:
+    """Replace a function in each module but ours that has it by its name, a class in mlx-lm's."""
+    modules = sys.modules if inspect.isfunction(old) else {STEPS.__name__: STEPS}
+    for key, module in list(modules.items()):
+        # not what others put over it
+        is_there = getattr(module, "__dict__", {}).get(name) is old
+        if is_there and not key.startswith("specdec_mlx"):
+            setattr(module, name, new)
 
 
 def _stepping(original: Any) -> Any:
@@ -206,6 +250,26 @@ def _stepping(original: Any) -> Any:
         return speculation.steps(drafter, 3, draft_length=draft_length, **options)
 
     return step
+
+
+def _batching(original: Any) -> Any:
+    """mlx-lm's batch, as one of ours where that takes all arguments."""
+    signature, known = inspect.signature(original), inspect.signature(batch_generate)
+
+    @functools.wraps(original)
+    def batch(*args: Any, **kwargs: Any) -> Any:
+        speculation = next(reversed(_stack), None)
+        given = signature.bind(*args, **kwargs).arguments
+        more = given.pop("kwargs", {})
+        more.pop("prefill_batch_size", None)  # changes no text
+        is_known = (
+            not more.keys() - BATCH_OPTIONS and not given.keys() - known.parameters
+        )
+        if speculation is None or speculation.drafter is None or not is_known:
+            return original(*args, **kwargs)
+        return speculation.batch(given | more)
+
+    return batch
 
 
 def _can_draft(options: dict[str, Any]) -> bool:
@@ -243,13 +307,27 @@ def install(
         speculation = block.__enter__()
         _installed.close()
         _installed.push(block)
+        _by_install[:] = [speculation]
     return speculation
 
 
+@atexit.register
 def uninstall() -> None:
     """Undo `install`; without one, do nothing. mlx-lm is then exactly as it was."""
     with _lock:
+        if any(speculation.stats is None for speculation in _by_install):
+            _say_unseen()
+        _by_install.clear()
         _installed.close()
+
+
+@functools.cache
+def _say_unseen() -> None:
+    """Say once that mlx-lm's calls were not made, or not where they could be replaced."""
+    logging.getLogger(__name__).warning(
+        "specdec_mlx.install() was in force, and no generation was seen: this program has a loop "
+        "of its own, or took mlx-lm's generate_step before by another name. See docs/cookbook.md."
+    )
 
 
 @contextmanager

@@ -8,12 +8,20 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from io import BytesIO
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.notebook.views import BLUE, COLOURS, GREY, MARKERS, ORANGE
+from specdec_mlx.notebook.views import (
+    BLUE,
+    COLOURS,
+    GREY,
+    MARKERS,
+    ORANGE,
+    position_ranges,
+    range_label,
+)
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import wilson
 
@@ -30,6 +38,7 @@ PANEL = (4.6, 3.2)  # inches
 PIXELS_PER_INCH, SHARPNESS = 90, 2  # as shown, and pixels drawn for each of them
 # of a cost curve, and of a text along its generation
 MOST_POSITIONS, MOST_RUNS = 17, 40
+LEGEND_LINE = 0.17  # inches
 MLX_LM_SPECULATION = "mlx-lm-speculation"
 LEGENDS = {
     MLX_LM_SPECULATION: "mlx-lm's own, draft model",
@@ -116,41 +125,47 @@ def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Rounds that drafted, by the number of draft tokens that were accepted."""
     ax = axes_or_new(ax)
     counts = Counter(accepted for drafted, accepted in stats.rounds if drafted)
-    numbers = range(max(counts, default=0) + 1)
-    bars = ax.bar(numbers, [counts[n] for n in numbers], color=BLUE)
-    ax.bar_label(bars, fontsize=8, color=ink(ax))
-    num_plain = stats.target_passes - counts.total()
-    ax.set_xticks(numbers)
-    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
-    return label_axes(
-        ax,
-        f"Rounds that drafted ({num_plain} plain ones beside them)",
-        "draft tokens accepted",
-        "rounds",
+    numbers = [range(1), *position_ranges(max(counts, default=0))]
+    bars = ax.bar(
+        range(len(numbers)), [sum(counts[n] for n in r) for r in numbers], color=BLUE
     )
+    ax.bar_label(bars, fontsize=8, color=ink(ax))
+    _label_ranges(ax, numbers)
+    ax.yaxis.set_major_locator(MaxNLocator(integer=True))
+    num_plain = stats.target_passes - counts.total()
+    words = f"tokens accepted ({num_plain} plain rounds)"
+    return label_axes(ax, "Rounds that drafted", words, "rounds")
 
 
 def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Share of the rounds that drafted a position in which it was accepted, 95% intervals."""
     ax = axes_or_new(ax)
-    positions = range(1, len(stats.drafted_at) + 1)
+    ranges = position_ranges(len(stats.drafted_at))
     estimates = [
-        wilson(a, d) for a, d in zip(stats.accepted_at, stats.drafted_at, strict=True)
+        wilson(*(sum(counts[n - 1] for n in places) for counts in both))
+        for both in [(stats.accepted_at, stats.drafted_at)]
+        for places in ranges
     ]
     shares = [estimate.mean for estimate in estimates]
     ends = [
         [share - low for share, low, _ in estimates],
         [h - share for share, _, h in estimates],
     ]
-    ax.errorbar(positions, shares, yerr=ends, fmt="o", color=BLUE, capsize=3)
+    ax.errorbar(range(len(ranges)), shares, yerr=ends, fmt="o", color=BLUE, capsize=3)
     ax.set_ylim(0, 1.03)
-    ax.set_xticks(positions)
+    _label_ranges(ax, ranges)
     return label_axes(
         ax,
         "Acceptance by position",
         "position in the draft",
         "share accepted, 95% interval",
     )
+
+
+def _label_ranges(ax: Axes, ranges: Sequence[range]) -> None:
+    """Name the places of the x axis, 0, 1, ..., after ranges of numbers."""
+    names = [range_label(numbers).replace(" to ", "\n–") for numbers in ranges]
+    ax.set_xticks(range(len(ranges)), names)
 
 
 def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
@@ -215,13 +230,11 @@ def speed_by_text(
     contenders = list(dict.fromkeys(r.key for r in results))[1:]
     contenders.sort(key=lambda key: key[0] == MLX_LM_SPECULATION)
     with_rule = len({r.rule for r in results if r.rule}) > 1
-    speeds: dict[str, dict[str, tuple[float, float, float]]] = {}
+    speeds: dict[PlottedWay, dict[str, tuple[float, float, float]]] = {}
     for key in contenders:
         chosen = [r for r in results if r.key == key and r.ratio]
-        label = _way(key[0], key[1], key[2] if with_rule else "")
-        speeds[label] = {
-            r.category: (r.ratio, r.ratio_low, r.ratio_high) for r in chosen
-        }
+        way = PlottedWay(key[0], key[1], key[2] if with_rule else "")
+        speeds[way] = {r.category: (r.ratio, r.ratio_low, r.ratio_high) for r in chosen}
     categories = list(dict.fromkeys(r.category for r in results))
     return _speeds(
         categories,
@@ -234,10 +247,10 @@ def speed_by_text(
 
 def modelled_speed(scores: Sequence[Any]) -> Figure:
     """Modelled speed of each way of drafting by kind of text. scores: of a replay, at one cost."""
-    speeds: dict[str, dict[str, tuple[float, float, float]]] = {}
+    speeds: dict[PlottedWay, dict[str, tuple[float, float, float]]] = {}
     for score in scores:
         if not score.session and score.draft_length:
-            way = speeds.setdefault(_way(score.drafter, score.draft_length), {})
+            way = speeds.setdefault(PlottedWay(score.drafter, score.draft_length), {})
             way[score.category] = (score.speedup,) * 3
     categories = list(dict.fromkeys(score.category for score in scores))
     return _speeds(
@@ -249,34 +262,45 @@ def modelled_speed(scores: Sequence[Any]) -> Figure:
     )
 
 
-def _way(drafter: str, draft_length: str, rule: str = "") -> str:
-    """Name of a way of drafting in a legend."""
-    parts = LEGENDS.get(drafter, drafter), draft_length and f"K = {draft_length}", rule
-    return ", ".join(filter(None, parts))
+class PlottedWay(NamedTuple):
+    """A way of drafting: its drafter is a colour, its length and rule are a mark."""
+
+    drafter: str
+    draft_length: str
+    rule: str = ""
+
+    def __str__(self) -> str:
+        """Its name in a legend."""
+        length = self.draft_length and f"K = {self.draft_length}"
+        parts = LEGENDS.get(self.drafter, self.drafter), length, self.rule
+        return ", ".join(filter(None, parts))
 
 
 def _speeds(
     categories: Sequence[str],
-    speeds: Mapping[str, Mapping[str, tuple[float, float, float]]],
+    speeds: Mapping[PlottedWay, Mapping[str, tuple[float, float, float]]],
     words: str,
     ax: Axes | None,
     title: str,
 ) -> Figure:
-    """Speeds by category, a row for each way of drafting: label -> category -> (it, low, high)."""
+    """Speeds by category, a row for each way of drafting: way -> category -> (it, low, high)."""
     step = 1 / (len(speeds) + 1)
-    ax = axes_or_new(ax, (7.2, 1.2 + 0.13 * len(categories) / step))
+    drafters = list(dict.fromkeys(way.drafter for way in speeds))
+    settings = list(dict.fromkeys(way[1:] for way in speeds))
+    height = 1.2 + 0.13 * len(categories) / step + LEGEND_LINE * len(speeds)
+    ax = axes_or_new(ax, (7.2, height))
     ax.axvline(1, color=GREY, linewidth=1.5, label="plain decoding")
-    for i, (label, found) in enumerate(speeds.items()):
+    for i, (way, found) in enumerate(speeds.items()):
         rows = [categories.index(category) + (i + 1) * step for category in found]
         middle = [speed for speed, _, _ in found.values()]
         below = [max(0.0, speed - low) for speed, low, _ in found.values()]
         above = [max(0.0, high - speed) for speed, _, high in found.values()]
         look: dict[str, Any] = {
-            "fmt": MARKERS[i % 6],
-            "color": COLOURS[i % 6],
+            "fmt": MARKERS[settings.index(way[1:]) % len(MARKERS)],
+            "color": COLOURS[drafters.index(way.drafter) % len(COLOURS)],
             "capsize": 2,
         }
-        ax.errorbar(middle, rows, xerr=[below, above], label=label, **look)
+        ax.errorbar(middle, rows, xerr=[below, above], label=str(way), **look)
     for edge in range(1, len(categories)):
         ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)
     names = [category.replace("_", " ") for category in categories]
@@ -288,7 +312,6 @@ def _speeds(
         title=title,
         title_fontsize=10,
         alignment="left",
-        ncols=4,  # in rows between the title and the axes
         loc="lower left",
         bbox_to_anchor=(0, 1),
         borderaxespad=0.2,
@@ -308,5 +331,11 @@ def power_of_check(parts: Sequence[Any]) -> Figure:
     ax.invert_yaxis()
     ax.set_xlim(0, 1)
     return finish(
-        ax, "Power of the check", "chance that the fault would have been found", ""
+        ax,
+        "Power of the check",
+        "chance that the fault would have been found",
+        "",
+        loc="lower right",
+        bbox_to_anchor=(1, 1),
+        borderaxespad=0.2,
     )

@@ -167,17 +167,29 @@ def _coloured(look: Look, text: str, title: str = "") -> str:
     return f"<{look.tag}{style}{hover}>{escape(text)}</{look.tag}>"
 
 
+def position_ranges(longest: int) -> list[range]:
+    """Positions 1 to 4 of a draft one by one, and the later ones in doubling ranges."""
+    ends = [min(n, longest) for n in (0, 1, 2, 3, 4, 8, 16, 32, longest)]
+    return [range(first + 1, end + 1) for first, end in pairwise(ends) if first < end]
+
+
+def range_label(numbers: range) -> str:
+    """Words for consecutive numbers: "3", "5 to 8"."""
+    first, last = numbers[0], numbers[-1]
+    return f"{first}" if first == last else f"{first} to {last}"
+
+
 def _bars(stats: SpeculationStats) -> str:
     """Acceptance at the first positions of a draft, and at the later ones in doubling ranges."""
     lines = []
-    longest = len(stats.drafted_at)
-    for first, end in pairwise(
-        min(n, longest) for n in (0, 1, 2, 3, 4, 8, 16, 32, longest)
-    ):
-        a, d = sum(stats.accepted_at[first:end]), sum(stats.drafted_at[first:end])
-        place = f"{first + 1}" if end == first + 1 else f"{first + 1} to {end}"
-        if d:
-            lines.append(f"<div>{place}: {a / d:.0%} &nbsp; ({a} of {d})</div>")
+    for places in position_ranges(len(stats.drafted_at)):
+        a, d = (
+            sum(counts[places.start - 1 : places.stop - 1])
+            for counts in (stats.accepted_at, stats.drafted_at)
+        )
+        lines.append(
+            f"<div>{range_label(places)}: {a / d:.0%} &nbsp; ({a} of {d})</div>"
+        )
     return "".join(lines)
 
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import log
 
-from jaxtyping import Bool, Float
+from jaxtyping import Bool, Float, Integer
 
 from specdec_mlx.contracts import Decision, Draft, Randomness, TargetRows, Verdict
 from specdec_mlx.rules.arithmetic import (
@@ -24,6 +25,7 @@ from specdec_mlx.rules.arithmetic import (
 )
 from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.rejection import Rejection
+from specdec_mlx.rules.trees import TreeCoinRule, longest
 from specdec_mlx.token_ids import to_ids
 
 
@@ -76,11 +78,12 @@ class Lenient(Rejection):
 
 
 @dataclass(frozen=True)
-class Typical(CoinRule):
+class Typical(TreeCoinRule, CoinRule):
     r"""Changes the target's distribution: keeps what is typical of it (Cai et al. 2024, 2.3.1).
 
     A draft token is kept iff $p(x) > \min(\epsilon, \delta e^{-H(p)})$, H the entropy in nats,
-    however it was drawn; the token after is drawn from p. With a greedy target that is exact match.
+    however it was drawn, and of a tree the longest path of such tokens, of several the first; the
+    token after is drawn from p. With a greedy target that is exact match.
     A token at or below the threshold is emitted with a chance of at most p(x); one above it, with
     less than p(x) / threshold.
     """
@@ -109,8 +112,7 @@ class Typical(CoinRule):
         self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
     ) -> Chances:
         """1 where the draft token is typical, else 0; [K]."""
-        p = at(target_probs[:-1], draft_tokens)
-        return (p > self.threshold(target_probs[:-1])) * namespace_of(p).ones_like(p)
+        return self._is_typical(target_probs[:-1], draft_tokens)
 
     def next_probs(
         self,
@@ -121,3 +123,24 @@ class Typical(CoinRule):
     ) -> Law:
         """The target's distribution after the last token kept; [V]."""
         return row(target_probs, num_accepted)
+
+    def judge(
+        self,
+        target_probs: Rows,
+        draft_tokens: Ids,
+        draft_probs: Drawn,
+        parents: Sequence[int],
+    ) -> tuple[Chances, Rows]:
+        """1 where a node is typical after its parent, else 0; and p itself after each row."""
+        above = namespace_of(target_probs).array(parents) + 1
+        return self._is_typical(target_probs[above], draft_tokens), target_probs
+
+    def kept(self, coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
+        """The longest path of typical tokens: where none is, the tree is as good as none."""
+        return longest(coins, parents)
+
+    def _is_typical(
+        self, target_probs: Float[Array, "k vocab"], tokens: Integer[Array, " k"]
+    ) -> Float[Array, " k"]:
+        p = at(target_probs, tokens)
+        return (p > self.threshold(target_probs)) * namespace_of(p).ones_like(p)

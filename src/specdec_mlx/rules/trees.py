@@ -2,9 +2,9 @@
 
 *Siblings*, which continue one text, are tried in the draft's order, which must not depend on the
 target. A rule gives each token a coin, and each row what follows if the kept tokens end there.
-`walk` reads the coins from the root down, `climb` takes the leaves first. Where a tree does not
-fork, each rule is its chain rule bit by bit. `left` is what earlier siblings have left of the
-target's p.
+`walk` reads the coins from the root down, `climb` takes the leaves first, `longest` compares paths.
+Where a tree does not fork, each rule is its chain rule bit by bit. `left` is what earlier siblings
+have left of the target's p.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from math import inf
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
@@ -56,6 +57,16 @@ def climb(coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
     children = children_of(parents)
     first = next((node for node in post_order(ROOT, children) if coins[node]), ROOT)
     return path_to(first, parents)
+
+
+def longest(coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
+    """The longest path all of whose coins show heads, of several the one whose end is first."""
+    lengths: list[float] = [
+        0
+    ]  # of the path to each row; -inf where a coin showed tails
+    for coin, parent in zip(coins, parents, strict=True):
+        lengths.append(lengths[parent + 1] + 1 if coin else -inf)
+    return path_to(lengths.index(max(lengths)) - 1, parents)
 
 
 def post_order(node: int, children: Sequence[Sequence[int]]) -> Iterator[int]:

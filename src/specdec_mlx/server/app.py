@@ -25,7 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from specdec_mlx import errors
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
 from specdec_mlx.server.engine import Engine
-from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
 from specdec_mlx.server.protocols.fields import read_body
@@ -36,7 +36,7 @@ from specdec_mlx.server.requests import (
     Ended,
     Event,
     Failed,
-    Progress,
+    PromptProgress,
     RequestError,
     ServerEndingError,
     Wire,
@@ -69,10 +69,10 @@ class HungUpError(ConnectionError):
     """The client has closed the connection."""
 
 
-def make_app(engine: Engine, settings: Settings) -> ASGIApp:
+def make_app(engine: Engine, settings: ServerSettings) -> ASGIApp:
     """The application over an engine that has started."""
     return CORSMiddleware(
-        Paths(Server(engine, settings).app()),
+        Paths(Endpoints(engine, settings).app()),
         allow_origins=settings.allowed_origins,
         allow_methods=["*"],
         allow_headers=["*"],
@@ -93,10 +93,10 @@ class Paths:
         await self.app(scope, receive, send)
 
 
-class Server:
+class Endpoints:
     """What is answered on each path."""
 
-    def __init__(self, engine: Engine, settings: Settings) -> None:
+    def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine, self.settings, self.totals = engine, settings, Totals()
 
     def app(self) -> Starlette:
@@ -325,7 +325,7 @@ class Answer:
             match event:
                 case Failed():
                     raise event.error
-                case Progress():
+                case PromptProgress():
                     logging.info(
                         "Prompt processing progress: %d/%d", event.done, event.total
                     )

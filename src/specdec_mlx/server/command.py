@@ -21,7 +21,7 @@ from specdec_mlx.errors import MissingPackageError
 
 if TYPE_CHECKING:
     from specdec_mlx.server.engine import Engine
-    from specdec_mlx.server.flags import Settings
+    from specdec_mlx.server.flags import ServerSettings
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 GRACE = 5  # seconds that clients have to take the last of their replies
@@ -50,7 +50,7 @@ def run_server(arguments: Sequence[str]) -> None:
             raise SystemExit(1) from None
 
 
-def serve(settings: Settings, signals: Signals) -> None:
+def serve(settings: ServerSettings, signals: Signals) -> None:
     """Serve with these settings; see `run_server`."""
     import mlx.core as mx
 
@@ -111,7 +111,7 @@ def busy(host: str, port: int, error: Exception) -> PortError:
 
 
 def listen(
-    engine: Engine, settings: Settings, listener: socket.socket, signals: Signals
+    engine: Engine, settings: ServerSettings, listener: socket.socket, signals: Signals
 ) -> None:
     """Answer requests until a signal comes; all replies are ended then."""
     import uvicorn

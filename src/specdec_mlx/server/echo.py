@@ -10,13 +10,13 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.server.requests import Said, TokenLogprob
 from specdec_mlx.server.text.logprobs import token_bytes, token_logprob
-from specdec_mlx.server.under_way import Text
+from specdec_mlx.server.under_way import AskedText
 
 # positions of one pass: each has a row of logits, as large as the vocabulary
 MOST_ROWS = 128
 
 
-def echo(text: Text, step_size: int) -> Said:
+def echo(text: AskedText, step_size: int) -> Said:
     """The prompt as it was given; its first token has no log-probability: NaN."""
     request, tokenizer, tokens = text.request, text.loaded.tokenizer, text.prompt.tokens
     is_text = isinstance(request.prompt, str)
@@ -34,7 +34,7 @@ def echo(text: Text, step_size: int) -> Said:
     return Said(str(said), logprobs=entries[1:] if is_text and was_added else entries)
 
 
-def _rows(text: Text, step_size: int) -> Iterator[mx.array]:
+def _rows(text: AskedText, step_size: int) -> Iterator[mx.array]:
     """Log-probabilities [V] after each token of the prompt but the last."""
     model, known = text.loaded.model, text.prompt.tokens[:-1]
     caches = make_prompt_cache(model)

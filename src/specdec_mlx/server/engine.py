@@ -32,14 +32,14 @@ from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.loop import Generation, Token, speculate
 from specdec_mlx.options import name_in
 from specdec_mlx.server.echo import echo
-from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes, prefixes_for
 from specdec_mlx.server.prompts import has_grammar, read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
-from specdec_mlx.server.rows import Rows
-from specdec_mlx.server.under_way import Text, Ticket, compile_grammar
+from specdec_mlx.server.rows import BatchRows
+from specdec_mlx.server.under_way import AskedText, Ticket, compile_grammar
 from specdec_mlx.verify.inputs import split_cache
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
@@ -52,7 +52,7 @@ class _JoinedError(Exception):
 class Engine:
     """Serves requests; see the module."""
 
-    def __init__(self, models: Models, settings: Settings) -> None:
+    def __init__(self, models: Models, settings: ServerSettings) -> None:
         self.models, self.settings = models, settings
         self.prefixes = prefixes_for(settings, lambda: models.loaded)
         self.ranks = ServerRanks()
@@ -198,12 +198,12 @@ class Engine:
         finally:
             self.running = 0
 
-    def _prepared(self, ticket: Ticket) -> Text | None:
+    def _prepared(self, ticket: Ticket) -> AskedText | None:
         """The text of a request, before its first token; None if there is nothing to write."""
         try:
             with self._reading:
                 loaded = self.models.load(ticket.request)
-                text = Text.of(ticket, loaded, self.models, self.draft_caches)
+                text = AskedText.of(ticket, loaded, self.models, self.draft_caches)
             if ticket.request.echo:
                 ticket.tell([echo(text, self.settings.prefill_step_size)])
             if not text.has_ended:
@@ -213,7 +213,7 @@ class Engine:
             ticket.fail(error)
         return None
 
-    def _others_join(self, text: Text) -> bool:
+    def _others_join(self, text: AskedText) -> bool:
         """True if the next request may be written beside this one."""
         if not self._waiting or self.settings.kv_bits is not None:
             return False
@@ -231,9 +231,9 @@ class Engine:
                 self._waiting.popleft().fail(error)
         return False
 
-    def _write_together(self, text: Text) -> None:
+    def _write_together(self, text: AskedText) -> None:
         """Write a text, and those that join it, until all have ended."""
-        rows = Rows(text.loaded, self.settings, self.prefixes)
+        rows = BatchRows(text.loaded, self.settings, self.prefixes)
         rows.add(text)
         try:
             while rows.texts and not self._is_ending:
@@ -247,7 +247,7 @@ class Engine:
             raise
         rows.close(ServerEndingError())
 
-    def _write_alone(self, text: Text) -> bool:
+    def _write_alone(self, text: AskedText) -> bool:
         """Write a text by the loop; True if it is to go on beside others."""
         place, tokens = text.loaded.place, text.tokens
         caches, rest = self.prefixes.fetch_nearest_cache(place, tokens)
@@ -281,12 +281,12 @@ class Engine:
             raise ServerEndingError
         return joined
 
-    def _is_told_to_end(self, text: Text) -> bool:
+    def _is_told_to_end(self, text: AskedText) -> bool:
         """True if a text ends before its end; on several ranks the first one says so."""
         return (self._is_ending or text.ticket.is_cancelled) and self.ranks.is_first
 
     def _generation(
-        self, text: Text, caches: list[Any] | None, num_read: int
+        self, text: AskedText, caches: list[Any] | None, num_read: int
     ) -> tuple[Generation, Generator[Token, None, None]]:
         """The generation of a text that is alone, and its tokens.
 
@@ -344,7 +344,9 @@ class Engine:
             else generation_stream,
         )
 
-    def _was_read(self, text: Text, caches: list[Any], done: int, total: int) -> None:
+    def _was_read(
+        self, text: AskedText, caches: list[Any], done: int, total: int
+    ) -> None:
         """Note how far the prompt of a text that is alone is read, into these caches.
 
         What is read is kept where it could not be gone back to, and where the reading ends here.

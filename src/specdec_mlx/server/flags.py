@@ -15,8 +15,16 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from specdec_mlx.memory.store import PROCESS
-from specdec_mlx.mlx_lm_plugin.flags import Flags, add_arguments, take_flags
-from specdec_mlx.options import argument, refusal
+from specdec_mlx.mlx_lm_plugin.flags import (
+    EVERYBODY,
+    KEY,
+    RARE,
+    USER,
+    Flags,
+    add_arguments,
+    take_flags,
+)
+from specdec_mlx.options import Parser, argument
 from specdec_mlx.server.requests import RequestError, TextRequest
 
 ANY, TARGETS, GIVEN = "any", "targets", "given"  # values of --request-models
@@ -29,12 +37,18 @@ TEMPLATE_ARGUMENTS = signature(
 ).parameters.keys()
 """Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
 
+RARE_HERE = (
+    "allowed-origins chat-template chat-template-args decode-concurrency log-level "
+    "prompt-concurrency prompt-cache-size prompt-cache-bytes any-model-name "
+    "allow-chat-templates request-models memory-for"
+)
+
 SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([MG]?B?)", re.ASCII | re.IGNORECASE)
 
 
 @dataclass(frozen=True, kw_only=True)
-class Settings:
+class ServerSettings:
     """What the command line says, with mlx-lm's names and defaults.
 
     flags: of speculation. model, adapter_path: None for none, then each request names its own.
@@ -116,19 +130,17 @@ def refused(name: str, value: Any) -> RequestError:
     )
 
 
-def parse_settings(arguments: Sequence[str]) -> Settings:
+def parse_settings(arguments: Sequence[str]) -> ServerSettings:
     """The settings of a command line; ends the process, with one line, for a wrong one."""
     parser = make_parser()
-    namespace, unknown = parser.parse_known_args(arguments)
-    if unknown:
-        parser.error(refusal(unknown))
+    namespace = parser.parse_args(arguments)
     try:
         return settings_of(namespace)
     except (ValueError, OSError) as error:
         parser.error(str(error))
 
 
-def settings_of(namespace: argparse.Namespace) -> Settings:
+def settings_of(namespace: argparse.Namespace) -> ServerSettings:
     """The settings of parsed arguments; raises ValueError and OSError for what cannot be done."""
     is_local = is_loopback(namespace.host)
     if namespace.request_models == GIVEN and namespace.model is None:
@@ -141,11 +153,19 @@ def settings_of(namespace: argparse.Namespace) -> Settings:
     if namespace.any_model_name is None:
         namespace.any_model_name = is_local and namespace.model is not None
     has_memory = namespace.memory is not None
-    flags = take_flags(namespace)
+    whose = namespace.memory_for
+    if whose != EVERYBODY and namespace.memory != PROCESS:
+        raise ValueError(
+            f"argument --memory-for: {whose} needs --memory {PROCESS}, got {namespace.memory}. A "
+            "file is for everybody who may write to it."
+        )
+    flags = replace(take_flags(namespace), memory_for=whose)
     if is_local and not has_memory:
         flags = replace(flags, memory=PROCESS)  # one person's
-    names = [named.name for named in fields(Settings) if named.name != "flags"]
-    return Settings(flags=flags, **{name: getattr(namespace, name) for name in names})
+    names = [named.name for named in fields(ServerSettings) if named.name != "flags"]
+    return ServerSettings(
+        flags=flags, **{name: getattr(namespace, name) for name in names}
+    )
 
 
 def is_loopback(host: str) -> bool:
@@ -165,9 +185,9 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * SIZES[found[2].upper()])
 
 
-def make_parser() -> argparse.ArgumentParser:
+def make_parser() -> Parser:
     """The parser of `specdec-mlx server`."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="specdec-mlx server",
         description="A server for agents, with speculation: OpenAI's and Anthropic's protocols.",
     )
@@ -177,6 +197,7 @@ def make_parser() -> argparse.ArgumentParser:
     add_arguments(parser)
     parser.set_defaults(num_draft_tokens=None)  # to see whether it was given
     _add_request_arguments(parser)
+    parser.add_help_all(f"{RARE} {RARE_HERE}".split())
     return parser
 
 
@@ -288,6 +309,13 @@ def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _add_request_arguments(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("what requests may bring along")
+    group.add_argument(
+        "--memory-for",
+        choices=(EVERYBODY, USER, KEY),
+        default=EVERYBODY,
+        help=f"One memory for all requests, or with --memory {PROCESS} one for each `user` of the "
+        "requests or for each API key (default: all)",
+    )
     group.add_argument(
         "--request-models",
         choices=(ANY, TARGETS, GIVEN),

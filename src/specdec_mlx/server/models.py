@@ -6,8 +6,8 @@ import gc
 import logging
 import time
 import warnings
-from collections.abc import Sequence
-from contextlib import ExitStack
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -34,7 +34,7 @@ from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
 from specdec_mlx.models import explained
 from specdec_mlx.options import name_in
-from specdec_mlx.server.flags import DEFAULT_MODEL, Settings, refused
+from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
 from specdec_mlx.verify.exactness import can_hold_rows
@@ -51,6 +51,11 @@ POSITIONS = (
     "n_ctx",
 )
 LONGEST_TEXT = 2**20  # positions for models whose configuration names none
+
+ANY_NAME = (
+    "A server that is started with --any-model-name takes any unknown name for its own "
+    "model."
+)
 
 MLX_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 """Files of a repository in the Hugging Face cache that is listed, as mlx-lm's server does."""
@@ -119,7 +124,7 @@ class Models:
     `load`, `drafter` and `close` belong to the engine's thread; all else to any.
     """
 
-    def __init__(self, settings: Settings) -> None:
+    def __init__(self, settings: ServerSettings) -> None:
         """Make what needs no target; raises ValueError and MissingPackageError for a wrong flag."""
         self.settings, self.flags = settings, settings.flags
         self.loaded: Loaded | None = None
@@ -155,7 +160,7 @@ class Models:
         if name in ("", DEFAULT_MODEL):
             raise RequestError("This server was started without --model. Name a model.")
         if not self.settings.allows_model(name):
-            raise refused("model", name)
+            raise ModelFolderError(f"{refused('model', name)} {ANY_NAME}")
         return name, request.adapter
 
     def _is_given(self, name: str) -> bool:
@@ -187,9 +192,20 @@ class Models:
                 raise
         return loaded
 
-    def _load(self, name: str, adapter: str | None) -> Loaded:
+    @contextmanager
+    def _explained(self, name: str) -> Iterator[None]:
+        """As `explained`, with the flag for names that agents make up."""
         try:
             with explained(name):
+                yield
+        except ModelFolderError as error:
+            if self.settings.model in (None, name):
+                raise
+            raise ModelFolderError(f"{error} {ANY_NAME}") from error
+
+    def _load(self, name: str, adapter: str | None) -> Loaded:
+        try:
+            with self._explained(name):
                 model, tokenizer, about = self._read(name, adapter)
         except ModelFolderError:
             raise
@@ -271,7 +287,7 @@ class Models:
         loaded = self.loaded
         if loaded is not None and (loaded.name, loaded.adapter) == (name, adapter):
             return loaded.tokenizer
-        with explained(name):
+        with self._explained(name):
             return self._tokenizer_of(name)
 
     def drafter(

@@ -20,7 +20,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import PromptTrie
 
 from specdec_mlx.drafters.fingerprint import content_digest
-from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded
 from specdec_mlx.server.prefix_files import (
     Points,
@@ -36,7 +36,7 @@ UNBOUNDED = 2**63  # bytes
 
 
 @dataclass(eq=False)
-class Entry:
+class KeptPrefix:
     """Caches [layers] that hold `tokens`, with the states before their end.
 
     place: of the model that made them; another one's are never taken.
@@ -70,7 +70,7 @@ class Prefixes:
             files_of,
         )
         self._trie = PromptTrie()
-        self.entries: list[Entry] = []  # the least recently used one first
+        self.entries: list[KeptPrefix] = []  # the least recently used one first
 
     @property
     def nbytes(self) -> int:
@@ -89,14 +89,14 @@ class Prefixes:
         if (files := self.files_of(place)) is not None:
             kept, reached = files.longest(known)
             if reached > length and (loaded := files.load(kept)) is not None:
-                self._add(Entry(place, kept, loaded))
+                self._add(KeptPrefix(place, kept, loaded))
                 caches, at, length = self._nearest(place, known)
         if length == 0:
             return None, tokens
         # which takes its states along, also where it leaves the entry's text
         if stateful(caches):
             self._add(
-                Entry(place, tokens[:length], [*copy.deepcopy(caches), Points(at)])
+                KeptPrefix(place, tokens[:length], [*copy.deepcopy(caches), Points(at)])
             )
         return caches, tokens[length:]
 
@@ -135,7 +135,9 @@ class Prefixes:
         at = thinned(
             {p: states for p, states in at.items() if p < len(tokens)}, len(tokens)
         )
-        self._add(Entry(place, tokens, [*caches, Points(at)] if at else list(caches)))
+        self._add(
+            KeptPrefix(place, tokens, [*caches, Points(at)] if at else list(caches))
+        )
         if has_ended and (files := self.files_of(place)) is not None:
             files.save(tokens, caches, at)
 
@@ -144,12 +146,12 @@ class Prefixes:
         held: list[int] | None = found.exact or found.shorter
         return held
 
-    def _pop(self, place: Hashable, tokens: list[int]) -> Entry:
-        entry: Entry = self._trie.pop(place, tokens)
+    def _pop(self, place: Hashable, tokens: list[int]) -> KeptPrefix:
+        entry: KeptPrefix = self._trie.pop(place, tokens)
         self.entries.remove(entry)
         return entry
 
-    def _add(self, entry: Entry) -> None:
+    def _add(self, entry: KeptPrefix) -> None:
         """Add an entry, in the place of those that it can be shortened to."""
         replaced = [self._trie.add(entry.place, entry.tokens, entry)]
         if not stateful(split(entry.caches)[0]):
@@ -168,7 +170,9 @@ class Prefixes:
             self._pop(self.entries[0].place, self.entries[0].tokens)
 
 
-def prefixes_for(settings: Settings, loaded: Callable[[], Loaded | None]) -> Prefixes:
+def prefixes_for(
+    settings: ServerSettings, loaded: Callable[[], Loaded | None]
+) -> Prefixes:
     """The prefixes of a server; in files those of the model that is loaded, whole on this rank."""
     opened, digests = lru_cache(PrefixFiles), dict[Any, str]()
     is_whole = mx.distributed.init().size() == 1
@@ -195,7 +199,7 @@ def prefixes_for(settings: Settings, loaded: Callable[[], Loaded | None]) -> Pre
     )
 
 
-def digest(loaded: Loaded, settings: Settings) -> str:
+def digest(loaded: Loaded, settings: ServerSettings) -> str:
     """Digest of all that the caches of a model depend on, 16 hexadecimal digits."""
     adapter = loaded.adapter
     architecture = mx.device_info()["architecture"]

@@ -10,7 +10,7 @@ from itertools import takewhile
 from typing import Any
 
 from specdec_mlx.generation import encode
-from specdec_mlx.server.flags import Settings
+from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import is_forced, tools_for
 from specdec_mlx.server.requests import RequestError, TextRequest
 
@@ -43,7 +43,7 @@ def has_grammar(request: TextRequest) -> bool:
 def read_prompt(
     request: TextRequest,
     tokenizer: Any,
-    settings: Settings,
+    settings: ServerSettings,
     *,
     finds_ends: bool = False,
 ) -> ReadPrompt:
@@ -77,7 +77,7 @@ def _of_chat(
     request: TextRequest,
     messages: list[dict[str, Any]],
     tokenizer: Any,
-    settings: Settings,
+    settings: ServerSettings,
     finds_ends: bool,
 ) -> ReadPrompt:
     names = {**settings.chat_template_args, **request.template}
@@ -137,17 +137,12 @@ def _in_thought(text: str, request: TextRequest, tokenizer: Any) -> bool:
 
 
 def as_template_takes_it(message: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
-    """A message with its content as one text, and with its calls' arguments as objects.
+    """A message with its calls' arguments as objects.
 
     A call whose arguments are none, as where an answer was cut, is a part of the text.
     """
     taken: dict[str, Any] = copy.deepcopy(dict(message))
-    content = taken.get("content")
-    if isinstance(content, list):
-        if any(part.get("type") != "text" for part in content):
-            raise RequestError("messages: this model takes parts of type text only.")
-        content = "".join(part["text"] for part in content)
-    taken["content"] = content or ""
+    taken["content"] = taken.get("content") or ""
     if calls := taken.pop("tool_calls", None):
         taken["tool_calls"] = []
         for call in calls:

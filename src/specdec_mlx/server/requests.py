@@ -108,7 +108,7 @@ class TokenLogprob:
 
 
 @dataclass(frozen=True)
-class Progress:
+class PromptProgress:
     """`done` of the prompt's `total` tokens are on the caches; the first one says how many were
     found there (`num_cached`)."""
 
@@ -128,16 +128,17 @@ class Said:
 
 @dataclass(frozen=True)
 class CallBegan:
-    """A tool is called. index: among the text's calls, from 0."""
+    """A tool is called. index: among the text's calls, from 0. text: the first of its arguments."""
 
     index: int
     id: str
     name: str
+    text: str = ""
 
 
 @dataclass(frozen=True)
 class CallArguments:
-    """A piece of the JSON text of a call's arguments."""
+    """A piece of the JSON text of a call's arguments; so far they could become an object."""
 
     index: int
     text: str
@@ -147,8 +148,8 @@ class CallArguments:
 class CallBroken:
     """The call that began last is none: it was cut, or its arguments are no JSON.
 
-    text: all of it as it was written, which is then part of the answer. A stream has sent some of
-    its arguments already, and leaves it at that: the reason at the end is not "tool_calls".
+    text: all of it as it was written, which is then part of the answer. A stream has sent the
+    beginning of an object, and leaves it at that: the reason at the end is not "tool_calls".
     """
 
     index: int
@@ -181,7 +182,7 @@ class Failed:
     error: Exception
 
 
-Event = Progress | Said | CallBegan | CallArguments | CallBroken | Ended | Failed
+Event = PromptProgress | Said | CallBegan | CallArguments | CallBroken | Ended | Failed
 
 
 @dataclass
@@ -204,7 +205,8 @@ class Written:
                     self.text += event.text
                 self.logprobs += event.logprobs
             case CallBegan():
-                self.calls.append({"id": event.id, "name": event.name, "arguments": ""})
+                call = {"id": event.id, "name": event.name, "arguments": event.text}
+                self.calls.append(call)
             case CallArguments():
                 self.calls[-1]["arguments"] += event.text
             case CallBroken():

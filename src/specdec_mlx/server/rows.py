@@ -5,26 +5,32 @@ from __future__ import annotations
 import copy
 import logging
 from collections.abc import Generator, Iterable
+from contextlib import suppress
 from functools import partial
+
+import mlx.core as mx
 
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import BatchToken, OwnDrafting, Request, Schedule
 from specdec_mlx.contracts import Drafter, all_drafters
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.engine.options import Options
-from specdec_mlx.server.flags import Settings
+from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.under_way import Text
+from specdec_mlx.server.under_way import AskedText
 from specdec_mlx.verify.row_pass import reads_caches
 
 
-class Rows:
+class BatchRows:
     """The texts of one batch, by the uids of its schedule."""
 
-    def __init__(self, loaded: Loaded, settings: Settings, prefixes: Prefixes) -> None:
+    def __init__(
+        self, loaded: Loaded, settings: ServerSettings, prefixes: Prefixes
+    ) -> None:
         self.loaded, self.settings, self.prefixes = loaded, settings, prefixes
-        self.texts: dict[int, Text] = {}
+        self.texts: dict[int, AskedText] = {}
         self.batch = BatchGeneration(
             loaded.model,
             options=Options(
@@ -45,7 +51,7 @@ class Rows:
         """True if one more text may join."""
         return len(self.texts) < self.batch.schedule.max_texts
 
-    def add(self, text: Text) -> None:
+    def add(self, text: AskedText) -> None:
         """Let a text join, or go on, with what is known of it; an error ends it alone."""
         try:
             self._insert(text)
@@ -53,7 +59,7 @@ class Rows:
             logging.error("A request failed.", exc_info=error)
             text.fail(error)
 
-    def _insert(self, text: Text) -> None:
+    def _insert(self, text: AskedText) -> None:
         tokens = text.tokens
         caches, rest = self.prefixes.fetch_nearest_cache(self.loaded.place, tokens)
         num_read = len(tokens) - len(rest)
@@ -91,6 +97,7 @@ class Rows:
             uid for uid, text in self.texts.items() if text.ticket.is_cancelled
         ]:
             self._keep_read(self.texts[uid])
+            self._keep_written(self.texts[uid])
             self.batch.schedule.remove(uid)
             self.texts.pop(uid).fail(ConnectionError("The client has gone."))
         self._steps = self._steps or self.batch.steps()
@@ -111,7 +118,7 @@ class Rows:
             except Exception as error:
                 self._give_up([token.uid], error)
 
-    def _take(self, text: Text, row: BatchToken) -> None:
+    def _take(self, text: AskedText, row: BatchToken) -> None:
         text.is_batched = True
         if not text.may_end_early:
             text.take(row.token)
@@ -126,13 +133,26 @@ class Rows:
         del self.texts[row.uid]
         self.batch.schedule.remove(row.uid)
 
-    def _was_read(self, text: Text, done: int, total: int) -> None:
+    def _was_read(self, text: AskedText, done: int, total: int) -> None:
         """Note how far a prompt is read, and keep states at the ends of its parts."""
         text.show_progress(done)
         if self.loaded.is_stateful and (done in text.prompt.ends or done == total - 1):
             self._keep_read(text)
 
-    def _keep_read(self, text: Text) -> None:
+    def _keep_written(self, text: AskedText) -> None:
+        """Keep what the caches hold of a text whose client has gone."""
+        tokens, options = text.tokens[:-1], self.batch.options
+        for row, writing in enumerate(self.batch.schedule.writing):
+            if self.texts.get(writing.uid) is not text:
+                continue
+            with suppress(CacheRollbackError), mx.stream(options.stream):
+                alone = self.batch.passes.extract(row)
+                held = tokens[: alone.rewind_to(len(tokens))]
+                self.prefixes.insert_cache(
+                    self.loaded.place, held, alone.caches, has_ended=False
+                )
+
+    def _keep_read(self, text: AskedText) -> None:
         """Keep what was read of a prompt so far."""
         for reading in self.batch.schedule.reading:
             reader = reading.reader

@@ -29,7 +29,7 @@ from specdec_mlx.server.requests import (
     Ended,
     Event,
     Failed,
-    Progress,
+    PromptProgress,
     RequestError,
     TextRequest,
 )
@@ -109,7 +109,7 @@ def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
 
 
 @dataclass(eq=False)
-class Text:
+class AskedText:
     """A request that is being served.
 
     events: of tokens that were taken, for the client. is_batched: it was written beside others at
@@ -138,7 +138,7 @@ class Text:
     @classmethod
     def of(
         cls, ticket: Ticket, loaded: Loaded, models: Models, draft_caches: Prefixes
-    ) -> Text:
+    ) -> AskedText:
         """Read the prompt, and make all that the text is written with; raises what is wrong.
 
         draft_caches: where draft models keep theirs.
@@ -216,7 +216,7 @@ class Text:
         """Tell the client how much of the prompt is read, unless there is text already."""
         if not self.written:
             total = len(self.prompt.tokens)
-            self.ticket.tell([Progress(min(done, total), total, self.num_cached)])
+            self.ticket.tell([PromptProgress(min(done, total), total, self.num_cached)])
 
     def take(self, token: Token) -> bool:
         """Add the next token; True if the text ends with it, other than by its length."""

@@ -72,7 +72,8 @@ class SpeculationStats(Rows):
     plain_seconds, num_plain: of rounds without a draft that took one pass. prefill_seconds,
     draft_seconds, verify_seconds, other_seconds: host time for the prompt, proposing, launching and
     waiting (lazy draft steps too), and the rest, without the caller's. why_none: a round had no
-    draft, the last time. counterfactual: what each rule would have accepted, if asked for.
+    draft, the last time. num_unnamed: tokens that the caller's caches held, unknown to drafters.
+    counterfactual: what each rule would have accepted, if asked for.
     """
 
     target_passes: int = 0
@@ -92,6 +93,7 @@ class SpeculationStats(Rows):
     verify_seconds: float = 0.0
     other_seconds: float = 0.0
     why_none: str = ""
+    num_unnamed: int = 0
     counterfactual: Counterfactual | None = None
 
     def record(self, round_: RoundRecord) -> None:
@@ -238,6 +240,9 @@ class SpeculationStats(Rows):
         )
         if self.why_none and not self.drafted:
             by_drafter = f"\nnothing drafted: {self.why_none}"
+        if self.num_unnamed:
+            held = f"the caches hold {self.num_unnamed} tokens that nobody named"
+            by_drafter += f"\nhistory unknown: {held}"
         return (
             f"{self.emitted} tokens in {self.target_passes} target passes: "
             f"{self.tokens_per_pass:.2f} tokens per pass, "
@@ -246,6 +251,10 @@ class SpeculationStats(Rows):
             f"prefill {self.prefill_seconds:.2f} s, elsewhere {self.other_seconds:.2f} s"
             f"{by_drafter}"
         )
+
+    def __repr__(self) -> str:
+        """The first line of `str`."""
+        return f"<SpeculationStats: {str(self).splitlines()[0]}>"
 
     def plot(self) -> Figure:
         """Draw histogram, acceptance by position and tokens per pass; needs matplotlib."""

@@ -15,10 +15,10 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
-from tqdm import tqdm
 
 from specdec_mlx.contracts import FeatureRows, Features
 from specdec_mlx.errors import TrainingError
+from specdec_mlx.progress import progress_bar
 from specdec_mlx.verify.watching import Taps
 
 
@@ -119,7 +119,7 @@ class FeatureStore:
 
     def fill(self, target: nn.Module) -> None:
         """Compute what is not there yet, window by window; raises UnreadableError."""
-        for i in tqdm(range(len(self)), "features", leave=False, mininterval=1):
+        for i in progress_bar(range(len(self)), "features", leave=False, mininterval=1):
             if not self._path(i).exists():
                 rows = read(target, self.layers, self.windows[i, : self.lengths[i]])
                 save_arrays(

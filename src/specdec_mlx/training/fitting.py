@@ -17,9 +17,10 @@ import mlx.optimizers as optim
 import numpy as np
 from jaxtyping import Float
 from mlx.utils import tree_flatten, tree_map, tree_unflatten
-from tqdm import tqdm
+from tqdm.auto import tqdm
 
 from specdec_mlx.errors import TrainingError
+from specdec_mlx.progress import progress_bar
 from specdec_mlx.training.features import Batch, Clock, FeatureStore, save_arrays
 from specdec_mlx.training.trainees import Trainee
 
@@ -190,7 +191,7 @@ def fit(
     done, kept = so_far(), clock.seconds()
     acceptance, losses = None, list[float]()
     is_told = clock.seconds() - progress.began > FIRST
-    with tqdm(
+    with progress_bar(
         desc="training", total=total, initial=done, unit="", mininterval=1, miniters=0
     ) as bar:
         while done < total:
@@ -370,7 +371,7 @@ class Acceptance:
 def measure(trainee: Trainee, store: FeatureStore, most: int) -> Acceptance:
     """Acceptance on the first windows of a store."""
     runs: list[int] = []
-    for i in tqdm(
+    for i in progress_bar(
         range(min(most, len(store))), "measuring", leave=False, mininterval=1
     ):
         batch = store.batch([i])

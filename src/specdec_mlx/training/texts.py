@@ -18,10 +18,10 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import BatchGenerator
 from mlx_lm.sample_utils import make_sampler
-from tqdm import tqdm
 
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.generation import encode
+from specdec_mlx.progress import progress_bar
 
 # part of the windows, or of the prompts, that is held out by default
 HELD_OUT_SHARE = 0.05
@@ -168,7 +168,9 @@ def answers(
         closing(
             BatchGenerator(target, stop_tokens=stops, completion_batch_size=ROWS)
         ) as batch,
-        tqdm(desc="answers", unit="", leave=False, miniters=0, mininterval=1) as bar,
+        progress_bar(
+            desc="answers", unit="", leave=False, miniters=0, mininterval=1
+        ) as bar,
     ):
         while True:
             for turn in islice(missing, 0 if is_time() else ROWS - len(under_way)):

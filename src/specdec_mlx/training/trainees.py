@@ -14,6 +14,7 @@ import mlx_lm
 import numpy as np
 from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
+from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, TargetEnds, target_ends
@@ -21,10 +22,18 @@ from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3, Eagle3Config
 from specdec_mlx.drafters.heads.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPHead
 from specdec_mlx.drafters.heads.one_pass import Medusa
+from specdec_mlx.drafters.heads.parallel_sampling import (
+    LOOK_AHEAD,
+    LookAhead,
+    looking_ahead,
+)
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import explained
 from specdec_mlx.training.features import Batch, save_arrays, save_json
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.tree_passes import TreeLayout, tree_pass
+from specdec_mlx.verify.watching import Taps
 
 NORM_EPS = 1e-5
 LLAMA = {"hidden_act": "silu", "rms_norm_eps": NORM_EPS, "rope_theta": 10000.0}
@@ -51,7 +60,7 @@ class Size:
     """Size of something new; None for a default that fits the target.
 
     layers: that EAGLE-3 reads, from 0; as a number, the layer of an early exit, or the depth of a
-    draft model. draft_vocab: tokens to propose. guesses: Medusa heads.
+    draft model. draft_vocab: tokens to propose. guesses: Medusa heads, or look-ahead embeddings.
     """
 
     width: int | None = None
@@ -175,6 +184,51 @@ def medusa(recipe: Recipe) -> Trainee:
         "vocab_size": ends.vocab_size,
     }
     return Trainee(head, ends, head.features, config, predictions, count, MEDUSA_NAMES)
+
+
+def branches_behind(size: int, count: int) -> TreeLayout:
+    """Rows of a text [size], and of a chain of `count` behind each of its tokens."""
+    own = mx.arange(size)
+    of_token = mx.concatenate([own, mx.repeat(own, count)])
+    after = own[:, None] + mx.arange(1, count + 1)
+    depths = mx.concatenate([own, after.reshape(-1)])
+    is_text = mx.arange(depths.size) < size
+    is_before = is_text & (of_token <= of_token[:, None])
+    is_own = ~is_text & (of_token == of_token[:, None]) & (depths <= depths[:, None])
+    return TreeLayout(depths, is_before | is_own)
+
+
+def look_ahead(recipe: Recipe) -> Trainee:
+    """PaSS's embeddings; a pass of the frozen target reads all of them behind every token."""
+    target, count = recipe.target, recipe.size.guesses
+    if not Rollback(make_prompt_cache(target)).takes_trees():
+        raise TrainingError(
+            "PaSS is trained by passes over trees, which this target's caches do not take. Train "
+            "another kind, such as mtp."
+        )
+    head, wanted = LookAhead(target, count), Features(head_input=True)
+
+    def states_behind(tokens: mx.array) -> mx.array:
+        size, taps = tokens.shape[0], Taps(target, wanted)
+        ids = mx.concatenate([tokens, mx.repeat(tokens, count)])
+        given = ids, make_prompt_cache(target), branches_behind(size, count)
+        with looking_ahead(target, mx.tile(head.rows, (size, 1))):
+            taps.read(lambda: tree_pass(target, *given))
+        assert taps.features is not None
+        assert taps.features.head_input is not None
+        return taps.features.head_input[size:].reshape(size, count, -1)
+
+    def predictions(batch: Batch) -> Iterator[Prediction]:
+        states = mx.stack([states_behind(window) for window in batch.tokens])
+        for i in range(count):
+            yield states[:, : -1 - i, i], 1 + i
+
+    config = {"model_type": "pass", "architectures": ["PaSS"], LOOK_AHEAD: count}
+    config |= {
+        "hidden_size": head.rows.shape[-1],
+        "vocab_size": recipe.ends.vocab_size,
+    }
+    return Trainee(head, recipe.ends, wanted, config, predictions, count)
 
 
 def early_exit(recipe: Recipe) -> Trainee:
@@ -371,6 +425,7 @@ KINDS: Mapping[str, Callable[[Recipe], Trainee]] = {
     "mtp": mtp,
     "eagle3": eagle3,
     "medusa": medusa,
+    "pass": look_ahead,
     "exit": early_exit,
     "draft": draft_model,
 }

@@ -10,7 +10,6 @@ from typing import Any, Protocol, runtime_checkable
 import mlx.core as mx
 from mlx_lm.models.cache import (
     ArraysCache,
-    CacheList,
     ChunkedKVCache,
     ConcatenateKVCache,
     KVCache,
@@ -253,7 +252,13 @@ def window_of(cache: Any) -> int | None:
 def leaves(caches: Sequence[Any]) -> Iterator[Any]:
     """All caches that hold state, nested lists resolved, in a fixed order."""
     for cache in caches:
-        if isinstance(cache, CacheList):
-            yield from leaves(cache.caches)
+        if parts := parts_of(cache):
+            yield from leaves(parts)
         else:
             yield cache
+
+
+def parts_of(cache: Any) -> Sequence[Any]:
+    """What a list of caches holds, mlx-lm's or mlx-vlm's; nothing of one that holds state."""
+    parts: Sequence[Any] = getattr(cache, "caches", ())
+    return parts

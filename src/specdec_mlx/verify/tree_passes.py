@@ -18,10 +18,11 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import CacheList, KVCache, QuantizedKVCache, RotatingKVCache
+from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from specdec_mlx.contracts.trees import chain, depths_of, path_to
 from specdec_mlx.models import PerModel
+from specdec_mlx.verify.strategies import parts_of
 from specdec_mlx.verify.watching import change_class, held
 
 
@@ -100,7 +101,9 @@ def pass_over(rows: TreeLayout) -> AbstractContextManager[None]:
     return held(_pass_over, rows)
 
 
-def _view_class(kind: type) -> type:
+def view_class(kind: type) -> type:
+    """Of a cache class, that of its views: its mask lets each row see its own path."""
+
     def make_mask(self: Any, N: int, **options: Any) -> mx.array:
         """See mlx-lm's; here always an array."""
         size = getattr(self, "max_size", None)
@@ -113,7 +116,7 @@ def _view_class(kind: type) -> type:
 
 
 VIEWS = {
-    kind: _view_class(kind) for kind in (KVCache, QuantizedKVCache, RotatingKVCache)
+    kind: view_class(kind) for kind in (KVCache, QuantizedKVCache, RotatingKVCache)
 }
 """Cache classes that a pass over a tree can be made with, and their views."""
 
@@ -136,16 +139,18 @@ class _Shifted:
 
 def with_offset_shift(cache: Any, shift: int) -> Any:
     """A stand-in for a cache that claims more positions; one of a model's own stays as it is."""
-    if isinstance(cache, CacheList):
-        return CacheList(*(with_offset_shift(part, shift) for part in cache.caches))
-    is_known = type(cache).__module__ == KVCache.__module__ and hasattr(cache, "offset")
+    if parts := parts_of(cache):
+        return type(cache)(*(with_offset_shift(part, shift) for part in parts))
+    # mlx-lm's and mlx-vlm's
+    is_known = type(cache).__module__.endswith(".models.cache")
+    is_known = is_known and hasattr(cache, "offset")
     return _Shifted(cache, shift) if is_known and shift else cache
 
 
 def view_of(cache: Any, rows: TreeLayout) -> Any:
     """A stand-in for a cache in one pass; what is written to it the cache has too."""
-    if isinstance(cache, CacheList):
-        return CacheList(*(view_of(part, rows) for part in cache.caches))
+    if parts := parts_of(cache):
+        return type(cache)(*(view_of(part, rows) for part in parts))
     if isinstance(cache, _Shifted):
         return _Shifted(view_of(cache.cache, rows), cache.shift)
     view: Any = object.__new__(VIEWS[type(cache)])

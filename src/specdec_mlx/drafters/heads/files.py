@@ -24,6 +24,7 @@ from safetensors import safe_open
 
 from specdec_mlx.drafters.heads.mtp import layer_prefixes
 from specdec_mlx.errors import HeadError
+from specdec_mlx.models import is_offline
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"
@@ -111,8 +112,9 @@ class HeadFiles:
         try:
             return Path(hf_hub_download(self.name, name))
         except LocalEntryNotFoundError as error:
+            why = "you seem to be offline: " if is_offline() else ""
             raise HeadError(
-                f"{self.name}: {name} is not here, and cannot be fetched."
+                f"{why}{self.name}: {name} is not here, and cannot be fetched."
             ) from error
         except EntryNotFoundError:
             return None

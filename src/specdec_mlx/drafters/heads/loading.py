@@ -51,8 +51,9 @@ from specdec_mlx.drafters.heads.one_pass import (
     DFlashConfig,
     DSpark,
     Medusa,
-    PardDrafter,
 )
+from specdec_mlx.drafters.heads.parallel_sampling import load_pass
+from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
 from specdec_mlx.options import make_with, split_spec, whole
@@ -339,6 +340,7 @@ FORMATS: dict[str, Format] = {
     ),
     "medusa": Format("Medusa", "medusa", _medusa, _MEDUSA),
     "exit": Format("trained exit", r"\bexit_layer="),
+    "pass": Format("PaSS, look-ahead embeddings", r"\blook_ahead="),
     "mtp": Format("multi-token prediction", r"_mtp( |$)", _mtp),
 }
 """Name of a format -> how it is read; the first that a config matches counts."""
@@ -412,6 +414,9 @@ def _load(
         files.expect("pard_token", mask, 0, target_ends(model).vocab_size - 1)
         _quantize(model, bits)
         return PardDrafter(model, tokenizer, mask_token=mask, **options)
+    if kind == "pass":
+        check_sizes(files, target_ends(target))
+        return load_pass(files, target, (bits, *variant), **options)
     form = FORMATS.get(kind or "")
     if form is None or form.build is None:
         raise HeadError(refusal(files, kind))

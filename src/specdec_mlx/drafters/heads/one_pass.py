@@ -10,14 +10,14 @@ a matrix over the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.contracts import DraftContext, FeatureRows
+from specdec_mlx.contracts import FeatureRows
 from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.drafters.heads.drafter import Config, DraftVocabulary, Head, TargetEnds
 from specdec_mlx.drafters.heads.eagle import (
@@ -27,7 +27,6 @@ from specdec_mlx.drafters.heads.eagle import (
     is_gemma4,
 )
 from specdec_mlx.drafters.heads.session import HeadSession
-from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.writing import AtOnceSession, Parents, places_after
 from specdec_mlx.token_ids import to_ids
 
@@ -411,54 +410,3 @@ class Medusa(Head):
     def notes(self) -> list[str]:
         """Number of heads."""
         return [f"{len(self.blocks)} heads", *super().notes()]
-
-
-@dataclass(frozen=True, eq=False)
-class PardDrafter(ModelDrafter):
-    """Draft with a model trained to draft in parallel; mask_token: `pard_token` in its config."""
-
-    tokenizers: str = "same"
-    mask_token: int = 0
-
-    @property
-    def key(self) -> str:
-        """The model by its content, and how it drafts."""
-        return f"PARD {super().key}"
-
-    def describe(self) -> str:
-        """Kind and mask token."""
-        return f"PARD; mask token {self.mask_token}"
-
-    def session(self, prompt: Sequence[int], context: DraftContext) -> PardSession:
-        """The model's side of a generation."""
-        return PardSession(self, prompt, context)
-
-
-class PardSession(AtOnceSession, ModelSession):
-    """A generation of the draft model; its caches never hold more than the text."""
-
-    def __init__(
-        self, drafter: PardDrafter, prompt: Sequence[int], context: DraftContext
-    ) -> None:
-        super().__init__(drafter, prompt, context)
-        self.mask_token = drafter.mask_token
-
-    @property
-    def forks(self) -> bool:
-        """True if its drafts are trees; these take no pass of their own."""
-        return self.branches > 1
-
-    def begin_draft(self, limit: int) -> int:
-        """Feed the text, and a mask for each token of the draft but the first."""
-        if limit == 0:
-            return 0
-        self.catch_up()
-        self.places = [0]
-        room = self.rollback.widest_pass()
-        pending = self.tokens[self.rollback.position :]
-        length = limit if room is None else min(limit, 1 + room - len(pending))
-        self.rollback.checkpoint()
-        masks = [self.mask_token] * (length - 1)
-        self.logits = self.feed(to_ids([*pending, *masks]))[-length:]
-        self.rollback.rewind_to(len(self.tokens))
-        return length

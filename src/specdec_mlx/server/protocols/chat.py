@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from specdec_mlx.server.protocols import fields
+from specdec_mlx.server.protocols.turns import THOUGHTS, unseen
 from specdec_mlx.server.requests import (
     AUTO,
     NONE,
@@ -15,7 +16,6 @@ from specdec_mlx.server.requests import (
     Asked,
     CallArguments,
     CallBegan,
-    CallBroken,
     Ended,
     Event,
     RequestError,
@@ -23,11 +23,6 @@ from specdec_mlx.server.requests import (
     Written,
 )
 
-# names of an answer's thoughts; mlx-lm's is the second
-THOUGHTS = "reasoning_content", "reasoning"
-UNSEEN = "[{}: not shown to this model]"  # for what is no text
-# least characters of a call's arguments that are sent before the call is whole
-PIECE = 64
 DONE = b"data: [DONE]\n\n"
 
 
@@ -131,7 +126,7 @@ def _text(content: Any) -> str:
 
 def _part(part: Mapping[str, Any]) -> str:
     text = part.get("text", part.get("refusal"))
-    return text if isinstance(text, str) else UNSEEN.format(part.get("type"))
+    return text if isinstance(text, str) else unseen(part.get("type"))
 
 
 def tools_in(tools: Any) -> list[dict[str, Any]]:
@@ -197,24 +192,18 @@ def _logprobs(text: Written | Said) -> dict[str, Any]:
 
 
 def _message(text: Written) -> dict[str, Any]:
-    calls = [
-        {
-            "id": call["id"],
-            "type": "function",
-            "function": _function(call["name"], call["arguments"]),
-        }
-        for call in text.calls
-    ]
+    calls = [_call(**call) for call in text.calls]
     message: dict[str, Any] = {"role": "assistant", "content": text.text or None}
     message |= dict.fromkeys(THOUGHTS, text.thoughts) if text.thoughts else {}
     return message | ({"tool_calls": calls} if calls else {})
 
 
-def _function(name: str, arguments: str) -> dict[str, str]:
-    return {"name": name, "arguments": arguments}
+def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
+    called = {"name": name, "arguments": arguments}
+    return {"id": id, "type": "function", "function": called}
 
 
-class Chunks(ABC):
+class ChunkStream(ABC):
     """The chunks of a stream in OpenAI's protocols: what chats and completions have in common."""
 
     kind: str
@@ -258,18 +247,10 @@ class Chunks(ABC):
         return fields.server_sent(whole)
 
 
-class ChatStream(Chunks):
-    """Chunks of a streamed chat.
-
-    A call's id and name come with the first of its arguments; pieces of these are sent as they come
-    once there are `PIECE` characters of them.
-    """
+class ChatStream(ChunkStream):
+    """Chunks of a streamed chat."""
 
     kind = "chat.completion.chunk"
-
-    def __init__(self, asked: Asked) -> None:
-        super().__init__(asked)
-        self._calls: dict[int, dict[str, Any]] = {}  # by choice: what is not sent yet
 
     def begin(self) -> Iterator[bytes]:
         """The role, for each choice."""
@@ -279,44 +260,21 @@ class ChatStream(Chunks):
     def write(self, choice: int, event: Event) -> Iterator[bytes]:
         """The chunks of an event."""
         match event:
-            case CallArguments():
-                yield from self._called(choice, event.text)
-            case CallBroken():
-                if "id" in self._calls.pop(choice, {}):  # nothing of it is sent
-                    yield from self._said(choice, Said(event.text))
             case CallBegan():
-                yield from self._send_call(choice)
-                named = {"index": event.index, "id": event.id, "type": "function"}
-                self._calls[choice] = {**named, "function": _function(event.name, "")}
-            case Said():
-                yield from self._send_call(choice)
-                yield from self._said(choice, event)
+                call = _call(event.id, event.name, event.text)
+                yield self._delta(
+                    choice, {"tool_calls": [{"index": event.index, **call}]}
+                )
+            case CallArguments():
+                call = {"index": event.index, "function": {"arguments": event.text}}
+                yield self._delta(choice, {"tool_calls": [call]})
+            case Said() if event.text or event.logprobs:
+                names = THOUGHTS if event.is_thought else ("content",)
+                more = {"logprobs": _logprobs(event)} if event.logprobs else {}
+                yield self._delta(choice, dict.fromkeys(names, event.text), **more)
             case Ended():
-                yield from self._send_call(choice)
                 self._ends[choice] = event
                 yield self._delta(choice, {}, finish_reason=event.reason)
-
-    def _said(self, choice: int, said: Said) -> Iterator[bytes]:
-        names = THOUGHTS if said.is_thought else ("content",)
-        more = {"logprobs": _logprobs(said)} if said.logprobs else {}
-        if said.text or more:
-            yield self._delta(choice, dict.fromkeys(names, said.text), **more)
-
-    def _called(self, choice: int, arguments: str) -> Iterator[bytes]:
-        held = self._calls[choice]
-        held["function"]["arguments"] += arguments
-        if len(held["function"]["arguments"]) >= PIECE:
-            yield self._delta(choice, {"tool_calls": [held]})
-            self._calls[choice] = {
-                "index": held["index"],
-                "function": {"arguments": ""},
-            }
-
-    def _send_call(self, choice: int) -> Iterator[bytes]:
-        """Send what is left of a call that is whole."""
-        held = self._calls.pop(choice, None)
-        if held is not None and ("id" in held or held["function"]["arguments"]):
-            yield self._delta(choice, {"tool_calls": [held]})
 
     def _delta(self, choice: int, delta: dict[str, Any], **more: Any) -> bytes:
         return self.chunk(

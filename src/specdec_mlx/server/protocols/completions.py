@@ -10,7 +10,12 @@ from http import HTTPStatus
 from typing import Any
 
 from specdec_mlx.server.protocols import fields
-from specdec_mlx.server.protocols.chat import Chunks, head, logprobs_in, wants_usage
+from specdec_mlx.server.protocols.chat import (
+    ChunkStream,
+    head,
+    logprobs_in,
+    wants_usage,
+)
 from specdec_mlx.server.requests import (
     Asked,
     Ended,
@@ -146,7 +151,7 @@ def _top(token: TokenLogprob) -> dict[str, float] | None:
     return top
 
 
-class CompletionStream(Chunks):
+class CompletionStream(ChunkStream):
     """Chunks of a streamed completion."""
 
     kind = KIND

@@ -16,13 +16,13 @@ from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     BETWEEN,
-    UNSEEN,
     Turns,
     expect,
     function,
     given,
     leave_out,
     parts_in,
+    unseen,
 )
 from specdec_mlx.server.requests import (
     AUTO,
@@ -33,7 +33,7 @@ from specdec_mlx.server.requests import (
     CallBegan,
     Ended,
     Event,
-    Progress,
+    PromptProgress,
     RequestError,
     Said,
     Written,
@@ -190,14 +190,14 @@ def _text(block: Mapping[str, Any]) -> str:
                 return title + str(source.get("data"))
             if source.get("type") == "content":
                 return title + _texts(source.get("content"), "document")
-            return UNSEEN.format(" ".join([kind, *title.split()]))
+            return unseen(" ".join([kind, *title.split()]))
         case "search_result":
             found = _texts(block.get("content"), "search_result")
             return f"{block.get('title')}\n{block.get('source')}\n{found}"
         case "tool_reference":
             return f"The tool {block.get('tool_name')} can be called now."
         case _:
-            return UNSEEN.format(kind)
+            return unseen(kind)
 
 
 def _texts(content: Any, where: str) -> str:
@@ -310,7 +310,7 @@ class MessageStream:
             self._begun = True
             read = (
                 _read(event.total, event.num_cached)
-                if isinstance(event, Progress)
+                if isinstance(event, PromptProgress)
                 else {}
             )
             empty = _message(self.asked, [], _read(0, 0) | read | {"output_tokens": 0})
@@ -323,8 +323,9 @@ class MessageStream:
                 yield self._delta(f"{kind}_delta", name, event.text)
             case CallBegan():
                 yield from self._start(_use(event.id, event.name, {}))
-            case CallArguments() if event.text:
-                yield self._delta("input_json_delta", "partial_json", event.text)
+                yield from self._called(event.text)
+            case CallArguments():
+                yield from self._called(event.text)
             case Ended():
                 yield from self._close()
                 yield _event(
@@ -343,6 +344,10 @@ class MessageStream:
     def fail(self, error: Exception, status: HTTPStatus) -> Iterable[bytes]:
         """An event of the error."""
         yield _event(**MESSAGES.error(error, status))
+
+    def _called(self, arguments: str) -> Iterator[bytes]:
+        if arguments:
+            yield self._delta("input_json_delta", "partial_json", arguments)
 
     def _start(self, block: dict[str, Any]) -> Iterator[bytes]:
         yield from self._close()

@@ -19,13 +19,13 @@ from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     BETWEEN,
-    UNSEEN,
     Turns,
     expect,
     function,
     given,
     leave_out,
     parts_in,
+    unseen,
 )
 from specdec_mlx.server.requests import (
     AUTO,
@@ -170,8 +170,7 @@ class Responses:
         words = Said(written.text, logprobs=written.logprobs)
         events: list[Event] = [Said(written.thoughts, is_thought=True), words]
         for index, call in enumerate(written.calls):
-            events.append(CallBegan(index, call["id"], call["name"]))
-            events.append(CallArguments(index, call["arguments"]))
+            events.append(CallBegan(index, call["id"], call["name"], call["arguments"]))
         for event in [*events, written.ended]:
             list(stream.write(0, event))
         return stream.response
@@ -193,7 +192,7 @@ def _text(part: Mapping[str, Any]) -> str:
     for name in ("text", "refusal"):
         if name in part:
             return str(expect(part[name], str, name))
-    return UNSEEN.format(part["type"])
+    return unseen(part["type"])
 
 
 def _texts(content: Any, where: str) -> str:
@@ -228,9 +227,12 @@ def _add(turns: Turns, item: Mapping[str, Any]) -> None:
             str(item.get("call_id")), _texts(item.get("output"), f"{kind}.output")
         )
     elif kind == "item_reference":
-        raise RequestError(
-            "item_reference: nothing is kept here. Send the items themselves."
-        )
+        if not str(item.get("id")).startswith(GROWTH["reasoning"].prefix):
+            raise RequestError(
+                "item_reference: nothing is kept here. Set store to false in your client, which "
+                "then sends the items themselves."
+            )
+        leave_out("reference", "reasoning")
     elif kind != MORE_TOOLS:
         leave_out("item", kind)
 
@@ -351,10 +353,9 @@ class ResponseStream:
                 }
                 more |= {"namespace": tool.namespace} if tool.namespace else {}
                 yield from self._start(kind, **more, **{GROWTH[kind].name: ""})
-            case CallArguments() if "input" in self._open:
-                self._arguments += event.text
-            case CallArguments() if event.text:
-                yield self._grow(event.text)
+                yield from self._called(event.text)
+            case CallArguments():
+                yield from self._called(event.text)
             case CallBroken():
                 yield from self._close("incomplete")
             case Ended():
@@ -369,6 +370,13 @@ class ResponseStream:
                     "usage": _usage(event),
                 }
                 yield self._event(status, response=self.response)
+
+    def _called(self, arguments: str) -> Iterator[bytes]:
+        """More arguments; an input that is any text is said once they are whole."""
+        if "input" in self._open:
+            self._arguments += arguments
+        elif arguments:
+            yield self._grow(arguments)
 
     def keepalive(self) -> bytes:
         """A comment, which is no event."""

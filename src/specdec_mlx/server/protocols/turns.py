@@ -11,9 +11,6 @@ from specdec_mlx.server.requests import RequestError
 
 BETWEEN = "\n\n"  # between two texts of one turn
 THOUGHTS = "reasoning_content", "reasoning"  # names of thoughts in templates
-UNSEEN = "[{}: not shown to this model]"  # for what is no text
-
-logger = logging.getLogger(__name__)
 
 
 def expect(value: Any, kind: type, where: str) -> Any:
@@ -41,9 +38,15 @@ def parts_in(content: Any, where: str) -> list[dict[str, Any]]:
     return parts
 
 
+def unseen(what: Any) -> str:
+    """A text in the place of what is none, as an image, with a line in the log."""
+    logging.info("Not shown: a part of type %s. The models here read texts only.", what)
+    return f"[{what}: not shown to this model]"
+
+
 def leave_out(what: str, kind: Any) -> None:
     """Note in the log that something of a request is not served."""
-    logger.info("Left out: a %s of type %s, which is not run here.", what, kind)
+    logging.info("Left out: a %s of type %s, which is not run here.", what, kind)
 
 
 def function(name: str, description: Any, parameters: Any) -> dict[str, Any]:

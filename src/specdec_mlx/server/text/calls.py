@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Collection, Sequence
+from dataclasses import replace
 from typing import Any
 from uuid import uuid4
 
@@ -30,58 +31,97 @@ HEADER = regex.compile(
 """What stands before the JSON object of a call's arguments: in Hermes' format, which most models
 took over, in Mistral's, and in Kimi's."""
 
-ESCAPED = frozenset('"\\/bfnrtu')  # what JSON allows after a backslash
+PIECE = 64
+"""Characters of a call's arguments after which it is announced, and pieces are sent, before it is
+whole. Most calls that turn out to be none do so earlier, and are text."""
+
+SPACE, STRUCTURE = " \t\r\n", ' \t\r\n{}[],:"'
+DEEPEST_ARGUMENTS = 100  # levels of lists and objects
+ESCAPE = regex.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
+SCALAR = regex.compile(
+    r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", regex.ASCII
+)
+FOLLOWING = {
+    "{": {"{": '"}', ",": '"', "key": ":", ":": '"{[0', "value": ",}"},
+    "[": {"[": '"{[0]', ",": '"{[0', "value": ",]"},
+}
+"""In an object and in a list, what may come after each token; 0 is a number or a name."""
 
 
 class JsonObject:
-    """The text of a JSON object that comes in pieces.
+    """The text of a JSON object that comes in pieces; what was taken of it can become an object.
 
     Line ends and the like in a string, and a backslash before what JSON does not escape, are
     escaped: models forget that, and what they meant is plain.
     """
 
     def __init__(self) -> None:
-        self.is_complete = self.is_in_string = False
-        self._depth, self._escapes = 0, False
+        self.is_complete = self.is_broken = self.is_in_string = False
+        self._open, self._before = "", ""  # brackets, and the last token
+        self._escape = self._word = ""  # what is not whole yet
 
     def take(self, text: str) -> tuple[str, str]:
         """What of a piece belongs to the object, and what comes after it."""
-        taken = []
+        taken: list[str] = []
         for place, char in enumerate(text):
             if self.is_in_string:
                 taken.append(self._in_text(char))
                 continue
-            taken.append(char)
-            self.is_in_string = char == '"'
-            self._depth += (char in "{[") - (char in "}]")
-            if self._depth == 0:
-                self.is_complete = True
+            if char not in STRUCTURE:
+                self._word += char
+                continue
+            if word := self._word:
+                self._word = ""
+                self._go_on("0")
+                self.is_broken |= SCALAR.fullmatch(word) is None
+            if char not in SPACE:
+                self._go_on(char)
+            if self.is_broken:
+                return "".join(taken), text[place:]
+            taken += word, char
+            if self.is_complete:
                 return "".join(taken), text[place + 1 :]
         return "".join(taken), ""
 
+    def _go_on(self, token: str) -> None:
+        """Take the next token, of which a string is its first quote."""
+        if self._open:
+            allowed = FOLLOWING[self._open[-1]].get(self._before, "")
+            self.is_broken |= token not in allowed
+        if token in "}]":
+            self._open = self._open[:-1]
+            self.is_complete = not (self._open or self.is_broken)
+        elif token in "{[":
+            self._open += token
+            self.is_broken |= len(self._open) > DEEPEST_ARGUMENTS
+        self.is_in_string = token == '"' and not self.is_broken
+        is_key = self.is_in_string and self._open.endswith("{") and self._before != ":"
+        self._before = "key" if is_key else token if token in "{[,:" else "value"
+
     def _in_text(self, char: str) -> str:
-        """The JSON text of a character of a string, a backslash with the one after it."""
-        if self._escapes:
-            self._escapes = False
-            return ("\\" if char in ESCAPED else "\\\\") + _plain(char)
-        self._escapes = char == "\\"
-        self.is_in_string = char != '"'
-        return "" if self._escapes else _plain(char)
-
-
-def _plain(char: str) -> str:
-    return json.dumps(char)[1:-1] if char < " " else char
+        """The JSON text of a character of a string, of an escape once it is whole."""
+        if not self._escape and char != "\\":
+            self.is_in_string = char != '"'
+            return json.dumps(char)[1:-1] if char < " " else char
+        self._escape += char
+        match = ESCAPE.fullmatch(self._escape, partial=True)
+        if match is not None and match.partial:
+            return ""
+        escape, self._escape = self._escape, ""
+        if match is not None:
+            return escape
+        return "\\\\" + "".join(map(self._in_text, escape[1:]))
 
 
 class CallReader:
     """The text between the marks of a call, or of several, read as it comes.
 
     Once the name of one of the tools and the beginning of a JSON object are seen, the call is
-    announced, and the object's text follows as it comes. Other formats wait for the end, and for
+    announced, and the object's text follows in pieces. Other formats wait for the end, and for
     mlx-lm's parser.
 
     index: of the next call. num_whole: calls that came to their end. is_full: no further call is
-    wanted. is_broken: the one that began last did not end. left: text after all, once it is closed.
+    wanted. is_broken: the one that is open is none. left: text after all, once it is closed.
     """
 
     def __init__(
@@ -105,7 +145,8 @@ class CallReader:
         self._text = mark  # since the last call that is whole
         self._body = self._rest = ""  # all of it, and what is not read yet
         self._object: JsonObject | None = None
-        self._arguments = ""
+        self._began: CallBegan | None = None  # not told yet
+        self._held = ""  # of its arguments
         self._may_begin = True
 
     @property
@@ -121,37 +162,37 @@ class CallReader:
             self._rest += piece
         events: list[Event] = []
         while (
-            not self.is_full
-            and not self.is_broken
-            and (self._object or self._begins(events))
+            not self.is_full and not self.is_broken and (self._object or self._begins())
         ):
             assert self._object is not None
             taken, self._rest = self._object.take(self._rest)
-            self._arguments += taken
-            if taken:
-                events.append(CallArguments(self.index, taken))
+            self._held += taken
+            self.is_broken = self._object.is_broken
             if not self._object.is_complete:
+                if len(self._held) >= PIECE:
+                    events.append(self._handed_over())
                 break
-            self.is_broken = not _is_object(self._arguments)
-            if not self.is_broken:
-                self._object, self._arguments, self._text = None, "", self._rest
-                self._finish_one()
+            events.append(self._handed_over())
+            self._object, self._text = None, self._rest
+            self._finish_one()
         return events
 
     def close(self, mark: str, *, is_whole: bool) -> list[Event]:
         """The last events. mark: what ended the calls. is_whole: they were not cut."""
         self._text += mark
         if self._object is not None:
-            self.is_broken = True
-            self.index += 1
-            return [CallBroken(self.index - 1, self._text)]
+            self.is_broken = self._began is None
+            if self.is_broken:
+                self.index += 1
+                return [CallBroken(self.index - 1, self._text)]
+            self.left = self._text
+            return []
         events: list[Event] = []
         for call_id, name, arguments in (
             self._parsed()[self.num_whole :] if is_whole else ()
         ):
             if not self.is_full:
-                events.append(CallBegan(self.index, call_id, name))
-                events.append(CallArguments(self.index, arguments))
+                events.append(CallBegan(self.index, call_id, name, arguments))
                 self._finish_one()
                 self._text = ""
         if not self.num_whole:
@@ -165,7 +206,12 @@ class CallReader:
         self.index += 1
         self.is_full = self._is_single
 
-    def _begins(self, events: list[Event]) -> bool:
+    def _handed_over(self) -> Event:
+        """What is held of the arguments, with the beginning of their call if it is not told."""
+        held, began, self._held, self._began = self._held, self._began, "", None
+        return replace(began, text=held) if began else CallArguments(self.index, held)
+
+    def _begins(self) -> bool:
         """True if the arguments of a call begin here."""
         header = HEADER.match(self._rest, partial=True) if self._may_begin else None
         if header is not None and header.partial:
@@ -175,7 +221,7 @@ class CallReader:
             return False
         self._rest = self._rest[header.end() :]
         self._object = JsonObject()
-        events.append(CallBegan(self.index, header["id"] or new_id(), header["name"]))
+        self._began = CallBegan(self.index, header["id"] or new_id(), header["name"])
         return True
 
     def _parsed(self) -> list[tuple[str, str, str]]:
@@ -213,10 +259,3 @@ def tool_names(tools: Sequence[dict[str, Any]]) -> Collection[str]:
 def new_id() -> str:
     """An id for a call."""
     return uuid4().hex[:NUM_ID]
-
-
-def _is_object(text: str) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

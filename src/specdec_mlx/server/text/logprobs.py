@@ -48,7 +48,7 @@ def token_logprob(
 
 
 @dataclass
-class Entry:
+class LogprobEntry:
     """A token's entry. start, end: characters of the written text that the token has a part in."""
 
     logprob: TokenLogprob
@@ -61,7 +61,7 @@ class SeenLogprobs:
 
     def __init__(self) -> None:
         self._without_text: list[TokenLogprob] = []
-        self._waiting: deque[Entry] = deque()
+        self._waiting: deque[LogprobEntry] = deque()
 
     def add(self, logprob: TokenLogprob) -> None:
         """Take the next token's entry."""
@@ -84,7 +84,7 @@ class SeenLogprobs:
                 ends = len(text) - len(data[num_after:].decode(errors="ignore"))
             else:
                 begins, ends = 0, len(text)
-            self._waiting.append(Entry(entry, start + begins, start + ends))
+            self._waiting.append(LogprobEntry(entry, start + begins, start + ends))
             num_before = num_after
         self._without_text = []
 

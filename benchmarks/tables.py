@@ -1,0 +1,167 @@
+"""The tables at the top of docs/benchmarks.md, with today's default, by one command.
+
+    python -m benchmarks.tables FOLDER --prompts FILE --agents FILE --edits FILE
+
+Four kinds of texts: 40 prompts live beside plain mlx-lm, agents' conversations and edits of files
+by replay, and the pair that ships, live. What a command has written into FOLDER is kept, so that a
+run that was stopped goes on. The page gets the tables, their commands, the machine and the day.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any
+
+from specdec_mlx import lab
+from specdec_mlx.bench.summary import ALL
+from specdec_mlx.notebook.views import markdown_table
+
+PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
+BEGIN, END = "<!-- tables: benchmarks/tables.py -->", "<!-- end of tables -->"
+
+PROMPTS = "--per-category 5 --max-tokens 96 --repeats 3"
+SESSIONS = (
+    "--drafter prompt-lookup --drafter auto --drafter auto:memory=process --draft-length auto"
+)
+COSTS = {"linear:0.02": "0.02", "measured": "measured", "linear:0.24": "0.24"}
+PAIR = "--drafter model --max-tokens 192 --repeats 3"
+LENGTHS = "--draft-length 3 --draft-length 4 --draft-length auto"
+
+Result = Mapping[str, Any]
+
+
+def run(folder: Path, name: str, command: str) -> tuple[str, Any]:
+    """Run `specdec-mlx COMMAND --json FILE` unless it was; the command, and what the file holds."""
+    path, failed = folder / f"{name}.json", folder / f"{name}.failed"
+    if not path.exists():
+        words = [sys.executable, "-m", "specdec_mlx", *shlex.split(command), "--json", str(failed)]
+        subprocess.run(words, check=True)
+        failed.rename(path)
+    return f"specdec-mlx {command} --json {path.name}", json.loads(path.read_text("utf-8"))
+
+
+def prompts(results: Iterable[Result]) -> str:
+    """A row for each kind of prompt: live speeds, and counts."""
+    header = ["40 prompts, live", "speed", "95%", "with the prompt", "tokens a pass", "same text"]
+    rows = [
+        [
+            found["category"],
+            f"{found['ratio']:.2f}",
+            f"{found['ratio_low']:.2f} to {found['ratio_high']:.2f}",
+            f"{found['end_to_end_ratio']:.2f}",
+            f"{found['tokens_per_pass']:.2f}",
+            f"{found['identical']} of {found['texts']}",
+        ]
+        for found in results
+        if found["drafter"] != "mlx-lm"
+    ]
+    return markdown_table(header, rows, 1)
+
+
+def sessions(kinds: Mapping[str, Iterable[Result]]) -> str:
+    """A row for each kind of session and drafter: counts, and modelled speeds by cost."""
+    header = [
+        "replayed",
+        "drafter",
+        "tokens a pass",
+        *(f"speed at {name}" for name in COSTS.values()),
+    ]
+    rows = []
+    for kind, scores in kinds.items():
+        ways: dict[str, dict[str, Result]] = {}
+        for score in scores:
+            if score["category"] == ALL and not score["session"]:
+                ways.setdefault(score["drafter"], {})[score["cost"]] = score
+        for drafter, by_cost in ways.items():
+            speeds = [f"{by_cost[cost]['speedup']:.2f}" for cost in COSTS]
+            passes = f"{by_cost['measured']['tokens_per_pass']:.2f}"
+            rows.append([kind, f"`{drafter}`", passes, *speeds])
+    return markdown_table(header, rows, 2)
+
+
+def pair(by_temp: Mapping[float, Iterable[Result]]) -> str:
+    """A row for each temperature and way of drafting with the pair's draft model, live."""
+    header = ["the pair that ships", "temperature", "K", "speed", "95%", "tokens a pass"]
+    rows = [
+        [
+            "mlx-lm's own" if found["drafter"].startswith("mlx-lm") else "ours",
+            f"{temp:g}",
+            found["draft_length"],
+            f"{found['ratio']:.2f}",
+            f"{found['ratio_low']:.2f} to {found['ratio_high']:.2f}",
+            f"{found['tokens_per_pass']:.2f}",
+        ]
+        for temp, results in by_temp.items()
+        for found in results
+        if found["category"] == ALL and found["draft_length"]
+    ]
+    return markdown_table(header, rows, 3)
+
+
+def machine(record: Mapping[str, Any]) -> str:
+    """Where and when, in a sentence."""
+    said, settings = record["machine"], record["settings"]
+    return (
+        f"{said['processor']}, {said['cores']} cores, {said['blas']}, {settings['dtype']}, mlx "
+        f"{said['mlx']}, mlx-lm {said['mlx-lm']}, {datetime.now(UTC):%Y-%m-%d}."
+    )
+
+
+def shell(commands: Sequence[str]) -> str:
+    """A block of commands, broken where a line is too long."""
+    lines = [
+        re.sub(r"(.{60,95}?)(?= --)", r"\1 \\\n   ", command) if len(command) > 100 else command
+        for command in commands
+    ]
+    return "```shell\n" + "\n".join(lines) + "\n```"
+
+
+def tables(args: argparse.Namespace) -> str:
+    """Run what is missing, and lay all of it out."""
+    folder: Path = args.folder
+    asked, texts = run(folder, "texts", f"bench --prompts {args.prompts} {PROMPTS}")
+    commands, scores = [asked], {}
+    costs = " ".join(f"--cost {cost}" for cost in COSTS)
+    for kind, path in (("agents", args.agents), ("edits", args.edits)):
+        command = f"replay {folder / 'texts.json'} --sessions {path} {SESSIONS} {costs}"
+        asked, scores[kind] = run(folder, kind, command)
+        commands.append(asked)
+    openings = folder / "lab.jsonl"
+    made = subprocess.run(
+        [sys.executable, "-m", "specdec_mlx.lab", "prompts"], check=True, capture_output=True
+    )
+    openings.write_bytes(made.stdout)
+    models = f"--model {lab.target_path()} --draft-model {lab.draft_path()}"
+    by_temp = {}
+    for temp in (0.0, 1.0):
+        command = f"bench {models} --prompts {openings} {PAIR} {LENGTHS} --no-cost --temp {temp:g}"
+        asked, record = run(folder, f"pair-{temp:g}", command)
+        by_temp[temp] = record["results"]
+        commands.append(asked)
+    parts = (prompts(texts["results"]), sessions(scores), pair(by_temp), shell(commands))
+    return "\n\n".join([machine(texts), *parts]).replace(f"{folder}/", "")
+
+
+def main() -> None:
+    """Write the tables into the page."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tables", description=__doc__)
+    parser.add_argument("folder", type=Path, help="where results are kept")
+    for name in ("prompts", "agents", "edits"):
+        parser.add_argument(f"--{name}", type=Path, required=True)
+    args = parser.parse_args()
+    args.folder.mkdir(parents=True, exist_ok=True)
+    page = PAGE.read_text("utf-8")
+    place = re.compile(rf"(?<={BEGIN}\n).*?(?={END})", re.S)
+    PAGE.write_text(place.sub(lambda _: f"\n{tables(args)}\n\n", page), "utf-8")
+
+
+if __name__ == "__main__":
+    main()

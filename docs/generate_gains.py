@@ -1,0 +1,75 @@
+"""Write what to expect by chip and kind of text into the pages that show it: the only place of it.
+
+    python docs/generate_gains.py
+
+From data/expected.json; between the two marks below, on every page that has them.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+from figures import EXPECTED, MACHINES
+
+DOCS = Path(__file__).parent
+BEGIN, END = "<!-- gains: docs/generate_gains.py -->", "<!-- end of gains -->"
+PLACE = re.compile(rf"(?<={BEGIN}\n).*?(?={END})", re.S)
+
+KINDS = {
+    "edits of files": ("auto", ["edit_session"]),
+    "agents": ("auto", ["agent"]),
+    "short edits": ("auto", ["code_edit"]),
+    "summaries, retrieval": ("auto", ["rag", "summarization"]),
+    "code": ("auto", ["code"]),
+    "chat": ("auto", ["mt_bench"]),
+    "chat, code: a draft model": ("draft model", ["mt_bench", "code"]),
+    "chat, code: a head": ("head", ["mt_bench", "code"]),
+}
+"""Heading of a column -> drafter, and the kinds of text that it stands for."""
+
+NO_SOURCE = "M3, M4, M5 without Pro or Max"
+
+
+def table() -> str:
+    """Rows of chips; a range where several kinds of text stand in a column."""
+    speeds = json.loads(EXPECTED.read_text(encoding="utf-8"))
+    rows = [
+        ["modelled speed, mlx-lm = 1", *KINDS],
+        ["---"] * (1 + len(KINDS)),
+        *(
+            [
+                name,
+                *(span([speeds[by][chip][kind] for kind in kinds]) for by, kinds in KINDS.values()),
+            ]
+            for chip, name in MACHINES.items()
+        ),
+        [NO_SOURCE, "no source", *[""] * (len(KINDS) - 1)],
+    ]
+    return "".join(f"| {' | '.join(row)} |\n" for row in rows)
+
+
+def span(speeds: list[float]) -> str:
+    """The least and the greatest, with one decimal; above 3 none."""
+    told = dict.fromkeys(
+        f"{speed:.0f}" if speed > 3 else f"{speed:.1f}" for speed in sorted(speeds)
+    )
+    return " to ".join([*told][:1] + [*told][1:][-1:])
+
+
+def written(page: str) -> str:
+    """The page with the table as it is now, wherever it has the marks."""
+    return PLACE.sub(lambda _: "\n" + table() + "\n", page)
+
+
+def main() -> None:
+    """Write it into every page that has the marks."""
+    for path in DOCS.glob("*.md"):
+        page = path.read_text(encoding="utf-8")
+        if BEGIN in page:
+            path.write_text(written(page), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

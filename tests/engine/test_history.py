@@ -1,0 +1,247 @@
+"""What caches hold is kept with them, so that a host that reads the prompt itself gets drafts."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx_lm.models import cache as caches_of
+from mlx_lm.models.cache import LRUPromptCache, make_prompt_cache, trim_prompt_cache
+
+import scripted
+import specdec_mlx as sd
+import tiny
+from scripted import PROMPT, target
+from selection import in_one_test
+from specdec_mlx import lab
+from specdec_mlx.contracts import DraftContext
+from specdec_mlx.engine.history import tokens_on
+from specdec_mlx.lab.pair import held_out_openings
+
+NUM_TOKENS = 24
+BEFORE, LAST = [*PROMPT, *range(30, 50)], [9, 17]
+"""What the host reads, and what it gives to be continued."""
+
+
+def read_by_host(model: nn.Module, tokens: Sequence[int] = BEFORE) -> list[Any]:
+    """Caches that a program filled by the model alone."""
+    caches = make_prompt_cache(model)
+    model(mx.array([list(tokens)]), cache=caches)
+    return caches
+
+
+def run(model: nn.Module, prompt: Sequence[int], drafter: Any, **how: Any) -> tuple[list[int], Any]:
+    """The tokens, and the account."""
+    how = {"max_tokens": NUM_TOKENS, "draft_length": 4} | how
+    tokens = list(sd.speculate(model, prompt, drafter, **how))
+    return [token.token for token in tokens], tokens[-1].stats
+
+
+@dataclass(eq=False)
+class Noting:
+    """A drafter that notes what it is told, and drafts nothing."""
+
+    told: list[int] = field(default_factory=list)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> scripted.ScriptedSession:
+        self.told = list(prompt)
+        return scripted.ScriptedSession(lambda start, limit: [])
+
+
+MODELS = ("qwen2", "gemma3_text", "mamba2", "qwen3_next", "rwkv7", "gpt_oss")
+
+
+@in_one_test("name", MODELS)
+def test_named_tokens_give_the_drafts_of_the_whole_prompt(name: str) -> None:
+    """A draft model, which is the target itself, is right as if it had read all; the text is the
+    same whatever is named; unnamed tokens are told.
+    """
+    model = target(name)
+    drafter = sd.ModelDrafter(model)
+    new = make_prompt_cache(model)  # kept caches let the last token be drafted
+    expected, whole = run(model, [*BEFORE, *LAST], drafter, prompt_cache=new)
+    assert whole.accepted == whole.drafted > 0
+    wrong = [(token + 1) % 64 for token in BEFORE]
+    counts = {}
+    for case, named in (("nothing", None), ("all", BEFORE), ("wrong", wrong)):
+        caches = read_by_host(model)
+        sd.remember(caches, named or [])
+        text, stats = run(model, LAST, drafter, prompt_cache=caches)
+        assert text == expected
+        counts[case] = stats.accepted, stats.drafted
+        assert tokens_on(caches)[len(named or []) :] == [*LAST, *text]
+        has_offset = any(hasattr(one, "offset") for one in caches)
+        unknown = len(BEFORE) if has_offset and named is None else 0
+        assert stats.num_unnamed == unknown
+        said = f"history unknown: the caches hold {unknown} tokens that nobody named"
+        assert (said in str(stats)) == (unknown > 0)
+        given = read_by_host(model)
+        assert run(model, LAST, drafter, prompt_cache=given, history=named or [])[0] == expected
+    assert counts["all"] == (whole.accepted, whole.drafted)
+    assert counts["nothing"][0] < counts["nothing"][1]
+
+
+def test_every_drafter_is_told_and_processors_are_not() -> None:
+    """Look-ups copy from it; processors see what mlx-lm would show them; progress, stops and
+    embeddings count from the prompt's first token.
+    """
+    model, noting, seen = target(), Noting(), list[list[int]]()
+    progress: list[tuple[int, int]] = []
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        seen.append(tokens.tolist())
+        return logits
+
+    prompt = [*LAST, 3, 4, 5, 6]
+    caches = read_by_host(model)
+    sd.remember(caches, mx.array(BEFORE))
+    text, _ = run(
+        *(model, prompt, sd.FirstOf(noting)),
+        prompt_cache=caches,
+        logits_processors=[processor],
+        prefill_step_size=4,
+        prefill_stops=[3],
+        prompt_progress_callback=lambda done, total: progress.append((done, total)),
+        input_embeddings=model.model.embed_tokens(mx.array(prompt)),
+    )
+    assert noting.told == [*BEFORE, *prompt]
+    assert seen[0] == prompt
+    assert [done for done, _ in progress] == [0, 3, 5, 6]
+    assert {total for _, total in progress} == {6}
+    assert text == scripted.plain(NUM_TOKENS, [*BEFORE, *prompt], model)
+    other, stats = run(model, prompt, None, prompt_cache=read_by_host(model))
+    assert (other, stats.num_unnamed) == (text, 0)
+
+
+def made(kind: str) -> Any:
+    """A cache of this class that holds what a test needs of it."""
+    arguments = {"RotatingKVCache": (16,), "ChunkedKVCache": (16,), "ArraysCache": (2,)}
+    if kind == "CacheList":
+        return caches_of.CacheList(caches_of.KVCache(), caches_of.KVCache())
+    return getattr(caches_of, kind)(*arguments.get(kind, ()))
+
+
+KINDS = (
+    *("KVCache", "QuantizedKVCache", "RotatingKVCache", "ChunkedKVCache", "ConcatenateKVCache"),
+    *("ArraysCache", "CacheList"),
+)
+
+
+@in_one_test("kind", KINDS)
+def test_names_stay_with_caches_through_copies_and_trims(kind: str) -> None:
+    """Of every class of mlx-lm's; a copy that is changed later does not change the first."""
+    first = [made(kind), made(kind)]
+    if kind == "ArraysCache":
+        first[0][0] = mx.zeros((1, 4))
+    else:
+        for one in [*first[0].caches, *first[1].caches] if kind == "CacheList" else first:
+            one.update_and_fetch(*[mx.zeros((1, 1, 8, 64))] * 2)
+    sd.remember(first, range(8))
+    again = copy.deepcopy(first)
+    assert tokens_on(again) == tokens_on(first) == list(range(8))
+    store = LRUPromptCache()
+    store.insert_cache("model", list(range(8)), copy.deepcopy(first))
+    if trim_prompt_cache(again, 3) == 3:
+        assert tokens_on(again) == list(range(5))
+        fetched, rest = store.fetch_nearest_cache("model", [0, 1, 2, 3, 99])
+        assert tokens_on(fetched) == [0, 1, 2, 3]
+        assert rest == [99]
+    sd.remember(again, [7])
+    assert tokens_on(first) == list(range(8))
+
+
+def test_of_caches_that_others_fed_the_named_part_is_known() -> None:
+    """A name that is too long counts as far as the caches reach; one for `history` is refused."""
+    model, noting = target(), Noting()
+    assert tokens_on(None) == tokens_on([]) == tokens_on(make_prompt_cache(model)) == []
+    caches = read_by_host(model, BEFORE)
+    sd.remember(caches, [*BEFORE, *LAST])  # the prompt as a host has it, before the last is read
+    assert tokens_on(caches) == BEFORE
+    model(mx.array([[1, 2, 3]]), cache=caches)
+    sd.remember(caches, BEFORE)
+    text, stats = run(model, LAST, noting, prompt_cache=caches)
+    assert noting.told == [*BEFORE, *LAST]
+    assert stats.num_unnamed == 3
+    assert text == scripted.plain(NUM_TOKENS, [*BEFORE, 1, 2, 3, *LAST], model)
+    for how in ({}, {"prompt_cache": read_by_host(model, [1, 2])}):
+        with pytest.raises(ValueError, match=r"history=.*tokens at most"):
+            run(model, LAST, None, history=[1, 2, 3], **how)
+    with pytest.raises(sd.errors.PromptError):
+        sd.remember(caches, "the cat")  # type: ignore[arg-type]
+
+
+def test_draft_caches_in_step_are_not_read_again() -> None:
+    """Of a host that filled both models' caches; and of one that filled the target's alone."""
+    model, small = target(), tiny.build("qwen2", seed=7)
+    new = [*make_prompt_cache(model), *make_prompt_cache(small)]
+    expected, whole = run(model, [*BEFORE, *LAST], sd.ModelDrafter(small), prompt_cache=new)
+    own, theirs = read_by_host(model), read_by_host(small)
+    assert whole.drafted > 0
+    for draft_caches in (theirs, make_prompt_cache(small)):
+        caches = [*copy.deepcopy(own), *draft_caches]
+        sd.remember(caches, BEFORE)
+        text, stats = run(model, LAST, sd.ModelDrafter(small), prompt_cache=caches)
+        assert text == expected
+        assert (stats.accepted, stats.drafted) == (whole.accepted, whole.drafted)
+        lengths = {one.offset for one in caches}
+        assert lengths == {len(BEFORE) + len(LAST) + NUM_TOKENS}
+
+
+def test_after_a_failed_prompt_the_caches_are_as_they_were() -> None:
+    model = target()
+    caches = read_by_host(model)
+    sd.remember(caches, BEFORE)
+
+    def fail(done: int, total: int) -> None:
+        if done > 2:
+            raise RuntimeError("enough")
+
+    with pytest.raises(RuntimeError, match="enough"):
+        run(
+            *(model, [1, 2, 3, 4, 5, 6], None),
+            prompt_cache=caches,
+            prompt_progress_callback=fail,
+            prefill_step_size=2,
+        )
+    assert {one.offset for one in caches} == {len(BEFORE)}
+    assert tokens_on(caches) == BEFORE
+
+
+@cache
+def pair() -> lab.Pair:
+    return lab.load_pair()
+
+
+@in_one_test("kind", [*lab.HEADS, "recycling"])
+def test_heads_go_on_from_where_their_prompt_begins(kind: str) -> None:
+    """They see no state of what was read before: the text is right, and drafts still are."""
+    model, _, tokenizer = pair()
+    prompt = tokenizer.encode(next(held_out_openings())[2])
+    drafter = sd.make_drafter(kind) if kind == "recycling" else lab.head(kind, model)
+    expected, _ = run(model, prompt, None, max_tokens=40)
+    caches = read_by_host(model, prompt[:-20])
+    sd.remember(caches, prompt[:-20])
+    text, stats = run(model, prompt[-20:], drafter, prompt_cache=caches, max_tokens=40)
+    assert text == expected
+    assert stats.accepted > 0
+
+
+def test_turns_need_no_name() -> None:
+    """Each of our texts names what the caches hold at its end, a text that was left early too."""
+    model, tokenizer = pair().target, pair().tokenizer
+    caches, noting = make_prompt_cache(model), Noting()
+    how: dict[str, Any] = {"prompt_cache": caches, "drafter": noting, "max_tokens": 12}
+    first = tokenizer.encode("The bool type")
+    stream = sd.stream_generate(model, tokenizer, first, **how)
+    said = [next(stream).token for _ in range(5)]
+    stream.close()
+    assert tokens_on(caches) == [*first, *said]
+    text = sd.generate(model, tokenizer, [5, 6], **how)
+    assert noting.told == [*first, *said, 5, 6]
+    assert text.stats.num_unnamed == 0
