@@ -230,8 +230,8 @@ def test_rows_ride_where_positions_cost_little(slope: float | None, are_rows: bo
         auto.limit(KEY, True)
         seconds = 1.0 + (slope or 0.0) * size
         auto.record(RoundRecord(size, 0, 1, 1 + size, [1], seconds, part=KEY if size else ""))
-    price = math.inf if slope is None else pytest.approx(12 * slope, abs=0.01)
-    assert auto.extra_price(4, 16) == price
+    price = math.inf if slope is None else pytest.approx(auto.price(4) + 12 * slope, abs=0.01)
+    assert auto.price(16) == price
     for may_fork in (True, False):
         draft = auto.begin(KEY, session(), lambda: may_fork)(64)  # noqa: B023
         assert (len(draft) > 0) == (are_rows and may_fork)

@@ -268,7 +268,7 @@ def test_what_drafting_adds_to_a_pass_is_the_cost_of_its_steps() -> None:
     row = RowLength(shared.tuning, shared=shared)
     row.limit("model", cheap=False)
     shared.record(0, [(row, 1)], 1.0, steady=True)
-    stairs = shared.prices.stairs
-    shared.record(4, [(row, 3)], stairs(5) + 2.0, steady=True, parts={"model"})
+    cost_model = shared.prices.cost_model
+    shared.record(4, [(row, 3)], cost_model(5) + 2.0, steady=True, parts={"model"})
     assert list(shared.models["model"].learned.steps.first) == pytest.approx([0.5])
-    assert not stairs.ratios
+    assert not cost_model.ratios
