@@ -69,10 +69,10 @@ class ValuesDrafts(DraftLength, Protocol):
         drafts: point masses of at least one token, each with its drafter's key; at least one.
         """
 
-    def outbids(self, part: str) -> bool:
+    def beats_chosen(self, part: str) -> bool:
         """True if a session that costs time promises more than the draft that was chosen last."""
 
-    def grow(
+    def best_tree(
         self,
         part: str,
         drafts: Sequence[tuple[str, Draft]],
@@ -84,8 +84,8 @@ class ValuesDrafts(DraftLength, Protocol):
         best.
         """
 
-    def extra_price(self, num_drafted: int, with_more: int) -> float:
-        """Price of more draft tokens in a round, in tokens; infinite where it cannot be tried."""
+    def price(self, num_drafted: int) -> float:
+        """Price of verifying so many tokens, in tokens; infinite where it cannot be tried."""
 
     def wants_timing(self, num_drafted: int) -> bool:
         """True if a round's seconds are needed now; the loop then waits before it emits."""
