@@ -48,6 +48,9 @@ class BatchStreamResponse(SpeculativeResponse):
 class SpeculativeBatchResponse(BatchResponse):  # type: ignore[misc]
     """mlx-lm's batch response. speculation: the account of each text."""
 
+    # of each text, if asked for; mlx-lm 0.31 has neither
+    token_ids: list[list[int]] | None = None
+    logprobs: list[list[float]] | None = None
     speculation: list[SpeculationStats] = field(default_factory=list)
 
 
@@ -216,11 +219,11 @@ def batch_generate(
         list(map(tokenizer.decode, tokens)),
         stats,
         [last.prompt_cache for last in lasts] if return_prompt_caches else None,
-        tokens if return_token_ids else None,
-        [[item.logprobs for item in text] for text in said]
+        token_ids=tokens if return_token_ids else None,
+        logprobs=[[item.logprobs for item in text] for text in said]
         if return_logprobs
         else None,
-        [last.stats for last in lasts],
+        speculation=[last.stats for last in lasts],
     )
     if verbose:
         _print(result)

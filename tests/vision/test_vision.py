@@ -15,7 +15,7 @@ import mlx.core as mx
 import pytest
 
 import specdec_mlx as sd
-from scripted import OracleDrafter, ScriptedDrafter
+from scripted import OracleDrafter, ScriptedDrafter, ScriptedSession
 from specdec_mlx.contracts import Draft
 from specdec_mlx.errors import PromptError
 from specdec_mlx.verify.strategies import leaves
@@ -84,6 +84,24 @@ def written(name: str, prompt: Any = PROMPT, num_tokens: int = NUM_TOKENS, **how
     return [token.token for token in out], out[-1].stats
 
 
+def read_by_mlx_vlm(name: str, cache: list[Any], num_tokens: int) -> None:
+    """Have mlx-vlm read the prompt and write a few tokens, on these caches."""
+    processor, given = Processor(name), encoded(name, PROMPT, ())
+    processor.tokenizer.stopping_criteria = tiny_vision.Stops()
+    how: dict[str, Any] = {"max_tokens": num_tokens, "prompt_cache": cache}
+    list(mlx_vlm.stream_generate(tiny_vision.build(name), processor, "", **given, **how))
+
+
+class Listener:
+    """A drafter that keeps the prompt it is shown."""
+
+    prompt: Sequence[int] = ()
+
+    def begin(self, prompt: Sequence[int], context: Any) -> ScriptedSession:
+        self.prompt = list(prompt)
+        return ScriptedSession(lambda start, limit: [])
+
+
 def oracle(text: Sequence[int], wrong: float = 0.0) -> OracleDrafter:
     return OracleDrafter(text, VOCAB, wrong=wrong)
 
@@ -142,19 +160,14 @@ def test_a_prompt_read_in_small_parts_gives_the_same_text(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_a_second_turn_goes_on_from_an_images_caches(name, reader):
     """A text goes on at the image's own positions, whoever read it and what came between."""
-    model, processor = load(name)
+    model, _ = load(name)
     cache, first = model.make_cache(), expected(name, num_tokens=6)
     if reader == "ours":
         assert written(name, num_tokens=6, prompt_cache=cache, drafter=oracle(first))[0] == first
         written(name, TWO)
         written(name, NEXT)
     else:
-        given = encoded(name, PROMPT, ())
-        processor.tokenizer.stopping_criteria = tiny_vision.Stops()
-        for _ in mlx_vlm.stream_generate(
-            model.model, processor, "", **given, max_tokens=6, prompt_cache=cache
-        ):
-            pass
+        read_by_mlx_vlm(name, cache, 6)
     text = expected(name, more=[*first, *NEXT])
     tokens, stats = written(name, NEXT, prompt_cache=cache, drafter=oracle(text, 0.3))
     assert tokens == text
@@ -162,6 +175,24 @@ def test_a_second_turn_goes_on_from_an_images_caches(name, reader):
     assert written(name, NEXT, prompt_cache=cache)[0] == expected(
         name, more=[*first, *NEXT, *text, *NEXT]
     )
+
+
+@pytest.mark.parametrize("reader", ["ours", "mlx-vlm's"])
+def test_what_the_caches_hold_is_drafted_from(reader):
+    """An image's own tokens and the first turn; of mlx-vlm's reading what `history` says."""
+    model, _ = load("qwen3_5")
+    cache, first = model.make_cache(), expected("qwen3_5", num_tokens=6)
+    held = encoded("qwen3_5", PROMPT, ())["input_ids"][0].tolist() + first
+    how: dict[str, Any] = {"prompt_cache": cache}
+    if reader == "ours":
+        written("qwen3_5", num_tokens=6, **how)
+    else:
+        read_by_mlx_vlm("qwen3_5", cache, 6)
+        how |= {"history": held}
+    seen = Listener()
+    text = expected("qwen3_5", more=[*first, *NEXT])
+    assert written("qwen3_5", NEXT, drafter=seen, **how)[0] == text
+    assert seen.prompt == held + NEXT
 
 
 @pytest.mark.parametrize("name", NAMES)

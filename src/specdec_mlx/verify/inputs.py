@@ -156,7 +156,7 @@ def split_cache(
     if prompt_cache is None:
         return fresh, None
     is_list = isinstance(prompt_cache, Sequence) and all(
-        hasattr(c, "state") for c in prompt_cache
+        hasattr(type(c), "state") for c in prompt_cache
     )
     if not is_list or len(prompt_cache) < len(fresh):
         made_by = "mlx_lm.models.cache.make_prompt_cache(model)"

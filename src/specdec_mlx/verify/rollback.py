@@ -25,7 +25,8 @@ T = TypeVar("T")
 
 def states_of(caches: Sequence[Any]) -> list[Any]:
     """The arrays that caches hold, to be computed together; no handle on them is to be kept."""
-    return [cache.state for cache in caches]
+    # mlx-lm 0.31's have none before they are fed
+    return [getattr(cache, "state", ()) for cache in caches]
 
 
 def wait_for(caches: Sequence[Any]) -> None:

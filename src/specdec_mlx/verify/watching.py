@@ -391,7 +391,8 @@ def top_tokens(logits: mx.array, number: int) -> mx.array:
 def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
     """Contents of a cache as slices of its buffers; UnreadableError if it holds others."""
     cache = check_readable(caches, index)
-    keys, values = cache.keys_and_values()
+    # mlx-lm 0.31 has but the state
+    keys, values = getattr(cache, "keys_and_values", lambda: cache.state)()
     if isinstance(cache, QuantizedKVCache):
         how = {"group_size": cache.group_size, "bits": cache.bits}
         keys, values = mx.dequantize(*keys, **how), mx.dequantize(*values, **how)
