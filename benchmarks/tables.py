@@ -31,7 +31,7 @@ PROMPTS = "--per-category 5 --max-tokens 96 --repeats 3"
 SESSIONS = (
     "--drafter prompt-lookup --drafter auto --drafter auto:memory=process --draft-length auto"
 )
-COSTS = {"linear:0.02": "0.02", "measured": "measured", "linear:0.24": "0.24"}
+COSTS = {"m3-max": "M3 Max", "m5-max-27b": "M5 Max", "linear:0.24": "0.24 a position"}
 PAIR = "--drafter model --max-tokens 192 --repeats 3"
 LENGTHS = "--draft-length 3 --draft-length 4 --draft-length auto"
 
@@ -82,7 +82,7 @@ def sessions(kinds: Mapping[str, Iterable[Result]]) -> str:
                 ways.setdefault(score["drafter"], {})[score["cost"]] = score
         for drafter, by_cost in ways.items():
             speeds = [f"{by_cost[cost]['speedup']:.2f}" for cost in COSTS]
-            passes = f"{by_cost['measured']['tokens_per_pass']:.2f}"
+            passes = f"{by_cost['linear:0.24']['tokens_per_pass']:.2f}"
             rows.append([kind, f"`{drafter}`", passes, *speeds])
     return markdown_table(header, rows, 2)
 
@@ -131,7 +131,7 @@ def tables(args: argparse.Namespace) -> str:
     commands, scores = [asked], {}
     costs = " ".join(f"--cost {cost}" for cost in COSTS)
     for kind, path in (("agents", args.agents), ("edits", args.edits)):
-        command = f"replay {folder / 'texts.json'} --sessions {path} {SESSIONS} {costs}"
+        command = f"replay --sessions {path} {SESSIONS} {costs}"
         asked, scores[kind] = run(folder, kind, command)
         commands.append(asked)
     openings = folder / "lab.jsonl"
