@@ -221,6 +221,7 @@ def test_gains_are_told_in_one_generated_table() -> None:
 
 
 MEASURED = ("benchmarks.md", "measurements.md", "lossless.md", "training.md", "heads.md")
+MEASURED += ("cookbook.md",)
 """Pages of tables with their commands, which say what was measured and where."""
 
 GENERATED = ("commands.md", "architectures.md", "mutations.md")
