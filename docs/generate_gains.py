@@ -14,6 +14,7 @@ from pathlib import Path
 from figures import EXPECTED, MACHINES
 
 DOCS = Path(__file__).parent
+IN_PACKAGE = DOCS.parent / "src/specdec_mlx/drafters/choosing/gains.tsv"
 BEGIN, END = "<!-- gains: docs/generate_gains.py -->", "<!-- end of gains -->"
 PLACE = re.compile(rf"(?<={BEGIN}\n).*?(?={END})", re.S)
 
@@ -58,13 +59,29 @@ def span(speeds: list[float]) -> str:
     return " to ".join([*told][:1] + [*told][1:][-1:])
 
 
+def lines() -> str:
+    """The same for `specdec-mlx drafters`: a chip, and its speeds in words."""
+    speeds = json.loads(EXPECTED.read_text(encoding="utf-8"))
+    told = {
+        chip: "; ".join(
+            f"{name} {span([speeds[by][chip][kind] for kind in kinds])}"
+            for name, (by, kinds) in KINDS.items()
+        )
+        for chip in MACHINES
+    }
+    return "".join(
+        f"{chip}\ttimes plain decoding, modelled: {text}\n" for chip, text in told.items()
+    )
+
+
 def written(page: str) -> str:
     """The page with the table as it is now, wherever it has the marks."""
     return PLACE.sub(lambda _: "\n" + table() + "\n", page)
 
 
 def main() -> None:
-    """Write it into every page that has the marks."""
+    """Write it into every page that has the marks, and into the package."""
+    IN_PACKAGE.write_text(lines(), encoding="utf-8")
     for path in DOCS.glob("*.md"):
         page = path.read_text(encoding="utf-8")
         if BEGIN in page:

@@ -1,6 +1,6 @@
 """What all tests share: checked shapes, and how hard Hypothesis tries.
 
-`HYPOTHESIS_PROFILE=thorough pytest` tries ten times as many examples.
+`HYPOTHESIS_PROFILE=thorough pytest` tries many times as many examples.
 """
 
 from __future__ import annotations
@@ -8,11 +8,16 @@ from __future__ import annotations
 import os
 import tempfile
 from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
 
 import pytest
 from hypothesis import HealthCheck, settings
 
 import shapes
+
+if TYPE_CHECKING:
+    from live import Script
 
 shapes.install()  # before anything of the package is imported
 
@@ -26,12 +31,13 @@ os.environ.setdefault("SPECDEC_MLX_CACHE", tempfile.mkdtemp(prefix="specdec-mlx-
 # that a failure is about the change under test and not about luck.
 slow = [HealthCheck.too_slow]
 common = settings(deadline=None, derandomize=True, print_blob=True, suppress_health_check=slow)
-settings.register_profile("default", common, max_examples=50)
+settings.register_profile("default", common, max_examples=30)
 settings.register_profile("thorough", common, max_examples=500, derandomize=False)
 settings.load_profile(os.environ.get("HYPOTHESIS_PROFILE", "default"))
 
 
 from command_line import WAYS, in_this_way  # noqa: E402  after the hook and the environment
+from tiny_model_folder import write_model_folder  # noqa: E402
 
 
 @pytest.fixture(params=WAYS)
@@ -39,3 +45,27 @@ def way(request: pytest.FixtureRequest) -> Iterator[None]:
     """How the commands of a test are run; for `command_line.both_ways`."""
     with in_this_way(request.param):
         yield
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A tiny model with its tokenizer, for files that need no other."""
+    return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
+
+
+@pytest.fixture(scope="module")
+def script() -> Iterator[Script]:
+    """What Qwen 2 models say in a file."""
+    from live import scripted  # clients' packages, which few files need
+
+    with scripted() as script:
+        yield script
+
+
+@pytest.fixture(scope="module")
+def url(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The address of a server over such a model."""
+    from live import served
+
+    with served(script, tmp_path_factory.mktemp("models") / "model") as url:
+        yield url

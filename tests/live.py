@@ -96,19 +96,27 @@ def served(script: Script, folder: Path, **settings: Any) -> Iterator[str]:
     write_model_folder(folder, max_position_embeddings=2**16)
     script.tokenizer = load_tokenizer(folder)
     plain = {"enable_thinking": False}
-    with running(folder, any_model_name=True, chat_template_args=plain, **settings) as engine:
-        config = uvicorn.Config(make_app(engine, engine.settings), port=0, log_config=None)
-        server = uvicorn.Server(config)
-        thread = threading.Thread(target=server.run, daemon=True)
-        thread.start()
-        while not server.started:
-            thread.join(0.01)
-        (listener,) = server.servers[0].sockets
-        try:
-            yield f"http://127.0.0.1:{listener.getsockname()[1]}"
-        finally:
-            server.should_exit = True
-            thread.join()
+    with (
+        running(folder, any_model_name=True, chat_template_args=plain, **settings) as engine,
+        listening(make_app(engine, engine.settings)) as port,
+    ):
+        yield f"http://127.0.0.1:{port}"
+
+
+@contextmanager
+def listening(app: Any, **options: Any) -> Iterator[int]:
+    """The port of an application that is served in a thread."""
+    server = uvicorn.Server(uvicorn.Config(app, port=0, log_config=None, **options))
+    thread = threading.Thread(target=server.run, daemon=True)
+    thread.start()
+    while not server.started:
+        thread.join(0.01)
+    (listener,) = server.servers[0].sockets
+    try:
+        yield listener.getsockname()[1]
+    finally:
+        server.should_exit = True
+        thread.join()
 
 
 def anthropic_at(url: str) -> anthropic.Anthropic:

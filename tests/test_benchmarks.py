@@ -65,6 +65,8 @@ COMMANDS = {
     " --draft-length 3 --in-process",
     "server_cost": "--max-tokens 8 --repeats 1 --clients 1",
     "sessions": "--sessions {sessions} --id one --model {model} --turns 2 --max-tokens 40",
+    "suffix_reference": "--help",
+    "systems": "--every 16 --max-tokens 4 --part cascades",
     "tree_cost": "--model {model} --repeats 1",
     "worst_case": "--model {model} --num-prompts 1 --repeats 1 --max-tokens 8",
 }

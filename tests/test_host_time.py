@@ -27,7 +27,7 @@ from specdec_mlx import loop
 from specdec_mlx.contracts import RoundRecord, key_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.draft_length.parts import REST
+from specdec_mlx.draft_length.parts import PAUSE
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
@@ -100,7 +100,7 @@ def test_a_paused_draft_model_costs_a_question_a_round(draft_length, policy, mon
         count_calls(monkeypatch, Chances, name, calls)
     *_, last = islice(stream, 40)
     assert last.stats.drafted == 0
-    assert calls["of_draft"] <= 40 / REST + 1
+    assert calls["of_draft"] <= 40 / PAUSE + 1
     assert (calls["limit"], calls["learn"], calls["widest_pass"]) == (40, 0, 0)
 
 

@@ -231,8 +231,8 @@ def test_a_processor_that_remembers_sees_what_mlx_lms_loop_shows_it(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same calls, the last token's included; each token before it is handed out."""
-    text = [token.token for token in mlx_lms(max_tokens=40)]
-    for length, end in ((1, None), (9, None), (40, None), (40, text[5]), (40, text[0])):
+    text = [token.token for token in mlx_lms(max_tokens=6)]
+    for length, end in ((1, None), (20, None), (20, text[5]), (20, text[0])):
         with monkeypatch.context() as patch:
             ends = {end} if end is not None else PAIR.tokenizer.eos_token_ids
             patch.setattr(PAIR.tokenizer, "_eos_token_ids", ends)

@@ -41,9 +41,9 @@ STAIRS = Curve(((1, 1.0), (5, 1.1), (8, 1.9), (20, 2.3), (21, 3.5), (64, 9.0)))
 def shared_by(num_rows: int, costs: Curve = STAIRS, rate: float = 0.0) -> SharedLength:
     """A batch of so many rows whose costs are as a curve says, at a going rate."""
     length = SharedLength(Tuning(costs))
-    stairs = length.tuning.stairs(num_texts=num_rows)
+    cost_model = length.tuning.cost_model(num_texts=num_rows)
     for rows in (1, 1, 1, 64, 64):
-        stairs.add(rows, stairs(rows))
+        cost_model.add(rows, cost_model(rows))
     length.prices.tokens, length.prices.spent = rate, 1.0
     length.resize(num_rows)
     return length
@@ -83,10 +83,10 @@ def test_one_width_is_worth_most_to_all_rows_together(
     values = {0: 0.0}
     for width in (n for n in range(1, longest + 1) if n in LENGTHS or n == longest):
         mean = sum(sum(row.reached[:width]) for row in rows) / num_rows
-        values[width] = mean - max(1.0, rate) * (length.prices.stairs(1 + width) - 1)
+        values[width] = mean - max(1.0, rate) * (length.prices.cost_model(1 + width) - 1)
 
     def is_fair(width: int) -> bool:
-        cost = length.prices.stairs(1 + width) - 1
+        cost = length.prices.cost_model(1 + width) - 1
         return all(cost - sum(row.reached[:width]) <= row.budget for row in rows)
 
     best = max(values, key=lambda width: (values[width], -width))
@@ -99,8 +99,8 @@ def test_one_width_is_worth_most_to_all_rows_together(
 @given(st.integers(1, 8), st.sampled_from(WIDTHS))
 def test_what_a_pass_over_rows_costs_is_read_from_the_same_prior(num_rows: int, rows: int) -> None:
     """R texts with m rows each are R m rows of one text, in passes over R, until it is measured."""
-    stairs = Tuning(STAIRS).stairs(num_texts=num_rows)
-    assert stairs(rows) == pytest.approx(STAIRS(num_rows * rows) / STAIRS(num_rows), rel=1e-6)
+    cost_model = Tuning(STAIRS).cost_model(num_texts=num_rows)
+    assert cost_model(rows) == pytest.approx(STAIRS(num_rows * rows) / STAIRS(num_rows), rel=1e-6)
 
 
 def test_a_plain_pass_is_measured_before_anything_is_drafted() -> None:

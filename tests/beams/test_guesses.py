@@ -57,10 +57,11 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "auto with trees": lambda: sd.make_drafter("auto:recycling=true,trees=true"),
 }
 
+SEEDED = {"sampler": sd.Sampling(0.8), "seed": 11, "rule": "coupled"}
+
 
 @in_one_test("drafter", DRAFTERS)
-@in_one_test("options", [{}, {"sampler": sd.Sampling(0.8), "seed": 11, "rule": "coupled"}])
-@in_one_test("length", [24, "auto"])
+@in_one_test(("length", "options"), [("auto", {}), (24, SEEDED)])
 @pytest.mark.parametrize("name", ["llama", "mamba2"])
 def test_the_text_is_the_targets_own(
     name: str, length: int | str, options: Any, drafter: str
@@ -229,8 +230,8 @@ def test_rows_ride_where_positions_cost_little(slope: float | None, are_rows: bo
         auto.limit(KEY, True)
         seconds = 1.0 + (slope or 0.0) * size
         auto.record(RoundRecord(size, 0, 1, 1 + size, [1], seconds, part=KEY if size else ""))
-    price = math.inf if slope is None else pytest.approx(12 * slope, abs=0.01)
-    assert auto.extra_price(4, 16) == price
+    price = math.inf if slope is None else pytest.approx(auto.price(4) + 12 * slope, abs=0.01)
+    assert auto.price(16) == price
     for may_fork in (True, False):
         draft = auto.begin(KEY, session(), lambda: may_fork)(64)  # noqa: B023
         assert (len(draft) > 0) == (are_rows and may_fork)

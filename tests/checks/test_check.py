@@ -63,7 +63,6 @@ from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.testing.enumeration import sources
 from specdec_mlx.verify.exactness import ProbeReport, probe
-from tiny_model_folder import write_model_folder
 
 V = 12
 PROMPTS = [[3, 1, 2, 3, 1], [7, 7, 4, 7, 7], [5, 9, 8, 2, 5, 9]]  # look-ups find something
@@ -475,11 +474,6 @@ def test_a_report_says_everything_as_text_as_json_and_in_a_notebook() -> None:
 
 
 # The call and the command -------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
 @both_ways

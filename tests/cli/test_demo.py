@@ -21,7 +21,6 @@ from specdec_mlx.bench.timing import PLAIN, Contender, Emitted, Sample
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.cli import demo
 from specdec_mlx.cli.demo import PAIR, Show
-from tiny_model_folder import write_model_folder
 
 TASK = Task("text", "text", [1, 2, 3, 1, 2, 3])
 
@@ -89,11 +88,6 @@ def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
     (row,) = rows_of(samples)
     assert row.verdict == verdict
     assert demo.format_table([row]).endswith(f"  {verdict}")
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("models") / "tiny")
 
 
 WITHOUT_HASTE = ("--seconds", "900", "--repeats", "1")

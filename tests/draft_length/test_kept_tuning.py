@@ -25,8 +25,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def learn(model: Any) -> None:
     tuning_for(model).of("x").steps.first.extend([0.7, 0.7])
     for _ in range(3):
-        tuning_for(model).stairs(0).add(1, 0.01)
-        tuning_for(model).stairs(0).add(5, 0.019)
+        tuning_for(model).cost_model(0).add(1, 0.01)
+        tuning_for(model).cost_model(0).add(5, 0.019)
 
 
 def test_the_next_command_begins_with_what_the_last_one_learned(cache: Path) -> None:
@@ -37,7 +37,7 @@ def test_the_next_command_begins_with_what_the_last_one_learned(cache: Path) -> 
         raise KeyboardInterrupt
     with kept_tuning(model := tiny.build("qwen2"), "some/name"):
         assert tuning_for(model).of("x").steps(1) == 0.7
-        assert tuning_for(model).stairs(0)(5) > 1.5
+        assert tuning_for(model).cost_model(0)(5) > 1.5
     with kept_tuning(model := tiny.build("qwen2"), "another/name"):
         assert not tuning_for(model).drafters
 

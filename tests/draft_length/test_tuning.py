@@ -31,8 +31,8 @@ from specdec_mlx.draft_length.costs import (
     EXPIRES,
     NUM_PLAIN,
     WIDTHS,
+    CostModel,
     Curve,
-    Staircase,
 )
 from specdec_mlx.draft_length.store import SHORT_CONTEXT, Tuning, tuning_for
 
@@ -42,27 +42,27 @@ rows_and_seconds = st.tuples(st.integers(1, 70), st.floats(1e-6, 1e3))
 some_priors = st.sampled_from(list(CURVES.values()))
 
 
-def add(stairs: Staircase, rows: int, seconds: float, times: int = 7) -> Staircase:
+def add(cost_model: CostModel, rows: int, seconds: float, times: int = 7) -> CostModel:
     for _ in range(times):
-        stairs.add(rows, seconds)
-    return stairs
+        cost_model.add(rows, seconds)
+    return cost_model
 
 
-def measured(ratios: dict[int, float] | None = None, prior: Curve = costs.MILDEST) -> Staircase:
+def measured(ratios: dict[int, float] | None = None, prior: Curve = costs.MILDEST) -> CostModel:
     """`measured({5: 1.2})` saw seven passes over 5 rows take 1.2 plain ones, of 0.01 s."""
-    stairs = add(Staircase(prior), 1, 0.01, NUM_PLAIN)
+    cost_model = add(CostModel(prior), 1, 0.01, NUM_PLAIN)
     for rows, ratio in (ratios or {}).items():
-        add(stairs, rows, 0.01 * ratio)
-    return stairs
+        add(cost_model, rows, 0.01 * ratio)
+    return cost_model
 
 
 @given(some_priors, st.lists(rows_and_seconds, max_size=40))
 def test_a_staircase_begins_at_one_and_never_falls(prior, rounds):
     """Whatever was believed and measured; and one row costs one by definition."""
-    stairs = Staircase(prior)
+    cost_model = CostModel(prior)
     for rows, time in rounds:
-        stairs.add(rows, time)
-    found = [stairs(rows) for rows in range(1, 80)]
+        cost_model.add(rows, time)
+    found = [cost_model(rows) for rows in range(1, 80)]
     assert found[0] == 1
     assert found == sorted(found)
     assert found[-1] < float("inf")
@@ -73,7 +73,7 @@ def test_nothing_measured_is_the_prior_and_its_tiles(name: str) -> None:
     """On the widths that are chosen from; a curve that falls, as somebody's may, is evened out."""
     curve, tile = CURVES[name], 64 if name.startswith("m5") else 32
     for rows in (*WIDTHS, 33, 65):
-        assert Staircase(curve)(rows) == pytest.approx(curve(rows), rel=0.05)
+        assert CostModel(curve)(rows) == pytest.approx(curve(rows), rel=0.05)
     assert name == "mildest" or curve(tile + 1) == curve(2 * tile) == 2 * curve(tile)
 
 
@@ -81,28 +81,28 @@ def test_what_was_measured_outweighs_the_prior_within_bounds_and_fades() -> None
     """A step that the prior does not know is seen, and where it does not know of a flat one. A
     pass brings as many tokens as rows: beyond one more, it is no worse. Nor is it free.
     """
-    stairs = measured({4: 1.05, 5: 1.05, 6: 2.0, 9: 2.0})
-    assert stairs(5) < 1.15
-    assert stairs(6) > 1.8
-    assert stairs(9) - stairs(6) < 0.1
+    cost_model = measured({4: 1.05, 5: 1.05, 6: 2.0, 9: 2.0})
+    assert cost_model(5) < 1.15
+    assert cost_model(6) > 1.8
+    assert cost_model(9) - cost_model(6) < 0.1
     assert measured({5: 1000.0})(5) <= 6
     assert measured({5: 0.001})(5) == 1
     assert add(measured(), 5, 0.0)(5) == measured()(5)  # a round of no time tells nothing
     assert add(measured({5: 1.1}), 5, 0.03, NUM_PLAIN + 5)(5) < 1.2  # others may use the machine
     slower = add(measured({5: 1.1}), 5, 0.03, NUM_PLAIN + 6)
     assert slower(5) > 2.5
-    assert add(slower, 1, 0.01, 7 * EXPIRES)(5) == Staircase()(5)
+    assert add(slower, 1, 0.01, 7 * EXPIRES)(5) == CostModel()(5)
 
 
 def test_a_width_is_believed_once_two_measurements_agree_or_three_were_made() -> None:
     """One may be of a bad moment, and two as well: another width's price would not be asked for."""
-    prior = Staircase()(5)
+    prior = CostModel()(5)
 
     def after(*ratios: float) -> float:
-        stairs = measured()
+        cost_model = measured()
         for ratio in ratios:
-            stairs.add(5, 0.01 * ratio)
-        return stairs(5)
+            cost_model.add(5, 0.01 * ratio)
+        return cost_model(5)
 
     assert prior < after(4.0) < prior + 1
     assert prior < after(4.0, 8.0) < prior + 1
@@ -113,22 +113,22 @@ def test_a_width_is_believed_once_two_measurements_agree_or_three_were_made() ->
 
 def test_a_plain_round_is_measured_first_and_again_after_many_drafts() -> None:
     """A pace that is out of date would make drafts look dear or cheap: it counts no longer."""
-    stairs = Staircase()
+    cost_model = CostModel()
     for seconds in 0.02, 0.01, 0.03:
         waited: list[int] = []
         while len(waited) < NUM_PLAIN + 1:
-            assert stairs.needs_plain
-            assert stairs.most_rows() == 1
-            stairs.add(1, seconds)
+            assert cost_model.needs_plain
+            assert cost_model.most_rows() == 1
+            cost_model.add(1, seconds)
             waited.append(0)
-            while not stairs.needs_plain:
-                stairs.add(5, 2 * seconds)
+            while not cost_model.needs_plain:
+                cost_model.add(5, 2 * seconds)
                 waited[-1] += 1
             if waited[-1] > EXPIRES / 4:
                 break
         assert len(waited) <= NUM_PLAIN
         assert EXPIRES / 2 <= sum(waited) <= 2 * EXPIRES
-        assert 1.8 < stairs(5) < 2.1
+        assert 1.8 < cost_model(5) < 2.1
 
 
 @in_one_test(("near", "far"), [((0, 1), (20 * SHORT_CONTEXT, 1)), ((0, 2), (0, 8))])
@@ -136,13 +136,13 @@ def test_costs_are_learned_by_the_length_of_the_context_and_the_number_of_texts(
     """A longer context, or a larger batch, starts from what the nearest cost, and learns apart."""
     tuning = Tuning()
 
-    def learn(ratio: float, context: int, num_texts: int) -> Staircase:
-        stairs = tuning.stairs(context, num_texts)
-        return add(add(stairs, 1, 0.01), 5, 0.01 * ratio)
+    def learn(ratio: float, context: int, num_texts: int) -> CostModel:
+        cost_model = tuning.cost_model(context, num_texts)
+        return add(add(cost_model, 1, 0.01), 5, 0.01 * ratio)
 
     first = learn(1.8, *near)
-    assert tuning.stairs(near[0] + SHORT_CONTEXT - 1, near[1]) is first
-    second = tuning.stairs(*far)
+    assert tuning.cost_model(near[0] + SHORT_CONTEXT - 1, near[1]) is first
+    second = tuning.cost_model(*far)
     assert second.needs_plain
     assert second(5) == pytest.approx(first(5), rel=0.05)
     learn(1.1, *far)
@@ -179,7 +179,7 @@ def test_the_prior_knows_the_machine_and_the_kind_of_model(monkeypatch):
     for chip in ("M1", "M3 Max", "M4 Pro", "M5 Max", "M9", "arm"):
         monkeypatch.setattr(mx, "device_info", lambda chip=chip: {"device_name": f"Apple {chip}"})
         tuning = Tuning.for_model(quantized)
-        assert tuning.prior == tuning.stairs(0).prior
+        assert tuning.prior == tuning.cost_model(0).prior
         chosen.add(tuning.prior)
         known = chip not in ("M9", "arm")
         assert (Tuning.for_model(experts).prior != costs.MILDEST) == known
@@ -266,7 +266,7 @@ def learned() -> Tuning:
     tuning = Tuning()
     for context in CONTEXTS:
         for rows in (1, 5, 9):
-            add(tuning.stairs(context), rows, 0.01 * (1 + 0.3 * rows), 3)
+            add(tuning.cost_model(context), rows, 0.01 * (1 + 0.3 * rows), 3)
     for kind, cheap in PARTS.items():
         of = tuning.of(kind, look_up=cheap)
         for chances in (of.chances, of.unseen):
@@ -279,7 +279,7 @@ def answers(tuning: Tuning) -> list[float]:
     """All that a tuning says of a new text."""
     found = []
     for context in (*CONTEXTS, 30 * SHORT_CONTEXT):
-        found += [tuning.stairs(context)(rows) for rows in range(1, 70)]
+        found += [tuning.cost_model(context)(rows) for rows in range(1, 70)]
     for kind, cheap in {**PARTS, "NeverSeen": True}.items():
         of = tuning.of(kind, look_up=cheap)
         for chances in (of.chances, of.unseen):
@@ -384,10 +384,10 @@ def test_generations_go_on_learning_where_the_last_one_stopped() -> None:
     model, drafter = tiny.build("qwen2"), sd.PromptLookupDrafter(min_ngram=1)
     own, given_one = tuning_for(model), Tuning()
     for tuning, learning in ((given_one, given_one), (None, own), (None, own)):
-        before = len(learning.stairs(0).plain)
+        before = len(learning.cost_model(0).plain)
         options: dict[str, Any] = {"max_tokens": 30, "tuning": tuning}
         list(sd.speculate(model, [5, 17, 99, 3] * 3, drafter, **options))
         assert set(learning.drafters) == {key_of(drafter)}
-        assert len(learning.stairs(0).plain) >= max(1, before)
+        assert len(learning.cost_model(0).plain) >= max(1, before)
         assert learning is own or not own.drafters
     assert tuning_for(model) is own

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -84,9 +85,13 @@ def test_models_with_the_tokenizer_and_less_cost_can_serve(
     assert refused.keys() == REASONS.keys()  # the target itself is not listed
     assert all(REASONS[name] in refusal for name, refusal in refused.items()), refused
     assert main(["drafters", "--model", str(target), "--in", str(shelf)]) == 0
-    without, draft_models, left_out = capsys.readouterr().out.split("\n\n")
+    expected, draft_models, without, left_out = capsys.readouterr().out.split("\n\n")
+    assert re.fullmatch(r".+, unquantized weights: .+\.", expected)
+    command = f"specdec-mlx generate --model {target}"
+    assert f'    {command} --draft-model {shelf / "small"} --prompt "..."\n' in draft_models
+    assert f'    {command} --prompt "..."\n' in without
     assert "prompt-lookup   Copies what followed" in without
-    assert "model " not in without
+    assert "  model " not in without
     assert f"({weight_bytes(target) / 1e6:.1f} MB)" in draft_models
     assert draft_models.index("  small  ") < draft_models.index("  middle  ")
     best = max(expected_speedup(0.8, K, able[0].cost) for K in range(65))

@@ -18,7 +18,8 @@ import command_line
 import heads
 import specdec_mlx as sd
 from selection import in_one_test
-from specdec_mlx.drafters.choosing.candidates import choose_for, report
+from specdec_mlx.drafters.choosing.candidates import choose_for
+from specdec_mlx.drafters.choosing.report import report
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.errors import HeadError
 from tiny_model_folder import write_model_folder
@@ -132,7 +133,7 @@ def test_a_layer_in_the_models_own_folder_drafts_for_it(made_by: str, tmp_path: 
     choice = choose_for(str(folder))
     assert choice.found == str(folder / how["file"])
     assert choice.lines == [f"Qwen drafts: prediction layer in its own folder ({how['file']})."]
-    assert "its own folder  multi-token" in report(str(folder), tmp_path)
+    assert "its own folder  multi-token prediction (" in report(str(folder), tmp_path)
     assert is_head(choice.found)
     assert not is_head(folder)  # which may be a draft model for another
     model, tokenizer = mlx_lm.load(str(folder))

@@ -18,7 +18,7 @@ import heads
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from selection import in_one_test
+from selection import cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import Draft, DraftContext
@@ -126,9 +126,11 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> list[tuple[list[int], Draft]]:
     return found
 
 
-@in_one_test("name", ["qwen2", "gemma3_text"])
-@in_one_test("length", [1, 4])
-@in_one_test("has_look_up", [False, True])
+BESIDE = [("qwen2", 1, False), ("qwen2", 4, True), ("gemma3_text", 4, False)]
+"""Target, draft length, and whether a look-up drafts too."""
+
+
+@in_one_test(("name", "length", "has_look_up"), BESIDE)
 def test_drafts_are_those_of_the_model_alone(name, length, has_look_up, asked) -> None:
     """Whichever rows came and went, and whatever was drafted and accepted before."""
     asked.clear()
@@ -148,7 +150,12 @@ HEADS = {  # target -> its prediction layer, or heads of other kinds
 }
 
 
-@in_one_test(("name", "kind"), [(name, kind) for name, kinds in HEADS.items() for kind in kinds])
+OF_A_KIND = [(name, kind) for name, kinds in HEADS.items() for kind in kinds]
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"), cases(OF_A_KIND, ("qwen3_next", "mtp"), ("qwen2", "eagle3 variants"))
+)
 def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
     """Of the same states, in a batch whose rows come and go; a few layers draft alone in it."""
     head = HeadDrafter(heads.random_head(HEADS[name][kind], tiny.build(name)))
@@ -261,7 +268,7 @@ def test_what_drafting_adds_to_a_pass_is_the_cost_of_its_steps() -> None:
     row = RowLength(shared.tuning, shared=shared)
     row.limit("model", cheap=False)
     shared.record(0, [(row, 1)], 1.0, steady=True)
-    stairs = shared.prices.stairs
-    shared.record(4, [(row, 3)], stairs(5) + 2.0, steady=True, parts={"model"})
+    cost_model = shared.prices.cost_model
+    shared.record(4, [(row, 3)], cost_model(5) + 2.0, steady=True, parts={"model"})
     assert list(shared.models["model"].learned.steps.first) == pytest.approx([0.5])
-    assert not stairs.ratios
+    assert not cost_model.ratios

@@ -21,7 +21,6 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.engine import drafting
 from specdec_mlx.mlx_lm_plugin import flags
 from specdec_mlx.models import load_model
-from tiny_model_folder import write_model_folder
 
 MEANINGS = [
     pytest.param([], "BestOf(SuffixDrafter, ModelDrafter)", id="it competes with look-up"),
@@ -31,11 +30,6 @@ MEANINGS = [
     pytest.param(["none"], "ModelDrafter", id="no look-up"),
     pytest.param(["cascade"], "Cascade(ModelDrafter, SuffixDrafter)", id="as a part"),
 ]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("model"))
 
 
 @pytest.fixture

@@ -73,10 +73,10 @@ def test_between_look_ups_a_model_drafts_and_its_price_is_known() -> None:
     world, policy = World(PASS, parts), Auto()
     world.run(policy, 300)
     assert policy.tuning.of("model").steps.step == pytest.approx(0.15, abs=0.03)
-    while not policy.prices.stairs.needs_plain:
+    while not policy.prices.cost_model.needs_plain:
         world.run(policy, 1)
     assert drafted(world.run(policy, 1)) == [0]
-    assert not policy.prices.stairs.needs_plain
+    assert not policy.prices.cost_model.needs_plain
     for token_cost in (0.15, 0.3):
         good = model(at_random(0.8), token_cost)
         together = pace({"look-up": look_up(60, 10), "model": good}, 1, 3000)

@@ -359,7 +359,7 @@ class Ranking(Auto):
     def record(self, round_: RoundRecord) -> None:
         self.records.append(round_)
 
-    def outbids(self, part: str) -> bool:
+    def beats_chosen(self, part: str) -> bool:
         return self.outbid
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import re
 import socket
 from dataclasses import replace
 from functools import partial
@@ -23,13 +24,15 @@ import tiny
 from selection import cases, in_one_test
 from serving import drafter_of
 from specdec_mlx.cli import check, commands
-from specdec_mlx.drafters.choosing.candidates import heads_lines, known_repositories, report
+from specdec_mlx.drafters.choosing import candidates
+from specdec_mlx.drafters.choosing.candidates import known_repositories
 from specdec_mlx.drafters.choosing.choice import (
     DrafterChoice,
     NamedModel,
     choice_of,
     resolve,
 )
+from specdec_mlx.drafters.choosing.report import heads_lines, report
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, target_ends
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3Config, output_layers
 from specdec_mlx.drafters.heads.loading import FORMATS, is_head, kind_of
@@ -389,6 +392,10 @@ def test_heads_for_a_model_are_listed(tmp_path: Path) -> None:
     text = report(str(tmp_path / "Qwen3-8B-4bit"), tmp_path)
     known = ("exit  trained exit, here", "AngelSlim/Qwen3-8B_eagle3  to be fetched")
     assert not [line for line in (*written, *known) if f"  {line}\n" not in text]
+    command = f"specdec-mlx generate --model {tmp_path / 'Qwen3-8B-4bit'} --draft-model"
+    assert f"EAGLE-3, here\n    {command} {tmp_path / 'fits'} --prompt" in text
+    assert f"_eagle3  to be fetched\n    {command} AngelSlim/Qwen3-8B_eagle3 --prompt" in text
+    assert f"{command} {tmp_path / 'narrow'}" not in text
     assert "Left out" not in text
 
 
@@ -408,9 +415,11 @@ def test_a_head_of_a_relative_is_not_listed_as_if_it_were_the_models_own(model, 
     """It was trained on another model's states; one that serves a family, PARD, needs no word."""
     own = RELATIVES[model]
     note = "" if own is None else f", made for qwen3-4b, not for {own}"
-    repositories = ("AngelSlim/Qwen3-4B_eagle3", "z-lab/Qwen3-4B-DFlash-b16")
+    heads_by = ("AngelSlim/Qwen3-4B_eagle3", "z-lab/Qwen3-4B-DFlash-b16")
+    repositories = (*heads_by, "deepseek-ai/dspark_qwen3_4b_block7")
     expected = {"amd/PARD-Qwen3-0.6B": "", **dict.fromkeys(repositories, note)}
     assert known_repositories(model) == expected
+    assert known_repositories(model, small=True) == {"mlx-community/Qwen3-0.6B-4bit": ""}
     assert known_repositories(f"{model}x".replace("Qwen3", "Qwenx3")) == {}
     head = heads.reference("eagle3").write(tmp_path / "head", vocab_size=None)
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "qwen3", "hidden_size": 32}))
@@ -424,7 +433,11 @@ def test_heads_are_listed_for_a_name_that_is_not_here(monkeypatch, tmp_path, cap
     monkeypatch.setattr(socket, "socket", None)
     assert commands.main(["drafters", "--model", "Qwen/Qwen3-4B-Instruct-2507"]) == 0
     said = capsys.readouterr().out
-    assert "  prompt-lookup  " in said
+    parts = said.split("\n\n")
+    assert "4-bit weights: " in parts[0]
+    assert parts[2].startswith("Trained heads for Qwen/Qwen3-4B-Instruct-2507")
+    assert "  mlx-community/Qwen3-0.6B-4bit  to be fetched\n    specdec-mlx gen" in parts[3]
+    assert "  prompt-lookup  " in parts[4]
     assert "Qwen/Qwen3-4B-Instruct-2507 is no folder here and not in the Hugging Face cache" in said
     assert "  amd/PARD-Qwen3-0.6B  to be fetched\n" in said
     assert "_eagle3  to be fetched, made for qwen3-4b, not for qwen3-4b-instruct-2507" in said
@@ -454,3 +467,59 @@ def test_the_ends_of_a_target_are_found(name: str) -> None:
     assert ends.embed(mx.array([1, 2])).shape[0] == 2
     if name == "gemma2":  # without the square root of the width, which heads are trained without
         assert mx.array_equal(ends.embed(mx.array([3])), model.model.embed_tokens.weight[3:4])
+
+
+MADE_WITH_LAYERS = {
+    "deepseek_v3": ({"num_hidden_layers": 61}, "model.layers.61"),
+    "glm4_moe": ({"num_hidden_layers": 46}, "model.layers.46"),
+    "step3p5": ({"num_hidden_layers": 45}, "model.layers.45"),
+    "mimo": ({"num_hidden_layers": 36}, "model.mtp_layers.0"),
+    "mimo_v2_flash": ({"num_hidden_layers": 48}, "model.mtp.layers.0"),
+    "qwen3_5": ({"num_hidden_layers": 64}, "mtp"),
+}
+
+
+@in_one_test("model_type", MADE_WITH_LAYERS)
+def test_prediction_layers_are_named_as_a_models_own_files_do(model_type: str, tmp_path: Path):
+    """With their place among its tensors; to take where the files have them, else to be fetched."""
+    config, name = MADE_WITH_LAYERS[model_type]
+    parts = [f"{part}.weight" for part in FAMILIES[model_type].names.values()]
+    place = tmp_path / "model.safetensors.index.json"
+    place.unlink(missing_ok=True)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": model_type, **config}))
+    line = f"multi-token prediction ({name})"
+    assert f"  its original repository  {line}, to be fetched" in heads_lines("M", tmp_path)
+    index = {"weight_map": {f"{name}.{part}": "model-00002.safetensors" for part in parts}}
+    place.write_text(json.dumps(index))
+    found = heads_lines("M", tmp_path)
+    assert f"  its own folder  {line}, here" in found
+    assert f'    specdec-mlx generate --model M --draft-model {place} --prompt "..."' in found
+
+
+CHIPS = [
+    ("Apple M3 Max", 4, r"Apple M3 Max, 4-bit weights: .*agents 1\.\d; .*chat 1\.\d; .*a head .*"),
+    ("Apple M1", 4, r"Apple M1, 4-bit weights: times plain decoding, modelled: .*"),
+    ("Apple M99", None, r"Apple M99, unquantized weights: nobody has measured it.*bench`\."),
+]
+
+
+@in_one_test(("chip", "bits", "words"), CHIPS)
+def test_what_to_expect_is_said_first_by_the_chip(chip, bits, words, monkeypatch, tmp_path):
+    """By the weights too; nothing is promised for a chip that nobody has measured."""
+    monkeypatch.setattr(mx, "device_info", lambda: {"device_name": chip})
+    write_model_folder(tmp_path / "M")
+    config = tmp_path / "M" / "config.json"
+    quantization = {} if bits is None else {"quantization": {"bits": bits, "group_size": 64}}
+    config.write_text(json.dumps(json.loads(config.read_text()) | quantization))
+    first = report(str(tmp_path / "M"), tmp_path).splitlines()[0]
+    assert re.fullmatch(words, first)
+
+
+def test_known_repositories_are_read_without_a_fault():
+    """Each line has a beginning and repositories; no repository stands twice for one beginning."""
+    lines = [line.split() for line in candidates.KNOWN.read_text("utf-8").splitlines()]
+    named = [(start, one.removeprefix("~")) for start, *ones in lines for one in ones]
+    assert all(
+        re.fullmatch(r"[\w.-]+/[\w.-]+", one) and start == start.lower() for start, one in named
+    )
+    assert len(named) == len(set(named)) > 60

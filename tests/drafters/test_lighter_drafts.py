@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import mlx.core as mx
 import mlx.nn as nn
 import pytest
@@ -17,7 +19,6 @@ from scripted import Recorder
 from selection import cases, in_one_test
 from specdec_mlx.contracts import key_of
 from specdec_mlx.drafters.lighter import first_layers
-from tiny_model_folder import write_model_folder
 
 RUNS = ("llama", "gemma3_text", "mamba2", "qwen3_next", "falcon_h1", "deepseek_v3", "gpt2")
 """Architectures of every kind; beside them, below, those that are refused."""
@@ -116,12 +117,7 @@ def test_the_first_layers_are_an_early_exit(name: str, num_layers: int) -> None:
     assert mx.allclose(cut, logits_of(model), atol=1e-5)
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
-    return str(write_model_folder(tmp_path_factory.mktemp("models") / "model"))
-
-
-def test_the_flag_makes_another_draft_model_and_the_same_text(folder: str) -> None:
+def test_the_flag_makes_another_draft_model_and_the_same_text(folder: Path) -> None:
     """The target itself, lighter: it is not always right any more."""
     texts, counts = set(), []
     for flags in ((), ("--draft-layers", "1")):

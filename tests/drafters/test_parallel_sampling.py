@@ -23,7 +23,8 @@ from exact import DRAFT, TARGET, Rounds, Source
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from scripted import OracleDrafter
 from selection import cases, in_one_test
-from specdec_mlx.contracts import Draft, DraftContext, GoesOn
+from specdec_mlx.contracts import Draft, DraftContext, GoesOn, RoundRecord
+from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.heads.parallel_sampling import (
     LookAhead,
     PaSSDrafter,
@@ -129,6 +130,43 @@ def test_a_draft_is_that_of_a_fresh_pass_whatever_was_kept_before(name: str) -> 
     assert [item.token for item in items] == plain
     stats = items[-1].stats
     assert min(reader.compared, stats.accepted, stats.drafted - stats.accepted) > 5
+
+
+class Bursts(Fixed):
+    """Plain rounds, which run ahead of their tokens, and after every eight two of drafts."""
+
+    num_rounds = 0
+
+    def limit(self, part: str, cheap: bool) -> int:
+        return self.length if self.num_rounds % 10 > 7 else 0
+
+    def record(self, round_: RoundRecord) -> None:
+        self.num_rounds += 1
+
+
+@in_one_test("name", ["qwen2", "gemma3_text"])
+def test_a_pass_that_runs_ahead_is_left_alone(name: str) -> None:
+    """Its position on the shared caches is the loop's, whatever the drafter is told meanwhile."""
+    model, plain = target(name), plain_text(target(name), PROMPT, NUM_TOKENS)
+    how: dict[str, Any] = {"max_tokens": NUM_TOKENS, "draft_length": Bursts(4)}
+    items = list(sd.speculate(model, PROMPT, drafter(name), **how))
+    assert spoken(items).deviation(plain) < TOLERANCE
+    stats = items[-1].stats
+    assert min(stats.ahead, sum(drafted > 0 for drafted, _ in stats.rounds)) > 2
+
+
+@in_one_test("name", ["qwen2", "gemma3_text"])
+def test_embeddings_stand_where_the_last_tokens_would(name: str) -> None:
+    """As if they were given to the model by mlx-lm's own argument; without them nothing changes."""
+    model, rows = target(name), drafter(name).head.rows
+    ids = mx.array([[*PROMPT, *[0] * NUM_ROWS]])
+    given = model.model.embed_tokens(ids)
+    given[0, -NUM_ROWS:] = rows
+    with looking_ahead(model, rows):
+        got = model(ids)
+    expected = model(ids, input_embeddings=given)
+    assert mx.allclose(got, expected, atol=1e-5)
+    assert not mx.allclose(got[:, -1], model(ids)[:, -1], atol=1e-2)
 
 
 @pytest.fixture

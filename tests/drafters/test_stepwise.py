@@ -28,7 +28,7 @@ from specdec_mlx.contracts import Draft, Evidence, GoesOn, RoundRecord, Step
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.draft_length.costs import Curve
-from specdec_mlx.draft_length.parts import LENGTHS, LONGEST, READING, REST, Model
+from specdec_mlx.draft_length.parts import LENGTHS, LONGEST, PAUSE, READING, Model
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
 from specdec_mlx.drafters.model import ModelSession
@@ -336,7 +336,7 @@ def test_a_draft_that_is_to_find_out_is_verified_where_its_pass_was_never_measur
     said = [Evidence(confidence=0.9)]
     auto.limit("it", cheap=False)
     assert (part.gain, part.goes_on(said)) == (0.0, Step.STOP_AFTER)
-    auto.prices.stairs.add(2, 6.0)
+    auto.prices.cost_model.add(2, 6.0)
     auto.limit("it", cheap=False)
     assert (part.gain, part.goes_on(said)) == (0.0, Step.STOP_BEFORE)
 
@@ -355,8 +355,8 @@ def test_a_prompt_is_read_once_the_text_would_have_saved_as_much(context: int, s
 
     if rounds < 600:
         assert cost <= saved(rounds)
-    if rounds > REST:
-        assert cost + part.learned.steps(1) > saved(rounds - REST - 1)
+    if rounds > PAUSE:
+        assert cost + part.learned.steps(1) > saved(rounds - PAUSE - 1)
     assert waited(Seeing(0.1), 10_000)[0] < 3 < waited(Timed(0.1), 10_000)[0]
 
 

@@ -6,14 +6,19 @@ from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
+from mlx_lm.sample_utils import make_logits_processors
 
 import specdec_mlx as sd
+import tiny
 from selection import in_one_test
-from specdec_mlx.contracts import DraftContext, Evidence, key_of
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, OffersSeveral, key_of
+from specdec_mlx.contracts.branching import texts_of
 from specdec_mlx.contracts.drafting import places_class, share_class
-from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, vote, weigh
+from specdec_mlx.draft_length.chances import Chances
+from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, trie, vote, weigh
 from specdec_mlx.memory.index import (
     KNOWN,
     MAX_MATCH,
@@ -216,3 +221,79 @@ def test_a_draft_is_what_wins_each_vote(
         assert isinstance(told, Evidence)
         assert told.share == share_class(share)
         assert told.places == places_class(places)
+
+
+def reached(
+    ballots: Sequence[tuple[list[int], float]], known: Chances
+) -> dict[tuple[int, ...], tuple[float, Evidence]]:
+    """By definition: of every text that a place votes for, the chance that it comes, and what
+    speaks for its last token.
+    """
+    texts = {tuple(tokens[: n + 1]) for tokens, _ in ballots for n in range(len(tokens))}
+    found: dict[tuple[int, ...], tuple[float, Evidence]] = {(): (1.0, Evidence())}
+    for text in sorted(texts, key=len):
+        *before, token = text
+        votes: dict[int, list[float]] = defaultdict(list)
+        for tokens, weight in ballots:
+            if tokens[: len(before)] == before and len(tokens) > len(before):
+                votes[tokens[len(before)]].append(weight)
+        total = sum(map(sum, votes.values()))
+        rank = sorted(votes, key=lambda one: -sum(votes[one])).index(token)
+        share, places = share_class(sum(votes[token]) / total), places_class(len(votes[token]))
+        evidence = Evidence(1, share, places, rank)
+        (chance,) = known.of_draft([evidence], first=len(before))
+        found[text] = found[tuple(before)][0] * chance, evidence
+    del found[()]
+    return found
+
+
+@given(ballots, st.integers(1, 12))
+@example([([0, 1], 0.5), ([0, 1], 0.5), ([0, 2], 1.0)], 2)
+def test_a_trie_holds_the_likeliest_of_all_that_is_voted_for(
+    ballots: list[tuple[list[int], float]], limit: int
+) -> None:
+    """As many as there is room for, parents first, each with the evidence of its own votes."""
+    known = Chances.of("look-up")
+    paths = [(weight, 1, tuple(tokens)) for tokens, weight in ballots]
+    found, wanted = trie(paths, limit, known), reached(ballots, known)
+    assert len(found) == min(limit, len(wanted))
+    chances = [wanted[text][0] for text in found]
+    assert chances == sorted(chances, reverse=True)
+    assert min(chances) >= sorted([chance for chance, _ in wanted.values()])[-len(found)] - 1e-12
+    assert all(found[text] == wanted[text][1] for text in found)
+    assert all(len(text) == 1 or text[:-1] in found for text in found)
+
+
+def test_what_was_outvoted_is_offered_and_drafted_as_a_tree() -> None:
+    """The winner's chain is what is drafted alone; a tree and the chains hold the same tokens."""
+    text = [1, 5, 6, 1, 5, 8, 1]
+    session, tree = (sd.SuffixDrafter(trees=trees).begin(text, CONTEXT) for trees in (False, True))
+    assert isinstance(session, OffersSeveral)
+    first, *others = session.candidates(16)
+    assert first == session.propose(16)
+    draft = tree.propose(16)
+    assert draft.parents is not None
+    offered = {each for one in others for each in texts_of(one)}
+    assert {(5, 6), (5, 8)} <= set(texts_of(draft)) == offered
+    assert len(tree.propose(3)) == 3
+    for none in (session.candidates(0), sd.SuffixDrafter().begin([1, 2], CONTEXT).candidates(4)):
+        assert none == []
+    short = sd.SuffixDrafter(num_draft=2, trees=True).begin(text, CONTEXT)
+    assert short.propose(8).tokens == [5, 8]
+    assert key_of(sd.SuffixDrafter(trees=True)) != key_of(sd.SuffixDrafter())
+    assert sd.SuffixDrafter().begin([1, 2], CONTEXT).propose(4) == Draft()
+
+
+@pytest.mark.filterwarnings("ignore:.*verifies no tree of drafts")
+@in_one_test("length", [8, "auto"])
+@in_one_test("name", ["llama", "gemma3_text", "mamba2"])
+def test_text_with_a_tree_of_places_is_plain_text(name: str, length: int | str) -> None:
+    """Of few tokens, so that places disagree; a target that takes no trees is given chains."""
+    model, few = tiny.build(name), dict.fromkeys(range(4), 1e4)
+    how: Any = {"logits_processors": make_logits_processors(logit_bias=few), "max_tokens": 60}
+    plain, text = (
+        list(sd.speculate(model, [1, 2, 3, 1, 2], one, draft_length=length, **how))
+        for one in (None, sd.SuffixDrafter(trees=True))
+    )
+    assert [token.token for token in text] == [token.token for token in plain]
+    assert length == "auto" or text[-1].stats.accepted > 10

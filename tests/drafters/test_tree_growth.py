@@ -20,7 +20,6 @@ import specdec_mlx as sd
 import tiny
 from benchmarks.recorded_tops import with_tops
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
-from scripted import OracleDrafter
 from selection import FULL, cases, in_one_test
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
@@ -86,15 +85,15 @@ def test_the_tree_is_worth_most_of_all_trees(seed: int, price: float) -> None:
         for n in (*LENGTHS, len(one))
         if n <= len(one)
     ]
-    found = texts_of(auto.grow("tree", drafts, lambda: True))
+    found = texts_of(auto.best_tree("tree", drafts, lambda: True))
     assert len(set(found)) == len(found)
     assert auto._chosen_gain == pytest.approx(max(0.0, *values), abs=1e-9)
     value = sum(reach[text] for text in found) - 1.3 * price * len(found)
     assert value == pytest.approx(auto._chosen_gain, abs=1e-9)
-    chain = auto.grow("tree", drafts, lambda: False)  # a target that takes no trees
+    chain = auto.best_tree("tree", drafts, lambda: False)  # a target that takes no trees
     assert (chain.parents, chain) == (None, auto.choose(drafts[::3])[1])
     auto.prices.most = 5
-    assert len(auto.grow("tree", drafts, lambda: True)) <= 5
+    assert len(auto.best_tree("tree", drafts, lambda: True)) <= 5
 
 
 def test_of_each_drafter_its_first_chain_is_scored() -> None:
@@ -106,7 +105,7 @@ def test_of_each_drafter_its_first_chain_is_scored() -> None:
         ("a", Draft([7, 8], evidence=[second] * 2)),
         ("b", Draft([7, 3], evidence=[second] * 2)),
     ]
-    auto.grow("tree", drafts, lambda: True)
+    auto.best_tree("tree", drafts, lambda: True)
     auto.record(RoundRecord(3, 0, 1, 4, tokens=[7], part="b"))
     for key, evidence, untouched in (("a", first, second), ("b", second, first)):
         odds = [weight[0] for weight in auto.tuning.of(key).chances.weights]
@@ -144,14 +143,10 @@ def test_look_ups_in_one_tree_keep_the_contract_of_a_drafter():
     check_drafter(TreeOf(sd.PromptLookupDrafter(), sd.NGramDrafter()), vocab_size=16, num_draws=100)
 
 
-def test_what_may_not_be_thrown_away_is_refused():
-    """A drafter takes what is observed for the part of its draft that was kept."""
-    with pytest.raises(ValueError, match="OracleDrafter proposes may not be thrown away"):
-        TreeOf(OracleDrafter([1], 9)).begin([1], DraftContext())
-
-
 def test_a_draft_that_was_drawn_is_not_merged():
-    """Its distribution is of a chain; the first drafter's goes alone, a later one's is left out."""
+    """Among look-ups: its distribution is of a chain; the first one's goes alone, a later one's is
+    left out.
+    """
     drawn = Draft([1], mx.zeros((1, 1)))
     for order, expected in [((drawn, Draft([2])), drawn), ((Draft([2]), drawn), Draft([2]))]:
         session: Any = TreeOf(*(sd.NGramDrafter() for _ in order)).begin([1], DraftContext())
@@ -215,14 +210,14 @@ class Shapes(Auto):
     num_asked = 0
     has_forked = False
 
-    def grow(
+    def best_tree(
         self, part: str, drafts: Sequence[tuple[str, Draft]], may_fork: Callable[[], bool]
     ) -> Draft:
         def asks() -> bool:
             self.num_asked += 1
             return may_fork()
 
-        draft = super().grow(part, drafts, asks)
+        draft = super().best_tree(part, drafts, asks)
         self.has_forked = self.has_forked or draft.parents is not None
         return draft
 

@@ -12,8 +12,8 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import uvicorn
 
+from live import listening
 from selection import in_one_test
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
 from specdec_mlx.server import app
@@ -84,16 +84,8 @@ def say(*events: Event) -> Callable[[Ticket], None]:
 def served() -> Iterator[tuple[StandIn, int]]:
     engine: Any = StandIn()
     settings = ServerSettings(temp=0.5, allowed_origins=("http://here",))
-    server = uvicorn.Server(
-        uvicorn.Config(app.make_app(engine, settings), port=0, log_config=None, lifespan="off")
-    )
-    thread = threading.Thread(target=server.run, daemon=True)
-    thread.start()
-    while not server.started:
-        thread.join(0.01)
-    yield engine, server.servers[0].sockets[0].getsockname()[1]
-    server.should_exit = True
-    thread.join()
+    with listening(app.make_app(engine, settings), lifespan="off") as port:
+        yield engine, port
 
 
 @pytest.fixture
@@ -158,6 +150,16 @@ def test_paths(method: str, path: str, status: int, words: str, port: int) -> No
     assert (found, words in text) == (status, True), text
     assert status == 200 or json.loads(text)["error"]["type"] == "invalid_request_error"
     assert method != "HEAD" or int(headers["Content-Length"]) > 0
+
+
+@in_one_test("path", ["/v1/chat/completions", "/completions", "/v1/messages/", "/responses?x=1"])
+def test_a_method_that_is_none_is_refused_in_the_protocols_form(path: str, port: int) -> None:
+    """With the ones that there are, as HTTP has it."""
+    for method in ("PUT", "DELETE", "PATCH"):
+        status, text, headers = ask(port, method, path)
+        assert (status, "POST" in headers["Allow"]) == (405, True)
+        assert (json.loads(text).get("type") == "error") is ("messages" in path)
+        assert json.loads(text)["error"]["type"] == "invalid_request_error"
 
 
 @in_one_test(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,7 @@ from openai.types.chat import ChatCompletion
 from openai.types.responses import Response
 from pydantic import BaseModel
 
-from live import Script, anthropic_at, openai_at, post, scripted, served
+from live import Script, anthropic_at, openai_at, post
 from wires import chat_of, events_in, message_of, response_of
 
 SHAPES = Path(os.environ.get("CLIENT_SHAPES", Path(__file__).parent / "shapes"))
@@ -51,18 +50,6 @@ REPLIES: dict[str, tuple[Any, Any]] = {
 
 class Answer(BaseModel):
     is_read: bool
-
-
-@pytest.fixture(scope="module")
-def script() -> Iterator[Script]:
-    with scripted() as script:
-        yield script
-
-
-@pytest.fixture(scope="module")
-def url(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    with served(script, tmp_path_factory.mktemp("models") / "model") as url:
-        yield url
 
 
 @pytest.fixture(autouse=True)

@@ -8,8 +8,7 @@ import signal
 import socket
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -18,6 +17,7 @@ import pytest
 import specdec_mlx as sd
 from on_ranks import free_ports
 from selection import cases
+from serving import until
 from tiny_model_folder import write_model_folder
 
 SECONDS = 240  # after which a test that waits fails
@@ -44,14 +44,6 @@ def started(*flags: str) -> Iterator[subprocess.Popen[bytes]]:
     finally:
         server.kill()
         server.communicate()
-
-
-def until(holds: Callable[[], bool]) -> None:
-    """Wait until something holds."""
-    deadline = time.monotonic() + SECONDS
-    while not holds():
-        assert time.monotonic() < deadline
-        time.sleep(0.02)
 
 
 def is_taken(port: int) -> bool:

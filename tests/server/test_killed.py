@@ -13,20 +13,13 @@ from typing import Any
 
 import mlx_lm
 import openai
-import pytest
 
 from on_ranks import free_ports
 from selection import FULL
 from serving import chat, text_of, until
-from tiny_model_folder import write_model_folder
 
 SYSTEM = {"role": "system", "content": "the other hat is on the mat, and the cat is in it"}
 SAID = ["in the hat", "and then the other one", "on the mat", "there and then and there"]
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return write_model_folder(tmp_path_factory.mktemp("models") / "model")
 
 
 def asked(turns: list[str]) -> list[dict[str, str]]:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 
 from specdec_mlx.server.protocols.chat import CHAT
+from specdec_mlx.server.protocols.completions import COMPLETIONS
+from specdec_mlx.server.protocols.fields import read_body
 from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.protocols.responses import RESPONSES
-from specdec_mlx.server.requests import TextRequest, Wire
+from specdec_mlx.server.requests import CallBegan, Ended, RequestError, TextRequest, Wire, Written
 
 PNG = "iVBORw0KGgo"
 URL = f"data:image/png;base64,{PNG}"
@@ -82,3 +84,113 @@ def test_an_image_becomes_a_text_that_names_it_and_a_line_in_the_log(
         assert "see" in message["content"]
     assert PNG not in json.dumps(messages)
     assert caplog.text.count(f"Not shown: a part of type {kind}.") == 2
+
+
+RESULTS: list[tuple[Any, str]] = [
+    ("a text", "a text"),
+    ("", ""),
+    (None, ""),
+    ([], "[]"),
+    ({"rows": [1, None], "é": "ü"}, '{"rows": [1, null], "é": "ü"}'),
+    ([{"id": 1}, {"id": 2}], '[{"id": 1}, {"id": 2}]'),
+    ([1, "a"], '[1, "a"]'),
+    (["one"], "one"),
+    ([{"type": "text", "text": "one"}], "one"),
+    (5, "5"),
+    (False, "false"),
+]
+
+
+def result_in(wire: Wire, result: Any) -> list[dict[str, Any]]:
+    """A user's words, a call, and what it gave back."""
+    user: dict[str, Any] = {"role": "user", "content": "go"}
+    if wire is CHAT:
+        called = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+        said = {"role": "assistant", "content": None, "tool_calls": [called]}
+        return [user, said, {"role": "tool", "tool_call_id": "1", "content": result}]
+    if wire is MESSAGES:
+        use = {"type": "tool_use", "id": "1", "name": "f", "input": {}}
+        given = {"type": "tool_result", "tool_use_id": "1", "content": result}
+        return [user, {"role": "assistant", "content": [use]}, {"role": "user", "content": [given]}]
+    call = {"type": "function_call", "call_id": "1", "name": "f", "arguments": "{}"}
+    return [user, call, {"type": "function_call_output", "call_id": "1", "output": result}]
+
+
+@pytest.mark.parametrize("wire", [CHAT, MESSAGES, RESPONSES], ids=["chat", "messages", "responses"])
+@pytest.mark.parametrize(("result", "text"), RESULTS)
+def test_whatever_a_tool_gave_back_is_shown(result: Any, text: str, wire: Wire) -> None:
+    """Objects, numbers and lists of them too: agents hand on what their tools return."""
+    name = "input" if wire is RESPONSES else "messages"
+    messages = read(wire, {name: result_in(wire, result)}).messages
+    assert messages is not None
+    assert (messages[-1]["role"], messages[-1]["content"]) == ("tool", text)
+
+
+FIELDS: list[tuple[str, Any, Any]] = [
+    ("max_tokens", "1", 1),
+    ("max_tokens", "1.0", 1),
+    ("max_tokens", "null", None),
+    ("max_tokens", "-1", None),
+    ("max_tokens", "0", "max_tokens must be an int from 1"),
+    ("max_tokens", "1.5", "max_tokens must be an int from 1"),
+    ("max_tokens", '"9"', "max_tokens must be an int from 1"),
+    ("max_tokens", "true", "max_tokens must be an int from 1"),
+    ("max_tokens", "1" * 400, int("1" * 400)),
+    ("seed", "-1", None),
+    ("seed", "null", None),
+    ("seed", "-5", 2**64 - 5),
+    ("seed", "7.0", 7),
+    ("seed", str(2**64 + 3), 3),
+    ("seed", "9" * 400, int("9" * 400) % 2**64),
+    ("seed", "NaN", "seed must be an int"),
+    ("seed", "1e999", "seed must be an int"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "expected"), FIELDS)
+def test_numbers_are_taken_as_clients_write_them(name: str, value: str, expected: Any) -> None:
+    """In all protocols: whole ones as floats, large and negative seeds, null for none."""
+    user = '[{"role": "user", "content": "go"}]'
+    for wire, about in (
+        (CHAT, f'"messages": {user}'),
+        (MESSAGES, f'"messages": {user}'),
+        (
+            COMPLETIONS,
+            '"prompt": "go"',
+        ),
+        (RESPONSES, f'"input": {user}'),
+    ):
+        its_name = "max_output_tokens" if wire is RESPONSES and name == "max_tokens" else name
+        if wire is RESPONSES and value == "-1":
+            continue
+        body = read_body(f'\ufeff{{{about}, "{its_name}": {value}}}'.encode())
+        if isinstance(expected, str):
+            with pytest.raises(RequestError, match=expected.replace(name, its_name)):
+                wire.read(body)
+        else:
+            assert getattr(read(wire, body), name) == expected
+
+
+def test_broken_arguments_in_a_history_of_messages_are_left_to_the_prompt() -> None:
+    use = {"type": "tool_use", "id": "1", "name": "f", "input": "{broken"}
+    messages = read(MESSAGES, {"messages": [{"role": "assistant", "content": [use]}]}).messages
+    assert messages is not None
+    assert messages[0]["tool_calls"][0]["function"]["arguments"] == "{broken"
+
+
+def test_half_a_pair_of_surrogates_in_a_call_is_replaced() -> None:
+    """As of a model whose text was cut: nothing else could be sent."""
+    written = Written()
+    written.add(CallBegan(0, "1", "f", '{"b": "\\ud83d"}'))
+    written.add(Ended("tool_calls"))
+    asked = MESSAGES.read({"messages": [{"role": "user", "content": "go"}]})
+    assert MESSAGES.reply(asked, [written])["content"][0]["input"] == {"b": "\ufffd"}
+
+
+def test_an_answer_without_a_text_is_an_empty_one() -> None:
+    """Clients count on a text where there is no call."""
+    written = Written(ended=Ended("stop"))
+    asked = CHAT.read({"messages": [{"role": "user", "content": "go"}]})
+    assert CHAT.reply(asked, [written])["choices"][0]["message"]["content"] == ""
+    written.add(CallBegan(0, "1", "f", "{}"))
+    assert CHAT.reply(asked, [written])["choices"][0]["message"]["content"] is None

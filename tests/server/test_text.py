@@ -310,6 +310,22 @@ def test_what_models_forget_to_escape_is_escaped(wrong: str, right: str) -> None
     json.loads(right)
 
 
+@pytest.mark.parametrize("seed", [None, 0, 1])
+def test_a_thought_may_end_after_the_call_in_it(seed: int | None) -> None:
+    """What comes after the call is the answer, whether the thought's mark comes or not."""
+    asked: dict[str, Any] = {"tools": TOOLS, "in_thought": True}
+    for between in (UNTHINK, ""):
+        whole = written(f"hm {call('{}')}{between}ok{END}", seed, **asked)
+        assert said(whole) == ("ok", "hm ", [("f", "{}")], "tool_calls", None)
+    stopped = written(f"hm {call('{}')}{UNTHINK}ok.no{END}", seed, stop=["."], **asked)
+    assert said(stopped) == ("ok", "hm ", [("f", "{}")], "tool_calls", ".")
+
+
+def test_arguments_may_have_llamas_name() -> None:
+    text = f'{CALL}{{"name": "f", "parameters": {{"a": 1}}}}{UNCALL}'
+    assert said(written(text + END, tools=TOOLS))[2:4] == ([("f", '{"a": 1}')], "tool_calls")
+
+
 LONG = '{"b": "' + "x" * PIECE + '"'
 BROKEN = [
     '{"a": tru}',
@@ -324,6 +340,7 @@ BROKEN = [
     '{"a": "x" "y"}',
     '{"a",: 1}',
 ]
+TOO_DEEP = '{"a": ' + "[" * 100 + "]" * 100 + "}"
 
 
 @pytest.mark.parametrize("broken", BROKEN)
@@ -337,7 +354,7 @@ def test_a_call_that_breaks_early_is_text_in_a_stream_too(broken: str) -> None:
         assert said(whole)[:4] == (call(broken), "", [("f", "{}")], "tool_calls")
 
 
-@pytest.mark.parametrize("broken", [f"{LONG}, {wrong[1:]}" for wrong in BROKEN])
+@pytest.mark.parametrize("broken", [f"{LONG}, {wrong[1:]}" for wrong in (*BROKEN, TOO_DEEP)])
 def test_what_a_stream_has_of_a_call_that_breaks_can_become_an_object(broken: str) -> None:
     for seed in range(3):
         events = [*events_of(cut(call(broken) + call("{}") + END, seed), tools=TOOLS)]

@@ -97,9 +97,8 @@ def test_text_and_logprobs_are_those_of_plain_decoding(case: Case) -> None:
     assert not {run: d for run, d in case.deviations.items() if case.has_failed(d)}
     stats = {run: items[-1].stats for run, items in case.runs.items()}
     assert 0.3 < stats["oracle", 4].accepted_share < 1
-    for length in (1, 4, 7):
-        assert stats["always wrong", length].drafted > 50
-        assert stats["always wrong", length].accepted == 0
+    assert stats["always wrong", 4].drafted > 50
+    assert stats["always wrong", 4].accepted == 0
     assert case.row in rows_of(PAGE.read_text()), "run docs/generate_architectures.py"
 
 

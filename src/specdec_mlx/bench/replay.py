@@ -201,12 +201,12 @@ class ModelledLength:
         if isinstance(inner, Auto):
             inner.prices.clock = lambda: self.draft_seconds * self.num_steps
             self.begin = partial(self._begin, inner)
-            self.choose, self.outbids, self.grow = (
+            self.choose, self.beats_chosen, self.best_tree = (
                 inner.choose,
-                inner.outbids,
-                inner.grow,
+                inner.beats_chosen,
+                inner.best_tree,
             )
-            self.extra_price, self.wants_timing = inner.extra_price, inner.wants_timing
+            self.price, self.wants_timing = inner.price, inner.wants_timing
 
     def limit(self, part: str, cheap: bool) -> int:
         """The inner one's."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from pathlib import Path
 
-from specdec_mlx.drafters.choosing.candidates import report
 from specdec_mlx.drafters.choosing.registry import describe_drafters
+from specdec_mlx.drafters.choosing.report import report
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

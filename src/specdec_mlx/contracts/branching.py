@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import Protocol, runtime_checkable
 
+import mlx.core as mx
+
 from specdec_mlx.contracts.drafting import (
     ROOT,
     Draft,
@@ -16,8 +18,8 @@ from specdec_mlx.contracts.drafting import (
     Evidence,
     RoundRecord,
 )
-from specdec_mlx.contracts.trees import chain
-from specdec_mlx.token_ids import to_list
+from specdec_mlx.contracts.trees import chain, depths_of
+from specdec_mlx.token_ids import to_ids, to_list
 
 
 @runtime_checkable
@@ -67,10 +69,10 @@ class ValuesDrafts(DraftLength, Protocol):
         drafts: point masses of at least one token, each with its drafter's key; at least one.
         """
 
-    def outbids(self, part: str) -> bool:
+    def beats_chosen(self, part: str) -> bool:
         """True if a session that costs time promises more than the draft that was chosen last."""
 
-    def grow(
+    def best_tree(
         self,
         part: str,
         drafts: Sequence[tuple[str, Draft]],
@@ -82,8 +84,8 @@ class ValuesDrafts(DraftLength, Protocol):
         best.
         """
 
-    def extra_price(self, num_drafted: int, with_more: int) -> float:
-        """Price of more draft tokens in a round, in tokens; infinite where it cannot be tried."""
+    def price(self, num_drafted: int) -> float:
+        """Price of verifying so many tokens, in tokens; infinite where it cannot be tried."""
 
     def wants_timing(self, num_drafted: int) -> bool:
         """True if a round's seconds are needed now; the loop then waits before it emits."""
@@ -97,6 +99,36 @@ def merged(drafts: Sequence[Draft]) -> Draft:
     texts = dict.fromkeys(text for draft in drafts for text in texts_of(draft))
     # stable: at a length the order of the drafts
     return draft_of(sorted(texts, key=len))
+
+
+def side_by_side(drafts: Sequence[Draft]) -> Draft:
+    """Drafts of which some were drawn, at least one token, as one tree that merges nothing.
+
+    Siblings are tried in turn, each with what it was drawn from (SpecInfer, Miao et al. 2024,
+    algorithm 2). Merging what happens to be equal would let a draw decide about the tree.
+    """
+    parents: list[int] = []
+    for draft in drafts:
+        own = chain(len(draft)) if draft.parents is None else draft.parents
+        parents += [p if p == ROOT else p + len(parents) for p in own]
+    tokens = [to_ids(draft.tokens) for draft in drafts]
+    width = max(d.logprobs.shape[-1] for d in drafts if d.logprobs is not None)
+    rows = [
+        mx.where(mx.arange(width) == ids[:, None], 0.0, -mx.inf)
+        if draft.logprobs is None
+        else draft.logprobs
+        for draft, ids in zip(drafts, tokens, strict=True)
+    ]
+    # stable: at a depth the order of the drafts
+    order = sorted(range(len(parents)), key=depths_of(parents).__getitem__)
+    place = {node: i for i, node in enumerate(order)} | {ROOT: ROOT}
+    shape = [place[parents[node]] for node in order]
+    index = mx.array(order)
+    return Draft(
+        mx.concatenate(tokens)[index],
+        mx.concatenate(rows)[index],
+        parents=None if shape == chain(len(shape)) else shape,
+    )
 
 
 def texts_of(draft: Draft) -> list[TokenPath]:

@@ -28,7 +28,7 @@ from specdec_mlx.contracts import (
     optional,
 )
 from specdec_mlx.contracts.trees import chain
-from specdec_mlx.draft_length.chances import told
+from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.draft_length.parts import LookUp, Model, Prices
 from specdec_mlx.draft_length.store import Tuning
 
@@ -42,9 +42,9 @@ class Auto:
     _chosen_gain: float = 0.0
 
     def __post_init__(self) -> None:
-        tokens, spent = self.tuning.tokens / 2, self.tuning.cost / 2
-        self.prices = Prices(self.tuning.stairs(), tokens, spent)
-        self.prices.update(self.prices.stairs)
+        kept = self.tuning
+        self.prices = Prices(kept.cost_model(), kept.tokens / 2, kept.cost / 2)
+        self.prices.update(self.prices.cost_model)
 
     def begin(
         self, part: str, session: DraftSession, may_fork: Callable[[], bool]
@@ -59,7 +59,7 @@ class Auto:
             model: Any = self._part(part, Model)
             model.can_stop = True
             model.most_unread = MANY_WAITING if isinstance(session, SeesTarget) else inf
-            return lambda limit: model.ask(session, limit)
+            return lambda limit: model.propose_while_worth(session, limit)
         return session.propose
 
     def _part(self, part: str, kind: type[LookUp]) -> LookUp:
@@ -88,11 +88,11 @@ class Auto:
                 best, chosen, self._chosen_gain = draft.head(length), key, gain
         return chosen, best
 
-    def outbids(self, part: str) -> bool:
+    def beats_chosen(self, part: str) -> bool:
         """True if a draft model promises more than the draft that was chosen last."""
         return self._parts[part].gain > self._chosen_gain
 
-    def grow(
+    def best_tree(
         self,
         part: str,
         drafts: Sequence[tuple[str, Draft]],
@@ -105,7 +105,7 @@ class Auto:
         _, best = self.choose([*reversed(firsts.items())])
         reaches: dict[tuple[int, ...], float] = {}
         for key, draft in drafts:
-            tokens, evidence = told(draft)
+            tokens, evidence = tokens_and_evidence(draft)
             for n, reach in enumerate(
                 self._parts[key].reaches(tokens, evidence), start=1
             ):
@@ -120,11 +120,11 @@ class Auto:
             best = Draft([path[-1] for path in nodes], parents=parents)
         return best
 
-    def extra_price(self, num_drafted: int, with_more: int) -> float:
-        """Price of further draft tokens, in tokens; infinite for a pass that cannot be tried."""
-        stairs = self.prices.stairs
-        more = stairs(1 + with_more) - stairs(1 + num_drafted)
-        return self.prices.rate * more if with_more <= self.prices.most else inf
+    def price(self, num_drafted: int) -> float:
+        """Price of a pass over a draft, in tokens; infinite for one that cannot be tried."""
+        prices = self.prices
+        cost = prices.cost_model(1 + num_drafted) - 1.0
+        return prices.rate * cost if num_drafted <= prices.most else inf
 
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate."""
@@ -132,14 +132,16 @@ class Auto:
         for key, part in self._parts.items():
             cost += part.record(round_, round_.drafted > 0 and key == round_.part)
         if not round_.drafted and cost == 1.0 and round_.steady:
-            prices.stairs.add(round_.fed, round_.pass_seconds)
+            prices.cost_model.add(round_.fed, round_.pass_seconds)
         prices.context = round_.context
-        prices.update(self.tuning.stairs(prices.context), round_.emitted, cost)
+        prices.update(self.tuning.cost_model(prices.context), round_.emitted, cost)
         self.tuning.tokens, self.tuning.cost = prices.tokens, prices.spent
 
     def wants_timing(self, num_drafted: int) -> bool:
         """True if seconds are needed that a slow caller would hide."""
-        stairs = self.prices.stairs
+        cost_model = self.prices.cost_model
         return (
-            1 + num_drafted not in stairs.ratios if num_drafted else stairs.needs_plain
+            1 + num_drafted not in cost_model.ratios
+            if num_drafted
+            else cost_model.needs_plain
         )

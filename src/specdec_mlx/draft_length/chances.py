@@ -11,30 +11,32 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
+from itertools import accumulate
 from math import exp
 from pathlib import Path
 
 from specdec_mlx.contracts import Draft, Evidence
 from specdec_mlx.token_ids import to_list
 
-EDGES: dict[str, tuple[float, ...]] = {
+EDGES: dict[str, Sequence[float]] = {
     "match": (1, 2, 3, 4, 5, 7, 10, 16, 32, 64),
-    "share": (1, 2, 3, 4, 5, 6, 7, 8),
-    "places": (1, 2, 3, 4),
-    "rank": (1, 2, 3, 4, 5, 6, 7),
-    "confidence": (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995),
-    "of a draw": (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995),
+    "share": range(1, 9),
+    "places": range(1, 5),
+    "rank": range(1, 8),
+    "confidence": (
+        of_shares := (0.0, 0.2, 0.35, 0.5, 0.65, 0.8, 0.9, 0.95, 0.98, 0.995)
+    ),
+    "of a draw": of_shares,
     "place": (1, 2, 4, 8, 16, 32),
     "recent": (0.2, 0.4, 0.6, 0.8, 0.95),
 }
 """Features, and the lower ends of their classes; class 0 is below the first one."""
 
-START = {
-    name: sum(len(EDGES[n]) + 1 for n in list(EDGES)[:i])
-    for i, name in enumerate(EDGES)
-}
+*starts, NUM_WEIGHTS = accumulate(
+    (len(edges) + 1 for edges in EDGES.values()), initial=0
+)
+START = dict(zip(EDGES, starts, strict=True))
 """Where the classes of each feature begin in the list of weights."""
-NUM_WEIGHTS = START["recent"] + len(EDGES["recent"]) + 1
 RECENT_DECAY = 0.7  # of the moving average of "this token was right", per token
 VARIANCE = 0.07  # of each weight around its prior, over models and kinds of text
 TOKEN_VARIANCE = 1.0  # of the weight of a copied token, and of a pair
@@ -71,15 +73,15 @@ PRIORS = _read_priors()
 @lru_cache(maxsize=4096)
 def classes_of(evidence: Evidence | int) -> tuple[int, ...]:
     """Indices of the weights that a token's evidence selects; a plain int is its match."""
-    told = evidence if isinstance(evidence, Evidence) else Evidence(evidence)
-    found = [class_of("match", told.match)]
-    if told.confidence is not None:
+    shown = evidence if isinstance(evidence, Evidence) else Evidence(evidence)
+    found = [class_of("match", shown.match)]
+    if shown.confidence is not None:
         found.append(
-            class_of("of a draw" if told.is_drawn else "confidence", told.confidence)
+            class_of("of a draw" if shown.is_drawn else "confidence", shown.confidence)
         )
     else:
-        found += [class_of("share", told.share), class_of("places", told.places)]
-    return (*found, class_of("rank", told.rank)) if told.rank else tuple(found)
+        found += [class_of("share", shown.share), class_of("places", shown.places)]
+    return (*found, class_of("rank", shown.rank)) if shown.rank else tuple(found)
 
 
 @dataclass
@@ -99,7 +101,7 @@ class Chances:
         """The prior; kind: out of `PRIORS`."""
         return cls([[odds, VARIANCE] for odds in PRIORS[kind]])
 
-    def doubt(self) -> None:
+    def decay(self) -> None:
         """Move recent acceptance half way to 0.5: another text, or nothing was seen for long."""
         self.recent += 0.5 * (0.5 - self.recent)
 
@@ -120,10 +122,10 @@ class Chances:
         ]
         latest: Evidence | int | None = None
         base = 0.0
-        for place, told in enumerate(evidence, start=first):
-            if told is not latest:
-                latest, base = told, recent
-                for i in classes_of(told):
+        for place, shown in enumerate(evidence, start=first):
+            if shown is not latest:
+                latest, base = shown, recent
+                for i in classes_of(shown):
                     base += weights[i][0]
             z = base + weights[PLACES[place if place < 32 else 32]][0]
             if tokens:
@@ -173,6 +175,6 @@ class Chances:
             del self.tokens[next(iter(self.tokens))]
 
 
-def told(draft: Draft) -> tuple[list[int], Sequence[Evidence | int]]:
+def tokens_and_evidence(draft: Draft) -> tuple[list[int], Sequence[Evidence | int]]:
     """The tokens of a draft, and the evidence for each."""
     return to_list(draft.tokens), draft.evidence or [0] * len(draft)

@@ -88,13 +88,18 @@ def prior_for(model: nn.Module) -> Curve:
     kind = mode(kinds) if kinds else "float"
     if any("Switch" in type(layer).__name__ for layer in layers):
         kind = "experts"
+    return curve_for(kind)[1]
+
+
+def curve_for(kind: str) -> tuple[str, Curve]:
+    """Name and curve of the chip nearest to this one, for weights such as "4 affine"."""
     machine = f"{mx.device_info().get('device_name', '')} {kind}".removeprefix("Apple ")
-    fitting = (curve for curve in CURVES.values() if re.fullmatch(curve.fits, machine))
-    return next(fitting, MILDEST)
+    fitting = (item for item in CURVES.items() if re.fullmatch(item[1].fits, machine))
+    return next(fitting, ("mildest", MILDEST))
 
 
 @dataclass
-class Staircase:
+class CostModel:
     """Cost of a pass over m rows, in passes over one row.
 
     An isotonic fit through the measurements and the prior, whose excess over one row is scaled by
@@ -223,10 +228,10 @@ class Steps:
     first: deque[float] = field(default_factory=new_samples)
     further: deque[float] = field(default_factory=new_samples)
 
-    def add_whole(self, stairs: Staircase, seconds: float, num_steps: int) -> None:
+    def add_whole(self, cost_model: CostModel, seconds: float, num_steps: int) -> None:
         """Add a round whose pass verified so many tokens, of which the whole is known."""
-        cost = stairs(1 + num_steps)
-        if (ratio := stairs.compare(seconds, cost + self(num_steps))) is not None:
+        cost = cost_model(1 + num_steps)
+        if (ratio := cost_model.compare(seconds, cost + self(num_steps))) is not None:
             self.first.append((ratio - cost) / num_steps)
 
     def of(self, samples: Sequence[float]) -> float:

@@ -14,8 +14,8 @@ from operator import mul
 from time import perf_counter
 
 from specdec_mlx.contracts import Draft, Evidence, RoundRecord, Step, Stepwise
-from specdec_mlx.draft_length.chances import told
-from specdec_mlx.draft_length.costs import WIDTHS, Staircase
+from specdec_mlx.draft_length.chances import tokens_and_evidence
+from specdec_mlx.draft_length.costs import WIDTHS, CostModel
 from specdec_mlx.draft_length.store import EXPLORATION, Learned
 
 LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen from
@@ -25,7 +25,7 @@ LENGTHS = tuple(rows - 1 for rows in WIDTHS)  # draft lengths that are chosen fr
 # rounds without asking a drafter that costs time, after one in which it was not worth it
 LONGEST = 12
 PREDICTABLE = 0.4
-REST = 8
+PAUSE = 8
 READING = 0.02  # cost of reading a token, in draft steps: a prompt is read many at once
 # of moving averages, and of the sums that the going rate is the ratio of
 RATE_DECAY = 0.95
@@ -38,7 +38,7 @@ class Prices:
     most: longest draft that may be tried. context: positions on the caches.
     """
 
-    stairs: Staircase
+    cost_model: CostModel
     tokens: float = 0.0
     spent: float = 0.0
     rate: float = 1.0
@@ -46,14 +46,16 @@ class Prices:
     context: int = 0
     clock: Callable[[], float] = perf_counter
 
-    def update(self, stairs: Staircase, tokens: float = 0.0, cost: float = 0.0) -> None:
+    def update(
+        self, cost_model: CostModel, tokens: float = 0.0, cost: float = 0.0
+    ) -> None:
         """Take over present costs, and what a round has brought at which cost."""
         if cost:
             self.tokens = RATE_DECAY * self.tokens + tokens
             self.spent = RATE_DECAY * self.spent + cost
-        self.stairs, rate = stairs, self.tokens / self.spent if self.spent else 1.0
-        self.rate = rate if rate > 1.0 else 1.0
-        self.most = stairs.most_rows() - 1
+        self.cost_model = cost_model
+        self.rate = max(1.0, self.tokens / (self.spent or inf))
+        self.most = cost_model.most_rows() - 1
 
     def best(
         self,
@@ -70,15 +72,13 @@ class Prices:
         most: longest draft.
         """
         best, gain, tokens = 0, 0.0, 0.0
-        whole, costs, rate = len(reaches), self.stairs.fitted, self.rate
+        costs, rate = self.cost_model.fitted, self.rate
+        lengths = {*LENGTHS, len(reaches), drafted}
         for length, reach in enumerate(reaches[: most or self.most], start=1):
             tokens += reach
-            if length in LENGTHS or length in (whole, drafted):
-                cost = (
-                    costs[1 + length]
-                    if 1 + length in costs
-                    else self.stairs(1 + length)
-                )
+            if length in lengths:
+                # costs are at least 1
+                cost = costs.get(1 + length) or self.cost_model(1 + length)
                 if length > drafted:
                     cost += start + step * (length - drafted)
                 value = tokens - rate * (cost - 1.0)
@@ -92,7 +92,7 @@ class LookUp:
     """A drafter that is free to ask.
 
     gain: of its next draft over plain decoding, in tokens. scored, evidence: a draft that is
-    compared with what comes, from `place` on. before, latest: token before it, and the text's last.
+    compared with what comes, from `place` on. latest: last token of the text.
     """
 
     prices: Prices
@@ -101,13 +101,12 @@ class LookUp:
     scored: Sequence[int] = ()
     evidence: Sequence[Evidence | int] = ()
     place: int = 0
-    before: int = -2
     latest: int = -2
 
     def __post_init__(self) -> None:
-        """Doubt what is known: it is another text."""
-        self.learned.chances.doubt()
-        self.learned.unseen.doubt()
+        """Decay what was recent: it is another text."""
+        self.learned.chances.decay()
+        self.learned.unseen.decay()
 
     def limit(self) -> int:
         """Most tokens to ask for."""
@@ -122,41 +121,36 @@ class LookUp:
 
     def cut(self, draft: Draft) -> int:
         """Number of tokens to keep of a point mass; all or none of a tree, by its first chain."""
-        tokens, evidence = told(draft if draft.parents is None else draft.first_chain())
+        tokens, evidence = tokens_and_evidence(
+            draft if draft.parents is None else draft.first_chain()
+        )
         kept, self.gain = self.prices.best(self.reaches(tokens, evidence))
         # an earlier draft goes on if this one is not verified
         if kept or not self.scored:
-            self.scored, self.evidence, self.before, self.place = (
-                tokens,
-                evidence,
-                self.latest,
-                0,
-            )
+            self.scored, self.evidence, self.place = tokens, evidence, 0
         return kept if draft.parents is None else len(draft) * (kept > 0)
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
         """Learn from a round, with its draft or another's; its cost beyond a plain round."""
+        came = round_.tokens
         if self.scored:
-            place, came = self.place, round_.tokens
-            own = self.scored[place : place + len(came)]
+            place, own = self.place, self.scored[self.place :]
             right = [mine == token for mine, token in zip(own, came, strict=False)]
             if False in right:
                 del right[right.index(False) + 1 :]
             self.learned.chances.learn(
-                self.evidence[place:], right, own, self.before, place
+                self.evidence[place:], right, own, self.latest, place
             )
-            self.before, self.place = (
-                came[-1] if came else self.before,
-                place + len(right),
-            )
+            self.place += len(right)
             if False in right or self.place == len(self.scored):
                 self.scored = ()
-        self.latest = round_.tokens[-1] if round_.tokens else self.latest
+        if came:
+            self.latest = came[-1]
         if not drafted:
             return 0.0
         if round_.steady:
-            self.prices.stairs.add(1 + round_.drafted, round_.seconds)
-        return self.prices.stairs(1 + round_.drafted) - 1.0
+            self.prices.cost_model.add(1 + round_.drafted, round_.seconds)
+        return self.prices.cost_model(1 + round_.drafted) - 1.0
 
 
 @dataclass(eq=False)
@@ -167,7 +161,7 @@ class Model(LookUp):
     2024) and SpecDec++ (Huang et al. 2024) have thresholds.
 
     can_stop: True if its session is `Stepwise`. unread: tokens of the text that it has not read,
-    None for all; `most_unread` count at most. charge: cost of reading them. rest: rounds until it
+    None for all; `most_unread` count at most. charge: cost of reading them. pause: rounds until it
     is asked again.
     """
 
@@ -175,15 +169,14 @@ class Model(LookUp):
     most_unread: float = inf
     unread: int | None = None
     charge: float = 0.0
-    rest: int = 0
+    pause: int = 0
     num_emitted: int = 0
     _times: list[float] = field(default_factory=list)
 
     def num_unread(self) -> float:
         """Tokens that it has to read besides a round's."""
-        if self.unread is None:
-            return min(self.prices.context or 1, self.most_unread)
-        return min(self.unread, self.most_unread) if self.unread > LONGEST + 1 else 0
+        unread = self.prices.context if self.unread is None else self.unread
+        return min(unread, self.most_unread) if unread > LONGEST + 1 else 0
 
     def limit(self) -> int:
         """The length of the largest value, or one token to find out, if it can be afforded.
@@ -191,7 +184,7 @@ class Model(LookUp):
         Reading is paid on account, or once the text would have saved as much (ski rental bound).
         """
         self.gain, steps, prices = 0.0, self.learned.steps, self.prices
-        if self.rest or not prices.most:
+        if self.pause or not prices.most:
             return 0
         reaches = [*accumulate(self.learned.unseen.of_draft([0] * LONGEST), mul)]
         # what its passes cost alone is not known
@@ -202,23 +195,28 @@ class Model(LookUp):
         reading = READING * steps.step * self.num_unread()
         self.charge = self.can_stop * max(0.0, reading - self.gain * self.num_emitted)
         loss = (
-            prices.stairs(1 + length) - 1.0 + steps(length) - sum(reaches[:length]) / 2
+            prices.cost_model(1 + length)
+            - 1.0
+            + steps(length)
+            - sum(reaches[:length]) / 2
         )
         account = self.learned.account
         if max(loss, self.charge) > account.budget:
-            self.rest = REST
-            self.learned.unseen.doubt()
+            self.pause = PAUSE
+            self.learned.unseen.decay()
             if account.right >= PREDICTABLE:
-                account.add(EXPLORATION * REST * loss)
+                account.add(EXPLORATION * PAUSE * loss)
             return 0
-        longest = LONGEST if steps.first else 2  # two steps tell what each costs
-        return min(longest, prices.most) if self.can_stop else length
+        if not self.can_stop:
+            return length
+        # two steps tell what each costs
+        return min(LONGEST if steps.first else 2, prices.most)
 
     def cut(self, draft: Draft) -> int:
         """All of it: `limit` or `goes_on` chose the length."""
         return len(draft)
 
-    def ask(self, session: Stepwise, limit: int) -> Draft:
+    def propose_while_worth(self, session: Stepwise, limit: int) -> Draft:
         """Its draft, as long as the next token is worth its steps."""
         self._times = [self.prices.clock()]
         return session.propose_while(limit, self.goes_on)
@@ -240,41 +238,39 @@ class Model(LookUp):
         if best > length:
             return Step.GO_ON
         # A draft that is to find out is verified if what its pass costs was never measured.
-        is_new = not self.gain and 1 + length not in self.prices.stairs.ratios
+        is_new = not self.gain and 1 + length not in self.prices.cost_model.ratios
         return Step.STOP_AFTER if best == length or is_new else Step.STOP_BEFORE
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
-        """Learn what a draft cost and how far it was right; rest where that is seldom."""
-        learned, stairs, times = self.learned, self.prices.stairs, self._times
+        """Learn what a draft cost and how far it was right; pause where that is seldom."""
+        learned, cost_model, times = self.learned, self.prices.cost_model, self._times
         steps, account = learned.steps, learned.account
         num_steps = (
             max(0, len(times) - 1) if self.can_stop else round_.drafted * drafted
         )
         if not drafted:
             account.add()
-        self.rest = max(0, self.rest - 1)
+        self.pause = max(0, self.pause - 1)
         self.num_emitted += round_.emitted
         # steps are measured by the pass that followed them
         if len(times) > 1 and round_.pass_seconds > 0:
-            cost = stairs(1 + round_.drafted)
-            plain = round_.pass_seconds / cost if round_.steady else stairs.seconds
+            cost = cost_model(1 + round_.drafted)
+            plain = round_.pass_seconds / cost if round_.steady else cost_model.seconds
             if self.num_unread() <= LENGTHS[-1]:  # reading them hardly takes longer
                 steps.first.append((times[1] - times[0]) / plain)
             if num_steps > 1:
                 steps.further.append((times[-1] - times[1]) / (num_steps - 1) / plain)
             if round_.steady:
-                stairs.add(1 + round_.drafted, round_.pass_seconds)
+                cost_model.add(1 + round_.drafted, round_.pass_seconds)
         if drafted:
-            verdict = [
-                *[True] * round_.accepted,
-                *[False] * (round_.accepted < round_.drafted),
-            ]
+            is_cut = round_.accepted < round_.drafted
+            verdict = [True] * round_.accepted + [False] * is_cut
             learned.unseen.learn([0] * len(verdict), verdict)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
-            elif round_.steady and stairs.seconds:
-                steps.add_whole(stairs, round_.seconds, round_.drafted)
-        extra = (stairs(1 + round_.drafted) - 1.0) * drafted + steps(num_steps)
+            elif round_.steady and cost_model.seconds:
+                steps.add_whole(cost_model, round_.seconds, round_.drafted)
+        extra = (cost_model(1 + round_.drafted) - 1.0) * drafted + steps(num_steps)
         if num_steps:
             account.add((round_.emitted - 1) * drafted - extra - self.charge)
             account.right += (1 - RATE_DECAY) * (

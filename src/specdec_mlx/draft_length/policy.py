@@ -64,6 +64,8 @@ def make_draft_length(
 
 def parse_draft_length(text: str) -> int | str:
     """Read a draft length as typed on the command line. Raises ValueError for anything else."""
-    if text not in NAMES and not text.isdecimal():
+    if text in NAMES:
+        return text
+    if not text.isdecimal():
         raise ValueError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}")
-    return int(text) if text.isdecimal() else text
+    return int(text)

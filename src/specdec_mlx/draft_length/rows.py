@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
-from operator import mul
 from typing import Any
 
 from specdec_mlx.contracts import Draft, DraftLength, DraftSession, RoundRecord
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.chances import told
+from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.draft_length.parts import Model, Prices
-from specdec_mlx.draft_length.store import Account, Tuning
+from specdec_mlx.draft_length.store import EXPLORATION, Account, Tuning
 
 
 @dataclass
@@ -23,12 +21,12 @@ class SharedLength:
     models: dict[str, Model] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self.prices = Prices(self.tuning.stairs())
+        self.prices = Prices(self.tuning.cost_model())
         self.resize(1)
 
     def resize(self, num_rows: int) -> None:
         """Expect passes over so many texts."""
-        self.prices.update(self.tuning.stairs(num_texts=num_rows))
+        self.prices.update(self.tuning.cost_model(num_texts=num_rows))
 
     def share(self, rows: Sequence[tuple[RowLength, str, Draft]]) -> list[Draft]:
         """The part of each row's draft (length, drafter's key, draft) that is verified.
@@ -38,12 +36,13 @@ class SharedLength:
         width = max(len(draft) for _, _, draft in rows)
         if width and not any(part in self.models for _, part, _ in rows):
             reaches = [row.reaches(part, draft) for row, part, draft in rows]
-            places = [
-                [reach[k] for reach in reaches if k < len(reach)] for k in range(width)
+            mean_reaches = [
+                sum(reach[k] for reach in reaches if k < len(reach)) / len(rows)
+                for k in range(width)
             ]
-            width, _ = self.prices.best([sum(place) / len(rows) for place in places])
+            width, _ = self.prices.best(mean_reaches)
             while width and not all(
-                self.prices.stairs(1 + width) - 1.0 - sum(reach[:width])
+                self.prices.cost_model(1 + width) - 1.0 - sum(reach[:width])
                 <= row.account.budget
                 for (row, _, _), reach in zip(rows, reaches, strict=True)
             ):
@@ -64,22 +63,20 @@ class SharedLength:
         parts: keys of the drafters; what those that cost time add to a pass is their steps' cost.
         """
         self.resize(len(rows))
-        stairs = self.prices.stairs
-        is_measured = steady and width and stairs.seconds
+        cost_model = self.prices.cost_model
         models = [self.models[part] for part in parts if part in self.models]
-        if is_measured and models:
+        if steady and width and cost_model.seconds and models:
             for model in models:
-                model.learned.steps.add_whole(stairs, seconds, width)
+                model.learned.steps.add_whole(cost_model, seconds, width)
         elif steady:
-            stairs.add(1 + width, seconds)
-        cost = stairs(1 + width) + max(
+            cost_model.add(1 + width, seconds)
+        cost = cost_model(1 + width) + max(
             (m.learned.steps(width) for m in models), default=0.0
         )
         for length, num_tokens in rows:
             if isinstance(length, RowLength):
-                length.account.add(num_tokens - cost)
-                length.account.add()
-        self.prices.update(stairs, sum(num for _, num in rows) / len(rows), cost)
+                length.account.add(num_tokens - cost + EXPLORATION)
+        self.prices.update(cost_model, sum(num for _, num in rows) / len(rows), cost)
 
 
 @dataclass
@@ -116,13 +113,11 @@ class RowLength(Auto):
 
     def reaches(self, part: str, draft: Draft) -> list[float]:
         """[K] chance of each token that it and all before it are accepted; by place if drawn."""
-        if not len(draft) or draft.logprobs is None:
-            return self._parts[part].reaches(*told(draft)) if len(draft) else []
-        return [
-            *accumulate(
-                self._parts[part].learned.chances.of_draft([0] * len(draft)), mul
-            )
-        ]
+        if not len(draft):
+            return []
+        is_drawn = draft.logprobs is not None
+        shown = ((), [0] * len(draft)) if is_drawn else tokens_and_evidence(draft)
+        return self._parts[part].reaches(*shown)
 
     def record(self, round_: RoundRecord) -> None:
         """Learn what was right of the drafts, verified or not; `shared` learns what they cost."""

@@ -22,8 +22,8 @@ from specdec_mlx.draft_length.chances import NUM_WEIGHTS, Chances
 from specdec_mlx.draft_length.costs import (
     MILDEST,
     WIDTHS,
+    CostModel,
     Curve,
-    Staircase,
     Steps,
     prior_for,
 )
@@ -69,8 +69,9 @@ class Learned:
 
     def restore(self, saved: dict[str, Any]) -> None:
         """Take over what `as_dict` gave. Raises ValueError for anything else."""
-        weights = finite(saved["weights"], 2, NUM_WEIGHTS, 2)
-        self.chances.weights, self.unseen.weights = weights
+        self.chances.weights, self.unseen.weights = finite(
+            saved["weights"], 2, NUM_WEIGHTS, 2
+        )
         (self.account.budget,) = finite([saved["budget"]], 1)
         for samples, found in zip(
             vars(self.steps).values(), saved["steps"], strict=True
@@ -86,7 +87,7 @@ class Tuning:
     """
 
     prior: Curve = MILDEST
-    costs: dict[tuple[int, int], Staircase] = field(default_factory=dict)
+    costs: dict[tuple[int, int], CostModel] = field(default_factory=dict)
     drafters: dict[str, Learned] = field(default_factory=dict)
     tokens: float = 0.0
     cost: float = 0.0
@@ -96,7 +97,7 @@ class Tuning:
         """Nothing learned yet, with a prior for the machine and the kind of model."""
         return cls(prior_for(model))
 
-    def stairs(self, context: int = 0, num_texts: int = 1) -> Staircase:
+    def cost_model(self, context: int = 0, num_texts: int = 1) -> CostModel:
         """Costs at a context length, by the rows of each text; at first the nearest ratios."""
         kind = num_texts, (context // SHORT_CONTEXT).bit_length()
         if kind not in self.costs:
@@ -106,7 +107,7 @@ class Tuning:
                 (m, self.prior(m * num_texts) / self.prior(num_texts))
                 for m in (1, *WIDTHS)
             ]
-            new = Staircase(Curve(tuple(cost)), 2) if several else Staircase(self.prior)
+            new = CostModel(Curve(tuple(cost)), 2) if several else CostModel(self.prior)
             self.costs[kind] = new
             if near:
                 nearest = min(
@@ -126,8 +127,8 @@ class Tuning:
         path = Path(path)
         path.parent.mkdir(parents=True, exist_ok=True)
         costs = {
-            kind: stairs.ratios
-            for (num, kind), stairs in self.costs.items()
+            kind: cost_model.ratios
+            for (num, kind), cost_model in self.costs.items()
             if num == 1
         }
         drafters = {key: learned.as_dict() for key, learned in self.drafters.items()}
@@ -144,8 +145,8 @@ class Tuning:
         try:
             saved = json.loads(Path(path).read_text())
             for context, ratios in saved["costs"].items():
-                stairs = tuning.costs[1, int(context)] = Staircase(prior)
-                stairs.restore(
+                cost_model = tuning.costs[1, int(context)] = CostModel(prior)
+                cost_model.restore(
                     {rows: finite(found, len(found)) for rows, found in ratios.items()}
                 )
             for key, learned in saved["drafters"].items():
@@ -177,19 +178,19 @@ def kept_tuning(
     if mx.distributed.init().rank() > 0:  # the first one decides for all
         yield
         return
-    path, told = tuning_path(name, adapter), "specdec-mlx: draft_length=auto"
+    path, source = tuning_path(name, adapter), "specdec-mlx: draft_length=auto"
     try:
         if path.exists():
             tuning_for.put(model, Tuning.load(path, prior_for(model)))
     except (OSError, ValueError) as error:
-        print(f"{told} starts to learn anew: {error}", file=sys.stderr)
+        print(f"{source} starts to learn anew: {error}", file=sys.stderr)
     try:
         yield
     finally:
         try:
             tuning_for(model).save(path)
         except OSError as error:
-            print(f"{told} cannot keep what was learned: {error}", file=sys.stderr)
+            print(f"{source} cannot keep what was learned: {error}", file=sys.stderr)
 
 
 def tuning_path(name: str, adapter: str | None = None) -> Path:

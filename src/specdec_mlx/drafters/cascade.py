@@ -31,7 +31,7 @@ from specdec_mlx.contracts import (
     optional,
     session_parts,
 )
-from specdec_mlx.draft_length.chances import told
+from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import Several, SeveralSession
 from specdec_mlx.drafters.model import ModelDrafter
@@ -155,7 +155,7 @@ class CascadeSession(SeveralSession):
         assert found.logprobs is None, "a look-up's draft is a point mass"
         evidence = [_evidence(each) for each in draft.evidence or ()]
         tail: list[int] = []
-        for token, match in zip(*told(found), strict=True):
+        for token, match in zip(*tokens_and_evidence(found), strict=True):
             evidence.append(_evidence(match)._replace(is_free=True))
             step = goes_on(evidence)
             if step is not Step.STOP_BEFORE:

@@ -3,19 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from itertools import takewhile
+from operator import eq
 
 from specdec_mlx.contracts import (
+    NO_DRAFT,
     Checks,
     Closes,
+    Draft,
     DraftContext,
     Drafter,
     Session,
     is_cheap,
     key_of,
+    optional,
     session_groups,
     session_parts,
 )
+from specdec_mlx.contracts.branching import merged, side_by_side
+from specdec_mlx.token_ids import to_list
 
 
 class Several:
@@ -114,25 +121,72 @@ class BestOf(FirstOf):
 
 @dataclass(frozen=True, init=False)
 class TreeOf(FirstOf):
-    """The drafts of several drafters as one tree, merged where they agree (SpecInfer).
+    """The drafts of several drafters as one tree (SpecInfer, Miao et al. 2024, section 3).
 
-    (Miao et al. 2024, section 3.) The automatic draft length keeps the tokens that are worth their
-    rows; a fixed one takes what each proposes. A model on which trees are not exact gets chains.
-    drafters: at least one, the likelier first, else ValueError; each proposes without a model.
+    Look-ups' drafts are merged where they agree; the automatic draft length keeps the tokens that
+    are worth their rows, a fixed one takes what each proposes. Draft models and heads share a
+    draft's tokens evenly, and theirs are merged unless they are drawn: then each writes a branch
+    from draws of its own. A model on which trees are not exact gets the first one's chain. Not
+    worth it where one of two models is seldom right when the other is wrong. drafters: at least
+    one, the likelier first, else ValueError.
     """
 
-    def _combined(self, keyed: Sequence[tuple[str, Session]]) -> CombinedSession:
-        session = CombinedSession(keyed)
-        session.groups = [[(self.key, session)]]
-        return session
-
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
-        """Begin with each of them; ValueError for a drafter whose drafts cost time."""
-        session = super().begin(prompt, context)
-        for drafter, begun in zip(self.drafters, session.sessions, strict=True):
-            if not is_cheap(begun):
+        """Begin with each of them; ValueError for one that drafts on every rank."""
+        keyed: list[tuple[str, Session]] = []
+        for i, drafter in enumerate(self.drafters):
+            if optional(drafter, "on_every_rank"):
                 raise ValueError(
-                    f"TreeOf: what {type(drafter).__name__} proposes may not be thrown away, and "
-                    "of a tree one path is kept. Give drafters that look tokens up."
+                    f"TreeOf: {type(drafter).__name__} drafts on every rank. Leave that out."
                 )
-        return session
+            own = context
+            if context.noise is not None and not context.coupled:
+                # siblings are independent draws
+                noise = replace(context.noise, seed=context.noise.seed + i)
+                own = replace(context, noise=noise)
+            keyed.append((key_of(drafter), drafter.begin(list(prompt), own)))
+        if all(is_cheap(session) for _, session in keyed):
+            session = CombinedSession(keyed)
+            session.groups = [[(self.key, session)]]
+            return session
+        return TreeSession(keyed, self.key, is_coupled=context.coupled)
+
+
+class TreeSession(CombinedSession):
+    """One generation of drafters whose drafts are one tree, some of which cost time."""
+
+    def __init__(
+        self, keyed: Sequence[tuple[str, Session]], key: str, *, is_coupled: bool
+    ) -> None:
+        """is_coupled: whatever is drafted, the target's own draws are what is kept."""
+        super().__init__(keyed)
+        self.groups = [[(key, self)]]
+        self.is_coupled = is_coupled
+        self.drafts: list[Draft] = []
+
+    def propose(self, limit: int) -> Draft:
+        """A tree of at most `limit` tokens, as many of each drafter that costs time."""
+        cheap = [is_cheap(part) for _, part in self.parts]
+        share = -(-limit // cheap.count(False))
+        self.drafts = [
+            part.propose(limit if is_free else share)
+            for (_, part), is_free in zip(self.parts, cheap, strict=True)
+        ]
+        drafts = [draft for draft in self.drafts if len(draft)]
+        if len(drafts) < 2:
+            return drafts[0].head(limit) if drafts else NO_DRAFT
+        is_drawn = any(draft.logprobs is not None for draft in drafts)
+        join = side_by_side if is_drawn and not self.is_coupled else merged
+        return join(drafts).head(limit)
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Tell each what was kept of its own draft, then what came after that."""
+        drafts, self.drafts = self.drafts or [NO_DRAFT] * len(self.parts), []
+        for (_, part), draft in zip(self.parts, drafts, strict=True):
+            end = len(tokens)
+            if draft.parents is None and not is_cheap(part):
+                own = map(eq, to_list(draft.tokens), tokens)
+                end = 1 + len(list(takewhile(bool, own)))
+            part.observe(tokens[:end])
+            if tokens[end:]:
+                part.observe(tokens[end:])

@@ -154,13 +154,13 @@ class LookaheadSession:
         """The part of the pool that is worth verifying, and rows where they cost little."""
         longest = min(limit, values.limit(self._chain_key, True))
         known = [(self._chain_key, draft) for draft in self.candidates(longest)]
-        self._draft = draft = values.grow(self._key, known, may_fork)
+        self._draft = draft = values.best_tree(self._key, known, may_fork)
         for num_columns in range(self._config.window, 0, -1):
             tree = self._with_rows(draft, limit, num_columns)
             more = len(tree) - len(draft)
             if (
                 more
-                and values.extra_price(len(draft), len(tree))
+                and values.price(len(tree)) - values.price(len(draft))
                 <= more * self._config.worth
             ):
                 self._draft = tree if may_fork() else draft

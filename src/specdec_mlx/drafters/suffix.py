@@ -7,14 +7,24 @@ suffix tree; here the places are kept, so that those whose surroundings agree we
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
+from heapq import heappop, heappush
 from math import ldexp
 from operator import itemgetter
 
-from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence
+from specdec_mlx.contracts import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    Evidence,
+    ValuesDrafts,
+    key_of,
+)
+from specdec_mlx.contracts.branching import TokenPath, draft_of
 from specdec_mlx.contracts.drafting import places_class, share_class
+from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context, ContextIndex, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
@@ -88,6 +98,38 @@ def paths_of(
     ]
 
 
+def trie(
+    paths: Sequence[Path], limit: int, known: Chances
+) -> dict[TokenPath, Evidence]:
+    """Of all texts that places vote for, the `limit` likeliest, in that order, parents first.
+
+    A place's votes are shared among its tokens; known: chances by the evidence that this is.
+    """
+    found: dict[TokenPath, Evidence] = {}
+    waiting: list[tuple[float, TokenPath, list[Path], Evidence]] = []
+
+    def open_after(text: TokenPath, reach: float, paths: Sequence[Path]) -> None:
+        voting: dict[int, list[Path]] = {}
+        for path in paths:
+            if len(path[2]) > len(text):
+                voting.setdefault(path[2][len(text)], []).append(path)
+        votes = {token: sum([p[0] for p in some]) for token, some in voting.items()}
+        total = sum(votes.values())
+        ranked = sorted(votes, key=votes.__getitem__, reverse=True)
+        for rank, token in enumerate(ranked):
+            some = voting[token]
+            evidence = _evidence(some, votes[token] / total)._replace(rank=rank)
+            (chance,) = known.of_draft([evidence], first=len(text))
+            heappush(waiting, (-reach * chance, (*text, token), some, evidence))
+
+    open_after((), 1.0, paths)
+    while waiting and len(found) < limit:
+        reach, text, some, evidence = heappop(waiting)
+        found[text] = evidence
+        open_after(text, -reach, some)
+    return found
+
+
 def weigh(voters: Sequence[Voters], last: Sequence[int]) -> list[float]:
     """The weight of each place's vote: by its match, by its surroundings, and by where it is."""
     longest = voters[0][0]
@@ -134,7 +176,8 @@ class SuffixDrafter:
     between generations: a `Memory`, the path of its file, made if need be and saved when the
     process ends, or "process" for one of no file; a generation's own text is added at its end. None
     remembers nothing. num_draft: most tokens in a draft, None for no cap of its own. min_match: the
-    shortest match that is continued.
+    shortest match that is continued. trees: draft the likeliest of all that was voted for, not the
+    winner alone (Oliaro et al. 2024; REST, He et al. 2024); not worth it where positions cost.
 
     Memory: a token of the text costs at most 400 bytes, one of a `Memory` 80. ValueError out of
     range.
@@ -143,6 +186,7 @@ class SuffixDrafter:
     memory: Memory | str | None = None
     num_draft: int | None = None
     min_match: int = 1
+    trees: bool = False
 
     def __post_init__(self) -> None:
         some = (
@@ -157,6 +201,7 @@ class SuffixDrafter:
         """Its options, and whether it remembers; not what."""
         kind = "a memory" if self.memory is not None else "no memory"
         options = f"{kind}, num_draft={self.num_draft}, min_match={self.min_match}"
+        options += ", trees=True" * self.trees
         return f"{type(self).__module__}.SuffixDrafter({options})"
 
     def check(self, context: DraftContext) -> None:
@@ -194,20 +239,52 @@ class SuffixSession:
             (self._text, 1.0),
             *((index, MEMORY_WEIGHT) for index in reversed(indexes)),
         ]
+        self._known = Chances.of("look-up")
+        if config.trees:
+            self.propose_tree = self._propose_tree
 
     def propose(self, limit: int) -> Draft:
-        """Copy up to `limit` tokens from the places that match best."""
+        """Copy up to `limit` tokens from the places that match best; see `SuffixDrafter.trees`."""
+        if self._config.trees:
+            found = self._trie(limit)
+            return draft_of(found, list(found.values()))
         return self.propose_after((), limit)
+
+    def candidates(self, limit: int) -> list[Draft]:
+        """The winner's chain, and those that hold what was outvoted of the likeliest tokens."""
+        found, first = self._trie(limit), self.propose_after((), limit)
+        chains = [first] if len(first) else []
+        inner = {text[:-1] for text in found}
+        for leaf in (text for text in found if text not in inner):
+            path = [leaf[: n + 1] for n in range(len(leaf))]
+            chains.append(Draft(leaf, evidence=[found[text] for text in path]))
+        return chains
+
+    def _propose_tree(
+        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
+    ) -> Draft:
+        """The chain or tree that is worth most."""
+        key = key_of(self._config)
+        chain_key = f"{key} as a chain"
+        longest = min(limit, values.limit(chain_key, True))
+        known = [(chain_key, draft) for draft in self.candidates(longest)]
+        return values.best_tree(key, known, may_fork) if known else NO_DRAFT
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
         """Copy what follows matches of text and `tokens` together; nothing is noted."""
-        cap = self._config.num_draft
-        length = limit if cap is None else min(limit, cap)
-        if length <= 0:
-            return NO_DRAFT
-        context = self._text.context(tokens)
-        voters = self._voters(context)
+        context, length = self._text.context(tokens), self._length(limit)
+        voters = self._voters(context) if length > 0 else None
         return vote(voters, context.last, length, tokens) if voters else NO_DRAFT
+
+    def _length(self, limit: int) -> int:
+        cap = self._config.num_draft
+        return limit if cap is None else min(limit, cap)
+
+    def _trie(self, limit: int) -> dict[TokenPath, Evidence]:
+        context, length = self._text.context(), self._length(limit)
+        voters = self._voters(context) if length > 0 else None
+        paths = paths_of(voters, context.last, length) if voters else []
+        return trie(paths, length, self._known)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens [n] to the text."""

@@ -94,7 +94,7 @@ class Selection(ABC):
             self.judge = Auto()
 
     def _way_to(self, key: str, session: Session) -> Callable[[int], Draft]:
-        if isinstance(session, SessionGroups):
+        if isinstance(session, SessionGroups) and not isinstance(session, DraftSession):
             return partial(self._tree, key, session.parts)
         return (
             self.values.begin(key, session, self._may_fork)
@@ -119,7 +119,7 @@ class Selection(ABC):
         certain = [(key, draft) for key, draft in drafts if draft.logprobs is None]
         if values is not None:
             chains = [(key, draft.first_chain()) for key, draft in certain]
-            return values.grow(key, chains, self._may_fork)
+            return values.best_tree(key, chains, self._may_fork)
         if len(drafts) > 1 and drafts[0][1].logprobs is None:
             return merged([draft for _, draft in certain]).head(limit)
         return drafts[0][1] if drafts else NO_DRAFT
@@ -137,24 +137,24 @@ class Selection(ABC):
         best, drawn = self._best_cheap(group)
         for part in group:
             limit = 0 if part.is_cheap else self._limit(part)
-            if limit and (not len(best[1]) or self._outbids(part, best, limit)):
+            if limit and (not len(best[1]) or self._beats_best(part, best, limit)):
                 self.may_find = True
                 draft = self._ask(part, limit)
                 if len(draft.tokens):
                     return part.key, draft
         return best if len(best[1].tokens) else drawn
 
-    def _outbids(self, part: SessionPart, best: Proposal, limit: int) -> bool:
+    def _beats_best(self, part: SessionPart, best: Proposal, limit: int) -> bool:
         """True if a session that costs time promises more than the best of the others."""
         if self.values is not None:
-            return self.values.outbids(part.key)
+            return self.values.beats_chosen(part.key)
         if self.judge is None:
             return True
         self.judge.prices.most = limit
         self.judge.limit(best[0], cheap=True)
         _, worth = self.judge.choose([best])
         self.judge.limit(part.key, cheap=False)
-        return not len(worth) or self.judge.outbids(part.key)
+        return not len(worth) or self.judge.beats_chosen(part.key)
 
     def _best_cheap(self, group: Sequence[SessionPart]) -> tuple[Proposal, Proposal]:
         """Of the sessions that are free to ask, the best point mass, and a drawn draft."""

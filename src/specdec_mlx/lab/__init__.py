@@ -9,6 +9,7 @@ weight. They know the manner of Python's own reference manual, one byte a token,
 `benchmarks/lab` in the repository makes them.
 """
 
+from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.lab.pair import (
     HEADS,
     Pair,
@@ -22,6 +23,7 @@ from specdec_mlx.lab.pair import (
 __all__ = [
     "HEADS",
     "Pair",
+    "demo_model_path",
     "draft_path",
     "head",
     "head_path",

@@ -370,7 +370,9 @@ async def unknown(request: Request, error: Exception) -> Response:
     words = f"There is no {request.method} {request.url.path} here."
     status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
     wire = MESSAGES if is_anthropic(request) else CHAT
-    return encoded(wire.error(RequestError(words), status), status)
+    response = encoded(wire.error(RequestError(words), status), status)
+    response.headers.update(getattr(error, "headers", None) or {})
+    return response
 
 
 async def no_socket(request: Request) -> Response:
@@ -382,7 +384,8 @@ async def no_socket(request: Request) -> Response:
 
 def is_anthropic(request: Request) -> bool:
     """True for a client of Anthropic's protocol."""
-    return "anthropic-version" in request.headers
+    is_path = request.url.path.startswith("/messages")
+    return is_path or "anthropic-version" in request.headers
 
 
 def listing(model: dict[str, Any]) -> dict[str, Any]:

@@ -122,6 +122,39 @@ class ServerSettings:
         return self.request_models != GIVEN or name in own
 
 
+DEFAULTS = {"num_draft_tokens": None, "draft_model": None, **vars(ServerSettings())}
+
+HELP = {
+    "model": "Folder or Hugging Face name of the model.",
+    "adapter_path": "Folder of an adapter for the model.",
+    "host": "Address to listen on (default: DEFAULT)",
+    "port": "Port to listen on (default: DEFAULT)",
+    "allowed_origins": "Origins of pages that may read the answers, with commas (default: *)",
+    "draft_model": "A model to draft with, a trained head, or auto.",
+    "num_draft_tokens": "mlx-lm's name for --draft-length.",
+    "trust_remote_code": "Run code that a tokenizer brings along.",
+    "log_level": "What is logged (default: DEFAULT)",
+    "chat_template": "A chat template in place of the tokenizer's.",
+    "use_default_chat_template": "Use the tokenizer's default chat template.",
+    "temp": "Default temperature (default: DEFAULT)",
+    "top_p": "Default top-p (default: DEFAULT)",
+    "top_k": "Default top-k (default: DEFAULT, off)",
+    "min_p": "Default min-p (default: DEFAULT, off)",
+    "max_tokens": "Most tokens of an answer (default: as many as fit)",
+    "chat_template_args": """Variables of the chat template, as '{"enable_thinking":false}'""",
+    "decode_concurrency": "Most texts written together.",
+    "prompt_concurrency": "Most prompts read together.",
+    "prefill_step_size": "Most tokens of prompts read in a pass (default: DEFAULT)",
+    "prompt_cache_size": "Most prompt caches kept in memory.",
+    "prompt_cache_bytes": "Most bytes of these caches.",
+    "kv_bits": "Bits of quantized key-value caches, 4 or 8.",
+    "kv_group_size": "Group size of these (default: DEFAULT)",
+    "quantized_kv_start": "Position from which caches are quantized (default: DEFAULT)",
+    "pipeline": "Spread layers, not tensors, over the ranks.",
+}
+"""Flags of mlx-lm's server, each of them a setting."""
+
+
 def refused(name: str, value: Any) -> RequestError:
     """The error for a model or adapter that requests may not name."""
     return RequestError(
@@ -185,15 +218,26 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * SIZES[found[2].upper()])
 
 
+_TEXT, _INT = {"type": str}, {"type": int}
+HOW: dict[str, dict[str, Any]] = {
+    **dict.fromkeys(("model", "adapter_path", "draft_model"), _TEXT),
+    **dict.fromkeys(("num_draft_tokens", "max_tokens", "kv_bits"), _INT),
+    "allowed_origins": {"type": lambda text: tuple(text.split(","))},
+    "log_level": {"choices": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")},
+    "chat_template_args": {"type": json.loads, "metavar": "JSON"},
+    "prompt_cache_bytes": {"type": argument(parse_size), "metavar": "SIZE"},
+}
+"""How flags are read whose default does not say it."""
+
+
 def make_parser() -> Parser:
     """The parser of `specdec-mlx server`."""
     parser = Parser(
         prog="specdec-mlx server",
         description="A server for agents, with speculation: OpenAI's and Anthropic's protocols.",
     )
-    _add_model_arguments(parser)
-    _add_text_arguments(parser)
-    _add_engine_arguments(parser)
+    for name, help_text in HELP.items():
+        _add_argument(parser, name, help_text)
     add_arguments(parser)
     parser.set_defaults(num_draft_tokens=None)  # to see whether it was given
     _add_request_arguments(parser)
@@ -201,109 +245,17 @@ def make_parser() -> Parser:
     return parser
 
 
-def _add_model_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add("--model", help="Folder or Hugging Face name of the model.")
-    add("--adapter-path", help="Folder of an adapter for the model.")
-    add("--host", default="127.0.0.1", help="Address to listen on (default: 127.0.0.1)")
-    add("--port", type=int, default=8080, help="Port to listen on (default: 8080)")
-    add(
-        "--allowed-origins",
-        type=lambda text: tuple(text.split(",")),
-        default="*",
-        help="Origins of pages that may read the answers, with commas (default: *)",
-    )
-    add("--draft-model", help="A model to draft with, a trained head, or auto.")
-    add("--num-draft-tokens", type=int, help="mlx-lm's name for --draft-length.")
-    add(
-        "--trust-remote-code",
-        action="store_true",
-        help="Run code that a tokenizer brings along.",
-    )
-    levels = ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")
-    add(
-        "--log-level",
-        default="INFO",
-        choices=levels,
-        help="What is logged (default: INFO)",
-    )
-
-
-def _add_text_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--chat-template",
-        default="",
-        help="A chat template in place of the tokenizer's.",
-    )
-    add(
-        "--use-default-chat-template",
-        action="store_true",
-        help="Use the tokenizer's default chat template.",
-    )
-    add("--temp", type=float, default=0.0, help="Default temperature (default: 0.0)")
-    add("--top-p", type=float, default=1.0, help="Default top-p (default: 1.0)")
-    add("--top-k", type=int, default=0, help="Default top-k (default: 0, off)")
-    add("--min-p", type=float, default=0.0, help="Default min-p (default: 0.0, off)")
-    add(
-        "--max-tokens",
-        type=int,
-        help="Most tokens of an answer (default: as many as fit)",
-    )
-    add(
-        "--chat-template-args",
-        type=json.loads,
-        default={},
-        metavar="JSON",
-        help="""Variables of the chat template, as '{"enable_thinking":false}'""",
-    )
-
-
-def _add_engine_arguments(parser: argparse.ArgumentParser) -> None:
-    add = parser.add_argument
-    add(
-        "--decode-concurrency",
-        type=int,
-        default=32,
-        help="Most texts written together.",
-    )
-    add("--prompt-concurrency", type=int, default=8, help="Most prompts read together.")
-    add(
-        "--prefill-step-size",
-        type=int,
-        default=2048,
-        help="Most tokens of prompts read in a pass (default: 2048)",
-    )
-    add(
-        "--prompt-cache-size",
-        type=int,
-        default=10,
-        help="Most prompt caches kept in memory.",
-    )
-    size = argument(parse_size)
-    add(
-        "--prompt-cache-bytes",
-        type=size,
-        metavar="SIZE",
-        help="Most bytes of these caches.",
-    )
-    add("--kv-bits", type=int, help="Bits of quantized key-value caches, 4 or 8.")
-    add(
-        "--kv-group-size",
-        type=int,
-        default=64,
-        help="Group size of these (default: 64)",
-    )
-    add(
-        "--quantized-kv-start",
-        type=int,
-        default=5000,
-        help="Position from which caches are quantized (default: 5000)",
-    )
-    add(
-        "--pipeline",
-        action="store_true",
-        help="Spread layers, not tensors, over the ranks.",
+def _add_argument(parser: argparse.ArgumentParser, name: str, help_text: str) -> None:
+    """Add the flag of a setting, whose default says of what type it is."""
+    default = DEFAULTS[name]
+    how: dict[str, Any] = {"type": type(default)}
+    if isinstance(default, bool):
+        how = {"action": "store_true"}
+    parser.add_argument(
+        f"--{name.replace('_', '-')}",
+        default=default,
+        help=help_text.replace("DEFAULT", str(default)),
+        **(how | HOW.get(name, {})),
     )
 
 

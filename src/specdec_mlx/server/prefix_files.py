@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import json
 import logging
 import os
 import re
@@ -17,9 +16,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Annotated, Any
 
 import mlx.core as mx
+import msgspec
 from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import PromptTrie, load_prompt_cache, save_prompt_cache
 
@@ -95,7 +95,7 @@ PART = ".part-"  # begins the name of a file that is being written
 HEADER = "prefix"  # name of our metadata in a file
 
 
-class Header(NamedTuple):
+class Header(msgspec.Struct, forbid_unknown_fields=True):
     """What a file says of itself.
 
     points: positions of the states that are kept, ascending; None where the caches go back to any.
@@ -103,22 +103,17 @@ class Header(NamedTuple):
     """
 
     key: str
-    tokens: list[int]
+    tokens: Annotated[list[int], msgspec.Meta(min_length=1)]
     points: list[int] | None
-    layers: int
+    layers: Annotated[int, msgspec.Meta(ge=1)]
 
     @classmethod
     def of(cls, path: Path) -> Header:
         """Read it; raises whatever MLX and Python do for what is no file of ours."""
         loaded: Any = mx.load(str(path), return_metadata=True)
-        header = cls(**json.loads(loaded[1][f"0.{HEADER}"]))
-        numbers = header.layers, *header.tokens, *(header.points or ())
+        header = msgspec.json.decode(loaded[1][f"0.{HEADER}"], type=cls)
         ascending = (0, *(header.points or ()), len(header.tokens) + 1)
-        if {type(number) for number in numbers} != {int} or header.layers < 1:
-            raise TypeError(
-                f"its header has other numbers than counts and tokens: {header!s:.99}"
-            )
-        if not header.tokens or any(a >= b for a, b in pairwise(ascending)):
+        if any(a >= b for a, b in pairwise(ascending)):
             raise ValueError(
                 f"its states are at {header.points} of {len(header.tokens)} tokens"
             )
@@ -194,7 +189,9 @@ class PrefixFiles:
         part = self.folder / f"{PART}{os.getpid()}.safetensors"
         try:
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
-            save_prompt_cache(str(part), flat, {HEADER: json.dumps(header._asdict())})
+            save_prompt_cache(
+                str(part), flat, {HEADER: msgspec.json.encode(header).decode()}
+            )
             path = part.rename(self.folder / f"{self.key}-{_digest(part)}.safetensors")
             before = self._trie.add(self.key, tokens, (path, header))
             replaced = [

@@ -5,10 +5,11 @@ A body becomes a `TextRequest`; the engine answers with events; a protocol write
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
-from typing import Any, Protocol
+from typing import Any
 
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.sampling.distribution import Sampling
@@ -231,36 +232,49 @@ class Asked:
     more: dict[str, Any] = field(default_factory=dict)
 
 
-class Stream(Protocol):
+class Stream(ABC):
     """The way of one streamed reply: bytes of server-sent events."""
+
+    def __init__(self, asked: Asked) -> None:
+        self.asked = asked
 
     def begin(self) -> Iterable[bytes]:
         """What comes before all events."""
+        return ()
 
+    @abstractmethod
     def write(self, choice: int, event: Event) -> Iterable[bytes]:
         """The bytes of an event (never `Failed`) of a choice."""
 
     def keepalive(self) -> bytes:
-        """What is sent in a silence."""
+        """What is sent in a silence: a comment, which is no event."""
+        return b": keepalive\n\n"
 
     def end(self) -> Iterable[bytes]:
         """What comes after the ends of all choices."""
+        return ()
 
+    @abstractmethod
     def fail(self, error: Exception, status: HTTPStatus) -> Iterable[bytes]:
         """What comes instead, after an error in the middle."""
 
 
-class Wire(Protocol):
-    """One protocol: pure translation, without a model and without a thread."""
+class Wire(ABC):
+    """One protocol: pure translation, without a model and without a thread.
 
+    stream: makes the way of a streamed reply.
+    """
+
+    stream: type[Stream]
+
+    @abstractmethod
     def read(self, body: Mapping[str, Any]) -> Asked:
         """Check a body; raises RequestError."""
 
+    @abstractmethod
     def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
         """The whole reply."""
 
-    def stream(self, asked: Asked) -> Stream:
-        """The way of a streamed one."""
-
+    @abstractmethod
     def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
         """The body of an error."""

@@ -13,7 +13,6 @@ from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
-from specdec_mlx.drafters.choosing.registry import describe_drafters
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.loading import (
     FORMATS,
@@ -23,14 +22,15 @@ from specdec_mlx.drafters.heads.loading import (
     known_kind,
     refusal,
 )
-from specdec_mlx.drafters.heads.mtp import family_of, other_formula
 from specdec_mlx.drafters.shared_vocabulary import shared_between
 from specdec_mlx.errors import HeadError, ModelFolderError, TokenizerMismatchError
 from specdec_mlx.models import check_folder, is_path
 from specdec_mlx.stats.theory import best_draft_length, expected_speedup
 
 KNOWN = Path(__file__).with_name("known.txt")
-"""Lines of how a model's name begins, and repositories with heads for it by their authors' word."""
+"""Lines of how a model's name begins, and repositories with heads for it by their authors' word or,
+behind `SMALL`, with a small model for its family."""
+SMALL = "~"
 
 CONVERTED = re.compile(
     r"([-_.](mlx|hf|\d+-?bits?|b?f(p|loat)?\d+|int\d|(mx|nv)fp\d|q\d\w*|dwq|awq|gptq|g(s|roup)?\d+|\d{6,8}))*"
@@ -38,60 +38,28 @@ CONVERTED = re.compile(
 """Endings of a model's name that stand for a conversion of it."""
 
 
-def known_repositories(model: str) -> dict[str, str]:
-    """Repositories with a head for a model, by its name -> a note on heads of its relatives."""
+def known_repositories(model: str, small: bool = False) -> dict[str, str]:
+    """Repositories with a head for a model, by its name -> a note on heads of its relatives.
+
+    small: those of small models that can draft for it instead.
+    """
     name = model.rstrip("/").rpartition("/")[2].lower().removeprefix("meta-")
     found = {}
     for beginning, *repositories in map(
         str.split, KNOWN.read_text("utf-8").splitlines()
     ):
         rest = name.removeprefix(beginning)
-        if (
-            rest == name
-            or rest[:1].isalnum()
-            or (beginning == "qwen3" and rest[:1] == ".")
-        ):
+        is_another = rest[:1].isalnum() or (rest[:1] == "." and beginning != "llama-3")
+        if rest == name or is_another:
             continue
         for repository in repositories:
-            of_family = "PARD" in repository or CONVERTED.fullmatch(rest)
-            found[repository] = (
+            if repository.startswith(SMALL) != small:
+                continue
+            of_family = small or "PARD" in repository or CONVERTED.fullmatch(rest)
+            found[repository.removeprefix(SMALL)] = (
                 "" if of_family else f", made for {beginning}, not for {name}"
             )
     return found
-
-
-def heads_lines(
-    model: str, folder: Path | None, folders: Iterable[tuple[str, Path]] = ()
-) -> list[str]:
-    """Heads for a model, for people to read; folders: of possible heads, each with its name."""
-    target, known = (
-        config_of(folder) if folder is not None else {},
-        known_repositories(model),
-    )
-    lines: list[str] = []
-    refused: list[str] = []
-    for name, place in folders:
-        if not is_head(place) or (folder is not None and place.samefile(folder)):
-            continue
-        config = config_of(place)
-        fault, label = (
-            _why_not(config, target),
-            FORMATS[known_kind(config) or "mtp"].label,
-        )
-        line = f"  {name}  {label}, {fault or 'here' + known.get(name, '')}"
-        (lines if fault is None else refused).append(line)
-    lines += [
-        *refused,
-        *(f"  {one}  to be fetched{note}" for one, note in known.items()),
-    ]
-    own = "  its original repository  multi-token prediction, "
-    if (other := other_formula(target)) is not None:
-        lines.append(f"{own}not to be loaded: it {other}")
-    if folder is not None and _own_head(folder, model).found is not None:
-        lines.append("  its own folder  multi-token prediction, here")
-    elif family_of(target) is not None:
-        lines.append(f"{own}to be fetched")
-    return ["", f"Trained heads for {model} (--draft-model):", *lines] if lines else []
 
 
 HEADS_NAME = re.compile(r"mtp|eagle|dflash|dspark|medusa|speculator|assistant|draft")
@@ -125,12 +93,12 @@ def choose_for(
     known = [one for one, note in known_repositories(name).items() if not note]
     target = config_of(folder)
     places = [*(() if cached else models_in(folder.parent)), *models_in(where)]
-    found, lines = _own_head(folder, name)
+    found, lines = own_head(folder, name)
     others = {place.resolve(): (one, place) for one, place in places}
     others.pop(folder.resolve(), None)
     for one, place in filter(lambda other: is_head(other[1]), others.values()):
         config = config_of(place)
-        fault = _why_not(config, target)
+        fault = why_not(config, target)
         if fault is None and not _is_for(one, name, known):
             fault = "nothing says that it was made for this model; name it to take it"
         if fault is None and found is None:
@@ -155,7 +123,7 @@ def choose_for(
     return FoundModel(found, lines)
 
 
-def _own_head(folder: Path, name: str) -> FoundModel:
+def own_head(folder: Path, name: str) -> FoundModel:
     """The file or index in a model's own folder that lists its prediction layer."""
     try:
         files = HeadFiles(folder)
@@ -198,7 +166,7 @@ def _is_for(head: str, model: str, known: Iterable[str]) -> bool:
     return other.startswith(base) and bool(HEADS_NAME.search(other[len(base) :]))
 
 
-def _why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
+def why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     """Why a head cannot serve a target, by their configs; None if it can."""
     if not FORMATS[known_kind(config) or "mtp"].loads:
         return "cannot be loaded yet"
@@ -342,35 +310,3 @@ def _candidate(
     except Exception as error:
         refusal = f"cannot be read: {(str(error).strip() or type(error).__name__).splitlines()[0]}"
     return Candidate(name, size, refusal=refusal)
-
-
-def report(model: str, where: Path | None = None) -> str:
-    """All that can draft for a model, for people to read; by its name alone if it is not here."""
-    lines = ["Without a second model:"]
-    lines += [
-        f"  {name:<16}{text}"
-        for name, text in describe_drafters(with_model=False).items()
-    ]
-    try:
-        target = locate(model)
-    except ModelFolderError as error:
-        if is_path(model) or Path(model).exists():
-            raise
-        return "\n".join([*lines, "", str(error), *heads_lines(model, None)])
-    able, refused = list[str](), list[str]()
-    for one in find_candidates(model, where):
-        if one.refusal is not None:
-            refused.append(f"  {one.name}  {one.refusal}")
-            continue
-        cost = f"a token costs about {one.cost:.2f} of the target's{one.note}"
-        able += [f"  {one.name}  {_size(one.size)}, {cost}", f"    {one.expectation()}"]
-    able = able or [f"  none in {where or 'the Hugging Face cache'}"]
-    lines += ["", f"Draft models for {model} ({_size(weight_bytes(target))}):", *able]
-    lines += heads_lines(model, target, models_in(where))
-    return "\n".join([*lines, *(["", "Left out:", *refused] if refused else [])])
-
-
-def _size(num_bytes: int) -> str:
-    return (
-        f"{num_bytes / 1e9:.2f} GB" if num_bytes >= 1e9 else f"{num_bytes / 1e6:.1f} MB"
-    )

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from http import HTTPStatus
 from typing import Any
 
 from specdec_mlx.server.protocols import fields
-from specdec_mlx.server.protocols.turns import THOUGHTS, unseen
+from specdec_mlx.server.protocols.turns import THOUGHTS, as_result, parts_in, unseen
 from specdec_mlx.server.requests import (
     AUTO,
     NONE,
@@ -20,67 +19,11 @@ from specdec_mlx.server.requests import (
     Event,
     RequestError,
     Said,
+    Stream,
     Written,
 )
 
 DONE = b"data: [DONE]\n\n"
-
-
-class Chat:
-    """The wire of `/v1/chat/completions`."""
-
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        """Check a body; raises RequestError."""
-        body = fields.without_nulls(body)
-        request = fields.base(body)
-        request.messages = messages_in(body.get("messages"))
-        request.tools = tools_in(body.get("tools"))
-        request.tool_choice = _choice(body.get("tool_choice"), request.tools)
-        request.parallel_calls = body.get("parallel_tool_calls", True)
-        request.grammar = fields.grammar_in(body.get("response_format"))
-        request.template = (
-            fields.thinking(body.get("reasoning_effort")) | request.template
-        )
-        if (role_mapping := body.get("role_mapping")) is not None:
-            request.template["role_mapping"] = role_mapping
-        last = request.template.pop(
-            "continue_final_message", body.get("continue_final_message")
-        )
-        request.continues = bool(last)
-        request.max_tokens = fields.most_tokens(body)
-        request.stop = fields.texts(body.get("stop"), "stop")
-        request.num_logprobs = logprobs_in(body)
-        count = body.get("n", 1)
-        more = {"num_choices": count, "with_usage": wants_usage(body)}
-        return fields.asked(fields.choices(request, count), body, "chatcmpl-", more)
-
-    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
-        """The whole reply."""
-        ends = [text.ended for text in texts if text.ended is not None]
-        choices = [
-            {
-                "index": index,
-                "message": _message(text),
-                "logprobs": _logprobs(text)
-                if asked.requests[0].num_logprobs is not None
-                else None,
-                "finish_reason": end.reason,
-            }
-            for index, (text, end) in enumerate(zip(texts, ends, strict=True))
-        ]
-        usage = fields.usage(ends, asked.more["num_choices"])
-        return {**head(asked, "chat.completion"), "choices": choices, "usage": usage}
-
-    def stream(self, asked: Asked) -> ChatStream:
-        """The way of a streamed reply."""
-        return ChatStream(asked)
-
-    def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
-        """OpenAI's form of an error."""
-        return fields.error_object(error, status)
-
-
-CHAT = Chat()
 
 
 def messages_in(messages: Any) -> list[dict[str, Any]]:
@@ -96,7 +39,9 @@ def _templated(given: Any) -> dict[str, Any]:
     message = fields.without_nulls(given)
     if message["role"] == "developer":
         message["role"] = "system"
-    message["content"] = _text(message.get("content", ""))
+    content = message.get("content", "")
+    content = as_result(content) if message["role"] == "tool" else content
+    message["content"] = "".join(map(_part, parts_in(content, "messages: content")))
     thoughts = [message.pop(name) for name in THOUGHTS if name in message]
     if thoughts and isinstance(thoughts[0], str):
         message |= dict.fromkeys(THOUGHTS, thoughts[0])
@@ -110,18 +55,6 @@ def _is_named(given: Any) -> bool:
     """True for an object whose function has a name: a tool, or a call of one."""
     function = given.get("function") if isinstance(given, dict) else None
     return isinstance(function, dict) and isinstance(function.get("name"), str)
-
-
-def _text(content: Any) -> str:
-    """A content as text; what is none is named in its place."""
-    if isinstance(content, str):
-        return content
-    parts = content if isinstance(content, list) else [content]
-    if not all(isinstance(part, dict) for part in parts):
-        raise RequestError(
-            f"messages: content must be a text or a list of parts, not {content!r}"
-        )
-    return "".join(_part(part) for part in parts)
 
 
 def _part(part: Mapping[str, Any]) -> str:
@@ -193,7 +126,8 @@ def _logprobs(text: Written | Said) -> dict[str, Any]:
 
 def _message(text: Written) -> dict[str, Any]:
     calls = [_call(**call) for call in text.calls]
-    message: dict[str, Any] = {"role": "assistant", "content": text.text or None}
+    content = text.text or (None if calls else "")
+    message: dict[str, Any] = {"role": "assistant", "content": content}
     message |= dict.fromkeys(THOUGHTS, text.thoughts) if text.thoughts else {}
     return message | ({"tool_calls": calls} if calls else {})
 
@@ -203,26 +137,14 @@ def _call(id: str, name: str, arguments: str) -> dict[str, Any]:
     return {"id": id, "type": "function", "function": called}
 
 
-class ChunkStream(ABC):
+class ChunkStream(Stream):
     """The chunks of a stream in OpenAI's protocols: what chats and completions have in common."""
 
     kind: str
 
     def __init__(self, asked: Asked) -> None:
-        self.asked = asked
+        super().__init__(asked)
         self._ends: dict[int, Ended] = {}  # by choice
-
-    @abstractmethod
-    def begin(self) -> Iterable[bytes]:
-        """What comes before all events."""
-
-    @abstractmethod
-    def write(self, choice: int, event: Event) -> Iterable[bytes]:
-        """The chunks of an event."""
-
-    def keepalive(self) -> bytes:
-        """A comment, which clients skip."""
-        return b": keepalive\n\n"
 
     def end(self) -> Iterator[bytes]:
         """The usage, if it was asked for, and the mark of the end."""
@@ -233,7 +155,7 @@ class ChunkStream(ABC):
 
     def fail(self, error: Exception, status: HTTPStatus) -> Iterable[bytes]:
         """An error, and the mark of the end."""
-        return fields.server_sent(fields.error_object(error, status)), DONE
+        return fields.server_sent(CHAT.error(error, status)), DONE
 
     def chunk(self, *choices: dict[str, Any], **more: Any) -> bytes:
         """A chunk with some choices; the last one of a choice has its account."""
@@ -280,3 +202,54 @@ class ChatStream(ChunkStream):
         return self.chunk(
             {"index": choice, "delta": delta, "finish_reason": None, **more}
         )
+
+
+class Chat(fields.OpenAIWire):
+    """The wire of `/v1/chat/completions`."""
+
+    stream = ChatStream
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        """Check a body; raises RequestError."""
+        body = fields.without_nulls(body)
+        request = fields.base(body)
+        request.messages = messages_in(body.get("messages"))
+        request.tools = tools_in(body.get("tools"))
+        request.tool_choice = _choice(body.get("tool_choice"), request.tools)
+        request.parallel_calls = body.get("parallel_tool_calls", True)
+        request.grammar = fields.grammar_in(body.get("response_format"))
+        request.template = (
+            fields.thinking(body.get("reasoning_effort")) | request.template
+        )
+        if (role_mapping := body.get("role_mapping")) is not None:
+            request.template["role_mapping"] = role_mapping
+        last = request.template.pop(
+            "continue_final_message", body.get("continue_final_message")
+        )
+        request.continues = bool(last)
+        request.max_tokens = fields.most_tokens(body)
+        request.stop = fields.texts(body.get("stop"), "stop")
+        request.num_logprobs = logprobs_in(body)
+        count = body.get("n", 1)
+        more = {"num_choices": count, "with_usage": wants_usage(body)}
+        return fields.asked(fields.choices(request, count), body, "chatcmpl-", more)
+
+    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
+        """The whole reply."""
+        ends = [text.ended for text in texts if text.ended is not None]
+        choices = [
+            {
+                "index": index,
+                "message": _message(text),
+                "logprobs": _logprobs(text)
+                if asked.requests[0].num_logprobs is not None
+                else None,
+                "finish_reason": end.reason,
+            }
+            for index, (text, end) in enumerate(zip(texts, ends, strict=True))
+        ]
+        usage = fields.usage(ends, asked.more["num_choices"])
+        return {**head(asked, "chat.completion"), "choices": choices, "usage": usage}
+
+
+CHAT = Chat()

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from http import HTTPStatus
 from typing import Any
 
 from specdec_mlx.server.protocols import fields
@@ -29,56 +28,6 @@ from specdec_mlx.server.requests import (
 
 MOST_PROMPTS = 128  # most prompts of one request
 KIND = "text_completion"
-
-
-class Completions:
-    """The wire of `/v1/completions`."""
-
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        """Check a body; raises RequestError."""
-        body = fields.without_nulls(body)
-        request = fields.base(body)
-        if body.get("suffix"):
-            raise RequestError(
-                "suffix: models here continue a text, and do not fill one in."
-            )
-        count = body.get("n", 1)
-        if body.get("best_of", count) != count:
-            raise RequestError(
-                "best_of: texts are not chosen among here. Ask for n of them."
-            )
-        request.echo = body.get("echo", False)
-        request.grammar = fields.grammar_in(body.get("response_format"))
-        request.max_tokens = fields.most_tokens(body, least=0 if request.echo else 1)
-        request.stop = fields.texts(body.get("stop"), "stop")
-        request.num_logprobs = logprobs_in(body)
-        prompts = [
-            replace(request, prompt=prompt) for prompt in prompts_in(body.get("prompt"))
-        ]
-        requests = [one for prompt in prompts for one in fields.choices(prompt, count)]
-        more = {"num_choices": count, "with_usage": wants_usage(body)}
-        return fields.asked(requests, body, "cmpl-", more)
-
-    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
-        """The whole reply."""
-        ends = [text.ended for text in texts if text.ended is not None]
-        choices = []
-        for index, (text, end) in enumerate(zip(texts, ends, strict=True)):
-            said = Said(text.thoughts + text.text, logprobs=text.logprobs)
-            choices.append(_choice(asked, index, said, 0, end.reason))
-        usage = fields.usage(ends, asked.more["num_choices"])
-        return {**head(asked, KIND), "choices": choices, "usage": usage}
-
-    def stream(self, asked: Asked) -> CompletionStream:
-        """The way of a streamed reply."""
-        return CompletionStream(asked)
-
-    def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
-        """OpenAI's form of an error."""
-        return fields.error_object(error, status)
-
-
-COMPLETIONS = Completions()
 
 
 def prompts_in(prompt: Any) -> list[Any]:
@@ -160,10 +109,6 @@ class CompletionStream(ChunkStream):
         super().__init__(asked)
         self._lengths = Counter[int]()  # of the texts that were sent, by choice
 
-    def begin(self) -> Sequence[bytes]:
-        """Nothing."""
-        return ()
-
     def write(self, choice: int, event: Event) -> Iterator[bytes]:
         """The chunks of an event."""
         if isinstance(event, Said) and (event.text or event.logprobs):
@@ -172,3 +117,47 @@ class CompletionStream(ChunkStream):
         if isinstance(event, Ended):
             self._ends[choice] = event
             yield self.chunk(_choice(self.asked, choice, Said(""), 0, event.reason))
+
+
+class Completions(fields.OpenAIWire):
+    """The wire of `/v1/completions`."""
+
+    stream = CompletionStream
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        """Check a body; raises RequestError."""
+        body = fields.without_nulls(body)
+        request = fields.base(body)
+        if body.get("suffix"):
+            raise RequestError(
+                "suffix: models here continue a text, and do not fill one in."
+            )
+        count = body.get("n", 1)
+        if body.get("best_of", count) != count:
+            raise RequestError(
+                "best_of: texts are not chosen among here. Ask for n of them."
+            )
+        request.echo = body.get("echo", False)
+        request.grammar = fields.grammar_in(body.get("response_format"))
+        request.max_tokens = fields.most_tokens(body, least=0 if request.echo else 1)
+        request.stop = fields.texts(body.get("stop"), "stop")
+        request.num_logprobs = logprobs_in(body)
+        prompts = [
+            replace(request, prompt=prompt) for prompt in prompts_in(body.get("prompt"))
+        ]
+        requests = [one for prompt in prompts for one in fields.choices(prompt, count)]
+        more = {"num_choices": count, "with_usage": wants_usage(body)}
+        return fields.asked(requests, body, "cmpl-", more)
+
+    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
+        """The whole reply."""
+        ends = [text.ended for text in texts if text.ended is not None]
+        choices = []
+        for index, (text, end) in enumerate(zip(texts, ends, strict=True)):
+            said = Said(text.thoughts + text.text, logprobs=text.logprobs)
+            choices.append(_choice(asked, index, said, 0, end.reason))
+        usage = fields.usage(ends, asked.more["num_choices"])
+        return {**head(asked, KIND), "choices": choices, "usage": usage}
+
+
+COMPLETIONS = Completions()

@@ -29,6 +29,7 @@ from specdec_mlx.server.requests import (
     RequestError,
     TextRequest,
     TokenLogprob,
+    Wire,
 )
 
 Body = Mapping[str, Any]
@@ -51,23 +52,29 @@ PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 def read_body(raw: bytes) -> dict[str, Any]:
     """A body as an object without null fields; raises RequestError.
 
-    Half a pair of surrogates, as a client leaves that cuts a text by UTF-16, is replaced.
+    A number that is whole is an int, as in languages that have no others.
     """
     try:
-        text = raw.decode()
-        body = json.loads(text)
-        if "\\ud" in text.lower():
-            units = json.dumps(body, ensure_ascii=False).encode(
-                "utf-16-le", "surrogatepass"
-            )
-            body = json.loads(units.decode("utf-16-le", "replace"))
+        body = without_surrogates(json.loads(raw.decode("utf-8-sig")))
     except (ValueError, RecursionError) as error:
         raise RequestError(f"The body of the request is no JSON: {error}") from error
     if not isinstance(body, dict):
         raise RequestError(
             f"The body of the request must be a JSON object, not {body!r}"
         )
-    return without_nulls(body)
+    return {
+        name: int(value) if isinstance(value, float) and value.is_integer() else value
+        for name, value in without_nulls(body).items()
+    }
+
+
+def without_surrogates(value: Any) -> Any:
+    """What was read from JSON; halves of surrogate pairs, of texts that were cut, are replaced."""
+    text = json.dumps(value)
+    if "\\ud" not in text:
+        return value
+    units = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
+    return json.loads(units.decode("utf-16-le", "replace"))
 
 
 def without_nulls(body: Body) -> dict[str, Any]:
@@ -81,7 +88,7 @@ def base(body: Body) -> TextRequest:
         if body.get(name) is not None and not fits(body[name]):
             raise RequestError(f"{name} must be {expected}, not {body[name]!r}")
     length = body.get("draft_length", body.get("num_draft_tokens"))
-    seed = body.get("seed", -1)
+    seed = -1 if body.get("seed") is None else body["seed"]
     drafters = body.get("drafter")
     return TextRequest(
         model=body.get("model") or "",
@@ -90,7 +97,7 @@ def base(body: Body) -> TextRequest:
         template=dict(body.get("chat_template_kwargs") or {}),
         sampling=_sampling(body),
         penalties=_penalties(body),
-        seed=None if seed == -1 else seed,
+        seed=None if seed == -1 else seed % NUM_SEEDS,
         prediction=_prediction(body.get("prediction")),
         drafters=None if drafters is None else several(drafters),
         draft_length=None if length is None else _length(length),
@@ -190,7 +197,7 @@ def is_a(
     if kind not in (int, float):
         return lambda value: isinstance(value, kind)
     kinds = (int,) if kind is int else (int, float)
-    return lambda v: type(v) in kinds and math.isfinite(v) and least <= v <= most
+    return lambda v: type(v) in kinds and abs(v) < math.inf and least <= v <= most
 
 
 def _are_drafters(value: Any) -> bool:
@@ -210,10 +217,7 @@ _NUMBER, _SHARE = (
 _COUNT = is_a(int, 0), "an int from 0 on"
 FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "drafter": (_are_drafters, f"a name or a list of at most {MOST_DRAFTERS} names"),
-    "seed": (
-        is_a(int, -1, NUM_SEEDS - 1),
-        "an int from 0 to 2**64 - 1, or -1 for none",
-    ),
+    "seed": (is_a(int), "an int, -1 for none"),
     "n": (is_a(int, 1, MOST_CHOICES), f"an int from 1 to {MOST_CHOICES}"),
     **dict.fromkeys(("model", "draft_model", "adapters", "reasoning_effort"), _TEXT),
     **dict.fromkeys(("stream_options", "chat_template_kwargs", "logit_bias"), _OBJECT),
@@ -353,22 +357,22 @@ def words_of(error: Exception, status: HTTPStatus) -> str:
     ]
 
 
-def error_object(error: Exception, status: HTTPStatus) -> dict[str, Any]:
-    """OpenAI's form of an error."""
-    is_server = status >= HTTPStatus.INTERNAL_SERVER_ERROR
-    kind = "server_error" if is_server else "invalid_request_error"
-    code = getattr(error, "code", None) or status
-    return {
-        "error": {
-            "message": words_of(error, status),
-            "type": kind,
-            "param": None,
-            "code": code,
-        }
-    }
-
-
 def server_sent(data: Any, event: str | None = None) -> bytes:
     """A server-sent event: its data, which become JSON, and its name."""
     name = b"" if event is None else f"event: {event}\n".encode()
     return b"%sdata: %s\n\n" % (name, msgspec.json.encode(data))
+
+
+class OpenAIWire(Wire):
+    """What OpenAI's protocols have in common."""
+
+    def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
+        """OpenAI's form of an error."""
+        is_server = status >= HTTPStatus.INTERNAL_SERVER_ERROR
+        said = {
+            "message": words_of(error, status),
+            "type": "server_error" if is_server else "invalid_request_error",
+            "param": None,
+            "code": getattr(error, "code", None) or status,
+        }
+        return {"error": said}

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 
@@ -17,6 +16,7 @@ from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     BETWEEN,
     Turns,
+    as_result,
     expect,
     function,
     given,
@@ -36,6 +36,8 @@ from specdec_mlx.server.requests import (
     PromptProgress,
     RequestError,
     Said,
+    Stream,
+    Wire,
     Written,
 )
 
@@ -97,87 +99,6 @@ OWN_TOOLS: dict[str, tuple[str, dict[str, Any]]] = {
 """Anthropic's tools that clients run, by how their types begin: what they do, and their input."""
 
 
-class Messages:
-    """The wire of `/v1/messages`, and of `/v1/messages/count_tokens`, which needs no max_tokens."""
-
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        """Check a body; raises RequestError."""
-        if body.get("thread"):  # clients that are told so send the whole conversation
-            raise RequestError(
-                "thread: nothing is kept here. Send all messages again.", NO_THREADS
-            )
-        request = fields.base(body)
-        turns = Turns()
-        for block in parts_in(body.get("system"), "system"):
-            if not (text := _text(block)).startswith(BILLING):
-                turns.say("system", text)
-        for message in expect(body.get("messages"), list, "messages"):
-            _add(turns, expect(message, dict, "messages"))
-        if not any(message["role"] != "system" for message in turns.messages):
-            raise RequestError("messages must be a list of at least one message.")
-        request.messages = turns.messages
-        last = turns.messages[-1]
-        request.continues = last["role"] == "assistant" and "tool_calls" not in last
-        request.tools = list(_tools(given(body, "tools", list)))
-        choice = given(body, "tool_choice", dict)
-        request.tool_choice = _choice(choice, request.tools)
-        request.parallel_calls = choice.get("disable_parallel_tool_use") is not True
-        request.max_tokens = fields.most_tokens(body)
-        request.stop = fields.texts(body.get("stop_sequences"), "stop_sequences")
-        metadata = given(body, "metadata", dict)
-        request.user = str(metadata.get("user_id") or request.user)
-        wanted = given(body, "output_config", dict).get("format") or body.get(
-            "output_format"
-        )
-        if wanted is not None:
-            wanted = expect(wanted, dict, "output_config.format")
-            described = {"type": wanted.get("type"), "json_schema": wanted}
-            request.grammar = fields.grammar_in(described)
-        thinking = given(body, "thinking", dict).get("type")
-        if thinking and not has_grammar(request):
-            request.template = {
-                "enable_thinking": thinking != "disabled"
-            } | request.template
-        return fields.asked([request], body, "msg_")
-
-    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
-        """The message; raises the errors of `Written`."""
-        (written,) = texts
-        content: list[dict[str, Any]] = []
-        if written.thoughts:
-            thoughts = {"thinking": written.thoughts, "signature": SIGNATURE}
-            content.append({"type": "thinking", **thoughts})
-        if written.text:
-            content.append({"type": "text", "text": written.text})
-        for call in written.calls:
-            content.append(
-                _use(call["id"], call["name"], json.loads(call["arguments"]))
-            )
-        assert written.ended is not None
-        return _message(asked, content, _usage(written.ended)) | _stopped(written.ended)
-
-    def stream(self, asked: Asked) -> MessageStream:
-        """The way of a streamed message."""
-        return MessageStream(asked)
-
-    def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
-        """Anthropic's form of an error."""
-        words = fields.words_of(error, status)
-        # clients read it, and compact
-        if isinstance(error, RequestError) and error.most:
-            words = (
-                f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
-            )
-        said: dict[str, Any] = {"type": ERRORS.get(status, "invalid_request_error")}
-        said["message"] = words
-        if code := getattr(error, "code", None):
-            said["details"] = {"error_code": code}
-        return {"type": "error", "error": said}
-
-
-MESSAGES = Messages()
-
-
 def _text(block: Mapping[str, Any]) -> str:
     """A block as text, whatever it is."""
     match kind := block["type"]:
@@ -216,15 +137,20 @@ def _add(turns: Turns, message: Mapping[str, Any]) -> None:
         kind = block["type"]
         if kind == "tool_result":
             failed = "Error: " if block.get("is_error") else ""
-            result = _texts(block.get("content"), "tool_result.content")
+            result = _texts(as_result(block.get("content")), "tool_result.content")
             turns.answer(str(block.get("tool_use_id")), failed + result)
         elif kind == "tool_use":
             name = expect(block.get("name"), str, "tool_use.name")
-            turns.call(str(block.get("id")), name, given(block, "input", dict))
+            turns.call(str(block.get("id")), name, _input(block.get("input")))
         elif kind == "thinking":
             turns.think(expect(block.get("thinking"), str, "thinking"))
         elif kind != "redacted_thinking":
             turns.say(said, _text(block))
+
+
+def _input(given: Any) -> Any:
+    """The input of a call: an object, or what a client kept of a broken one."""
+    return given if isinstance(given, str) else expect(given or {}, dict, "input")
 
 
 def _tools(tools: Sequence[Any]) -> Iterator[dict[str, Any]]:
@@ -291,18 +217,13 @@ def _message(asked: Asked, content: list[Any], usage: dict[str, Any]) -> dict[st
     return fixed | {"content": content} | stopped | {"usage": usage}
 
 
-@dataclass
-class MessageStream:
+class MessageStream(Stream):
     """A streamed message: a message_start, blocks one after another, why it ended, message_stop."""
 
-    asked: Asked
-    _begun: bool = False
-    _index: int = -1
-    _open: str | None = None  # kind of the open block
-
-    def begin(self) -> Iterable[bytes]:
-        """Nothing: the first event has the counts of the prompt."""
-        return ()
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked)
+        self._begun, self._index = False, -1
+        self._open: str | None = None  # kind of the open block
 
     def write(self, choice: int, event: Event) -> Iterator[bytes]:
         """The bytes of an event."""
@@ -337,10 +258,6 @@ class MessageStream:
         """A ping."""
         return _event("ping")
 
-    def end(self) -> Iterable[bytes]:
-        """Nothing: the text's own end has it."""
-        return ()
-
     def fail(self, error: Exception, status: HTTPStatus) -> Iterable[bytes]:
         """An event of the error."""
         yield _event(**MESSAGES.error(error, status))
@@ -369,3 +286,81 @@ class MessageStream:
 
 def _event(type: str, **more: Any) -> bytes:
     return fields.server_sent({"type": type, **more}, type)
+
+
+class Messages(Wire):
+    """The wire of `/v1/messages`, and of `/v1/messages/count_tokens`, which needs no max_tokens."""
+
+    stream = MessageStream
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        """Check a body; raises RequestError."""
+        if body.get("thread"):  # clients that are told so send the whole conversation
+            raise RequestError(
+                "thread: nothing is kept here. Send all messages again.", NO_THREADS
+            )
+        request = fields.base(body)
+        turns = Turns()
+        for block in parts_in(body.get("system"), "system"):
+            if not (text := _text(block)).startswith(BILLING):
+                turns.say("system", text)
+        for message in expect(body.get("messages"), list, "messages"):
+            _add(turns, expect(message, dict, "messages"))
+        if not any(message["role"] != "system" for message in turns.messages):
+            raise RequestError("messages must be a list of at least one message.")
+        request.messages = turns.messages
+        last = turns.messages[-1]
+        request.continues = last["role"] == "assistant" and "tool_calls" not in last
+        request.tools = list(_tools(given(body, "tools", list)))
+        choice = given(body, "tool_choice", dict)
+        request.tool_choice = _choice(choice, request.tools)
+        request.parallel_calls = choice.get("disable_parallel_tool_use") is not True
+        request.max_tokens = fields.most_tokens(body)
+        request.stop = fields.texts(body.get("stop_sequences"), "stop_sequences")
+        metadata = given(body, "metadata", dict)
+        request.user = str(metadata.get("user_id") or request.user)
+        wanted = given(body, "output_config", dict).get("format") or body.get(
+            "output_format"
+        )
+        if wanted is not None:
+            wanted = expect(wanted, dict, "output_config.format")
+            described = {"type": wanted.get("type"), "json_schema": wanted}
+            request.grammar = fields.grammar_in(described)
+        thinking = given(body, "thinking", dict).get("type")
+        if thinking and not has_grammar(request):
+            request.template = {
+                "enable_thinking": thinking != "disabled"
+            } | request.template
+        return fields.asked([request], body, "msg_")
+
+    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
+        """The message; raises the errors of `Written`."""
+        (written,) = texts
+        content: list[dict[str, Any]] = []
+        if written.thoughts:
+            thoughts = {"thinking": written.thoughts, "signature": SIGNATURE}
+            content.append({"type": "thinking", **thoughts})
+        if written.text:
+            content.append({"type": "text", "text": written.text})
+        for call in written.calls:
+            arguments = fields.without_surrogates(json.loads(call["arguments"]))
+            content.append(_use(call["id"], call["name"], arguments))
+        assert written.ended is not None
+        return _message(asked, content, _usage(written.ended)) | _stopped(written.ended)
+
+    def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
+        """Anthropic's form of an error."""
+        words = fields.words_of(error, status)
+        # clients read it, and compact
+        if isinstance(error, RequestError) and error.most:
+            words = (
+                f"prompt is too long: {error.num_tokens} tokens > {error.most} maximum"
+            )
+        said: dict[str, Any] = {"type": ERRORS.get(status, "invalid_request_error")}
+        said["message"] = words
+        if code := getattr(error, "code", None):
+            said["details"] = {"error_code": code}
+        return {"type": "error", "error": said}
+
+
+MESSAGES = Messages()

@@ -20,6 +20,7 @@ from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     BETWEEN,
     Turns,
+    as_result,
     expect,
     function,
     given,
@@ -39,6 +40,7 @@ from specdec_mlx.server.requests import (
     Event,
     RequestError,
     Said,
+    Stream,
     Written,
 )
 
@@ -110,83 +112,6 @@ class Tool:
     namespace: str | None = None
 
 
-class Responses:
-    """The wire of `/v1/responses`."""
-
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        """Check a body; raises RequestError."""
-        for name in STATEFUL:
-            if body.get(name):
-                raise RequestError(
-                    f"{name}: nothing is kept here. Send all of the input again."
-                )
-        request = fields.base(body)
-        turns = Turns()
-        if instructions := body.get("instructions"):
-            turns.say("system", _texts(instructions, "instructions"))
-        items = body.get("input")
-        if isinstance(items, str):
-            items = [{"role": "user", "content": items}]
-        items = expect(items, list, "input")
-        for item in items:
-            _add(turns, expect(item, dict, "input"))
-        if not turns.messages:
-            raise RequestError("input must be a text or a list of at least one item.")
-        request.messages = turns.messages
-        tools: dict[str, Tool] = {}
-        brought = (
-            given(item, "tools", list)
-            for item in items
-            if item.get("type") == MORE_TOOLS
-        )
-        all_tools: list[Any] = sum(brought, given(body, "tools", list))
-        request.tools = list(_tools(all_tools, tools))
-        request.tool_choice, named = _choice(body.get("tool_choice") or AUTO, tools)
-        request.tools = [
-            tool for tool in request.tools if tool["function"]["name"] in named
-        ]
-        request.parallel_calls = body.get("parallel_tool_calls") is not False
-        request.max_tokens = fields.count(body, "max_output_tokens", least=1)
-        wanted = given(given(body, "text", dict), "format", dict)
-        described = {"type": wanted.get("type", "text"), "json_schema": wanted}
-        request.grammar = fields.grammar_in(described)
-        effort = given(given(body, "reasoning", dict), "effort", str)
-        if effort and not has_grammar(request):
-            request.template = fields.thinking(effort) | request.template
-        include = given(body, "include", list)
-        if LOGPROBS in include or body.get("top_logprobs"):
-            most = fields.MOST_LOGPROBS
-            request.num_logprobs = fields.count(body, "top_logprobs", most=most) or 0
-        echo = {name: body.get(name) or value for name, value in ECHOED.items()}
-        echo["parallel_tool_calls"] = request.parallel_calls
-        more = {"tools": tools, "encrypts": ENCRYPTED in include, "echo": echo}
-        return fields.asked([request], body, "resp_", more)
-
-    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
-        """The response: what a stream of the same events ends with."""
-        (written,) = texts
-        assert written.ended is not None
-        stream = ResponseStream(asked)
-        words = Said(written.text, logprobs=written.logprobs)
-        events: list[Event] = [Said(written.thoughts, is_thought=True), words]
-        for index, call in enumerate(written.calls):
-            events.append(CallBegan(index, call["id"], call["name"], call["arguments"]))
-        for event in [*events, written.ended]:
-            list(stream.write(0, event))
-        return stream.response
-
-    def stream(self, asked: Asked) -> ResponseStream:
-        """The way of a streamed response."""
-        return ResponseStream(asked)
-
-    def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
-        """OpenAI's form of an error."""
-        return fields.error_object(error, status)
-
-
-RESPONSES = Responses()
-
-
 def _text(part: Mapping[str, Any]) -> str:
     """A part of a content as text, whatever it is."""
     for name in ("text", "refusal"):
@@ -223,9 +148,8 @@ def _add(turns: Turns, item: Mapping[str, Any]) -> None:
         name = expect(item.get("name"), str, f"{kind}.name")
         turns.call(str(item.get("call_id")), name, arguments)
     elif kind in ("function_call_output", "custom_tool_call_output"):
-        turns.answer(
-            str(item.get("call_id")), _texts(item.get("output"), f"{kind}.output")
-        )
+        output = _texts(as_result(item.get("output")), f"{kind}.output")
+        turns.answer(str(item.get("call_id")), output)
     elif kind == "item_reference":
         if not str(item.get("id")).startswith(GROWTH["reasoning"].prefix):
             raise RequestError(
@@ -298,21 +222,17 @@ def _usage(ended: Ended) -> dict[str, Any]:
     }
 
 
-@dataclass
-class ResponseStream:
+class ResponseStream(Stream):
     """A streamed response. Its items come one after another: each is added, grows, and is done."""
 
-    asked: Asked
-    response: dict[str, Any] = field(init=False)
-    _open: dict[str, Any] = field(default_factory=dict)  # the item that grows
-    # of the text: the item, or its part
-    _holder: dict[str, Any] = field(default_factory=dict)
-    _arguments: str = ""  # of a call whose input is any text
-    _number: int = -1
-
-    def __post_init__(self) -> None:
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked)
+        self._open: dict[str, Any] = {}  # the item that grows
+        self._holder: dict[str, Any] = {}  # of the text: the item, or its part
+        self._arguments = ""  # of a call whose input is any text
+        self._number = -1
         none = "error", "incomplete_details", "previous_response_id", "usage"
-        self.response = {
+        self.response: dict[str, Any] = {
             "id": self.asked.id,
             "object": "response",
             "created_at": self.asked.created,
@@ -377,14 +297,6 @@ class ResponseStream:
             self._arguments += arguments
         elif arguments:
             yield self._grow(arguments)
-
-    def keepalive(self) -> bytes:
-        """A comment, which is no event."""
-        return b": keepalive\n\n"
-
-    def end(self) -> Iterable[bytes]:
-        """Nothing: the text's own end has it."""
-        return ()
 
     def fail(self, error: Exception, status: HTTPStatus) -> Iterator[bytes]:
         """The response, failed."""
@@ -460,3 +372,74 @@ def _free_text(arguments: str) -> str:
         return str(json.loads(arguments)["input"])
     except (ValueError, KeyError, TypeError):
         return arguments
+
+
+class Responses(fields.OpenAIWire):
+    """The wire of `/v1/responses`."""
+
+    stream = ResponseStream
+
+    def read(self, body: Mapping[str, Any]) -> Asked:
+        """Check a body; raises RequestError."""
+        for name in STATEFUL:
+            if body.get(name):
+                raise RequestError(
+                    f"{name}: nothing is kept here. Send all of the input again."
+                )
+        request = fields.base(body)
+        turns = Turns()
+        if instructions := body.get("instructions"):
+            turns.say("system", _texts(instructions, "instructions"))
+        items = body.get("input")
+        if isinstance(items, str):
+            items = [{"role": "user", "content": items}]
+        items = expect(items, list, "input")
+        for item in items:
+            _add(turns, expect(item, dict, "input"))
+        if not turns.messages:
+            raise RequestError("input must be a text or a list of at least one item.")
+        request.messages = turns.messages
+        tools: dict[str, Tool] = {}
+        brought = (
+            given(item, "tools", list)
+            for item in items
+            if item.get("type") == MORE_TOOLS
+        )
+        all_tools: list[Any] = sum(brought, given(body, "tools", list))
+        request.tools = list(_tools(all_tools, tools))
+        request.tool_choice, named = _choice(body.get("tool_choice") or AUTO, tools)
+        request.tools = [
+            tool for tool in request.tools if tool["function"]["name"] in named
+        ]
+        request.parallel_calls = body.get("parallel_tool_calls") is not False
+        request.max_tokens = fields.count(body, "max_output_tokens", least=1)
+        wanted = given(given(body, "text", dict), "format", dict)
+        described = {"type": wanted.get("type", "text"), "json_schema": wanted}
+        request.grammar = fields.grammar_in(described)
+        effort = given(given(body, "reasoning", dict), "effort", str)
+        if effort and not has_grammar(request):
+            request.template = fields.thinking(effort) | request.template
+        include = given(body, "include", list)
+        if LOGPROBS in include or body.get("top_logprobs"):
+            most = fields.MOST_LOGPROBS
+            request.num_logprobs = fields.count(body, "top_logprobs", most=most) or 0
+        echo = {name: body.get(name) or value for name, value in ECHOED.items()}
+        echo["parallel_tool_calls"] = request.parallel_calls
+        more = {"tools": tools, "encrypts": ENCRYPTED in include, "echo": echo}
+        return fields.asked([request], body, "resp_", more)
+
+    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
+        """The response: what a stream of the same events ends with."""
+        (written,) = texts
+        assert written.ended is not None
+        stream = ResponseStream(asked)
+        words = Said(written.text, logprobs=written.logprobs)
+        events: list[Event] = [Said(written.thoughts, is_thought=True), words]
+        for index, call in enumerate(written.calls):
+            events.append(CallBegan(index, call["id"], call["name"], call["arguments"]))
+        for event in [*events, written.ended]:
+            list(stream.write(0, event))
+        return stream.response
+
+
+RESPONSES = Responses()

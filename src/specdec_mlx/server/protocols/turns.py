@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, field
@@ -28,14 +29,28 @@ def given(body: Mapping[str, Any], name: str, kind: type) -> Any:
 
 def parts_in(content: Any, where: str) -> list[dict[str, Any]]:
     """The parts of a content, each with a type; a text is one part, None is no part."""
-    if isinstance(content, str):
-        return [{"type": "text", "text": content}]
-    parts: list[dict[str, Any]] = expect(
-        [] if content is None else content, list, where
-    )
+    if content is None:
+        return []
+    given = [content] if isinstance(content, str | dict) else content
+    parts: list[dict[str, Any]] = [
+        {"type": "text", "text": part} if isinstance(part, str) else part
+        for part in expect(given, list, where)
+    ]
     for part in parts:
         expect(expect(part, dict, where).get("type"), str, f"{where}: type")
     return parts
+
+
+def as_result(given: Any) -> Any:
+    """What a tool gave back: a text, parts with a type, or the JSON text of any other value."""
+    parts = given if isinstance(given, list) else []
+    if isinstance(given, str | None) or (parts and all(map(_is_part, parts))):
+        return given
+    return json.dumps(given, ensure_ascii=False)
+
+
+def _is_part(given: Any) -> bool:
+    return isinstance(given, str) or (isinstance(given, dict) and "type" in given)
 
 
 def unseen(what: Any) -> str:

@@ -10,6 +10,7 @@ from uuid import uuid4
 
 import regex
 
+from specdec_mlx.server.forced import DEEPEST_SCHEMA
 from specdec_mlx.server.requests import CallArguments, CallBegan, CallBroken, Event
 
 NUM_ID = 9  # letters of a call's id: some chat templates refuse any other number
@@ -36,7 +37,6 @@ PIECE = 64
 whole. Most calls that turn out to be none do so earlier, and are text."""
 
 SPACE, STRUCTURE = " \t\r\n", ' \t\r\n{}[],:"'
-DEEPEST_ARGUMENTS = 100  # levels of lists and objects
 ESCAPE = regex.compile(r'\\(?:["\\/bfnrt]|u[0-9a-fA-F]{4})')
 SCALAR = regex.compile(
     r"-?(?:0|[1-9]\d*)(?:\.\d+)?(?:[eE][+-]?\d+)?|true|false|null", regex.ASCII
@@ -93,7 +93,7 @@ class JsonObject:
             self.is_complete = not (self._open or self.is_broken)
         elif token in "{[":
             self._open += token
-            self.is_broken |= len(self._open) > DEEPEST_ARGUMENTS
+            self.is_broken |= len(self._open) > DEEPEST_SCHEMA
         self.is_in_string = token == '"' and not self.is_broken
         is_key = self.is_in_string and self._open.endswith("{") and self._before != ":"
         self._before = "key" if is_key else token if token in "{[,:" else "value"
@@ -234,7 +234,8 @@ class CallReader:
             return []
 
     def _checked(self, call: dict[str, Any]) -> tuple[str, str, str]:
-        name, arguments = call["name"], call.get("arguments", {})
+        name = call["name"]
+        arguments = call.get("arguments", call.get("parameters", {}))  # Llama's name
         if isinstance(arguments, str):
             arguments = json.loads(arguments)
         if name not in self._names or not isinstance(arguments, dict):

@@ -265,6 +265,11 @@ class TextState:
         ):
             events.append(Said("", logprobs=seen))
         is_call = call.num_whole or call.is_broken
+        if is_call and self._part_before_call == THOUGHT:
+            # many go on after a call as if its thought had ended; its mark may come yet
+            edges = self._marks[ANSWER]
+            edges.setdefault(self._tokenizer.think_end, ANSWER)
+            self._searches[ANSWER] = StopStrings([*edges, *self._request.stop])
         self._part = ANSWER if is_call else self._part_before_call
         self._blank = "" if is_call else self._blank
         self._text = call.left + self._text
