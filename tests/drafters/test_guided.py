@@ -38,11 +38,12 @@ class Follows:
     """A processor that remembers, as Outlines' do: it is shown each token once."""
 
     def __init__(self) -> None:
-        self.index, self.state = Index(), None
+        self.index = Index()
+        self.state: Any = None
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         if self.state is None:
-            self.state: Any = self.index.get_initial_state()
+            self.state = self.index.get_initial_state()
         else:
             self.state = self.index.get_next_state(self.state, int(tokens[-1].item()))
         allowed = mx.zeros(logits.shape[-1], mx.bool_)
@@ -81,6 +82,6 @@ def test_each_grammar_has_one_drafter_and_no_other_has_any() -> None:
         assert isinstance(both, sd.FirstOf)
         assert both.drafters[-1] is look_up
         assert len(both.drafters) == 2
-    three = with_forced(look_up, [grammar, Follows()])
-    kinds = [type(one) for one in three.drafters]  # type: ignore[union-attr]
+    three: Any = with_forced(look_up, [grammar, Follows()])
+    kinds = [type(one) for one in three.drafters]
     assert kinds == [IndexDrafter, GrammarDrafter, sd.PromptLookupDrafter]
