@@ -262,7 +262,14 @@ def test_models_are_found_by_the_names_that_people_use() -> None:
     assert {name for name in families if name not in said} == set()
 
 
-MEASURED = ("benchmarks.md", "measurements.md", "lossless.md", "training.md", "heads.md")
+MEASURED = (
+    "benchmarks.md",
+    "measurements.md",
+    "lossless.md",
+    "training.md",
+    "heads.md",
+    "cookbook.md",
+)
 """Pages of tables with their commands, which say what was measured and where."""
 
 GENERATED = ("commands.md", "architectures.md", "mutations.md")
