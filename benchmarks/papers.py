@@ -29,6 +29,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from benchmarks.heads import openings
 from specdec_mlx.contracts import Decision, Draft, Drafter, Features, Randomness, TargetRows
 from specdec_mlx.draft_length.costs import CURVES
+from specdec_mlx.drafters.heads.drafter import target_ends
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.lab import draft_path, head_path, target_path
 from specdec_mlx.lab.pair import split_topics
@@ -41,7 +42,7 @@ from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.training.features import Batch, live_batch
 from specdec_mlx.training.fitting import LOSSES, update
-from specdec_mlx.training.trainees import Prediction, Trainee, branches_behind, target_ends
+from specdec_mlx.training.trainees import Prediction, Trainee, branches_behind
 from specdec_mlx.verify.tree_passes import tree_pass
 
 MASK = 255  # a byte that no text of UTF-8 has

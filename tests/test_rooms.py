@@ -33,7 +33,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 205,
+    "files": 206,
     "numeric constants": 170,
     "protocols": 21,
     "public names": 31,
@@ -42,34 +42,34 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 227_876,
+    "all": 230_990,
     "batch": 4_770,
     "beams": 2_851,
     "bench": 11_019,
     "checks": 10_612,
     "cli": 8_851,
-    "contracts": 4_398,
-    "draft_length": 8_890,
-    "drafters": 47_924,
-    "engine": 8_230,
-    "lab": 2_782,
+    "contracts": 4_669,
+    "draft_length": 8_727,
+    "drafters": 50_874,
+    "engine": 8_238,
+    "lab": 2_792,
     "memory": 6_013,
     "mlx_lm_plugin": 5_550,
     "notebook": 3_640,
     "rules": 5_139,
     "sampling": 2_387,
-    "server": 37_079,
+    "server": 37_067,
     "stats": 3_972,
     "testing": 9_161,
-    "top": 9_851,
+    "top": 9_883,
     "training": 11_839,
-    "verify": 21_131,
+    "verify": 21_149,
     "vision": 1_787,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 8.52
+TOKENS_A_LINE = 8.55
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {

@@ -100,9 +100,7 @@ def explained(name: Path | str) -> Iterator[None]:
             f"There is no folder {folder}. Give the folder of a mlx-lm model, or a Hugging Face "
             "name such as mlx-community/SmolLM2-135M-Instruct."
         )
-    if is_offline() and not isinstance(
-        try_to_load_from_cache(str(name), "config.json"), str
-    ):
+    if is_offline() and not is_in_cache(str(name)):
         raise ModelFolderError(
             f"you seem to be offline: {name} is no folder here and not in the Hugging Face cache, "
             f"and {constants.ENDPOINT} cannot be reached. Connect and try again, or give a folder."
@@ -115,6 +113,14 @@ def explained(name: Path | str) -> Iterator[None]:
             f"{name} is no folder here, and could not be loaded from Hugging Face: {reason[0]} "
             "Look at the name and at the network, or give a folder."
         ) from error
+
+
+def is_in_cache(name: str) -> bool:
+    """True for a model in the Hugging Face cache, False for what can be no name there."""
+    try:
+        return isinstance(try_to_load_from_cache(name, "config.json"), str)
+    except ValueError:
+        return False
 
 
 def is_offline() -> bool:

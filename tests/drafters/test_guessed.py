@@ -148,7 +148,7 @@ class KeepsWhatFollowed(OnSource):
     def draws(self, at_once: int = 1) -> ChainDraws:
         given = self.scripted
         given.draw_guessed = (
-            lambda rows, guesses: (  # type: ignore[method-assign]
+            lambda rows, guesses: (  # type: ignore
                 setattr(given, "rows_to_come", list(self.rows[-len(rows) :])),
                 to_list(given.draw(rows)),
             )[1]

@@ -15,7 +15,7 @@ import distribution
 import narrow
 import specdec_mlx as sd
 import tiny
-from exact import TARGET, Source, Tokens, continued, rolled
+from exact import TARGET, Source, continued, rolled
 from exact_trees import TREE_RULES, ByTreeRule
 from heads import HEADS, random_head
 from lossless import PROMPT
@@ -26,6 +26,7 @@ from specdec_mlx.contracts.branching import side_by_side
 from specdec_mlx.contracts.trees import chain, path_to
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.testing.enumeration import Tokens
 from specdec_mlx.token_ids import to_list
 
 EXACT = 1e-12
@@ -170,7 +171,7 @@ def test_each_is_told_what_was_kept_of_its_own_draft() -> None:
 
     def drafter(name: str, *tokens: int) -> Any:
         begun = ScriptedDrafter(lambda start, limit: list(tokens)).begin([], DraftContext())
-        begun.observe = lambda new: told[name].append(list(new))  # type: ignore[method-assign]
+        begun.observe = lambda new: told[name].append(list(new))  # type: ignore
         return type("Begun", (), {"begin": lambda self, prompt, context: begun, "key": name})()
 
     tree = sd.TreeOf(drafter("a", 1, 2, 3), drafter("b", 1, 7, 8))
@@ -187,7 +188,7 @@ def test_siblings_are_independent_draws() -> None:
     1e-6; with the noise of coupling they are one.
     """
     model = distribution.tiny_llama(distribution.DRAFT)
-    tree = sd.TreeOf(sd.ModelDrafter(model), sd.ModelDrafter(model))
+    tree: Any = sd.TreeOf(sd.ModelDrafter(model), sd.ModelDrafter(model))
     sampling, vocab_size = sd.Sampling(temp=1.0), 6
     seen = np.zeros((vocab_size,) * 2)
     for seed in range(800):

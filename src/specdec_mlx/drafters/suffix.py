@@ -268,7 +268,7 @@ class SuffixSession:
         chain_key = f"{key} as a chain"
         longest = min(limit, values.limit(chain_key, True))
         known = [(chain_key, draft) for draft in self.candidates(longest)]
-        return values.grow(key, known, may_fork) if known else NO_DRAFT
+        return values.best_tree(key, known, may_fork) if known else NO_DRAFT
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
         """Copy what follows matches of text and `tokens` together; nothing is noted."""
