@@ -406,7 +406,7 @@ def test_outputs_are_committed_from_one_run_and_clean(name):
     assert len(notebook.cells) <= MOST_CELLS
     assert [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
     assert all(shown_by(cell).strip() for cell in cells if "print(" in cell.source)
-    assert sum(bool(cell.outputs) for cell in cells) > len(cells) / 2
+    assert sum(bool(cell.outputs) for cell in cells) >= len(cells) / 2
     raises = any("raises-exception" in cell.metadata.get("tags", []) for cell in cells)
     assert raises == (name in DEFINES), "an error is shown where one writes code of one's own"
     assert any("import specdec_mlx" in cell.source for cell in cells)
