@@ -83,9 +83,9 @@ class Auto:
         chosen, best, self._chosen_gain = "", NO_DRAFT, 0.0
         for key, draft in drafts:
             part = self._parts[key]
-            length, gain = part.cut(draft), part.gain
-            if gain > self._chosen_gain:
-                best, chosen, self._chosen_gain = draft.head(length), key, gain
+            length = part.cut(draft)
+            if part.gain > self._chosen_gain:
+                best, chosen, self._chosen_gain = draft.head(length), key, part.gain
         return chosen, best
 
     def beats_chosen(self, part: str) -> bool:

@@ -184,7 +184,7 @@ class Model(LookUp):
         Reading is paid on account, or once the text would have saved as much (ski rental bound).
         """
         self.gain, steps, prices = 0.0, self.learned.steps, self.prices
-        if self.pause or not prices.most:
+        if self.pause:
             return 0
         reaches = [*accumulate(self.learned.unseen.of_draft([0] * LONGEST), mul)]
         # what its passes cost alone is not known
@@ -263,8 +263,8 @@ class Model(LookUp):
             if round_.steady:
                 cost_model.add(1 + round_.drafted, round_.pass_seconds)
         if drafted:
-            is_cut = round_.accepted < round_.drafted
-            verdict = [True] * round_.accepted + [False] * is_cut
+            verdict = [True] * round_.accepted
+            verdict += [False] * (round_.accepted < round_.drafted)
             learned.unseen.learn([0] * len(verdict), verdict)
             if self.can_stop:
                 learned.chances.learn(self.evidence, verdict)
@@ -279,5 +279,5 @@ class Model(LookUp):
             self.unread = 0
         elif self.unread is not None:
             self.unread += round_.emitted
-        self.evidence, self._times, self.charge = (), [], 0.0
+        self._times, self.charge = [], 0.0
         return extra

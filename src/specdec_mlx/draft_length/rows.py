@@ -115,8 +115,11 @@ class RowLength(Auto):
         """[K] chance of each token that it and all before it are accepted; by place if drawn."""
         if not len(draft):
             return []
-        is_drawn = draft.logprobs is not None
-        shown = ((), [0] * len(draft)) if is_drawn else tokens_and_evidence(draft)
+        shown = (
+            tokens_and_evidence(draft)
+            if draft.logprobs is None
+            else ((), [0] * len(draft))
+        )
         return self._parts[part].reaches(*shown)
 
     def record(self, round_: RoundRecord) -> None:

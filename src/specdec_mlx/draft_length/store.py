@@ -62,9 +62,9 @@ class Learned:
     account: Account = field(default_factory=Account)
 
     def as_dict(self) -> dict[str, Any]:
-        """All but the tokens that were written, ready for JSON."""
+        """All but the tokens that were written, for JSON with lists in place of deques."""
         weights = [self.chances.weights, self.unseen.weights]
-        steps = [*map(list, vars(self.steps).values())]
+        steps = [*vars(self.steps).values()]
         return {"weights": weights, "steps": steps, "budget": self.account.budget}
 
     def restore(self, saved: dict[str, Any]) -> None:
@@ -72,7 +72,7 @@ class Learned:
         self.chances.weights, self.unseen.weights = finite(
             saved["weights"], 2, NUM_WEIGHTS, 2
         )
-        (self.account.budget,) = finite([saved["budget"]], 1)
+        self.account.budget = finite(saved["budget"])
         for samples, found in zip(
             vars(self.steps).values(), saved["steps"], strict=True
         ):

@@ -7,6 +7,7 @@ suffix tree; here the places are kept, so that those whose surroundings agree we
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
@@ -240,6 +241,8 @@ class SuffixSession:
             *((index, MEMORY_WEIGHT) for index in reversed(indexes)),
         ]
         self._known = Chances.of("look-up")
+        cap = config.num_draft
+        self._longest = sys.maxsize if cap is None else cap
         if config.trees:
             self.propose_tree = self._propose_tree
 
@@ -272,16 +275,12 @@ class SuffixSession:
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
         """Copy what follows matches of text and `tokens` together; nothing is noted."""
-        context, length = self._text.context(tokens), self._length(limit)
+        context, length = self._text.context(tokens), min(limit, self._longest)
         voters = self._voters(context) if length > 0 else None
         return vote(voters, context.last, length, tokens) if voters else NO_DRAFT
 
-    def _length(self, limit: int) -> int:
-        cap = self._config.num_draft
-        return limit if cap is None else min(limit, cap)
-
     def _trie(self, limit: int) -> dict[TokenPath, Evidence]:
-        context, length = self._text.context(), self._length(limit)
+        context, length = self._text.context(), min(limit, self._longest)
         voters = self._voters(context) if length > 0 else None
         paths = paths_of(voters, context.last, length) if voters else []
         return trie(paths, length, self._known)
