@@ -35,7 +35,7 @@ TESTS = {
     "rules/rejection": ["rules/test_acceptance.py"],
     "rules/coins": ["rules/test_acceptance.py"],
     "rules/match": ["rules/test_acceptance.py"],
-    "rules/lossy": ["rules/test_acceptance.py"],
+    "rules/lossy": ["rules/test_acceptance.py", "rules/test_trees.py"],
     "sampling/distribution": ["sampling/test_sampling.py"],
     "loop": [
         *("engine/test_loop.py", "engine/test_rounds.py", "test_generate.py"),
@@ -123,8 +123,8 @@ EQUIVALENT: dict[str, str] = {
     "rules/lossy.Lenient: `False` → `True`": "Its own `decide` answers for greedy targets before "
     "this is read.",
     "rules/lossy.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,
-    "rules/lossy.Typical.accept_probs: `(p > self.threshold(target_probs[:-1])) * "
-    "namespace_of(p).ones_like(p)` → `(p > self.threshold(target_probs[:-1])) / "
+    "rules/lossy.Typical._is_typical: `(p > self.threshold(target_probs)) * "
+    "namespace_of(p).ones_like(p)` → `(p > self.threshold(target_probs)) / "
     "namespace_of(p).ones_like(p)`": ONES,
     "sampling/distribution.Sampling._unnormalized: `0 < self.top_p < 1` → "
     "`0 < self.top_p <= 1`": "mlx-lm's filter keeps every token with mass at top_p = 1.",
