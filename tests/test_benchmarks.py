@@ -53,7 +53,9 @@ COMMANDS = {
     "host_time": "--context 300 --rounds 2",
     "memory": "{folder} --tokenizer {model} --max-tokens 100000",
     "mlx_lm_tests": "{mlx_lm_tests} --model {model}",
+    "hosts": "--help",
     "online": "--model {model} --draft-model {model} --texts 2 --held-out 1 --max-tokens 8",
+    "papers": "--help",
     "peers": "--peer mlx-dspark --help",
     "prior": "{texts} --drafter ngram",
     "recorded_drafts": "{texts} --draft-model {model} --json {out}",
@@ -67,6 +69,7 @@ COMMANDS = {
     "sessions": "--sessions {sessions} --id one --model {model} --turns 2 --max-tokens 40",
     "suffix_reference": "--help",
     "systems": "--every 16 --max-tokens 4 --part cascades",
+    "tables": "--help",
     "tree_cost": "--model {model} --repeats 1",
     "worst_case": "--model {model} --num-prompts 1 --repeats 1 --max-tokens 8",
 }

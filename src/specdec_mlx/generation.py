@@ -30,7 +30,12 @@ from specdec_mlx.responses import (
 )
 from specdec_mlx.sampling.distribution import Sampler, Sampling
 from specdec_mlx.stop_strings import StopStrings
-from specdec_mlx.verify.inputs import check_model, max_tokens_of, prompt_ids
+from specdec_mlx.verify.inputs import (
+    check_model,
+    max_tokens_of,
+    processors_of,
+    prompt_ids,
+)
 
 Prompt = str | mx.array | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages."""
@@ -112,7 +117,7 @@ def stream_generate(
         tokenizer=loaded(model, tokenizer),
     )
     chosen = resolve(drafter, draft_model, model, how.tokenizer)
-    chosen = with_forced(chosen, logits_processors or ())
+    chosen = with_forced(chosen, processors_of(logits_processors or ()))
     prompt_tokens = encode(how.tokenizer, prompt)
     tokens = speculate(model, prompt_tokens, chosen, options=how)
     num_prompt = len(prompt_tokens) or len(

@@ -221,7 +221,7 @@ def test_a_rejected_draft_leaves_no_trace_in_the_draft_model(name: str) -> None:
     first, _ = islice(generation, 2)
     generation.close()
     text, proposed = again.proposals[0]
-    assert text == [*SECOND_PROMPT, first.token]
+    assert text == [*said, first.token]
     assert proposed == plain_text(draft_model, [*said, first.token], len(proposed)).tokens
     kept: Any = keeping_caches(ModelDrafter(draft_model), LRUPromptCache())
     begin(kept)

@@ -140,7 +140,11 @@ def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
     every = [*first, *own]
     if len(first) < len(own) or any(type(c) is not KVCache or c.empty() for c in every):
         return False
-    read, copied = ([x for c in caches for x in c.state] for caches in (first, own))
+    # of some versions of mlx-lm the offset is part of a state
+    read, copied = (
+        [x for c in caches for x in c.state if isinstance(x, mx.array)]
+        for caches in (first, own)
+    )
     pairs = zip(read, copied, strict=True)
     return all(
         a.shape == b.shape and mx.allclose(a, b, atol=1e-3).item() for a, b in pairs
