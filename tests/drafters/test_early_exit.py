@@ -147,7 +147,7 @@ def test_caches_that_forget_are_not_copied(name: str) -> None:
 
 def test_caches_that_the_caller_wants_otherwise() -> None:
     """With a window the exit reads for itself; quantized ones are unpacked. Its text is the same,
-    and where only the target knows an earlier turn its caches hold this call's text alone.
+    and of an earlier turn, which the target's caches remember, its own hold the text too.
     """
     model = tiny.build("qwen2", num_attention_heads=2, num_key_value_heads=1)
     drafter, quantized = exit_of(model), {"kv_bits": 8, "kv_group_size": 32}
@@ -160,8 +160,8 @@ def test_caches_that_the_caller_wants_otherwise() -> None:
     text = written(model, None, prompt_cache=caches)[0]
     both = [*caches, *of_exit]
     later = written(model, drafter, [7, 8, 9], prompt_cache=both, max_tokens=4)[0]
-    assert of_exit[0].offset == 3 + len(later)
     assert caches[0].offset == len(PROMPT) + len(text) + 3 + len(later)
+    assert of_exit[0].offset == caches[0].offset
 
 
 @in_one_test("window", [None, 8])
