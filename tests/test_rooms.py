@@ -42,7 +42,7 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 230_976,
+    "all": 230_993,
     "batch": 4_770,
     "beams": 2_851,
     "bench": 11_019,
@@ -50,7 +50,7 @@ TOKENS = {
     "cli": 8_851,
     "contracts": 4_669,
     "draft_length": 8_699,
-    "drafters": 50_866,
+    "drafters": 50_875,
     "engine": 8_238,
     "lab": 2_792,
     "memory": 6_013,
@@ -61,7 +61,7 @@ TOKENS = {
     "server": 37_067,
     "stats": 3_972,
     "testing": 9_161,
-    "top": 9_905,
+    "top": 9_913,
     "training": 11_839,
     "verify": 21_149,
     "vision": 1_787,
@@ -69,7 +69,7 @@ TOKENS = {
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 8.55
+TOKENS_A_LINE = 8.54
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {
