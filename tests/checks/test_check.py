@@ -541,6 +541,7 @@ def test_bad_input_is_refused_with_status_2(
     flags: str, words: str, folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """One line that names it."""
+    status: object
     try:
         status = cli.main(["check", "--model", str(folder), *flags.split()])
     except SystemExit as ended:
