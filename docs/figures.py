@@ -140,6 +140,7 @@ KINDS = (
 )
 MACHINES = {
     "m1-m2": "M1, M2, 4-bit",
+    "m1-8bit": "M1, M2, 8-bit",
     "fp-modes": "M1, M2, mxfp4",
     "m3-max": "M3 Max, 4-bit",
     "m4-pro": "M4 Pro, 4-bit",
