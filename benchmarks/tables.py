@@ -2,9 +2,10 @@
 
     python -m benchmarks.tables FOLDER --prompts FILE --agents FILE --edits FILE
 
-Four kinds of texts: 40 prompts live beside plain mlx-lm, agents' conversations and edits of files
-by replay, and the pair that ships, live. What a command has written into FOLDER is kept, so that a
-run that was stopped goes on. The page gets the tables, their commands, the machine and the day.
+Four kinds of texts: 40 prompts, agents' conversations and edits of files by replay, in counts and
+at what a pass costs on two chips, and the pair that ships live beside mlx-lm. What a command has
+written into FOLDER is kept, so that a run that was stopped goes on. The page gets the tables, their
+commands, the machine and the day.
 """
 
 from __future__ import annotations
@@ -27,12 +28,12 @@ from specdec_mlx.notebook.views import markdown_table
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- tables: benchmarks/tables.py -->", "<!-- end of tables -->"
 
-PROMPTS = "--per-category 5 --max-tokens 96 --repeats 3"
+PROMPTS = "--per-category 5 --max-tokens 80"
 SESSIONS = (
     "--drafter prompt-lookup --drafter auto --drafter auto:memory=process --draft-length auto"
 )
 COSTS = {"m3-max": "M3 Max", "m5-max-27b": "M5 Max", "linear:0.24": "0.24 a position"}
-PAIR = "--drafter model --max-tokens 192 --repeats 3"
+PAIR = "--drafter model --max-tokens 192 --repeats 2"
 LENGTHS = "--draft-length 3 --draft-length 4 --draft-length auto"
 
 Result = Mapping[str, Any]
@@ -48,32 +49,33 @@ def run(folder: Path, name: str, command: str) -> tuple[str, Any]:
     return f"specdec-mlx {command} --json {path.name}", json.loads(path.read_text("utf-8"))
 
 
-def prompts(results: Iterable[Result]) -> str:
-    """A row for each kind of prompt: live speeds, and counts."""
-    header = ["40 prompts, live", "speed", "95%", "with the prompt", "tokens a pass", "same text"]
-    rows = [
-        [
-            found["category"],
-            f"{found['ratio']:.2f}",
-            f"{found['ratio_low']:.2f} to {found['ratio_high']:.2f}",
-            f"{found['end_to_end_ratio']:.2f}",
-            f"{found['tokens_per_pass']:.2f}",
-            f"{found['identical']} of {found['texts']}",
-        ]
-        for found in results
-        if found["drafter"] != "mlx-lm"
-    ]
+def prompts(scores: Iterable[Result]) -> str:
+    """A row for each kind of prompt: counts, and modelled speeds by cost."""
+    header = ["40 prompts, replayed", "tokens a pass", "accepted of drafted", *speeds()]
+    kinds: dict[str, dict[str, Result]] = {}
+    for score in scores:
+        kinds.setdefault(score["category"], {})[score["cost"]] = score
+    rows = []
+    for kind, by_cost in kinds.items():
+        found = by_cost["linear:0.24"]
+        counts = f"{found['accepted']} of {found['drafted']}"
+        rows.append([kind, f"{found['tokens_per_pass']:.2f}", counts, *modelled(by_cost)])
     return markdown_table(header, rows, 1)
+
+
+def speeds() -> list[str]:
+    """Headings of the modelled speeds."""
+    return [f"speed at {name}" for name in COSTS.values()]
+
+
+def modelled(by_cost: Mapping[str, Result]) -> list[str]:
+    """The speeds of one way of drafting."""
+    return [f"{by_cost[cost]['speedup']:.2f}" for cost in COSTS]
 
 
 def sessions(kinds: Mapping[str, Iterable[Result]]) -> str:
     """A row for each kind of session and drafter: counts, and modelled speeds by cost."""
-    header = [
-        "replayed",
-        "drafter",
-        "tokens a pass",
-        *(f"speed at {name}" for name in COSTS.values()),
-    ]
+    header = ["replayed", "drafter", "tokens a pass", *speeds()]
     rows = []
     for kind, scores in kinds.items():
         ways: dict[str, dict[str, Result]] = {}
@@ -81,9 +83,8 @@ def sessions(kinds: Mapping[str, Iterable[Result]]) -> str:
             if score["category"] == ALL and not score["session"]:
                 ways.setdefault(score["drafter"], {})[score["cost"]] = score
         for drafter, by_cost in ways.items():
-            speeds = [f"{by_cost[cost]['speedup']:.2f}" for cost in COSTS]
             passes = f"{by_cost['linear:0.24']['tokens_per_pass']:.2f}"
-            rows.append([kind, f"`{drafter}`", passes, *speeds])
+            rows.append([kind, f"`{drafter}`", passes, *modelled(by_cost)])
     return markdown_table(header, rows, 2)
 
 
@@ -107,11 +108,12 @@ def pair(by_temp: Mapping[float, Iterable[Result]]) -> str:
 
 
 def machine(record: Mapping[str, Any]) -> str:
-    """Where and when, in a sentence."""
+    """Where and when the live rows were measured."""
     said, settings = record["machine"], record["settings"]
     return (
-        f"{said['processor']}, {said['cores']} cores, {said['blas']}, {settings['dtype']}, mlx "
-        f"{said['mlx']}, mlx-lm {said['mlx-lm']}, {datetime.now(UTC):%Y-%m-%d}."
+        f"The pair live: {said['processor']}, {said['cores']} cores, {said['blas']}, "
+        f"{settings['dtype']}, mlx {said['mlx']}, mlx-lm {said['mlx-lm']}, "
+        f"{datetime.now(UTC):%Y-%m-%d}."
     )
 
 
@@ -127,9 +129,10 @@ def shell(commands: Sequence[str]) -> str:
 def tables(args: argparse.Namespace) -> str:
     """Run what is missing, and lay all of it out."""
     folder: Path = args.folder
-    asked, texts = run(folder, "texts", f"bench --prompts {args.prompts} {PROMPTS}")
-    commands, scores = [asked], {}
+    asked, _ = run(folder, "texts", f"bench --prompts {args.prompts} {PROMPTS}")
     costs = " ".join(f"--cost {cost}" for cost in COSTS)
+    replayed, by_kind = run(folder, "prompts", f"replay {folder / 'texts.json'} {costs}")
+    commands, scores = [asked, replayed], {}
     for kind, path in (("agents", args.agents), ("edits", args.edits)):
         command = f"replay --sessions {path} {SESSIONS} {costs}"
         asked, scores[kind] = run(folder, kind, command)
@@ -146,8 +149,11 @@ def tables(args: argparse.Namespace) -> str:
         asked, record = run(folder, f"pair-{temp:g}", command)
         by_temp[temp] = record["results"]
         commands.append(asked)
-    parts = (prompts(texts["results"]), sessions(scores), pair(by_temp), shell(commands))
-    return "\n\n".join([machine(texts), *parts]).replace(f"{folder}/", "")
+    parts = (prompts(by_kind), sessions(scores), pair(by_temp), shell(commands))
+    page = "\n\n".join([*parts, machine(record)]).replace(f"{folder}/", "")
+    for name, path in (("target", lab.target_path()), ("draft", lab.draft_path())):
+        page = page.replace(str(path), f"$(python -m specdec_mlx.lab {name})")
+    return page
 
 
 def main() -> None:
