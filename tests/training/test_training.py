@@ -299,7 +299,7 @@ def test_answers_are_the_targets_own_text_and_go_on_where_they_stopped(
 def test_what_is_printed_is_what_drafting_keeps(kind, folder, loaded: Loaded, tmp_path):
     """Greedy drafting of the held-out answers: as many drafts, as many tokens kept of them."""
     target, tokenizer = loaded
-    plan = plan_for(folder, kind, prompts=True, steps=12)
+    plan = plan_for(folder, kind, prompts=True, steps=30)
     printed = train(plan, *loaded, tmp_path)
     drafter: Any = load_model(tmp_path)[0] if kind == "draft" else tmp_path
     drafted, kept = 0, 0
