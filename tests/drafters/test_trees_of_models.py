@@ -185,20 +185,27 @@ def test_each_is_told_what_was_kept_of_its_own_draft() -> None:
 
 def test_siblings_are_independent_draws() -> None:
     """The same model twice, 800 drafts: chi-square of the joint of both first tokens, false alarms
-    1e-6; with the noise of coupling they are one.
+    1e-6, and of the second one and the first of a text with the next seed, as texts of a batch
+    have; with the noise of coupling they are one.
     """
     model = distribution.tiny_llama(distribution.DRAFT)
     tree: Any = sd.TreeOf(sd.ModelDrafter(model), sd.ModelDrafter(model))
     sampling, vocab_size = sd.Sampling(temp=1.0), 6
-    seen = np.zeros((vocab_size,) * 2)
+    seen, of_texts = np.zeros((vocab_size,) * 2), np.zeros((vocab_size,) * 2)
+    latest = None
     for seed in range(800):
         context = DraftContext(sampling, Noise(seed), vocab_size=vocab_size)
         draft = tree.begin(distribution.PROMPT, context).propose(2)
         first, second = to_list(draft.tokens)
         seen[first, second] += 1
+        if latest is not None:
+            of_texts[latest, first] += 1
+        latest = second
         assert draft.parents == [ROOT, ROOT]
     law = np.exp(np.array(draft.logprobs[0], np.float64))
-    assert distribution.p_value(seen, np.outer(law, law) / law.sum() ** 2) > 1e-6
+    independent = np.outer(law, law) / law.sum() ** 2
+    assert distribution.p_value(seen, independent) > 1e-6
+    assert distribution.p_value(of_texts, independent) > 1e-6
     coupled = replace(context, coupled=True)
     assert len(tree.begin(distribution.PROMPT, coupled).propose(2)) == 1
 

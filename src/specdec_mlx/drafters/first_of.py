@@ -141,8 +141,8 @@ class TreeOf(FirstOf):
                 )
             own = context
             if context.noise is not None and not context.coupled:
-                # siblings are independent draws
-                noise = replace(context.noise, seed=context.noise.seed + i)
+                # siblings are independent draws; the next seeds are those of other texts
+                noise = replace(context.noise, seed=context.noise.seed + (i << 48))
                 own = replace(context, noise=noise)
             keyed.append((key_of(drafter), drafter.begin(list(prompt), own)))
         if all(is_cheap(session) for _, session in keyed):
