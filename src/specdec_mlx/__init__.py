@@ -5,6 +5,7 @@ statistics in `drafters`, `rules` and `stats`, models that read images in `visio
 imported when a name of it is used.
 """
 
+# first, since the imports below take a while, in which a server may be told to end
 from specdec_mlx.cli import signals as _signals
 
 _signals.end_server_in_peace()

@@ -100,7 +100,7 @@ def explained(name: Path | str) -> Iterator[None]:
             f"There is no folder {folder}. Give the folder of a mlx-lm model, or a Hugging Face "
             "name such as mlx-community/SmolLM2-135M-Instruct."
         )
-    if is_offline() and not is_in_cache(str(name)):
+    if not is_in_cache(str(name)) and is_offline():
         raise ModelFolderError(
             f"you seem to be offline: {name} is no folder here and not in the Hugging Face cache, "
             f"and {constants.ENDPOINT} cannot be reached. Connect and try again, or give a folder."

@@ -18,7 +18,7 @@ from specdec_mlx.contracts import Draft, DraftContext, Evidence, OffersSeveral, 
 from specdec_mlx.contracts.branching import texts_of
 from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, trie, vote, weigh
+from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, paths_of, trie, vote, weigh
 from specdec_mlx.memory.index import (
     KNOWN,
     MAX_MATCH,
@@ -213,7 +213,7 @@ def test_a_draft_is_what_wins_each_vote(
     followed, counts = [tokens for tokens, _ in ballots], [count for _, count in ballots]
     sources = [ContextIndex([3, *tokens, SEPARATOR]) for tokens in followed]
     voters = [(1, [1], source, count) for source, count in zip(sources, counts, strict=True)]
-    draft = vote(voters, [3], length)
+    draft = vote(paths_of(voters, [3], length), length)
     wanted = list(voted_for([tuple(tokens[:length]) for tokens in followed], counts, length))
     assert list(draft.tokens) == [token for token, _, _ in wanted]
     assert draft.evidence is not None

@@ -47,15 +47,8 @@ Path = tuple[float, int, tuple[int, ...]]
 """Of one place: the weight of its vote, its match, and what followed it."""
 
 
-def vote(
-    voters: Sequence[Voters], last: Sequence[int], length: int, more: Sequence[int] = ()
-) -> Draft:
-    """The draft that most weight is for, token by token; places that were outvoted drop out.
-
-    voters: the longest match first. last: what they match, the nearest token first. more: tokens
-    after the text's end.
-    """
-    paths = paths_of(voters, last, length, more)
+def vote(paths: Sequence[Path], length: int) -> Draft:
+    """The draft that most weight is for, token by token; places that were outvoted drop out."""
     tokens: list[int] = []
     evidence: list[Evidence] = []
     while paths and len(tokens) < length:
@@ -83,7 +76,11 @@ def vote(
 def paths_of(
     voters: Sequence[Voters], last: Sequence[int], length: int, more: Sequence[int] = ()
 ) -> list[Path]:
-    """What followed the weightiest places; a single one needs no weight."""
+    """What followed the weightiest places; a single one needs no weight.
+
+    voters: the longest match first. last: what they match, the nearest token first. more: tokens
+    after the text's end.
+    """
     if len(voters) == 1 and len(voters[0][1]) == 1:
         match, (end,), source, _ = voters[0]
         return [(1.0, match, source.following(end, length, more))]
@@ -249,13 +246,13 @@ class SuffixSession:
     def propose(self, limit: int) -> Draft:
         """Copy up to `limit` tokens from the places that match best; see `SuffixDrafter.trees`."""
         if self._config.trees:
-            found = self._trie(limit)
+            found, _ = self._found(limit)
             return draft_of(found, list(found.values()))
         return self.propose_after((), limit)
 
     def candidates(self, limit: int) -> list[Draft]:
         """The winner's chain, and those that hold what was outvoted of the likeliest tokens."""
-        found, first = self._trie(limit), self.propose_after((), limit)
+        found, first = self._found(limit)
         chains = [first] if len(first) else []
         inner = {text[:-1] for text in found}
         for leaf in (text for text in found if text not in inner):
@@ -277,13 +274,18 @@ class SuffixSession:
         """Copy what follows matches of text and `tokens` together; nothing is noted."""
         context, length = self._text.context(tokens), min(limit, self._longest)
         voters = self._voters(context) if length > 0 else None
-        return vote(voters, context.last, length, tokens) if voters else NO_DRAFT
+        if not voters:
+            return NO_DRAFT
+        return vote(paths_of(voters, context.last, length, tokens), length)
 
-    def _trie(self, limit: int) -> dict[TokenPath, Evidence]:
+    def _found(self, limit: int) -> tuple[dict[TokenPath, Evidence], Draft]:
+        """The likeliest of all that is voted for, and the winner; the places are looked up once."""
         context, length = self._text.context(), min(limit, self._longest)
         voters = self._voters(context) if length > 0 else None
-        paths = paths_of(voters, context.last, length) if voters else []
-        return trie(paths, length, self._known)
+        if not voters:
+            return {}, NO_DRAFT
+        paths = paths_of(voters, context.last, length)
+        return trie(paths, length, self._known), vote(paths, length)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens [n] to the text."""

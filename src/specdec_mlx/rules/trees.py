@@ -61,9 +61,8 @@ def climb(coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
 
 def longest(coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
     """The longest path all of whose coins show heads, of several the one whose end is first."""
-    lengths: list[float] = [
-        0
-    ]  # of the path to each row; -inf where a coin showed tails
+    # of the path to each row; -inf where a coin showed tails
+    lengths: list[float] = [0]
     for coin, parent in zip(coins, parents, strict=True):
         lengths.append(lengths[parent + 1] + 1 if coin else -inf)
     return path_to(lengths.index(max(lengths)) - 1, parents)

@@ -72,8 +72,9 @@ def _looking_ahead(kind: type) -> type:
 class PaSSDrafter(PardDrafter):
     """Draft with the target itself and look-ahead embeddings; `model` is the target.
 
-    Not where a pass over L + 2 positions is dear, nor for several texts at once: each draft is a
-    pass of its own, on the target's caches where one text is written, else on caches of its own.
+    Not where a pass over L + 2 positions costs much more than one, nor for several texts at once:
+    each draft is a pass of its own, on the target's caches where one text is written, else on
+    caches of its own.
     """
 
     head: Any = None
