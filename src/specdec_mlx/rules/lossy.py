@@ -42,7 +42,6 @@ class Lenient(Rejection):
     """
 
     name = "lenient"
-    matches_greedy = False
     lenience: float = 0.5
 
     def __post_init__(self) -> None:
