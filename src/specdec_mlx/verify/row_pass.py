@@ -18,7 +18,7 @@ from specdec_mlx.verify.recurrent_states import in_steps
 from specdec_mlx.verify.rollback import Rollback, wait_for
 from specdec_mlx.verify.row_caches import BatchCaches
 from specdec_mlx.verify.verifier import Verifier
-from specdec_mlx.verify.watching import Call, Tap, watching
+from specdec_mlx.verify.watching import Call, watching
 
 
 @dataclass
@@ -107,8 +107,7 @@ class SharedPasses:
                 mine, drafts[row], drafted[row], round_.position, num_fed
             )
             if taps is not None:
-                every = logits[row, :num_fed]
-                pass_.features = taps.rows(calls, every, Tap.of_text, row, num_fed)
+                pass_.features = taps.rows(calls, logits[row, :num_fed], row)
             passes.append(pass_)
         mx.async_eval([pass_.to_compute for pass_ in passes])
         self._move()
