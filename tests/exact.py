@@ -299,7 +299,7 @@ class Given:
 
 def decide(rule: CoinRule, p: Any, tokens: Any, q: Any, *randomness: mx.array) -> Verdict:
     """Verdict of a rule on target_probs, tokens and draft_probs, given uniform and gumbel."""
-    draft = Draft(tokens, None if q is None else mx.log(q))
+    draft = Draft(tokens)
     vars(draft).update(probs=q)  # not rounded by log and exp
     target: Any = SimpleNamespace(greedy=False, probs=p)
     verdict = rule.decide(target, draft, Given(*randomness))

@@ -258,18 +258,14 @@ class BatchGeneration:
 
     def _propose(self) -> list[Draft]:
         """A draft for each text that may have one, cut to one width if lengths are shared."""
-        drafts = []
+        drafts, may_fork = [], not self.passes.is_together
         for text in self.schedule.writing:
             draft = NO_DRAFT
             if text.generation.may_draft:
                 with self._alone(text.uid, text):
                     proposed = text.generation.propose()
-                    is_told = self.on_error is not None
-                    draft = (
-                        text.verifier.checked(proposed, may_fork=False)
-                        if is_told
-                        else proposed
-                    )
+                    if len(proposed.tokens):
+                        draft = text.verifier.checked(proposed, may_fork=may_fork)
             drafts.append(draft)
         if self.shared is not None:
             self._share(self.shared, drafts)

@@ -364,10 +364,12 @@ class Taps:
             made = seen[id(tap.module)][1]
             made = made[0] if isinstance(made, tuple) else made
             layers[index] = tap.rows(made, text)[:num_rows]
-        given = seen[id(head.module)][0] if head else None
+        head_input = None
+        if head is not None:
+            head_input = head.rows(seen[id(head.module)][0], text)[:num_rows]
         return FeatureRows(
             layers=layers,
-            head_input=head.rows(given, text)[:num_rows] if head else None,
+            head_input=head_input,
             top_tokens=top_tokens(logits, self.wanted.top) if self.wanted.top else None,
             keys_values=self._keys_values,
         )
