@@ -163,6 +163,14 @@ def test_no_round_changes_the_law(deciding, shape, rounds, data):
     assert Rounds(target, drafting, deciding).total_variation(rounds, length) < EXACT
 
 
+@every_rule
+def test_no_round_changes_laws_that_give_every_token_mass(name):
+    """What follows a rejection after kept tokens is as often at stake as it can be."""
+    target, draft = sources(3, 1)
+    rounds = Rounds(target, Drawn(draft, up_to(2)), ByRule(COIN_RULES[name]))
+    assert rounds.total_variation(1, 3) < EXACT
+
+
 def test_a_token_that_is_dropped_for_what_it_is_changes_the_law():
     """A control: the same enumeration finds it, under each rule by coins."""
     target, draft = sources(3, 1)
