@@ -125,8 +125,7 @@ def _call_rule(name: str, parameters: Any) -> str:
         if parameters.keys() <= CLOSED and parameters.get("properties"):
             own["additionalProperties"] = False
         try:
-            check_schema(own)
-            within(lambda: Grammar.json_schema(own))
+            grammar_of(own)
             schema = own
         except (GrammarError, RequestError):
             pass
@@ -152,6 +151,12 @@ def _with_bounds(schema: Any) -> Any:
     if schema.get("type") == "integer" and not schema.keys() & BOUNDS:
         bounded |= {"minimum": 1 - 2**53, "maximum": 2**53 - 1}
     return bounded
+
+
+def grammar_of(schema: Object) -> Grammar:
+    """The grammar of a JSON schema; raises RequestError and GrammarError."""
+    check_schema(schema)
+    return within(lambda: Grammar.json_schema(schema))
 
 
 def check_schema(schema: Object) -> None:

@@ -21,7 +21,7 @@ from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import TEMPS, Sampling, is_temp
-from specdec_mlx.server.forced import check_schema, within
+from specdec_mlx.server.forced import grammar_of
 from specdec_mlx.server.protocols.turns import expect, parts_in
 from specdec_mlx.server.requests import (
     Asked,
@@ -124,7 +124,7 @@ def base(body: Object) -> TextRequest:
         drafters=None if drafters is None else several(drafters),
         draft_length=_length(given.get("draft_length", given.get("num_draft_tokens"))),
         rule=_rule(given.get("rule")),
-        user=str(given.get("user", "")),
+        user=str(given.get("user") or ""),
     )
 
 
@@ -160,24 +160,24 @@ def grammar_in(wanted: Any) -> Grammar | None:
 
     The schema may stand in `json_schema`, as in chats, or beside the type.
     """
-    form = {"type": "text"} if wanted is None else wanted
-    kind = form.get("type") if isinstance(form, dict) else None
+    if wanted is None:
+        return None
+    kind = expect(wanted, dict, "response_format").get("type")
     if kind == "text":
         return None
     if kind not in ("json_object", "json_schema"):
         raise RequestError(
             "response_format: type must be text, json_object or json_schema."
         )
-    schema = form.get("schema", {"type": "object"})
+    holder = {"schema": {"type": "object"}, **wanted}
     if kind == "json_schema":
-        described = form.get("json_schema", form)
-        schema = described.get("schema") if isinstance(described, dict) else None
+        holder = wanted.get("json_schema", wanted)
+    schema = holder.get("schema") if isinstance(holder, dict) else None
     if not isinstance(schema, dict):
         raise RequestError(
             'response_format: expected {"json_schema": {"schema": {...}}}.'
         )
-    check_schema(schema)
-    return within(lambda: Grammar.json_schema(schema))
+    return grammar_of(schema)
 
 
 def number(kind: type, least: float = -inf, most: float = inf) -> Field:
@@ -194,6 +194,10 @@ def number(kind: type, least: float = -inf, most: float = inf) -> Field:
 def _are_drafters(value: Any) -> bool:
     names = several(value)
     return len(names) <= MOST_DRAFTERS and all(isinstance(name, str) for name in names)
+
+
+def _are_logprobs(value: Any) -> bool:
+    return isinstance(value, bool) or number(int, 0, MOST_LOGPROBS)[0](value)
 
 
 def _is(kind: type, words: str) -> Field:
@@ -213,6 +217,7 @@ FIELDS: dict[str, Field] = {
         ("top_k", number(int, 0)),
         ("n", number(int, 1, MOST_CHOICES)),
         ("top_logprobs", number(int, -1, MOST_LOGPROBS)),
+        ("logprobs", (_are_logprobs, number(int, 0, MOST_LOGPROBS)[1])),
         ("seed", (number(int)[0], "an int, -1 for none")),
         ("temperature", (lambda v: number(float)[0](v) and is_temp(v), TEMPS)),
         (

@@ -26,6 +26,7 @@ from specdec_mlx.server.protocols.turns import (
     leave_out,
     named,
     parts_in,
+    role_in,
     tool_choice,
     unseen,
 )
@@ -97,7 +98,7 @@ _joined = partial(joined, to_text=_text)
 
 def _add(turns: Turns, message: Object) -> None:
     """Add one of Anthropic's messages."""
-    role = message.get("role")
+    role = role_in(message)
     said = "user" if role == "system" else role  # it stands where it does for a reason
     for block in parts_in(message.get("content"), "content"):
         match kind := block["type"]:
@@ -118,14 +119,14 @@ def _add(turns: Turns, message: Object) -> None:
 
 def _tools(tools: Sequence[Any]) -> Iterator[Object]:
     """The tools that a client runs. Those that Anthropic's servers run are left out."""
-    for each in tools:
-        tool = {"type": "custom", **fields.without_nulls(expect(each, dict, "tools"))}
-        kind = str(tool["type"])
+    for tool in tools:
+        kind = str(expect(tool, dict, "tools").get("type") or "custom")
         own = next(filter(kind.startswith, OWN_TOOLS), None)
         if own or kind == "custom":
             how = OWN_TOOLS[own] if own else tool
             described = how.get("description"), how.get("input_schema")
-            yield function(named(tool, "name"), *described)
+            name = expect(tool.get("name"), str, "tools: name")
+            yield function(name, *described)
         else:
             leave_out("tool", kind)
 
@@ -181,7 +182,7 @@ class MessageStream(fields.ItemStream):
         if kind == "tool_use":
             yield self._delta("input_json_delta", "partial_json", text)
         else:
-            self.item[kind] += text
+            self.item[kind] = self.text
             yield self._delta(f"{kind}_delta", kind, text)
 
     def close(self, status: str) -> Sent:

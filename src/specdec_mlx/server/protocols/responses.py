@@ -26,6 +26,7 @@ from specdec_mlx.server.protocols.turns import (
     joined,
     leave_out,
     named,
+    role_in,
     tool_choice,
 )
 from specdec_mlx.server.requests import (
@@ -118,7 +119,7 @@ def _add(turns: Turns, item: Object) -> None:
     """Add an item of the input."""
     match kind := item["type"]:
         case "message":
-            turns.say(item.get("role"), joined(item.get("content"), "input: content"))
+            turns.say(role_in(item), joined(item.get("content"), "input: content"))
         case "reasoning":
             thoughts = joined(item.get("content"), "reasoning.content")
             turns.think(thoughts or joined(item.get("summary"), "reasoning.summary"))
@@ -245,7 +246,8 @@ class ResponseStream(fields.ItemStream):
         """The end of an item."""
         item, growth = self.item, self._growth
         if item["type"] == "custom_tool_call" and self.text:
-            yield self._delta(_free_text(self.text))
+            self.text = _free_text(self.text)
+            yield self._delta(self.text)
         names = growth.name, "logprobs"
         done = {name: self._holder[name] for name in names if name in self._holder}
         yield self._grown(f"{growth.told}.done", **done)
@@ -280,7 +282,7 @@ class ResponseStream(fields.ItemStream):
         return GROWTH[self.item["type"]]
 
     def _delta(self, text: str, **more: Any) -> bytes:
-        self._holder[self._growth.name] += text
+        self._holder[self._growth.name] = self.text
         return self._grown(f"{self._growth.told}.delta", delta=text, **more)
 
     def _grown(self, kind: str, **more: Any) -> bytes:
@@ -343,7 +345,7 @@ class Responses(fields.OpenAIWire, fields.ItemWire):
         if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
             names = [
                 expect(tool, dict, "tool_choice: tools").get("name")
-                for tool in named(choice, "tools", list)
+                for tool in given(choice, "tools", list)
             ]
             request.tools = [
                 tool for tool in request.tools if tool["function"]["name"] in names

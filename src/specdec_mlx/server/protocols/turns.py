@@ -32,6 +32,14 @@ def named(part: Object, name: str, kind: type = str) -> Any:
     return expect(part.get(name), kind, f"{part['type']}: {name}")
 
 
+def role_in(message: Object) -> str:
+    """The role of a message; raises RequestError for one that is none."""
+    role: str | None = message.get("role")
+    if role in ("user", "assistant", "system", "developer"):
+        return str(role)
+    raise RequestError(f"role must be user, assistant or system, not {role!r}")
+
+
 def parts_in(content: Any, where: str) -> list[Object]:
     """The parts of a content, each with a type; a text is one part, None is no part."""
     if not isinstance(content, list):
@@ -47,10 +55,8 @@ def parts_in(content: Any, where: str) -> list[Object]:
 
 def as_text(part: Object) -> str:
     """A part of a content as text, whatever it is."""
-    for name in ("text", "refusal"):
-        if part.get(name) is not None:
-            return str(named(part, name))
-    return unseen(part["type"])
+    text = part.get("text", part.get("refusal"))
+    return text if isinstance(text, str) else unseen(part["type"])
 
 
 def joined(content: Any, where: str, to_text: Callable[[Object], str] = as_text) -> str:
@@ -114,12 +120,8 @@ class Turns:
     # of called tools, by the call's id
     _names: dict[str, str] = field(default_factory=dict)
 
-    def say(self, role: Any, text: str) -> None:
-        """More text of a role, RequestError for one that is none; `developer` is `system`."""
-        if role not in ("user", "assistant", "system", "developer"):
-            raise RequestError(
-                f"role must be user, assistant, system or developer, not {role!r}"
-            )
+    def say(self, role: str, text: str) -> None:
+        """More text of a role; `developer` is `system`."""
         if role in ("system", "developer"):
             is_later = self.messages and self.messages[-1]["role"] != "system"
             role = "user" if is_later else "system"
