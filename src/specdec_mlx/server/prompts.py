@@ -54,17 +54,16 @@ def read_prompt(
     finds_ends: for caches that go back to some positions only.
     """
     try:
+        messages = [
+            as_template_takes_it(each, tokenizer) for each in request.messages or ()
+        ]
         if request.messages is None:
             prompt = ReadPrompt(encode(tokenizer, request.prompt))
+        elif tokenizer.has_chat_template:
+            prompt = _of_chat(request, messages, tokenizer, settings, finds_ends)
         else:
-            messages = [
-                as_template_takes_it(each, tokenizer) for each in request.messages
-            ]
-            if tokenizer.has_chat_template:
-                prompt = _of_chat(request, messages, tokenizer, settings, finds_ends)
-            else:
-                text = _without_template(request, messages)
-                prompt = ReadPrompt(encode(tokenizer, text))
+            text = _without_template(request, messages)
+            prompt = ReadPrompt(encode(tokenizer, text))
     except Exception as error:  # a template is a program
         raise RequestError(f"The prompt cannot be read: {error}") from error
     if not prompt.tokens:

@@ -83,7 +83,7 @@ def _text(block: Object) -> str:
                 return title + str(source.get("data"))
             if source.get("type") == "content":
                 return title + _joined(source.get("content"), kind)
-            return unseen(" ".join([kind, *title.split()]))
+            return unseen(f"{kind} {title}".strip())
         case "search_result":
             found = _joined(block.get("content"), kind)
             return f"{block.get('title')}\n{block.get('source')}\n{found}"

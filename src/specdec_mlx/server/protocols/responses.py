@@ -50,6 +50,9 @@ FREE = {
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
+CALLS = {"function": "function_call", "custom": "custom_tool_call"}
+"""Items of calls, by the type of their tool."""
+
 ECHOED: Object = {
     "instructions": None,
     "max_output_tokens": None,
@@ -149,23 +152,20 @@ def _tools(
     offered: what the items of a tool's calls have, by its name. space: the namespace, if any.
     """
     for tool in tools:
-        kind = expect(tool, dict, "tools").get("type")
+        kind = str(expect(tool, dict, "tools").get("type"))
         if kind == "namespace":
             inner = named(tool, "tools", list)
             yield from _tools(inner, offered, namespace=named(tool, "name"))
-        elif kind not in ("function", "custom") or named(tool, "name") in offered:
+        elif kind not in CALLS or named(tool, "name") in offered:
             leave_out("tool", kind)
-        elif kind == "function":
-            offered[tool["name"]] = {"type": "function_call", **space}
-            described = tool.get("description"), tool.get("parameters")
-            yield function(tool["name"], *described)
         else:
-            offered[tool["name"]] = {"type": "custom_tool_call", **space}
-            yield function(tool["name"], _described(tool), FREE)
+            offered[tool["name"]] = {"type": CALLS[kind], **space}
+            schema = FREE if kind == "custom" else tool.get("parameters")
+            yield function(tool["name"], _described(tool), schema)
 
 
 def _described(tool: Object) -> str:
-    """The description of a tool that takes any text, with the grammar of that text."""
+    """The description of a tool, with the grammar of the text that it takes if it has one."""
     form = given(tool, "format", dict)
     words = str(tool.get("description") or "")
     if "definition" not in form:
