@@ -5,7 +5,7 @@
 After the small pair's own target each pass multiplies by matrices of zeros, one after another, and
 adds what comes out: nothing. So the texts, and what of a draft is accepted, are those of a real
 pair, while a pass reads as many bytes as a model with billions of parameters. On a GPU this shows
-what drafts save there, without a download. Attention, caches and the head stay as small as they are.
+what drafts save there, without a download. Attention, caches and the head stay small.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def heavy(model: nn.Module, gigabytes: float, bits: int) -> nn.Module:
         nothing = mx.broadcast_to(0 * logits[..., :1], (*logits.shape[:-1], WIDTH))
         for layer in ballast:
             nothing = layer(nothing.astype(mx.bfloat16))
-        return logits + nothing[..., :1].astype(logits.dtype)
+        same: mx.array = logits + nothing[..., :1].astype(logits.dtype)
+        return same
 
     model.__class__ = type(
         kind.__name__, (kind,), {"__call__": call, "__module__": kind.__module__}
@@ -57,7 +58,7 @@ def heavy(model: nn.Module, gigabytes: float, bits: int) -> nn.Module:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Race, and print the report; 1 if a greedy text differs from plain decoding's for no reason."""
+    """Race, and print the report; 1 if a greedy text differs for no reason."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.heavy", description=__doc__)
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     add = parser.add_argument
@@ -73,9 +74,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = parser.parse_args(arguments)
     pair = lab.load_pair()
     model = heavy(pair.target, args.gigabytes, args.bits)
-    openings = [
-        Prompt(f"{topic}/{i}", topic, text) for topic, i, text in held_out_openings()
-    ]
+    openings = [Prompt(f"{topic}/{i}", topic, text) for topic, i, text in held_out_openings()]
     tasks = make_tasks(pair.tokenizer, openings[:: max(1, len(openings) // args.texts)])
     choice = DrafterChoice(args.drafter or ["model"], NamedModel(pair.draft))
     made = {spec: one.resolve(model) for spec, one in choice.each().items()}
