@@ -1,8 +1,7 @@
 """Fields that the protocols share: their checks, with words that name the field, and their forms.
 
 Beside OpenAI's there are mlx-lm's (min_p, repetition_penalty, chat_template_kwargs, ...) and ours
-(drafter, draft_length, rule, draft_model, adapters). Below them stands what replies and streams have
-in common.
+(drafter, draft_length, rule, draft_model, adapters). Below them stands what replies have in common.
 """
 
 from __future__ import annotations
