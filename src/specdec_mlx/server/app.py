@@ -56,6 +56,7 @@ WIRES: dict[str, Wire] = {
 }
 
 Events = Sequence[tuple[int, Event]]  # with the index of their choice
+NEWS = PromptProgress | Ended | Failed  # of a text as a whole
 
 
 class BodyTooLargeError(RequestError):
@@ -208,9 +209,13 @@ class Endpoints:
 
 
 class Inbox:
-    """Events on their way from the engine's thread to the task of a connection."""
+    """Events on their way from the engine's thread to the task of a connection.
 
-    def __init__(self) -> None:
+    is_streamed: the task is woken for each piece of text, and not only for news of the whole.
+    """
+
+    def __init__(self, *, is_streamed: bool) -> None:
+        self._is_streamed = is_streamed
         self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
         self._events = deque[tuple[int, Event]]()
         self._is_woken = self._has_hung_up = False
@@ -219,7 +224,7 @@ class Inbox:
     def put(self, choice: int, event: Event) -> None:
         """Add an event, on any thread; the task is woken once for all that come meanwhile."""
         self._events.append((choice, event))
-        if not self._is_woken:
+        if not self._is_woken and (self._is_streamed or isinstance(event, NEWS)):
             self._is_woken = True
             with suppress(RuntimeError):  # the loop has ended, and nobody waits
                 self._loop.call_soon_threadsafe(self._ready.set)
@@ -261,7 +266,7 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the texts, and send them."""
-        inbox = Inbox()
+        inbox = Inbox(is_streamed=self.asked.stream)
         tickets: list[Ticket] = []
         watch = asyncio.create_task(inbox.watch(receive))
         try:

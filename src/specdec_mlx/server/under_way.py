@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Any
 
 import mlx.core as mx
@@ -197,7 +198,7 @@ class AskedText:
         """Prompt and text so far."""
         return [*self.prompt.tokens, *self.written]
 
-    @property
+    @cached_property
     def may_end_early(self) -> bool:
         """True if it may end at another token than the end token."""
         return (
