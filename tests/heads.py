@@ -25,10 +25,10 @@ from specdec_mlx.drafters.heads.drafter import (
     TargetEnds,
     target_ends,
 )
-from specdec_mlx.drafters.heads.eagle import FLAGS, Eagle3, Eagle3Config, eagle1_family
+from specdec_mlx.drafters.heads.eagle import FLAGS, Eagle3, eagle1_family
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
-from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPFamily, MTPHead
-from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
+from specdec_mlx.drafters.heads.mtp import FAMILIES, SLIDING, MTPFamily, MTPHead
+from specdec_mlx.drafters.heads.one_pass import DFlash, Medusa
 from specdec_mlx.training import trainees
 from specdec_mlx.training.trainees import Recipe, Size
 from tiny_model_folder import write_model_folder
@@ -210,8 +210,10 @@ def eagle3(ends: TargetEnds) -> Head:
     """With a third of the tokens."""
     ids = mx.arange(0, ends.vocab_size, 3)
     vocabulary = DraftVocabulary(ids, ends.vocab_size)
-    config = Eagle3Config(layer_config(ends), _layers(ends))
-    return Eagle3(config, ends, vocabulary, own_head=len(ids))
+    head = Eagle3(layer_config(ends), ends, _layers(ends))
+    head.own(logits=len(ids))
+    head.choose_among(vocabulary)
+    return head
 
 
 def eagle1(ends: TargetEnds) -> Head:
@@ -223,16 +225,17 @@ def eagle1(ends: TargetEnds) -> Head:
 def eagle3_variants(ends: TargetEnds) -> Head:
     """With all that may be otherwise, and a window of five positions in its second layer."""
     layer = layer_config(ends) | {"num_hidden_layers": 2}
-    windows: Any = (None, 5)
-    config = Eagle3Config(layer, _layers(ends), windows, **dict.fromkeys(FLAGS, True))
-    return Eagle3(config, ends, own_embeddings=ends.vocab_size)
+    layer |= {"layer_types": ["full_attention", SLIDING], "sliding_window": 5}
+    head = Eagle3(layer | dict.fromkeys(FLAGS, True), ends, _layers(ends))
+    head.own(embeddings=ends.vocab_size)
+    return head
 
 
 def dflash(ends: TargetEnds) -> Head:
     """Blocks of six."""
     layer = layer_config(ends) | {"model_type": "qwen3", "num_hidden_layers": 2}
-    config = DFlashConfig(layer, _layers(ends)[:2], mask_token=ends.vocab_size - 1, block_size=6)
-    return DFlash(config, ends)
+    layer |= {"mask_token_id": ends.vocab_size - 1, "block_size": 6}
+    return DFlash(layer, ends, _layers(ends)[:2])
 
 
 def assistant(ends: TargetEnds) -> Head:

@@ -18,7 +18,7 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, TargetEnds, target_ends
-from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3, Eagle3Config
+from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3
 from specdec_mlx.drafters.heads.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPHead
 from specdec_mlx.drafters.heads.one_pass import Medusa
@@ -361,11 +361,9 @@ def eagle3(recipe: Recipe) -> Trainee:
         "eagle_config": {IDS_KEY: stored_ids(layers), "use_aux_hidden_state": True},
     }
     vocabulary = _frequent(recipe, num)
-    own = {
-        "own_embeddings": ends.vocab_size if width != ends.width else 0,
-        "own_head": num,
-    }
-    head = Eagle3(Eagle3Config.read(config, depth), ends, vocabulary, **own)
+    head = Eagle3(config, ends)
+    head.own(embeddings=ends.vocab_size if width != ends.width else 0, logits=num)
+    head.choose_among(vocabulary)
     known = np.zeros(ends.vocab_size, bool)
     known[np.array(vocabulary.ids)] = True
     renamed = {r"^layers\.0\.": "midlayer.", "^hidden_norm": "midlayer.hidden_norm"}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -62,9 +62,22 @@ class DraftVocabulary:
 
     def widen(self, logits: mx.array) -> mx.array:
         """Logits [n, V] from [n, Vd]: -inf for tokens that the head cannot propose."""
-        wide = mx.full((logits.shape[0], self.vocab_size), -mx.inf, logits.dtype)
-        wide[:, self.ids] = logits
-        return wide
+        ids = mx.broadcast_to(self.ids, logits.shape)
+        return spread(logits, ids, self.vocab_size)
+
+
+def spread(logits: mx.array, ids: mx.array, vocab_size: int) -> mx.array:
+    """Logits [n, V] from those [n, k] of tokens [n, k]: -inf for all others."""
+    wide = mx.full((logits.shape[0], vocab_size), -mx.inf, logits.dtype)
+    return mx.put_along_axis(wide, ids, logits, axis=-1)
+
+
+def within(ids: mx.array, table: mx.array) -> mx.array:
+    """Ids of rows of a table, the last for those beyond: targets pad their vocabularies.
+
+    MLX does not check bounds.
+    """
+    return mx.minimum(ids, table.shape[0] - 1)
 
 
 def target_ends(model: nn.Module) -> TargetEnds:
@@ -97,7 +110,8 @@ class Head(nn.Module):  # type: ignore[misc]
     """A head's weights, and how they are run.
 
     grows_trees: it can draft trees. levels: its layers, where it drafts token by token. vocabulary:
-    tokens of its logits, None for the target's. pre_norm: it reads the state before the final norm.
+    tokens of its logits, None for the target's. width: of its own states. pre_norm: it reads the
+    state before the final norm.
     """
 
     kind = ""
@@ -105,8 +119,21 @@ class Head(nn.Module):  # type: ignore[misc]
     grows_trees = True
     levels: Sequence[RecurrentHead] = ()
     ends: TargetEnds
+    width: int
     vocabulary: DraftVocabulary | None = None
     pre_norm = False
+
+    def own(self, embeddings: int = 0, logits: int = 0) -> None:
+        """Give it an embedding, or a matrix that makes its logits, of so many rows; 0 for none."""
+        if embeddings:
+            self.embed_tokens = nn.Embedding(embeddings, self.width)
+        if logits:
+            self.lm_head = nn.Linear(self.width, logits, bias=False)
+
+    def choose_among(self, vocabulary: DraftVocabulary) -> None:
+        """Restrict the logits to the tokens of a draft vocabulary."""
+        self.vocabulary = vocabulary
+        self.ends = self.ends.narrowed(vocabulary.ids)
 
     @property
     def features(self) -> Features:
@@ -128,8 +155,7 @@ class Head(nn.Module):  # type: ignore[misc]
         own = self.get("embed_tokens")
         if own is None:
             return self.ends.embed(tokens)
-        # it may have fewer rows than the target, and MLX does not check bounds
-        return own(mx.minimum(tokens, own.weight.shape[0] - 1))
+        return own(within(tokens, own.weight))
 
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V] of states [n, D]; -inf for tokens outside the draft vocabulary."""
@@ -152,7 +178,19 @@ class Head(nn.Module):  # type: ignore[misc]
         other = not self.pre_norm
         name = f"state {'before' if other else 'after'} the final norm"
         advice = f"it looks trained on the {name}; load it with pre_norm={other}"
-        yield Variation(self, name, advice, {"pre_norm": other})
+        yield Variation(name, advice, self.otherwise(pre_norm=other))
+
+    def otherwise(self, norm_shift: float = 0.0, **changes: Any) -> Head:
+        """A copy on the same arrays with other attributes; norm_shift: added to its norms."""
+        ends = [part.ends for part in (self, *self.levels)]
+        other = copy.deepcopy(self, {id(one): one for one in ends})
+        for part in (other, *other.levels):
+            for name, value in changes.items():
+                setattr(part, name, value)
+        named: list[tuple[str, mx.array]] = tree_flatten(self.parameters())
+        norms = [(name, x + norm_shift) for name, x in named if is_norm(name, x)]
+        other.update(tree_unflatten(norms))
+        return other
 
 
 class RecurrentHead(Head):
@@ -162,7 +200,6 @@ class RecurrentHead(Head):
     layer before it, not the target's.
     """
 
-    width: int
     session = RecurrentSession
     moves_on = True
     chained = True
@@ -181,39 +218,15 @@ class RecurrentHead(Head):
         """`step` of a batch: states [batch, n, D], tokens [batch, n]."""
 
 
-@dataclass(frozen=True)
-class Variation:
+class Variation(NamedTuple):
     """Another reading of a head's files, which `check` compares by acceptance.
 
-    advice: for the user, if it does better. changes: attributes. norm_shift: added to all norms.
+    advice: for the user, if it does better.
     """
 
-    head: Head
     name: str
     advice: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    norm_shift: float = 0.0
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Read the head so within the context."""
-        parts = [self.head, *self.head.levels]
-        before = [
-            (part, key, getattr(part, key)) for part in parts for key in self.changes
-        ]
-        norms = [
-            (n, x) for n, x in tree_flatten(self.head.parameters()) if is_norm(n, x)
-        ]
-        shifted = [(name, x + self.norm_shift) for name, x in norms]
-        try:
-            for part, key, _ in before:
-                setattr(part, key, self.changes[key])
-            self.head.update(tree_unflatten(shifted if self.norm_shift else norms))
-            yield
-        finally:
-            for part, key, value in before:
-                setattr(part, key, value)
-            self.head.update(tree_unflatten(norms))
+    head: Head
 
 
 def is_norm(name: str, value: mx.array) -> bool:
