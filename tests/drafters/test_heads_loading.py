@@ -34,7 +34,7 @@ from specdec_mlx.drafters.choosing.choice import (
 )
 from specdec_mlx.drafters.choosing.report import heads_lines, report
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, target_ends
-from specdec_mlx.drafters.heads.eagle import IDS_KEY, fused_layers, output_layers
+from specdec_mlx.drafters.heads.eagle import IDS_KEY, fused_layers
 from specdec_mlx.drafters.heads.loading import FORMATS, is_head, kind_of
 from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, MTPHead, one_layer_model
 from specdec_mlx.drafters.heads.one_pass import block_layers
@@ -76,9 +76,8 @@ def test_a_head_is_told_by_its_config_and_its_tensors(config, names, kind):
 
 def test_layers_in_either_convention_are_outputs() -> None:
     """First id 1: the outputs are named; first id 2: the inputs; none: the authors' defaults."""
-    assert output_layers([1, 11, 20]) == output_layers([2, 12, 21]) == (1, 11, 20)
-    unnamed: list[dict[str, Any]] = [{}, {IDS_KEY: []}]
-    for config in unnamed:
+    configs = [{}, *({IDS_KEY: ids} for ids in ([], [1, 11, 20], [2, 12, 21]))]
+    for config in configs:
         assert fused_layers(config, 24) == (1, 11, 20)
     for num_layers, layers in ((36, [1, 9, 17, 25, 33]), (40, [1, 10, 19, 28, 37])):
         assert block_layers({}, 5, num_layers) == layers

@@ -403,7 +403,7 @@ def _recursive(
 
 
 def stored_ids(layers: tuple[int, ...]) -> list[int]:
-    """Ids for the config: as outputs if the first is 1, or else by input; see `output_layers`."""
+    """Ids for the config: as outputs if the first is 1, or else by input; see `fused_layers`."""
     if not layers or layers[0] == 0:
         raise TrainingError(
             "Layer 0 cannot be the first that an EAGLE-3 head reads: its config could not be told "

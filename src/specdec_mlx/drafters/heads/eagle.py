@@ -29,19 +29,12 @@ FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
 
 
 def fused_layers(config: Config, num_layers: int) -> tuple[int, ...]:
-    """Layers of the target that a config names, or those of the paper's code; num_layers: of it."""
-    ids = config.get(IDS_KEY)
-    if ids:
-        return output_layers(ids)
-    return 1, num_layers // 2 - 1, num_layers - 4
-
-
-def output_layers(ids: Sequence[int]) -> tuple[int, ...]:
-    """Layers of the target whose outputs a config names, from 0.
+    """Layers of the target whose outputs a config names, from 0; num_layers: of the target.
 
     Stored ids are "output of", from 1 by default, or "input of", from 2 (sglang#25454). A wrong
-    guess costs about 0.1 tokens a pass.
+    guess costs about 0.1 tokens a pass. Without ids they are those of the paper's code.
     """
+    ids = config.get(IDS_KEY) or (1, num_layers // 2 - 1, num_layers - 4)
     back = 0 if ids[0] == 1 else 1
     return tuple(i - back for i in ids)
 
@@ -59,16 +52,13 @@ def windows_of(layer: Config) -> tuple[int | None, ...]:
 
 def layer_arguments(config: Config) -> dict[str, Any]:
     """Arguments of mlx-lm's model with a head's layers, by its config; Qwen2's has biases."""
-    name = "qwen3" if str(config.get("model_type", "")).startswith("qwen3") else "llama"
-    rope, heads = config.get("rope_parameters") or {}, config["num_attention_heads"]
-    depth = config.get("num_hidden_layers") or 1
-    if is_gemma4(config):  # in DeepSpec: full attention, no layer shares another's keys
-        mine = {"layer_types": ["full_attention"] * depth, "num_kv_shared_layers": 0}
-        mine |= {"model_type": "gemma4_text", "num_hidden_layers": depth}
-        return {**config, **mine}
+    kind, heads = str(config.get("model_type", "")), config["num_attention_heads"]
+    name = "qwen3" if kind.startswith("qwen3") else "llama"
+    name = "gemma4_text" if is_gemma4(config) else name
+    rope, depth = config.get("rope_parameters"), config.get("num_hidden_layers") or 1
     return {
         "num_hidden_layers": depth,
-        "rope_theta": rope.get("rope_theta", 10000.0),
+        "rope_theta": (rope or {}).get("rope_theta", 10000.0),
         "rope_scaling": rope or None,
         "num_key_value_heads": heads,
         "head_dim": config["hidden_size"] // heads,
@@ -76,7 +66,9 @@ def layer_arguments(config: Config) -> dict[str, Any]:
         **{key: value for key, value in config.items() if value is not None},
         "model_type": "qwen2" if config.get("qkv_bias") else name,
         "tie_word_embeddings": False,
-        "layer_types": None,
+        # of Gemma 4 in DeepSpec too, where no layer shares another's keys
+        "layer_types": ["full_attention"] * depth,
+        "num_kv_shared_layers": 0,
     }
 
 

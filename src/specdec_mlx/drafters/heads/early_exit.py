@@ -181,15 +181,17 @@ class Exit(nn.Module):  # type: ignore[misc]
         if cache is not None:
             keys, _ = cache.update_and_fetch(rows[:, None], rows[:, None, :, :0])
             rows = keys[:, 0]
+        # of each row the places of its window, from 1; 0 before the text
         if isinstance(mask, mx.array):  # as in a tree: each row's own path
             seen = mx.where(mask, mx.arange(1, rows.shape[1] + 1), 0)
-            last = mx.sort(seen, axis=-1)[:, -self.window :]
+            places = mx.sort(seen, axis=-1)[:, -self.window :]
+            missing = self.window - places.shape[1]
+            places = mx.pad(places, [(0, 0), (missing, 0)])
         else:
-            rows = rows[:, 1 - self.window - num_rows :]
-            ends = mx.arange(num_rows)[:, None] + rows.shape[1] - num_rows + 1
-            last = mx.maximum(ends + mx.arange(1 - self.window, 1), 0)
-        last = mx.pad(last, [(0, 0), (self.window - last.shape[1], 0)])
-        return mx.pad(rows, [(0, 0), (1, 0), (0, 0)])[:, last]  # zeros before the first
+            end = rows.shape[1] - num_rows + 2
+            window = mx.arange(end - self.window, end)
+            places = mx.maximum(mx.arange(num_rows)[:, None] + window, 0)
+        return rows[:, mx.maximum(places - 1, 0)] * (places > 0)[..., None]
 
 
 class ExitModel(nn.Module):  # type: ignore[misc]

@@ -443,11 +443,13 @@ def is_head(path_or_repo: str | Path) -> bool:
 def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
     """Give a head its weights, in the target's type; ValueError if they do not fit."""
     unused = tuple(name for name in SHARED_ENDS if name.partition(".")[0] not in head)
-    weights = {
-        n: x
-        for n, x in tensors.items()
-        if not (IGNORED.match(n) or n.startswith(unused))
-    }
+    keeps_type = "e_score_correction_bias"  # a sum that chooses experts
+    weights = {}
+    for name, x in tensors.items():
+        if IGNORED.match(name) or name.startswith(unused):
+            continue
+        is_cast = mx.issubdtype(x.dtype, mx.floating) and not name.endswith(keeps_type)
+        weights[name] = x.astype(dtype) if is_cast else x
 
     def stored(path: str, part: nn.Module) -> Any:
         is_packed = hasattr(part, "to_quantized") and f"{path}.scales" in weights
@@ -456,10 +458,6 @@ def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
         return is_packed and (infer is None or infer(path, part, weights))
 
     nn.quantize(head, class_predicate=stored)
-    keeps_type = "e_score_correction_bias"  # a sum that chooses experts
-    for name, x in weights.items():
-        if mx.issubdtype(x.dtype, mx.floating) and not name.endswith(keeps_type):
-            weights[name] = x.astype(dtype)
     head.load_weights(list(weights.items()))
 
 
