@@ -229,7 +229,7 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
         said = "vocabulary of 97 tokens, and this target has 1000"
         assert said in refused(folder, heads.target(vocab=1000))
     with pytest.raises(ValueError, match="0 to 4, and the target has 4"):
-        DraftVocabulary(mx.array([0, 2, 4]), 4)
+        DraftVocabulary(mx.array([0, 2, 4]), target_ends(heads.target(vocab=4)))
 
 
 def test_what_is_no_head_is_refused(tmp_path: Path) -> None:

@@ -177,6 +177,17 @@ def position_moves_on(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     patch.setattr(gemma4_assistant.AssistantSession, "next_logits", wrong)
 
 
+class Given(nn.Module):  # type: ignore[misc]
+    """An embedding that has one answer."""
+
+    def __init__(self, states: mx.array) -> None:
+        super().__init__()
+        self.states = states
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.states
+
+
 def assistant_inputs(change: Callable[..., tuple[mx.array, mx.array, Any]]) -> Change:
     """A control whose steps get other inputs; change: (state, embedded, caches) -> all three."""
 
@@ -187,7 +198,7 @@ def assistant_inputs(change: Callable[..., tuple[mx.array, mx.array, Any]]) -> C
             ends, scale = self.ends, self.ends.width**0.5
             state, embedded, read = change(state, ends.embed(token) * scale, read)
             with pytest.MonkeyPatch.context() as inner:
-                inner.setattr(self, "ends", replace(ends, embed=lambda _: embedded / scale))
+                inner.setattr(self, "ends", replace(ends, embedding=Given(embedded / scale)))
                 return step(self, state, token, read)
 
         patch.setattr(gemma4_assistant.Gemma4Assistant, "step", wrong)

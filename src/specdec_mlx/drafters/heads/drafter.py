@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import mlx.core as mx
@@ -19,51 +19,34 @@ from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
 from specdec_mlx.drafters.lighter import HEADS, some_rows
 from specdec_mlx.drafters.writing import check_way_of_writing, way_of_writing
 from specdec_mlx.errors import HeadError
-from specdec_mlx.verify.watching import LastCache, anatomy_of
-
-
-@dataclass(frozen=True)
-class TargetEnds:
-    """The ends of a target, and the sizes that a head has to fit.
-
-    embed: ids [..., n] -> states [..., n, D], without a factor. logits: the head's input [..., D]
-    -> logits [..., V], without a cap. last_caches: kind of attention -> the last cache that it
-    fills.
-    """
-
-    embed: Callable[[mx.array], mx.array]
-    logits: Callable[[mx.array], mx.array]
-    width: int
-    vocab_size: int
-    num_layers: int
-    dtype: mx.Dtype
-    last_caches: Mapping[str, LastCache] = field(default_factory=dict)
-
-    def narrowed(self, ids: mx.array) -> TargetEnds:
-        """A copy with logits [..., Vd] of these tokens alone."""
-        head: Any = getattr(self.logits, "__self__", self.logits)
-        if not isinstance(head, HEADS):
-            return replace(self, logits=lambda states: self.logits(states)[..., ids])
-        narrow = some_rows(head, ids)
-        return replace(self, logits=getattr(narrow, "as_linear", narrow))
+from specdec_mlx.verify.watching import Anatomy, anatomy_of
 
 
 class DraftVocabulary:
     """The target's tokens that the Vd rows of a head stand for; ids: [Vd]."""
 
-    def __init__(self, ids: mx.array, vocab_size: int) -> None:
+    def __init__(self, ids: mx.array, ends: Anatomy) -> None:
         """Raise ValueError for ids beyond V."""
-        self.ids, self.vocab_size = ids.astype(mx.int32), vocab_size
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocab_size:
+        self.ids, self.ends = ids.astype(mx.int32), ends
+        low, high, size = int(ids.min()), int(ids.max()), ends.vocab_size
+        if low < 0 or high >= size:
             raise ValueError(
-                f"d2t names tokens {low} to {high}, and the target has {vocab_size}"
+                f"d2t names tokens {low} to {high}, and the target has {size}"
             )
+        head = ends.head_tap().module
+        # of other modules it is not known how to take rows
+        self.head = some_rows(head, ids) if isinstance(head, HEADS) else None
+
+    def logits(self, states: mx.array) -> Any:
+        """Logits [..., Vd] of the target's head for the head's input [..., D]."""
+        if self.head is None:
+            return self.ends.logits(states)[..., self.ids]
+        return getattr(self.head, "as_linear", self.head)(states)
 
     def widen(self, logits: mx.array) -> mx.array:
         """Logits [n, V] from [n, Vd]: -inf for tokens that the head cannot propose."""
         ids = mx.broadcast_to(self.ids, logits.shape)
-        return spread(logits, ids, self.vocab_size)
+        return spread(logits, ids, self.ends.vocab_size)
 
 
 def spread(logits: mx.array, ids: mx.array, vocab_size: int) -> mx.array:
@@ -80,8 +63,8 @@ def within(ids: mx.array, table: mx.array) -> mx.array:
     return mx.minimum(ids, table.shape[0] - 1)
 
 
-def target_ends(model: nn.Module) -> TargetEnds:
-    """The ends of a loaded model. They hold its modules, and not the model."""
+def target_ends(model: nn.Module) -> Anatomy:
+    """The parts of a loaded model; HeadError without embedding and head, which a head shares."""
     anatomy = anatomy_of(model)
     if anatomy.embedding is None or isinstance(anatomy.head, str):
         missing = (
@@ -91,16 +74,7 @@ def target_ends(model: nn.Module) -> TargetEnds:
             f"No module was found in {type(model).__module__} that {missing}, so a head cannot "
             "share it. Use a draft model, or a drafter that works on tokens."
         )
-    head = anatomy.head.module
-    return TargetEnds(
-        anatomy.embedding,
-        getattr(head, "as_linear", head),
-        anatomy.width,
-        anatomy.vocab_size,
-        len(anatomy.layers),
-        anatomy.dtype,
-        anatomy.last_caches,
-    )
+    return anatomy
 
 
 Config = Mapping[str, Any]  # of a head or a target: a config.json, or a part of one
@@ -118,7 +92,7 @@ class Head(nn.Module):  # type: ignore[misc]
     session: type[HeadSession]
     grows_trees = True
     levels: Sequence[RecurrentHead] = ()
-    ends: TargetEnds
+    ends: Anatomy
     width: int
     vocabulary: DraftVocabulary | None = None
     pre_norm = False
@@ -129,11 +103,6 @@ class Head(nn.Module):  # type: ignore[misc]
             self.embed_tokens = nn.Embedding(embeddings, self.width)
         if logits:
             self.lm_head = nn.Linear(self.width, logits, bias=False)
-
-    def choose_among(self, vocabulary: DraftVocabulary) -> None:
-        """Restrict the logits to the tokens of a draft vocabulary."""
-        self.vocabulary = vocabulary
-        self.ends = self.ends.narrowed(vocabulary.ids)
 
     @property
     def features(self) -> Features:
@@ -164,7 +133,9 @@ class Head(nn.Module):  # type: ignore[misc]
 
     def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of states [..., D], by its own head, or else the target's."""
-        return self.lm_head(states) if "lm_head" in self else self.ends.logits(states)
+        if "lm_head" in self:
+            return self.lm_head(states)
+        return (self.vocabulary or self.ends).logits(states)
 
     def notes(self) -> list[str]:
         """Its variant, for `describe` and `key`."""

@@ -19,10 +19,10 @@ from specdec_mlx.drafters.heads.drafter import (
     Config,
     Head,
     RecurrentHead,
-    TargetEnds,
     Variation,
 )
 from specdec_mlx.drafters.heads.mtp import SLIDING, MTPFamily, model_of, text_part
+from specdec_mlx.verify.watching import Anatomy
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")
@@ -104,7 +104,7 @@ class LayersHead(Head):
     fused: tuple[int, ...]
     windows: tuple[int | None, ...]
 
-    def __init__(self, layer: Config, fused: Sequence[int], ends: TargetEnds) -> None:
+    def __init__(self, layer: Config, fused: Sequence[int], ends: Anatomy) -> None:
         """Random weights."""
         super().__init__()
         shell: Any = model_of(layer_arguments(layer))
@@ -161,7 +161,7 @@ class Eagle3(LayersHead, RecurrentHead):
     kind = "EAGLE-3"
 
     def __init__(
-        self, config: Config, ends: TargetEnds, layers: Sequence[int] | None = None
+        self, config: Config, ends: Anatomy, layers: Sequence[int] | None = None
     ) -> None:
         said = {**(config.get("eagle_config") or {}), **config}
         layer = text_part(config)

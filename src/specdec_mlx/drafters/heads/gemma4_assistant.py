@@ -25,11 +25,11 @@ from specdec_mlx.contracts import (
     KeysValues,
     ReadsCache,
 )
-from specdec_mlx.drafters.heads.drafter import Config, Head, TargetEnds, spread
+from specdec_mlx.drafters.heads.drafter import Config, Head, spread
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.writing import Parents
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.watching import top_tokens
+from specdec_mlx.verify.watching import Anatomy, top_tokens
 
 
 def layer_args(config: Config) -> gemma4_text.ModelArgs:
@@ -91,7 +91,7 @@ class Gemma4Assistant(Head):
     session = AssistantSession
     grows_trees = False
 
-    def __init__(self, config: Config, ends: TargetEnds) -> None:
+    def __init__(self, config: Config, ends: Anatomy) -> None:
         super().__init__()
         args = layer_args(config)
         width = args.hidden_size

@@ -21,7 +21,6 @@ from specdec_mlx.drafters.heads.drafter import (
     DraftVocabulary,
     Head,
     HeadDrafter,
-    TargetEnds,
     target_ends,
 )
 from specdec_mlx.drafters.heads.eagle import Eagle3, LayersHead, eagle1_family
@@ -49,6 +48,7 @@ from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
 from specdec_mlx.options import make_with, split_spec, whole
 from specdec_mlx.sampling.distribution import check_draft_temp
+from specdec_mlx.verify.watching import Anatomy
 
 Tensors = dict[str, mx.array]
 
@@ -66,7 +66,7 @@ class HeadSource(NamedTuple):
     """Input of a format's `build`: files, tensors by our names, and the options of `load_head`."""
 
     files: HeadFiles
-    ends: TargetEnds
+    ends: Anatomy
     tensors: Tensors
     layers: Sequence[int] | None
     pre_norm: bool | None
@@ -114,7 +114,7 @@ def width_read(config: Config) -> int | None:
     return own or text_part(config).get("hidden_size")
 
 
-def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
+def check_sizes(files: HeadFiles, ends: Anatomy) -> None:
     """Raise HeadError for impossible sizes in the config, and for another vocabulary size."""
     part, size = text_part(files.config), ends.vocab_size
     limits = {"mask_token_id": (0, size - 1), "block_size": (2, 1024)}
@@ -133,7 +133,7 @@ def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
         )
 
 
-def check_width(files: HeadFiles, ends: TargetEnds, width: int | None) -> None:
+def check_width(files: HeadFiles, ends: Anatomy, width: int | None) -> None:
     """Raise HeadError for a head that reads states of another width."""
     if width not in (None, ends.width):
         raise HeadError(
@@ -380,7 +380,7 @@ def _explained(files: HeadFiles) -> Iterator[None]:
         ) from error
 
 
-def _load(form: Format, files: HeadFiles, ends: TargetEnds, variant: Any) -> Head:
+def _load(form: Format, files: HeadFiles, ends: Anatomy, variant: Any) -> Head:
     """A head with its weights."""
     check_sizes(files, ends)
     check_width(files, ends, width_read(files.config))
@@ -393,7 +393,7 @@ def _load(form: Format, files: HeadFiles, ends: TargetEnds, variant: Any) -> Hea
     # how far ids stand apart
     if (apart := tensors.get("d2t")) is not None:
         ids = apart + mx.arange(apart.shape[0])
-        head.choose_among(DraftVocabulary(ids, ends.vocab_size))
+        head.vocabulary = DraftVocabulary(ids, ends)
     for layer in head.features.layers:
         files.expect("a layer that it reads", layer, 0, ends.num_layers - 1)
     if source.pre_norm is not None and not isinstance(head, LayersHead):
@@ -402,7 +402,7 @@ def _load(form: Format, files: HeadFiles, ends: TargetEnds, variant: Any) -> Hea
     return head
 
 
-def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
+def _try_out(drafter: HeadDrafter, ends: Anatomy) -> None:
     """Draft once after states of zeros: some contradictions of a config show in a pass only."""
     head: Any = drafter.head
     blank = mx.zeros((3, ends.width), ends.dtype)

@@ -25,10 +25,10 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 from specdec_mlx.drafters.heads.drafter import (
     Config,
     RecurrentHead,
-    TargetEnds,
     Variation,
     is_norm,
 )
+from specdec_mlx.verify.watching import Anatomy
 
 T = TypeVar("T")
 Further = Literal["again", "chained", "side by side"]
@@ -304,7 +304,7 @@ class MTPHead(RecurrentHead):
         self,
         family: MTPFamily,
         config: Config,
-        ends: TargetEnds,
+        ends: Anatomy,
         depth: int = 0,
         num_layers: int = 1,
         *,

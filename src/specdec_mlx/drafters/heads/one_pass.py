@@ -22,7 +22,6 @@ from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.drafters.heads.drafter import (
     Config,
     Head,
-    TargetEnds,
     spread,
     within,
 )
@@ -32,7 +31,7 @@ from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.writing import AtOnceSession, Parents, places_after
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.rollback import states_of
-from specdec_mlx.verify.watching import top_tokens
+from specdec_mlx.verify.watching import Anatomy, top_tokens
 
 
 class BlockSession(HeadSession):
@@ -111,7 +110,7 @@ class DFlash(LayersHead):
     session: type[HeadSession] = OnePassSession
 
     def __init__(
-        self, config: Config, ends: TargetEnds, layers: Sequence[int] | None = None
+        self, config: Config, ends: Anatomy, layers: Sequence[int] | None = None
     ) -> None:
         said = block_options(config)
         layer = {"model_type": "qwen3", **text_part(config)}
@@ -315,7 +314,7 @@ class Medusa(Head):
     session = OnePassSession
 
     def __init__(
-        self, num_heads: int, num_layers: int, ends: TargetEnds, *, own_heads: int = 0
+        self, num_heads: int, num_layers: int, ends: Anatomy, *, own_heads: int = 0
     ) -> None:
         super().__init__()
         self.ends, width = ends, ends.width
