@@ -87,15 +87,12 @@ class FirstOf(Several):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
         """Begin with each of them."""
-        return self._combined(
+        return CombinedSession(
             [
                 (key_of(drafter), drafter.begin(list(prompt), context))
                 for drafter in self.drafters
             ]
         )
-
-    def _combined(self, keyed: Sequence[tuple[str, Session]]) -> CombinedSession:
-        return CombinedSession(keyed)
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
         """This combination, of changed drafters."""
@@ -113,8 +110,9 @@ class BestOf(FirstOf):
     one's is taken.
     """
 
-    def _combined(self, keyed: Sequence[tuple[str, Session]]) -> CombinedSession:
-        session = CombinedSession(keyed)
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
+        """Begin with each of them, in one group."""
+        session = super().begin(prompt, context)
         session.groups = [[part for group in session.groups for part in group]]
         return session
 

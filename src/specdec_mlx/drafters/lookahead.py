@@ -34,7 +34,12 @@ from specdec_mlx.contracts import (
     ValuesDrafts,
     key_of,
 )
-from specdec_mlx.contracts.branching import TokenPath, draft_of, texts_of
+from specdec_mlx.contracts.branching import (
+    TokenPath,
+    best_of_chains,
+    draft_of,
+    texts_of,
+)
 from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_list
@@ -134,7 +139,6 @@ class LookaheadSession:
         self._draft = NO_DRAFT
         self._rejected: tuple[list[int], list[int]] = ([], [])
         self._key = key_of(drafter)
-        self._chain_key = f"{self._key} as a chain"
 
     def propose(self, limit: int) -> Draft:
         """A tree of at most `limit` tokens: n-grams of the pool, then rows."""
@@ -152,9 +156,8 @@ class LookaheadSession:
         self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
     ) -> Draft:
         """The part of the pool that is worth verifying, and rows where they cost little."""
-        longest = min(limit, values.limit(self._chain_key, True))
-        known = [(self._chain_key, draft) for draft in self.candidates(longest)]
-        self._draft = draft = values.best_tree(self._key, known, may_fork)
+        draft = best_of_chains(self, self._key, limit, values, may_fork)
+        self._draft = draft
         for num_columns in range(self._config.window, 0, -1):
             tree = self._with_rows(draft, limit, num_columns)
             more = len(tree) - len(draft)

@@ -19,6 +19,7 @@ from specdec_mlx.contracts import (
     Closes,
     Draft,
     DraftContext,
+    Drafter,
     GoesOn,
     ReadsTarget,
     Step,
@@ -255,6 +256,19 @@ class ModelSession(WritingSession):
         super().close(length)
 
 
+def begin_ahead(
+    asked_by: Drafter, drafter: Drafter, prompt: Sequence[int], context: DraftContext
+) -> Any:
+    """A session that can be asked what follows a draft; ValueError for one that cannot."""
+    session = drafter.begin(list(prompt), context)
+    if optional(session, "propose_after") is None:
+        raise ValueError(
+            f"{type(asked_by).__name__}: {type(drafter).__name__} cannot be asked what follows a "
+            "draft; expected one whose sessions have propose_after, such as 'suffix'."
+        )
+    return session
+
+
 def guesser_for(drafter: ModelDrafter) -> Any:
     """The drafter of a draft model; ValueError for one that cannot guess for it."""
     guesser, what = drafter.drafter, f"ModelDrafter: drafter={shown(drafter.drafter)}"
@@ -304,13 +318,8 @@ class GuessedSession(ModelSession):
         noise: Any = DraftNoise(self)
         own = {"sampling": self.sampling, "noise": noise, "coupled": True}
         alone = replace(context, draft_cache=None, shared_drafts=None, **own)
-        self.guesser: Any = drafter.drafter.begin(list(prompt), alone)
+        self.guesser = begin_ahead(drafter, drafter.drafter, prompt, alone)
         self.num_shown = len(self.tokens)
-        if optional(self.guesser, "propose_after") is None:
-            raise ValueError(
-                f"ModelDrafter: {type(drafter.drafter).__name__} cannot be asked what follows a "
-                "draft; expected one whose sessions have propose_after, such as 'suffix'."
-            )
 
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, in as few passes as the guesses allow."""

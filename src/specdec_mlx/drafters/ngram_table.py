@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
+from specdec_mlx.memory.file import Integers
 from specdec_mlx.memory.kept import KeptFile
 
 Context = tuple[int, ...]
@@ -251,13 +252,9 @@ class NGramTable(KeptFile):
             super().save(path)
             self._unsaved.clear()
 
-    def _content(
-        self, in_public: bool
-    ) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
+    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Any]]:
         rows = list(self._counts.ngrams())
-        numbers = np.array(
-            [n for ngram, times in rows for n in (*ngram, times)], np.int32
-        )
+        numbers = [n for ngram, times in rows for n in (*ngram, times)]
         header = {
             "tokenizer": self.tokenizer,
             "bounds": [self.max_order, self.min_order, self.max_entries],
@@ -266,7 +263,7 @@ class NGramTable(KeptFile):
         return header, [numbers]
 
     @classmethod
-    def _of(cls, header: dict[str, Any], data: Int[np.ndarray, " n"]) -> NGramTable:
+    def _of(cls, header: dict[str, Any], data: Integers) -> NGramTable:
         table = cls(*map(int, header["bounds"]), tokenizer=header["tokenizer"])
         at = 0
         for order, count in header["orders"]:
