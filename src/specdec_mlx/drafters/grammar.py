@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.errors import GrammarError, MissingPackageError
+from specdec_mlx.models import PerModel, unwrapped
 from specdec_mlx.token_ids import to_list
 
 if TYPE_CHECKING:
@@ -224,29 +225,25 @@ class GrammarPosition:
             )
 
 
-_compiled: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
-
-
+@PerModel
 def compiled_tokenizer(tokenizer: Any) -> LLTokenizer:
     """A tokenizer in llguidance's form, made once; GrammarError for one that has no fast form."""
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    fast = tokenizer._tokenizer
-    if fast not in _compiled:
-        _llguidance()
-        from llguidance.hf import from_tokenizer
+    fast = unwrapped(tokenizer)
+    _llguidance()
+    from llguidance.hf import from_tokenizer
 
-        ends = sorted(tokenizer.eos_token_ids)
+    ends = sorted(tokenizer.eos_token_ids)
+    try:
         try:
-            try:
-                _compiled[fast] = from_tokenizer(fast, eos_token=ends)
-            except TypeError:  # older ones take one end token, as guidance's pin does
-                _compiled[fast] = from_tokenizer(fast, eos_token=fast.eos_token_id)
-        except ValueError as error:
-            raise GrammarError(
-                f"{type(fast).__name__} cannot be used here: {error}"
-            ) from error
-    return _compiled[fast]
+            return from_tokenizer(fast, eos_token=ends)
+        except TypeError:  # older ones take one end token, as guidance's pin does
+            return from_tokenizer(fast, eos_token=fast.eos_token_id)
+    except ValueError as error:
+        raise GrammarError(
+            f"{type(fast).__name__} cannot be used here: {error}"
+        ) from error
 
 
 def _llguidance() -> Any:

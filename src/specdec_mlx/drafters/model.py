@@ -37,6 +37,7 @@ from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import (
     SharedVocabulary,
     check_same_tokenizer,
+    log_foreign,
     shared_between,
 )
 from specdec_mlx.drafters.writing import (
@@ -119,7 +120,7 @@ class ModelDrafter:
         if isinstance(self.drafter, Checks):
             self.drafter.check(context)
         if (shared := self.shared_with(context)) is not None:
-            shared.log_once()
+            log_foreign(shared)
 
     def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
         """What the model shares with a target of another tokenizer, None for the same one."""
@@ -138,7 +139,7 @@ class ModelDrafter:
         shared = self.shared_with(context)
         if shared is None:
             return self.session(prompt, context)
-        return Retokenized(self.model, shared, prompt, context)
+        return Retokenized(self.model, shared, list(prompt), context)
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
         """The model's side of a generation."""
@@ -195,9 +196,7 @@ class ModelSession(WritingSession):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal in the caches."""
-        self.rollback.rewind_to(
-            min(self.rollback.position, len(self.tokens) + len(tokens) - 1)
-        )
+        self.rollback.rewind_to(len(self.tokens) + len(tokens) - 1)
         super().observe(tokens)
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
@@ -210,7 +209,7 @@ class ModelSession(WritingSession):
         self.tokens += tokens
         draft = self.propose(min(limit, DRAWN_AT_ONCE))
         del self.tokens[end:]
-        self.rollback.rewind_to(min(self.rollback.position, end - 1))
+        self.rollback.rewind_to(end - 1)
         return draft
 
     def fork(self) -> ModelSession:
@@ -226,17 +225,18 @@ class ModelSession(WritingSession):
 
     def catch_up(self) -> None:
         """Feed the text, in chunks, but for its last tokens, which a draft's first pass feeds."""
-        step = self.context.prefill_step_size
         trims = self.branches > 1 or can_trim_prompt_cache(self.rollback.caches)
         most = MOST_PENDING if trims else 2
-        while (left := len(self.tokens) - self.rollback.position) > most:
-            self.feed_text(min(left - 1, step))
-            if left - 1 > step:
-                wait_for(self.rollback.caches)
+        self.read_to(len(self.tokens) - 1, most - 1)
 
-    def feed_text(self, size: int) -> None:
-        """Feed the next `size` tokens of the text, for the caches alone."""
-        self.feed(to_ids(self.tokens[self.rollback.position :][:size]))
+    def read_to(self, end: int, leave: int = 0) -> None:
+        """Feed the text up to `end`, in chunks, until so many or fewer tokens are left."""
+        step = self.context.prefill_step_size
+        while (left := end - self.rollback.position) > leave:
+            chunk = self.tokens[self.rollback.position :][: min(left, step)]
+            self.feed(to_ids(chunk))
+            if left > step:
+                wait_for(self.rollback.caches)
 
     def feed(self, ids: mx.array, tree: TreeLayout | None = None) -> mx.array:
         """One pass of the draft model over a chain or a tree; logits [S, V], as the target's."""
@@ -248,10 +248,9 @@ class ModelSession(WritingSession):
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""
-        self.rollback.rewind_to(min(self.rollback.position, length))
+        self.rollback.rewind_to(length)
         if self.callers_cache is not None:
-            while (left := length - self.rollback.position) > 0:
-                self.feed_text(min(left, self.context.prefill_step_size))
+            self.read_to(length)
             mx.async_eval(states_of(self.rollback.caches))
         super().close(length)
 
@@ -342,8 +341,7 @@ class GuessedSession(ModelSession):
             rows = self.feed(to_ids([*pending, *guesses]))[len(pending) - 1 :]
             new = draws.draw_guessed(rows, guesses)
             drafted += new
-            end = len(self.tokens) + len(drafted) - 1
-            self.rollback.rewind_to(min(self.rollback.position, end))
+            self.rollback.rewind_to(len(self.tokens) + len(drafted) - 1)
             logs: Any = draws.log_confidences()[-len(new) :].tolist()
             yield from map(math.exp, logs)
 

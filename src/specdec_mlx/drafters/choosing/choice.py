@@ -31,7 +31,7 @@ from specdec_mlx.drafters.choosing.registry import (
     make_drafter,
 )
 from specdec_mlx.drafters.first_of import BestOf
-from specdec_mlx.drafters.heads.loading import is_head, load_head, named_head
+from specdec_mlx.drafters.heads.loading import is_head, named_head
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.memory.store import Memory
@@ -105,10 +105,9 @@ class NamedModel:
                 "--draft-layers: --draft-model is a trained head, which has no layers to leave "
                 "out. Leave the flag out."
             )
-        if name_in(spec) == MODEL_DRAFTER:
-            return named_head(spec, self.name, target)
-        head = load_head(self.name, target)
-        return make_drafter(spec, draft_model=head)
+        is_alone = name_in(spec) == MODEL_DRAFTER
+        head = named_head(spec if is_alone else MODEL_DRAFTER, self.name, target)
+        return head if is_alone else make_drafter(spec, draft_model=head)
 
 
 @dataclass(frozen=True)
