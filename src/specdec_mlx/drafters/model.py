@@ -29,7 +29,6 @@ from specdec_mlx.contracts import (
 from specdec_mlx.drafters.drawing import (
     DRAWN_AT_ONCE,
     ChainDraws,
-    match_vocab,
     worth_it,
 )
 from specdec_mlx.drafters.fingerprint import fingerprint
@@ -239,12 +238,11 @@ class ModelSession(WritingSession):
                 wait_for(self.rollback.caches)
 
     def feed(self, ids: mx.array, tree: TreeLayout | None = None) -> mx.array:
-        """One pass of the draft model over a chain or a tree; logits [S, V], as the target's."""
+        """One pass of the draft model over a chain or a tree; logits [S, W], its own."""
         width = vocab_size_of(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
-        logits = self.rollback.forward(self.model, ids, tree)
-        return match_vocab(logits, self.context.vocab_size)
+        return self.rollback.forward(self.model, ids, tree)
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""

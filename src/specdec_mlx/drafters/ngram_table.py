@@ -54,7 +54,6 @@ class NGramCounts:
 
     def __init__(self, min_order: int, max_order: int, max_entries: int) -> None:
         self._widths = range(min_order - 1, max_order)
-        self._longest_first = self._widths[::-1]
         self._max_entries = max_entries
         self._num_entries = dict.fromkeys(self._widths, 0)
         # Most contexts of a text are seen once; a bare token for those is a quarter of the memory.
@@ -113,7 +112,7 @@ class NGramCounts:
     def continuation(self, context: Context) -> Continuation | None:
         """The best continuation of the longest known end of a context."""
         length = len(context)
-        for width in self._longest_first:
+        for width in reversed(self._widths):
             if width > length:
                 continue
             entry = self._tables[width].get(context[length - width :])
@@ -241,10 +240,9 @@ class NGramTable(KeptFile):
             self.max_entries = max_entries
             self._recount(self.counts())
 
-    def facts(self) -> Mapping[str, str]:
-        """Orders, and the number of n-grams."""
-        orders = f"{self.min_order} to {self.max_order}"
-        return {"orders": orders, "n-grams": f"{len(self._counts):,}"}
+    def __len__(self) -> int:
+        """Number of n-grams."""
+        return len(self._counts)
 
     def save(self, path: Path | str | None = None) -> None:
         """Replace the file, as `Memory.save` does; every text counts once."""

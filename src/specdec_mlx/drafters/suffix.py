@@ -223,7 +223,7 @@ class SuffixSession:
     ) -> None:
         self._config = config
         self._memory = memory
-        indexes = memory.indexes() if memory is not None else ()
+        indexes = memory.indexes if memory is not None else ()
         self._num_prompt = len(prompt)
         self._text = GrowingIndex(prompt)
         self._sources: list[tuple[ContextIndex, float]] = [

@@ -8,7 +8,7 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar, TypeVar
@@ -51,10 +51,6 @@ class KeptFile(ABC):
     @abstractmethod
     def empty(self: K) -> K:
         """A new one with the same bounds, of no tokenizer yet."""
-
-    @abstractmethod
-    def facts(self) -> Mapping[str, str]:
-        """Counts of its content, by name, for people to read."""
 
     @abstractmethod
     def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Any]]:

@@ -7,7 +7,7 @@ import os
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -100,7 +100,8 @@ class Memory(KeptFile):
     times. max_tokens, max_bytes: the smaller holds; the oldest texts go first. A token takes 80
     bytes. tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts
     from it, and any other's are kept apart from it (`of`), in no file. remember_prompts: keep a
-    generation's prompt beside what it wrote. sources: files that `specdec-mlx memory build` has
+    generation's prompt beside what it wrote. indexes: the texts as they are now, indexed; what is
+    added later makes others. sources: files that `specdec-mlx memory build` has
     read. path: of its file.
     """
 
@@ -124,7 +125,7 @@ class Memory(KeptFile):
             most = whole("max_bytes", max_bytes, BYTES_PER_TOKEN) // BYTES_PER_TOKEN
             self.max_tokens = min(self.max_tokens, most)
         self.sources: dict[str, tuple[Any, ...]] = {}
-        self._indexes: tuple[ContextIndex, ...] = ()
+        self.indexes: tuple[ContextIndex, ...] = ()
 
     @classmethod
     def from_files(
@@ -145,7 +146,7 @@ class Memory(KeptFile):
 
     def __len__(self) -> int:
         """Tokens held, separators included."""
-        return sum(map(len, self._indexes))
+        return sum(map(len, self.indexes))
 
     def __repr__(self) -> str:
         """Number of tokens."""
@@ -156,13 +157,9 @@ class Memory(KeptFile):
         """Bytes held in memory."""
         return BYTES_PER_TOKEN * len(self)
 
-    def indexes(self) -> tuple[ContextIndex, ...]:
-        """The texts as they are now, indexed; what is added later does not change it."""
-        return self._indexes
-
     def texts(self) -> list[Integers]:
         """The texts, oldest first."""
-        found = [np.array(index.ids) for index in self._indexes]
+        found = [np.array(index.ids) for index in self.indexes]
         return [
             part[:-1] for ids in found for part in np.split(ids, _ends(ids) + 1)[:-1]
         ]
@@ -171,7 +168,7 @@ class Memory(KeptFile):
     def largest_token(self) -> int:
         """The largest token id, -1 where nothing is held."""
         return max(
-            (int(np.max(index.ids)) for index in self._indexes), default=SEPARATOR
+            (int(np.max(index.ids)) for index in self.indexes), default=SEPARATOR
         )
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -179,7 +176,7 @@ class Memory(KeptFile):
         text = _checked(tokens)
         if len(text) >= 2:
             with self._lock:
-                self._extend([text.astype(np.int32)])
+                self._extend([text])
                 self.save_now_and_then()
 
     def _merge(self, other: Memory) -> None:
@@ -223,7 +220,7 @@ class Memory(KeptFile):
         with self._lock:
             if any(lost.values()):
                 kept = [text for text in self.texts() if not _taken(lost, text)]
-                self._indexes = (ContextIndex(join(kept)),) if kept else ()
+                self.indexes = (ContextIndex(join(kept)),) if kept else ()
             self._extend([text for text in texts if len(text) >= 2])
         self.sources = sources
         return Update(
@@ -234,27 +231,23 @@ class Memory(KeptFile):
         """Forget the oldest texts until at most `max_tokens` are left; one index for the rest."""
         with self._lock:
             self.max_tokens = max_tokens
-            self._indexes = _bounded(self._indexes, max_tokens, max_tokens)
+            self.indexes = _bounded(self.indexes, max_tokens, max_tokens)
             self.compact()
 
     def compact(self) -> None:
         """Make one index of several: look-ups are faster, and a million tokens take seconds."""
         with self._lock:
-            if len(self._indexes) > 1:
-                together = sum((index.ids for index in self._indexes), array("i"))
-                self._indexes = (ContextIndex(together),)
-
-    def facts(self) -> Mapping[str, str]:
-        """Numbers of texts and tokens."""
-        return {"texts": f"{len(self.texts()):,}", "tokens": f"{len(self):,}"}
+            if len(self.indexes) > 1:
+                together = sum((index.ids for index in self.indexes), array("i"))
+                self.indexes = (ContextIndex(together),)
 
     def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Any]]:
         header = {name: getattr(self, name) for name in STORED}
         header["indexes"] = [
-            [len(index.ids), len(index.ends)] for index in self._indexes
+            [len(index.ids), len(index.ends)] for index in self.indexes
         ]
         header["sources"] = {} if in_public else self.sources
-        return header, [a for index in self._indexes for a in (index.ids, index.ends)]
+        return header, [a for index in self.indexes for a in (index.ids, index.ends)]
 
     @classmethod
     def _of(cls, header: dict[str, Any], data: Integers) -> Memory:
@@ -262,13 +255,13 @@ class Memory(KeptFile):
         memory.sources = {
             name: tuple(found) for name, found in header["sources"].items()
         }
-        memory._indexes = tuple(_read(header["indexes"], data))
+        memory.indexes = tuple(_read(header["indexes"], data))
         return memory
 
     def _take_over(self, saved: Memory, *, is_own: bool) -> None:
         saved.max_tokens = self.max_tokens
         saved.merge(self)
-        self._indexes = _bounded(saved._indexes, self.max_tokens)
+        self.indexes = _bounded(saved.indexes, self.max_tokens)
         self.sources = saved.sources | self.sources
 
     def _extend(self, texts: Sequence[Integers]) -> None:
@@ -276,10 +269,10 @@ class Memory(KeptFile):
         if not texts:
             return
         youngest = join([text[-self.max_tokens + 1 :] for text in texts])
-        older = list(self._indexes)
+        older = list(self.indexes)
         while older and len(older[-1]) <= max(YOUNG, 2 * len(youngest)):
             youngest = older.pop().ids + youngest
-        self._indexes = _bounded((*older, ContextIndex(youngest)), self.max_tokens)
+        self.indexes = _bounded((*older, ContextIndex(youngest)), self.max_tokens)
 
 
 # a memory that ends with its process, where a file's name could stand
