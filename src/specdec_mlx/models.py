@@ -36,7 +36,9 @@ class PerModel(Generic[T]):
     def __call__(self, *owners: Any) -> T:
         """The value of these."""
         # a module is a dict and has no hash
-        key = (*map(id, map(unwrapped, owners)),)
+        key = (*map(id, owners),)
+        if key not in self._values:
+            key = (*map(id, map(unwrapped, owners)),)
         return (
             self._values[key]
             if key in self._values

@@ -101,7 +101,7 @@ def best_of_chains(
 ) -> Draft:
     """The chain or tree that is worth most, of all that a session has; `key` of its drafter.
 
-    Chains have a history of their own: those of one drafter are as good whoever joins them.
+    How often its chains are right is learned under a key of their own.
     """
     chain_key = f"{key} as a chain"
     longest = min(limit, values.limit(chain_key, True))

@@ -68,10 +68,9 @@ class Cascade(Several):
                     "a look-up, such as 'suffix'."
                 )
         require(self, self.num_first >= 1, "num_first", "an int >= 1")
-        first = self.first
+        first, parts = self.first, getattr(self.first, "drafters", ())
         faults = {
-            "is made of several. Give each its cascade.": len(list(all_drafters(first)))
-            > 2,
+            "is made of several. Give each its cascade.": len(parts) > 1,
             "drafts trees. Leave its branches out.": optional(first, "branches") > 1,
             "drafts on every rank. Leave that out.": optional(first, "on_every_rank"),
         }

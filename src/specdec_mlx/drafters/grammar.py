@@ -74,15 +74,14 @@ class Grammar:
     @cached_property
     def compiled(self) -> str:
         """In llguidance's own notation."""
-        matcher = _llguidance().LLMatcher
-        if self.kind == "json_schema":
-            try:
-                return str(
-                    matcher.grammar_from_json_schema(self.text, overrides=JSON_STYLE)
-                )
-            except ValueError as error:
-                raise GrammarError(f"This is no JSON schema: {error}") from error
-        return str(getattr(matcher, f"grammar_from_{self.kind}")(self.text))
+        convert = getattr(_llguidance().LLMatcher, f"grammar_from_{self.kind}")
+        style = {"overrides": JSON_STYLE} if self.kind == "json_schema" else {}
+        try:
+            return str(convert(self.text, **style))
+        except ValueError as error:
+            raise GrammarError(
+                f"This is no {self.kind} that can be followed: {error}"
+            ) from error
 
     def begin(self, tokenizer: LLTokenizer) -> LLMatcher:
         """A matcher before the first token; compiled when it is first asked for."""

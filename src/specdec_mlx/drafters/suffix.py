@@ -67,13 +67,13 @@ def vote(paths: Sequence[Path], length: int) -> Draft:
         paths = [path for path in paths if path[2][at] == best]
         tokens.append(best)
         evidence.append(_evidence(paths, votes[best] / sum(votes.values())))
-    return Draft(tokens, evidence=evidence) if tokens else NO_DRAFT
+    return Draft(tokens, evidence=evidence)
 
 
 def paths_of(
     voters: Sequence[Voters], last: Sequence[int], length: int, more: Sequence[int] = ()
 ) -> list[Path]:
-    """What followed the weightiest places, a single one needs no weight.
+    """What followed the weightiest places; a single one needs no weight.
 
     voters: the longest match first. last: what they match, the nearest token first. more: tokens
     after the text's end.
@@ -235,11 +235,13 @@ class SuffixSession:
 
     def propose(self, limit: int) -> Draft:
         """Copy up to `limit` tokens from the places that match best."""
-        return vote(*self._paths(limit))
+        paths, length = self._paths(limit)
+        return vote(paths, length) if paths else NO_DRAFT
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
         """Copy what follows matches of text and `tokens` together; nothing is noted."""
-        return vote(*self._paths(limit, tokens))
+        paths, length = self._paths(limit, tokens)
+        return vote(paths, length) if paths else NO_DRAFT
 
     def candidates(self, limit: int) -> list[Draft]:
         """The winner's chain, and those that hold what was outvoted of the likeliest tokens."""
