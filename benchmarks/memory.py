@@ -78,7 +78,7 @@ def measure(paths: Sequence[Path | str], tokenizer: object, max_tokens: int) -> 
     left_out = texts[::step][:TEXTS]
     for place, text in enumerate(texts):
         if place % step or place >= step * TEXTS:
-            memory.add(text)
+            memory.add(text.tolist())
     memory.compact()
     everything = join(memory.texts())
     building = time.perf_counter()

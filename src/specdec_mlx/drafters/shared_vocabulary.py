@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import re
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
@@ -167,9 +167,8 @@ def _special_tokens(tokenizer: Any, backend: Any) -> dict[int, str]:
 
 def _reader(decoder: Any) -> Callable[[str], bytes]:
     """How a token of the vocabulary is read, by what the decoder does."""
-    steps = (
-        list(_steps(json.loads(decoder.__getstate__()))) if decoder is not None else []
-    )
+    whole = {"type": ""} if decoder is None else json.loads(decoder.__getstate__())
+    steps = whole.get("decoders", [whole])
     kinds = {step["type"] for step in steps}
     if "ByteLevel" in kinds:
         return _byte_level
@@ -180,15 +179,6 @@ def _reader(decoder: Any) -> Callable[[str], bytes]:
         return bytes.fromhex(byte[1]) if byte else token.replace(space, " ").encode()
 
     return read
-
-
-def _steps(decoder: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """The steps of a decoder, those of sequences one by one."""
-    if decoder["type"] != "Sequence":
-        yield decoder
-        return
-    for step in decoder["decoders"]:
-        yield from _steps(step)
 
 
 def _space_sign(step: dict[str, Any]) -> str | None:
