@@ -113,7 +113,7 @@ class Kept(Wrapper):
                 session.close(length - len(held))
             read = session.rollback
             with suppress(CacheRollbackError):
-                read.rewind_to(min(read.position, length - len(held)))
+                read.rewind_to(length - len(held))
                 if read.position > 0:
                     tokens = [*held, *session.tokens[: read.position]]
                     self.store.insert_cache(self.place, tokens, caches)

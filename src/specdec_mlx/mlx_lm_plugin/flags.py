@@ -34,7 +34,7 @@ from specdec_mlx.drafters.choosing.registry import (
     MODEL_DRAFTER,
     NO_DRAFTER,
 )
-from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
+from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.options import Parser, argument, checked, existing_file, name_in
@@ -64,10 +64,8 @@ class Flags:
         return self.online or self.choice.model.is_head
 
     def drafter(self, target: nn.Module | None = None) -> Drafter | None:
-        """The drafter for a target, a grammar's first; None for plain decoding."""
-        chosen = self.drafting.resolve(target)
-        drafts_grammar = chosen is not None and self.grammar is not None
-        return registry.first_of([GrammarDrafter() if drafts_grammar else None, chosen])
+        """The drafter for a target; None for plain decoding."""
+        return self.drafting.resolve(target)
 
     @cached_property
     def drafting(self) -> DrafterChoice:
