@@ -258,14 +258,16 @@ class BatchGeneration:
 
     def _propose(self) -> list[Draft]:
         """A draft for each text that may have one, cut to one width if lengths are shared."""
-        drafts, may_fork = [], not self.passes.is_together
+        drafts = []
         for text in self.schedule.writing:
             draft = NO_DRAFT
             if text.generation.may_draft:
                 with self._alone(text.uid, text):
                     proposed = text.generation.propose()
                     if len(proposed.tokens):
-                        draft = text.verifier.checked(proposed, may_fork=may_fork)
+                        draft = text.verifier.checked(
+                            proposed, may_fork=not self.passes.is_together
+                        )
             drafts.append(draft)
         if self.shared is not None:
             self._share(self.shared, drafts)
