@@ -120,8 +120,6 @@ EQUIVALENT: dict[str, str] = {
     "loop.Token: `False` → `True`": SHOWN,
     "loop.Token: `False` → `True` (again)": SHOWN,
     "loop.Token: `True` → `False`": "A class without slots does the same.",
-    "rules/lossy.Lenient: `False` → `True`": "Its own `decide` answers for greedy targets before "
-    "this is read.",
     "rules/lossy.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,
     "rules/lossy.Typical._is_typical: `(p > self.threshold(target_probs)) * "
     "namespace_of(p).ones_like(p)` → `(p > self.threshold(target_probs)) / "
