@@ -331,7 +331,7 @@ def test_a_few_rows_at_a_time_give_the_loss_and_the_gradients_of_all(
         """Mean over the positions that count of KL(p || q), in the weights of the steps."""
         logits = recipe.ends.logits(batch.features.head_input)
         if trainee.vocabulary is not None:
-            logits = logits[..., trainee.vocabulary]
+            logits = logits[..., trainee.vocabulary.ids]
         p = nn.log_softmax(logits)
         total, weights = mx.array(0.0), 0.0
         for step, (states, first) in enumerate(itertools.islice(trainee.predictions(batch), most)):
