@@ -262,7 +262,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     anatomy = _known(model)
     if not anatomy.fits(model):
         anatomy = _watch(model)
-        _known.put(model, anatomy)
+        _known.put(anatomy, model)
     return anatomy
 
 
