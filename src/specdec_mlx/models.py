@@ -92,13 +92,17 @@ def load_on_ranks(
     return_config: bool = False,
     **options: Any,
 ) -> Any:
-    """mlx-lm's `load` on several ranks: tensor-parallel, else pipelined; no adapters."""
+    """mlx-lm's `load` on several ranks: tensor-parallel, else pipelined; no adapters.
+
+    options: trust_remote_code; pipeline_group, which has it pipelined.
+    """
     if adapter_path is not None:
         raise ValueError(
             "An adapter cannot be loaded on several ranks. Fuse it into the model first."
         )
     return sharded_load(
         path,
+        options.get("pipeline_group"),
         return_config=return_config,
         tokenizer_config=tokenizer_config,
         trust_remote_code=bool(options.get("trust_remote_code")),
