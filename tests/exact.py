@@ -10,6 +10,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import mlx.core as mx
@@ -34,7 +35,7 @@ from specdec_mlx.rules.arithmetic import (
     residual,
 )
 from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.coins import CoinRule, decide_by_coins
+from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.lossy import Lenient
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.testing.enumeration import NUM_STATES as NUM_STATES
@@ -298,7 +299,12 @@ class Given:
 
 def decide(rule: CoinRule, p: Any, tokens: Any, q: Any, *randomness: mx.array) -> Verdict:
     """Verdict of a rule on target_probs, tokens and draft_probs, given uniform and gumbel."""
-    return decide_by_coins(rule, p, tokens, q, Given(*randomness))
+    draft = Draft(tokens)
+    vars(draft).update(probs=q)  # not rounded by log and exp
+    target: Any = SimpleNamespace(greedy=False, probs=p)
+    verdict = rule.decide(target, draft, Given(*randomness))
+    assert isinstance(verdict, Verdict)
+    return verdict
 
 
 WRONG_RULES: dict[str, CoinRule] = {
