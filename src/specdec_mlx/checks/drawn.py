@@ -212,36 +212,37 @@ class Texts:
 
     def __post_init__(self) -> None:
         self.target = Remembered(self.subject.model, self.context)
-        self.drafter = with_remembered_models(self.subject.drafter, self.context)
+        self.asked = replace(
+            self.subject,
+            drafter=with_remembered_models(self.subject.drafter, self.context),
+        )
 
     def draw(self, seed: int) -> None:
         """One more text, by the loop."""
-        drafter = Alone(self.drafter, self.subject.model, self.draws.add)
-        changed: Any = {
-            "model": self.target,
-            "drafter": drafter,
-            "draft_length": NUM_DRAFT,
-        }
-        drawing = replace(self.subject, seed=seed, **changed)
-        options = {
-            "sampler": self.subject.sampling,
-            "prefill_step_size": CHUNK,
-            "probe": False,
-        }
-        items = drawing.text(self.context, NUM_TOKENS, **options)
+        drafter = Alone(self.asked.drafter, self.subject.model, self.draws.add)
+        drawing = replace(
+            self.subject, model=self.target, drafter=drafter, draft_length=NUM_DRAFT
+        )
+        items = replace(drawing, seed=seed).text(
+            self.context,
+            NUM_TOKENS,
+            sampler=self.subject.sampling,
+            prefill_step_size=CHUNK,
+            probe=False,
+        )
         self.tokens.append(tuple(item.token for item in items))
         self.drafted += items[-1].stats.drafted
         self.accepted += items[-1].stats.accepted
 
-    def target_probs(self, continuation: Sequence[int]) -> Probs:
+    def target_probs(self, continuation: Tokens) -> Probs:
         """Probabilities [V] of the token after the context and a continuation."""
         logits = self.target.after([*self.context, *continuation])
         return probabilities(self.subject.sampling.log_distribution(logits))
 
-    def draft_probs(self, continuation: Sequence[int]) -> Probs | None:
+    def draft_probs(self, continuation: Tokens) -> Probs | None:
         """Probabilities [V] that the drafter declares there; None where it proposes nothing."""
-        asked = replace(self.subject, drafter=self.drafter)
-        session = asked.begin([*self.context, *continuation], prefill_step_size=CHUNK)
+        text = [*self.context, *continuation]
+        session = self.asked.begin(text, prefill_step_size=CHUNK)
         return first_probs(session.propose(1), self.subject.vocab_size)
 
 

@@ -53,31 +53,33 @@ def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Par
     """The probe, which `probed` takes; past the window only if its prefill fits into the time."""
     started = time.perf_counter()
     report = probe(model, past_window=False)
-    prefill = (
-        (time.perf_counter() - started) / POSITIONS_OF_PROBE * (report.window or 0)
-    )
+    seconds = (time.perf_counter() - started) / POSITIONS_OF_PROBE
+    prefill = seconds * (report.window or 0)
     looks_past = report.window is not None and work.has_time(prefill)
     report = probe(model) if looks_past else report
     probed.append(report)
-    passes = [dataclasses.asdict(row) for row in report.rows]
-    status: Status = "passed" if report.exact else "failed"
-    how = "bit for bit" if all(row.bitwise for row in report.rows) else "up to rounding"
-    verdict = f"A pass over several positions gives the logits of single ones, {how}."
-    if not report.exact:
+    status: Status = "failed"
+    verdict = (
+        "A pass over several positions gives other logits than one by one, beyond rounding. "
+        "specdec_mlx drafts nothing there, so the text stays right and is no sooner; see "
+        "specdec-mlx probe."
+    )
+    if report.exact:
+        is_bitwise = all(row.bitwise for row in report.rows)
+        how = "bit for bit" if is_bitwise else "up to rounding"
         verdict = (
-            "A pass over several positions gives other logits than one by one, beyond "
+            f"A pass over several positions gives the logits of single ones, {how}."
         )
-        verdict += "rounding. specdec_mlx drafts nothing there, so the text stays right and is no "
-        verdict += "sooner; see specdec-mlx probe."
+        status = "passed"
     if report.window is not None and not looks_past:
         status = "not run" if report.exact else "failed"
-        verdict += f" Past the window of {report.window} tokens was not looked: it takes about "
         verdict += (
+            f" Past the window of {report.window} tokens was not looked: it takes about "
             f"{prefill:.0f} s. Give more time (--budget), or run specdec-mlx probe."
         )
-    return Part(
-        WIDTHS_NAME, status, verdict, {"caches": list(report.caches), "passes": passes}
-    )
+    passes = [dataclasses.asdict(row) for row in report.rows]
+    numbers = {"caches": list(report.caches), "passes": passes}
+    return Part(WIDTHS_NAME, status, verdict, numbers)
 
 
 def check_greedy(
@@ -87,6 +89,7 @@ def check_greedy(
     rows = [] if probed is None else [row for row in probed.rows if row.exact]
     gap = max([EXCUSED_GAP, *(TIE_FACTOR * row.max_difference for row in rows)])
     differences: list[dict[str, Any]] = []
+    faults: list[dict[str, Any]] = []
     texts = tokens = drafted = 0
     for i, prompt in work.each(enumerate(subject.prompts)):
         expected = _plain(subject, prompt, work)
@@ -95,10 +98,11 @@ def check_greedy(
         drafted += got[-1].stats.drafted
         position = first_difference([item.token for item in got], expected)
         if position is not None:
-            found = top_two_gap(subject.model, prompt, position)
-            kind = "near tie" if found <= gap else "fault"
-            place = {"prompt": i, "token": position}
-            differences.append(place | {"top_two_gap": found, "verdict": kind})
+            apart = top_two_gap(subject.model, prompt, position)
+            is_tie = apart <= gap
+            place = {"prompt": i, "token": position, "top_two_gap": apart}
+            differences.append(place | {"verdict": "near tie" if is_tie else "fault"})
+            faults += [] if is_tie else [place]
     numbers = {
         "texts": texts,
         "tokens": tokens,
@@ -106,9 +110,6 @@ def check_greedy(
         "near_tie_below": gap,
         "differences": differences,
     }
-    faults = [
-        difference for difference in differences if difference["verdict"] == "fault"
-    ]
     if faults:
         verdict = (
             f"The text of prompt {faults[0]['prompt']} parts from plain decoding's at token "
@@ -122,11 +123,12 @@ def check_greedy(
         return Part(GREEDY_NAME, "not run", verdict, numbers)
     ties, skipped = len(differences), len(subject.prompts) - texts
     verdict = f"{texts - ties} of {texts} texts: the same tokens as by plain decoding"
-    verdict += (
-        f"; {ties} part from it at a near tie, which rounding may turn either way"
-        * (ties > 0)
-    )
-    verdict += f" ({skipped} prompts had no time)" * (skipped > 0)
+    if ties:
+        verdict += (
+            f"; {ties} part from it at a near tie, which rounding may turn either way"
+        )
+    if skipped:
+        verdict += f" ({skipped} prompts had no time)"
     return Part(GREEDY_NAME, "passed", f"{verdict}.", numbers)
 
 
@@ -165,12 +167,17 @@ def check_state(subject: Subject, work: Work) -> Part:
         return Part(STATE_NAME, "not run", verdict, numbers)
     unlike = sum(distance > SAME for distance in distances)
     if unlike <= UNLIKE_ALLOWED * len(distances):
-        verdict = f"After {rejected} rejected tokens it drafts what it drafts on a fresh start with"
-        return Part(STATE_NAME, "passed", f"{verdict} the same text.", numbers)
+        verdict = (
+            f"After {rejected} rejected tokens it drafts what it drafts on a fresh start with the "
+            "same text."
+        )
+        return Part(STATE_NAME, "passed", verdict, numbers)
     if not depends_on_text_alone(subject.drafter):
-        verdict = "After rejections it drafts otherwise than on a fresh start with the same text. "
-        verdict += "That is right for a drafter that learns from its own drafts, and nothing says "
-        return Part(STATE_NAME, "not applicable", f"{verdict}it does not.", numbers)
+        verdict = (
+            "After rejections it drafts otherwise than on a fresh start with the same text. That "
+            "is right for a drafter that learns from its own drafts, and nothing says it does not."
+        )
+        return Part(STATE_NAME, "not applicable", verdict, numbers)
     verdict = (
         f"In {unlike} of {len(distances)} texts it drafts otherwise than on a fresh start: its "
         "cache is out of step with the text. The text stays right, but drafts are accepted less "
@@ -232,25 +239,27 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part
             drafted[i] += stats.drafted
             accepted[i] += stats.accepted
         texts += 1
-    share, *others = (accepted / np.maximum(drafted, 1)).tolist()
+    shares = accepted / np.maximum(drafted, 1)
+    share, *others = shares.tolist()
     numbers: dict[str, Any] = {
         "texts": texts,
         "accepted_as_read": share,
-        "accepted_otherwise": dict(
-            zip((v.name for v in variations), others, strict=True)
-        ),
+        "accepted_otherwise": {
+            variation.name: other
+            for variation, other in zip(variations, others, strict=True)
+        },
     }
     if not drafted[0]:
         verdict = "Nothing was drafted. Give other prompts (--prompts)."
         return Part(VARIATIONS_NAME, "not run", verdict, numbers)
     pooled = (accepted + accepted[0]) / (drafted + drafted[0])
     spread = pooled * (1 - pooled) * (1 / np.maximum(drafted, 1) + 1 / drafted[0])
-    least = share + np.maximum(LEAST_GAIN, STANDARD_ERRORS * np.sqrt(spread))[1:]
-    better = [i for i, other in enumerate(others) if other > least[i]]
-    found = "no other reading of its files does better"
-    if better:
-        best = max(better, key=lambda i: others[i])
-        found = f"{others[best]:.0%} would be with {variations[best].name}: "
-        found += variations[best].advice
-    verdict = f"{share:.0%} of its tokens are accepted, and {found}."
+    gains = shares - share
+    gains[gains <= np.maximum(LEAST_GAIN, STANDARD_ERRORS * np.sqrt(spread))] = 0
+    verdict = "no other reading of its files does better"
+    if gains.any():
+        best = int(np.argmax(gains)) - 1
+        verdict = f"{others[best]:.0%} would be with {variations[best].name}: "
+        verdict += variations[best].advice
+    verdict = f"{share:.0%} of its tokens are accepted, and {verdict}."
     return Part(VARIATIONS_NAME, "passed", verdict, numbers)
