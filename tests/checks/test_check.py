@@ -187,8 +187,9 @@ RULES_AT_FAULT: dict[str, Any] = {**WRONG_RULES, "none of the named faults": "ty
 def drawn_parts(given: Subject) -> CheckReport:
     """The three parts that are about what is drawn."""
     steps, draws = list[Place](), Draws()
-    parts = [check_one_step(given, WORK, steps), check_joint(given, WORK, steps, draws)]
-    return CheckReport([*parts, check_declared(draws)])
+    answers = [check_one_step(given, WORK, steps), check_joint(given, WORK, steps, draws)]
+    named = zip(DRAWN_PARTS, [*answers, check_declared(draws)], strict=True)
+    return CheckReport([Part(name, *answer) for name, answer in named])
 
 
 @pytest.mark.parametrize("case", RULES_AT_FAULT)

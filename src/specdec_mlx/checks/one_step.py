@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_mlx.checks.report import Part
+from specdec_mlx.checks.report import Answer
 from specdec_mlx.checks.subject import (
     Place,
     Probs,
@@ -92,7 +92,6 @@ def normalised(mass: Probs, otherwise: Probs) -> Probs:
     return mass / total if total > 0 else otherwise
 
 
-NAME = "one-step distribution"
 STEPS = 16
 TOLERANCE = 1e-9
 MOST_TOKENS = 1500
@@ -130,7 +129,7 @@ def ends(
             yield n, float(chance), np.array(rule.next_probs(*given, to(n)), np.float64)
 
 
-def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Part:
+def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Answer:
     """The exact distribution at places along texts of the target's own, which `steps` takes."""
     seen: list[tuple[AcceptanceRule, dict[str, Any]]] = []
     for i, prompt in work.each(enumerate(subject.prompts)):
@@ -147,24 +146,24 @@ def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Part:
     if num_drafts == 0:
         verdict = f"The drafter proposed nothing in {len(steps)} places, so there was nothing to "
         verdict += "verify. Give prompts whose text repeats itself (--prompts)."
-        return Part(NAME, "not run", verdict, numbers)
+        return Answer("not run", verdict, numbers)
     if not seen:
         verdict = "Only the target's own draws are emitted here (rule match or coupled), whatever "
         verdict += "is drafted; the joint distribution is tested below."
-        return Part(NAME, "not applicable", verdict, numbers)
+        return Answer("not applicable", verdict, numbers)
     for name, (key, combined) in NUMBERS.items():
         numbers[name] = float(combined([result[key] for _, result in seen]))
     rule, worst = max(seen, key=lambda entry: entry[1]["furthest"])
     furthest = worst["furthest"]
     if furthest < TOLERANCE:
         verdict = f"In {len(seen)} places the distribution of the emitted token, summed over every "
-        return Part(NAME, "passed", f"{verdict}draft token, is the target's.", numbers)
+        return Answer("passed", f"{verdict}draft token, is the target's.", numbers)
     verdict = (
         f"Rule {rule.name!r} changes the distribution of the text by a total variation of "
         f"{furthest:.2g}: this is {worst['fault'] or 'none of the named faults'}. Use "
         "rule='auto', or mend the rule."
     )
-    return Part(NAME, "failed", verdict, numbers)
+    return Answer("failed", verdict, numbers)
 
 
 def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str, Any]:
@@ -179,7 +178,9 @@ def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str
     p, q = target_probs[support], draft_probs[support]
     likeliest = np.argsort(-q, kind="stable")[:MOST_TOKENS]
     left_out = max(0.0, 1 - float(q[likeliest].sum()))
-    q = normalised(np.where(np.isin(np.arange(len(q)), likeliest), q, 0), p)
+    drawn = np.zeros(len(q))
+    drawn[likeliest] = q[likeliest]
+    q = normalised(drawn, p)
     kept, again, after = np.zeros(len(p)), np.zeros(len(p)), p
     for x in likeliest[q[likeliest] > 0]:
         for n, chance, probs in ends(rule, np.stack([p, p]), (int(x),), q[None]):

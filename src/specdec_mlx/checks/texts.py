@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec_mlx.bench.summary import EXCUSED_GAP, first_difference, top_two_gap
 from specdec_mlx.bench.timing import plain
-from specdec_mlx.checks.report import Part, Status
+from specdec_mlx.checks.report import Answer, Status
 from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
 from specdec_mlx.contracts import all_drafters
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
@@ -21,11 +21,6 @@ from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.verify.exactness import ProbeReport, probe
-
-WIDTHS_NAME = "widths"
-STATE_NAME = "drafter's state"
-GREEDY_NAME = "greedy text"
-VARIATIONS_NAME = "head's variants"
 
 NUM_TOKENS = 64
 FEWEST_TOKENS = 8
@@ -49,7 +44,7 @@ STANDARD_ERRORS = 3.0
 """Gain of another reading, in standard errors, that is worth a word: several are tried."""
 
 
-def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Part:
+def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Answer:
     """The probe, which `probed` takes; past the window only if its prefill fits into the time."""
     started = time.perf_counter()
     report = probe(model, past_window=False)
@@ -79,12 +74,12 @@ def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Par
         )
     passes = [dataclasses.asdict(row) for row in report.rows]
     numbers = {"caches": list(report.caches), "passes": passes}
-    return Part(WIDTHS_NAME, status, verdict, numbers)
+    return Answer(status, verdict, numbers)
 
 
 def check_greedy(
     subject: Subject, work: Work, probed: ProbeReport | None = None
-) -> Part:
+) -> Answer:
     """Every prompt in turn, as far as time goes, at least one; probed: passes' differences."""
     rows = [] if probed is None else [row for row in probed.rows if row.exact]
     gap = max([EXCUSED_GAP, *(TIE_FACTOR * row.max_difference for row in rows)])
@@ -117,10 +112,10 @@ def check_greedy(
             f"{faults[0]['top_two_gap']:.2g} apart: no rounding explains that. Run specdec-mlx "
             "probe; if it passes, the rule or a cache is at fault."
         )
-        return Part(GREEDY_NAME, "failed", verdict, numbers)
+        return Answer("failed", verdict, numbers)
     if drafted == 0:
         verdict = "Nothing was drafted, so nothing was compared. Give other prompts (--prompts)."
-        return Part(GREEDY_NAME, "not run", verdict, numbers)
+        return Answer("not run", verdict, numbers)
     ties, skipped = len(differences), len(subject.prompts) - texts
     verdict = f"{texts - ties} of {texts} texts: the same tokens as by plain decoding"
     if ties:
@@ -129,7 +124,7 @@ def check_greedy(
         )
     if skipped:
         verdict += f" ({skipped} prompts had no time)"
-    return Part(GREEDY_NAME, "passed", f"{verdict}.", numbers)
+    return Answer("passed", f"{verdict}.", numbers)
 
 
 def _plain(subject: Subject, prompt: list[int], work: Work) -> list[int]:
@@ -144,7 +139,7 @@ def _plain(subject: Subject, prompt: list[int], work: Work) -> list[int]:
     return tokens
 
 
-def check_state(subject: Subject, work: Work) -> Part:
+def check_state(subject: Subject, work: Work) -> Answer:
     """One comparison a prompt, after rounds that kept all, some and none of their drafts.
 
     A draft cache rolled back wrongly changes no text, only acceptance. So a session that has been
@@ -164,26 +159,26 @@ def check_state(subject: Subject, work: Work) -> Part:
         verdict = (
             "The drafter proposed nothing. Give prompts whose text repeats (--prompts)."
         )
-        return Part(STATE_NAME, "not run", verdict, numbers)
+        return Answer("not run", verdict, numbers)
     unlike = sum(distance > SAME for distance in distances)
     if unlike <= UNLIKE_ALLOWED * len(distances):
         verdict = (
             f"After {rejected} rejected tokens it drafts what it drafts on a fresh start with the "
             "same text."
         )
-        return Part(STATE_NAME, "passed", verdict, numbers)
+        return Answer("passed", verdict, numbers)
     if not depends_on_text_alone(subject.drafter):
         verdict = (
             "After rejections it drafts otherwise than on a fresh start with the same text. That "
             "is right for a drafter that learns from its own drafts, and nothing says it does not."
         )
-        return Part(STATE_NAME, "not applicable", verdict, numbers)
+        return Answer("not applicable", verdict, numbers)
     verdict = (
         f"In {unlike} of {len(distances)} texts it drafts otherwise than on a fresh start: its "
         "cache is out of step with the text. The text stays right, but drafts are accepted less "
         "and less. In observe(), rewind by what was rejected."
     )
-    return Part(STATE_NAME, "failed", verdict, numbers)
+    return Answer("failed", verdict, numbers)
 
 
 def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
@@ -218,7 +213,7 @@ def depends_on_text_alone(drafter: Any) -> bool:
     )
 
 
-def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part:
+def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Answer:
     """Greedy texts with the head as it was read, and read otherwise.
 
     The text is the target's own in any case, so the part passes; the verdict says what does better.
@@ -251,7 +246,7 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part
     }
     if not drafted[0]:
         verdict = "Nothing was drafted. Give other prompts (--prompts)."
-        return Part(VARIATIONS_NAME, "not run", verdict, numbers)
+        return Answer("not run", verdict, numbers)
     pooled = (accepted + accepted[0]) / (drafted + drafted[0])
     spread = pooled * (1 - pooled) * (1 / np.maximum(drafted, 1) + 1 / drafted[0])
     gains = shares - share
@@ -262,4 +257,4 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part
         verdict = f"{others[best]:.0%} would be with {variations[best].name}: "
         verdict += variations[best].advice
     verdict = f"{share:.0%} of its tokens are accepted, and {verdict}."
-    return Part(VARIATIONS_NAME, "passed", verdict, numbers)
+    return Answer("passed", verdict, numbers)

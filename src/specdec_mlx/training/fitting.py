@@ -267,10 +267,9 @@ def memory_of_updates(
 ) -> tuple[int, int]:
     """Bytes in use for an update of the longest window, and for each further one, as measured."""
     longest = np.argsort(-trained.lengths, kind="stable").tolist()
-    one, two = (trained.batch((longest * 2)[:count]) for count in (1, 2))
-    last = np.arange(one.answered.shape[1]) == one.answered.shape[1] - 1
     peaks = []
-    for batch in (one, *(replace(x, answered=x.answered & last) for x in (one, two))):
+    for num in (1, 2):
+        batch = trained.batch((longest * 2)[:num])
         mx.reset_peak_memory()
         mx.eval(loss_and_gradients(trainee, batch, compare))
         peaks.append(mx.get_peak_memory())
@@ -278,7 +277,7 @@ def memory_of_updates(
         x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters())
     )
     # AdamW notes as much as two of each
-    return peaks[0] + 2 * weights, peaks[2] - peaks[1]
+    return peaks[0] + 2 * weights, peaks[1] - peaks[0]
 
 
 def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:

@@ -106,10 +106,10 @@ def train(
         if plan.init is None or plan.kind == "draft"
         else begun_with(plan.init, plan.kind, recipe)
     )
-    learnable = FeatureStore(work / "trained", trained, trainee.features)
-    measured = FeatureStore(work / "held-out", held_out, trainee.features)
-    measured.fill(target)
-    learnable.fill(target)
+    learnable, measured = (
+        FeatureStore(target, work / name, windows, trainee.features)
+        for name, windows in (("trained", trained), ("held-out", held_out))
+    )
     schedule = within_memory(trainee, learnable, plan.schedule)
     curve, acceptance, same = fit(trainee, learnable, measured, schedule, out, clock)
     trainee.save(out, plan.dtype)

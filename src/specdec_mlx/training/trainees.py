@@ -106,6 +106,11 @@ class Recipe:
         """Ends of the target."""
         return target_ends(self.target)
 
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes of the target, in the config of a head."""
+        return {"hidden_size": self.ends.width, "vocab_size": self.ends.vocab_size}
+
 
 @dataclass
 class Trainee:
@@ -146,9 +151,7 @@ class Trainee:
 
     def save(self, folder: Path, dtype: str) -> None:
         """Write `config.json` and `model.safetensors`, weights in a type of TYPES."""
-        own = {"hidden_size": self.ends.width, "vocab_size": self.ends.vocab_size}
-        config = own | self.config | {"torch_dtype": dtype}
-        save_json(folder / "config.json", config)
+        save_json(folder / "config.json", self.config | {"torch_dtype": dtype})
         self.save_weights(folder, dtype)
         if self.tokenizer is not None:
             self.tokenizer.save_pretrained(str(folder))
@@ -180,6 +183,7 @@ def medusa(recipe: Recipe) -> Trainee:
         "architectures": ["MedusaModel"],
         "medusa_num_heads": count,
         "medusa_num_layers": 1,
+        **recipe.sizes,
     }
     return Trainee(head, ends, head.features, config, predictions, count, MEDUSA_NAMES)
 
@@ -221,7 +225,8 @@ def look_ahead(recipe: Recipe) -> Trainee:
         for i in range(count):
             yield states[:, : -1 - i, i], 1 + i
 
-    config = {"model_type": "pass", "architectures": ["PaSS"], LOOK_AHEAD: count}
+    kind = {"model_type": "pass", "architectures": ["PaSS"]}
+    config = kind | {LOOK_AHEAD: count} | recipe.sizes
     return Trainee(head, recipe.ends, wanted, config, predictions, count)
 
 
@@ -234,9 +239,9 @@ def early_exit(recipe: Recipe) -> Trainee:
         "model_type": "early_exit",
         EXIT_LAYER: num_layers,
         WINDOW: EXIT_WINDOW,
-        "hidden_size": ends.width,
         "intermediate_size": size.mlp or ends.width,
         "rms_norm_eps": getattr(norm, "eps", NORM_EPS),
+        **recipe.sizes,
     }
     module = Exit(config)
     module.norm.weight = norm.weight
@@ -314,10 +319,9 @@ class StepCache:
     ) -> mx.array:
         """Entries that each row of the next step sees, bool [length, steps * length]."""
         later = len(self.steps)
-        rows, entries = mx.arange(length)[:, None], mx.arange(length)[None]
-        masks = [entries <= rows - later]
-        masks += [entries == rows - later + step for step in range(1, later + 1)]
-        return mx.concatenate(masks, axis=1)
+        before = mx.arange(length)[:, None] - mx.arange(length) - later
+        own = [before == -step for step in range(1, later + 1)]
+        return mx.concatenate([before >= 0, *own], axis=1)
 
 
 def mtp(recipe: Recipe) -> Trainee:
