@@ -11,7 +11,7 @@ from typing import Any
 import mlx.nn as nn
 import numpy as np
 
-from specdec_mlx.bench.summary import EXCUSED_GAP, first_difference, top_two_gap
+from specdec_mlx.bench.summary import first_difference, top_two_gap
 from specdec_mlx.bench.timing import plain
 from specdec_mlx.checks.report import Answer, Status
 from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
@@ -21,13 +21,11 @@ from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.verify.exactness import ProbeReport, probe
+from specdec_mlx.verify.rounding import near_tie
 
 NUM_TOKENS = 64
 FEWEST_TOKENS = 8
 POSITIONS_OF_PROBE = 25
-TIE_FACTOR = 4
-"""Logits so many times the probe's largest difference apart are still a near tie: each of the two
-may move, and earlier rounding has moved the caches. A heuristic."""
 
 SAME = 0.1
 """Total variation that rounding explains; one token too many or too few is far above.
@@ -81,8 +79,7 @@ def check_greedy(
     subject: Subject, work: Work, probed: ProbeReport | None = None
 ) -> Answer:
     """Every prompt in turn, as far as time goes, at least one; probed: passes' differences."""
-    rows = [] if probed is None else [row for row in probed.rows if row.exact]
-    gap = max([EXCUSED_GAP, *(TIE_FACTOR * row.max_difference for row in rows)])
+    gap = near_tie(() if probed is None else probed.differences)
     differences: list[dict[str, Any]] = []
     faults: list[dict[str, Any]] = []
     texts = tokens = drafted = 0
