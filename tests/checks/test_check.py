@@ -359,9 +359,9 @@ def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None
     assert part.status == "not run"
     assert "too few for any of the named faults" in part.verdict
     monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 9)
-    part = drawn_parts(subject())["joint distribution"]
-    assert part.status == "not run"
-    assert "9 texts of 3 tokens are too few" in part.verdict
+    joint = drawn_parts(subject())["joint distribution"]
+    assert joint.status == "not run"
+    assert "9 texts of 3 tokens are too few" in joint.verdict
 
 
 def test_chi_square_joins_rare_cells_and_sees_the_impossible() -> None:
