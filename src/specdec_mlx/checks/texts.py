@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
@@ -215,19 +215,16 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Answ
 
     The text is the target's own in any case, so the part passes; the verdict says what does better.
     """
-    greedy = replace(drafter, greedy=True)
-    subject = replace(subject, drafter=greedy, draft_length=subject.num_asked)
+    subject = replace(subject, draft_length=subject.num_asked)
     variations = list(drafter.head.variations())
-    readings: list[Any] = [
-        nullcontext,
-        *(variation.applied for variation in variations),
-    ]
-    drafted, accepted = np.zeros((2, len(readings)))
+    heads = [drafter.head, *(variation.head for variation in variations)]
+    drafted, accepted = np.zeros((2, len(heads)))
     texts = 0
     for prompt in work.each(subject.prompts):
-        for i, reading in enumerate(readings):
-            with reading():
-                stats = subject.text(prompt, VARIED_TOKENS)[-1].stats
+        for i, head in enumerate(heads):
+            reading = replace(drafter, head=head, greedy=True)
+            with_it = replace(subject, drafter=reading)
+            stats = with_it.text(prompt, VARIED_TOKENS)[-1].stats
             drafted[i] += stats.drafted
             accepted[i] += stats.accepted
         texts += 1

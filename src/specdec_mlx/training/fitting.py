@@ -368,7 +368,7 @@ def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
         ids = [np.array(mx.argmax(trainee.logits(x), axis=-1)) for x in parts]
         tokens = np.concatenate(ids)
         if trainee.vocabulary is not None:
-            tokens = np.array(trainee.vocabulary)[tokens]
+            tokens = np.array(trainee.vocabulary.ids)[tokens]
         after = batch.best[0, first:]
         found = tokens == after[: len(tokens)]
         hits.append(np.pad(found, (first, len(after) - len(tokens))))
