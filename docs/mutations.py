@@ -38,7 +38,7 @@ TESTS = {
     "rules/lossy": ["rules/test_acceptance.py", "rules/test_trees.py"],
     "sampling/distribution": ["sampling/test_sampling.py"],
     "loop": [
-        *("engine/test_loop.py", "engine/test_rounds.py", "test_generate.py"),
+        *("engine/test_loop.py", "engine/test_rounds.py", "test_generation.py"),
         *(
             "test_contracts.py",
             "verify/test_cache.py",

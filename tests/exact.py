@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from specdec_mlx.checks.one_step import ends
 from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.contracts import (
     Agreement,
@@ -39,13 +40,15 @@ from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.lossy import Lenient
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.testing.enumeration import NUM_STATES as NUM_STATES
-from specdec_mlx.testing.enumeration import ByRule as ByRule
-from specdec_mlx.testing.enumeration import Outcomes, Tokens
 from specdec_mlx.testing.enumeration import Source as Source
+from specdec_mlx.testing.enumeration import Tokens
 from specdec_mlx.testing.enumeration import continued as continued
 from specdec_mlx.testing.enumeration import state_after as state_after
 from specdec_mlx.testing.rule import to_mlx as to_mlx
 from specdec_mlx.token_ids import to_ids
+
+# chance of each (tokens emitted [n + 1], n) of a round
+Outcomes = dict[tuple[Tokens, int], float]
 
 COIN_RULES: dict[str, CoinRule] = {"rejection": Rejection(), "block": Block()}
 """The lossless rules that decide by coins."""
@@ -68,6 +71,22 @@ class Drafting(Protocol):
     def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
         """Chance, tokens [k], declared probs [k, V]."""
         ...
+
+
+@dataclass(frozen=True)
+class ByRule:
+    """Outcomes of a round under a rule by coins, which computes with what `to` gives it."""
+
+    rule: CoinRule
+    to: Callable[[Any], Any] = field(default=np.asarray, repr=False)
+
+    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
+        """Chances of all outcomes of a draft [K] with declared probs [K, V]; target [K+1, V]."""
+        return {
+            ((*tokens[:n], token), n): weight * chance
+            for n, weight, after in ends(self.rule, target_probs, tokens, probs, self.to)
+            for token, chance in enumerate(after.tolist())
+        }
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import cycle
 from threading import Barrier
 from typing import Any
 
@@ -180,8 +181,7 @@ def one_by_one(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
 
-@in_one_test("name", MODELS)
-@in_one_test("sampler", [None, one_by_one])
+@in_one_test(("name", "sampler"), zip(MODELS, cycle([None, one_by_one]), strict=False))
 def test_a_drafter_is_shown_each_kept_position_as_one_pass_over_the_text_has_it(name, sampler):
     """The prompt's chunk by chunk, those of rejected drafts never, replayed ones once."""
     drafter = reader(name)
