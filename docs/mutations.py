@@ -104,7 +104,7 @@ EQUIVALENT: dict[str, str] = {
     "p.",
     "rules/arithmetic.at: `-1` → `+1`": TWO_AXES,
     "rules/arithmetic.with_zero_row: `-1` → `+1`": TWO_AXES,
-    "rules/block.Block.weigh: `-1` → `+1`": TWO_AXES,
+    "rules/block.Block.accept_probs: `-1` → `+1`": TWO_AXES,
     "rules/block.Block: `True` → `False`": GREEDY,
     "rules/rejection.Rejection: `True` → `False`": GREEDY,
     "rules/block.Block: `True` → `False` (again)": FROZEN,

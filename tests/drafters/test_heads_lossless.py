@@ -29,9 +29,9 @@ import tiny
 from scripted import OracleDrafter
 from selection import FULL, cases, in_one_test
 from specdec_mlx.checks import texts
-from specdec_mlx.checks.report import Part
+from specdec_mlx.checks.report import Answer
 from specdec_mlx.checks.subject import Subject, Work
-from specdec_mlx.checks.texts import VARIATIONS_NAME, check_state, check_variations
+from specdec_mlx.checks.texts import check_state, check_variations
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSession
@@ -274,7 +274,7 @@ def right_head(model: nn.Module) -> HeadDrafter:
     return drafter
 
 
-def checked(model: nn.Module, drafter: HeadDrafter) -> Part:
+def checked(model: nn.Module, drafter: HeadDrafter) -> Answer:
     """The check's part on it, of texts as short as will do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(texts, "VARIED_TOKENS", 16)
@@ -319,7 +319,7 @@ def test_the_other_order_is_found() -> None:
     head.projection.weight = mx.concatenate(halves[::-1], axis=1)
     report = sd.check(model, None, drafter=drafter, prompts=PROMPTS[:1], budget=20, progress=False)
     assert report["greedy text"].status == "passed"
-    assert "with the other order of state and embedding" in report[VARIATIONS_NAME].verdict
+    assert "with the other order of state and embedding" in report["head's variants"].verdict
 
 
 LAYERS = {"mtp": "qwen3_5", "mtp stack": "step3p5"}

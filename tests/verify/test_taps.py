@@ -25,6 +25,7 @@ from scripted import OracleDrafter
 from selection import in_one_test
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.errors import UnreadableError
+from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.verify import watching
 from specdec_mlx.verify.next_token import NextToken
@@ -202,7 +203,7 @@ def test_rows_of_a_round_in_several_passes_are_all_shown(monkeypatch: pytest.Mon
         NextToken(sd.Sampling(), (), Noise(0)),
         Rollback(make_prompt_cache(model)),
     )
-    verifier = Verifier(next_token, "match", model, rollback, probe=False)
+    verifier = Verifier(model, rollback, next_token=next_token, given_rule=Match(), probe=False)
     monkeypatch.setattr(verifier, "widest_pass", lambda: 3)
     verifier.tap(ALL)
     under_way = verifier.launch(PROMPT, Draft(wanted[:2]), 0)

@@ -31,7 +31,7 @@ from specdec_mlx.contracts import (
     Features,
     Step,
 )
-from specdec_mlx.contracts.trees import chain, children_of
+from specdec_mlx.contracts.trees import children_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
 from specdec_mlx.draft_length.policy import (
@@ -312,9 +312,7 @@ def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
 def right_path(draft: Draft, coming: Sequence[int]) -> list[int]:
     """The draft's tokens that are right, from the first one down."""
     tokens, path, node = to_list(draft.tokens), list[int](), ROOT
-    children = children_of(
-        chain(len(tokens)) if draft.parents is None else draft.parents
-    )
+    children = children_of(draft.tree)
     for token in coming:
         node = next(
             (child for child in children[node + 1] if tokens[child] == token), ROOT
