@@ -93,8 +93,8 @@ def prompts(num_prompts: int = 1) -> list[list[int]]:
     return [list(pair().tokenizer.encode(SENTENCES[i * step :])) for i in range(num_prompts)]
 
 
-def texts(num_prompts: int = 1, names: tuple[str, ...] = DRAFTERS[::2]) -> None:
-    """Texts of the lab pair; of four prompts each drafter is tried in each of the ways."""
+def texts(num_prompts: int = 1, names: tuple[str, ...] = ("prompt-lookup", "model", "mtp")) -> None:
+    """Texts of the lab pair; of two prompts each drafter is tried in two of the ways."""
     for i, prompt in enumerate(prompts(num_prompts)):
         for turn, name in enumerate(names, start=i):
             (temp, rule), length = WAYS[turn % 4]
@@ -106,7 +106,7 @@ def texts(num_prompts: int = 1, names: tuple[str, ...] = DRAFTERS[::2]) -> None:
 
 
 def many_texts() -> None:
-    texts(4, DRAFTERS)
+    texts(2, DRAFTERS)
 
 
 class ReadsCaches(sd.PromptLookupDrafter):
@@ -174,10 +174,7 @@ def every_rank_fails() -> None:
     check("afterwards", tokens(sharded(), prompt, drafting), plain(prompt))
 
 
-FAMILIES = (
-    *("llama", "qwen2", "qwen3", "qwen3_moe", "qwen3_5", "deepseek_v2", "deepseek_v3"),
-    *("gpt_oss", "glm4_moe", "ministral3", "minimax"),
-)
+FAMILIES = ("llama", "qwen3_moe", "qwen3_5", "deepseek_v3", "gpt_oss")
 
 
 def alike(name: str, whole: nn.Module, parts: nn.Module, *, probe: bool = False) -> None:
@@ -283,9 +280,8 @@ def failures() -> None:
     prompt = prompts()[0]
     for where, error in (
         ("begin", RuntimeError),
-        ("propose", RuntimeError),
         ("propose", ArithmeticError),
-        ("observe", ArithmeticError),
+        ("observe", RuntimeError),
     ):
         cache_, case = make_prompt_cache(sharded()), f"{where}, {error.__name__}"
         options = {"max_tokens": 12, "draft_length": 2, "prompt_cache": cache_}

@@ -119,14 +119,14 @@ def test_the_page_lists_every_experiment() -> None:
 @FULL
 def test_long_texts_are_counted_by_hundreds(files: dict[str, str]) -> None:
     """Every token of them: one a pass, and those accepted; learning makes a difference."""
-    flags = f"--long 240 --max-tokens 60 --texts 1 --draft-length 3 --json {files['out']}"
+    flags = f"--long 180 --max-tokens 60 --texts 1 --draft-length 3 --json {files['out']}"
     done = command_line.run(*flags.split(), program="benchmarks.online")
     assert done.returncode == 0, done.stderr
     record = json.loads(Path(files["out"]).read_text())
     for way in ("not learning", "learning"):
         passes, drafted, accepted = np.array(record[way]).T
-        assert np.all(np.abs(passes + accepted - [100, 100, 40]) <= 4)
-        assert sum(passes + accepted) - 240 in range(4)
+        assert np.all(np.abs(passes + accepted - [100, 80]) <= 4)
+        assert sum(passes + accepted) - 180 in range(4)
         assert np.all(accepted <= drafted)
     assert record["learning"] != record["not learning"]
 

@@ -18,8 +18,8 @@ from specdec_mlx import lab
 from specdec_mlx.draft_length.store import tuning_path
 
 JOBS = [
-    (("texts", "failures"), 2),
-    (("leaving", "arguments", "refused", "every_rank", "every_rank_fails"), 2),
+    (("texts",), 2),
+    (("failures", "leaving", "arguments", "refused", "every_rank", "every_rank_fails"), 2),
     (("families", "pipelined", "many_texts"), 2),
     (("pipelined",), 3),
 ]
@@ -36,6 +36,7 @@ def test_ranks_do_alike_what_one_machine_does(
             assert got == expected, f"rank {rank}, {case}"
 
 
+@FULL
 def test_a_rank_that_dies_is_an_error_on_the_others(tmp_path: Path) -> None:
     """They end by themselves, with an error, and do not wait for the dead one."""
     (alive, _, said), (dead, *_) = on_ranks.on_ranks([WORKER, "dies"], tmp_path)

@@ -332,8 +332,8 @@ def assert_healthy(server: Server) -> None:
 def test_eight_clients_get_the_texts_they_get_alone(server: Server) -> None:
     """While others hang up, and send what is wrong."""
     before = [answered(server, path, 3) for path in PROTOCOLS]
-    soak(server, num_requests=48, num_hang_ups=8, num_distinct=5)
-    fuzz(server, num_bodies=25)
+    soak(server, num_requests=32, num_hang_ups=8, num_distinct=3)
+    fuzz(server, num_bodies=15)
     assert_healthy(server)
     assert [answered(server, path, 3) for path in PROTOCOLS] == before
 
