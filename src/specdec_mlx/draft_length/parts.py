@@ -173,6 +173,11 @@ class Model(LookUp):
     num_emitted: int = 0
     _times: list[float] = field(default_factory=list)
 
+    @property
+    def num_steps(self) -> int:
+        """Steps since the last round, as far as it is asked about each."""
+        return max(0, len(self._times) - 1)
+
     def num_unread(self) -> float:
         """Tokens that it has to read besides a round's."""
         unread = self.prices.context if self.unread is None else self.unread
@@ -245,9 +250,7 @@ class Model(LookUp):
         """Learn what a draft cost and how far it was right; pause where that is seldom."""
         learned, cost_model, times = self.learned, self.prices.cost_model, self._times
         steps, account = learned.steps, learned.account
-        num_steps = (
-            max(0, len(times) - 1) if self.can_stop else round_.drafted * drafted
-        )
+        num_steps = self.num_steps if self.can_stop else round_.drafted * drafted
         if not drafted:
             account.add()
         self.pause = max(0, self.pause - 1)

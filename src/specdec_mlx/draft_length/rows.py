@@ -97,9 +97,9 @@ class RowLength(Auto):
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest that is tried, or what is chosen for a draft model in every row."""
-        if not cheap and part not in self._parts:
+        if not cheap and part not in self.parts:
             model = Model(self.prices, self.tuning.of(part))
-            self._parts[part] = self.shared.models.setdefault(part, model)
+            self.parts[part] = self.shared.models.setdefault(part, model)
         return super().limit(part, cheap)
 
     def cut(self, part: str, draft: Draft) -> int:
@@ -120,11 +120,11 @@ class RowLength(Auto):
             if draft.logprobs is None
             else ((), [0] * len(draft))
         )
-        return self._parts[part].reaches(*shown)
+        return self.parts[part].reaches(*shown)
 
     def record(self, round_: RoundRecord) -> None:
         """Learn what was right of the drafts, verified or not; `shared` learns what they cost."""
-        for key, part in self._parts.items():
+        for key, part in self.parts.items():
             part.record(
                 replace(round_, steady=False), round_.drafted > 0 and key == round_.part
             )
