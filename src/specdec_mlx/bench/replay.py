@@ -293,10 +293,6 @@ def right_path(draft: Draft, coming: Sequence[int]) -> list[int]:
 # Scores
 
 
-DEFAULT_LENGTHS = ("auto",)
-DEFAULT_SLOPE = "linear:0.24"
-
-
 @dataclass(frozen=True)
 class Score:
     """One way of drafting on one category of texts ("all" for every one), under one cost curve.
@@ -430,23 +426,21 @@ def scores_of(
 ) -> list[Score]:
     """One score per category, "all", and one for each session, of what became of each text."""
     groups: dict[tuple[str, str], list[Modelled]] = {
-        (c, ""): [] for c in record.categories
+        (category, ""): [] for category in (*record.categories, ALL)
     }
-    groups[ALL, ""] = list(modelled)
-    for text, found in zip(record.texts, modelled, strict=True):
-        groups[text.category, ""].append(found)
-        if text.session:
-            groups.setdefault((text.category, text.session), []).append(found)
+    for text, one in zip(record.texts, modelled, strict=True):
+        for key in {(text.category, ""), (ALL, ""), (text.category, text.session)}:
+            groups.setdefault(key, []).append(one)
     scores = []
     for (category, session), group in groups.items():
         tokens, passes, drafted, accepted, seconds, plain_seconds = (
             sum(numbers) for numbers in zip(*(m[1:] for m in group), strict=True)
         )
         counts = len(group), tokens, passes, drafted, accepted
-        numbers = tokens / passes, plain_seconds / seconds
+        rates = tokens / passes, plain_seconds / seconds
         is_live = cost == MEASURED and not session
         live = record.live_ratio(drafter, length, category) if is_live else None
         scores.append(
-            Score(cost, drafter, length, category, *counts, *numbers, live, session)
+            Score(cost, drafter, length, category, *counts, *rates, live, session)
         )
     return scores

@@ -170,35 +170,6 @@ def ours(
     return Contender(name, *((draft_length, rule) if drafter else ()), start=start)
 
 
-def make_contenders(
-    model: nn.Module,
-    drafters: Mapping[str, Drafter | None],
-    draft_lengths: Sequence[str],
-    temp: float = 0.0,
-    tokenizer: Any = None,
-    draft_model: nn.Module | None = None,
-    rules: Sequence[str] = ("auto",),
-    is_seeded: bool = False,
-) -> list[Contender]:
-    """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
-
-    drafters: by the names that tables give them; None is plain decoding by our loop. is_seeded: as
-    for `ours`.
-    """
-    contenders = [plain(model, temp)]
-    if draft_model is not None:
-        numbers = [int(text) for text in draft_lengths if text.isdecimal()]
-        lengths = numbers or [MLX_LM_DRAFT_LENGTH]
-        contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
-    for spec, drafter in drafters.items():
-        for length, rule in (
-            product(draft_lengths, rules) if drafter else [("", "auto")]
-        ):
-            how = model, drafter, spec, length, temp, tokenizer, rule
-            contenders.append(ours(*how, is_seeded=is_seeded))
-    return contenders
-
-
 # Timing
 
 WARM_UP_TOKENS = 24
@@ -210,17 +181,47 @@ TURN_TOKENS = 8  # tokens that a contender generates before it is another one's 
 class Settings:
     """How contenders generate; end_tokens end a text. ValueError for no token or no repeat.
 
-    seed: of draws, 0 for None; one that is given makes rule "auto" the coupled one.
+    seed: of draws, 0 for None; one that is given makes rule "auto" the coupled one. temp:
+    temperature; at 0 texts are compared.
     """
 
     max_tokens: int = 128
     repeats: int = 1
     seed: int | None = None
     end_tokens: Collection[int] = ()
+    temp: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "repeats"):
             whole(name, getattr(self, name), 1)
+
+
+def make_contenders(
+    model: nn.Module,
+    drafters: Mapping[str, Drafter | None],
+    draft_lengths: Sequence[str],
+    settings: Settings,
+    tokenizer: Any = None,
+    draft_model: nn.Module | None = None,
+    rules: Sequence[str] = ("auto",),
+) -> list[Contender]:
+    """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
+
+    drafters: by the names that tables give them; None is plain decoding by our loop.
+    """
+    temp, is_seeded = settings.temp, settings.seed is not None
+    contenders = [plain(model, temp)]
+    if draft_model is not None:
+        numbers = [int(text) for text in draft_lengths if text.isdecimal()]
+        lengths = numbers or [MLX_LM_DRAFT_LENGTH]
+        contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
+    for spec, drafter in drafters.items():
+        ways = product(draft_lengths, rules) if drafter else [("", "auto")]
+        contenders += [
+            ours(model, drafter, spec, length, temp, tokenizer, rule, None, is_seeded)
+            for length, rule in ways
+        ]
+    return contenders
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -13,7 +13,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.bench.prompts import builtin_prompts, encode_chat
+from specdec_mlx.bench.prompts import encode_chat, read_prompts
 from specdec_mlx.checks import drawn, one_step, texts
 from specdec_mlx.checks.report import CheckReport, Part
 from specdec_mlx.checks.subject import Place, Subject, Work
@@ -136,7 +136,7 @@ def _encoded(
 ) -> list[list[int]]:
     """Token ids of each prompt; ValueError for one without any."""
     if prompts is None:
-        known = {prompt.id: prompt.text for prompt in builtin_prompts()}
+        known = {prompt.id: prompt.text for prompt in read_prompts()}
         prompts = [known[name] for name in PROMPTS]
     encoded = [
         encode_chat(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts

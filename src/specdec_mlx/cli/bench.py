@@ -96,19 +96,20 @@ def main(
     draft_model, _ = choice.model.pair
     lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
     drafters = {spec: one.resolve(model) for spec, one in choice.each().items()}
+    ends = tokenizer.eos_token_ids
+    how = Settings(args.max_tokens, args.repeats, args.seed, ends, args.temp)
     contenders = make_contenders(
-        *(model, drafters, lengths, args.temp, tokenizer, draft_model, rules),
-        is_seeded=args.seed is not None,
+        model, drafters, lengths, how, tokenizer, draft_model, rules
     )
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
-    how = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
-    with wired_limit(
-        [m for m in (model, draft_model) if m is not None], [generation_stream]
-    ):
+    models = [m for m in (model, draft_model) if m is not None]
+    with wired_limit(models, [generation_stream]):
         record = run_bench(
-            *(model, tasks, contenders, how),
-            temp=args.temp,
+            model,
+            tasks,
+            contenders,
+            how,
             measure_cost=not args.no_cost,
             progress=is_first,
         )
@@ -123,13 +124,9 @@ def main(
 
 
 def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:
+    tasks: Sequence[Task]
     if args.sessions:
-        tasks: list[Task] = [*read_sessions(args.sessions, tokenizer)]
+        tasks = read_sessions(args.sessions, tokenizer)
     else:
-        found = (
-            prompts.read_prompts(args.prompts)
-            if args.prompts
-            else prompts.builtin_prompts()
-        )
-        tasks = make_tasks(tokenizer, found)
+        tasks = make_tasks(tokenizer, prompts.read_prompts(args.prompts))
     return prompts.choose(tasks, args.categories, args.per_category)

@@ -30,13 +30,21 @@ def acceptance_from_counts(accepted: int, rejections: int) -> float:
     return accepted / trials if trials else 0.0
 
 
+def flat(num_positions: int) -> float:
+    """Cost of passes that cost the same at any width, as the paper has them."""
+    return 1.0
+
+
 def expected_speedup(
-    acceptance: float, draft_length: int, draft_cost: float = 0.0
+    acceptance: float, draft_length: int, draft_cost: float = 0.0, cost: Cost = flat
 ) -> float:
-    r"""Expected walltime improvement, tokens over $K c + 1$ (theorem 3.8); c: draft_cost."""
-    return expected_speedup_on_curve(
-        acceptance, draft_length, lambda _: 1.0, draft_cost
-    )
+    r"""Expected walltime improvement, tokens over $K c + 1$ (theorem 3.8).
+
+    draft_cost: c, of a draft token. cost: c(m) as measured, where wider passes cost more.
+    """
+    _check(draft_cost >= 0, f"draft_cost={draft_cost}: expected a number >= 0.")
+    round_cost = cost(draft_length + 1) + draft_length * draft_cost
+    return expected_tokens(acceptance, draft_length) * cost(1) / round_cost
 
 
 def expected_operations(
@@ -48,27 +56,12 @@ def expected_operations(
     return operations / expected_tokens(acceptance, draft_length)
 
 
-def best_draft_length(acceptance: float, draft_cost: float, longest: int = 64) -> int:
-    """The shortest K from 0 to `longest` of the greatest expected speedup (section 3.5)."""
-    return best_draft_length_on_curve(acceptance, lambda _: 1.0, draft_cost, longest)
-
-
-def expected_speedup_on_curve(
-    acceptance: float, draft_length: int, cost: Cost, draft_cost: float = 0.0
-) -> float:
-    """Expected speedup where wider passes cost more: theorem 3.8 with c(m) as measured."""
-    _check(draft_cost >= 0, f"draft_cost={draft_cost}: expected a number >= 0.")
-    round_cost = cost(draft_length + 1) + draft_length * draft_cost
-    return expected_tokens(acceptance, draft_length) * cost(1) / round_cost
-
-
-def best_draft_length_on_curve(
-    acceptance: float, cost: Cost, draft_cost: float = 0.0, longest: int = 64
+def best_draft_length(
+    acceptance: float, draft_cost: float = 0.0, cost: Cost = flat, longest: int = 64
 ) -> int:
-    """The shortest K from 0 to `longest` of the greatest expected speedup on a curve."""
+    """The shortest K from 0 to `longest` of the greatest expected speedup (section 3.5)."""
     speedups = [
-        expected_speedup_on_curve(acceptance, K, cost, draft_cost)
-        for K in range(longest + 1)
+        expected_speedup(acceptance, K, draft_cost, cost) for K in range(longest + 1)
     ]
     return speedups.index(max(speedups))
 
