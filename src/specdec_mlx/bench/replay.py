@@ -21,7 +21,6 @@ from specdec_mlx.bench.cost import MEASURED, CostCurve
 from specdec_mlx.bench.record import Record, RecordedText, or_dash, read_sessions
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.contracts import (
-    ROOT,
     Draft,
     DraftContext,
     Drafter,
@@ -31,7 +30,7 @@ from specdec_mlx.contracts import (
     PendingPass,
     RoundRecord,
 )
-from specdec_mlx.contracts.trees import chain, children_of
+from specdec_mlx.contracts.trees import chain, depths_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
 from specdec_mlx.draft_length.parts import Model
@@ -51,6 +50,7 @@ from specdec_mlx.loop import Generation
 from specdec_mlx.models import explained
 from specdec_mlx.notebook.views import markdown_table, table_html
 from specdec_mlx.progress import progress_bar
+from specdec_mlx.rules.trees import walk
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import Row, Rows
@@ -274,20 +274,14 @@ def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
     return FeatureRows({}, top_tokens=mx.array(rows, mx.int32))
 
 
-def right_path(draft: Draft, coming: Sequence[int]) -> list[int]:
+def right_path(draft: Draft, coming: list[int]) -> list[int]:
     """The draft's tokens that are right, from the first one down."""
-    tokens, path, node = to_list(draft.tokens), list[int](), ROOT
-    children = children_of(
-        chain(len(tokens)) if draft.parents is None else draft.parents
+    tokens = to_list(draft.tokens)
+    parents = chain(len(tokens)) if draft.parents is None else draft.parents
+    places = zip(tokens, depths_of(parents), strict=True)
+    return walk(
+        [coming[depth : depth + 1] == [token] for token, depth in places], parents
     )
-    for token in coming:
-        node = next(
-            (child for child in children[node + 1] if tokens[child] == token), ROOT
-        )
-        if node == ROOT:
-            break
-        path.append(node)
-    return path
 
 
 # Scores

@@ -304,21 +304,19 @@ def time_generation(
     return run.sample()
 
 
+@dataclass
 class Run:
     """One generation under way; the clock runs in its turns, until the device is idle."""
 
-    def __init__(
-        self, contender: Contender, task: Task, settings: Settings, repeat: int
-    ) -> None:
-        self.contender, self.task, self.settings, self.repeat = (
-            contender,
-            task,
-            settings,
-            repeat,
-        )
-        self.is_over = False
-        seed = (settings.seed or 0) + repeat
-        self._stream = contender.start(task.prompt, settings.max_tokens, seed)
+    contender: Contender
+    task: Task
+    settings: Settings
+    repeat: int
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        how, seed = self.settings, (self.settings.seed or 0) + self.repeat
+        self._stream = self.contender.start(self.task.prompt, how.max_tokens, seed)
         self._emitted: list[Emitted] = []
         self._began = self._first_seconds = self._decode_seconds = 0.0
         self._peak_bytes = 0
@@ -328,9 +326,9 @@ class Run:
         if self.is_over:
             return
         is_first, ends = not self._emitted, self.settings.end_tokens
+        left = self.settings.max_tokens - len(self._emitted)
         mx.reset_peak_memory()
         began = time.perf_counter()
-        left = self.settings.max_tokens - len(self._emitted)
         for item in islice(self._stream, 1 if is_first else min(num_tokens, left)):
             self._emitted.append(item)
             if item.token in ends:

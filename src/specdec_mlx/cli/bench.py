@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +24,7 @@ from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_o
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
-from specdec_mlx.options import argument, checked, existing_file, positive_int
+from specdec_mlx.options import argument, checked, existing_file, new_file, positive_int
 from specdec_mlx.rules.registry import make_rule
 
 
@@ -77,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--json",
+        type=new_file,
         metavar="FILE",
         help="write results, and the texts for specdec-mlx replay",
     )
@@ -87,9 +87,6 @@ def main(
     others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None,
 ) -> int:
     """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
-    if args.json:
-        # a path that cannot be written is found out now, not at the end
-        Path(args.json).touch()
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     choice = choice_of(args)

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -195,11 +195,8 @@ def main(args: argparse.Namespace) -> int:
         for show in shows[::-1]:  # the pair first, which takes little
             share = 1.0 if show is shows[0] else LIVE_SHARE * len(shows) + PAIR_SHARE
             samples = play(show, draft_length, began + share * seconds, args.repeats)
-            written = {sample.id for sample in samples}
-            tasks = [task for task in show.tasks if task.id in written]
-            rows[:0] = [
-                row for task in tasks for row in compare(show.model, task, samples)
-            ]
+            compared = (compare(show.model, task, samples) for task in show.tasks)
+            rows[:0] = chain.from_iterable(compared)
             paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN]
     print(f"{format_table(rows)}\n\n{legend(rows, model, paces)}", flush=True)
     return int(any(row.verdict == DIFFERENT for row in rows))

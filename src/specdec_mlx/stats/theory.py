@@ -6,12 +6,10 @@ round (the paper's γ). ValueError out of range.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 # c(m): cost of a pass of the target over m positions, in any unit
 Cost = Callable[[int], float]
-Ranks = Sequence[Sequence[float]]
-"""Acceptance by depth and rank: the chance that the text goes on with the guess of that rank."""
 
 
 def expected_tokens(acceptance: float, draft_length: int) -> float:
@@ -64,21 +62,6 @@ def best_draft_length(
         expected_speedup(acceptance, K, draft_cost, cost) for K in range(longest + 1)
     ]
     return speedups.index(max(speedups))
-
-
-def greatest_chances(acceptance: Ranks, size: int) -> list[float]:
-    """Chances of the nodes of the best tree of at most `size` tokens, the likeliest first.
-
-    A node's chance is its parent's times the acceptance of its depth and rank. No tree of this size
-    has more expected tokens in a round: 1 plus the sum of the chances.
-    """
-    level, chances = [1.0], list[float]()
-    for by_rank in acceptance:
-        level = sorted((above * x for above in level for x in by_rank), reverse=True)[
-            :size
-        ]
-        chances += level
-    return sorted(chances, reverse=True)[:size]
 
 
 def _check(holds: bool, message: str) -> None:
