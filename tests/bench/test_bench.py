@@ -76,11 +76,9 @@ def bench(
     **options: Any,
 ) -> Record:
     model = narrow.model()
-    model_or_none = NamedModel(options.get("draft_model"))
-    choices = DrafterChoice(drafters, model_or_none).each().items()
-    made = {spec: one.resolve(model) for spec, one in choices}
+    chosen = DrafterChoice(drafters, NamedModel(options.pop("draft_model", None)))
     how = dataclasses.replace(settings, temp=temp)
-    contenders = make_contenders(model, made, lengths, how, **options)
+    contenders = make_contenders(model, chosen, lengths, how, **options)
     return run.run_bench(model, narrow.tasks(num_texts), contenders, how, measure_cost=False)
 
 
@@ -159,8 +157,8 @@ def test_contenders_take_turns_and_what_auto_learned_is_kept_within_a_repeat(
         return speculate(*args, tuning=tuning, **kwargs)
 
     monkeypatch.setattr("specdec_mlx.bench.timing.speculate", spy)
-    drafters = {name: sd.make_drafter(name) for name in (LOOKUP, "ngram")}
-    contenders = make_contenders(narrow.model(), drafters, ["auto"], Settings())
+    chosen = DrafterChoice((LOOKUP, "ngram"))
+    contenders = make_contenders(narrow.model(), chosen, ["auto"], Settings())
     settings, order = Settings(max_tokens=4, repeats=2), []
     sweep = SimpleNamespace(id="", repeat=0, drafter="sweep")
     for s in run_interleaved(narrow.tasks(2), contenders, settings, lambda: order.append(sweep)):

@@ -117,12 +117,9 @@ def bench_texts(
         for i, text in enumerate(messages)
     ]
     choice = DrafterChoice(drafters, NamedModel(draft_model))
-    made = {spec: one.resolve(model) for spec, one in choice.each().items()}
     settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
     how = replace(settings, temp=temp)
-    contenders = make_contenders(
-        model, made, draft_lengths, how, tokenizer, draft_model, rules
-    )
+    contenders = make_contenders(model, choice, draft_lengths, how, tokenizer, rules)
     tasks = make_tasks(tokenizer, messages)
     return run_bench(model, tasks, contenders, how, progress=progress)
 

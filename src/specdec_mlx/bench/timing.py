@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
@@ -19,6 +19,7 @@ from specdec_mlx.bench.prompts import Task
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.drafters.choosing.choice import DrafterChoice
 from specdec_mlx.loop import speculate
 from specdec_mlx.options import whole
 from specdec_mlx.rules.registry import make_rule
@@ -198,24 +199,25 @@ class Settings:
 
 def make_contenders(
     model: nn.Module,
-    drafters: Mapping[str, Drafter | None],
+    choice: DrafterChoice,
     draft_lengths: Sequence[str],
     settings: Settings,
     tokenizer: Any = None,
-    draft_model: nn.Module | None = None,
     rules: Sequence[str] = ("auto",),
 ) -> list[Contender]:
     """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
 
-    drafters: by the names that tables give them; None is plain decoding by our loop.
+    Raises ValueError for a name or an option that is not known.
     """
     temp, is_seeded = settings.temp, settings.seed is not None
     contenders = [plain(model, temp)]
+    draft_model, _ = choice.model.pair
     if draft_model is not None:
         numbers = [int(text) for text in draft_lengths if text.isdecimal()]
         lengths = numbers or [MLX_LM_DRAFT_LENGTH]
         contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
-    for spec, drafter in drafters.items():
+    for spec, one in choice.each().items():
+        drafter = one.resolve(model)
         ways = product(draft_lengths, rules) if drafter else [("", "auto")]
         contenders += [
             ours(model, drafter, spec, length, temp, tokenizer, rule, None, is_seeded)

@@ -90,17 +90,13 @@ def main(
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     choice = choice_of(args)
-    draft_model, _ = choice.model.pair
     lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
-    drafters = {spec: one.resolve(model) for spec, one in choice.each().items()}
     ends = tokenizer.eos_token_ids
     how = Settings(args.max_tokens, args.repeats, args.seed, ends, args.temp)
-    contenders = make_contenders(
-        model, drafters, lengths, how, tokenizer, draft_model, rules
-    )
+    contenders = make_contenders(model, choice, lengths, how, tokenizer, rules)
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
-    models = [m for m in (model, draft_model) if m is not None]
+    models = [m for m in (model, choice.model.pair[0]) if m is not None]
     with wired_limit(models, [generation_stream]):
         record = run_bench(
             model,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from specdec_mlx.contracts import Draft, DraftLength, DraftSession, RoundRecord
@@ -36,11 +37,8 @@ class SharedLength:
         width = max(len(draft) for _, _, draft in rows)
         if width and not any(part in self.models for _, part, _ in rows):
             reaches = [row.reaches(part, draft) for row, part, draft in rows]
-            mean_reaches = [
-                sum(reach[k] for reach in reaches if k < len(reach)) / len(rows)
-                for k in range(width)
-            ]
-            width, _ = self.prices.best(mean_reaches)
+            by_place = zip_longest(*reaches, fillvalue=0.0)
+            width, _ = self.prices.best([sum(each) / len(rows) for each in by_place])
             while width and not all(
                 self.prices.cost_model(1 + width) - 1.0 - sum(reach[:width])
                 <= row.account.budget
