@@ -42,8 +42,7 @@ class Auto:
     _chosen_gain: float = 0.0
 
     def __post_init__(self) -> None:
-        kept = self.tuning
-        self.prices = Prices(kept.cost_model(), kept.tokens / 2, kept.cost / 2)
+        self.prices = Prices(self.tuning.cost_model())
         self.prices.update(self.prices.cost_model)
 
     def begin(
@@ -135,7 +134,6 @@ class Auto:
             prices.cost_model.add(round_.fed, round_.pass_seconds)
         prices.context = round_.context
         prices.update(self.tuning.cost_model(prices.context), round_.emitted, cost)
-        self.tuning.tokens, self.tuning.cost = prices.tokens, prices.spent
 
     def wants_timing(self, num_drafted: int) -> bool:
         """True if seconds are needed that a slow caller would hide."""
