@@ -274,14 +274,14 @@ def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
     return FeatureRows({}, top_tokens=mx.array(rows, mx.int32))
 
 
-def right_path(draft: Draft, coming: list[int]) -> list[int]:
+def right_path(draft: Draft, coming: Sequence[int]) -> list[int]:
     """The draft's tokens that are right, from the first one down."""
     tokens = to_list(draft.tokens)
     parents = chain(len(tokens)) if draft.parents is None else draft.parents
     places = zip(tokens, depths_of(parents), strict=True)
-    return walk(
-        [coming[depth : depth + 1] == [token] for token, depth in places], parents
-    )
+    known = len(coming)
+    is_right = [depth < known and coming[depth] == token for token, depth in places]
+    return walk(is_right, parents)
 
 
 # Scores
