@@ -12,7 +12,6 @@ import statistics
 import sys
 import tempfile
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.index import ContextIndex
-from specdec_mlx.memory.store import join, text_digest
+from specdec_mlx.memory.store import join
 from specdec_mlx.notebook.views import markdown_table
 
 TEXTS, TOKENS = 20, 300
@@ -75,8 +74,12 @@ def measure(paths: Sequence[Path | str], tokenizer: object, max_tokens: int) -> 
     memory.update(paths, tokenizer)
     reading = time.perf_counter() - reading
     texts = memory.texts()
-    left_out = texts[:: max(2, len(texts) // TEXTS)][:TEXTS]
-    memory.replace(Counter(map(text_digest, left_out)), [])
+    step, memory = max(2, len(texts) // TEXTS), Memory(max_tokens)
+    left_out = texts[::step][:TEXTS]
+    for place, text in enumerate(texts):
+        if place % step or place >= step * TEXTS:
+            memory.add(text.tolist())
+    memory.compact()
     everything = join(memory.texts())
     building = time.perf_counter()
     ContextIndex(everything)

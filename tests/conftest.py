@@ -24,6 +24,9 @@ shapes.install()  # before anything of the package is imported
 # No test needs the network; this is read when the library is imported.
 os.environ["HF_HUB_OFFLINE"] = "1"
 
+# Exact tests are in float32, which MLX would shorten in products on an M5 or on NVIDIA's GPUs.
+os.environ.setdefault("MLX_ENABLE_TF32", "0")
+
 # What commands learn and keep is not to reach the user's own cache, nor to come from there.
 os.environ.setdefault("SPECDEC_MLX_CACHE", tempfile.mkdtemp(prefix="specdec-mlx-tests-"))
 

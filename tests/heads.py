@@ -22,15 +22,15 @@ from specdec_mlx.drafters.heads.drafter import (
     DraftVocabulary,
     Head,
     HeadDrafter,
-    TargetEnds,
     target_ends,
 )
-from specdec_mlx.drafters.heads.eagle import FLAGS, Eagle3, Eagle3Config, eagle1_family
+from specdec_mlx.drafters.heads.eagle import FLAGS, Eagle3, eagle1_family
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
-from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPFamily, MTPHead
-from specdec_mlx.drafters.heads.one_pass import DFlash, DFlashConfig, Medusa
+from specdec_mlx.drafters.heads.mtp import FAMILIES, SLIDING, MTPFamily, MTPHead
+from specdec_mlx.drafters.heads.one_pass import DFlash, Medusa
 from specdec_mlx.training import trainees
 from specdec_mlx.training.trainees import Recipe, Size
+from specdec_mlx.verify.watching import Anatomy
 from tiny_model_folder import write_model_folder
 
 FIXTURES = Path(__file__).parent / "fixtures"
@@ -195,47 +195,49 @@ def states(drafter: HeadDrafter, start: int, count: int) -> FeatureRows:
 # Heads with random weights ------------------------------------------------------------------------
 
 
-def layer_config(ends: TargetEnds) -> dict[str, Any]:
+def layer_config(ends: Anatomy) -> dict[str, Any]:
     """Of a head's decoder layer, in the width of its target."""
     sizes = {"hidden_size": ends.width, "vocab_size": ends.vocab_size, "num_hidden_layers": 1}
     others = {"model_type": "llama", "max_position_embeddings": 512, "rms_norm_eps": 1e-5}
     return ATTENTION | sizes | others
 
 
-def _layers(ends: TargetEnds) -> tuple[int, ...]:
+def _layers(ends: Anatomy) -> tuple[int, ...]:
     return (0, ends.num_layers // 2, ends.num_layers - 1)
 
 
-def eagle3(ends: TargetEnds) -> Head:
+def eagle3(ends: Anatomy) -> Head:
     """With a third of the tokens."""
     ids = mx.arange(0, ends.vocab_size, 3)
-    vocabulary = DraftVocabulary(ids, ends.vocab_size)
-    config = Eagle3Config(layer_config(ends), _layers(ends))
-    return Eagle3(config, ends, vocabulary, own_head=len(ids))
+    head = Eagle3(layer_config(ends), ends, _layers(ends))
+    head.own(logits=len(ids))
+    head.vocabulary = DraftVocabulary(ids, ends)
+    return head
 
 
-def eagle1(ends: TargetEnds) -> Head:
+def eagle1(ends: Anatomy) -> Head:
     """With a bias, which few have."""
     config = layer_config(ends)
     return MTPHead(eagle1_family(config), config, ends, has_bias=True)
 
 
-def eagle3_variants(ends: TargetEnds) -> Head:
+def eagle3_variants(ends: Anatomy) -> Head:
     """With all that may be otherwise, and a window of five positions in its second layer."""
     layer = layer_config(ends) | {"num_hidden_layers": 2}
-    windows: Any = (None, 5)
-    config = Eagle3Config(layer, _layers(ends), windows, **dict.fromkeys(FLAGS, True))
-    return Eagle3(config, ends, own_embeddings=ends.vocab_size)
+    layer |= {"layer_types": ["full_attention", SLIDING], "sliding_window": 5}
+    head = Eagle3(layer | dict.fromkeys(FLAGS, True), ends, _layers(ends))
+    head.own(embeddings=ends.vocab_size)
+    return head
 
 
-def dflash(ends: TargetEnds) -> Head:
+def dflash(ends: Anatomy) -> Head:
     """Blocks of six."""
     layer = layer_config(ends) | {"model_type": "qwen3", "num_hidden_layers": 2}
-    config = DFlashConfig(layer, _layers(ends)[:2], mask_token=ends.vocab_size - 1, block_size=6)
-    return DFlash(config, ends)
+    layer |= {"mask_token_id": ends.vocab_size - 1, "block_size": 6}
+    return DFlash(layer, ends, _layers(ends)[:2])
 
 
-def assistant(ends: TargetEnds) -> Head:
+def assistant(ends: Anatomy) -> Head:
     """Two layers for each kind of attention of the target; half of 32 groups of tokens."""
     kinds, caches = list(ends.last_caches), ends.last_caches
     full = caches["full_attention"]
@@ -248,7 +250,7 @@ def assistant(ends: TargetEnds) -> Head:
     return Gemma4Assistant({"text_config": text, "use_ordered_embeddings": ordered, **groups}, ends)
 
 
-HEADS: dict[str, Callable[[TargetEnds], Head]] = {
+HEADS: dict[str, Callable[[Anatomy], Head]] = {
     "eagle3": eagle3,
     "eagle3 variants": eagle3_variants,
     "eagle1": eagle1,
@@ -259,7 +261,7 @@ HEADS: dict[str, Callable[[TargetEnds], Head]] = {
 }
 
 
-def mtp(name: str, **changes: Any) -> Callable[[TargetEnds], Head]:
+def mtp(name: str, **changes: Any) -> Callable[[Anatomy], Head]:
     """The multi-token prediction layer of one of the models of `tiny`, by its model type."""
     config = tiny.CONFIGS[name.removesuffix("_mtp")]
     config = config.get("text_config", config) | {"model_type": name} | changes
@@ -330,7 +332,7 @@ def write_eagle3(folder: Path, target: nn.Module) -> Path:
     return folder
 
 
-def random_head(make: Callable[[TargetEnds], Head], target: nn.Module, seed: int = 3) -> Head:
+def random_head(make: Callable[[Anatomy], Head], target: nn.Module, seed: int = 3) -> Head:
     """A head for a target, as the models of `tiny` are made."""
     mx.random.seed(seed)
     head = make(target_ends(target))

@@ -7,6 +7,7 @@ import sys
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -80,6 +81,7 @@ NO_CODE = {
 NO_MODEL_AND_NO_CACHE = ("rules", "sampling", "stats")
 
 
+@cache
 def tree(name: str) -> ast.Module:
     return ast.parse(MODULES[name].read_text(encoding="utf-8"))
 
@@ -218,6 +220,7 @@ def test_no_name_is_given_to_two_classes() -> None:
     assert sum("Row" in name for name in names) <= 8
 
 
+@cache
 def code_of(name: str) -> list[tokenize.TokenInfo]:
     """A module's tokens without comments, docstrings and white space."""
     documented = (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)

@@ -1,11 +1,11 @@
-"""Loading a model for the commands, and values kept with a loaded model."""
+"""Loading a model for the commands, and values kept with a loaded model or tokenizer."""
 
 from __future__ import annotations
 
 import socket
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 from urllib.parse import urlsplit
@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from huggingface_hub import constants, try_to_load_from_cache
 from mlx_lm import load
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from mlx_lm.utils import sharded_load
 
 from specdec_mlx.errors import ModelFolderError
@@ -23,24 +24,41 @@ T = TypeVar("T")
 
 
 class PerModel(Generic[T]):
-    """A value for each loaded model, made when it is first asked for."""
+    """A value for each loaded model, or tokenizer, or several together; made when first asked for.
 
-    def __init__(self, make: Callable[[nn.Module], T]) -> None:
+    A tokenizer is known by what its wrapper holds: a new wrapper may be made at each call.
+    """
+
+    def __init__(self, make: Callable[..., T]) -> None:
         self._make = make
-        self._values: dict[int, T] = {}
+        self._values: dict[tuple[int, ...], T] = {}
 
-    def __call__(self, model: nn.Module) -> T:
-        """The model's value."""
-        if id(model) not in self._values:
-            self.put(model, self._make(model))
-        return self._values[id(model)]
-
-    def put(self, model: nn.Module, value: T) -> None:
-        """Give the model another value."""
-        key = id(model)  # a module is a dict and has no hash
+    def __call__(self, *owners: Any) -> T:
+        """The value of these."""
+        # a module is a dict and has no hash
+        key = (*map(id, owners),)
         if key not in self._values:
-            weakref.finalize(model, self._values.pop, key, None)
-        self._values[key] = value
+            key = (*map(id, map(unwrapped, owners)),)
+        return (
+            self._values[key]
+            if key in self._values
+            else self.put(self._make(*owners), *owners)
+        )
+
+    def put(self, value: T, *owners: Any) -> T:
+        """Give these another value, which is returned."""
+        held = [*map(unwrapped, owners)]
+        key = (*map(id, held),)
+        with suppress(TypeError):  # of a class that cannot be referred to weakly
+            for owner in held if key not in self._values else ():
+                weakref.finalize(owner, self._values.pop, key, None)
+            self._values[key] = value
+        return value
+
+
+def unwrapped(owner: Any) -> Any:
+    """The tokenizer inside mlx-lm's wrapper; anything else is returned as it is."""
+    return owner._tokenizer if isinstance(owner, TokenizerWrapper) else owner
 
 
 TOKENIZER_FILES = ("tokenizer.*", "vocab.*", "*.model", "*.tiktoken")
@@ -74,13 +92,17 @@ def load_on_ranks(
     return_config: bool = False,
     **options: Any,
 ) -> Any:
-    """mlx-lm's `load` on several ranks: tensor-parallel, else pipelined; no adapters."""
+    """mlx-lm's `load` on several ranks: tensor-parallel, else pipelined; no adapters.
+
+    options: trust_remote_code; pipeline_group, which has it pipelined.
+    """
     if adapter_path is not None:
         raise ValueError(
             "An adapter cannot be loaded on several ranks. Fuse it into the model first."
         )
     return sharded_load(
         path,
+        options.get("pipeline_group"),
         return_config=return_config,
         tokenizer_config=tokenizer_config,
         trust_remote_code=bool(options.get("trust_remote_code")),

@@ -99,6 +99,13 @@ def require(owner: object, holds: bool, name: str, expected: str) -> None:
         raise ValueError(f"{got}: expected {expected}.")
 
 
+def require_cap(owner: Any) -> None:
+    """Raise ValueError unless an object's `num_draft` is a length, or None."""
+    some = "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
+    holds = owner.num_draft is None or owner.num_draft >= 1
+    require(owner, holds, "num_draft", some)
+
+
 def whole(name: str, value: Any, least: int | None = None, or_else: str = "") -> int:
     """An argument that is an int, NumPy's too; ValueError for others, and less than `least`."""
     try:

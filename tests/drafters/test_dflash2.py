@@ -11,7 +11,7 @@ import pytest
 import heads
 import specdec_mlx as sd
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.drafters.heads.loading import known_kind
+from specdec_mlx.drafters.heads.loading import kind_of
 from specdec_mlx.errors import HeadError
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
@@ -52,7 +52,8 @@ def test_a_drawn_draft_declares_what_it_was_drawn_from(name: str, tmp_path: Path
     tokens, rows = to_list(draft.tokens), np.array(draft.logprobs)
     assert np.isfinite(rows[np.arange(3), tokens]).all()
     for place, before in enumerate([reference.prompt[-1], *tokens[:2]]):
-        logits = np.array(session.at([place], mx.array([before])))[0] / 2
+        given = session.logits[place : place + 1], session.states[place : place + 1]
+        logits = np.array(drafter.head.corrected(*given, mx.array([before])))[0] / 2
         expected = np.exp(logits) / np.exp(logits).sum()
         assert np.abs(np.exp(rows[place]) - expected).max() < 1e-5
 
@@ -61,5 +62,5 @@ def test_what_is_not_read_is_refused(tmp_path: Path) -> None:
     """A recurrent bias is refused by name; a target that contains a DSpark is not taken for one."""
     with pytest.raises(HeadError, match="markov_head_type 'rnn'"):
         heads.loaded("dspark_qwen3", tmp_path, markov_head_type="rnn")
-    assert known_kind({"model_type": "deepseek_v41", "dspark_block_size": 5}) is None
-    assert known_kind({"dflash_config": {"selector_rank": 256}}) == "dflash2"
+    assert kind_of({"model_type": "deepseek_v41", "dspark_block_size": 5}) is None
+    assert kind_of({"dflash_config": {"selector_rank": 256}}) == "dflash2"

@@ -34,10 +34,10 @@ from specdec_mlx.drafters.choosing.choice import (
 )
 from specdec_mlx.drafters.choosing.report import heads_lines, report
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, target_ends
-from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3Config, output_layers
+from specdec_mlx.drafters.heads.eagle import IDS_KEY, fused_layers
 from specdec_mlx.drafters.heads.loading import FORMATS, is_head, kind_of
 from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, MTPHead, one_layer_model
-from specdec_mlx.drafters.heads.one_pass import DFlashConfig
+from specdec_mlx.drafters.heads.one_pass import block_layers
 from specdec_mlx.errors import HeadError
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from tiny_model_folder import write_model_folder
@@ -76,13 +76,11 @@ def test_a_head_is_told_by_its_config_and_its_tensors(config, names, kind):
 
 def test_layers_in_either_convention_are_outputs() -> None:
     """First id 1: the outputs are named; first id 2: the inputs; none: the authors' defaults."""
-    assert output_layers([1, 11, 20]) == output_layers([2, 12, 21]) == (1, 11, 20)
-    unnamed: list[dict[str, Any]] = [{}, {IDS_KEY: []}, {"eagle_config": {IDS_KEY: []}}]
-    for config in unnamed:
-        assert Eagle3Config.read(config, 24).layers == (1, 11, 20)
-    for num_layers, layers in ((36, (1, 9, 17, 25, 33)), (40, (1, 10, 19, 28, 37))):
-        config = {"num_hidden_layers": 5, "mask_token_id": 3}
-        assert DFlashConfig.read(config, num_layers).layers == layers
+    configs = [{}, *({IDS_KEY: ids} for ids in ([], [1, 11, 20], [2, 12, 21]))]
+    for config in configs:
+        assert fused_layers(config, 24) == (1, 11, 20)
+    for num_layers, layers in ((36, [1, 9, 17, 25, 33]), (40, [1, 10, 19, 28, 37])):
+        assert block_layers({}, 5, num_layers) == layers
 
 
 DESCRIBED = {
@@ -231,7 +229,7 @@ def test_a_head_of_another_target_is_refused(tmp_path: Path) -> None:
         said = "vocabulary of 97 tokens, and this target has 1000"
         assert said in refused(folder, heads.target(vocab=1000))
     with pytest.raises(ValueError, match="0 to 4, and the target has 4"):
-        DraftVocabulary(mx.array([0, 2, 4]), 4)
+        DraftVocabulary(mx.array([0, 2, 4]), target_ends(heads.target(vocab=4)))
 
 
 def test_what_is_no_head_is_refused(tmp_path: Path) -> None:

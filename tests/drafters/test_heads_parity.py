@@ -24,8 +24,9 @@ from specdec_mlx.contracts import DraftContext, KeysValues
 from specdec_mlx.drafters import drawing
 from specdec_mlx.drafters.heads import gemma4_assistant, mtp
 from specdec_mlx.drafters.heads.mtp import MTPHead
-from specdec_mlx.drafters.heads.one_pass import CorrectedSession, GroupedConvolution, Markov
+from specdec_mlx.drafters.heads.one_pass import CorrectedSession, DSpark, GroupedConvolution
 from specdec_mlx.drafters.heads.session import Level
+from specdec_mlx.drafters.writing import places_after
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.verify.rollback import Rollback
 
@@ -176,6 +177,17 @@ def position_moves_on(patch: pytest.MonkeyPatch, given: dict[str, Any]) -> None:
     patch.setattr(gemma4_assistant.AssistantSession, "next_logits", wrong)
 
 
+class Given(nn.Module):  # type: ignore[misc]
+    """An embedding that has one answer."""
+
+    def __init__(self, states: mx.array) -> None:
+        super().__init__()
+        self.states = states
+
+    def __call__(self, tokens: mx.array) -> mx.array:
+        return self.states
+
+
 def assistant_inputs(change: Callable[..., tuple[mx.array, mx.array, Any]]) -> Change:
     """A control whose steps get other inputs; change: (state, embedded, caches) -> all three."""
 
@@ -186,7 +198,7 @@ def assistant_inputs(change: Callable[..., tuple[mx.array, mx.array, Any]]) -> C
             ends, scale = self.ends, self.ends.width**0.5
             state, embedded, read = change(state, ends.embed(token) * scale, read)
             with pytest.MonkeyPatch.context() as inner:
-                inner.setattr(self, "ends", replace(ends, embed=lambda _: embedded / scale))
+                inner.setattr(self, "ends", replace(ends, embedding=Given(embedded / scale)))
                 return step(self, state, token, read)
 
         patch.setattr(gemma4_assistant.Gemma4Assistant, "step", wrong)
@@ -271,9 +283,11 @@ def attribute(owner: Any, name: str, wrong: Any) -> Change:
     return lambda patch, given: patch.setattr(owner, name, wrong)
 
 
-def after_the_text(self: CorrectedSession, places: list[int], before: mx.array) -> mx.array:
+def after_the_text(
+    self: CorrectedSession, tokens: mx.array | None, parents: Any = None
+) -> mx.array:
     """Every place as if the block's known token stood before it."""
-    rows = mx.array(places)
+    rows = mx.array(places_after(self.places, tokens, parents))
     return self.head.corrected(self.logits[rows], self.states[rows], mx.array(self.tokens[-1:]))
 
 
@@ -284,12 +298,14 @@ def no_convolution(self: GroupedConvolution, part: Any, x: mx.array) -> Any:
 
 CORRECTED: dict[str, Change] = {
     "layers off by one": option(layers=(2, 4, 6)),
-    "the token before is the text's last": attribute(CorrectedSession, "at", after_the_text),
+    "the token before is the text's last": attribute(
+        CorrectedSession, "next_logits", after_the_text
+    ),
     "causal in the block": option(changes={"is_causal": True}),
 }
 MARKOV = CORRECTED | {
     "own place does not draft": option(changes={"sample_from_anchor": False}),
-    "no bias": attribute(Markov, "bias", lambda self, states, before: mx.zeros(heads.VOCAB)),
+    "no bias": attribute(DSpark, "corrected", lambda self, logits, states, before: logits),
 }
 CONTROLS |= {
     "dflash2": CORRECTED

@@ -38,7 +38,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.parts import Model
 from specdec_mlx.drafters.drawing import ChainDraws, Pace, draft_while, truncate
 from specdec_mlx.drafters.heads import session as head_session
-from specdec_mlx.drafters.heads.drafter import DraftVocabulary, HeadDrafter
+from specdec_mlx.drafters.heads.drafter import DraftVocabulary, HeadDrafter, target_ends
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.testing import check_drafter
@@ -141,8 +141,8 @@ def test_tokens_outside_of_the_draft_vocabulary_have_no_mass() -> None:
     """And all others do; in another order logits find their places."""
     probs = first_probs(drafter("eagle3"), PROMPT)
     assert [i for i in range(VOCAB) if probs[0, i] > 0] == list(range(0, VOCAB, 3))
-    logits = mx.array([[1.0, 2.0, 3.0]])
-    assert DraftVocabulary(mx.array([2, 1, 0]), 3).widen(logits).tolist() == [[3, 2, 1]]
+    logits, three = mx.array([[1.0, 2.0, 3.0]]), target_ends(heads.target(vocab=3))
+    assert DraftVocabulary(mx.array([2, 1, 0]), three).widen(logits).tolist() == [[3, 2, 1]]
 
 
 @in_one_test("name", HEADS)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable
+from itertools import count
 from typing import Any
 
 import mlx.core as mx
@@ -13,6 +15,7 @@ from hypothesis import strategies as st
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.sample_utils import make_logits_processors
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 from tokenizers import models
 
 import specdec_mlx as sd
@@ -20,6 +23,7 @@ import tiny
 import tiny_text
 from selection import in_one_test
 from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
+from specdec_mlx.models import PerModel
 from tiny_text import BYTES, MERGES, SPECIAL, bpe, tokenizer
 
 NUM_TOKENS = 24
@@ -167,3 +171,19 @@ def test_a_narrower_draft_model_lives_with_tokens_that_it_does_not_have() -> Non
     assert tokens[-1].stats.tokens_per_pass > 2
     assert {"draft"} < {t.origin for t in tokens[foreign[0] + 1 :]}
     assert max(seen) == NARROW - 1
+
+
+def test_what_is_known_of_a_pair_is_made_once_and_goes_with_it() -> None:
+    """Whatever wraps the two, in one order; of a class that cannot be referred to weakly it is made
+    at each call.
+    """
+    numbers = count(1)
+    known = PerModel(lambda *owners: next(numbers))
+    one, other = tokenizer(), tokenizer()
+    assert known(one, other) == known(TokenizerWrapper(one._tokenizer), other._tokenizer) == 1
+    assert known(other, one) == 2
+    assert known.put(9, one, other) == known(one, other) == 9
+    del one
+    gc.collect()
+    assert not known._values
+    assert known(b"bare") < known(b"bare")

@@ -52,7 +52,7 @@ def follows(memory: sd.Memory, tokens: Sequence[int]) -> bool:
     context = Context.of(tokens)
     return any(
         match == len(tokens)
-        for index in memory.indexes()
+        for index in memory.indexes
         for match, _ in index.nearest(context, 8, 0)
     )
 
@@ -81,7 +81,7 @@ def test_the_oldest_texts_go_first(texts, bound, young, in_bytes):
         left = held(memory)
         memory.compact()
         assert held(memory) == left
-        assert len(memory.indexes()) == bool(texts)
+        assert len(memory.indexes) == bool(texts)
 
 
 def test_what_is_no_token_and_no_bound_is_refused() -> None:
@@ -168,7 +168,7 @@ def test_a_saved_memory_is_loaded_as_it_was(texts: list[list[int]]) -> None:
         assert held(loaded) == texts
         assert (loaded.max_tokens, loaded.tokenizer) == (500, "abc")
         assert path.stat().st_size <= 12 * len(memory) + 512
-        assert [i.ends for i in loaded.indexes()] == [i.ends for i in memory.indexes()]
+        assert [i.ends for i in loaded.indexes] == [i.ends for i in memory.indexes]
 
 
 def in_a_process(code: str, path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import http.client
 import json
 import socket
@@ -294,6 +295,24 @@ def test_a_stream_says_in_each_silence_that_it_lives(
         assert b"[DONE]" in read_until(connection, b"0\r\n\r\n")
     with opened(port, {**BODY, "stream": True}, MESSAGES) as connection:
         read_until(connection, b"event: ping")
+
+
+@pytest.mark.parametrize("is_streamed", [True, False])
+def test_a_reply_that_is_whole_is_not_woken_for_each_token(is_streamed: bool) -> None:
+    """What a token costs: the task of a connection wakes for what it sends, and for no more."""
+
+    async def num_woken() -> int:
+        woken: list[Any] = []
+        with pytest.MonkeyPatch.context() as patch:
+            loop = asyncio.get_running_loop()
+            patch.setattr(loop, "call_soon_threadsafe", woken.append)
+            inbox = app.Inbox(is_streamed=is_streamed)
+            for event in (PromptProgress(0, 7, 0), *[Said("a")] * 5, ENDED):
+                inbox.put(0, event)
+                assert await inbox.take(0.0) == [(0, event)]
+        return len(woken)
+
+    assert asyncio.run(num_woken()) == (7 if is_streamed else 2)
 
 
 def test_no_event_is_lost_between_threads(port: int, engine: StandIn) -> None:

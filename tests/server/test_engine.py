@@ -460,11 +460,11 @@ def test_who_waits_for_another_model_costs_those_that_are_served_nothing(
     """Its name is looked up once, and not at each token."""
     looked_up = []
 
-    def is_cached(name: str) -> bool:
+    def is_in_cache(name: str) -> bool:
         looked_up.append(name)
         return False
 
-    monkeypatch.setattr(models, "is_cached", is_cached)
+    monkeypatch.setattr(models, "is_in_cache", is_in_cache)
     with running(folder, flags=with_flags()) as engine:
         first = begin(engine, 0, max_tokens=200)
         first.until_text()

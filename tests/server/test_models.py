@@ -84,7 +84,7 @@ def test_a_name_that_nobody_has_is_the_given_model_or_an_error(
     with running(folder, flags=with_flags(), any_model_name=True) as engine:
         assert {ask(engine, model=name).text for name in HELPERS} == {plain(folder)}
         assert ask(engine, model=str(other)).text == plain(other)
-        monkeypatch.setattr(models, "is_cached", lambda name: name == HELPERS[0])
+        monkeypatch.setattr(models, "is_in_cache", lambda name: name == HELPERS[0])
         with pytest.raises(ModelFolderError):
             ask(engine, model=HELPERS[0])
         assert ask(engine, model=HELPERS[1]).text == plain(folder)

@@ -12,7 +12,18 @@ from specdec_mlx.server.protocols.completions import COMPLETIONS
 from specdec_mlx.server.protocols.fields import read_body
 from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.protocols.responses import RESPONSES
-from specdec_mlx.server.requests import CallBegan, Ended, RequestError, TextRequest, Wire, Written
+from specdec_mlx.server.requests import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    Ended,
+    Event,
+    RequestError,
+    Said,
+    TextRequest,
+    Wire,
+    Written,
+)
 
 PNG = "iVBORw0KGgo"
 URL = f"data:image/png;base64,{PNG}"
@@ -194,3 +205,67 @@ def test_an_answer_without_a_text_is_an_empty_one() -> None:
     assert CHAT.reply(asked, [written])["choices"][0]["message"]["content"] == ""
     written.add(CallBegan(0, "1", "f", "{}"))
     assert CHAT.reply(asked, [written])["choices"][0]["message"]["content"] is None
+
+
+PARTS: list[tuple[Any, str]] = [
+    ({"type": "text", "text": "words"}, "words"),
+    ({"type": "refusal", "refusal": "No."}, "No."),
+    ({"type": "input_audio", "text": 5}, "[input_audio: not shown to this model]"),
+    ("words", "words"),
+]
+
+
+@pytest.mark.parametrize(("part", "text"), PARTS)
+def test_a_part_is_its_text_or_is_named(part: Any, text: str) -> None:
+    """In both of OpenAI's protocols with parts."""
+    for wire, name in ((CHAT, "messages"), (RESPONSES, "input")):
+        messages = read(wire, {name: [{"role": "user", "content": [part]}]}).messages
+        assert messages is not None
+        assert messages[0]["content"] == text
+
+
+ROLES = [
+    {"role": "robot", "content": [{"type": "tool_result", "tool_use_id": "1", "content": "x"}]},
+    {"role": None, "content": "x"},
+    {"role": ["user"], "content": []},
+]
+
+
+@pytest.mark.parametrize("message", ROLES, ids=repr)
+def test_a_role_that_is_none_is_refused_whatever_is_said(message: dict[str, Any]) -> None:
+    for wire, name in ((MESSAGES, "messages"), (RESPONSES, "input")):
+        with pytest.raises(RequestError, match="role must be user, assistant or system"):
+            wire.read({name: [{"role": "user", "content": "go"}, message]})
+
+
+def test_a_chosen_tool_is_one_of_the_tools() -> None:
+    """In all protocols that have tools, in the same words."""
+    chosen: list[tuple[Wire, dict[str, Any]]] = [
+        (CHAT, {"type": "function", "function": {"name": "g"}}),
+        (MESSAGES, {"type": "tool", "name": "g"}),
+        (RESPONSES, {"type": "function", "name": "g"}),
+    ]
+    for wire, choice in chosen:
+        name = "input" if wire is RESPONSES else "messages"
+        body = {name: [{"role": "user", "content": "go"}], "tool_choice": choice}
+        with pytest.raises(RequestError, match="there is no tool 'g' among the tools"):
+            wire.read(body)
+
+
+def test_a_whole_reply_is_what_the_events_of_its_texts_make() -> None:
+    """Each part at once: thoughts, the answer, calls, the end."""
+    events: list[Event] = [
+        *(Said("so ", is_thought=True), Said("so", is_thought=True), Said("I "), Said("go.")),
+        *(CallBegan(0, "1", "f", '{"a": '), CallArguments(0, "1}")),
+        *(CallBegan(1, "2", "g", "{"), CallBroken(1, "<call>{")),
+        Ended("tool_calls"),
+    ]
+    written = Written()
+    for event in events:
+        written.add(event)
+    assert written.events() == [
+        Said("so so", is_thought=True),
+        Said("I go.<call>{", logprobs=[]),
+        CallBegan(0, "1", "f", '{"a": 1}'),
+        Ended("tool_calls"),
+    ]

@@ -77,7 +77,9 @@ def test_going_back_to_a_point_is_as_if_no_more_had_been_read(name: str) -> None
             got = read(model, found, tokens, [position, len(tokens)])
             assert mx.allclose(got, expected, rtol=tolerance, atol=tolerance).item(), kept
     store.insert_cache("model", TEXT, copy.deepcopy(caches))
-    assert store.nbytes == sum(one.nbytes for entry in store.entries for one in entry.caches)
+    layers = [layers for entry in store.entries for layers in (entry.caches, *entry.at.values())]
+    held = [cache for each in layers for cache in each]
+    assert store.nbytes == sum(cache.nbytes for cache in held)
 
 
 @pytest.fixture(scope="module", params=["qwen3_next", pytest.param("gemma3_text", marks=FULL)])

@@ -28,7 +28,7 @@ def test_one_pass_is_watched_for_all_that_is_asked_of_a_model(monkeypatch: pytes
     monkeypatch.setattr(watching, "watching", lambda *about: watched.append(about) or watch(*about))
     model = tiny.build("llama")
     assert vocab_size_of(model) == target_ends(model).vocab_size
-    assert target_ends(model).embed is model.model.embed_tokens
+    assert target_ends(model).embedding is model.model.embed_tokens
     assert final_norm(model) is model.model.norm
     tapped = Taps(model, EVERYTHING)
     assert len(watched) == 1

@@ -19,9 +19,9 @@ from mlx_lm.generate import generate_step
 from specdec_mlx.bench.prompts import Task
 from specdec_mlx.bench.timing import PLAIN, Sample, Way
 from specdec_mlx.stats.counterfactual import ratio_of
+from specdec_mlx.verify.exactness import probe
+from specdec_mlx.verify.rounding import near_tie
 
-# logits; several rows at once round otherwise than one row on some backends
-EXCUSED_GAP = 1e-4
 ALL = "all"
 
 
@@ -30,7 +30,7 @@ class Difference(Way):
     """First place where a sample's text parts from that of plain decoding.
 
     position: among the generated tokens. top_two_gap: of the target's logits there, in a
-    single-token pass. excused: True if that is a tie but for rounding.
+    single-token pass. excused: True if passes over several rows move logits as far by rounding.
     """
 
     id: str
@@ -93,6 +93,7 @@ def find_differences(
     prompts = {task.id: task.prompt for task in tasks}
     references = reference_texts(samples)
     gap_in = cache(lambda text, position: top_two_gap(model, prompts[text], position))
+    tie = cache(lambda: near_tie(probe(model, past_window=False).differences))
     differences = []
     for s in samples:
         position = first_difference(s.tokens, references[s.id])
@@ -106,7 +107,7 @@ def find_differences(
                     repeat=s.repeat,
                     position=position,
                     top_two_gap=gap,
-                    excused=gap < EXCUSED_GAP,
+                    excused=gap <= tie(),
                 )
             )
     return differences

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import time
-from contextlib import closing, nullcontext
+from contextlib import closing
 from dataclasses import replace
 from typing import Any
 
 import mlx.nn as nn
 import numpy as np
 
-from specdec_mlx.bench.summary import EXCUSED_GAP, first_difference, top_two_gap
+from specdec_mlx.bench.summary import first_difference, top_two_gap
 from specdec_mlx.bench.timing import plain
 from specdec_mlx.checks.report import Part, Status
 from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
@@ -21,6 +21,7 @@ from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.verify.exactness import ProbeReport, probe
+from specdec_mlx.verify.rounding import near_tie
 
 WIDTHS_NAME = "widths"
 STATE_NAME = "drafter's state"
@@ -30,9 +31,6 @@ VARIATIONS_NAME = "head's variants"
 NUM_TOKENS = 64
 FEWEST_TOKENS = 8
 POSITIONS_OF_PROBE = 25
-TIE_FACTOR = 4
-"""Logits so many times the probe's largest difference apart are still a near tie: each of the two
-may move, and earlier rounding has moved the caches. A heuristic."""
 
 SAME = 0.1
 """Total variation that rounding explains; one token too many or too few is far above.
@@ -84,8 +82,7 @@ def check_greedy(
     subject: Subject, work: Work, probed: ProbeReport | None = None
 ) -> Part:
     """Every prompt in turn, as far as time goes, at least one; probed: passes' differences."""
-    rows = [] if probed is None else [row for row in probed.rows if row.exact]
-    gap = max([EXCUSED_GAP, *(TIE_FACTOR * row.max_difference for row in rows)])
+    gap = near_tie(() if probed is None else probed.differences)
     differences: list[dict[str, Any]] = []
     texts = tokens = drafted = 0
     for i, prompt in work.each(enumerate(subject.prompts)):
@@ -216,19 +213,16 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part
 
     The text is the target's own in any case, so the part passes; the verdict says what does better.
     """
-    greedy = replace(drafter, greedy=True)
-    subject = replace(subject, drafter=greedy, draft_length=subject.num_asked)
+    subject = replace(subject, draft_length=subject.num_asked)
     variations = list(drafter.head.variations())
-    readings: list[Any] = [
-        nullcontext,
-        *(variation.applied for variation in variations),
-    ]
-    drafted, accepted = np.zeros((2, len(readings)))
+    heads = [drafter.head, *(variation.head for variation in variations)]
+    drafted, accepted = np.zeros((2, len(heads)))
     texts = 0
     for prompt in work.each(subject.prompts):
-        for i, reading in enumerate(readings):
-            with reading():
-                stats = subject.text(prompt, VARIED_TOKENS)[-1].stats
+        for i, head in enumerate(heads):
+            reading = replace(drafter, head=head, greedy=True)
+            with_it = replace(subject, drafter=reading)
+            stats = with_it.text(prompt, VARIED_TOKENS)[-1].stats
             drafted[i] += stats.drafted
             accepted[i] += stats.accepted
         texts += 1

@@ -103,7 +103,7 @@ def _count(args: argparse.Namespace, tokenizer: Any) -> None:
     table.save(args.out)
     skipped = texts.count(None)
     print(
-        f"{args.out}: {table.facts()['n-grams']} n-grams. {len(texts) - skipped} files read, "
+        f"{args.out}: {len(table):,} n-grams. {len(texts) - skipped} files read, "
         f"{skipped} skipped as no text."
     )
 
@@ -114,16 +114,21 @@ def _load(path: Path) -> Memory | NGramTable:
 
 
 def _info(args: argparse.Namespace) -> None:
-    kept = _load(args.file)
-    facts = dict(kept.facts()) | {"on disk": f"{args.file.stat().st_size:,} bytes"}
+    kept, on_disk = _load(args.file), f"{args.file.stat().st_size:,} bytes"
     if isinstance(kept, Memory):
-        facts["tokens"] += f" of at most {kept.max_tokens:,}"
-        facts |= {
+        facts = {
+            "texts": f"{len(kept.texts()):,}",
+            "tokens": f"{len(kept):,} of at most {kept.max_tokens:,}",
+            "on disk": on_disk,
             "files read": f"{len(kept.sources):,}",
             "in memory": f"{kept.num_bytes:,} bytes",
         }
     else:
-        facts["n-grams"] += f", at most {kept.max_entries:,} of each order"
+        facts = {
+            "orders": f"{kept.min_order} to {kept.max_order}",
+            "n-grams": f"{len(kept):,}, at most {kept.max_entries:,} of each order",
+            "on disk": on_disk,
+        }
     facts["tokenizer"] = kept.tokenizer or "any"
     print(args.file, *(f"  {name:<15}{fact}" for name, fact in facts.items()), sep="\n")
 

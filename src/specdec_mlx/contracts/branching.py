@@ -12,6 +12,7 @@ from typing import Protocol, runtime_checkable
 import mlx.core as mx
 
 from specdec_mlx.contracts.drafting import (
+    NO_DRAFT,
     ROOT,
     Draft,
     DraftSession,
@@ -89,6 +90,23 @@ class ValuesDrafts(DraftLength, Protocol):
 
     def wants_timing(self, num_drafted: int) -> bool:
         """True if a round's seconds are needed now; the loop then waits before it emits."""
+
+
+def best_of_chains(
+    session: OffersSeveral,
+    key: str,
+    limit: int,
+    values: ValuesDrafts,
+    may_fork: Callable[[], bool],
+) -> Draft:
+    """The chain or tree that is worth most, of all that a session has; `key` of its drafter.
+
+    How often its chains are right is learned under a key of their own.
+    """
+    chain_key = f"{key} as a chain"
+    longest = min(limit, values.limit(chain_key, True))
+    chains = [(chain_key, draft) for draft in session.candidates(longest)]
+    return values.best_tree(key, chains, may_fork) if chains else NO_DRAFT
 
 
 TokenPath = tuple[int, ...]  # the tokens that lead to a node of a tree, its own last

@@ -179,7 +179,7 @@ def kept_tuning(
     path, source = tuning_path(name, adapter), "specdec-mlx: draft_length=auto"
     try:
         if path.exists():
-            tuning_for.put(model, Tuning.load(path, prior_for(model)))
+            tuning_for.put(Tuning.load(path, prior_for(model)), model)
     except (OSError, ValueError) as error:
         print(f"{source} starts to learn anew: {error}", file=sys.stderr)
     try:

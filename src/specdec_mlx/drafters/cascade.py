@@ -34,7 +34,7 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import Several, SeveralSession
-from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.model import ModelDrafter, begin_ahead
 from specdec_mlx.options import require, shown
 from specdec_mlx.token_ids import to_ids, to_list
 
@@ -68,19 +68,14 @@ class Cascade(Several):
                     "a look-up, such as 'suffix'."
                 )
         require(self, self.num_first >= 1, "num_first", "an int >= 1")
-        name = type(self.first).__name__
-        if len(getattr(self.first, "drafters", ())) > 1:
-            raise ValueError(
-                f"Cascade: first={name} is made of several. Give each its cascade."
-            )
-        if optional(self.first, "branches") > 1:
-            raise ValueError(
-                f"Cascade: first={name} drafts trees. Leave its branches out."
-            )
-        if optional(self.first, "on_every_rank"):
-            raise ValueError(
-                f"Cascade: first={name} drafts on every rank. Leave that out."
-            )
+        first, parts = self.first, getattr(self.first, "drafters", ())
+        faults = {
+            "is made of several. Give each its cascade.": len(parts) > 1,
+            "drafts trees. Leave its branches out.": optional(first, "branches") > 1,
+            "drafts on every rank. Leave that out.": optional(first, "on_every_rank"),
+        }
+        for fault in filter(faults.get, faults):
+            raise ValueError(f"Cascade: first={type(first).__name__} {fault}")
         if isinstance(self.first, ReadsTarget):
             object.__setattr__(self, "features", self.first.features)
         object.__setattr__(self, "drafters", (self.first, then))
@@ -92,15 +87,12 @@ class Cascade(Several):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
-        first, then = [
-            drafter.begin(list(prompt), context) for drafter in self.drafters
-        ]
-        if optional(then, "propose_after") is None:
-            raise ValueError(
-                f"Cascade: {type(self.drafters[1]).__name__} cannot be asked what follows a draft; "
-                "expected one whose sessions have propose_after, such as 'suffix'."
-            )
-        return CascadeSession(first, then, self.num_first)
+        first, then = self.drafters
+        return CascadeSession(
+            first.begin(list(prompt), context),
+            begin_ahead(self, then, prompt, context),
+            self.num_first,
+        )
 
 
 def cascade(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.first_of import BestOf, TreeOf
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.recycling import RecyclingDrafter, SuccessorTable
@@ -21,10 +20,10 @@ def default_drafter(
     """
     if not trees and not recycling:
         return SuffixDrafter(memory)
-    look_ups: tuple[Drafter, ...] = SuffixDrafter(memory), NGramDrafter()
+    recyclers = [RecyclingDrafter()]
     if recycling:
-        of_two = RecyclingDrafter(table=SuccessorTable(), context=2)
-        look_ups = *look_ups, of_two, RecyclingDrafter(table=SuccessorTable())
-    else:
-        look_ups = *look_ups, RecyclingDrafter()
-    return TreeOf(*look_ups) if trees else BestOf(*look_ups)
+        recyclers = [
+            RecyclingDrafter(table=SuccessorTable(), context=width) for width in (2, 1)
+        ]
+    several = TreeOf if trees else BestOf
+    return several(SuffixDrafter(memory), NGramDrafter(), *recyclers)

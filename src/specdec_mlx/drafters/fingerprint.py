@@ -18,8 +18,13 @@ from specdec_mlx.models import PerModel
 NUM_SAMPLES = 4
 
 
-def _fingerprint(model: nn.Module) -> str:
-    """Digest of a model's class, and of its parameters' names, shapes, types and a few values."""
+@PerModel
+def fingerprint(model: nn.Module) -> str:
+    """Digest of a model's class, and of its parameters' names, shapes, types and a few values.
+
+    Computed once for each loaded model; the same in every process. Models that differ in little may
+    share one: for what costs speed alone, such as what was learned.
+    """
     parameters = sorted(tree_flatten(model.parameters()))
     digest = hashlib.sha256(type(model).__module__.encode())
     for name, array in parameters:
@@ -38,13 +43,6 @@ def _sample(array: mx.array) -> mx.array:
     )
     indices = np.unravel_index(places, array.shape)
     return array[tuple(mx.array(index) for index in indices)].astype(mx.float32)
-
-
-fingerprint = PerModel(_fingerprint)
-"""A model's fingerprint, computed once for each loaded model; the same in every process.
-
-Models that differ in little may share one: for what costs speed alone, such as what was learned.
-"""
 
 
 def content_digest(model: nn.Module, about: Any) -> str:

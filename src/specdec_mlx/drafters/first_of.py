@@ -55,7 +55,12 @@ class SeveralSession:
 
 
 class CombinedSession(SeveralSession):
-    """One generation of several drafters; see `contracts.SessionGroups`."""
+    """One generation of several drafters; see `contracts.SessionGroups`.
+
+    is_coupled: whatever is drafted, the target's own draws are what is kept.
+    """
+
+    is_coupled = False
 
     def __init__(self, keyed: Sequence[tuple[str, Session]]) -> None:
         """keyed: sessions, each with its drafter's key."""
@@ -87,15 +92,12 @@ class FirstOf(Several):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
         """Begin with each of them."""
-        return self._combined(
+        return CombinedSession(
             [
                 (key_of(drafter), drafter.begin(list(prompt), context))
                 for drafter in self.drafters
             ]
         )
-
-    def _combined(self, keyed: Sequence[tuple[str, Session]]) -> CombinedSession:
-        return CombinedSession(keyed)
 
     def with_each(self, change: Callable[[Drafter], Drafter]) -> FirstOf:
         """This combination, of changed drafters."""
@@ -113,8 +115,9 @@ class BestOf(FirstOf):
     one's is taken.
     """
 
-    def _combined(self, keyed: Sequence[tuple[str, Session]]) -> CombinedSession:
-        session = CombinedSession(keyed)
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
+        """Begin with each of them, in one group."""
+        session = super().begin(prompt, context)
         session.groups = [[part for group in session.groups for part in group]]
         return session
 
@@ -133,36 +136,29 @@ class TreeOf(FirstOf):
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
         """Begin with each of them; ValueError for one that drafts on every rank."""
+        noise = None if context.coupled else context.noise
         keyed: list[tuple[str, Session]] = []
         for i, drafter in enumerate(self.drafters):
             if optional(drafter, "on_every_rank"):
                 raise ValueError(
                     f"TreeOf: {type(drafter).__name__} drafts on every rank. Leave that out."
                 )
-            own = context
-            if context.noise is not None and not context.coupled:
+            if noise is not None:
                 # siblings are independent draws; the next seeds are those of other texts
-                noise = replace(context.noise, seed=context.noise.seed + (i << 48))
-                own = replace(context, noise=noise)
-            keyed.append((key_of(drafter), drafter.begin(list(prompt), own)))
-        if all(is_cheap(session) for _, session in keyed):
-            session = CombinedSession(keyed)
-            session.groups = [[(self.key, session)]]
-            return session
-        return TreeSession(keyed, self.key, is_coupled=context.coupled)
+                own = replace(noise, seed=noise.seed + (i << 48))
+                context = replace(context, noise=own)
+            keyed.append((key_of(drafter), drafter.begin(list(prompt), context)))
+        is_free = all(is_cheap(session) for _, session in keyed)
+        session = CombinedSession(keyed) if is_free else TreeSession(keyed)
+        session.groups = [[(self.key, session)]]
+        session.is_coupled = context.coupled
+        return session
 
 
 class TreeSession(CombinedSession):
     """One generation of drafters whose drafts are one tree, some of which cost time."""
 
-    def __init__(
-        self, keyed: Sequence[tuple[str, Session]], key: str, *, is_coupled: bool
-    ) -> None:
-        """is_coupled: whatever is drafted, the target's own draws are what is kept."""
-        super().__init__(keyed)
-        self.groups = [[(key, self)]]
-        self.is_coupled = is_coupled
-        self.drafts: list[Draft] = []
+    drafts: Sequence[Draft] = ()
 
     def propose(self, limit: int) -> Draft:
         """A tree of at most `limit` tokens, as many of each drafter that costs time."""
@@ -181,7 +177,7 @@ class TreeSession(CombinedSession):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Tell each what was kept of its own draft, then what came after that."""
-        drafts, self.drafts = self.drafts or [NO_DRAFT] * len(self.parts), []
+        drafts, self.drafts = self.drafts or [NO_DRAFT] * len(self.parts), ()
         for (_, part), draft in zip(self.parts, drafts, strict=True):
             end = len(tokens)
             if draft.parents is None and not is_cheap(part):

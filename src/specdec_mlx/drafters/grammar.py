@@ -18,6 +18,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.errors import GrammarError, MissingPackageError
+from specdec_mlx.models import PerModel, unwrapped
 from specdec_mlx.token_ids import to_list
 
 if TYPE_CHECKING:
@@ -73,15 +74,14 @@ class Grammar:
     @cached_property
     def compiled(self) -> str:
         """In llguidance's own notation."""
-        matcher = _llguidance().LLMatcher
-        if self.kind == "json_schema":
-            try:
-                return str(
-                    matcher.grammar_from_json_schema(self.text, overrides=JSON_STYLE)
-                )
-            except ValueError as error:
-                raise GrammarError(f"This is no JSON schema: {error}") from error
-        return str(getattr(matcher, f"grammar_from_{self.kind}")(self.text))
+        convert = getattr(_llguidance().LLMatcher, f"grammar_from_{self.kind}")
+        style = {"overrides": JSON_STYLE} if self.kind == "json_schema" else {}
+        try:
+            return str(convert(self.text, **style))
+        except ValueError as error:
+            raise GrammarError(
+                f"This is no {self.kind} that can be followed: {error}"
+            ) from error
 
     def begin(self, tokenizer: LLTokenizer) -> LLMatcher:
         """A matcher before the first token; compiled when it is first asked for."""
@@ -224,29 +224,25 @@ class GrammarPosition:
             )
 
 
-_compiled: WeakKeyDictionary[Any, LLTokenizer] = WeakKeyDictionary()
-
-
+@PerModel
 def compiled_tokenizer(tokenizer: Any) -> LLTokenizer:
     """A tokenizer in llguidance's form, made once; GrammarError for one that has no fast form."""
     if not isinstance(tokenizer, TokenizerWrapper):
         tokenizer = TokenizerWrapper(tokenizer)
-    fast = tokenizer._tokenizer
-    if fast not in _compiled:
-        _llguidance()
-        from llguidance.hf import from_tokenizer
+    fast = unwrapped(tokenizer)
+    _llguidance()
+    from llguidance.hf import from_tokenizer
 
-        ends = sorted(tokenizer.eos_token_ids)
+    ends = sorted(tokenizer.eos_token_ids)
+    try:
         try:
-            try:
-                _compiled[fast] = from_tokenizer(fast, eos_token=ends)
-            except TypeError:  # older ones take one end token, as guidance's pin does
-                _compiled[fast] = from_tokenizer(fast, eos_token=fast.eos_token_id)
-        except ValueError as error:
-            raise GrammarError(
-                f"{type(fast).__name__} cannot be used here: {error}"
-            ) from error
-    return _compiled[fast]
+            return from_tokenizer(fast, eos_token=ends)
+        except TypeError:  # older ones take one end token, as guidance's pin does
+            return from_tokenizer(fast, eos_token=fast.eos_token_id)
+    except ValueError as error:
+        raise GrammarError(
+            f"{type(fast).__name__} cannot be used here: {error}"
+        ) from error
 
 
 def _llguidance() -> Any:

@@ -28,8 +28,7 @@ def with_forced(
         for processor in processors
         if hasattr(getattr(processor, "index", None), "get_allowed_tokens")
     ]
-    own = isinstance(drafter, GrammarDrafter)
-    own |= any(isinstance(one, GrammarDrafter) for one in all_drafters(drafter))
+    own = any(isinstance(one, GrammarDrafter) for one in all_drafters(drafter))
     if not own and any(isinstance(one, GrammarProcessor) for one in processors):
         first.append(GrammarDrafter())
     return FirstOf(*first, drafter) if first else drafter

@@ -34,7 +34,12 @@ from specdec_mlx.contracts import (
     ValuesDrafts,
     key_of,
 )
-from specdec_mlx.contracts.branching import TokenPath, draft_of, texts_of
+from specdec_mlx.contracts.branching import (
+    TokenPath,
+    best_of_chains,
+    draft_of,
+    texts_of,
+)
 from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_list
@@ -102,8 +107,8 @@ class Window:
     ) -> None:
         """Drop the first level; the target's tokens [W], None if not computed, are the last."""
         if any(token is not None for token in said):
-            last = self.levels[-1]
-            new = [last[j] if token is None else token for j, token in enumerate(said)]
+            pairs = zip(self.levels[-1], said, strict=True)
+            new = [last if token is None else token for last, token in pairs]
             self.levels, num_emitted = [*self.levels[1:], new], num_emitted - 1
         self.levels = [level[num_emitted:] for level in self.levels]
         self._fill(text)
@@ -134,7 +139,6 @@ class LookaheadSession:
         self._draft = NO_DRAFT
         self._rejected: tuple[list[int], list[int]] = ([], [])
         self._key = key_of(drafter)
-        self._chain_key = f"{self._key} as a chain"
 
     def propose(self, limit: int) -> Draft:
         """A tree of at most `limit` tokens: n-grams of the pool, then rows."""
@@ -152,20 +156,16 @@ class LookaheadSession:
         self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
     ) -> Draft:
         """The part of the pool that is worth verifying, and rows where they cost little."""
-        longest = min(limit, values.limit(self._chain_key, True))
-        known = [(self._chain_key, draft) for draft in self.candidates(longest)]
-        self._draft = draft = values.best_tree(self._key, known, may_fork)
+        draft = best_of_chains(self, self._key, limit, values, may_fork)
+        least = values.price(len(draft))
         for num_columns in range(self._config.window, 0, -1):
             tree = self._with_rows(draft, limit, num_columns)
             more = len(tree) - len(draft)
-            if (
-                more
-                and values.price(len(tree)) - values.price(len(draft))
-                <= more * self._config.worth
-            ):
-                self._draft = tree if may_fork() else draft
+            if more and values.price(len(tree)) - least <= more * self._config.worth:
+                draft = tree if may_fork() else draft
                 break
-        return self._draft
+        self._draft = draft
+        return draft
 
     def candidates(self, limit: int) -> list[Draft]:
         """The n-grams of the pool that go on from the last token, the latest first."""
@@ -208,5 +208,5 @@ class LookaheadSession:
             if len(wider) > limit:
                 break
             texts = wider
-        evidence = list(draft.evidence or ())
-        return draft_of(texts, evidence + [Evidence()] * (len(texts) - len(evidence)))
+        evidence = [*(draft.evidence or ()), *[Evidence()] * len(texts)]
+        return draft_of(texts, evidence[: len(texts)])

@@ -19,6 +19,7 @@ from specdec_mlx.contracts import (
     Closes,
     Draft,
     DraftContext,
+    Drafter,
     GoesOn,
     ReadsTarget,
     Step,
@@ -28,7 +29,6 @@ from specdec_mlx.contracts import (
 from specdec_mlx.drafters.drawing import (
     DRAWN_AT_ONCE,
     ChainDraws,
-    match_vocab,
     worth_it,
 )
 from specdec_mlx.drafters.fingerprint import fingerprint
@@ -36,6 +36,7 @@ from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import (
     SharedVocabulary,
     check_same_tokenizer,
+    log_foreign,
     shared_between,
 )
 from specdec_mlx.drafters.writing import (
@@ -118,7 +119,7 @@ class ModelDrafter:
         if isinstance(self.drafter, Checks):
             self.drafter.check(context)
         if (shared := self.shared_with(context)) is not None:
-            shared.log_once()
+            log_foreign(shared)
 
     def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
         """What the model shares with a target of another tokenizer, None for the same one."""
@@ -137,7 +138,7 @@ class ModelDrafter:
         shared = self.shared_with(context)
         if shared is None:
             return self.session(prompt, context)
-        return Retokenized(self.model, shared, prompt, context)
+        return Retokenized(self.model, shared, list(prompt), context)
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
         """The model's side of a generation."""
@@ -194,9 +195,7 @@ class ModelSession(WritingSession):
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Keep the accepted part of the last proposal in the caches."""
-        self.rollback.rewind_to(
-            min(self.rollback.position, len(self.tokens) + len(tokens) - 1)
-        )
+        self.rollback.rewind_to(len(self.tokens) + len(tokens) - 1)
         super().observe(tokens)
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
@@ -209,7 +208,7 @@ class ModelSession(WritingSession):
         self.tokens += tokens
         draft = self.propose(min(limit, DRAWN_AT_ONCE))
         del self.tokens[end:]
-        self.rollback.rewind_to(min(self.rollback.position, end - 1))
+        self.rollback.rewind_to(end - 1)
         return draft
 
     def fork(self) -> ModelSession:
@@ -225,34 +224,46 @@ class ModelSession(WritingSession):
 
     def catch_up(self) -> None:
         """Feed the text, in chunks, but for its last tokens, which a draft's first pass feeds."""
-        step = self.context.prefill_step_size
         trims = self.branches > 1 or can_trim_prompt_cache(self.rollback.caches)
         most = MOST_PENDING if trims else 2
-        while (left := len(self.tokens) - self.rollback.position) > most:
-            self.feed_text(min(left - 1, step))
-            if left - 1 > step:
+        self.read_to(len(self.tokens) - 1, most - 1)
+
+    def read_to(self, end: int, leave: int = 0) -> None:
+        """Feed the text up to `end`, in chunks, until so many or fewer tokens are left."""
+        step = self.context.prefill_step_size
+        while (left := end - self.rollback.position) > leave:
+            chunk = self.tokens[self.rollback.position :][: min(left, step)]
+            self.feed(to_ids(chunk))
+            if left > step:
                 wait_for(self.rollback.caches)
 
-    def feed_text(self, size: int) -> None:
-        """Feed the next `size` tokens of the text, for the caches alone."""
-        self.feed(to_ids(self.tokens[self.rollback.position :][:size]))
-
     def feed(self, ids: mx.array, tree: TreeLayout | None = None) -> mx.array:
-        """One pass of the draft model over a chain or a tree; logits [S, V], as the target's."""
+        """One pass of the draft model over a chain or a tree; logits [S, W], its own."""
         width = vocab_size_of(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
-        logits = self.rollback.forward(self.model, ids, tree)
-        return match_vocab(logits, self.context.vocab_size)
+        return self.rollback.forward(self.model, ids, tree)
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""
-        self.rollback.rewind_to(min(self.rollback.position, length))
+        self.rollback.rewind_to(length)
         if self.callers_cache is not None:
-            while (left := length - self.rollback.position) > 0:
-                self.feed_text(min(left, self.context.prefill_step_size))
+            self.read_to(length)
             mx.async_eval(states_of(self.rollback.caches))
         super().close(length)
+
+
+def begin_ahead(
+    asked_by: Drafter, drafter: Drafter, prompt: Sequence[int], context: DraftContext
+) -> Any:
+    """A session that can be asked what follows a draft; ValueError for one that cannot."""
+    session = drafter.begin(list(prompt), context)
+    if optional(session, "propose_after") is None:
+        raise ValueError(
+            f"{type(asked_by).__name__}: {type(drafter).__name__} cannot be asked what follows a "
+            "draft; expected one whose sessions have propose_after, such as 'suffix'."
+        )
+    return session
 
 
 def guesser_for(drafter: ModelDrafter) -> Any:
@@ -304,13 +315,8 @@ class GuessedSession(ModelSession):
         noise: Any = DraftNoise(self)
         own = {"sampling": self.sampling, "noise": noise, "coupled": True}
         alone = replace(context, draft_cache=None, shared_drafts=None, **own)
-        self.guesser: Any = drafter.drafter.begin(list(prompt), alone)
+        self.guesser = begin_ahead(drafter, drafter.drafter, prompt, alone)
         self.num_shown = len(self.tokens)
-        if optional(self.guesser, "propose_after") is None:
-            raise ValueError(
-                f"ModelDrafter: {type(drafter.drafter).__name__} cannot be asked what follows a "
-                "draft; expected one whose sessions have propose_after, such as 'suffix'."
-            )
 
     def propose(self, limit: int) -> Draft:
         """`limit` tokens, in as few passes as the guesses allow."""
@@ -333,8 +339,7 @@ class GuessedSession(ModelSession):
             rows = self.feed(to_ids([*pending, *guesses]))[len(pending) - 1 :]
             new = draws.draw_guessed(rows, guesses)
             drafted += new
-            end = len(self.tokens) + len(drafted) - 1
-            self.rollback.rewind_to(min(self.rollback.position, end))
+            self.rollback.rewind_to(len(self.tokens) + len(drafted) - 1)
             logs: Any = draws.log_confidences()[-len(new) :].tolist()
             yield from map(math.exp, logs)
 

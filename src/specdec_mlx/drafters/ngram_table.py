@@ -8,8 +8,9 @@ from pathlib import Path
 from typing import Any, ClassVar, NamedTuple
 
 import numpy as np
-from jaxtyping import Float, Int
+from jaxtyping import Float
 
+from specdec_mlx.memory.file import Integers
 from specdec_mlx.memory.kept import KeptFile
 
 Context = tuple[int, ...]
@@ -53,7 +54,6 @@ class NGramCounts:
 
     def __init__(self, min_order: int, max_order: int, max_entries: int) -> None:
         self._widths = range(min_order - 1, max_order)
-        self._longest_first = self._widths[::-1]
         self._max_entries = max_entries
         self._num_entries = dict.fromkeys(self._widths, 0)
         # Most contexts of a text are seen once; a bare token for those is a quarter of the memory.
@@ -112,7 +112,7 @@ class NGramCounts:
     def continuation(self, context: Context) -> Continuation | None:
         """The best continuation of the longest known end of a context."""
         length = len(context)
-        for width in self._longest_first:
+        for width in reversed(self._widths):
             if width > length:
                 continue
             entry = self._tables[width].get(context[length - width :])
@@ -240,10 +240,9 @@ class NGramTable(KeptFile):
             self.max_entries = max_entries
             self._recount(self.counts())
 
-    def facts(self) -> Mapping[str, str]:
-        """Orders, and the number of n-grams."""
-        orders = f"{self.min_order} to {self.max_order}"
-        return {"orders": orders, "n-grams": f"{len(self._counts):,}"}
+    def __len__(self) -> int:
+        """Number of n-grams."""
+        return len(self._counts)
 
     def save(self, path: Path | str | None = None) -> None:
         """Replace the file, as `Memory.save` does; every text counts once."""
@@ -251,13 +250,9 @@ class NGramTable(KeptFile):
             super().save(path)
             self._unsaved.clear()
 
-    def _content(
-        self, in_public: bool
-    ) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
+    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Any]]:
         rows = list(self._counts.ngrams())
-        numbers = np.array(
-            [n for ngram, times in rows for n in (*ngram, times)], np.int32
-        )
+        numbers = [n for ngram, times in rows for n in (*ngram, times)]
         header = {
             "tokenizer": self.tokenizer,
             "bounds": [self.max_order, self.min_order, self.max_entries],
@@ -266,7 +261,7 @@ class NGramTable(KeptFile):
         return header, [numbers]
 
     @classmethod
-    def _of(cls, header: dict[str, Any], data: Int[np.ndarray, " n"]) -> NGramTable:
+    def _of(cls, header: dict[str, Any], data: Integers) -> NGramTable:
         table = cls(*map(int, header["bounds"]), tokenizer=header["tokenizer"])
         at = 0
         for order, count in header["orders"]:

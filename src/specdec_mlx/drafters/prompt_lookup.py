@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
-from specdec_mlx.options import require
+from specdec_mlx.options import require, require_cap
 
 # longest match that is measured, in tokens; confidence has saturated long before
 MAX_MATCH = 64
@@ -35,10 +35,7 @@ class PromptLookupDrafter:
         require(self, 1 <= self.max_ngram <= 8, "max_ngram", "an int from 1 to 8")
         lower = f"an int from 1 to max_ngram = {self.max_ngram}; lower it or raise max_ngram"
         require(self, 1 <= self.min_ngram <= self.max_ngram, "min_ngram", lower)
-        some = (
-            "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
-        )
-        require(self, self.num_draft is None or self.num_draft >= 1, "num_draft", some)
+        require_cap(self)
         either = "'recent' or 'earliest'"
         require(self, self.occurrence in ("recent", "earliest"), "occurrence", either)
 
@@ -73,8 +70,7 @@ class PromptLookupSession:
         Matches are in the text alone. The copy goes around where it reaches the end, as periodic
         texts do.
         """
-        cap = self._config.num_draft
-        length = limit if cap is None else min(limit, cap)
+        length = min(limit, self._config.num_draft or limit)
         if length <= 0:
             return Draft()
         tail = [*self._text[-MAX_MATCH:], *tokens][-MAX_MATCH:]
@@ -96,10 +92,7 @@ class PromptLookupSession:
             for n, ends in self._ends.items():
                 if n <= end:
                     ngram = tuple(text[-n:])
-                    if earliest:
-                        ends.setdefault(ngram, end)
-                    else:
-                        ends[ngram] = end
+                    ends[ngram] = ends.get(ngram, end) if earliest else end
             text.append(token)
 
     def _matched(self, end: int, tail: Sequence[int], n: int) -> int:

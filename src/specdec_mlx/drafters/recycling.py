@@ -134,46 +134,43 @@ class RecyclingDrafter:
     def begin(self, prompt: Sequence[int], context: DraftContext) -> RecyclingSession:
         """Begin after `prompt` [n]."""
         table = SuccessorTable() if self.table is None else self.table.of(context)
-        return RecyclingSession(self, prompt, table, context.num_unseen)
+        first = max(0, len(prompt) - 1)
+        return RecyclingSession(self, list(prompt), table, context.num_unseen, first)
 
 
+@dataclass(eq=False)
 class RecyclingSession:
-    """One generation: the text, and the rows that were shown and not yet noted."""
+    """One generation: the text, and the rows that were shown and not yet noted.
 
-    cheap = True
+    num_seen: positions whose rows were shown. first: position whose row is noted first.
+    """
 
-    def __init__(
-        self,
-        drafter: RecyclingDrafter,
-        prompt: Sequence[int],
-        table: SuccessorTable,
-        num_unseen: int,
-    ) -> None:
-        self._num_draft, self._width = drafter.num_draft, drafter.context
-        self._table = table
-        self._tokens = list(prompt)
-        self._first = max(0, len(prompt) - 1)
-        self._num_seen = num_unseen
-        self._waiting: list[tuple[int, FeatureRows]] = []
+    config: RecyclingDrafter
+    tokens: list[int]
+    table: SuccessorTable
+    num_seen: int
+    first: int
+    waiting: list[tuple[int, Any]] = field(default_factory=list)
+    cheap: ClassVar[bool] = True
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions; those of the prompt are dropped uncomputed."""
-        assert features.top_tokens is not None
-        if self._num_seen + len(features.top_tokens) > self._first:
-            self._waiting.append((self._num_seen, features))
-        self._num_seen += len(features.top_tokens)
+        rows: Any = features.top_tokens
+        if self.num_seen + len(rows) > self.first:
+            self.waiting.append((self.num_seen, rows))
+        self.num_seen += len(rows)
 
     def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
         """Note what would have followed each of the tokens that were not kept [n]."""
-        if self._width == 1:
-            self._note(tokens, 0, features)
+        if self.config.context == 1:
+            self._note(tokens, 0, features.top_tokens)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens emitted, and note the rows of those that are known by now."""
-        self._tokens += tokens
-        for start, features in self._waiting:
-            self._note(self._tokens, start, features)
-        self._waiting.clear()
+        self.tokens += tokens
+        for start, rows in self.waiting:
+            self._note(self.tokens, start, rows)
+        self.waiting.clear()
 
     def propose(self, limit: int) -> Draft:
         """Follow the table from the last token."""
@@ -184,16 +181,14 @@ class RecyclingSession:
         return list(self._chains(limit))
 
     def _chains(self, limit: int) -> Iterator[Draft]:
-        return self._table.drafts(
-            self._tokens, min(limit, self._num_draft), self._width
-        )
+        length, width = min(limit, self.config.num_draft), self.config.context
+        return self.table.drafts(self.tokens, length, width)
 
-    def _note(self, tokens: Sequence[int], start: int, features: FeatureRows) -> None:
-        """Note rows of the positions of a text [n] from `start` on."""
-        assert features.top_tokens is not None
-        rows: list[list[int]] = features.top_tokens.tolist()  # type: ignore[assignment]
-        for end, likeliest in enumerate(rows[: max(0, len(tokens) - start)], start + 1):
+    def _note(self, tokens: Sequence[int], start: int, rows: Any) -> None:
+        """Note rows [n, top] of the positions of a text from `start` on."""
+        width = self.config.context
+        for end, likeliest in enumerate(rows.tolist(), start + 1):
             # a replay knows the rows of its text alone
-            if likeliest[0] >= 0 and end >= self._width:
-                context = tuple(tokens[end - self._width : end])
-                self._table.note(context, *((token,) for token in likeliest))
+            if width <= end <= len(tokens) and likeliest[0] >= 0:
+                context = tuple(tokens[end - width : end])
+                self.table.note(context, *((token,) for token in likeliest))

@@ -9,6 +9,7 @@ import math
 from bisect import bisect_right
 from codecs import getincrementaldecoder
 from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import takewhile
 
 import mlx.core as mx
@@ -16,7 +17,9 @@ import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, DraftContext
+from specdec_mlx.drafters.drawing import ChainDraws, draft_to
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, Spelling
+from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.verify.rollback import Rollback, wait_for
 from specdec_mlx.verify.strategies import leaves, strategy_for
@@ -127,29 +130,27 @@ def _readable(data: bytes) -> str:
         return data[: error.start].decode()
 
 
+@dataclass(eq=False)
 class Retokenized:
     """The side of a draft model with another tokenizer in one generation.
 
     Its caches hold tokens of its own, `fed`, and go back to what these have in common with the
     text, encoded anew at its end.
+
+    tokens: the text, of which the first `num_read` were read. num_same: of `fed` and the text.
     """
 
-    def __init__(
-        self,
-        model: nn.Module,
-        shared: SharedVocabulary,
-        prompt: Sequence[int],
-        context: DraftContext,
-    ) -> None:
-        self.model = model
-        self.shared = shared
-        self.context = context
-        self.rollback = Rollback(make_prompt_cache(model))
-        self.tokens = list(prompt)
-        self.num_read = 0
-        self.text = DraftText(shared)
+    model: nn.Module
+    shared: SharedVocabulary
+    tokens: list[int]
+    context: DraftContext
+    num_read: int = 0
+    num_same: int = 0
+
+    def __post_init__(self) -> None:
+        self.rollback = Rollback(make_prompt_cache(self.model))
+        self.text = DraftText(self.shared)
         self.fed: list[int] = []
-        self.num_same = 0
 
     def propose(self, limit: int) -> Draft:
         """At most `limit` of the target's tokens; none inside of a character."""
@@ -166,15 +167,14 @@ class Retokenized:
 
     def write(self, pending: list[int], num_steps: int) -> list[int]:
         """The likeliest text of so many draft tokens; one synchronisation, to encode it."""
-        drafted: list[mx.array] = []
-        logits = self.feed(pending)[-1:]
-        for step in range(num_steps):
-            if step:
-                logits = self.rollback.forward(self.model, drafted[-1])[-1:]
-            drafted.append(mx.argmax(logits, axis=-1).astype(mx.uint32))
-            # the device drafts while the rest of the graph is made
-            mx.async_eval(drafted[-1])
-        ids = to_list(mx.concatenate(drafted))
+
+        def step(token: mx.array | None) -> mx.array:
+            if token is None:
+                return self.feed(pending)[-1:]
+            return self.rollback.forward(self.model, token)
+
+        draws = ChainDraws(DraftContext(), Sampling(), (), 0)
+        ids = to_list(draft_to(num_steps, draws, step).tokens)
         self.fed += ids[:-1]
         num_logits = self.context.vocab_size or math.inf
         return list(takewhile(num_logits.__gt__, self.in_targets_tokens(ids)))
@@ -228,7 +228,7 @@ class Retokenized:
         longest = min(len(self.fed), len(ids) - 1)
         while same < longest and self.fed[same] == ids[same]:
             same += 1
-        return self.rollback.rewind_to(min(self.rollback.position, max(0, same)))
+        return self.rollback.rewind_to(max(0, same))
 
     def feed(self, ids: list[int]) -> mx.array:
         """One pass of the draft model; logits [S, W]."""

@@ -38,9 +38,11 @@ class SharedDrafts:
         if id(model) not in self._by_model:
             self._by_model[id(model)] = model, passes_of(drafter)
         passes = self._by_model[id(model)][1]
-        if passes is not None and drafter.branches == 1:
-            return passes.session(passes, drafter, prompt, context)
-        return drafter.begin(prompt, replace(context, shared_drafts=None))
+        if passes is None or drafter.branches > 1:
+            return drafter.begin(prompt, replace(context, shared_drafts=None))
+        is_head = isinstance(passes, HeadPasses)
+        begin = SharedHeadSession if is_head else SharedModelSession
+        return begin(passes, drafter, prompt, context)
 
 
 def passes_of(drafter: Any) -> ModelPasses | None:
@@ -52,26 +54,19 @@ def passes_of(drafter: Any) -> ModelPasses | None:
     fresh = make_prompt_cache(model)
     may_share = can_trim_prompt_cache(fresh) and (is_head or can_hold_rows(model))
     caches = BatchCaches.like(fresh) if may_share else None
-    if caches is None:
-        return None
-    passes, session = (
-        (HeadPasses, SharedHeadSession)
-        if is_head
-        else (ModelPasses, SharedModelSession)
-    )
-    return passes(model, caches, session)
+    passes = HeadPasses if is_head else ModelPasses
+    return None if caches is None else passes(model, caches)
 
 
 @dataclass
 class ModelPasses:
     """A draft model's passes over several texts, each of which is a row of its caches.
 
-    session: class of each text's. sessions: of the rows, in order. joining: not yet rows.
+    sessions: of the rows, in order. joining: not yet rows.
     """
 
     model: Any
     caches: BatchCaches
-    session: type[Any]
     sessions: list[Any] = field(default_factory=list)
     joining: list[Any] = field(default_factory=list)
 
@@ -100,26 +95,23 @@ class ModelPasses:
 
     def update(self) -> None:
         """Drop the texts that ended, let new ones in, go back to what was kept of the others."""
-        joining, self.joining = [x for x in self.joining if not x.has_ended], []
-        for session in joining:
-            alone = session.read_alone()
-            if alone is None:
+        waiting, self.joining = self.joining, []
+        for session in waiting:
+            if session.has_ended:
+                continue
+            if (alone := session.read_alone()) is None:
                 self.joining.append(session)
             else:
                 self.caches.add(alone.caches, alone.end)
                 self.sessions.append(session)
-        staying = [
-            row for row, session in enumerate(self.sessions) if not session.has_ended
-        ]
-        self.caches.keep(staying)
-        self.sessions = [self.sessions[row] for row in staying]
+        staying = [(row, x) for row, x in enumerate(self.sessions) if not x.has_ended]
+        self.caches.keep([row for row, _ in staying])
+        self.sessions = [session for _, session in staying]
         self.go_back()
 
     def go_back(self) -> None:
         """Drop what no session counts to its text."""
-        self.caches.go_back(
-            [session.base + session.position for session in self.sessions]
-        )
+        self.caches.go_back([one.base + one.position for one in self.sessions])
 
     def pending(self) -> list[list[int]]:
         """Each text's tokens that its row does not hold."""
@@ -203,21 +195,15 @@ class SharedSession(WritingSession):
 
     def propose(self, limit: int) -> Draft:
         """At most `limit` tokens; the first text that asks has all texts' drafts drawn."""
-        drawn = self.shared_draft(limit)
-        return (
-            super().propose(limit)
-            if drawn is None
-            else drawn.draft(min(limit, len(drawn)))
-        )
+        if (drawn := self.shared_draft(limit)) is None:
+            return super().propose(limit)
+        return drawn.draft(min(limit, len(drawn)))
 
     def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
         """The part that is worth verifying; see `truncate`."""
-        drawn = self.shared_draft(limit)
-        return (
-            super().propose_while(limit, goes_on)
-            if drawn is None
-            else truncate(drawn, goes_on)
-        )
+        if (drawn := self.shared_draft(limit)) is None:
+            return super().propose_while(limit, goes_on)
+        return truncate(drawn, goes_on)
 
     def shared_draft(self, limit: int) -> ChainDraws | None:
         """The tokens drawn for this text in this round; None where it is no row yet."""

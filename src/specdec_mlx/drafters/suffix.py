@@ -23,13 +23,13 @@ from specdec_mlx.contracts import (
     ValuesDrafts,
     key_of,
 )
-from specdec_mlx.contracts.branching import TokenPath, draft_of
+from specdec_mlx.contracts.branching import TokenPath, best_of_chains, draft_of
 from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context, ContextIndex, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
-from specdec_mlx.options import require
+from specdec_mlx.options import require, require_cap
 
 LENGTH_LOG2 = 5  # a match longer by one token weighs 2^5 as much
 # tokens before a short match; each that stands there too doubles the weight
@@ -37,10 +37,7 @@ SURROUNDINGS = 12
 CLEAR_MATCH = 3  # from this length on a match's surroundings have no weight
 MOST_PATHS = 12  # voters that are followed beyond the first token, the weightiest ones
 
-Source = GrowingIndex | ContextIndex
-"""What places stand in: the generation's text, or a part of a memory."""
-
-Voters = tuple[int, Sequence[int], Source, float]
+Voters = tuple[int, Sequence[int], ContextIndex, float]
 """Places that have a say: their match, where they are, in what, and what a place there weighs."""
 
 Path = tuple[float, int, tuple[int, ...]]
@@ -85,14 +82,12 @@ def paths_of(
         match, (end,), source, _ = voters[0]
         return [(1.0, match, source.following(end, length, more))]
     places = [(match, end, source) for match, ends, source, _ in voters for end in ends]
-    weights = weigh(voters, last)
-    heaviest: Sequence[int] = range(len(places))
-    if len(places) > MOST_PATHS:
-        heaviest = sorted(heaviest, key=weights.__getitem__, reverse=True)[:MOST_PATHS]
+    weighed = list(zip(weigh(voters, last), places, strict=True))
+    if len(weighed) > MOST_PATHS:
+        weighed = sorted(weighed, key=itemgetter(0), reverse=True)[:MOST_PATHS]
     return [
-        (weights[i], match, source.following(end, length, more))
-        for i in heaviest
-        for match, end, source in (places[i],)
+        (weight, match, source.following(end, length, more))
+        for weight, (match, end, source) in weighed
     ]
 
 
@@ -187,10 +182,7 @@ class SuffixDrafter:
     trees: bool = False
 
     def __post_init__(self) -> None:
-        some = (
-            "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
-        )
-        require(self, self.num_draft is None or self.num_draft >= 1, "num_draft", some)
+        require_cap(self)
         require(self, 1 <= self.min_match <= 64, "min_match", "an int from 1 to 64")
         object.__setattr__(self, "memory", as_memory(self.memory))
 
@@ -208,7 +200,8 @@ class SuffixDrafter:
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> SuffixSession:
         """Index `prompt` [n], and take the memory as it is now."""
-        return SuffixSession(self, prompt, self._memory_of(context))
+        kind = SuffixTreeSession if self.trees else SuffixSession
+        return kind(self, prompt, self._memory_of(context))
 
     def _memory_of(self, context: DraftContext) -> Memory | None:
         memory = self.memory.of(context) if isinstance(self.memory, Memory) else None
@@ -230,62 +223,36 @@ class SuffixSession:
     ) -> None:
         self._config = config
         self._memory = memory
-        indexes = memory.indexes() if memory is not None else ()
+        indexes = memory.indexes if memory is not None else ()
         self._num_prompt = len(prompt)
         self._text = GrowingIndex(prompt)
-        self._sources: list[tuple[Source, float]] = [
+        self._sources: list[tuple[ContextIndex, float]] = [
             (self._text, 1.0),
             *((index, MEMORY_WEIGHT) for index in reversed(indexes)),
         ]
         self._known = Chances.of("look-up")
-        cap = config.num_draft
-        self._longest = sys.maxsize if cap is None else cap
-        if config.trees:
-            self.propose_tree = self._propose_tree
+        self._longest = config.num_draft or sys.maxsize
 
     def propose(self, limit: int) -> Draft:
-        """Copy up to `limit` tokens from the places that match best; see `SuffixDrafter.trees`."""
-        if self._config.trees:
-            found, _ = self._found(limit)
-            return draft_of(found, list(found.values()))
-        return self.propose_after((), limit)
+        """Copy up to `limit` tokens from the places that match best."""
+        paths, length = self._paths(limit)
+        return vote(paths, length) if paths else NO_DRAFT
+
+    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
+        """Copy what follows matches of text and `tokens` together; nothing is noted."""
+        paths, length = self._paths(limit, tokens)
+        return vote(paths, length) if paths else NO_DRAFT
 
     def candidates(self, limit: int) -> list[Draft]:
         """The winner's chain, and those that hold what was outvoted of the likeliest tokens."""
-        found, first = self._found(limit)
-        chains = [first] if len(first) else []
+        paths, length = self._paths(limit)
+        found = trie(paths, length, self._known)
+        chains = [vote(paths, length)] if found else []
         inner = {text[:-1] for text in found}
         for leaf in (text for text in found if text not in inner):
             path = [leaf[: n + 1] for n in range(len(leaf))]
             chains.append(Draft(leaf, evidence=[found[text] for text in path]))
         return chains
-
-    def _propose_tree(
-        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
-    ) -> Draft:
-        """The chain or tree that is worth most."""
-        key = key_of(self._config)
-        chain_key = f"{key} as a chain"
-        longest = min(limit, values.limit(chain_key, True))
-        known = [(chain_key, draft) for draft in self.candidates(longest)]
-        return values.best_tree(key, known, may_fork) if known else NO_DRAFT
-
-    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
-        """Copy what follows matches of text and `tokens` together; nothing is noted."""
-        context, length = self._text.context(tokens), min(limit, self._longest)
-        voters = self._voters(context) if length > 0 else None
-        if not voters:
-            return NO_DRAFT
-        return vote(paths_of(voters, context.last, length, tokens), length)
-
-    def _found(self, limit: int) -> tuple[dict[TokenPath, Evidence], Draft]:
-        """The likeliest of all that is voted for, and the winner; the places are looked up once."""
-        context, length = self._text.context(), min(limit, self._longest)
-        voters = self._voters(context) if length > 0 else None
-        if not voters:
-            return {}, NO_DRAFT
-        paths = paths_of(voters, context.last, length)
-        return trie(paths, length, self._known), vote(paths, length)
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens [n] to the text."""
@@ -297,6 +264,12 @@ class SuffixSession:
         if memory is not None:
             written = 0 if memory.remember_prompts else self._num_prompt
             memory.add(self._text.ids[written:length])
+
+    def _paths(self, limit: int, more: Sequence[int] = ()) -> tuple[list[Path], int]:
+        """What followed the places that match best, and how long a draft of it may be."""
+        context, length = self._text.context(more), min(limit, self._longest)
+        voters = self._voters(context) if length > 0 else ()
+        return (paths_of(voters, context.last, length, more) if voters else []), length
 
     def _voters(self, context: Context) -> list[Voters]:
         """The places that match best, in the text and in the memory, the longest match first."""
@@ -312,3 +285,18 @@ class SuffixSession:
         while voters and voters[-1][0] < least:
             voters.pop()
         return voters
+
+
+class SuffixTreeSession(SuffixSession):
+    """A session that drafts all that was voted for, not the winner alone."""
+
+    def propose(self, limit: int) -> Draft:
+        """A tree of the `limit` likeliest tokens."""
+        found = trie(*self._paths(limit), self._known)
+        return draft_of(found, list(found.values()))
+
+    def propose_tree(
+        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
+    ) -> Draft:
+        """The chain or tree that is worth most."""
+        return best_of_chains(self, key_of(self._config), limit, values, may_fork)

@@ -9,14 +9,13 @@ rest      int32, little-endian
 
 from __future__ import annotations
 
-import glob
 import json
 import os
-import tempfile
 import uuid
 import zlib
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +29,8 @@ MAGIC = b"SDMEM\x00\x00\x01"
 ALIGNMENT = 64
 LONGEST_HEADER = 2**28
 UNFINISHED = ".specdec-unfinished"
+
+Integers = Int[np.ndarray, " n"]
 
 
 def check_folder_of(path: Path) -> None:
@@ -52,9 +53,9 @@ def write_file(
     path: Path,
     kind: str,
     header: dict[str, Any],
-    arrays: Sequence[Int[np.ndarray, " n"]],
+    arrays: Sequence[Any],
 ) -> str:
-    """Write a JSON header and int32 arrays under a lock, whole or not; the saving's id."""
+    """Write a JSON header and int32 arrays [n] whole or not, the lock held; the saving's id."""
     content = b"".join(np.ascontiguousarray(array, "<i4").tobytes() for array in arrays)
     identity = uuid.uuid4().hex
     told = {
@@ -65,23 +66,20 @@ def write_file(
     }
     text = json.dumps(told | header).encode()
     front = MAGIC + len(text).to_bytes(8, "little") + text
-    for unfinished in path.parent.glob(f".{glob.escape(path.name)}.*{UNFINISHED}"):
-        unfinished.unlink()  # of a process that was killed while it wrote
-    descriptor, name = tempfile.mkstemp(UNFINISHED, f".{path.name}.", path.parent)
+    # one process writes at a time, what was written is for its owner alone
+    unfinished = path.with_name(f".{path.name}{UNFINISHED}")
     try:
-        with os.fdopen(descriptor, "wb") as file:
+        with open(unfinished, "wb", opener=partial(os.open, mode=0o600)) as file:
             file.write(front + b"\x00" * (-len(front) % ALIGNMENT) + content)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(name, path)
-    except BaseException:
-        with suppress(FileNotFoundError):
-            os.unlink(name)
-        raise
+        os.replace(unfinished, path)
+    finally:
+        unfinished.unlink(missing_ok=True)
     return identity
 
 
-def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " n"]]:
+def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Integers]:
     """The header of a file and its integers; MemoryFileError for another kind of file."""
     header, start = read_header(path)
     if header["kind"] != kind:
@@ -89,7 +87,7 @@ def read_file(path: Path, kind: str) -> tuple[dict[str, Any], Int[np.ndarray, " 
     size = path.stat().st_size - start
     if size != header["size"]:
         raise damaged(path, f"{size} bytes after the header, expected {header['size']}")
-    data: Int[np.ndarray, " n"] = np.fromfile(path, "<i4", offset=start)
+    data: Integers = np.fromfile(path, "<i4", offset=start)
     if zlib.crc32(data.data) != header["crc32"]:
         raise damaged(path, "its content does not have the checksum of its header")
     return header, data

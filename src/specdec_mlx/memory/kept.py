@@ -8,21 +8,16 @@ import json
 import logging
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar, TypeVar
-from weakref import WeakKeyDictionary
-
-import numpy as np
-from jaxtyping import Int
-from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
 from specdec_mlx.memory import file
-from specdec_mlx.memory.file import check_folder_of, locked
+from specdec_mlx.memory.file import Integers, check_folder_of, locked
+from specdec_mlx.models import PerModel
 from specdec_mlx.options import wrong
 
 # seconds between two savings of an opened file: what a killed process loses
@@ -58,18 +53,12 @@ class KeptFile(ABC):
         """A new one with the same bounds, of no tokenizer yet."""
 
     @abstractmethod
-    def facts(self) -> Mapping[str, str]:
-        """Counts of its content, by name, for people to read."""
-
-    @abstractmethod
-    def _content(
-        self, in_public: bool
-    ) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
-        """Header and arrays of a file, in public without the names of files that were read."""
+    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Any]]:
+        """Header and int32 arrays [n] of a file; in public without the names of files read."""
 
     @classmethod
     @abstractmethod
-    def _of(cls: type[K], header: dict[str, Any], data: Int[np.ndarray, " n"]) -> K:
+    def _of(cls: type[K], header: dict[str, Any], data: Integers) -> K:
         """What a file holds; may raise what Python raises for content that does not fit."""
 
     @abstractmethod
@@ -226,25 +215,13 @@ def fingerprint_of(tokenizer: Any) -> str | None:
     """
     if tokenizer is None or isinstance(tokenizer, str):
         return tokenizer
-    inner = unwrapped(tokenizer)
-    with suppress(TypeError):  # of somebody's class that cannot be kept weakly
-        if (known := _known.get(inner)) is not None:
-            return known
+    return _digest(tokenizer)
+
+
+@PerModel
+def _digest(tokenizer: Any) -> str:
     samples = [
         list(tokenizer.encode(text, add_special_tokens=False)) for text in SAMPLES
     ]
     content = [sorted(tokenizer.get_vocab().items()), samples]
-    digest = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]
-    with suppress(TypeError):
-        _known[inner] = digest
-    return digest
-
-
-_known: WeakKeyDictionary[Any, str] = WeakKeyDictionary()
-
-
-def unwrapped(tokenizer: Any) -> Any:
-    """The tokenizer inside mlx-lm's wrapper: a new wrapper may be made at each call."""
-    return (
-        tokenizer._tokenizer if isinstance(tokenizer, TokenizerWrapper) else tokenizer
-    )
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:16]

@@ -7,14 +7,14 @@ import os
 from array import array
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
-from jaxtyping import Int
 
+from specdec_mlx.memory.file import Integers
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import KeptFile, opened
 from specdec_mlx.options import whole, wrong
@@ -100,7 +100,8 @@ class Memory(KeptFile):
     times. max_tokens, max_bytes: the smaller holds; the oldest texts go first. A token takes 80
     bytes. tokenizer: whose token ids these are, or its fingerprint; None: the first that drafts
     from it, and any other's are kept apart from it (`of`), in no file. remember_prompts: keep a
-    generation's prompt beside what it wrote. sources: files that `specdec-mlx memory build` has
+    generation's prompt beside what it wrote. indexes: the texts as they are now, indexed; what is
+    added later makes others. sources: files that `specdec-mlx memory build` has
     read. path: of its file.
     """
 
@@ -124,7 +125,7 @@ class Memory(KeptFile):
             most = whole("max_bytes", max_bytes, BYTES_PER_TOKEN) // BYTES_PER_TOKEN
             self.max_tokens = min(self.max_tokens, most)
         self.sources: dict[str, tuple[Any, ...]] = {}
-        self._indexes: tuple[ContextIndex, ...] = ()
+        self.indexes: tuple[ContextIndex, ...] = ()
 
     @classmethod
     def from_files(
@@ -143,22 +144,9 @@ class Memory(KeptFile):
         """A new one with the same bound."""
         return Memory(self.max_tokens, remember_prompts=self.remember_prompts)
 
-    def __dir__(self) -> list[str]:
-        """The methods for users."""
-        return [
-            "add",
-            "from_files",
-            "load",
-            "merge",
-            "prune",
-            "save",
-            "texts",
-            "update",
-        ]
-
     def __len__(self) -> int:
         """Tokens held, separators included."""
-        return sum(map(len, self._indexes))
+        return sum(map(len, self.indexes))
 
     def __repr__(self) -> str:
         """Number of tokens."""
@@ -169,13 +157,9 @@ class Memory(KeptFile):
         """Bytes held in memory."""
         return BYTES_PER_TOKEN * len(self)
 
-    def indexes(self) -> tuple[ContextIndex, ...]:
-        """The texts as they are now, indexed; what is added later does not change it."""
-        return self._indexes
-
-    def texts(self) -> list[Int[np.ndarray, " n"]]:
+    def texts(self) -> list[Integers]:
         """The texts, oldest first."""
-        found = [np.array(index.ids) for index in self._indexes]
+        found = [np.array(index.ids) for index in self.indexes]
         return [
             part[:-1] for ids in found for part in np.split(ids, _ends(ids) + 1)[:-1]
         ]
@@ -184,7 +168,7 @@ class Memory(KeptFile):
     def largest_token(self) -> int:
         """The largest token id, -1 where nothing is held."""
         return max(
-            (int(np.max(index.ids)) for index in self._indexes), default=SEPARATOR
+            (int(np.max(index.ids)) for index in self.indexes), default=SEPARATOR
         )
 
     def add(self, tokens: Sequence[int]) -> None:
@@ -192,7 +176,7 @@ class Memory(KeptFile):
         text = _checked(tokens)
         if len(text) >= 2:
             with self._lock:
-                self._extend([text.astype(np.int32)])
+                self._extend([text])
                 self.save_now_and_then()
 
     def _merge(self, other: Memory) -> None:
@@ -217,10 +201,8 @@ class Memory(KeptFile):
         roots = [Path(path).expanduser().absolute() for path in named]
         there = {str(file) for root in roots for file in files_in(root)}
         known = self.sources
-        missing = [name for name in known if name not in there]
-        gone = {
-            name for name in missing if any(Path(name).is_relative_to(r) for r in roots)
-        }
+        missing = known.keys() - there
+        gone = {name for name in missing if any(map(Path(name).is_relative_to, roots))}
         changed = [
             name
             for name in sorted(there)
@@ -235,77 +217,62 @@ class Memory(KeptFile):
             text = np.array(tokens or [], np.int32)
             sources[name] = (state, text_digest(text) if len(text) >= 2 else "")
             texts.append(text)
-        self.replace(lost, texts)
+        with self._lock:
+            if any(lost.values()):
+                kept = [text for text in self.texts() if not _taken(lost, text)]
+                self.indexes = (ContextIndex(join(kept)),) if kept else ()
+            self._extend([text for text in texts if len(text) >= 2])
         self.sources = sources
         return Update(
             len(changed) - skipped, len(there) - len(changed), len(gone), skipped
         )
 
-    def replace(
-        self, lost: Counter[str], texts: Sequence[Int[np.ndarray, " n"]]
-    ) -> None:
-        """Forget the texts of these digests, as often as they count, and add others [n], int32."""
-        with self._lock:
-            if any(lost.values()):
-                left = lost.copy()
-                kept = [text for text in self.texts() if not _taken(left, text)]
-                self._indexes = (ContextIndex(join(kept)),) if kept else ()
-            self._extend([text for text in texts if len(text) >= 2])
-
     def prune(self, max_tokens: int) -> None:
         """Forget the oldest texts until at most `max_tokens` are left; one index for the rest."""
         with self._lock:
             self.max_tokens = max_tokens
-            self._indexes = _bounded(self._indexes, max_tokens, max_tokens)
+            self.indexes = _bounded(self.indexes, max_tokens, max_tokens)
             self.compact()
 
     def compact(self) -> None:
         """Make one index of several: look-ups are faster, and a million tokens take seconds."""
         with self._lock:
-            if len(self._indexes) > 1:
-                together = sum((index.ids for index in self._indexes), array("i"))
-                self._indexes = (ContextIndex(together),)
+            if len(self.indexes) > 1:
+                together = sum((index.ids for index in self.indexes), array("i"))
+                self.indexes = (ContextIndex(together),)
 
-    def facts(self) -> Mapping[str, str]:
-        """Numbers of texts and tokens."""
-        return {"texts": f"{len(self.texts()):,}", "tokens": f"{len(self):,}"}
-
-    def _content(
-        self, in_public: bool
-    ) -> tuple[dict[str, Any], Sequence[Int[np.ndarray, " n"]]]:
+    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Any]]:
         header = {name: getattr(self, name) for name in STORED}
         header["indexes"] = [
-            [len(index.ids), len(index.ends)] for index in self._indexes
+            [len(index.ids), len(index.ends)] for index in self.indexes
         ]
         header["sources"] = {} if in_public else self.sources
-        return header, [
-            np.array(a) for index in self._indexes for a in (index.ids, index.ends)
-        ]
+        return header, [a for index in self.indexes for a in (index.ids, index.ends)]
 
     @classmethod
-    def _of(cls, header: dict[str, Any], data: Int[np.ndarray, " n"]) -> Memory:
+    def _of(cls, header: dict[str, Any], data: Integers) -> Memory:
         memory = cls(**{name: header[name] for name in STORED})
         memory.sources = {
             name: tuple(found) for name, found in header["sources"].items()
         }
-        memory._indexes = tuple(_read(header["indexes"], data))
+        memory.indexes = tuple(_read(header["indexes"], data))
         return memory
 
     def _take_over(self, saved: Memory, *, is_own: bool) -> None:
         saved.max_tokens = self.max_tokens
         saved.merge(self)
-        self._indexes = _bounded(saved._indexes, self.max_tokens)
+        self.indexes = _bounded(saved.indexes, self.max_tokens)
         self.sources = saved.sources | self.sources
 
-    def _extend(self, texts: Sequence[Int[np.ndarray, " n"]]) -> None:
+    def _extend(self, texts: Sequence[Integers]) -> None:
         """Add texts to the youngest index, merge what has grown, and forget the oldest."""
         if not texts:
             return
         youngest = join([text[-self.max_tokens + 1 :] for text in texts])
-        older = list(self._indexes)
+        older = list(self.indexes)
         while older and len(older[-1]) <= max(YOUNG, 2 * len(youngest)):
             youngest = older.pop().ids + youngest
-        self._indexes = _bounded((*older, ContextIndex(youngest)), self.max_tokens)
+        self.indexes = _bounded((*older, ContextIndex(youngest)), self.max_tokens)
 
 
 # a memory that ends with its process, where a file's name could stand
@@ -319,7 +286,7 @@ def as_memory(memory: Memory | Path | str | None) -> Memory | None:
     return Memory() if memory == PROCESS else opened(memory, Memory, Memory)
 
 
-def join(texts: Sequence[Int[np.ndarray, " n"]]) -> array[int]:
+def join(texts: Sequence[Integers]) -> array[int]:
     """Texts in a row, each with a separator at its end."""
     joined = array("i")
     for text in texts:
@@ -328,16 +295,16 @@ def join(texts: Sequence[Int[np.ndarray, " n"]]) -> array[int]:
     return joined
 
 
-def _ends(tokens: Int[np.ndarray, " n"]) -> Int[np.ndarray, " texts"]:
+def _ends(tokens: Integers) -> Integers:
     return np.flatnonzero(tokens == SEPARATOR)
 
 
-def text_digest(text: Int[np.ndarray, " n"]) -> str:
+def text_digest(text: Integers) -> str:
     """Digest of a text's token ids [n], int32, by which it is recognised."""
     return hashlib.sha256(text.tobytes()).hexdigest()[:16]
 
 
-def _taken(held: Counter[str], text: Int[np.ndarray, " n"]) -> bool:
+def _taken(held: Counter[str], text: Integers) -> bool:
     """True if such a text is counted; it is not counted any more."""
     digest = text_digest(text)
     held[digest] -= 1
@@ -364,9 +331,7 @@ def _bounded(
     return (*rest, *indexes[1:])
 
 
-def _read(
-    sizes: Sequence[Sequence[int]], data: Int[np.ndarray, " n"]
-) -> Iterator[ContextIndex]:
+def _read(sizes: Sequence[Sequence[int]], data: Integers) -> Iterator[ContextIndex]:
     """The indexes of a file, of [tokens, places] each."""
     if min(map(min, sizes), default=0) < 0 or sum(map(sum, sizes)) != len(data):
         raise ValueError(f"{sizes} for {len(data)} integers")
@@ -381,15 +346,15 @@ def _read(
         at += n + m
 
 
-def _checked(given: Sequence[int]) -> Int[np.ndarray, " n"]:
+def _checked(given: Sequence[int]) -> Integers:
     """Token ids as an array; ValueError for what is none, or too large for an index."""
-    tokens: Int[np.ndarray, " n"] = np.array(given)
+    tokens: Integers = np.array(given)
     if tokens.ndim != 1 or (len(tokens) and tokens.dtype.kind not in "iu"):
         raise wrong("tokens", given, "token ids [n], ints. Tokenize a text first")
-    if len(tokens) and not (tokens.min() >= 0 and tokens.max() <= MAX_TOKEN):
-        found = int(tokens.min() if tokens.min() < 0 else tokens.max())
+    ends = tokens.min(initial=0), tokens.max(initial=0)
+    for token in (end for end in ends if not 0 <= end <= MAX_TOKEN):
         raise ValueError(
-            f"A memory got token {found}, expected ids from 0 to {MAX_TOKEN}. "
+            f"A memory got token {token}, expected ids from 0 to {MAX_TOKEN}. "
             "Tokenize the text with the target's tokenizer."
         )
     return tokens

@@ -20,13 +20,6 @@ from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.models import PerModel
 
 
-def with_parts(drafter: Drafter, change: Callable[[Drafter], Drafter]) -> Drafter:
-    """The drafter changed; of several that are asked in order, each of them."""
-    if isinstance(drafter, FirstOf):
-        return drafter.with_each(lambda part: with_parts(part, change))
-    return change(drafter)
-
-
 class Wrapper(Several):
     """A drafter around another one, with its key, its parts and its demands on the target."""
 
@@ -77,13 +70,11 @@ def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
     """The drafter, with the caches of its draft models kept in `store`."""
-
-    def keeping(part: Drafter) -> Drafter:
-        if isinstance(part, Cascade):
-            return replace(part, first=keeping_caches(part.first, store))
-        return Kept(part, store) if isinstance(part, ModelDrafter) else part
-
-    return with_parts(drafter, keeping)
+    if isinstance(drafter, FirstOf):
+        return drafter.with_each(lambda part: keeping_caches(part, store))
+    if isinstance(drafter, Cascade):
+        return replace(drafter, first=keeping_caches(drafter.first, store))
+    return Kept(drafter, store) if isinstance(drafter, ModelDrafter) else drafter
 
 
 _loaded: PerModel[object] = PerModel(lambda model: object())
@@ -122,7 +113,7 @@ class Kept(Wrapper):
                 session.close(length - len(held))
             read = session.rollback
             with suppress(CacheRollbackError):
-                read.rewind_to(min(read.position, length - len(held)))
+                read.rewind_to(length - len(held))
                 if read.position > 0:
                     tokens = [*held, *session.tokens[: read.position]]
                     self.store.insert_cache(self.place, tokens, caches)

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -34,7 +34,7 @@ from specdec_mlx.drafters.choosing.registry import (
     MODEL_DRAFTER,
     NO_DRAFTER,
 )
-from specdec_mlx.drafters.grammar import Grammar, GrammarDrafter
+from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.options import Parser, argument, checked, existing_file, name_in
@@ -64,10 +64,8 @@ class Flags:
         return self.online or self.choice.model.is_head
 
     def drafter(self, target: nn.Module | None = None) -> Drafter | None:
-        """The drafter for a target, a grammar's first; None for plain decoding."""
-        chosen = self.drafting.resolve(target)
-        drafts_grammar = chosen is not None and self.grammar is not None
-        return registry.first_of([GrammarDrafter() if drafts_grammar else None, chosen])
+        """The drafter for a target; None for plain decoding."""
+        return self.drafting.resolve(target)
 
     @cached_property
     def drafting(self) -> DrafterChoice:
@@ -201,33 +199,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the flags for the structure of the text."""
+    """Add the flags for the structure of the text, each of which makes its `grammar`."""
     group = parser.add_argument_group("structured output (needs the extra `grammar`)")
     only = group.add_mutually_exclusive_group()
-    only.add_argument(
-        "--json-schema",
-        type=argument(existing_file),
-        metavar="FILE",
-        help="Write JSON that fits it.",
-    )
-    only.add_argument(
-        "--regex", metavar="PATTERN", help="Write what it matches as a whole."
-    )
-    only.add_argument(
-        "--lark",
-        type=argument(existing_file),
-        metavar="FILE",
-        help="Write what its rule `start` says.",
-    )
+    for kind, metavar, words in (
+        ("json_schema", "FILE", "Write JSON that fits it."),
+        ("regex", "PATTERN", "Write what it matches as a whole."),
+        ("lark", "FILE", "Write what its rule `start` says."),
+    ):
+        only.add_argument(
+            f"--{kind.replace('_', '-')}",
+            dest="grammar",
+            type=argument(partial(grammar_of, kind)),
+            metavar=metavar,
+            help=words,
+        )
 
 
-def take_grammar(namespace: argparse.Namespace) -> Grammar | None:
-    """The grammar that the flags name; raises GrammarError and OSError."""
-    for name in ("json_schema", "regex", "lark"):
-        if (given := getattr(namespace, name, None)) is not None:
-            make: Callable[[str], Grammar] = getattr(Grammar, name)
-            return make(given if name == "regex" else given.read_text())
-    return None
+def grammar_of(kind: str, given: str) -> Grammar:
+    """The grammar of a pattern, or of what stands in a file; ValueError for none."""
+    make: Callable[[str], Grammar] = getattr(Grammar, kind)
+    return make(given if kind == "regex" else existing_file(given).read_text())
 
 
 def take_flags(namespace: argparse.Namespace) -> Flags:
@@ -241,7 +233,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     flags = Flags(
         choice_of(namespace),
         draft_length="auto" if length is None else length,
-        grammar=take_grammar(namespace),
+        grammar=getattr(namespace, "grammar", None),
         keeps_tuning=not namespace.no_tuning,
         memory=None if namespace.memory == NO_DRAFTER else namespace.memory,
         **{name: getattr(namespace, name) for name in same},

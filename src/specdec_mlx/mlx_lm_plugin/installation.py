@@ -132,7 +132,6 @@ class Speculation:
         *,
         prompt: mx.array,
         draft_length: int | None = None,
-        prompt_cache: list[Any] | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
         **options: Any,
     ) -> Iterator[Any]:
@@ -148,7 +147,6 @@ class Speculation:
             rule=self.rule,
             seed=self.new_seed(),
             tokenizer=self.tokenizer,
-            prompt_cache=prompt_cache,
             logits_processors=processors,
             **options,
         )

@@ -6,7 +6,7 @@ import asyncio
 import logging
 import math
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -56,6 +56,7 @@ WIRES: dict[str, Wire] = {
 }
 
 Events = Sequence[tuple[int, Event]]  # with the index of their choice
+NEWS = PromptProgress | Ended | Failed  # of a text as a whole
 
 
 class BodyTooLargeError(RequestError):
@@ -72,25 +73,23 @@ class HungUpError(ConnectionError):
 def make_app(engine: Engine, settings: ServerSettings) -> ASGIApp:
     """The application over an engine that has started."""
     return CORSMiddleware(
-        Paths(Endpoints(engine, settings).app()),
+        with_paths(Endpoints(engine, settings).app()),
         allow_origins=settings.allowed_origins,
         allow_methods=["*"],
         allow_headers=["*"],
     )
 
 
-class Paths:
-    """Paths are the same with /v1 before them, and with a slash at their end."""
+def with_paths(app: ASGIApp) -> ASGIApp:
+    """The application, whose paths are the same with /v1 before them and a slash at their end."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve a connection."""
+    async def served(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             path = scope["path"].rstrip("/").removeprefix("/v1") or "/"
             scope = {**scope, "path": path, "raw_path": path.encode()}
-        await self.app(scope, receive, send)
+        await app(scope, receive, send)
+
+    return served
 
 
 class Endpoints:
@@ -101,24 +100,20 @@ class Endpoints:
 
     def app(self) -> Starlette:
         """The routes."""
-        gets = {
-            "/": self.page,
-            "/metrics": self.metrics,
-            "/health": self.health,
-            "/api/hello": self.hello,
-            "/models": self.models,
-            "/models/{name:path}": self.model,
-        }
-        posts: dict[str, Callable[[Request], Any]] = {}
-        posts |= {path: partial(self.answer, wire) for path, wire in WIRES.items()}
-        posts["/messages/count_tokens"] = self.count_tokens
         routes = [
-            Route(path, endpoint, methods=["GET"]) for path, endpoint in gets.items()
+            Route(path, partial(self.answer, wire), methods=["POST"])
+            for path, wire in WIRES.items()
         ]
         routes += [
-            Route(path, endpoint, methods=["POST"]) for path, endpoint in posts.items()
+            Route("/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            Route("/", self.page),
+            Route("/metrics", self.metrics),
+            Route("/health", self.health),
+            Route("/api/hello", self.hello),
+            Route("/responses", no_socket),
+            Route("/models", self.models),
+            Route("/models/{name:path}", self.models),
         ]
-        routes += [Route("/responses", no_socket, methods=["GET"])]
         return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
 
     async def page(self, request: Request) -> Response:
@@ -144,29 +139,21 @@ class Endpoints:
         return encoded({"message": "hello"})
 
     async def models(self, request: Request) -> Response:
-        """The models that may be named, in OpenAI's form or in Anthropic's."""
-        listed = await run_in_threadpool(self.engine.models.listed)
-        if not is_anthropic(request):
-            return encoded(
-                {"object": "list", "data": [listing(model) for model in listed]}
-            )
-        ids = [model["id"] for model in listed]
+        """The models that may be named, or the one on the path, in the protocol's form."""
+        is_openai = wire_of(request) is CHAT
+        form = listing if is_openai else anthropic_listing
+        models = [*map(form, await run_in_threadpool(self.engine.models.listed))]
+        if (name := request.path_params.get("name")) is not None:
+            for model in models:
+                if model["id"].strip("/") == name.strip("/"):
+                    return encoded(model)
+            error = ModelFolderError(f"There is no model {name!r} in the list.")
+            return refusal(wire_of(request), error)
+        if is_openai:
+            return encoded({"object": "list", "data": models})
+        ids = [model["id"] for model in models]
         ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {}
-        data = [anthropic_listing(model) for model in listed]
-        return encoded({"data": data, "has_more": False, **ends})
-
-    async def model(self, request: Request) -> Response:
-        """One of the models."""
-        name = request.path_params["name"]
-        for model in await run_in_threadpool(self.engine.models.listed):
-            if model["id"].strip("/") == name.strip("/"):
-                return encoded(
-                    (anthropic_listing if is_anthropic(request) else listing)(model)
-                )
-        wire = MESSAGES if is_anthropic(request) else CHAT
-        return refusal(
-            wire, ModelFolderError(f"There is no model {name!r} in the list.")
-        )
+        return encoded({"data": models, "has_more": False, **ends})
 
     async def count_tokens(self, request: Request) -> Response:
         """Tokens of a prompt, in Anthropic's protocol."""
@@ -208,9 +195,13 @@ class Endpoints:
 
 
 class Inbox:
-    """Events on their way from the engine's thread to the task of a connection."""
+    """Events on their way from the engine's thread to the task of a connection.
 
-    def __init__(self) -> None:
+    is_streamed: the task is woken for each piece of text, and not only for news of the whole.
+    """
+
+    def __init__(self, *, is_streamed: bool) -> None:
+        self._is_streamed = is_streamed
         self._loop, self._ready = asyncio.get_running_loop(), asyncio.Event()
         self._events = deque[tuple[int, Event]]()
         self._is_woken = self._has_hung_up = False
@@ -219,7 +210,7 @@ class Inbox:
     def put(self, choice: int, event: Event) -> None:
         """Add an event, on any thread; the task is woken once for all that come meanwhile."""
         self._events.append((choice, event))
-        if not self._is_woken:
+        if not self._is_woken and (self._is_streamed or isinstance(event, NEWS)):
             self._is_woken = True
             with suppress(RuntimeError):  # the loop has ended, and nobody waits
                 self._loop.call_soon_threadsafe(self._ready.set)
@@ -261,7 +252,7 @@ class Answer:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the texts, and send them."""
-        inbox = Inbox()
+        inbox = Inbox(is_streamed=self.asked.stream)
         tickets: list[Ticket] = []
         watch = asyncio.create_task(inbox.watch(receive))
         try:
@@ -369,8 +360,7 @@ async def unknown(request: Request, error: Exception) -> Response:
     """The answer on a path, or to a method, that is none."""
     words = f"There is no {request.method} {request.url.path} here."
     status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
-    wire = MESSAGES if is_anthropic(request) else CHAT
-    response = encoded(wire.error(RequestError(words), status), status)
+    response = encoded(wire_of(request).error(RequestError(words), status), status)
     response.headers.update(getattr(error, "headers", None) or {})
     return response
 
@@ -382,10 +372,11 @@ async def no_socket(request: Request) -> Response:
     return encoded(RESPONSES.error(RequestError(words), status), status)
 
 
-def is_anthropic(request: Request) -> bool:
-    """True for a client of Anthropic's protocol."""
+def wire_of(request: Request) -> Wire:
+    """The protocol of a client on a path that several have: OpenAI's or Anthropic's."""
     is_path = request.url.path.startswith("/messages")
-    return is_path or "anthropic-version" in request.headers
+    is_anthropic = is_path or "anthropic-version" in request.headers
+    return MESSAGES if is_anthropic else CHAT
 
 
 def listing(model: dict[str, Any]) -> dict[str, Any]:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
+from typing import Any
 
 import mlx.core as mx
+from mlx import nn
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.server.requests import Said, TokenLogprob
@@ -20,27 +22,22 @@ def echo(text: AskedText, step_size: int) -> Said:
     """The prompt as it was given; its first token has no log-probability: NaN."""
     request, tokenizer, tokens = text.request, text.loaded.tokenizer, text.prompt.tokens
     is_text = isinstance(request.prompt, str)
-    said = request.prompt if is_text else tokenizer.decode(tokens)
+    said = str(request.prompt if is_text else tokenizer.decode(tokens))
     if request.num_logprobs is None:
-        return Said(str(said))
+        return Said(said)
     entries = [TokenLogprob(tokens[0], token_bytes(tokenizer, tokens[0]), math.nan)]
-    rows = _rows(text, min(step_size, MOST_ROWS))
+    rows = _rows(text.loaded.model, tokens[:-1], min(step_size, MOST_ROWS))
     for token, row in zip(tokens[1:], rows, strict=True):
         entries.append(token_logprob(tokenizer, token, row, request.num_logprobs))
-    bos = tokenizer.bos_token
-    was_added = (
-        bos and tokens[0] == tokenizer.bos_token_id and not str(said).startswith(bos)
-    )
-    return Said(str(said), logprobs=entries[1:] if is_text and was_added else entries)
+    has_bos = is_text and tokens[0] == tokenizer.bos_token_id
+    was_added = has_bos and not said.startswith(tokenizer.bos_token)
+    return Said(said, logprobs=entries[1:] if was_added else entries)
 
 
-def _rows(text: AskedText, step_size: int) -> Iterator[mx.array]:
-    """Log-probabilities [V] after each token of the prompt but the last."""
-    model, known = text.loaded.model, text.prompt.tokens[:-1]
+def _rows(model: Any, tokens: list[int], step_size: int) -> Iterator[mx.array]:
+    """Log-probabilities [V] after each of the tokens."""
     caches = make_prompt_cache(model)
-    for start in range(0, len(known), step_size):
-        logits = model(mx.array([known[start : start + step_size]]), cache=caches)[0]
-        logits = logits.astype(mx.float32)
-        logprobs = logits - mx.logsumexp(logits, axis=-1, keepdims=True)
-        mx.eval(logprobs)
-        yield from logprobs
+    for start in range(0, len(tokens), step_size):
+        inputs = mx.array([tokens[start : start + step_size]])
+        logits = model(inputs, cache=caches)[0].astype(mx.float32)
+        yield from nn.log_softmax(logits)

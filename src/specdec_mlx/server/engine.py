@@ -30,7 +30,6 @@ from specdec_mlx.engine.options import Options
 from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.loop import Generation, Token, speculate
-from specdec_mlx.options import name_in
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded, Models
@@ -83,19 +82,22 @@ class Engine:
         self._is_ready.result()
 
     def submit(self, request: TextRequest, put: Callable[[Event], None]) -> Ticket:
-        """Queue a request; `put` is called on the engine's thread, the last time with an end."""
-        ticket = Ticket(request, put)
-        if has_grammar(request) and self.models.loaded is not None:
-            Thread(target=self._compile, args=(ticket,), daemon=True).start()
+        """Queue a request; `put` is called on the engine's thread, the last time with an end.
+
+        Raises RequestError and ModelFolderError for the name of no model.
+        """
+        ticket = Ticket(request, put, self.models.names_of(request))
+        if has_grammar(request) and (loaded := self.models.loaded) is not None:
+            given = ticket, loaded.tokenizer
+            Thread(target=self._compile, args=given, daemon=True).start()
         else:
             self._queue(ticket)
         return ticket
 
-    def _compile(self, ticket: Ticket) -> None:
+    def _compile(self, ticket: Ticket, tokenizer: Any) -> None:
         """Compile a grammar beside the texts that are written, which keeps it for its text."""
         try:
-            if (loaded := self.models.loaded) is not None:
-                ticket.grammar = compile_grammar(ticket.request, loaded.tokenizer)
+            ticket.grammar = compile_grammar(ticket.request, tokenizer)
         except Exception as error:
             ticket.fail(error)
         else:
@@ -163,8 +165,8 @@ class Engine:
                 self._has_news.clear()
                 if not self._waiting and not self._is_ending:
                     self._has_news.wait(self.ranks.patience)
-                if not self._is_ending:
-                    ticket = self._first_waiting()
+                if not self._is_ending and (ticket := self._first_waiting()):
+                    self._waiting.popleft()
             ends = self._is_ending and self.ranks.is_first
             shared = None if ticket is None else ticket.request
             request, ends = self.ranks.from_first((shared, ends))
@@ -174,13 +176,13 @@ class Engine:
                 return ticket or Ticket(request, lambda event: None)
 
     def _first_waiting(self) -> Ticket | None:
+        """The first request of a client that is still there; it waits on."""
         while self._waiting:
-            ticket = self._waiting.popleft()
             try:
-                ticket.check()
-                return ticket
+                self._waiting[0].check()
+                return self._waiting[0]
             except ConnectionError as error:
-                ticket.fail(error)
+                self._waiting.popleft().fail(error)
         return None
 
     def _serve(self, ticket: Ticket) -> None:
@@ -192,8 +194,6 @@ class Engine:
             if self._others_join(text) or self._write_alone(text):
                 self._write_together(text)
         except Exception as error:
-            if not isinstance(error, ConnectionError | ServerEndingError):
-                logging.error("A request failed.", exc_info=error)
             text.fail(error)
         finally:
             self.running = 0
@@ -203,7 +203,7 @@ class Engine:
         try:
             with self._reading:
                 loaded = self.models.load(ticket.request)
-                text = AskedText.of(ticket, loaded, self.models, self.draft_caches)
+                text = AskedText(ticket, loaded, self.models, self.draft_caches)
             if ticket.request.echo:
                 ticket.tell([echo(text, self.settings.prefill_step_size)])
             if not text.has_ended:
@@ -220,16 +220,11 @@ class Engine:
         return text.loaded.has_rows and self._next_is_row()
 
     def _next_is_row(self) -> bool:
-        """True if the next request is for the loaded model; ends those that are for none."""
-        while self._waiting and self.models.loaded is not None:
-            ticket, loaded = self._waiting[0], self.models.loaded
-            try:
-                ticket.check()
-                ticket.names = ticket.names or self.models.names_of(ticket.request)
-                return ticket.names == (loaded.name, loaded.adapter)
-            except Exception as error:
-                self._waiting.popleft().fail(error)
-        return False
+        """True if the next request is for the loaded model."""
+        ticket, loaded = self._first_waiting(), self.models.loaded
+        if ticket is None or loaded is None:
+            return False
+        return ticket.names == loaded.names
 
     def _write_together(self, text: AskedText) -> None:
         """Write a text, and those that join it, until all have ended."""
@@ -244,16 +239,12 @@ class Engine:
                 rows.step()
         except Exception as error:
             rows.close(error)
-            raise
-        rows.close(ServerEndingError())
+        else:
+            rows.close(ServerEndingError())
 
     def _write_alone(self, text: AskedText) -> bool:
         """Write a text by the loop; True if it is to go on beside others."""
-        place, tokens = text.loaded.place, text.tokens
-        caches, rest = self.prefixes.fetch_nearest_cache(place, tokens)
-        num_read = len(tokens) - len(rest)
-        text.begin(num_read)
-        generation, written = self._generation(text, caches, num_read)
+        generation, written = self._generation(text, *text.begin(self.prefixes))
         joined = False
         try:
             with closing(written):
@@ -275,7 +266,8 @@ class Engine:
             logging.warning(f"The caches of a text are not kept: {error}")
         else:
             held = generation.target.rollback
-            self.prefixes.insert_cache(place, text.tokens[: held.position], held.caches)
+            tokens = text.tokens[: held.position]
+            self.prefixes.insert_cache(text.loaded.place, tokens, held.caches)
         if not text.has_ended and not joined:
             text.ticket.check()
             raise ServerEndingError
@@ -292,9 +284,10 @@ class Engine:
 
         caches: hold the first `num_read` tokens; None for new ones.
         """
-        model = text.loaded.model
+        model, shared = text.loaded.model, self._options(text.loaded)
+        own = split_cache(model, caches, shared)[0]
         options = replace(
-            self._options(text.loaded),
+            shared,
             max_tokens=text.max_tokens,
             sampler=text.sampling,
             seed=text.request.seed,
@@ -302,10 +295,6 @@ class Engine:
             draft_length=text.draft_length,
             logits_processors=text.processors,
             prefill_stops=text.prompt.ends,
-        )
-        own = split_cache(model, caches, options)[0]
-        options = replace(
-            options,
             prompt_cache=own,
             prompt_progress_callback=partial(self._was_read, text, own),
         )
@@ -372,9 +361,7 @@ class Engine:
         split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
         heavy = [
-            part
-            for name, part in self.models.defaults(loaded)
-            if name_in(name) in WITH_MODEL
+            part for name, part in self.models.defaults(loaded) if name in WITH_MODEL
         ]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)

@@ -43,8 +43,31 @@ RARE_HERE = (
     "allow-chat-templates request-models memory-for"
 )
 
+REQUESTS, ON_DISK = "what requests may bring along", "prompt caches on disk"
+"""Groups of flags."""
+
 SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([MG]?B?)", re.ASCII | re.IGNORECASE)
+
+
+def parse_size(text: str) -> int:
+    """Bytes of a size such as 500MB; ValueError for anything else."""
+    if (found := _SIZE.fullmatch(text.strip())) is None or found[
+        2
+    ].upper() not in SIZES:
+        raise ValueError(f"expected a size such as 500MB or 20GB, got {text!r}")
+    return int(float(found[1]) * SIZES[found[2].upper()])
+
+
+def flag(value: Any, words: str, group: str = "", **how: Any) -> Any:
+    """A setting with a flag of its name. value: where none is given. how: as argparse takes it."""
+    if isinstance(value, bool):
+        how = {"action": "store_true", **how}
+    elif value is not None:
+        how = {"type": type(value), **how}
+    how = {"default": value, "help": words.replace("DEFAULT", str(value)), **how}
+    about = {"group": group, "how": how}
+    return field(default_factory=lambda: value, metadata=about)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -57,36 +80,97 @@ class ServerSettings:
     folder and not in the Hugging Face cache is the given model.
     """
 
+    model: str | None = flag(None, "Folder or Hugging Face name of the model.")
+    adapter_path: str | None = flag(None, "Folder of an adapter for the model.")
+    host: str = flag("127.0.0.1", "Address to listen on (default: DEFAULT)")
+    port: int = flag(8080, "Port to listen on (default: DEFAULT)")
+    allowed_origins: Sequence[str] = flag(
+        ("*",),
+        "Origins of pages that may read the answers, with commas (default: *)",
+        type=lambda text: tuple(text.split(",")),
+    )
+    trust_remote_code: bool = flag(False, "Run code that a tokenizer brings along.")
+    log_level: str = flag(
+        "INFO",
+        "What is logged (default: DEFAULT)",
+        choices=("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"),
+    )
+    chat_template: str = flag("", "A chat template in place of the tokenizer's.")
+    use_default_chat_template: bool = flag(
+        False, "Use the tokenizer's default chat template."
+    )
+    chat_template_args: dict[str, Any] = flag(  # noqa: RUF009 - never changed
+        {},
+        """Variables of the chat template, as '{"enable_thinking":false}'""",
+        type=json.loads,
+        metavar="JSON",
+    )
+    temp: float = flag(0.0, "Default temperature (default: DEFAULT)")
+    top_p: float = flag(1.0, "Default top-p (default: DEFAULT)")
+    top_k: int = flag(0, "Default top-k (default: DEFAULT, off)")
+    min_p: float = flag(0.0, "Default min-p (default: DEFAULT, off)")
+    max_tokens: int | None = flag(
+        None, "Most tokens of an answer (default: as many as fit)", type=int
+    )
+    decode_concurrency: int = flag(32, "Most texts written together.")
+    prompt_concurrency: int = flag(8, "Most prompts read together.")
+    prefill_step_size: int = flag(
+        2048, "Most tokens of prompts read in a pass (default: DEFAULT)"
+    )
+    prompt_cache_size: int = flag(10, "Most prompt caches kept in memory.")
+    prompt_cache_bytes: int | None = flag(
+        None,
+        "Most bytes of these caches.",
+        type=argument(parse_size),
+        metavar="SIZE",
+    )
+    kv_bits: int | None = flag(
+        None, "Bits of quantized key-value caches, 4 or 8.", type=int
+    )
+    kv_group_size: int = flag(64, "Group size of these (default: DEFAULT)")
+    quantized_kv_start: int = flag(
+        5000, "Position from which caches are quantized (default: DEFAULT)"
+    )
+    pipeline: bool = flag(False, "Spread layers, not tensors, over the ranks.")
     flags: Flags = field(default_factory=Flags)
-    model: str | None = None
-    adapter_path: str | None = None
-    host: str = "127.0.0.1"
-    port: int = 8080
-    allowed_origins: Sequence[str] = ("*",)
-    trust_remote_code: bool = False
-    log_level: str = "INFO"
-    chat_template: str = ""
-    use_default_chat_template: bool = False
-    chat_template_args: dict[str, Any] = field(default_factory=dict)
-    temp: float = 0.0
-    top_p: float = 1.0
-    top_k: int = 0
-    min_p: float = 0.0
-    max_tokens: int | None = None
-    decode_concurrency: int = 32
-    prompt_concurrency: int = 8
-    prefill_step_size: int = 2048
-    prompt_cache_size: int = 10
-    prompt_cache_bytes: int | None = None
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = 5000
-    pipeline: bool = False
-    request_models: str = ANY
-    allow_chat_templates: bool = False
-    prompt_cache: Path | None = None
-    prompt_cache_limit: int = 20 * 10**9
-    any_model_name: bool = False
+    request_models: str = flag(
+        ANY,
+        "Models that requests may name, which are folders here or Hugging Face names: any; "
+        "targets, but no draft models; or only those given at the start (default: any where --host "
+        "is a loopback address, else targets)",
+        REQUESTS,
+        choices=(ANY, TARGETS, GIVEN),
+        default=None,
+    )
+    any_model_name: bool = flag(
+        False,
+        "Take every name that is no folder and not in the Hugging Face cache for the given model: "
+        "agents ask for names of their own (default: where --host is a loopback address and "
+        "--model is given)",
+        REQUESTS,
+        action=argparse.BooleanOptionalAction,
+        default=None,
+    )
+    allow_chat_templates: bool = flag(
+        False,
+        "Let requests bring a chat template, a program that is run here.",
+        REQUESTS,
+    )
+    prompt_cache: Path | None = flag(  # noqa: RUF009 - never changed
+        None,
+        "Keep the caches of conversations in files there, for the next start too. They tell what "
+        "was said; only this user can read them.",
+        ON_DISK,
+        type=Path,
+        metavar="DIR",
+    )
+    prompt_cache_limit: int = flag(
+        20 * 10**9,
+        "Most bytes of these files; the oldest are deleted (default: 20GB)",
+        ON_DISK,
+        type=argument(parse_size),
+        metavar="SIZE",
+    )
 
     @property
     def sampling(self) -> dict[str, Any]:
@@ -120,39 +204,6 @@ class ServerSettings:
         """True if a request may have this model loaded, or see it in the list."""
         own = ("", DEFAULT_MODEL, self.model, str(Path(self.model or "").resolve()))
         return self.request_models != GIVEN or name in own
-
-
-DEFAULTS = {"num_draft_tokens": None, "draft_model": None, **vars(ServerSettings())}
-
-HELP = {
-    "model": "Folder or Hugging Face name of the model.",
-    "adapter_path": "Folder of an adapter for the model.",
-    "host": "Address to listen on (default: DEFAULT)",
-    "port": "Port to listen on (default: DEFAULT)",
-    "allowed_origins": "Origins of pages that may read the answers, with commas (default: *)",
-    "draft_model": "A model to draft with, a trained head, or auto.",
-    "num_draft_tokens": "mlx-lm's name for --draft-length.",
-    "trust_remote_code": "Run code that a tokenizer brings along.",
-    "log_level": "What is logged (default: DEFAULT)",
-    "chat_template": "A chat template in place of the tokenizer's.",
-    "use_default_chat_template": "Use the tokenizer's default chat template.",
-    "temp": "Default temperature (default: DEFAULT)",
-    "top_p": "Default top-p (default: DEFAULT)",
-    "top_k": "Default top-k (default: DEFAULT, off)",
-    "min_p": "Default min-p (default: DEFAULT, off)",
-    "max_tokens": "Most tokens of an answer (default: as many as fit)",
-    "chat_template_args": """Variables of the chat template, as '{"enable_thinking":false}'""",
-    "decode_concurrency": "Most texts written together.",
-    "prompt_concurrency": "Most prompts read together.",
-    "prefill_step_size": "Most tokens of prompts read in a pass (default: DEFAULT)",
-    "prompt_cache_size": "Most prompt caches kept in memory.",
-    "prompt_cache_bytes": "Most bytes of these caches.",
-    "kv_bits": "Bits of quantized key-value caches, 4 or 8.",
-    "kv_group_size": "Group size of these (default: DEFAULT)",
-    "quantized_kv_start": "Position from which caches are quantized (default: DEFAULT)",
-    "pipeline": "Spread layers, not tensors, over the ranks.",
-}
-"""Flags of mlx-lm's server, each of them a setting."""
 
 
 def refused(name: str, value: Any) -> RequestError:
@@ -195,10 +246,9 @@ def settings_of(namespace: argparse.Namespace) -> ServerSettings:
     flags = replace(take_flags(namespace), memory_for=whose)
     if is_local and not has_memory:
         flags = replace(flags, memory=PROCESS)  # one person's
-    names = [named.name for named in fields(ServerSettings) if named.name != "flags"]
-    return ServerSettings(
-        flags=flags, **{name: getattr(namespace, name) for name in names}
-    )
+    namespace.flags = flags
+    names = [setting.name for setting in fields(ServerSettings)]
+    return ServerSettings(**{name: getattr(namespace, name) for name in names})
 
 
 def is_loopback(host: str) -> bool:
@@ -209,96 +259,30 @@ def is_loopback(host: str) -> bool:
         return host == "localhost"
 
 
-def parse_size(text: str) -> int:
-    """Bytes of a size such as 500MB; ValueError for anything else."""
-    if (found := _SIZE.fullmatch(text.strip())) is None or found[
-        2
-    ].upper() not in SIZES:
-        raise ValueError(f"expected a size such as 500MB or 20GB, got {text!r}")
-    return int(float(found[1]) * SIZES[found[2].upper()])
-
-
-_TEXT, _INT = {"type": str}, {"type": int}
-HOW: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("model", "adapter_path", "draft_model"), _TEXT),
-    **dict.fromkeys(("num_draft_tokens", "max_tokens", "kv_bits"), _INT),
-    "allowed_origins": {"type": lambda text: tuple(text.split(","))},
-    "log_level": {"choices": ("DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL")},
-    "chat_template_args": {"type": json.loads, "metavar": "JSON"},
-    "prompt_cache_bytes": {"type": argument(parse_size), "metavar": "SIZE"},
-}
-"""How flags are read whose default does not say it."""
-
-
 def make_parser() -> Parser:
-    """The parser of `specdec-mlx server`."""
+    """The parser of `specdec-mlx server`: a flag for each setting, ours where `flags` stands."""
     parser = Parser(
         prog="specdec-mlx server",
         description="A server for agents, with speculation: OpenAI's and Anthropic's protocols.",
     )
-    for name, help_text in HELP.items():
-        _add_argument(parser, name, help_text)
-    add_arguments(parser)
-    parser.set_defaults(num_draft_tokens=None)  # to see whether it was given
-    _add_request_arguments(parser)
-    parser.add_help_all(f"{RARE} {RARE_HERE}".split())
-    return parser
-
-
-def _add_argument(parser: argparse.ArgumentParser, name: str, help_text: str) -> None:
-    """Add the flag of a setting, whose default says of what type it is."""
-    default = DEFAULTS[name]
-    how: dict[str, Any] = {"type": type(default)}
-    if isinstance(default, bool):
-        how = {"action": "store_true"}
+    groups: dict[str, Any] = {"": parser}
+    for setting in fields(ServerSettings):
+        if setting.name == "flags":
+            add_arguments(parser)
+            continue
+        group = setting.metadata["group"]
+        groups[group] = groups.get(group) or parser.add_argument_group(group)
+        name = f"--{setting.name.replace('_', '-')}"
+        groups[group].add_argument(name, **setting.metadata["how"])
     parser.add_argument(
-        f"--{name.replace('_', '-')}",
-        default=default,
-        help=help_text.replace("DEFAULT", str(default)),
-        **(how | HOW.get(name, {})),
+        "--num-draft-tokens", type=int, help="mlx-lm's name for --draft-length."
     )
-
-
-def _add_request_arguments(parser: argparse.ArgumentParser) -> None:
-    group = parser.add_argument_group("what requests may bring along")
-    group.add_argument(
+    groups[REQUESTS].add_argument(
         "--memory-for",
         choices=(EVERYBODY, USER, KEY),
         default=EVERYBODY,
         help=f"One memory for all requests, or with --memory {PROCESS} one for each `user` of the "
         "requests or for each API key (default: all)",
     )
-    group.add_argument(
-        "--request-models",
-        choices=(ANY, TARGETS, GIVEN),
-        help="Models that requests may name, which are folders here or Hugging Face names: any; "
-        "targets, but no draft models; or only those given at the start (default: any where --host "
-        "is a loopback address, else targets)",
-    )
-    group.add_argument(
-        "--any-model-name",
-        action=argparse.BooleanOptionalAction,
-        help="Take every name that is no folder and not in the Hugging Face cache for the given "
-        "model: agents ask for names of their own (default: where --host is a loopback address and "
-        "--model is given)",
-    )
-    group.add_argument(
-        "--allow-chat-templates",
-        action="store_true",
-        help="Let requests bring a chat template, a program that is run here.",
-    )
-    group = parser.add_argument_group("prompt caches on disk")
-    group.add_argument(
-        "--prompt-cache",
-        type=Path,
-        metavar="DIR",
-        help="Keep the caches of conversations in files there, for the next start too. They tell "
-        "what was said; only this user can read them.",
-    )
-    group.add_argument(
-        "--prompt-cache-limit",
-        type=argument(parse_size),
-        default="20GB",
-        metavar="SIZE",
-        help="Most bytes of these files; the oldest are deleted (default: 20GB)",
-    )
+    parser.add_help_all(f"{RARE} {RARE_HERE}".split())
+    return parser

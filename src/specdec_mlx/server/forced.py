@@ -4,13 +4,20 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from concurrent.futures import Future, wait
+from concurrent.futures import Future
 from threading import Thread
 from typing import Any, TypeVar
 
 from specdec_mlx.drafters.grammar import JSON_STYLE, Grammar
 from specdec_mlx.errors import GrammarError
-from specdec_mlx.server.requests import AUTO, NONE, REQUIRED, RequestError, TextRequest
+from specdec_mlx.server.requests import (
+    AUTO,
+    NONE,
+    REQUIRED,
+    Object,
+    RequestError,
+    TextRequest,
+)
 
 T = TypeVar("T")
 
@@ -25,7 +32,7 @@ CLOSED = {"type", "properties", "required", "title", "description", "$schema", "
 BOUNDS = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "enum", "const"}
 
 
-def tools_for(request: TextRequest) -> list[dict[str, Any]]:
+def tools_for(request: TextRequest) -> list[Object]:
     """The tools that the chat template shows, and that a text may call."""
     return [] if request.tool_choice == NONE else request.tools
 
@@ -85,21 +92,18 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
             )
         named = {request.tool_choice: named[request.tool_choice]}
     is_bare = is_bare_call(request, tokenizer)
-    begins, ends = ("", "") if is_bare else _mark_rules(tokenizer)
     is_single = is_bare or request.tool_choice != REQUIRED or not request.parallel_calls
-    calls = [_call_rule(name, tool.get("parameters")) for name, tool in named.items()]
-    return Grammar.lark(
-        f"start: call{'' if is_single else '+'}\n"
-        f"call: {begins} body {ends}\n"
-        f"body: {' | '.join(calls)}\n"
+    body = " | ".join(
+        _call_rule(name, tool.get("parameters")) for name, tool in named.items()
     )
-
-
-def _mark_rules(tokenizer: Any) -> tuple[str, str]:
-    """What stands before and after a call: marks, by a token's id if they are one, on lines."""
-    begins = _as_rule(tokenizer, tokenizer.tool_call_start)
-    ends = _as_rule(tokenizer, tokenizer.tool_call_end)
-    return f'{begins} "\\n"', f'"\\n" {ends} "\\n"?'
+    call = "body"
+    if not is_bare:  # between marks, on lines of their own
+        begins = _as_rule(tokenizer, tokenizer.tool_call_start)
+        ends = _as_rule(tokenizer, tokenizer.tool_call_end)
+        call = f'{begins} "\\n" body "\\n" {ends} "\\n"?'
+    return Grammar.lark(
+        f"start: call{'' if is_single else '+'}\ncall: {call}\nbody: {body}\n"
+    )
 
 
 def _as_rule(tokenizer: Any, mark: str) -> str:
@@ -115,14 +119,13 @@ def _call_rule(name: str, parameters: Any) -> str:
 
     Names that the schema does not know are not made up, unless it says that they may be there.
     """
-    schema: dict[str, Any] = {"type": "object"}
+    schema: Object = {"type": "object"}
     if isinstance(parameters, dict):
         own = {**_with_bounds(parameters), "type": "object"}
         if parameters.keys() <= CLOSED and parameters.get("properties"):
             own["additionalProperties"] = False
         try:
-            check_schema(own)
-            within(lambda: Grammar.json_schema(own))
+            grammar_of(own)
             schema = own
         except (GrammarError, RequestError):
             pass
@@ -150,20 +153,24 @@ def _with_bounds(schema: Any) -> Any:
     return bounded
 
 
-def check_schema(schema: dict[str, Any]) -> None:
+def grammar_of(schema: Object) -> Grammar:
+    """The grammar of a JSON schema; raises RequestError and GrammarError."""
+    check_schema(schema)
+    return within(lambda: Grammar.json_schema(schema))
+
+
+def check_schema(schema: Object) -> None:
     """Raise RequestError for a schema that is too large to be compiled while others wait."""
-    size, depth, patterns = len(json.dumps(schema)), 0, 0
-    nodes: list[tuple[Any, int]] = [(schema, 1)]
-    while nodes:
-        node, level = nodes.pop()
-        depth = max(depth, level)
+    nodes: list[tuple[Any, int]] = [(schema, 1)]  # with their levels
+    patterns = 0
+    for node, level in nodes:  # which grows: a walk by levels
         if isinstance(node, dict):
             names = node.get("patternProperties")
             patterns += len(names) if isinstance(names, dict) else 0
             node = list(node.values())
-        nodes += (
-            [(child, level + 1) for child in node] if isinstance(node, list) else []
-        )
+        if isinstance(node, list):
+            nodes += [(child, level + 1) for child in node]
+    size, depth = len(json.dumps(schema)), nodes[-1][1]
     if size > LONGEST_SCHEMA or depth > DEEPEST_SCHEMA or patterns > MOST_PATTERNS:
         raise RequestError(
             f"The schema has {size} characters, {depth} levels and {patterns} patternProperties; "
@@ -182,8 +189,9 @@ def within(make: Callable[[], T]) -> T:
             made.set_exception(error)
 
     Thread(target=run, daemon=True).start()
-    if made not in wait([made], COMPILE_SECONDS).done:
+    try:
+        return made.result(COMPILE_SECONDS)
+    except TimeoutError:
         raise RequestError(
             f"The grammar was not compiled in {COMPILE_SECONDS} s. Make it smaller."
-        )
-    return made.result()
+        ) from None

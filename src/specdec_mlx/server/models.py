@@ -19,7 +19,7 @@ import mlx_lm
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.models.cache import make_prompt_cache
-from mlx_lm.utils import hf_repo_to_path, load_tokenizer, sharded_load
+from mlx_lm.utils import hf_repo_to_path, load_tokenizer
 
 from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
@@ -32,7 +32,7 @@ from specdec_mlx.memory import Memory
 from specdec_mlx.memory.kept import KeptFile
 from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
-from specdec_mlx.models import explained
+from specdec_mlx.models import explained, is_in_cache, load_on_ranks
 from specdec_mlx.options import name_in
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.prefix_files import stateful
@@ -65,7 +65,8 @@ MLX_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.js
 class Loaded:
     """A model that is loaded. files: what was read, with sizes and times.
 
-    drafters: those that were made for it, by their names. closing: what is due at its end.
+    drafters: those that were made for it, by their names. named: of the draft model that a request
+    named last. closing: what is due at its end.
     """
 
     name: str
@@ -75,12 +76,18 @@ class Loaded:
     config: dict[str, Any]
     files: tuple[str, ...]
     drafters: dict[str, Drafter | None] = field(default_factory=dict)
+    named: tuple[str, Drafter | None] = ("", None)
     closing: ExitStack = field(default_factory=ExitStack)
+
+    @property
+    def names(self) -> tuple[str, str | None]:
+        """What it was loaded by."""
+        return self.name, self.adapter
 
     @property
     def place(self) -> tuple[Any, ...]:
         """Key of its caches: no other model, and no other content of its files, has it."""
-        return self.name, self.adapter, self.files
+        return *self.names, self.files
 
     @cached_property
     def has_rows(self) -> bool:
@@ -104,18 +111,15 @@ class Loaded:
     @cached_property
     def longest_text(self) -> int:
         """Positions that its configuration gives a text, or `LONGEST_TEXT`."""
-        return longest_text(self.config)
-
-
-def longest_text(config: dict[str, Any]) -> int:
-    """Positions that a configuration gives a text, or `LONGEST_TEXT`."""
-    config = {**config, **(config.get("text_config") or {})}
-    named: list[int] = [config[n] for n in POSITIONS if isinstance(config.get(n), int)]
-    if not named:
-        return LONGEST_TEXT
-    scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
-    original = scaling.get("original_max_position_embeddings") or named[0]
-    return max(named[0], int(original * (scaling.get("factor") or 1)))
+        config = {**self.config, **(self.config.get("text_config") or {})}
+        named: list[int] = [
+            config[name] for name in POSITIONS if isinstance(config.get(name), int)
+        ]
+        if not named:
+            return LONGEST_TEXT
+        scaling = config.get("rope_scaling") or config.get("rope_parameters") or {}
+        original = scaling.get("original_max_position_embeddings") or named[0]
+        return max(named[0], int(original * (scaling.get("factor") or 1)))
 
 
 class Models:
@@ -171,7 +175,7 @@ class Models:
         folder = Path(name).expanduser()
         if folder.exists():
             return folder.resolve() == Path(given).expanduser().resolve()
-        return self.settings.any_model_name and not is_cached(name)
+        return self.settings.any_model_name and not is_in_cache(name)
 
     def load(self, request: TextRequest) -> Loaded:
         """The model for a request, loaded; the one before is freed.
@@ -179,12 +183,9 @@ class Models:
         Raises RequestError, ModelFolderError and FileNotFoundError for what cannot be loaded.
         """
         self.settings.check(request)
-        name, adapter = self.names_of(request)
-        loaded = self.loaded
-        if loaded is None or (loaded.name, loaded.adapter) != (name, adapter):
-            check_adapter_of(adapter)
-            self.reset()
-            loaded = self._load(name, adapter)
+        names, loaded = self.names_of(request), self.loaded
+        if loaded is None or loaded.names != names:
+            loaded = self._load(*names)
             try:
                 self._check_drafters(loaded)
             except ValueError:
@@ -205,6 +206,8 @@ class Models:
 
     def _load(self, name: str, adapter: str | None) -> Loaded:
         try:
+            check_adapter(adapter)
+            self.reset()
             with self._explained(name):
                 model, tokenizer, about = self._read(name, adapter)
         except ModelFolderError:
@@ -237,20 +240,16 @@ class Models:
 
     def _read(self, name: str, adapter: str | None) -> Any:
         """Model, tokenizer and configuration; spread over all ranks, if there are several."""
-        how = {
+        how: dict[str, Any] = {
             "tokenizer_config": self._tokenizer_config,
             "return_config": True,
             "trust_remote_code": self.settings.trust_remote_code,
         }
-        path = path_of(name)
         group = mx.distributed.init()
         if group.size() == 1:
-            return mlx_lm.load(path, adapter_path=adapter, **how)
-        if adapter is not None:
-            raise RequestError(
-                "An adapter cannot be loaded on several ranks. Fuse it first."
-            )
-        return sharded_load(path, group if self.settings.pipeline else None, **how)
+            return mlx_lm.load(path_of(name), adapter_path=adapter, **how)
+        how["pipeline_group"] = group if self.settings.pipeline else None
+        return load_on_ranks(path_of(name), adapter_path=adapter, **how)
 
     def _check_drafters(self, loaded: Loaded) -> None:
         """Make the default drafters for a model, and see that they fit it.
@@ -283,12 +282,11 @@ class Models:
 
         Any thread may ask.
         """
-        name, adapter = self.names_of(request)
-        loaded = self.loaded
-        if loaded is not None and (loaded.name, loaded.adapter) == (name, adapter):
+        names, loaded = self.names_of(request), self.loaded
+        if loaded is not None and loaded.names == names:
             return loaded.tokenizer
-        with self._explained(name):
-            return self._tokenizer_of(name)
+        with self._explained(names[0]):
+            return self._tokenizer_of(names[0])
 
     def drafter(
         self, request: TextRequest, loaded: Loaded
@@ -330,19 +328,16 @@ class Models:
 
         A head's files are read as safetensors only: others are programs.
         """
-        key = f"draft_model {name}"
-        if key not in loaded.drafters:
-            for old in [
-                old for old in loaded.drafters if old.startswith("draft_model ")
-            ]:
-                del loaded.drafters[old]
-            named = NamedModel(name)
-            loaded.drafters[key] = (
+        if loaded.named[0] != name:
+            loaded.named = "", None  # it is freed before the next one is there
+            model = NamedModel(name)
+            loaded.named = (
+                name,
                 load_head(name, loaded.model, torch_files=False)
-                if named.is_head
-                else named.make(MODEL_DRAFTER)
+                if model.is_head
+                else model.make(MODEL_DRAFTER),
             )
-        return loaded.drafters[key]
+        return loaded.named[1]
 
     def reset(self) -> None:
         """Free the model that is loaded, and keep its tuning."""
@@ -391,23 +386,6 @@ def check_name(name: str) -> None:
         Path(name).expanduser().exists()
     except (OSError, RuntimeError) as error:
         raise RequestError(f"{name!s:.99} names no model: {error!s:.99}") from error
-
-
-def check_adapter_of(adapter: str | None) -> None:
-    """Raise RequestError for a folder that holds no adapter."""
-    try:
-        check_adapter(adapter)
-    except OSError as error:
-        raise RequestError(str(error)) from error
-
-
-def is_cached(name: str) -> bool:
-    """True for a model in the Hugging Face cache."""
-    try:
-        hf_repo_to_path(name)
-    except Exception:  # whatever is said of a name that is none
-        return False
-    return True
 
 
 def cached_names() -> Sequence[str]:

@@ -11,10 +11,10 @@ import hashlib
 import logging
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
-from itertools import pairwise
+from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -33,32 +33,9 @@ States = dict[int, list[Any]]
 """Position -> copies, as they were there, of the caches that cannot be shortened."""
 
 
-@dataclass(frozen=True)
-class Points:
-    """States after the caches of a conversation in mlx-lm's store, which counts their bytes."""
-
-    at: States
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all states."""
-        return sum(cache.nbytes for caches in self.at.values() for cache in caches)
-
-    def is_trimmable(self) -> bool:
-        """False: what it stands with cannot be shortened."""
-        return False
-
-
 def stateful(caches: Sequence[Any]) -> list[Any]:
     """Those of the caches that may go back only to a copy."""
     return [cache for cache in leaves(caches) if strategy_for(cache).must_restore]
-
-
-def split(kept: Sequence[Any]) -> tuple[list[Any], States]:
-    """The caches of an entry of the store, and the states that are kept with them."""
-    if isinstance(kept[-1], Points):
-        return list(kept[:-1]), kept[-1].at
-    return list(kept), {}
 
 
 def thinned(at: Mapping[int, list[Any]], end: int) -> States:
@@ -71,23 +48,48 @@ def thinned(at: Mapping[int, list[Any]], end: int) -> States:
     return left
 
 
-def back_at(
-    kept: Sequence[Any], length: int, position: int
-) -> tuple[list[Any], States, int]:
-    """Copies of an entry's caches, of `length` tokens, at `position` or the last one before it that
-    can be had; the states before it; and that position, 0 if there is none."""
-    caches, at = split(kept)
-    caches = copy.deepcopy(caches)
-    rollback = Rollback(caches, length)
-    if (point := max((p for p in at if p <= position), default=0)) > 0:
-        states = iter(at[point])
-        pairs = ((strategy_for(cache), cache) for cache in leaves(caches))
-        saved = [s.save(next(states)) if s.must_restore else None for s, _ in pairs]
-        rollback.checkpoints = [(point, saved)]
-    reached = 0
-    with suppress(CacheRollbackError):
-        reached = rollback.rewind_to(position)
-    return caches, {p: states for p, states in at.items() if p < reached}, reached
+@dataclass(eq=False)
+class KeptPrefix:
+    """Caches [layers] that hold `tokens`, and the states before their end.
+
+    place: of the model that made them; another one's are never taken.
+    """
+
+    place: Hashable
+    tokens: list[int]
+    caches: list[Any]
+    at: States = field(default_factory=dict)
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all caches and states."""
+        caches = chain(self.caches, *self.at.values())
+        return sum(int(cache.nbytes) for cache in caches)
+
+    def back_at(self, position: int) -> KeptPrefix:
+        """A copy at `position`, or the last one before it that can be had; of no tokens if none."""
+        caches = copy.deepcopy(self.caches)
+        rollback = Rollback(caches, len(self.tokens))
+        if (point := max((p for p in self.at if p <= position), default=0)) > 0:
+            states = iter(self.at[point])
+            pairs = ((strategy_for(cache), cache) for cache in leaves(caches))
+            saved = [s.save(next(states)) if s.must_restore else None for s, _ in pairs]
+            rollback.checkpoints = [(point, saved)]
+        reached = 0
+        with suppress(CacheRollbackError):
+            reached = rollback.rewind_to(position)
+        at = {p: states for p, states in self.at.items() if p < reached}
+        return KeptPrefix(self.place, self.tokens[:reached], caches, at)
+
+
+def nearest_in(
+    trie: PromptTrie, place: Hashable, tokens: list[int]
+) -> Iterator[tuple[list[int], int, Any]]:
+    """Texts of a trie that begin most like `tokens`: each, how many are common, and its value."""
+    found = trie.search(place, tokens)
+    for held in filter(None, (found.exact, found.longer, found.shorter)):
+        common = found.common_prefix if held is found.longer else len(held)
+        yield held, common, trie.get(place, held)
 
 
 OURS = re.compile(r"[0-9a-f]{16}-[0-9a-f]{32}\.safetensors(\.damaged)?")
@@ -144,21 +146,16 @@ class PrefixFiles:
 
     def longest(self, tokens: list[int]) -> tuple[list[int], int]:
         """The tokens of the file that saves most of reading `tokens`, and how many it saves."""
-        found = self._trie.search(self.key, tokens)
         longest: tuple[list[int], int] = [], 0
-        for held in filter(None, (found.exact, found.longer, found.shorter)):
-            common = found.common_prefix if held is found.longer else len(held)
-            points = self._trie.get(self.key, held)[1].points
-            # its caches go back to these, and not to any position
-            if points is not None:
-                common = max(
-                    (p for p in (*points, len(held)) if p <= common), default=0
-                )
+        for held, common, (_, header) in nearest_in(self._trie, self.key, tokens):
+            if header.points is not None:  # its caches go back to these alone
+                ends = (*header.points, len(held))
+                common = max((p for p in ends if p <= common), default=0)
             longest = max(longest, (held, common), key=lambda one: one[1])
         return longest
 
-    def load(self, tokens: list[int]) -> list[Any] | None:
-        """The caches of the file of these tokens, with their states; None if it is damaged."""
+    def load(self, tokens: list[int]) -> tuple[list[Any], States] | None:
+        """The caches of the file of these tokens, and their states; None if it is damaged."""
         path, header = self._trie.get(self.key, tokens)
         try:
             if path.stem != f"{self.key}-{_digest(path)}":
@@ -166,26 +163,29 @@ class PrefixFiles:
             flat = load_prompt_cache(str(path))
             wait_for(flat)
             caches, rest = flat[: header.layers], iter(flat[header.layers :])
-            num_states = len(stateful(caches))
-            points = {
-                p: [next(rest) for _ in range(num_states)] for p in header.points or ()
-            }
+            of_point = stateful(caches)
+            at = {p: [next(rest) for _ in of_point] for p in header.points or ()}
             os.utime(path)
         except Exception as error:
             self._trie.pop(self.key, tokens)
             self._put_aside(path, error)
             return None
-        return [*caches, Points(points)] if points else list(caches)
+        return caches, at
 
-    def save(self, tokens: list[int], caches: Sequence[Any], at: States) -> None:
+    def save(self, prefix: KeptPrefix) -> None:
         """Write the caches of a text, in the place of those of a part of it."""
-        flat = [*caches, *(cache for point in sorted(at) for cache in at[point])]
+        tokens, points = prefix.tokens, sorted(prefix.at)
+        flat = [*prefix.caches, *chain.from_iterable(prefix.at[p] for p in points)]
         if not all(
             hasattr(mlx_lm_caches, type(cache).__name__) for cache in leaves(flat)
         ):
             return  # of a class that mlx-lm does not read
-        points = sorted(at) if stateful(caches) else None
-        header = Header(self.key, tokens, points, len(caches))
+        header = Header(
+            self.key,
+            tokens,
+            points if stateful(prefix.caches) else None,
+            len(prefix.caches),
+        )
         part = self.folder / f"{PART}{os.getpid()}.safetensors"
         try:
             os.close(os.open(part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o600))
@@ -193,11 +193,8 @@ class PrefixFiles:
                 str(part), flat, {HEADER: msgspec.json.encode(header).decode()}
             )
             path = part.rename(self.folder / f"{self.key}-{_digest(part)}.safetensors")
-            before = self._trie.add(self.key, tokens, (path, header))
-            replaced = [
-                before,
-                *(entry for _, entry in self._trie.pop_prefixes(self.key, tokens)),
-            ]
+            replaced = [self._trie.add(self.key, tokens, (path, header))]
+            replaced += [old for _, old in self._trie.pop_prefixes(self.key, tokens)]
             for old, _ in filter(None, replaced):
                 if old != path:
                     old.unlink(missing_ok=True)

@@ -10,7 +10,7 @@ import copy
 import json
 import platform
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass
+from dataclasses import replace
 from functools import lru_cache
 from importlib.metadata import version
 from pathlib import Path
@@ -23,33 +23,15 @@ from specdec_mlx.drafters.fingerprint import content_digest
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded
 from specdec_mlx.server.prefix_files import (
-    Points,
+    KeptPrefix,
     PrefixFiles,
     States,
-    back_at,
-    split,
+    nearest_in,
     stateful,
     thinned,
 )
 
 UNBOUNDED = 2**63  # bytes
-
-
-@dataclass(eq=False)
-class KeptPrefix:
-    """Caches [layers] that hold `tokens`, with the states before their end.
-
-    place: of the model that made them; another one's are never taken.
-    """
-
-    place: Hashable
-    tokens: list[int]
-    caches: list[Any]
-
-    @property
-    def nbytes(self) -> int:
-        """Bytes of all caches and states."""
-        return sum(int(cache.nbytes) for cache in self.caches)
 
 
 class Prefixes:
@@ -64,11 +46,8 @@ class Prefixes:
         most_bytes: int = UNBOUNDED,
         files_of: Callable[[Any], PrefixFiles | None] = lambda place: None,
     ) -> None:
-        self.most_entries, self.most_bytes, self.files_of = (
-            most_entries,
-            most_bytes,
-            files_of,
-        )
+        self.most_entries, self.most_bytes = most_entries, most_bytes
+        self.files_of = files_of
         self._trie = PromptTrie()
         self.entries: list[KeptPrefix] = []  # the least recently used one first
 
@@ -85,36 +64,30 @@ class Prefixes:
         One token is always left to feed.
         """
         known = tokens[:-1]
-        caches, at, length = self._nearest(place, known)
+        nearest = self._nearest(place, known)
         if (files := self.files_of(place)) is not None:
-            kept, reached = files.longest(known)
-            if reached > length and (loaded := files.load(kept)) is not None:
-                self._add(KeptPrefix(place, kept, loaded))
-                caches, at, length = self._nearest(place, known)
-        if length == 0:
+            held, reached = files.longest(known)
+            is_longer = reached > len(nearest.tokens)
+            if is_longer and (loaded := files.load(held)) is not None:
+                self._add(KeptPrefix(place, held, *loaded))
+                nearest = self._nearest(place, known)
+        if not nearest.tokens:
             return None, tokens
         # which takes its states along, also where it leaves the entry's text
-        if stateful(caches):
-            self._add(
-                KeptPrefix(place, tokens[:length], [*copy.deepcopy(caches), Points(at)])
-            )
-        return caches, tokens[length:]
+        if stateful(nearest.caches):
+            self._add(replace(nearest, caches=copy.deepcopy(nearest.caches)))
+        return nearest.caches, tokens[len(nearest.tokens) :]
 
-    def _nearest(
-        self, place: Hashable, tokens: list[int]
-    ) -> tuple[list[Any], States, int]:
-        """What `back_at` gives of the entry that holds most of the tokens."""
-        found = self._trie.search(place, tokens)
-        longest: tuple[list[Any], States, int] = [], {}, 0
-        for held in filter(None, (found.exact, found.longer, found.shorter)):
-            common = found.common_prefix if held is found.longer else len(held)
-            entry = self._trie.get(place, held)
-            reached = back_at(entry.caches, len(held), common)
-            if reached[-1] > longest[-1]:
-                longest = reached
+    def _nearest(self, place: Hashable, tokens: list[int]) -> KeptPrefix:
+        """A copy of the entry that holds most of the tokens, as far as it holds them."""
+        nearest = KeptPrefix(place, [], [])
+        for _, common, entry in nearest_in(self._trie, place, tokens):
+            reached = entry.back_at(common)
+            if len(reached.tokens) > len(nearest.tokens):
+                nearest = reached
                 self.entries.remove(entry)
                 self.entries.append(entry)
-        return longest
+        return nearest
 
     def insert_cache(
         self,
@@ -129,32 +102,29 @@ class Prefixes:
         has_ended: they are of a whole text, which is kept in a file too.
         """
         at: States = {}
-        while stateful(caches) and (held := self._longest_held(place, tokens)):
-            before, earlier = split(self._pop(place, held).caches)
-            at |= earlier | {len(held): stateful(before)}
-        at = thinned(
-            {p: states for p, states in at.items() if p < len(tokens)}, len(tokens)
-        )
-        self._add(
-            KeptPrefix(place, tokens, [*caches, Points(at)] if at else list(caches))
-        )
+        while stateful(caches) and (before := self._within(place, tokens)) is not None:
+            self._pop(before)
+            at |= before.at | {len(before.tokens): stateful(before.caches)}
+        at.pop(len(tokens), None)
+        entry = KeptPrefix(place, tokens, list(caches), thinned(at, len(tokens)))
+        self._add(entry)
         if has_ended and (files := self.files_of(place)) is not None:
-            files.save(tokens, caches, at)
+            files.save(entry)
 
-    def _longest_held(self, place: Hashable, tokens: list[int]) -> list[int] | None:
-        found = self._trie.search(place, tokens)
-        held: list[int] | None = found.exact or found.shorter
-        return held
+    def _within(self, place: Hashable, tokens: list[int]) -> KeptPrefix | None:
+        """The longest entry whose text the tokens begin with, if there is one."""
+        found = nearest_in(self._trie, place, tokens)
+        whole = (entry for held, common, entry in found if common == len(held))
+        return next(whole, None)
 
-    def _pop(self, place: Hashable, tokens: list[int]) -> KeptPrefix:
-        entry: KeptPrefix = self._trie.pop(place, tokens)
+    def _pop(self, entry: KeptPrefix) -> None:
+        self._trie.pop(entry.place, entry.tokens)
         self.entries.remove(entry)
-        return entry
 
     def _add(self, entry: KeptPrefix) -> None:
         """Add an entry, in the place of those that it can be shortened to."""
         replaced = [self._trie.add(entry.place, entry.tokens, entry)]
-        if not stateful(split(entry.caches)[0]):
+        if not stateful(entry.caches):
             replaced += [
                 old for _, old in self._trie.pop_prefixes(entry.place, entry.tokens)
             ]
@@ -167,29 +137,28 @@ class Prefixes:
         while self.entries and (
             len(self.entries) > self.most_entries or self.nbytes > most_bytes
         ):
-            self._pop(self.entries[0].place, self.entries[0].tokens)
+            self._pop(self.entries[0])
 
 
 def prefixes_for(
     settings: ServerSettings, loaded: Callable[[], Loaded | None]
 ) -> Prefixes:
     """The prefixes of a server; in files those of the model that is loaded, whole on this rank."""
-    opened, digests = lru_cache(PrefixFiles), dict[Any, str]()
-    is_whole = mx.distributed.init().size() == 1
+    has_files = settings.prompt_cache and mx.distributed.init().size() == 1
+
+    @lru_cache
+    def opened(place: Any) -> PrefixFiles:
+        model = loaded()
+        assert model is not None
+        assert settings.prompt_cache is not None
+        folder = settings.prompt_cache.expanduser().absolute()
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        return PrefixFiles(folder, digest(model, settings), settings.prompt_cache_limit)
 
     def files_of(place: Any) -> PrefixFiles | None:
         model = loaded()
-        if (
-            settings.prompt_cache is None
-            or model is None
-            or model.place != place
-            or not is_whole
-        ):
-            return None
-        folder: Path = settings.prompt_cache.expanduser().absolute()
-        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        digests[place] = digests.get(place) or digest(model, settings)
-        return opened(folder, digests[place], settings.prompt_cache_limit)
+        is_loaded = model is not None and model.place == place
+        return opened(place) if has_files and is_loaded else None
 
     has_draft_caches = settings.flags.choice.model.name is not None
     most_entries = settings.prompt_cache_size * (2 if has_draft_caches else 1)

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import takewhile
+from operator import eq
 from typing import Any
 
 from specdec_mlx.generation import encode
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import is_forced, tools_for
-from specdec_mlx.server.requests import RequestError, TextRequest
+from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
 # tokens of a template's end in which a thought may begin, as in mlx-lm's server
 LONGEST_TAIL = 11
@@ -52,20 +54,16 @@ def read_prompt(
     finds_ends: for caches that go back to some positions only.
     """
     try:
+        messages = [
+            as_template_takes_it(each, tokenizer) for each in request.messages or ()
+        ]
         if request.messages is None:
             prompt = ReadPrompt(encode(tokenizer, request.prompt))
+        elif tokenizer.has_chat_template:
+            prompt = _of_chat(request, messages, tokenizer, settings, finds_ends)
         else:
-            messages = [
-                as_template_takes_it(each, tokenizer) for each in request.messages
-            ]
-            if tokenizer.has_chat_template:
-                prompt = _of_chat(request, messages, tokenizer, settings, finds_ends)
-            else:
-                prompt = ReadPrompt(
-                    encode(tokenizer, _without_template(request, messages))
-                )
-    except RequestError:
-        raise
+            text = _without_template(request, messages)
+            prompt = ReadPrompt(encode(tokenizer, text))
     except Exception as error:  # a template is a program
         raise RequestError(f"The prompt cannot be read: {error}") from error
     if not prompt.tokens:
@@ -75,32 +73,28 @@ def read_prompt(
 
 def _of_chat(
     request: TextRequest,
-    messages: list[dict[str, Any]],
+    messages: list[Object],
     tokenizer: Any,
     settings: ServerSettings,
     finds_ends: bool,
 ) -> ReadPrompt:
-    names = {**settings.chat_template_args, **request.template}
-    if has_grammar(request):
-        names = {"enable_thinking": False, **names}
+    names: Object = {"enable_thinking": False} if has_grammar(request) else {}
+    names |= {**settings.chat_template_args, **request.template}
     if tools := tools_for(request):
         names["tools"] = tools
-
-    def rendered(those: list[dict[str, Any]], **how: Any) -> str:
-        text: str = tokenizer.apply_chat_template(those, tokenize=False, **how, **names)
-        return text
-
+    encoded = partial(tokenizer.encode, add_special_tokens=False)
+    rendered = partial(tokenizer.apply_chat_template, tokenize=False, **names)
     going_on = (
         "continue_final_message" if request.continues else "add_generation_prompt"
     )
     text = rendered(messages, **{going_on: True})
-    tokens = _tokens_of(text, tokenizer)
+    tokens = encoded(text)
     ends = list[int]()
     if finds_ends:
         system = [*takewhile(lambda message: message["role"] == "system", messages)]
         if 0 < len(system) < len(messages):
-            alone = rendered([*system, {"role": "user", "content": ""}])
-            ends.append(_num_shared(_tokens_of(alone, tokenizer), tokens))
+            alone = encoded(rendered([*system, {"role": "user", "content": ""}]))
+            ends.append(len([*takewhile(bool, map(eq, alone, tokens))]))
         if tokenizer.has_thinking and not request.continues:
             ends.append(
                 tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL)
@@ -108,16 +102,6 @@ def _of_chat(
         ends = sorted(end for end in {*ends, len(tokens)} if end > 0)
     in_thought = not has_grammar(request) and _in_thought(text, request, tokenizer)
     return ReadPrompt(tokens, ends, in_thought)
-
-
-def _tokens_of(rendered: str, tokenizer: Any) -> list[int]:
-    return list(tokenizer.encode(rendered, add_special_tokens=False))
-
-
-def _num_shared(one: Sequence[int], other: Sequence[int]) -> int:
-    """Tokens that both begin with."""
-    pairs = enumerate(zip(one, other, strict=False))
-    return next((i for i, (a, b) in pairs if a != b), min(len(one), len(other)))
 
 
 def _in_thought(text: str, request: TextRequest, tokenizer: Any) -> bool:
@@ -136,50 +120,36 @@ def _in_thought(text: str, request: TextRequest, tokenizer: Any) -> bool:
     return text.rstrip().endswith(tokenizer.think_start.strip())
 
 
-def as_template_takes_it(message: Mapping[str, Any], tokenizer: Any) -> dict[str, Any]:
+def as_template_takes_it(message: Object, tokenizer: Any) -> Object:
     """A message with its calls' arguments as objects.
 
     A call whose arguments are none, as where an answer was cut, is a part of the text.
     """
-    taken: dict[str, Any] = copy.deepcopy(dict(message))
+    taken = copy.deepcopy(message)
     taken["content"] = taken.get("content") or ""
-    if calls := taken.pop("tool_calls", None):
-        taken["tool_calls"] = []
-        for call in calls:
-            function = call.get("function") or {}
-            arguments = function.get("arguments") or {}
-            if isinstance(arguments, str):
-                arguments = _object_in(arguments)
-            if arguments is None:
-                taken["content"] += _call_as_text(function, tokenizer)
-            else:
-                taken["tool_calls"].append(
-                    {**call, "function": {**function, "arguments": arguments}}
-                )
-        if not taken["tool_calls"]:
-            del taken["tool_calls"]
-    return taken
+    calls = []
+    for call in taken.pop("tool_calls", None) or ():
+        called = call["function"]
+        arguments = called.get("arguments") or {}
+        try:
+            read = json.loads(arguments) if isinstance(arguments, str) else arguments
+        except ValueError:
+            read = None
+        if isinstance(read, dict):
+            called["arguments"] = read
+            calls.append(call)
+        else:
+            taken["content"] += _call_as_text(called["name"], arguments, tokenizer)
+    return taken | ({"tool_calls": calls} if calls else {})
 
 
-def _object_in(text: str) -> dict[str, Any] | None:
-    """The JSON object that a text is; None for any other text."""
-    try:
-        read = json.loads(text)
-    except ValueError:
-        return None
-    return read if isinstance(read, dict) else None
-
-
-def _call_as_text(function: Mapping[str, Any], tokenizer: Any) -> str:
+def _call_as_text(name: str, arguments: Any, tokenizer: Any) -> str:
     """A call as models write it, with its arguments as they stand."""
     begin, end = tokenizer.tool_call_start or "", tokenizer.tool_call_end or ""
-    name = json.dumps(function.get("name", ""))
-    return f'{begin}{{"name": {name}, "arguments": {function["arguments"]}}}{end}'
+    return f'{begin}{{"name": {json.dumps(name)}, "arguments": {arguments}}}{end}'
 
 
-def _without_template(
-    request: TextRequest, messages: Sequence[Mapping[str, Any]]
-) -> str:
+def _without_template(request: TextRequest, messages: Sequence[Object]) -> str:
     """A chat as text, for a model without a template."""
     roles = {**ROLES, "stop": "\n", **(request.template.get("role_mapping") or {})}
     lines = [f"{roles.get(m['role'], '')}{m.get('content') or ''}" for m in messages]

@@ -6,14 +6,22 @@ A body becomes a `TextRequest`; the engine answers with events; a protocol write
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
+from time import time
 from typing import Any
+from uuid import uuid4
 
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
+
+Object = dict[str, Any]
+"""A JSON object."""
+
+Sent = Iterable[bytes]
+"""Server-sent events, or parts of them."""
 
 # tool choices that are no tool's name
 AUTO, NONE, REQUIRED = "auto", "none", "required"
@@ -74,17 +82,17 @@ class TextRequest:
     model: str = ""
     adapter: str | None = None
     draft_model: str | None = None
-    messages: list[dict[str, Any]] | None = None
+    messages: list[Object] | None = None
     prompt: str | list[int] = ""
-    tools: list[dict[str, Any]] = field(default_factory=list)
+    tools: list[Object] = field(default_factory=list)
     tool_choice: str = AUTO
     parallel_calls: bool = True
-    template: dict[str, Any] = field(default_factory=dict)
+    template: Object = field(default_factory=dict)
     continues: bool = False
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     sampling: Sampling = field(default_factory=Sampling)
-    penalties: dict[str, Any] = field(default_factory=dict)
+    penalties: Object = field(default_factory=dict)
     seed: int | None = None
     num_logprobs: int | None = None
     grammar: Grammar | None = None
@@ -218,18 +226,33 @@ class Written:
             case Failed():
                 raise event.error
 
+    def events(self) -> list[Event]:
+        """The events of the text, had each part of it come at once; once it has ended."""
+        assert self.ended is not None
+        calls = [
+            CallBegan(index, call["id"], call["name"], call["arguments"])
+            for index, call in enumerate(self.calls)
+        ]
+        said = Said(self.text, logprobs=self.logprobs)
+        return [Said(self.thoughts, is_thought=True), said, *calls, self.ended]
 
-@dataclass(kw_only=True)
+
 class Asked:
-    """A body, read. requests: one a choice, prompt by prompt. id: of the reply. more: what a
-    protocol's own reply needs of the body."""
+    """A body, read. requests: one a choice, prompt by prompt. id: of the reply. tools: how each one
+    was offered, by its name, where a protocol has several ways."""
 
-    requests: list[TextRequest]
-    model: str
-    id: str
-    created: int
-    stream: bool = False
-    more: dict[str, Any] = field(default_factory=dict)
+    def __init__(
+        self,
+        requests: list[TextRequest],
+        body: Object,
+        prefix: str,
+        tools: Object | None = None,
+    ) -> None:
+        """prefix: what the reply's id begins with."""
+        self.requests, self.body, self.tools = requests, body, tools or {}
+        self.id, self.created = f"{prefix}{uuid4().hex}", int(time())
+        self.model: str = body.get("model") or "default_model"
+        self.stream: bool = body.get("stream") or False
 
 
 class Stream(ABC):
@@ -238,24 +261,24 @@ class Stream(ABC):
     def __init__(self, asked: Asked) -> None:
         self.asked = asked
 
-    def begin(self) -> Iterable[bytes]:
+    def begin(self) -> Sent:
         """What comes before all events."""
         return ()
 
     @abstractmethod
-    def write(self, choice: int, event: Event) -> Iterable[bytes]:
+    def write(self, choice: int, event: Event) -> Sent:
         """The bytes of an event (never `Failed`) of a choice."""
 
     def keepalive(self) -> bytes:
         """What is sent in a silence: a comment, which is no event."""
         return b": keepalive\n\n"
 
-    def end(self) -> Iterable[bytes]:
+    def end(self) -> Sent:
         """What comes after the ends of all choices."""
         return ()
 
     @abstractmethod
-    def fail(self, error: Exception, status: HTTPStatus) -> Iterable[bytes]:
+    def fail(self, error: Exception, status: HTTPStatus) -> Sent:
         """What comes instead, after an error in the middle."""
 
 
@@ -268,13 +291,13 @@ class Wire(ABC):
     stream: type[Stream]
 
     @abstractmethod
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Object) -> Asked:
         """Check a body; raises RequestError."""
 
     @abstractmethod
-    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
+    def reply(self, asked: Asked, texts: Sequence[Written]) -> Object:
         """The whole reply."""
 
     @abstractmethod
-    def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
+    def error(self, error: Exception, status: HTTPStatus) -> Object:
         """The body of an error."""

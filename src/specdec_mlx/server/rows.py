@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import logging
 from collections.abc import Generator, Iterable
 from contextlib import suppress
 from functools import partial
@@ -30,6 +29,7 @@ class BatchRows:
         self, loaded: Loaded, settings: ServerSettings, prefixes: Prefixes
     ) -> None:
         self.loaded, self.settings, self.prefixes = loaded, settings, prefixes
+        self._insert_cache = partial(prefixes.insert_cache, loaded.place)
         self.texts: dict[int, AskedText] = {}
         self.batch = BatchGeneration(
             loaded.model,
@@ -56,19 +56,15 @@ class BatchRows:
         try:
             self._insert(text)
         except Exception as error:
-            logging.error("A request failed.", exc_info=error)
             text.fail(error)
 
     def _insert(self, text: AskedText) -> None:
-        tokens = text.tokens
-        caches, rest = self.prefixes.fetch_nearest_cache(self.loaded.place, tokens)
-        num_read = len(tokens) - len(rest)
-        text.begin(num_read)
+        caches, num_read = text.begin(self.prefixes)
         length = None if text.draft_length == "auto" else text.draft_length
         drafting = OwnDrafting(without_readers(text.drafter), text.rule, length)
         uid = self.batch.insert(
             Request(
-                tokens,
+                text.tokens,
                 text.max_tokens,
                 text.sampling,
                 text.request.seed,
@@ -93,13 +89,10 @@ class BatchRows:
 
     def step(self) -> None:
         """Read a part of a prompt, or write a token; an error ends the texts that it is of."""
-        for uid in [
-            uid for uid, text in self.texts.items() if text.ticket.is_cancelled
-        ]:
-            self._keep_read(self.texts[uid])
-            self._keep_written(self.texts[uid])
-            self.batch.schedule.remove(uid)
-            self.texts.pop(uid).fail(ConnectionError("The client has gone."))
+        for uid, text in list(self.texts.items()):
+            if text.ticket.is_cancelled:
+                self._keep(text)
+                self._give_up([uid], ConnectionError("The client has gone."))
         self._steps = self._steps or self.batch.steps()
         try:
             token = next(self._steps)
@@ -127,8 +120,7 @@ class BatchRows:
             return
         text.end()
         if row.prompt_cache is not None:
-            held = text.tokens[: row.num_cached]
-            self.prefixes.insert_cache(self.loaded.place, held, row.prompt_cache)
+            self._insert_cache(text.tokens[: row.num_cached], row.prompt_cache)
         # not before, so that a fault in its end is told to its client
         del self.texts[row.uid]
         self.batch.schedule.remove(row.uid)
@@ -137,36 +129,26 @@ class BatchRows:
         """Note how far a prompt is read, and keep states at the ends of its parts."""
         text.show_progress(done)
         if self.loaded.is_stateful and (done in text.prompt.ends or done == total - 1):
-            self._keep_read(text)
+            self._keep(text)
 
-    def _keep_written(self, text: AskedText) -> None:
-        """Keep what the caches hold of a text whose client has gone."""
-        tokens, options = text.tokens[:-1], self.batch.options
-        for row, writing in enumerate(self.batch.schedule.writing):
-            if self.texts.get(writing.uid) is not text:
-                continue
-            with suppress(CacheRollbackError), mx.stream(options.stream):
-                alone = self.batch.passes.extract(row)
-                held = tokens[: alone.rewind_to(len(tokens))]
-                self.prefixes.insert_cache(
-                    self.loaded.place, held, alone.caches, has_ended=False
-                )
-
-    def _keep_read(self, text: AskedText) -> None:
-        """Keep what was read of a prompt so far."""
-        for reading in self.batch.schedule.reading:
+    def _keep(self, text: AskedText) -> None:
+        """Keep what was read of a prompt so far, or what the caches hold of its text."""
+        schedule, tokens = self.batch.schedule, text.tokens[:-1]
+        for reading in schedule.reading:
             reader = reading.reader
             if self.texts.get(reading.uid) is text and reader.num_read:
-                self.prefixes.insert_cache(
-                    self.loaded.place,
-                    list(reader.prompt[: reader.num_read]),
-                    copy.deepcopy(reader.caches.caches),
-                    has_ended=False,
-                )
+                held = list(reader.prompt[: reader.num_read])
+                kept = copy.deepcopy(reader.caches.caches)
+                self._insert_cache(held, kept, has_ended=False)
+        for row, writing in enumerate(schedule.writing):
+            if self.texts.get(writing.uid) is text:
+                with suppress(CacheRollbackError), mx.stream(self.batch.options.stream):
+                    alone = self.batch.passes.extract(row)
+                    held = tokens[: alone.rewind_to(len(tokens))]
+                    self._insert_cache(held, alone.caches, has_ended=False)
 
     def _fail(self, uid: int, error: Exception) -> None:
         if (text := self.texts.pop(uid, None)) is not None:
-            logging.error("A request failed.", exc_info=error)
             text.fail(error)
 
     def _give_up(self, uids: Iterable[int], error: Exception) -> None:

@@ -24,7 +24,10 @@ COUNTERS = {
     "accepted": ("spec_decode_num_accepted_tokens", "Draft tokens accepted."),
 }
 """Counts, their names at vLLM less its prefix and Prometheus's suffix, and what they are."""
-BY_POSITION = "spec_decode_num_accepted_tokens_per_pos"
+BY_POSITION = (
+    "spec_decode_num_accepted_tokens_per_pos_total",
+    "Draft tokens accepted, by their position in the draft.",
+)
 
 STYLE = """
 :root { color-scheme: light dark; font: 16px/1.5 system-ui, sans-serif }
@@ -73,68 +76,44 @@ class Totals:
             known = self.by_drafter.setdefault(kind_of(key), [0, 0])
             known[:] = [a + b for a, b in zip(known, counts, strict=True)]
 
+    def _figures(self, gauges: Mapping[str, int]) -> Iterator[tuple[str, str, int]]:
+        """Name, words and value of each."""
+        for name, value in gauges.items():
+            yield f"num_requests_{name}", f"Requests {name}.", value
+        for count, (name, words) in COUNTERS.items():
+            yield f"{name}_total", words, self.counts[count]
+
     def metrics(self, gauges: Mapping[str, int]) -> str:
         """Prometheus's text format; gauges: requests `running` and `waiting`."""
-        return "\n".join([*self._lines(gauges), ""])
-
-    def _lines(self, gauges: Mapping[str, int]) -> Iterator[str]:
-        for name, value in gauges.items():
-            yield from _metric(
-                f"num_requests_{name}", "gauge", f"Requests {name}.", {"": value}
-            )
-        for name, (theirs, words) in COUNTERS.items():
-            yield from _metric(
-                f"{theirs}_total", "counter", words, {"": self.counts[name]}
-            )
+        figures = [(*figure[:2], {"": figure[2]}) for figure in self._figures(gauges)]
         at = {f'{{position="{i}"}}': num for i, num in sorted(self.at.items())}
-        words = "Draft tokens accepted, by their position in the draft."
-        yield from _metric(f"{BY_POSITION}_total", "counter", words, at)
+        lines = []
+        for name, words, samples in (*figures, (*BY_POSITION, at)):
+            kind = "counter" if name.endswith("_total") else "gauge"
+            lines += [f"# HELP vllm:{name} {words}", f"# TYPE vllm:{name} {kind}"]
+            lines += [f"vllm:{name}{sample} {num}" for sample, num in samples.items()]
+        return "\n".join([*lines, ""])
 
     def page(self, gauges: Mapping[str, int]) -> str:
         """HTML of the counts, without scripts; it is read anew every few seconds."""
-        counts = self.counts
-        a_pass = counts["emitted"] / max(1, counts["passes"])
-        rows = [(f"requests {name}", value) for name, value in gauges.items()]
-        rows += [
-            ("requests answered", counts["requests"]),
-            ("tokens", counts["emitted"]),
-        ]
-        rows += [
-            ("tokens of prompts", counts["prompt"]),
-            ("of them on a cache", counts["cached"]),
-        ]
+        a_pass = self.counts["emitted"] / max(1, self.counts["passes"])
+        figures = [(words, f"{value:,}") for _, words, value in self._figures(gauges)]
         shares = [
             (name, f"{accepted:,} of {drafted:,} ({accepted / max(1, drafted):.0%})")
             for name, (drafted, accepted) in sorted(self.by_drafter.items())
         ]
-        drafted = (
-            _table([("drafter", "draft tokens accepted"), *shares]) if shares else ""
-        )
+        drafted = shares and _table("Drafter", "draft tokens accepted", shares)
         return (
             f'<!doctype html><html lang="en"><meta charset="utf-8"><title>specdec_mlx</title>'
             f'<meta name="viewport" content="width=device-width">'
             f'<meta http-equiv="refresh" content="{REFRESH}"><style>{STYLE}</style>'
             f'<h1>specdec_mlx</h1><p class="large">{a_pass:.2f}</p><p>tokens per pass</p>'
-            f"{_table([('since the start', ''), *rows])}{drafted}</html>"
+            f"{_table('Since the start', '', figures)}"
+            f"{drafted or ''}</html>"
         )
 
 
-def _metric(
-    name: str, kind: str, words: str, samples: Mapping[str, int]
-) -> Iterator[str]:
-    yield f"# HELP vllm:{name} {words}"
-    yield f"# TYPE vllm:{name} {kind}"
-    for labels, value in samples.items():
-        yield f"vllm:{name}{labels} {value}"
-
-
-def _table(rows: list[tuple[str, object]]) -> str:
-    """A table whose first row is its head."""
-    lines = []
-    for i, (name, value) in enumerate(rows):
-        cell = "td" if i else "th"
-        shown = f"{value:,}" if isinstance(value, int) else escape(str(value))
-        lines.append(
-            f"<tr><{cell}>{escape(name)}</{cell}><{cell}>{shown}</{cell}></tr>"
-        )
-    return f"<table>{''.join(lines)}</table>"
+def _table(left: str, right: str, rows: list[tuple[str, str]]) -> str:
+    cells = [f"<td>{escape(name)}</td><td>{escape(value)}</td>" for name, value in rows]
+    lines = [f"<th>{left}</th><th>{right}</th>", *cells]
+    return f"<table><tr>{'<tr>'.join(lines)}</table>"

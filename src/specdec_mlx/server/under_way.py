@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Any, TypeVar
 
 import mlx.core as mx
 from mlx_lm.sample_utils import make_logits_processors
 
-from specdec_mlx.contracts import Drafter, LogitsProcessor
+from specdec_mlx.contracts import LogitsProcessor
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import (
     Grammar,
@@ -24,13 +25,14 @@ from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.server.forced import grammar_for, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.prompts import ReadPrompt, has_grammar, read_prompt
+from specdec_mlx.server.prompts import has_grammar, read_prompt
 from specdec_mlx.server.requests import (
     Ended,
     Event,
     Failed,
     PromptProgress,
     RequestError,
+    ServerEndingError,
     TextRequest,
 )
 from specdec_mlx.server.text.state import TextState
@@ -38,18 +40,20 @@ from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.verify.inputs import check_ids
 from specdec_mlx.verify.model_pass import vocab_size_of
 
+T = TypeVar("T")
+
 
 @dataclass(eq=False)
 class Ticket:
     """A request and the way to its client; `cancel` may be called by any thread.
 
-    grammar: of the text, once it was compiled. names: of its model and adapter, once looked up.
+    names: of its model and adapter. grammar: of the text, once it was compiled.
     """
 
     request: TextRequest
     put: Callable[[Event], None]
+    names: tuple[str, str | None] = ("", None)
     grammar: Grammar | None = None
-    names: tuple[str, str | None] | None = None
     is_cancelled: bool = False
     has_ended: bool = False
 
@@ -108,7 +112,6 @@ def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
     return within(make) if has_grammar(request) else None
 
 
-@dataclass(eq=False)
 class AskedText:
     """A request that is being served.
 
@@ -116,76 +119,49 @@ class AskedText:
     its end. is_begun: its client knows how much of its prompt was found.
     """
 
-    ticket: Ticket
-    loaded: Loaded
-    prompt: ReadPrompt
-    max_tokens: int
-    sampling: Sampling
-    processors: list[LogitsProcessor]
-    drafter: Drafter | None
-    drafter_name: str
-    draft_length: int | str
-    rule: str
-    state: TextState
-    shows_stats: bool = False
-    written: list[int] = field(default_factory=list)
-    events: list[Event] = field(default_factory=list)
-    stats: SpeculationStats | None = None
-    num_cached: int = 0
-    is_begun: bool = False
-    is_batched: bool = False
-
-    @classmethod
-    def of(
-        cls, ticket: Ticket, loaded: Loaded, models: Models, draft_caches: Prefixes
-    ) -> AskedText:
+    def __init__(
+        self, ticket: Ticket, loaded: Loaded, models: Models, draft_caches: Prefixes
+    ) -> None:
         """Read the prompt, and make all that the text is written with; raises what is wrong.
 
         draft_caches: where draft models keep theirs.
         """
+        self.ticket, self.loaded, self.flags = ticket, loaded, models.flags
+        self.written, self.events = list[int](), list[Event]()
+        self.stats: SpeculationStats | None = None
+        self.num_cached = 0
+        self.is_begun = self.is_batched = False
         request, tokenizer, settings = ticket.request, loaded.tokenizer, models.settings
-        prompt = read_prompt(
+        self.prompt = read_prompt(
             request, tokenizer, settings, finds_ends=loaded.is_stateful
         )
-        vocab_size = vocab_size_of(loaded.model)
-        check_ids(prompt.tokens, vocab_size)
-        num_tokens, most = len(prompt.tokens), loaded.longest_text
+        tokens, vocab_size = self.prompt.tokens, vocab_size_of(loaded.model)
+        check_ids(tokens, vocab_size)
+        num_tokens, most = len(tokens), loaded.longest_text
         if (room := most - num_tokens + 1) < 1:  # the last token is not fed
             words = f"The prompt has {num_tokens} tokens; there are {most} positions for a text."
             raise RequestError(words, "context_length_exceeded", num_tokens, most)
-        wanted = (
-            settings.max_tokens if request.max_tokens is None else request.max_tokens
+        wanted = given(request.max_tokens, settings.max_tokens)
+        self.max_tokens = min(given(wanted, room), room)
+        self.draft_length = given(request.draft_length, self.flags.draft_length)
+        self.rule = given(request.rule, self.flags.rule)
+        self.sampling = sampling_for(request.sampling, tokenizer, vocab_size)
+        self.processors: list[LogitsProcessor] = make_logits_processors(
+            **request.penalties
         )
-        processors: list[LogitsProcessor] = make_logits_processors(**request.penalties)
         check_bias(request.penalties.get("logit_bias"), vocab_size)
-        drafter, name = models.drafter(request, loaded)
-        if drafter is not None:
+        self.drafter, self.drafter_name = models.drafter(request, loaded)
+        if self.drafter is not None:
             if request.prediction:
-                tokens = tokenizer.encode(request.prediction, add_special_tokens=False)
-                drafter = predicting(drafter, tokens)
-            drafter = keeping_caches(drafter, draft_caches)
-        if (
-            grammar := ticket.grammar or compile_grammar(request, tokenizer)
-        ) is not None:
-            processors.append(GuardedGrammar(grammar, tokenizer, num_tokens))
-            drafter = None if drafter is None else FirstOf(GrammarDrafter(), drafter)
-        state = TextState(tokenizer, request, prompt.tokens, prompt.in_thought)
-        return cls(
-            ticket,
-            loaded,
-            prompt,
-            room if wanted is None else min(wanted, room),
-            sampling_for(request.sampling, tokenizer, vocab_size),
-            processors,
-            drafter,
-            name,
-            settings.flags.draft_length
-            if request.draft_length is None
-            else request.draft_length,
-            settings.flags.rule if request.rule is None else request.rule,
-            state,
-            settings.flags.stats,
-        )
+                ids = tokenizer.encode(request.prediction, add_special_tokens=False)
+                self.drafter = predicting(self.drafter, ids)
+            self.drafter = keeping_caches(self.drafter, draft_caches)
+        grammar = ticket.grammar or compile_grammar(request, tokenizer)
+        if grammar is not None:
+            self.processors.append(GuardedGrammar(grammar, tokenizer, num_tokens))
+            if self.drafter is not None:
+                self.drafter = FirstOf(GrammarDrafter(), self.drafter)
+        self.state = TextState(tokenizer, request, tokens, self.prompt.in_thought)
 
     @property
     def request(self) -> TextRequest:
@@ -197,7 +173,7 @@ class AskedText:
         """Prompt and text so far."""
         return [*self.prompt.tokens, *self.written]
 
-    @property
+    @cached_property
     def may_end_early(self) -> bool:
         """True if it may end at another token than the end token."""
         return (
@@ -206,11 +182,18 @@ class AskedText:
             or has_grammar(self.request)
         )
 
-    def begin(self, num_cached: int) -> None:
-        """Tell the client how much of the prompt need not be read."""
+    def begin(self, prefixes: Prefixes) -> tuple[list[Any] | None, int]:
+        """The caches that are kept of the text, or None, and how much of it they hold.
+
+        The client is told, the first time, how much of its prompt need not be read.
+        """
+        tokens = self.tokens
+        caches, rest = prefixes.fetch_nearest_cache(self.loaded.place, tokens)
+        num_read = len(tokens) - len(rest)
         if not self.is_begun:
-            self.is_begun, self.num_cached = True, num_cached
-            self.show_progress(num_cached)
+            self.is_begun, self.num_cached = True, num_read
+            self.show_progress(num_read)
+        return caches, num_read
 
     def show_progress(self, done: int) -> None:
         """Tell the client how much of the prompt is read, unless there is text already."""
@@ -243,7 +226,7 @@ class AskedText:
             self._told(event) if isinstance(event, Ended) else event
             for event in self.state.end(self.state.ended or "length")
         )
-        if self.shows_stats:
+        if self.flags.stats:
             logging.info(f"Speculation: {self.stats}")
 
     def _told(self, ended: Ended) -> Ended:
@@ -260,8 +243,15 @@ class AskedText:
 
     def fail(self, error: Exception) -> None:
         """Say why nothing more comes: its grammar's reason, if that has one."""
+        if not isinstance(error, ConnectionError | ServerEndingError):
+            logging.error("A request failed.", exc_info=error)
         own = [getattr(processor, "error", None) for processor in self.processors]
         self.ticket.fail(next(filter(None, own), error))
+
+
+def given(value: T | None, otherwise: T) -> T:
+    """What was given, or else another value."""
+    return otherwise if value is None else value
 
 
 def sampling_for(sampling: Sampling, tokenizer: Any, vocab_size: int) -> Sampling:

@@ -395,7 +395,7 @@ def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
             [np.array(mx.argmax(trainee.logits(x), -1)) for x in parts]
         )
         if trainee.vocabulary is not None:
-            drafted = np.array(trainee.vocabulary)[drafted]
+            drafted = np.array(trainee.vocabulary.ids)[drafted]
         rest = batch.best.shape[1] - first - len(drafted)
         hits.append(
             np.pad(drafted == batch.best[0, first:][: len(drafted)], (first, rest))

@@ -191,7 +191,7 @@ def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
     if (
         not differ
         and known is not None
-        and not mx.array_equal(before.vocabulary.ids, known).item()
+        and not mx.array_equal(before.vocabulary.ids, known.ids).item()
     ):
         differ = "d2t differs"
     if differ:

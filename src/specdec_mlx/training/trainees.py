@@ -17,8 +17,8 @@ from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Features
-from specdec_mlx.drafters.heads.drafter import DraftVocabulary, TargetEnds, target_ends
-from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3, Eagle3Config
+from specdec_mlx.drafters.heads.drafter import DraftVocabulary, target_ends
+from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3
 from specdec_mlx.drafters.heads.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPHead
 from specdec_mlx.drafters.heads.one_pass import Medusa
@@ -33,7 +33,7 @@ from specdec_mlx.models import explained
 from specdec_mlx.training.features import Batch, save_arrays, save_json
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.tree_passes import TreeLayout, tree_pass
-from specdec_mlx.verify.watching import Taps
+from specdec_mlx.verify.watching import Anatomy, Taps
 
 NORM_EPS = 1e-5
 LLAMA = {"hidden_act": "silu", "rms_norm_eps": NORM_EPS, "rope_theta": 10000.0}
@@ -102,7 +102,7 @@ class Recipe:
     init: str | None = None
 
     @property
-    def ends(self) -> TargetEnds:
+    def ends(self) -> Anatomy:
         """Ends of the target."""
         return target_ends(self.target)
 
@@ -113,14 +113,14 @@ class Trainee:
 
     module: its weights, float32. features: that it reads. predictions: of the first, second, ...
     token of drafts. reads_text: it reads draft tokens like any others, so one prediction stands for
-    all. is_recursive: it drafts on from its own states. vocabulary: ids [Vd] of its logits, None
-    for all. draft_logits: [..., Vd] of states, None for the target's head; head_names: its
-    parameters. renamed: patterns of parameters -> their names in the file. ids: more tensors of the
-    file. rows_at_once: states whose logits are made together.
+    all. is_recursive: it drafts on from its own states. vocabulary: of its logits, None for all.
+    draft_logits: [..., Vd] of states, None for the target's head; head_names: its parameters.
+    renamed: patterns of parameters -> their names in the file. ids: more tensors of the file.
+    rows_at_once: states whose logits are made together.
     """
 
     module: Any
-    ends: TargetEnds
+    ends: Anatomy
     features: Features
     config: dict[str, Any]
     predictions: Callable[[Batch], Iterator[Prediction]]
@@ -128,7 +128,7 @@ class Trainee:
     renamed: Mapping[str, str] = field(default_factory=dict)
     reads_text: bool = False
     is_recursive: bool = False
-    vocabulary: mx.array | None = None
+    vocabulary: DraftVocabulary | None = None
     draft_logits: Callable[[mx.array], mx.array] | None = None
     head_names: tuple[str, ...] = ()
     ids: Mapping[str, mx.array] = field(default_factory=dict)
@@ -137,11 +137,9 @@ class Trainee:
     def __post_init__(self) -> None:
         self.module.set_dtype(mx.float32)
         known = self.vocabulary
-        self.target_logits = (
-            self.ends if known is None else self.ends.narrowed(known)
-        ).logits
+        self.target_logits = (known or self.ends).logits
         self.logits = self.draft_logits or self.target_logits
-        num_logits = self.ends.vocab_size if known is None else known.size
+        num_logits = self.ends.vocab_size if known is None else known.ids.size
         self.rows_at_once = max(1, AT_ONCE // num_logits)
 
     def save(self, folder: Path, dtype: str) -> None:
@@ -336,7 +334,7 @@ def mtp(recipe: Recipe) -> Trainee:
     family = FAMILIES[MTP_TYPE]
     head = MTPHead(family, config, ends)
     if size.draft_vocab is not None and size.draft_vocab < ends.vocab_size:
-        head.choose_among(_frequent(recipe, size.draft_vocab))
+        head.vocabulary = _frequent(recipe, size.draft_vocab)
     renamed = {f"^{re.escape(new)}": old for old, new in family.ours().items()}
     return _recursive(head, recipe, config, renamed)
 
@@ -361,11 +359,9 @@ def eagle3(recipe: Recipe) -> Trainee:
         "eagle_config": {IDS_KEY: stored_ids(layers), "use_aux_hidden_state": True},
     }
     vocabulary = _frequent(recipe, num)
-    own = {
-        "own_embeddings": ends.vocab_size if width != ends.width else 0,
-        "own_head": num,
-    }
-    head = Eagle3(Eagle3Config.read(config, depth), ends, vocabulary, **own)
+    head = Eagle3(config, ends)
+    head.own(embeddings=ends.vocab_size if width != ends.width else 0, logits=num)
+    head.vocabulary = vocabulary
     known = np.zeros(ends.vocab_size, bool)
     known[np.array(vocabulary.ids)] = True
     renamed = {r"^layers\.0\.": "midlayer.", "^hidden_norm": "midlayer.hidden_norm"}
@@ -396,7 +392,7 @@ def _recursive(
     return Trainee(
         *(head, recipe.ends, head.features, config, predictions, recipe.num_steps),
         is_recursive=True,
-        vocabulary=known,
+        vocabulary=head.vocabulary,
         draft_logits=head.draft_logits,
         head_names=("norm", "lm_head"),
         renamed=renamed,
@@ -405,7 +401,7 @@ def _recursive(
 
 
 def stored_ids(layers: tuple[int, ...]) -> list[int]:
-    """Ids for the config: as outputs if the first is 1, or else by input; see `output_layers`."""
+    """Ids for the config: as outputs if the first is 1, or else by input; see `fused_layers`."""
     if not layers or layers[0] == 0:
         raise TrainingError(
             "Layer 0 cannot be the first that an EAGLE-3 head reads: its config could not be told "
@@ -418,7 +414,7 @@ def _frequent(recipe: Recipe, count: int) -> DraftVocabulary:
     """The `count` most frequent of the target's tokens; the lowest ids fill up."""
     counts = np.bincount(recipe.tokens.ravel(), minlength=recipe.ends.vocab_size)
     ids = np.sort(np.argsort(-counts, kind="stable")[:count])
-    return DraftVocabulary(mx.array(ids), recipe.ends.vocab_size)
+    return DraftVocabulary(mx.array(ids), recipe.ends)
 
 
 KINDS: Mapping[str, Callable[[Recipe], Trainee]] = {

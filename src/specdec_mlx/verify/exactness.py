@@ -22,11 +22,11 @@ from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.models import PerModel
 from specdec_mlx.verify.recurrent_states import (
     in_steps,
-    is_rounding,
     recurrent_states_of,
     ways_back,
 )
 from specdec_mlx.verify.rollback import Rollback, wait_for
+from specdec_mlx.verify.rounding import is_rounding
 from specdec_mlx.verify.row_caches import BatchCaches
 from specdec_mlx.verify.strategies import leaves, window_of
 from specdec_mlx.verify.tree_passes import (
@@ -87,6 +87,11 @@ class ProbeReport:
     def exact(self) -> bool:
         """True if several positions at once are as good as one by one everywhere."""
         return all(row.exact for row in self.rows)
+
+    @property
+    def differences(self) -> list[float]:
+        """The largest difference of a logit in each place where drafts are verified."""
+        return [row.max_difference for row in self.rows if row.exact]
 
     def __str__(self) -> str:
         """A small table and a verdict."""
@@ -255,7 +260,7 @@ def _texts_report(model: nn.Module, rows: BatchCaches) -> WidthReport:
     ]
     logits = rows.feed(model, again)
     last = mx.stack([logits[row, len(text) - 1] for row, text in enumerate(again)])
-    return _report(max(TEXT_WIDTHS), max(TEXT_LENGTHS), last, mx.stack(expected))
+    return _report(model, max(TEXT_WIDTHS), max(TEXT_LENGTHS), last, mx.stack(expected))
 
 
 def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthReport:
@@ -273,7 +278,7 @@ def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthRepor
         for path in paths
     ]
     logits = tree_pass(model, ids, start, TreeLayout.after(1, TREE))
-    return _report(size + 1, context, logits, mx.concatenate(alone))
+    return _report(model, size + 1, context, logits, mx.concatenate(alone))
 
 
 def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
@@ -303,7 +308,7 @@ def _compare(
     for width in widths:
         rollback = Rollback(copy.deepcopy(start), states=states)
         logits = rollback.forward(model, tokens[context : context + width])
-        report = _report(width, context + shift, logits, expected[:width])
+        report = _report(model, width, context + shift, logits, expected[:width])
         agrees = not shift or _ropes_agree(model, context + shift, width)
         reports.append(replace(report, exact=report.exact and agrees))
     return reports
@@ -325,10 +330,9 @@ def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
 
 
 def _report(
-    width: int, context: int, logits: mx.array, expected: mx.array
+    model: nn.Module, width: int, context: int, logits: mx.array, expected: mx.array
 ) -> WidthReport:
     """Compare logits [n, V]; those that are not finite do not count."""
-    dtype = logits.dtype
     logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
     finite = mx.isfinite(expected)
     difference = float(np.max(np.array(mx.where(finite, mx.abs(logits - expected), 0))))
@@ -341,7 +345,7 @@ def _report(
         spread=spread,
         argmax_flips=int(flips),
         bitwise=bool(mx.array_equal(logits, expected).item()),
-        exact=is_rounding(difference, spread, dtype),
+        exact=is_rounding(model, difference, spread),
     )
 
 

@@ -227,6 +227,21 @@ class Anatomy:
         """True until a module is replaced, as by adapters, or by quantizing in place."""
         return [*map(id, model.modules())] == [id(known()) for known in self.modules]
 
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    def embed(self, tokens: mx.array) -> Any:
+        """States [..., n, D] of ids [..., n], without a factor; of a model with an embedding."""
+        assert self.embedding is not None
+        return self.embedding(tokens)
+
+    def logits(self, states: mx.array) -> Any:
+        """Logits [..., V] of the head's input [..., D], without a cap."""
+        head = self.head_tap().module
+        return getattr(head, "as_linear", head)(states)
+
     def head_tap(self) -> Tap:
         """Where the head's input is read; UnreadableError if there is no head."""
         return _readable("The input of this target's head", self.head)
@@ -247,7 +262,7 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     anatomy = _known(model)
     if not anatomy.fits(model):
         anatomy = _watch(model)
-        _known.put(model, anatomy)
+        _known.put(anatomy, model)
     return anatomy
 
 

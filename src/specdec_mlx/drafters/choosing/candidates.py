@@ -19,9 +19,11 @@ from specdec_mlx.drafters.heads.loading import (
     VOCABULARY_MARGIN,
     config_of,
     is_head,
-    known_kind,
+    kind_of,
     refusal,
+    width_read,
 )
+from specdec_mlx.drafters.heads.mtp import text_part
 from specdec_mlx.drafters.shared_vocabulary import shared_between
 from specdec_mlx.errors import HeadError, ModelFolderError, TokenizerMismatchError
 from specdec_mlx.models import check_folder, is_path
@@ -102,7 +104,7 @@ def choose_for(
         if fault is None and not _is_for(one, name, known):
             fault = "nothing says that it was made for this model; name it to take it"
         if fault is None and found is None:
-            found, label = str(place), FORMATS[known_kind(config) or "mtp"].label
+            found, label = str(place), FORMATS[kind_of(config) or "mtp"].label
             lines.insert(0, f"{one} drafts: {label} for {name}.")
         else:
             lines.append(f"{one} is left out: {fault or 'one head is enough'}.")
@@ -168,26 +170,19 @@ def _is_for(head: str, model: str, known: Iterable[str]) -> bool:
 
 def why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     """Why a head cannot serve a target, by their configs; None if it can."""
-    if not FORMATS[known_kind(config) or "mtp"].loads:
+    if not FORMATS[kind_of(config) or "mtp"].loads:
         return "cannot be loaded yet"
     try:
-        head = (
-            config.get("transformer_layer_config")
-            or config.get("text_config")
-            or config
-        )
-        model = target.get("text_config") or target
-        width = config.get("target_hidden_size") or config.get("backbone_hidden_size")
-        widths = {width or head.get("hidden_size"), model.get("hidden_size")} - {None}
-        vocabularies = [
-            n for c in (head, model) if (n := c.get("vocab_size")) is not None
-        ]
+        model = text_part(target)
+        widths = {width_read(config), model.get("hidden_size")} - {None}
+        sizes = [part.get("vocab_size") for part in (text_part(config), model)]
+        vocabularies = [size for size in sizes if size is not None]
         if vocabularies and max(vocabularies) - min(vocabularies) > VOCABULARY_MARGIN:
             return "another vocabulary"
     except (AttributeError, TypeError):
         return "its config.json is damaged"
     is_gemma4 = str(model.get("model_type")).startswith("gemma4")
-    if known_kind(config) == "gemma4_assistant" and not is_gemma4:
+    if kind_of(config) == "gemma4_assistant" and not is_gemma4:
         return "for Gemma 4"
     return "another width" if "pard_token" not in config and len(widths) > 1 else None
 

@@ -30,8 +30,8 @@ from specdec_mlx.drafters.choosing.registry import (
     first_of,
     make_drafter,
 )
-from specdec_mlx.drafters.first_of import BestOf
-from specdec_mlx.drafters.heads.loading import is_head, load_head, named_head
+from specdec_mlx.drafters.first_of import BestOf, FirstOf
+from specdec_mlx.drafters.heads.loading import is_head, named_head
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.memory.store import Memory
@@ -105,10 +105,9 @@ class NamedModel:
                 "--draft-layers: --draft-model is a trained head, which has no layers to leave "
                 "out. Leave the flag out."
             )
-        if name_in(spec) == MODEL_DRAFTER:
-            return named_head(spec, self.name, target)
-        head = load_head(self.name, target)
-        return make_drafter(spec, draft_model=head)
+        is_alone = name_in(spec) == MODEL_DRAFTER
+        head = named_head(spec if is_alone else MODEL_DRAFTER, self.name, target)
+        return head if is_alone else make_drafter(spec, draft_model=head)
 
 
 @dataclass(frozen=True)
@@ -144,9 +143,8 @@ class DrafterChoice:
 
     def combined(self, parts: Sequence[Drafter | None]) -> Drafter | None:
         """The drafters of `ordered` as one: they compete if none but the default was named."""
-        some = [part for part in parts if part is not None]
-        competes = len(some) > 1 and list(self.drafters) == [DEFAULT_DRAFTER]
-        return BestOf(*some) if competes else first_of(some)
+        competes = list(self.drafters) == [DEFAULT_DRAFTER]
+        return first_of(parts, BestOf if competes else FirstOf)
 
     def make(
         self, one: Named, target: nn.Module | None = None, memory: Memory | None = None
@@ -198,24 +196,20 @@ def resolve(
     UnknownNameError, ModelFolderError, HeadError for a head that does not fit the target, and
     ValueError for what is neither.
     """
-    if is_auto(draft_model):
-        place = getattr(tokenizer, "name_or_path", "")
-        draft_model = found_for(place, draft_model, logging.getLogger(__name__).warning)
+    place, log = getattr(tokenizer, "name_or_path", ""), logging.getLogger(__name__)
+    draft_model = found_for(place, draft_model, log.warning)
     given = () if drafter is None else (drafter,)
     return DrafterChoice(given, NamedModel(draft_model)).resolve(target)
 
 
-def is_auto(draft_model: Any) -> bool:
-    """True for "auto", with options or without, which asks for what fits the target."""
-    return isinstance(draft_model, str) and name_in(draft_model) == AUTO
+def found_for(model: str | None, given: Any, say: Callable[[str], object]) -> Any:
+    """What was given for a draft model; for "auto" what fits a model of this name or folder.
 
-
-def found_for(model: str | None, spec: str, say: Callable[[str], object]) -> str | None:
-    """The draft model for a model of this name or folder, None for none; `say` is told why.
-
-    Raises ModelFolderError for a model that is not here, ValueError where none is named, or for an
-    option of the spec that there is not.
+    `say` is told why; None where nothing fits. Raises ModelFolderError for a model that is not
+    here, ValueError where none is named, or for an option of the spec that there is not.
     """
+    if not isinstance(given, str) or name_in(given) != AUTO:
+        return given
     from specdec_mlx.drafters.choosing.candidates import choose_for
 
     if not model:
@@ -223,7 +217,7 @@ def found_for(model: str | None, spec: str, say: Callable[[str], object]) -> str
             f"Draft model {AUTO!r}: what it is for has no name. Name a draft model."
         )
     choice = make_with(
-        "draft model", AUTO, partial(choose_for, model), split_spec(spec)[1]
+        "draft model", AUTO, partial(choose_for, model), split_spec(given)[1]
     )
     for line in choice.lines:
         say(f"specdec_mlx: {line}")
@@ -243,11 +237,8 @@ def named_model(arguments: argparse.Namespace) -> NamedModel:
 
     `--draft-model auto` becomes the name of what was found.
     """
-    if is_auto(arguments.draft_model):
-        say = partial(print, file=sys.stderr)
-        arguments.draft_model = found_for(
-            getattr(arguments, "model", None), arguments.draft_model, say
-        )
+    target, say = getattr(arguments, "model", None), partial(print, file=sys.stderr)
+    arguments.draft_model = found_for(target, arguments.draft_model, say)
     model = NamedModel(arguments.draft_model, arguments.draft_layers)
     if model.flags and not arguments.draft_model:
         raise DraftModelError(

@@ -93,12 +93,12 @@ def make_drafter(
     return drafter
 
 
-def first_of(drafters: Sequence[Drafter | None]) -> Drafter | None:
-    """One drafter that asks several in order; None if there is none among them."""
+def first_of(
+    drafters: Sequence[Drafter | None], kind: type[FirstOf] = FirstOf
+) -> Drafter | None:
+    """One drafter of several, which asks them in order; None if there is none among them."""
     some = [drafter for drafter in drafters if drafter is not None]
-    if len(some) > 1:
-        return FirstOf(*some)
-    return some[0] if some else None
+    return kind(*some) if len(some) > 1 else next(iter(some), None)
 
 
 @functools.cache

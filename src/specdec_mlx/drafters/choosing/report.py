@@ -19,13 +19,13 @@ from specdec_mlx.drafters.choosing.candidates import (
 )
 from specdec_mlx.drafters.choosing.registry import describe_drafters
 from specdec_mlx.drafters.heads.drafter import Config
-from specdec_mlx.drafters.heads.loading import (
-    FORMATS,
-    config_of,
-    is_head,
-    known_kind,
+from specdec_mlx.drafters.heads.loading import FORMATS, config_of, is_head, kind_of
+from specdec_mlx.drafters.heads.mtp import (
+    FAMILIES,
+    OTHER_FORMULAS,
+    of_type,
+    text_part,
 )
-from specdec_mlx.drafters.heads.mtp import family_of, other_formula, text_part
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.models import is_path
 
@@ -92,7 +92,7 @@ def heads_lines(
             continue
         config = config_of(place)
         fault = why_not(config, target)
-        label = FORMATS[known_kind(config) or "mtp"].label
+        label = FORMATS[kind_of(config) or "mtp"].label
         line = f"  {name}  {label}, {fault or 'here' + known.get(name, '')}"
         if fault is None:
             lines += [line, _command(model, place)]
@@ -109,11 +109,11 @@ def _own_layers(
 ) -> tuple[list[str], list[str]]:
     """Lines about a model's own prediction layers: those to take, and those that are refused."""
     own = "  its original repository  multi-token prediction"
-    if (other := other_formula(config)) is not None:
+    if (other := of_type(config, OTHER_FORMULAS)) is not None:
         return [], [f"{own}, not to be loaded: it {other}"]
-    if (family := family_of(config)) is None or folder is None:
+    if (family := of_type(config, FAMILIES)) is None or folder is None:
         return [], []
-    prefix = family[1].prefix_at(text_part(config)).rstrip(".")
+    prefix = family.prefix_at(text_part(config)).rstrip(".")
     if (found := own_head(folder, model).found) is not None:
         here = f"  its own folder  multi-token prediction ({prefix}), here"
         return [here, _command(model, found)], []

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 from abc import abstractmethod
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -19,56 +19,52 @@ from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
 from specdec_mlx.drafters.lighter import HEADS, some_rows
 from specdec_mlx.drafters.writing import check_way_of_writing, way_of_writing
 from specdec_mlx.errors import HeadError
-from specdec_mlx.verify.watching import LastCache, anatomy_of
-
-
-@dataclass(frozen=True)
-class TargetEnds:
-    """The ends of a target, and the sizes that a head has to fit.
-
-    embed: ids [..., n] -> states [..., n, D], without a factor. logits: the head's input [..., D]
-    -> logits [..., V], without a cap. last_caches: kind of attention -> the last cache that it
-    fills.
-    """
-
-    embed: Callable[[mx.array], mx.array]
-    logits: Callable[[mx.array], mx.array]
-    width: int
-    vocab_size: int
-    num_layers: int
-    dtype: mx.Dtype
-    last_caches: Mapping[str, LastCache] = field(default_factory=dict)
-
-    def narrowed(self, ids: mx.array) -> TargetEnds:
-        """A copy with logits [..., Vd] of these tokens alone."""
-        head: Any = getattr(self.logits, "__self__", self.logits)
-        if not isinstance(head, HEADS):
-            return replace(self, logits=lambda states: self.logits(states)[..., ids])
-        narrow = some_rows(head, ids)
-        return replace(self, logits=getattr(narrow, "as_linear", narrow))
+from specdec_mlx.verify.watching import Anatomy, anatomy_of
 
 
 class DraftVocabulary:
     """The target's tokens that the Vd rows of a head stand for; ids: [Vd]."""
 
-    def __init__(self, ids: mx.array, vocab_size: int) -> None:
+    def __init__(self, ids: mx.array, ends: Anatomy) -> None:
         """Raise ValueError for ids beyond V."""
-        self.ids, self.vocab_size = ids.astype(mx.int32), vocab_size
-        low, high = int(ids.min()), int(ids.max())
-        if low < 0 or high >= vocab_size:
+        self.ids, self.ends = ids.astype(mx.int32), ends
+        low, high, size = int(ids.min()), int(ids.max()), ends.vocab_size
+        if low < 0 or high >= size:
             raise ValueError(
-                f"d2t names tokens {low} to {high}, and the target has {vocab_size}"
+                f"d2t names tokens {low} to {high}, and the target has {size}"
             )
+        head = ends.head_tap().module
+        # of other modules it is not known how to take rows
+        self.head = some_rows(head, ids) if isinstance(head, HEADS) else None
+
+    def logits(self, states: mx.array) -> Any:
+        """Logits [..., Vd] of the target's head for the head's input [..., D]."""
+        if self.head is None:
+            return self.ends.logits(states)[..., self.ids]
+        return getattr(self.head, "as_linear", self.head)(states)
 
     def widen(self, logits: mx.array) -> mx.array:
         """Logits [n, V] from [n, Vd]: -inf for tokens that the head cannot propose."""
-        wide = mx.full((logits.shape[0], self.vocab_size), -mx.inf, logits.dtype)
-        wide[:, self.ids] = logits
-        return wide
+        ids = mx.broadcast_to(self.ids, logits.shape)
+        return spread(logits, ids, self.ends.vocab_size)
 
 
-def target_ends(model: nn.Module) -> TargetEnds:
-    """The ends of a loaded model. They hold its modules, and not the model."""
+def spread(logits: mx.array, ids: mx.array, vocab_size: int) -> mx.array:
+    """Logits [n, V] from those [n, k] of tokens [n, k]: -inf for all others."""
+    wide = mx.full((logits.shape[0], vocab_size), -mx.inf, logits.dtype)
+    return mx.put_along_axis(wide, ids, logits, axis=-1)
+
+
+def within(ids: mx.array, table: mx.array) -> mx.array:
+    """Ids of rows of a table, the last for those beyond: targets pad their vocabularies.
+
+    MLX does not check bounds.
+    """
+    return mx.minimum(ids, table.shape[0] - 1)
+
+
+def target_ends(model: nn.Module) -> Anatomy:
+    """The parts of a loaded model; HeadError without embedding and head, which a head shares."""
     anatomy = anatomy_of(model)
     if anatomy.embedding is None or isinstance(anatomy.head, str):
         missing = (
@@ -78,16 +74,7 @@ def target_ends(model: nn.Module) -> TargetEnds:
             f"No module was found in {type(model).__module__} that {missing}, so a head cannot "
             "share it. Use a draft model, or a drafter that works on tokens."
         )
-    head = anatomy.head.module
-    return TargetEnds(
-        anatomy.embedding,
-        getattr(head, "as_linear", head),
-        anatomy.width,
-        anatomy.vocab_size,
-        len(anatomy.layers),
-        anatomy.dtype,
-        anatomy.last_caches,
-    )
+    return anatomy
 
 
 Config = Mapping[str, Any]  # of a head or a target: a config.json, or a part of one
@@ -97,16 +84,25 @@ class Head(nn.Module):  # type: ignore[misc]
     """A head's weights, and how they are run.
 
     grows_trees: it can draft trees. levels: its layers, where it drafts token by token. vocabulary:
-    tokens of its logits, None for the target's. pre_norm: it reads the state before the final norm.
+    tokens of its logits, None for the target's. width: of its own states. pre_norm: it reads the
+    state before the final norm.
     """
 
     kind = ""
     session: type[HeadSession]
     grows_trees = True
     levels: Sequence[RecurrentHead] = ()
-    ends: TargetEnds
+    ends: Anatomy
+    width: int
     vocabulary: DraftVocabulary | None = None
     pre_norm = False
+
+    def own(self, embeddings: int = 0, logits: int = 0) -> None:
+        """Give it an embedding, or a matrix that makes its logits, of so many rows; 0 for none."""
+        if embeddings:
+            self.embed_tokens = nn.Embedding(embeddings, self.width)
+        if logits:
+            self.lm_head = nn.Linear(self.width, logits, bias=False)
 
     @property
     def features(self) -> Features:
@@ -128,8 +124,7 @@ class Head(nn.Module):  # type: ignore[misc]
         own = self.get("embed_tokens")
         if own is None:
             return self.ends.embed(tokens)
-        # it may have fewer rows than the target, and MLX does not check bounds
-        return own(mx.minimum(tokens, own.weight.shape[0] - 1))
+        return own(within(tokens, own.weight))
 
     def logits(self, states: mx.array) -> mx.array:
         """Logits [n, V] of states [n, D]; -inf for tokens outside the draft vocabulary."""
@@ -138,7 +133,9 @@ class Head(nn.Module):  # type: ignore[misc]
 
     def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of states [..., D], by its own head, or else the target's."""
-        return self.lm_head(states) if "lm_head" in self else self.ends.logits(states)
+        if "lm_head" in self:
+            return self.lm_head(states)
+        return (self.vocabulary or self.ends).logits(states)
 
     def notes(self) -> list[str]:
         """Its variant, for `describe` and `key`."""
@@ -152,7 +149,19 @@ class Head(nn.Module):  # type: ignore[misc]
         other = not self.pre_norm
         name = f"state {'before' if other else 'after'} the final norm"
         advice = f"it looks trained on the {name}; load it with pre_norm={other}"
-        yield Variation(self, name, advice, {"pre_norm": other})
+        yield Variation(name, advice, self.otherwise(pre_norm=other))
+
+    def otherwise(self, norm_shift: float = 0.0, **changes: Any) -> Head:
+        """A copy on the same arrays with other attributes; norm_shift: added to its norms."""
+        ends = [part.ends for part in (self, *self.levels)]
+        other = copy.deepcopy(self, {id(one): one for one in ends})
+        for part in (other, *other.levels):
+            for name, value in changes.items():
+                setattr(part, name, value)
+        named: list[tuple[str, mx.array]] = tree_flatten(self.parameters())
+        norms = [(name, x + norm_shift) for name, x in named if is_norm(name, x)]
+        other.update(tree_unflatten(norms))
+        return other
 
 
 class RecurrentHead(Head):
@@ -162,7 +171,6 @@ class RecurrentHead(Head):
     layer before it, not the target's.
     """
 
-    width: int
     session = RecurrentSession
     moves_on = True
     chained = True
@@ -181,39 +189,15 @@ class RecurrentHead(Head):
         """`step` of a batch: states [batch, n, D], tokens [batch, n]."""
 
 
-@dataclass(frozen=True)
-class Variation:
+class Variation(NamedTuple):
     """Another reading of a head's files, which `check` compares by acceptance.
 
-    advice: for the user, if it does better. changes: attributes. norm_shift: added to all norms.
+    advice: for the user, if it does better.
     """
 
-    head: Head
     name: str
     advice: str
-    changes: Mapping[str, Any] = field(default_factory=dict)
-    norm_shift: float = 0.0
-
-    @contextmanager
-    def applied(self) -> Iterator[None]:
-        """Read the head so within the context."""
-        parts = [self.head, *self.head.levels]
-        before = [
-            (part, key, getattr(part, key)) for part in parts for key in self.changes
-        ]
-        norms = [
-            (n, x) for n, x in tree_flatten(self.head.parameters()) if is_norm(n, x)
-        ]
-        shifted = [(name, x + self.norm_shift) for name, x in norms]
-        try:
-            for part, key, _ in before:
-                setattr(part, key, self.changes[key])
-            self.head.update(tree_unflatten(shifted if self.norm_shift else norms))
-            yield
-        finally:
-            for part, key, value in before:
-                setattr(part, key, value)
-            self.head.update(tree_unflatten(norms))
+    head: Head
 
 
 def is_norm(name: str, value: mx.array) -> bool:

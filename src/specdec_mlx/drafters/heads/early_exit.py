@@ -53,16 +53,12 @@ class ExitDrafter(ModelDrafter):
 
 
 class ExitSession(ModelSession):
-    """Copies what the target has read, so that a long prompt costs next to nothing.
+    """Copies what the target has read, so that a long prompt costs next to nothing."""
 
-    attended: positions before its own that the exit's convolution reads, so that they are fed.
-    """
-
-    def __init__(
-        self, drafter: ExitDrafter, prompt: Sequence[int], context: DraftContext
-    ) -> None:
-        super().__init__(drafter, prompt, context)
-        self.attended = 0 if drafter.exit is None else drafter.exit.window - 1
+    @property
+    def attended(self) -> int:
+        """Positions before its own that the exit's convolution reads, so that they are fed."""
+        return getattr(self.model, "window", 1) - 1
 
     def catch_up(self) -> None:
         """Copy what was missed from the target's caches, and feed what cannot be copied."""
@@ -75,22 +71,18 @@ class ExitSession(ModelSession):
     def _copy(self, target: Any, missed: int) -> None:
         """Copy the missed positions but the attended, if the caches hold the text before them."""
         num_layers = len(self.model.layers)
-        own, of_exit = (
-            self.rollback.caches[:num_layers],
-            self.rollback.caches[num_layers:],
-        )
-        read = [target.keys_values(i) for i in range(len(own))]
-        length = read[0].offset
-        is_new = self.callers_cache is None and own[0].offset == 0
-        start = 0 if is_new else length - missed
-        if own[0].offset != start or any(
-            one.keys.shape[2] != one.offset for one in read
-        ):
+        own = self.rollback.caches[:num_layers]
+        read = [target.keys_values(i) for i in range(num_layers)]
+        start, length = own[0].offset, read[0].offset
+        is_new = start == 0 and self.callers_cache is None
+        if not is_new and start != length - missed:
+            return
+        if any(one.keys.shape[2] != one.offset for one in read):
             return
         copied = slice(start, length - self.attended)
         for cache, (keys, values, _) in zip(own, read, strict=True):
             cache.update_and_fetch(keys[:, :, copied], values[:, :, copied])
-        for cache in of_exit:
+        for cache in self.rollback.caches[num_layers:]:
             cache.trim(cache.offset)
         self.rollback.advance(missed - self.attended)
 
@@ -120,15 +112,12 @@ def early_exit(
 def load_exit(files: HeadFiles, target: nn.Module, **options: Any) -> ExitDrafter:
     """The drafter of a trained exit; options: of `ModelDrafter`."""
     shortened = first_layers(target, int(files.config[EXIT_LAYER]))
-    tensors, _ = files.read(files.weight_map)
     scale = final_norm(shortened).weight
     trained = Exit({**files.config, "hidden_size": scale.shape[0]})
-    trained.load_weights([(name, x.astype(scale.dtype)) for name, x in tensors.items()])
+    files.load_into(trained, scale.dtype)
     copies = fills_alike(target, shortened)
-    model = ExitModel(shortened, trained)
-    return ExitDrafter(
-        model, None, name=files.name, exit=trained, copies=copies, **options
-    )
+    options |= {"name": files.name, "exit": trained, "copies": copies}
+    return ExitDrafter(ExitModel(shortened, trained), None, **options)
 
 
 def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
@@ -140,12 +129,11 @@ def fills_alike(target: nn.Module, shortened: nn.Module) -> bool:
     every = [*first, *own]
     if len(first) < len(own) or any(type(c) is not KVCache or c.empty() for c in every):
         return False
-    # of some versions of mlx-lm the offset is part of a state
-    read, copied = (
-        [x for c in caches for x in c.state if isinstance(x, mx.array)]
-        for caches in (first, own)
-    )
-    pairs = zip(read, copied, strict=True)
+    pairs = [
+        (getattr(theirs, name), getattr(ours, name))
+        for theirs, ours in zip(first, own, strict=True)
+        for name in ("keys", "values")
+    ]
     return all(
         a.shape == b.shape and mx.allclose(a, b, atol=1e-3).item() for a, b in pairs
     )
@@ -171,15 +159,16 @@ class Exit(nn.Module):  # type: ignore[misc]
     def __init__(self, config: Mapping[str, Any]) -> None:
         """Weights that leave x as it is: an identity as convolution, an MLP that adds zeros."""
         super().__init__()
-        width, self.window = int(config["hidden_size"]), int(config[WINDOW])
+        width, eps = int(config["hidden_size"]), float(config["rms_norm_eps"])
+        self.window = int(config[WINDOW])
         if self.window < 1:
             raise ValueError(f"{WINDOW} is {self.window}; expected 1 or more")
-        self.input_norm = nn.RMSNorm(width, float(config["rms_norm_eps"]))
+        self.input_norm = nn.RMSNorm(width, eps)
         self.kernel = mx.zeros((self.window, width))
         self.kernel[-1] = 1.0
         self.mlp = MLP(width, int(config["intermediate_size"]))
         self.mlp.down_proj.weight = mx.zeros_like(self.mlp.down_proj.weight)
-        self.norm = nn.RMSNorm(width, float(config["rms_norm_eps"]))
+        self.norm = nn.RMSNorm(width, eps)
 
     def __call__(self, x: mx.array) -> Any:
         """States [B, n, D] for the target's head, from the outputs [B, n, D] of the last layer."""
@@ -192,15 +181,17 @@ class Exit(nn.Module):  # type: ignore[misc]
         if cache is not None:
             keys, _ = cache.update_and_fetch(rows[:, None], rows[:, None, :, :0])
             rows = keys[:, 0]
+        # of each row the places of its window, from 1; 0 before the text
         if isinstance(mask, mx.array):  # as in a tree: each row's own path
             seen = mx.where(mask, mx.arange(1, rows.shape[1] + 1), 0)
-            last = mx.sort(seen, axis=-1)[:, -self.window :]
+            places = mx.sort(seen, axis=-1)[:, -self.window :]
+            missing = self.window - places.shape[1]
+            places = mx.pad(places, [(0, 0), (missing, 0)])
         else:
-            rows = rows[:, 1 - self.window - num_rows :]
-            ends = mx.arange(num_rows)[:, None] + rows.shape[1] - num_rows + 1
-            last = mx.maximum(ends + mx.arange(1 - self.window, 1), 0)
-        last = mx.pad(last, [(0, 0), (self.window - last.shape[1], 0)])
-        return mx.pad(rows, [(0, 0), (1, 0), (0, 0)])[:, last]  # zeros before the first
+            end = rows.shape[1] - num_rows + 2
+            window = mx.arange(end - self.window, end)
+            places = mx.maximum(mx.arange(num_rows)[:, None] + window, 0)
+        return rows[:, mx.maximum(places - 1, 0)] * (places > 0)[..., None]
 
 
 class ExitModel(nn.Module):  # type: ignore[misc]
@@ -212,7 +203,7 @@ class ExitModel(nn.Module):  # type: ignore[misc]
         for part in shortened.modules():
             for name in [name for name, value in part.items() if value is norm]:
                 part[name] = trained
-        self.model = shortened
+        self.model, self.window = shortened, trained.window
 
     @property
     def layers(self) -> list[nn.Module]:

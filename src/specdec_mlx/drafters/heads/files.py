@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+import mlx.nn as nn
 from huggingface_hub import hf_hub_download
 from huggingface_hub.errors import (
     EntryNotFoundError,
@@ -57,26 +58,26 @@ class HeadFiles:
             self.named = str(file.relative_to(folder))
         self.folder = folder if folder.is_dir() else None
         self.torch_files = torch_files
-        path = self.path(CONFIG)
-        if path is None:
-            raise HeadError(
-                f"{self.name} has no {CONFIG}, which says what kind of head it is."
-            )
-        self.config = self._read_json(path)
+        self.config = self._read_json(CONFIG, "says what kind of head it is")
         for said in (self.config, self.config.get("mlx_lm_extra_tensors")):
             if self.named is None and isinstance(said, dict) and "mtp_file" in said:
                 self.named = str(said["mtp_file"])
 
-    def _read_json(self, path: Path) -> dict[str, Any]:
+    def _here(self, name: str, use: str) -> Path:
+        """Path of a file, or HeadError for one that is missing; use: what it does."""
+        if (path := self.path(name)) is None:
+            raise HeadError(f"{self.name} has no {name}, which {use}.")
+        return path
+
+    def _read_json(self, name: str, use: str) -> dict[str, Any]:
+        path = self._here(name, use)
         try:
             content = json.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError, RecursionError) as error:
-            raise HeadError(
-                f"{self.name}: {path.name} cannot be read: {error}"
-            ) from error
+            raise HeadError(f"{self.name}: {name} cannot be read: {error}") from error
         if not isinstance(content, dict):
             kind = type(content).__name__
-            raise HeadError(f"{self.name}: {path.name} holds a {kind}, no object.")
+            raise HeadError(f"{self.name}: {name} holds a {kind}, no object.")
         return content
 
     def expect(self, name: str, value: Any, low: int, high: int) -> None:
@@ -92,16 +93,11 @@ class HeadFiles:
         path = self.folder / name if self.folder is not None else None
         if path is not None and not path.is_file():
             return None
-        is_torchs, may_read = (
-            not name.endswith((".json", ".safetensors")),
-            self.torch_files,
-        )
-        if is_torchs and not (may_read and find_spec("torch")):
-            way = (
-                "Install torch"
-                if may_read
-                else "Start the server with it as --draft-model"
-            )
+        is_torchs = not name.endswith((".json", ".safetensors"))
+        if is_torchs and not (self.torch_files and find_spec("torch")):
+            way = "Start the server with it as --draft-model"
+            if self.torch_files:
+                way = "Install torch"
             raise HeadError(
                 f"{self.name} has no safetensors, and what torch.save wrote is not read here. "
                 f'{way}, or convert it: safetensors.torch.save_file(torch.load("{name}"), '
@@ -152,9 +148,9 @@ class HeadFiles:
     @cached_property
     def weight_map(self) -> Mapping[str, str]:
         """Name of each tensor -> its file; by the index if there is one."""
-        listed = self.list_file or ""
-        if listed.endswith(".json") and (index := self.path(listed)) is not None:
-            files = self._read_json(index).get("weight_map")
+        listed = self.list_file
+        if listed is not None and listed.endswith(".json"):
+            files = self._read_json(listed, "lists its tensors").get("weight_map")
             if not isinstance(files, dict) or not all(
                 isinstance(f, str) for f in files.values()
             ):
@@ -162,9 +158,8 @@ class HeadFiles:
                     f"{self.name}: {listed} does not name a file for each tensor."
                 )
             return files
-        files = [listed] if listed else []
-        if not files and self.folder is not None:
-            files = sorted(path.name for path in self.folder.glob("*.safetensors"))
+        here = [] if self.folder is None else self.folder.glob("*.safetensors")
+        files = [listed] if listed else sorted(path.name for path in here)
         files = files or list(islice(filter(self.path, TORCH), 1))
         return {tensor: file for file in files for tensor in self._tensors(file)[0]}
 
@@ -194,13 +189,14 @@ class HeadFiles:
             is_mlx for _, is_mlx in files
         )
 
+    def load_into(self, module: nn.Module, dtype: mx.Dtype) -> None:
+        """Give a module all tensors, in a type; ValueError if they do not fit."""
+        tensors, _ = self.read(self.weight_map)
+        module.load_weights([(name, x.astype(dtype)) for name, x in tensors.items()])
+
     def _tensors(self, file: str) -> tuple[Mapping[str, mx.array], bool]:
         """Tensors of a file, lazy, and True if it was written for MLX."""
-        path = self.path(file)
-        if path is None:
-            raise HeadError(
-                f"{self.name} has no {file}, which its index names. Fetch it too."
-            )
+        path = self._here(file, "its index names. Fetch it too")
         try:
             if path.suffix != ".safetensors":
                 return _read_torch(path), False

@@ -25,10 +25,11 @@ from specdec_mlx.contracts import (
     KeysValues,
     ReadsCache,
 )
-from specdec_mlx.drafters.heads.drafter import Config, Head, TargetEnds
+from specdec_mlx.drafters.heads.drafter import Config, Head, spread
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.writing import Parents
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.watching import Anatomy, top_tokens
 
 
 def layer_args(config: Config) -> gemma4_text.ModelArgs:
@@ -90,7 +91,7 @@ class Gemma4Assistant(Head):
     session = AssistantSession
     grows_trees = False
 
-    def __init__(self, config: Config, ends: TargetEnds) -> None:
+    def __init__(self, config: Config, ends: Anatomy) -> None:
         super().__init__()
         args = layer_args(config)
         width = args.hidden_size
@@ -135,13 +136,10 @@ class Gemma4Assistant(Head):
             return self.embed_tokens.as_linear(states)
         groups = self.masked_embedding
         scores, order = groups.centroids(states), groups.token_ordering
-        chosen = mx.argpartition(-scores, kth=self.num_chosen - 1, axis=-1)[
-            ..., : self.num_chosen
-        ]
+        chosen = top_tokens(scores, self.num_chosen)
         ids = order.reshape(scores.shape[-1], -1)[chosen].reshape(states.shape[0], -1)
         some = (self.embed_tokens(ids) @ states[..., None]).squeeze(-1)
-        wide = mx.full((states.shape[0], order.size), -mx.inf, some.dtype)
-        return mx.put_along_axis(wide, ids, some, axis=-1)
+        return spread(some, ids, order.size)
 
     def notes(self) -> list[str]:
         """Caches and groups of tokens."""

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from textwrap import shorten
@@ -20,15 +21,9 @@ from specdec_mlx.drafters.heads.drafter import (
     DraftVocabulary,
     Head,
     HeadDrafter,
-    TargetEnds,
     target_ends,
 )
-from specdec_mlx.drafters.heads.eagle import (
-    Eagle3,
-    Eagle3Config,
-    LayersHead,
-    eagle1_family,
-)
+from specdec_mlx.drafters.heads.eagle import Eagle3, LayersHead, eagle1_family
 from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import (
@@ -37,27 +32,23 @@ from specdec_mlx.drafters.heads.gemma4_assistant import (
     layer_args,
 )
 from specdec_mlx.drafters.heads.mtp import (
+    FAMILIES,
+    OTHER_FORMULAS,
     MTPHead,
-    family_of,
     layer_prefixes,
     less_one,
     mtp_weights,
-    other_formula,
+    of_type,
     text_part,
 )
-from specdec_mlx.drafters.heads.one_pass import (
-    DFlash,
-    DFlash2,
-    DFlashConfig,
-    DSpark,
-    Medusa,
-)
+from specdec_mlx.drafters.heads.one_pass import DFlash, DFlash2, DSpark, Medusa
 from specdec_mlx.drafters.heads.parallel_sampling import load_pass
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.errors import HeadError, ModelFolderError
 from specdec_mlx.models import load_model
 from specdec_mlx.options import make_with, split_spec, whole
 from specdec_mlx.sampling.distribution import check_draft_temp
+from specdec_mlx.verify.watching import Anatomy
 
 Tensors = dict[str, mx.array]
 
@@ -75,7 +66,7 @@ class HeadSource(NamedTuple):
     """Input of a format's `build`: files, tensors by our names, and the options of `load_head`."""
 
     files: HeadFiles
-    ends: TargetEnds
+    ends: Anatomy
     tensors: Tensors
     layers: Sequence[int] | None
     pre_norm: bool | None
@@ -85,47 +76,14 @@ class HeadSource(NamedTuple):
         """Rows of a matrix; 0 if it is missing."""
         return self.tensors[name].shape[0] if name in self.tensors else 0
 
-    def vocabulary(self) -> DraftVocabulary | None:
-        """The draft vocabulary, None for the target's own tokens; d2t: how far ids stand apart."""
-        apart = self.tensors.get("d2t")
-        if apart is None:
-            return None
-        return DraftVocabulary(apart + mx.arange(apart.shape[0]), self.ends.vocab_size)
-
-    def read_config(self, kind: Any) -> Any:
-        """Config of a head that reads several layers, with the `layers` that the caller named."""
-        config = kind.read(self.files.config, self.ends.num_layers)
-        if self.layers is not None:
-            config = replace(config, layers=tuple(self.layers))
-        self.check_width(self.columns("fc") / len(config.layers))
-        return config
-
-    def columns(self, name: str) -> int:
-        """Columns of a matrix, unpacked if it is quantized."""
-        columns, bits = self.tensors[f"{name}.weight"].shape[-1], 32
-        if f"{name}.scales" in self.tensors:
-            written = self.files.config["quantization"]
-            own = written.get(name) or written.get(f"model.{name}") or {}
-            bits = int({**written, **own}["bits"])
-        return columns * 32 // bits
-
-    def check_width(self, width: float) -> None:
-        """Raise HeadError for a head that reads states of another width."""
-        if width != self.ends.width:
-            raise HeadError(
-                f"{self.files.name} was trained for a target whose states have {width:g} numbers, "
-                f"and those of this one have {self.ends.width}. Use a head that was trained for "
-                "this target."
-            )
-
 
 @dataclass(frozen=True)
 class Format:
     """A published format of heads.
 
-    told_by: pattern of a config's model types and keys, each key with a "=" after it. build: makes
-    a head with random weights. renamed: patterns of the checkpoint's names -> ours. loads: False
-    where it is recognised only.
+    told_by: pattern of a config's model types and keys, each key with a "=" after it, and of the
+    names of its tensors, a line each. build: makes a head with random weights. renamed: patterns of
+    the checkpoint's names -> ours. loads: False where it is recognised only.
     """
 
     label: str
@@ -135,50 +93,39 @@ class Format:
     loads: bool = True
 
 
-def known_kind(config: Config) -> str | None:
-    """Key of FORMATS, by a config alone; "mtp" for a repository of the layer alone."""
-    keys = [*config, *(config.get("dflash_config") or ())]
-    named = [
-        config.get(k, "")
-        for k in ("speculators_model_type", "model_type", "architectures")
-    ]
-    said = " ".join([*map(str, named), *(f"{key}=" for key in keys)]).lower()
-    return next(
-        (kind for kind, one in FORMATS.items() if re.search(one.told_by, said)), None
-    )
+def kind_of(config: Config, names: Collection[str] = ()) -> str | None:
+    """Key of FORMATS, by a config and the names of tensors; "mtp" for a prediction layer.
 
-
-def kind_of(config: Config, names: Collection[str]) -> str | None:
-    """Key of FORMATS, by config and tensors; "mtp" for a model with its prediction layer, too."""
-    kind = known_kind(config)
-    if kind is not None:
-        return kind
-    if layer_prefixes(config, names):
+    That may be in a model's own files, or a repository of its own, as its config says.
+    """
+    if names and layer_prefixes(config, names):
         return "mtp"
-    if any(
-        re.fullmatch(r"(medusa_head\.)?\d+\.\d+\.linear\.weight", name)
-        for name in names
-    ):
-        return "medusa"
-    if "fc.weight" in names and any(
-        name.startswith(("layers.0.", "midlayer.")) for name in names
-    ):
-        return "eagle3" if any("hidden_norm" in name for name in names) else "eagle"
-    return None
+    keys = [*config, *(config.get("dflash_config") or ())]
+    types = ("speculators_model_type", "model_type", "architectures")
+    named = [str(config.get(key, "")) for key in types]
+    said = " ".join([*named, *(f"{key}=" for key in keys)]).lower()
+    told = "\n".join([said, *sorted(names)])
+    return next((k for k, one in FORMATS.items() if re.search(one.told_by, told)), None)
 
 
-def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
+def width_read(config: Config) -> int | None:
+    """Width of the target's states that a head was trained on; None if its config has none."""
+    own = config.get("target_hidden_size") or config.get("backbone_hidden_size")
+    return own or text_part(config).get("hidden_size")
+
+
+def check_sizes(files: HeadFiles, ends: Anatomy) -> None:
     """Raise HeadError for impossible sizes in the config, and for another vocabulary size."""
-    config, size = files.config, ends.vocab_size
-    part = config.get("transformer_layer_config") or text_part(config)
-    for said in (config, part):
-        files.expect(
-            "num_hidden_layers", said.get("num_hidden_layers") or 1, 1, MOST_LAYERS
-        )
-        for key, count in said.items():
-            # MLX's attention divides by them
-            if key.endswith("_heads") and count is not None:
-                files.expect(key, count, 1, MOST_LAYERS)
+    part, size = text_part(files.config), ends.vocab_size
+    limits = {"mask_token_id": (0, size - 1), "block_size": (2, 1024)}
+    limits["num_hidden_layers"] = 1, MOST_LAYERS
+    for said in (files.config, part, files.config.get("dflash_config") or {}):
+        for key, value in said.items():
+            # MLX's attention divides by numbers of heads
+            default = (1, MOST_LAYERS) if key.endswith("_heads") else None
+            expected = limits.get(key, default)
+            if expected is not None and value is not None:
+                files.expect(key, value, *expected)
     if abs((part.get("vocab_size") or size) - size) > VOCABULARY_MARGIN:
         raise HeadError(
             f"{files.name} was trained for a vocabulary of {part['vocab_size']} tokens, and this "
@@ -186,33 +133,38 @@ def check_sizes(files: HeadFiles, ends: TargetEnds) -> None:
         )
 
 
+def check_width(files: HeadFiles, ends: Anatomy, width: int | None) -> None:
+    """Raise HeadError for a head that reads states of another width."""
+    if width not in (None, ends.width):
+        raise HeadError(
+            f"{files.name} was trained for a target whose states have {width} numbers, and those "
+            f"of this one have {ends.width}. Use a head that was trained for this target."
+        )
+
+
 def _eagle3(source: HeadSource) -> Head:
-    config = source.read_config(Eagle3Config)
-    embeddings, head = source.rows("embed_tokens.weight"), source.rows("lm_head.weight")
-    return Eagle3(config, source.ends, source.vocabulary(), embeddings, head)
+    head = Eagle3(source.files.config, source.ends, source.layers)
+    head.own(source.rows("embed_tokens.weight"), source.rows("lm_head.weight"))
+    return head
 
 
 def _eagle(source: HeadSource) -> Head:
-    source.check_width(source.files.config["hidden_size"])
     has_biases = "body.layers.0.self_attn.q_proj.bias" in source.tensors
     config = source.files.config | {"qkv_bias": has_biases}
-    rows, bias = source.rows("embed_tokens.weight"), "projection.bias" in source.tensors
-    family = eagle1_family(config)
-    return MTPHead(family, config, source.ends, own_embeddings=rows, has_bias=bias)
+    has_bias = "projection.bias" in source.tensors
+    head = MTPHead(eagle1_family(config), config, source.ends, has_bias=has_bias)
+    head.own(source.rows("embed_tokens.weight"))
+    return head
 
 
-def _dflash(source: HeadSource, head: type[DFlash] = DFlash) -> Head:
-    config = source.read_config(DFlashConfig)
-    source.files.expect(
-        "mask_token_id", config.mask_token, 0, source.ends.vocab_size - 1
-    )
-    source.files.expect("block_size", config.block_size, 2, 1024)
-    return head(config, source.ends, source.vocabulary())
+def _dflash(source: HeadSource, kind: type[DFlash] = DFlash) -> Head:
+    head = kind(source.files.config, source.ends, source.layers)
+    head.own(logits=source.rows("d2t"))
+    return head
 
 
 def _gemma4(source: HeadSource) -> Head:
     files, ends = source.files, source.ends
-    source.check_width(files.config.get("backbone_hidden_size", ends.width))
     for kind, width in key_widths(layer_args(files.config)).items():
         cache = ends.last_caches.get(kind)
         if cache is None or cache.width != width:
@@ -230,35 +182,28 @@ def _gemma4(source: HeadSource) -> Head:
 
 
 def _medusa(source: HeadSource) -> Head:
-    source.check_width(source.rows("blocks.0.0.weight"))
+    check_width(source.files, source.ends, source.rows("blocks.0.0.weight"))
     blocks = [name.split(".") for name in source.tensors if name.startswith("blocks.")]
-    heads, layers = (
-        len({block[1] for block in blocks}),
-        len({block[2] for block in blocks}),
-    )
-    return Medusa(
-        heads, layers, source.ends, own_heads=source.rows("lm_heads.0.weight")
-    )
+    heads, layers = (len({block[i] for block in blocks}) for i in (1, 2))
+    rows = source.rows("lm_heads.0.weight")
+    return Medusa(heads, layers, source.ends, own_heads=rows)
 
 
 def _mtp(source: HeadSource) -> Head:
-    files, found = source.files, family_of(source.files.config)
-    config, prefixes = text_part(files.config), files.own_layers()
-    if found is None or not prefixes:
+    files, prefixes = source.files, source.files.own_layers()
+    config, family = text_part(files.config), of_type(files.config, FAMILIES)
+    if family is None or not prefixes:
         raise HeadError(refusal(files))
-    source.check_width(config["hidden_size"])
-    family = found[1]
     head = MTPHead(family, config, source.ends, num_layers=len(prefixes))
-    if (vocabulary := source.vocabulary()) is not None:
-        head.choose_among(vocabulary)
-    begins = (*(f"{theirs}." for theirs in family.names.values()), family.layer)
     for depth, prefix in enumerate(prefixes):
-        rests = {
-            n: n.removeprefix(prefix) for n in files.weight_map if n.startswith(prefix)
-        }
-        wanted = [n for n, rest in rests.items() if rest.startswith(begins)]
+        own, shared = (
+            tuple(prefix + start for start in starts)
+            for starts in (family.ours(), SHARED_ENDS)
+        )
         tensors, converted = files.read(
-            n for n in wanted if not rests[n].startswith(SHARED_ENDS)
+            name
+            for name in files.weight_map
+            if name.startswith(own) and not name.startswith(shared)
         )
         add_one = source.norms_less_one
         if add_one is None:
@@ -269,7 +214,7 @@ def _mtp(source: HeadSource) -> Head:
             )
             may_be = family.norms_less_one and not is_alone
             add_one = may_be and (is_original or less_one(tensors))
-        weights = mtp_weights(family, config, tensors, prefix, add_one=add_one)
+        weights = mtp_weights(head.levels[depth], tensors, prefix, add_one=add_one)
         ours = f"further.{depth - 1}." if depth else ""
         source.tensors.update({ours + name: x for name, x in weights.items()})
     return head
@@ -280,17 +225,17 @@ def refusal(files: HeadFiles, kind: str | None = None) -> str:
     config, model_type = files.config, files.config.get("model_type")
     if kind is not None:
         return f"{files.name} holds {FORMATS[kind].label}. That cannot be loaded yet."
-    if (found := family_of(config)) is not None:
-        prefix = found[1].prefix_at(text_part(config))
+    if (family := of_type(config, FAMILIES)) is not None:
+        prefix = family.prefix_at(text_part(config))
         where = ", which conversions leave out"
         if files.is_apart:
             where = f" in {files.list_file}, which has {min(files.weight_map, default='none')}"
         return (
-            f"{files.name} is a {found[0]} model without the tensors of its multi-token prediction "
-            f"layer ({prefix}...){where}. Give the original repository, or one that has just this "
-            "layer."
+            f"{files.name} is a {model_type} model without the tensors of its multi-token "
+            f"prediction layer ({prefix}...){where}. Give the original repository, or one that "
+            "has just this layer."
         )
-    if (other := other_formula(config)) is not None:
+    if (other := of_type(config, OTHER_FORMULAS)) is not None:
         return (
             f"{files.name}: the multi-token prediction of {model_type} {other}. It cannot be "
             "loaded yet; use a draft model, or a drafter that needs none, such as 'prompt-lookup'."
@@ -316,18 +261,22 @@ FORMATS: dict[str, Format] = {
         "DSpark, a block with a Markov chain",
         # dspark_... are keys of a target that contains one
         r"dspark(?!_)|\bmarkov_rank=",
-        partial(_dflash, head=DSpark),
+        partial(_dflash, kind=DSpark),
         _STYLE,
     ),
     "dflash2": Format(
-        "DFlash 2", r"dflash2|\bselector_rank=", partial(_dflash, head=DFlash2), _STYLE
+        "DFlash 2", r"dflash2|\bselector_rank=", partial(_dflash, kind=DFlash2), _STYLE
     ),
     "dflash": Format("DFlash", "dflash", _dflash, _STYLE),
     "peagle": Format(
         "P-EAGLE, which drafts in parallel", "peagle|p_eagle", loads=False
     ),
-    "eagle3": Format("EAGLE-3", r"eagle3|\bdraft_vocab_size=", _eagle3, _EAGLE3),
-    "eagle": Format("EAGLE", "(?!)", _eagle, _EAGLE),  # told by its tensors alone
+    "eagle3": Format(
+        "EAGLE-3",
+        r"(?ms)eagle3|\bdraft_vocab_size=|^fc\.weight$.*hidden_norm",
+        _eagle3,
+        _EAGLE3,
+    ),
     "gemma4_assistant": Format(
         "Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE
     ),
@@ -338,10 +287,16 @@ FORMATS: dict[str, Format] = {
     "hydra": Format(
         "Hydra heads, which see each other", r"\bhydra_num_heads=", loads=False
     ),
-    "medusa": Format("Medusa", "medusa", _medusa, _MEDUSA),
+    "medusa": Format(
+        "Medusa", r"(?m)medusa|^\d+\.\d+\.linear\.weight$", _medusa, _MEDUSA
+    ),
     "exit": Format("trained exit", r"\bexit_layer="),
     "pass": Format("PaSS, look-ahead embeddings", r"\blook_ahead="),
-    "mtp": Format("multi-token prediction", r"_mtp( |$)", _mtp),
+    "mtp": Format("multi-token prediction", "_mtp ", _mtp),
+    # told by its tensors alone
+    "eagle": Format(
+        "EAGLE", r"(?ms)^fc\.weight$.*^(layers\.0|midlayer)\.", _eagle, _EAGLE
+    ),
 }
 """Name of a format -> how it is read; the first that a config matches counts."""
 
@@ -380,17 +335,44 @@ def load_head(
     """
     check_draft_temp(draft_temp)
     whole("branches", branches, 1)
-    options = {"greedy": greedy, "draft_temp": draft_temp, "branches": branches}
+    options: dict[str, Any] = {"greedy": greedy, "draft_temp": draft_temp}
+    options["branches"] = branches
+    variant = (layers, pre_norm, norms_less_one)
     files = HeadFiles(path_or_repo, torch_files=torch_files)
+    with _explained(files):
+        kind = kind_of(files.config, files.weight_map)
+        if kind == "exit":
+            return load_exit(files, target, **options)
+        if kind == "pard":
+            model, tokenizer = load_model(files.name)
+            mask = files.config["pard_token"]
+            files.expect("pard_token", mask, 0, target_ends(model).vocab_size - 1)
+            _quantize(model, draft_bits)
+            return PardDrafter(model, tokenizer, mask_token=mask, **options)
+        ends = target_ends(target)
+        if kind == "pass":
+            check_sizes(files, ends)
+            return load_pass(files, target, (draft_bits, *variant), **options)
+        form = FORMATS.get(kind or "")
+        if form is None or form.build is None:
+            raise HeadError(refusal(files, kind))
+        head = _load(form, files, ends, variant)
+        _quantize(head, draft_bits)
+        drafter = HeadDrafter(head, name=files.name, **options)
+        mx.eval(head.parameters())
+        _try_out(drafter, ends)
+        return drafter
+
+
+@contextmanager
+def _explained(files: HeadFiles) -> Iterator[None]:
+    """Raise HeadError for whatever fails in here: a damaged file may fail anywhere."""
     try:
-        return _load(
-            files, target, draft_bits, (layers, pre_norm, norms_less_one), options
-        )
+        yield
     except (HeadError, ModelFolderError):
         raise
-    # tensors that do not fit; a damaged file may fail anywhere
-    # it may name every tensor
     except Exception as error:
+        # it may name every tensor
         fault = shorten(f"{type(error).__name__}: {error}", 400)
         raise HeadError(
             f"{files.name}: its config.json and its tensors make no head that runs on this target "
@@ -398,60 +380,42 @@ def load_head(
         ) from error
 
 
-def _load(
-    files: HeadFiles,
-    target: nn.Module,
-    bits: int | None,
-    variant: Any,
-    options: dict[str, Any],
-) -> HeadDrafter | PardDrafter | ExitDrafter:
-    kind = kind_of(files.config, files.weight_map)
-    if kind == "exit":
-        return load_exit(files, target, **options)
-    if kind == "pard":
-        model, tokenizer = load_model(files.name)
-        mask = files.config["pard_token"]
-        files.expect("pard_token", mask, 0, target_ends(model).vocab_size - 1)
-        _quantize(model, bits)
-        return PardDrafter(model, tokenizer, mask_token=mask, **options)
-    if kind == "pass":
-        check_sizes(files, target_ends(target))
-        return load_pass(files, target, (bits, *variant), **options)
-    form = FORMATS.get(kind or "")
-    if form is None or form.build is None:
-        raise HeadError(refusal(files, kind))
-    ends = target_ends(target)
+def _load(form: Format, files: HeadFiles, ends: Anatomy, variant: Any) -> Head:
+    """A head with its weights."""
     check_sizes(files, ends)
+    check_width(files, ends, width_read(files.config))
     tensors, _ = files.read(n for n in files.weight_map if form.renamed or n == "d2t")
     for old, new in form.renamed.items():
         tensors = {re.sub(old, new, name): value for name, value in tensors.items()}
     source = HeadSource(files, ends, tensors, *variant)
+    assert form.build is not None
     head = form.build(source)
+    # how far ids stand apart
+    if (apart := tensors.get("d2t")) is not None:
+        ids = apart + mx.arange(apart.shape[0])
+        head.vocabulary = DraftVocabulary(ids, ends)
     for layer in head.features.layers:
         files.expect("a layer that it reads", layer, 0, ends.num_layers - 1)
     if source.pre_norm is not None and not isinstance(head, LayersHead):
         head.pre_norm = source.pre_norm
     _set_weights(head, tensors, ends.dtype)
-    _quantize(head, bits)
-    drafter = HeadDrafter(head, name=files.name, **options)
-    mx.eval(head.parameters())
-    _try_out(drafter, ends)
-    return drafter
+    return head
 
 
-def _try_out(drafter: HeadDrafter, ends: TargetEnds) -> None:
+def _try_out(drafter: HeadDrafter, ends: Anatomy) -> None:
     """Draft once after states of zeros: some contradictions of a config show in a pass only."""
     head: Any = drafter.head
     blank = mx.zeros((3, ends.width), ends.dtype)
-    held = {}
-    for cache in head.get("reads", {}).values():
-        nothing = mx.zeros(
-            (1, head.layers[0].self_attn.n_kv_heads, 1, cache.width), ends.dtype
-        )
-        held[cache.index] = KeysValues(nothing, nothing, 1)
+
+    def keys_values(index: int) -> KeysValues:
+        width = next(c.width for c in head.reads.values() if c.index == index)
+        sizes = (1, head.layers[0].self_attn.n_kv_heads, 1, width)
+        nothing = mx.zeros(sizes, ends.dtype)
+        return KeysValues(nothing, nothing, 1)
+
     rows = dict.fromkeys(head.features.layers, blank)
     session = drafter.begin([0] * 4, DraftContext(vocab_size=ends.vocab_size))
-    session.see(FeatureRows(rows, blank, keys_values=held.__getitem__))
+    session.see(FeatureRows(rows, blank, keys_values=keys_values))
     mx.eval(session.propose(3).tokens)
 
 
@@ -471,24 +435,21 @@ def config_of(path_or_repo: str | Path) -> dict[str, Any]:
 
 def is_head(path_or_repo: str | Path) -> bool:
     """True for a folder or repository with a head's config, and for a file in a model's folder."""
-    try:
-        files = HeadFiles(path_or_repo)
-        return (
-            known_kind(files.config) is not None
-            or Path(files.name).expanduser().is_file()
-        )
-    except HeadError:
-        return False
+    config = config_of(path_or_repo)
+    is_file = Path(path_or_repo).expanduser().is_file()
+    return bool(config) and (is_file or kind_of(config) is not None)
 
 
 def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
     """Give a head its weights, in the target's type; ValueError if they do not fit."""
     unused = tuple(name for name in SHARED_ENDS if name.partition(".")[0] not in head)
-    weights = {
-        n: x
-        for n, x in tensors.items()
-        if not (IGNORED.match(n) or n.startswith(unused))
-    }
+    keeps_type = "e_score_correction_bias"  # a sum that chooses experts
+    weights = {}
+    for name, x in tensors.items():
+        if IGNORED.match(name) or name.startswith(unused):
+            continue
+        is_cast = mx.issubdtype(x.dtype, mx.floating) and not name.endswith(keeps_type)
+        weights[name] = x.astype(dtype) if is_cast else x
 
     def stored(path: str, part: nn.Module) -> Any:
         is_packed = hasattr(part, "to_quantized") and f"{path}.scales" in weights
@@ -497,10 +458,6 @@ def _set_weights(head: Head, tensors: Tensors, dtype: mx.Dtype) -> None:
         return is_packed and (infer is None or infer(path, part, weights))
 
     nn.quantize(head, class_predicate=stored)
-    keeps_type = "e_score_correction_bias"  # a sum that chooses experts
-    for name, x in weights.items():
-        if mx.issubdtype(x.dtype, mx.floating) and not name.endswith(keeps_type):
-            weights[name] = x.astype(dtype)
     head.load_weights(list(weights.items()))
 
 
@@ -510,12 +467,11 @@ def _quantize(head: nn.Module, bits: int | None) -> None:
         return
 
     def how(path: str, part: nn.Module) -> bool | dict[str, Any]:
-        if not hasattr(part, "to_quantized") or path.endswith(
-            ("gate", "router", "classifier")
-        ):
+        routers = ("gate", "router", "classifier")
+        if not hasattr(part, "to_quantized") or path.endswith(routers):
             return False
         width = part.weight.shape[-1]
-        size = next((size for size in (64, 32) if width % size == 0), None)
-        return size is not None and {"group_size": size, "bits": bits}
+        size = 64 if width % 64 == 0 else 32
+        return width % size == 0 and {"group_size": size, "bits": bits}
 
     nn.quantize(head, class_predicate=how)

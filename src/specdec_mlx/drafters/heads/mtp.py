@@ -12,11 +12,11 @@ them (`files.BESIDE`).
 from __future__ import annotations
 
 import importlib
-import re
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import count, product, takewhile
-from typing import Any, Literal
+from typing import Any, Literal, TypeVar
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,14 +24,15 @@ from mlx_lm.models.cache import CacheList, KVCache, make_prompt_cache
 
 from specdec_mlx.drafters.heads.drafter import (
     Config,
-    DraftVocabulary,
     RecurrentHead,
-    TargetEnds,
     Variation,
     is_norm,
 )
+from specdec_mlx.verify.watching import Anatomy
 
+T = TypeVar("T")
 Further = Literal["again", "chained", "side by side"]
+SLIDING = "sliding_attention"
 
 
 @dataclass(frozen=True)
@@ -70,22 +71,25 @@ class MTPFamily:
     further: Further = "again"
     label: str = "multi-token prediction"
 
-    def prefix_at(self, config: Config, depth: int = 0) -> str:
-        """Prefix of a layer's tensors in the original repository."""
-        return _at_depth(self.prefix, config, depth)
+    def prefix_at(self, config: Config, depth: int = 0, form: str | None = None) -> str:
+        """Prefix of a layer's tensors in the original repository, or in another form."""
+        layer = int(config.get("num_hidden_layers") or 0) + depth
+        form = self.prefix if form is None else form
+        return form.format(layer=layer, depth=depth)
 
     def prefixes_in(self, names: Collection[str], config: Config) -> list[str]:
         """Prefixes of the layers found among tensors, in order."""
         # the original's, and those of conversions and of a repository of the layer alone
         forms = (self.prefix, "mtp.layers.{depth}.", "mtp.", "")
         for outer, form in product(("", "language_model.", "model."), forms):
-            first = _at_depth(outer + form, config, 0)
-            if f"{first}{self.names['projection']}.weight" in names:
-                depths = count(1) if self.further != "again" and "{" in form else ()
-                further = (_at_depth(outer + form, config, depth) for depth in depths)
+            at = partial(self.prefix_at, config, form=outer + form)
+            if f"{at(0)}{self.names['projection']}.weight" in names:
+                depths = count() if self.further != "again" and "{" in form else [0]
                 return [
-                    first,
-                    *takewhile(lambda p: any(n.startswith(p) for n in names), further),
+                    *takewhile(
+                        lambda prefix: any(name.startswith(prefix) for name in names),
+                        map(at, depths),
+                    )
                 ]
         return []
 
@@ -94,23 +98,14 @@ class MTPFamily:
 
         The first that fits counts; num_layers: decoder layers in it.
         """
-        theirs = {
-            part: old.format(last=num_layers - 1) for part, old in self.names.items()
-        }
-        found = {f"{old}.": f"{part}." for part, old in theirs.items()}
-        found |= {old.removeprefix("transformer."): new for old, new in found.items()}
-        if not self.pre_norm and "norm" in theirs:
-            found[f"{theirs['norm']}."] = f"body.{self.final_norm}."
-        found |= {
-            self.layer + old: f"body.{self.here}{new}"
-            for old, new in self.renamed.items()
-        }
-        return {**found, self.layer: f"body.{self.here}"}
-
-
-def _at_depth(prefix: str, config: Config, depth: int) -> str:
-    layer = int(config.get("num_hidden_layers") or 0) + depth
-    return prefix.format(layer=layer, depth=depth)
+        ours = {} if self.pre_norm else {"norm": f"body.{self.final_norm}"}
+        found = dict[str, str]()
+        for part, name in self.names.items():
+            old, new = name.format(last=num_layers - 1), f"{ours.get(part, part)}."
+            found |= {f"{old}.": new, f"{old.removeprefix('transformer.')}.": new}
+        for old, new in {**self.renamed, "": ""}.items():
+            found[self.layer + old] = f"body.{self.here}{new}"
+        return found
 
 
 def _names(theirs: str) -> dict[str, str]:
@@ -138,11 +133,7 @@ def _exaone_moe(config: Config, depth: int) -> Config:
     """Its own kind of attention, then the target's, by which mlx-lm decides on rotation."""
     kind, *_ = config.get("mtp_layer_types") or ["full_attention"]
     windows = config.get("mtp_sliding_windows")
-    window = (
-        {"sliding_window": windows[0]}
-        if kind == "sliding_attention" and windows
-        else {}
-    )
+    window = {"sliding_window": windows[0]} if kind == SLIDING and windows else {}
     return {
         "is_moe_layer": [False],
         "layer_types": [kind, *config["layer_types"]],
@@ -176,17 +167,12 @@ def _step(config: Config, depth: int) -> Config:
     """The layer's entries of lists that have one a layer; the last one where a list is short."""
     at = config["num_hidden_layers"] + depth
     names = "layer_types rope_theta partial_rotary_factors swiglu_limits swiglu_limits_shared"
-    said = {
-        name: config[name]
-        for name in names.split()
-        if isinstance(config.get(name), list)
-    }
-    own = {
-        name: [values[min(at, len(values) - 1)]]
-        for name, values in said.items()
-        if values
-    }
-    return {"moe_layers_enum": None, "layer_types": ["sliding_attention"], **own}
+    own: dict[str, Any] = {"moe_layers_enum": None, "layer_types": [SLIDING]}
+    for name in names.split():
+        values = config.get(name)
+        if values and isinstance(values, list):
+            own[name] = values[at : at + 1] or values[-1:]
+    return own
 
 
 def _nemotron_h(config: Config, depth: int) -> Config:
@@ -284,36 +270,28 @@ OTHER_FORMULAS = {
 
 
 def text_part(config: Config) -> Config:
-    """The part of a config that is about its text model; all of it for most."""
-    return config.get("text_config") or config
+    """The part of a config that is about layers of text; all of it for most.
+
+    Speculators keep that of a head's layers apart.
+    """
+    own = config.get("transformer_layer_config")
+    return own or config.get("text_config") or config
+
+
+def of_type(config: Config, table: Mapping[str, T]) -> T | None:
+    """The entry of a table by model type for a config or its text part."""
+    for part in (config, text_part(config)):
+        name = str(part.get("model_type"))
+        for known in (name, name.removesuffix("_mtp").removesuffix("_text")):
+            if known in table:
+                return table[known]
+    return None
 
 
 def layer_prefixes(config: Config, names: Collection[str]) -> list[str]:
     """Prefixes of the prediction layers among a model's tensors; none for a family without any."""
-    found = family_of(config)
-    return [] if found is None else found[1].prefixes_in(names, text_part(config))
-
-
-def family_of(config: Config) -> tuple[str, MTPFamily] | None:
-    """Model type and family of a config, its text part included."""
-    return next(((n, FAMILIES[n]) for n in _model_types(config) if n in FAMILIES), None)
-
-
-def other_formula(config: Config) -> str | None:
-    """The entry of OTHER_FORMULAS for a config."""
-    return next(
-        (OTHER_FORMULAS[n] for n in _model_types(config) if n in OTHER_FORMULAS), None
-    )
-
-
-def _model_types(config: Config) -> list[str]:
-    """Model types of a config and its text part, also without the suffix of a part."""
-    whole = [str(c.get("model_type")) for c in (config, text_part(config))]
-    return [
-        name
-        for w in whole
-        for name in (w, w.removesuffix("_mtp").removesuffix("_text"))
-    ]
+    family = of_type(config, FAMILIES)
+    return [] if family is None else family.prefixes_in(names, text_part(config))
 
 
 class MTPHead(RecurrentHead):
@@ -326,11 +304,10 @@ class MTPHead(RecurrentHead):
         self,
         family: MTPFamily,
         config: Config,
-        ends: TargetEnds,
+        ends: Anatomy,
         depth: int = 0,
         num_layers: int = 1,
         *,
-        own_embeddings: int = 0,
         has_bias: bool = False,
     ) -> None:
         super().__init__()
@@ -342,26 +319,21 @@ class MTPHead(RecurrentHead):
         body[next(name for name in embeddings if name in body)] = nn.Identity()
         for name, value in family.attributes.items():
             setattr(body, name, value)
-        self.norm = nn.RMSNorm(width, eps) if family.pre_norm else nn.Identity()
-        if family.pre_norm or "norm" not in family.names:
+        self.family, self.pre_norm = family, family.pre_norm
+        self.width, self.ends = width, ends
+        around = {"embedding_norm", "hidden_norm"} & family.names.keys()
+        if self.pre_norm:
+            around.add("norm")
+        for name in ("embedding_norm", "hidden_norm", "norm"):
+            self[name] = nn.RMSNorm(width, eps) if name in around else nn.Identity()
+        if self.pre_norm or "norm" not in family.names:
             body[family.final_norm] = nn.Identity()
-        self.family = family
-        self.width = width
-        self.ends = ends
-        for name in ("embedding_norm", "hidden_norm"):
-            self[name] = (
-                nn.RMSNorm(width, eps) if name in family.names else nn.Identity()
-            )
         self.projection = nn.Linear(2 * width, width, bias=has_bias)
-        if own_embeddings:
-            self.embed_tokens = nn.Embedding(own_embeddings, width)
         self.body = body
         if "lm_head" in family.names:
-            self.lm_head = nn.Linear(width, ends.vocab_size, bias=False)
-        self.pre_norm = family.pre_norm
-        self._make_cache: Callable[[], list[Any]] = lambda: list(
-            make_prompt_cache(shell)
-        )
+            self.own(logits=ends.vocab_size)
+        # not among the parts
+        self.shell: Callable[[], nn.Module] = lambda: shell
         self.moves_on = self.grows_trees = family.further == "again"
         self.chained = family.further != "side by side"
         depths = range(depth + 1, depth + num_layers)
@@ -379,14 +351,9 @@ class MTPHead(RecurrentHead):
         """Logits [..., Vd] of states [..., D], by the target's head or its own."""
         return super().draft_logits(self.norm(states))
 
-    def choose_among(self, vocabulary: DraftVocabulary) -> None:
-        """Restrict the logits to the tokens of a draft vocabulary."""
-        self.vocabulary = vocabulary
-        self.ends = self.ends.narrowed(vocabulary.ids)
-
     def make_cache(self) -> list[Any]:
         """New caches, as the target makes them for such a layer."""
-        return self._make_cache()
+        return list(make_prompt_cache(self.shell()))
 
     def notes(self) -> list[str]:
         """Architecture, number and states of its layers, vocabulary, order."""
@@ -404,46 +371,40 @@ class MTPHead(RecurrentHead):
         order = "its projection looks written for the other order, which is another family's"
         other = replace(self.family, hidden_first=not self.family.hidden_first)
         if "hidden_norm" in self.family.names:
-            yield Variation(self, "norms less one", less, norm_shift=-1.0)
-            yield Variation(self, "norms plus one", more, norm_shift=1.0)
+            yield Variation("norms less one", less, self.otherwise(-1.0))
+            yield Variation("norms plus one", more, self.otherwise(1.0))
         yield from super().variations()
-        yield Variation(
-            self, "the other order of state and embedding", order, {"family": other}
-        )
+        head = self.otherwise(family=other)
+        yield Variation("the other order of state and embedding", order, head)
+
+
+def model_of(arguments: Config) -> nn.Module:
+    """mlx-lm's model by its config, random weights."""
+    module = importlib.import_module(f"mlx_lm.models.{arguments['model_type']}")
+    return module.Model(module.ModelArgs.from_dict(arguments))
 
 
 def one_layer_model(family: MTPFamily, config: Config, depth: int = 0) -> nn.Module:
     """A model of the family's architecture with the decoder layer alone, random weights."""
-    module = importlib.import_module(f"mlx_lm.models.{family.architecture}")
     changes = (
         family.changes(config, depth) if callable(family.changes) else family.changes
     )
-    alone = {
-        **config,
-        "num_hidden_layers": 1,
-        **changes,
-        "model_type": family.architecture,
-    }
-    model = module.Model(module.ModelArgs.from_dict(alone))
+    alone = {**config, "num_hidden_layers": 1, **changes}
+    model = model_of(alone | {"model_type": family.architecture})
     family.adapted(model)
     return model
 
 
 def mtp_weights(
-    family: MTPFamily,
-    config: Config,
-    tensors: Mapping[str, mx.array],
-    prefix: str,
-    *,
-    add_one: bool,
+    head: MTPHead, tensors: Mapping[str, mx.array], prefix: str, *, add_one: bool
 ) -> dict[str, mx.array]:
-    """A layer's weights by the names of `MTPHead`; add_one: norms are stored as w - 1.
+    """A layer's weights by the head's names; add_one: norms are stored as w - 1.
 
     mlx-lm's own conversion takes the decoder layer; norms go around it, since some conversions add
     one.
     """
-    shell, inside = one_layer_model(family, config), f"body.{family.here}"
-    ours = family.ours(len(getattr(shell, family.body).layers))
+    family, shell = head.family, head.shell()
+    inside, ours = f"body.{family.here}", family.ours(len(head.body.layers))
     weights, convert = {}, {}
     for name, value in tensors.items():
         rest = name.removeprefix(prefix)
@@ -455,23 +416,18 @@ def mtp_weights(
             weights[new] = value
     if hasattr(shell, "sanitize"):
         convert = shell.sanitize(convert)
-    weights |= {
-        inside + name.partition(family.here)[2]: x for name, x in convert.items()
-    }
-    weights = _stacked(weights)
+    for name, value in convert.items():
+        weights[inside + name.partition(family.here)[2]] = value
+    stack_experts(weights)
     return {n: x + 1 if add_one and is_norm(n, x) else x for n, x in weights.items()}
 
 
-def _stacked(weights: dict[str, mx.array]) -> dict[str, mx.array]:
+def stack_experts(weights: dict[str, mx.array]) -> None:
     """Stack experts that are stored one by one, as mlx-lm has them; quantized ones too."""
-    parts: dict[str, dict[int, mx.array]] = {}
-    for name in list(weights):
-        if found := re.fullmatch(r"(.*mlp\.)experts\.(\d+)\.(.+)", name):
-            stack = parts.setdefault(f"{found[1]}switch_mlp.{found[3]}", {})
-            stack[int(found[2])] = weights.pop(name)
-    return weights | {
-        name: mx.stack([x[i] for i in sorted(x)]) for name, x in parts.items()
-    }
+    for first in [name for name in weights if ".experts.0." in name]:
+        names = (first.replace(".experts.0.", f".experts.{i}.") for i in count())
+        each = [weights.pop(name) for name in takewhile(weights.__contains__, names)]
+        weights[first.replace(".experts.0.", ".switch_mlp.")] = mx.stack(each)
 
 
 def less_one(tensors: Mapping[str, mx.array]) -> bool:

@@ -10,154 +10,130 @@ a matrix over the vocabulary.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import ArraysCache
 
 from specdec_mlx.contracts import FeatureRows
 from specdec_mlx.drafters.drawing import match_vocab
-from specdec_mlx.drafters.heads.drafter import Config, DraftVocabulary, Head, TargetEnds
-from specdec_mlx.drafters.heads.eagle import (
-    SLIDING,
-    LayersConfig,
-    LayersHead,
-    is_gemma4,
+from specdec_mlx.drafters.heads.drafter import (
+    Config,
+    Head,
+    spread,
+    within,
 )
+from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4
+from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.writing import AtOnceSession, Parents, places_after
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.verify.rollback import states_of
+from specdec_mlx.verify.watching import Anatomy, top_tokens
 
 
 class BlockSession(HeadSession):
-    """A session whose head drafts up to `most_drafted` tokens in one pass over what it has read."""
+    """A session whose head makes the states and the logits of a whole draft in one pass.
+
+    Its head drafts up to `most_drafted` tokens, from what it has read.
+    """
+
+    states: mx.array
+    logits: mx.array
+    places: list[int]
 
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         self.cache = self.head.make_cache()
 
     def begin_draft(self, limit: int) -> int:
-        """Read all states; `limit`, or what the head can draft, 0 before it was shown any."""
+        """Read all states and run the head; 0 before it was shown any."""
         self.read()
         self.places = [0]
-        return min(limit, self.head.most_drafted) if self.waiting.start else 0
+        length = min(limit, self.head.most_drafted) if self.waiting.start else 0
+        if length:
+            self.states = self.head.states(self.tokens[-1], length, self.cache)
+            self.logits = self.head.logits(self.states)
+        return length
 
     def read(self) -> list[Any]:
         """Add all states that wait to the head's caches."""
         if self.waiting.num_rows:
             self.head.read(self.waiting.take(self.waiting.num_rows), self.cache)
-        return [getattr(kept, "state", kept) for kept in self.cache]
+        return states_of(self.cache)
 
 
 class OnePassSession(AtOnceSession, BlockSession):
-    """All tokens at once, by the head's `guesses`."""
-
-    def begin_draft(self, limit: int) -> int:
-        """Run the head for all logits of the draft."""
-        if length := super().begin_draft(limit):
-            self.logits = self.head.guesses(self.tokens[-1], length, self.cache)
-        return length
+    """The tokens of a draft follow from its states alone, and are drawn together."""
 
 
 class CorrectedSession(BlockSession):
-    """A block in one pass, whose logits the head corrects token by token (`corrected`)."""
-
-    def begin_draft(self, limit: int) -> int:
-        """Run the head for the states and logits of the block."""
-        if length := super().begin_draft(limit):
-            self.states = self.head.states(self.tokens[-1], length, self.cache)
-            self.logits = self.head.logits(self.states)
-        return length
+    """Logits that the head corrects token by token (`corrected`)."""
 
     def next_logits(self, tokens: mx.array | None, parents: Parents = None) -> Any:
         """Logits of the places after these tokens, corrected."""
         before = to_ids(self.tokens[-1:]) if tokens is None else tokens
-        return self.at(places_after(self.places, tokens, parents), before)
-
-    def at(self, places: list[int], before: mx.array) -> Any:
-        """Corrected logits [n, V] of n places of the block, after tokens [n]."""
-        rows = mx.array(places)
+        rows = mx.array(places_after(self.places, tokens, parents))
         return self.head.corrected(self.logits[rows], self.states[rows], before)
 
 
-@dataclass(frozen=True, kw_only=True)
-class DFlashConfig(LayersConfig):
-    """Config of a DFlash head.
+def block_options(config: Config) -> Config:
+    """The entries of a config of z-lab or speculators, nested ones too."""
+    return {**config, **(config.get("dflash_config") or {})}
 
-    block_size: with the known first token. causal: by layer, a place does not see later ones of its
-    block. logit_cap: logits are cap * tanh(logits / cap). from_anchor: the known token's own place
-    drafts as well. options: all entries, for a variant's own.
-    """
 
-    mask_token: int
-    block_size: int = 16
-    causal: tuple[bool, ...] = ()
-    embedding_scale: float = 1.0
-    logit_scale: float = 1.0
-    logit_cap: float | None = None
-    from_anchor: bool = False
-    options: Config = field(default_factory=dict)
-
-    @classmethod
-    def read(cls, config: Config, num_layers: int) -> DFlashConfig:
-        """From a config.json of z-lab or speculators; num_layers: the target's."""
-        nested = {**config, **(config.get("dflash_config") or {})}
-        layer = {
-            "model_type": "qwen3",
-            **(config.get("transformer_layer_config") or config),
-        }
-        depth = layer["num_hidden_layers"]
-        slides = [kind == SLIDING for kind in layer.get("layer_types") or ()]
-        causal = slides if not config.get("sliding_window_non_causal") else []
-        if config.get("is_causal") is not None:
-            causal = [bool(config["is_causal"])] * depth
-        ids, layers = (
-            config.get("aux_hidden_state_layer_ids"),
-            nested.get("target_layer_ids"),
-        )
-        # of speculators: Hugging Face's states, the first the embedding
-        if ids is not None:
-            layers = [i - 1 for i in ids]
-        if not layers:  # evenly spread, from the second to the third last
-            most = config.get("num_target_layers", num_layers)
-            spread = [
-                round(1 + i * (most - 4) / max(depth - 1, 1)) for i in range(depth)
-            ]
-            layers = spread if depth > 1 else [most // 2]
-        # of Gemma's embeddings
-        scale = layer["hidden_size"] ** 0.5 if is_gemma4(layer) else 1.0
-        return cls(
-            layer,
-            tuple(layers),
-            tuple(layer.get("sliding_window") if slide else None for slide in slides),
-            mask_token=nested["mask_token_id"],
-            block_size=nested.get("block_size", cls.block_size),
-            causal=tuple(causal),
-            embedding_scale=nested.get("input_embedding_scale", scale),
-            logit_scale=nested.get("output_multiplier", 1.0),
-            logit_cap=nested.get("final_logit_softcapping") or None,
-            from_anchor=bool(config.get("sample_from_anchor", "markov_rank" in config)),
-            options=nested,
-        )
+def block_layers(said: Config, depth: int, num_layers: int) -> Sequence[int]:
+    """Layers of the target that are read, from 0; depth, num_layers: of the head, of the target."""
+    # of speculators: Hugging Face's states, the first the embedding
+    if (ids := said.get("aux_hidden_state_layer_ids")) is not None:
+        return [i - 1 for i in ids]
+    if layers := said.get("target_layer_ids"):
+        return list(layers)
+    # evenly spread, from the second to the third last
+    most = said.get("num_target_layers", num_layers)
+    if depth == 1:
+        return [most // 2]
+    return [round(1 + i * (most - 4) / (depth - 1)) for i in range(depth)]
 
 
 class DFlash(LayersHead):
-    """A DFlash head; with a draft vocabulary it has a matrix of its own over that."""
+    """A DFlash head; with a draft vocabulary it has a matrix of its own over that.
+
+    block_size: with the known first token. causal: by layer, a place does not see later ones of its
+    block. logit_cap: logits are cap * tanh(logits / cap). from_anchor: the known token's own place
+    drafts as well. layers: in place of those that the config names.
+    """
 
     kind = "DFlash"
     session: type[HeadSession] = OnePassSession
 
     def __init__(
-        self,
-        config: DFlashConfig,
-        ends: TargetEnds,
-        vocabulary: DraftVocabulary | None = None,
+        self, config: Config, ends: Anatomy, layers: Sequence[int] | None = None
     ) -> None:
-        rows = 0 if vocabulary is None else vocabulary.ids.size
-        super().__init__(config, ends, vocabulary, own_head=rows)
-        self.most_drafted = config.block_size - (not config.from_anchor)
+        said = block_options(config)
+        layer = {"model_type": "qwen3", **text_part(config)}
+        depth = layer["num_hidden_layers"]
+        fused = layers or block_layers(said, depth, ends.num_layers)
+        super().__init__(layer, fused, ends)
+        kinds = layer.get("layer_types") or [""] * depth
+        slides = [kind == SLIDING for kind in kinds]
+        window = layer.get("sliding_window")
+        self.windows = tuple(window if slide else None for slide in slides)
+        causal = [] if said.get("sliding_window_non_causal") else slides
+        if said.get("is_causal") is not None:
+            causal = [said["is_causal"]] * depth
+        self.causal = {i for i, is_causal in enumerate(causal) if is_causal}
+        self.mask_token = said["mask_token_id"]
+        self.block_size = said.get("block_size", 16)
+        # of Gemma's embeddings
+        scale = self.width**0.5 if is_gemma4(layer) else 1.0
+        self.embedding_scale = said.get("input_embedding_scale", scale)
+        self.logit_scale = said.get("output_multiplier", 1.0)
+        self.logit_cap = said.get("final_logit_softcapping") or None
+        self.from_anchor = said.get("sample_from_anchor", "markov_rank" in said)
+        self.most_drafted = self.block_size - (not self.from_anchor)
 
     def rows(self, features: FeatureRows) -> Any:
         """[n, D] the outputs of the target's layers, fused and normed."""
@@ -169,20 +145,15 @@ class DFlash(LayersHead):
             # lazy: attention itself is never computed
             layer.self_attn(rows[None], None, kept)
 
-    def guesses(self, token: int, number: int, cache: list[Any]) -> mx.array:
-        """Logits [n, V] of the n tokens after `token`, by a block that is not kept."""
-        return self.logits(self.states(token, number, cache))
-
     def states(self, token: int, number: int, cache: list[Any]) -> Any:
-        """Normed states [n, D] of the places of these tokens."""
-        tokens = to_ids(
-            [token, *[self.config.mask_token] * (self.config.block_size - 1)]
-        )
-        h = self.ends.embed(tokens)[None] * self.config.embedding_scale
+        """Normed states [n, D] of the n tokens after `token`, by a block that is not kept."""
+        size = self.block_size
+        tokens = to_ids([token, *[self.mask_token] * (size - 1)])
+        h = self.ends.embed(tokens)[None] * self.embedding_scale
         for i, (layer, kept) in enumerate(zip(self.layers, cache, strict=True)):
-            h = self.run(layer, h, self.mask(i, kept.offset, tokens.shape[0]), kept)
-            kept.trim(tokens.shape[0])
-        first = 0 if self.config.from_anchor else 1
+            h = self.run(layer, h, self.mask(i, kept.offset, size), kept)
+            kept.trim(size)
+        first = size - self.most_drafted
         return self.norm(h[0, first : first + number])
 
     def run(
@@ -195,24 +166,22 @@ class DFlash(LayersHead):
 
     def mask(self, layer: int, start: int, size: int) -> mx.array | None:
         """[B, start + B] places that each of a block of B sees in a layer; None for all."""
-        window = self.config.windows[layer] if self.config.windows else None
-        causal = self.config.causal[layer] if self.config.causal else False
-        if window is None and not causal:
+        window, is_causal = self.windows[layer], layer in self.causal
+        if window is None and not is_causal:
             return None
         back = mx.arange(start, start + size)[:, None] - mx.arange(start + size)
-        seen = back >= 0 if causal else back == back
-        return seen if window is None else seen & (mx.abs(back) < window)
+        near = mx.abs(back) < (start + size if window is None else window)
+        return near & (back >= 0) if is_causal else near
 
     def draft_logits(self, states: mx.array) -> Any:
         """Logits [..., Vd] of normed states [..., D], scaled and capped."""
-        logits = super().draft_logits(states) * self.config.logit_scale
-        cap: float | None = self.config.logit_cap
+        logits, cap = super().draft_logits(states) * self.logit_scale, self.logit_cap
         return logits if cap is None else cap * mx.tanh(logits / cap)
 
     def notes(self) -> list[str]:
         """Layers, block, vocabulary, windows."""
         layers, *others = super().notes()
-        return [layers, f"blocks of {self.config.block_size}", *others]
+        return [layers, f"blocks of {self.block_size}", *others]
 
 
 class GroupedConvolution(nn.Module):  # type: ignore[misc]
@@ -247,52 +216,30 @@ class GroupedConvolution(nn.Module):  # type: ignore[misc]
         return convolved(part(convolved(x, 0)), 1)
 
 
-class Selector(nn.Module):  # type: ignore[misc]
-    """DFlash 2's choice among each place's `top` tokens, by the token before them."""
-
-    def __init__(self, width: int, rank: int, vocab_size: int, top: int) -> None:
-        super().__init__()
-        self.top = top
-        self.predecessor_codebook = mx.zeros((vocab_size, rank))
-        self.successor_codebook = mx.zeros((vocab_size, rank))
-        self.hidden_projection = nn.Linear(width, rank, bias=False)
-
-    def scores(self, logits: mx.array, states: mx.array, before: mx.array) -> mx.array:
-        """Logits [n, V]: the top ones with the score of the pair added, -inf of others."""
-        ids = mx.argpartition(-logits, self.top - 1, axis=-1)[:, : self.top]
-        asked = rows_of(self.predecessor_codebook, before) * self.hidden_projection(
-            states
-        )
-        pairs = rows_of(self.successor_codebook, ids) @ asked[..., None]
-        scores = mx.take_along_axis(logits, ids, axis=-1) + pairs[..., 0]
-        return mx.put_along_axis(
-            mx.full(logits.shape, -mx.inf, scores.dtype), ids, scores, axis=-1
-        )
-
-
-def rows_of(table: mx.array, ids: mx.array) -> mx.array:
-    """Rows [..., r] of a table [V, r]; MLX does not check bounds, and targets pad vocabularies."""
-    return table[mx.minimum(ids, table.shape[0] - 1)]
-
-
 class DFlash2(DFlash):
     """A DFlash 2 head: convolutions within the block, and a choice among the top tokens.
 
+    The choice adds a score to the logit of each of a place's `top` tokens, by the token before it.
     The authors' sampler knows the temperature alone; here drafts keep to the target's filters.
     """
 
     kind = "DFlash 2"
     session = CorrectedSession
 
-    def __init__(self, config: DFlashConfig, ends: TargetEnds, *args: Any) -> None:
-        super().__init__(config, ends, *args)
-        said = config.options
+    def __init__(self, config: Config, *args: Any) -> None:
+        super().__init__(config, *args)
+        said = block_options(config)
         for layer in self.layers:
             for name in ("attention_conv", "mlp_conv"):
                 sizes = said["conv_kernel_size"], said["conv_group_size"]
                 layer[name] = GroupedConvolution(self.width, *sizes)
-        rank, top = said["selector_rank"], min(said["selector_top_k"], ends.vocab_size)
-        self.candidate_selector = Selector(self.width, rank, said["vocab_size"], top)
+        rank = said["selector_rank"]
+        table = said["vocab_size"], rank
+        self.top = min(said["selector_top_k"], self.ends.vocab_size)
+        choice = self.candidate_selector = nn.Module()
+        choice.predecessor_codebook = mx.zeros(table)
+        choice.successor_codebook = mx.zeros(table)
+        choice.hidden_projection = nn.Linear(self.width, rank, bias=False)
 
     def run(
         self, layer: nn.Module, h: mx.array, mask: mx.array | None, kept: Any
@@ -305,52 +252,42 @@ class DFlash2(DFlash):
     def corrected(
         self, logits: mx.array, states: mx.array, before: mx.array
     ) -> mx.array:
-        """Logits [n, V] after tokens [n], from those of the places alone and their states."""
-        return self.candidate_selector.scores(logits, states, before)
+        """Logits [n, V] after tokens [n]: of each place's top ones, with their scores."""
+        choice, ids = self.candidate_selector, top_tokens(logits, self.top)
+        first, second = choice.predecessor_codebook, choice.successor_codebook
+        asked = first[within(before, first)] * choice.hidden_projection(states)
+        scores = (second[within(ids, second)] @ asked[..., None])[..., 0]
+        scores = scores + mx.take_along_axis(logits, ids, axis=-1)
+        return spread(scores, ids, logits.shape[-1])
 
     def notes(self) -> list[str]:
         """Layers, block, windows, candidates."""
-        return [*super().notes(), f"chooses among {self.candidate_selector.top} tokens"]
-
-
-class Markov(nn.Module):  # type: ignore[misc]
-    """DSpark's bias by the token before, of low rank; gated: by the place's state as well."""
-
-    def __init__(self, width: int, rank: int, vocab_size: int, *, gated: bool) -> None:
-        super().__init__()
-        self.markov_w1 = nn.Embedding(vocab_size, rank)
-        self.markov_w2 = nn.Linear(rank, vocab_size, bias=False)
-        if gated:
-            self.gate_proj = nn.Linear(width + rank, rank)
-
-    def bias(self, states: mx.array, before: mx.array) -> Any:
-        """Bias [n, V] of n places with states [n, D] after tokens [n]."""
-        made = self.markov_w1(mx.minimum(before, self.markov_w1.weight.shape[0] - 1))
-        if "gate_proj" in self:
-            made = made * mx.sigmoid(
-                self.gate_proj(mx.concatenate([states, made], axis=-1))
-            )
-        return self.markov_w2(made)
+        return [*super().notes(), f"chooses among {self.top} tokens"]
 
 
 class DSpark(DFlash):
-    """A DSpark head, for Qwen3 or Gemma 4. Its estimate of confidence is not read."""
+    """A DSpark head, for Qwen3 or Gemma 4. Its estimate of confidence is not read.
+
+    A bias of low rank corrects the logits by the token before; a gated one by the state as well.
+    """
 
     kind = "DSpark"
     session = CorrectedSession
 
-    def __init__(self, config: DFlashConfig, ends: TargetEnds, *args: Any) -> None:
-        super().__init__(config, ends, *args)
-        said = config.options
+    def __init__(self, config: Config, *args: Any) -> None:
+        super().__init__(config, *args)
+        said = block_options(config)
         self.rank, kind = said["markov_rank"], said.get("markov_head_type", "vanilla")
-        if self.rank:
-            if kind not in ("vanilla", "gated"):
-                raise ValueError(
-                    f"markov_head_type {kind!r}, expected vanilla or gated"
-                )
-            vocab_size = said.get("vocab_size") or config.layer["vocab_size"]
-            gated = kind == "gated"
-            self.markov_head = Markov(self.width, self.rank, vocab_size, gated=gated)
+        if not self.rank:
+            return
+        if kind not in ("vanilla", "gated"):
+            raise ValueError(f"markov_head_type {kind!r}, expected vanilla or gated")
+        vocab_size = said.get("vocab_size") or text_part(config)["vocab_size"]
+        pairs = self.markov_head = nn.Module()
+        pairs.markov_w1 = nn.Embedding(vocab_size, self.rank)
+        pairs.markov_w2 = nn.Linear(self.rank, vocab_size, bias=False)
+        if kind == "gated":
+            pairs.gate_proj = nn.Linear(self.width + self.rank, self.rank)
 
     def corrected(
         self, logits: mx.array, states: mx.array, before: mx.array
@@ -358,9 +295,12 @@ class DSpark(DFlash):
         """Logits [n, V] after tokens [n], from those of the places alone and their states."""
         if not self.rank:
             return logits
-        return logits + match_vocab(
-            self.markov_head.bias(states, before), logits.shape[-1]
-        )
+        pairs = self.markov_head
+        made = pairs.markov_w1(within(before, pairs.markov_w1.weight))
+        if "gate_proj" in pairs:
+            gate = pairs.gate_proj(mx.concatenate([states, made], axis=-1))
+            made = made * mx.sigmoid(gate)
+        return logits + match_vocab(pairs.markov_w2(made), logits.shape[-1])
 
     def notes(self) -> list[str]:
         """Layers, block, rank."""
@@ -374,7 +314,7 @@ class Medusa(Head):
     session = OnePassSession
 
     def __init__(
-        self, num_heads: int, num_layers: int, ends: TargetEnds, *, own_heads: int = 0
+        self, num_heads: int, num_layers: int, ends: Anatomy, *, own_heads: int = 0
     ) -> None:
         super().__init__()
         self.ends, width = ends, ends.width
@@ -385,21 +325,23 @@ class Medusa(Head):
             self.lm_heads = [nn.Linear(width, own_heads, bias=False) for _ in heads]
 
     def make_cache(self) -> list[Any]:
-        """An empty list, for the last state."""
-        return []
+        """A place for the last state."""
+        return [ArraysCache(1)]
 
     def read(self, rows: mx.array, cache: list[Any]) -> None:
         """Keep the last of the target's states [n, D]."""
-        cache[:] = [rows[-1:]]
+        cache[0][0] = rows[-1:]
 
-    def guesses(self, token: int, number: int, cache: list[Any]) -> mx.array:
-        """Logits [n, V] of the first n heads."""
-        states = [self.state(cache[0], i) for i in range(number)]
+    def states(self, token: int, number: int, cache: list[Any]) -> mx.array:
+        """States [n, D] of the first n heads."""
+        return mx.concatenate([self.state(cache[0][0], i) for i in range(number)])
+
+    def draft_logits(self, states: mx.array) -> Any:
+        """Logits [n, V] of the first n heads, from the state of each."""
         if "lm_heads" not in self:
-            return self.ends.logits(mx.concatenate(states))
-        return mx.concatenate(
-            [self.lm_heads[i](state) for i, state in enumerate(states)]
-        )
+            return super().draft_logits(states)
+        each = zip(self.lm_heads, mx.split(states, states.shape[0]), strict=False)
+        return mx.concatenate([matrix(state) for matrix, state in each])
 
     def state(self, state: mx.array, index: int) -> mx.array:
         """A head's state [..., D] below its matrix, from the target's [..., D]."""

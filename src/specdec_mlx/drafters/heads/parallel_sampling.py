@@ -153,8 +153,6 @@ def load_pass(
             f"{files.name} is a PaSS head, which has no matrices and reads no states: leave "
             "draft_bits, layers, pre_norm and norms_less_one out."
         )
-    tensors, _ = files.read(files.weight_map)
     head = LookAhead(target, int(files.config[LOOK_AHEAD]))
-    rows = {name: x.astype(head.rows.dtype) for name, x in tensors.items()}
-    head.load_weights(list(rows.items()))
+    files.load_into(head, head.rows.dtype)
     return PaSSDrafter(target, None, head=head, name=files.name, **options)

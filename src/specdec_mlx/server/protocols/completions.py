@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
+from itertools import accumulate
 from typing import Any
 
 from specdec_mlx.server.protocols import fields
-from specdec_mlx.server.protocols.chat import (
-    ChunkStream,
-    head,
-    logprobs_in,
-    wants_usage,
-)
+from specdec_mlx.server.protocols.chat import ChunkStream, ChunkWire
 from specdec_mlx.server.requests import (
     Asked,
     Ended,
     Event,
+    Object,
     RequestError,
     Said,
     TextRequest,
@@ -27,15 +24,12 @@ from specdec_mlx.server.requests import (
 )
 
 MOST_PROMPTS = 128  # most prompts of one request
-KIND = "text_completion"
 
 
 def prompts_in(prompt: Any) -> list[Any]:
     """The prompts of a completion, texts or token ids: one, or several; raises RequestError."""
-    prompts = [prompt] if isinstance(prompt, str) or _are_ids(prompt) else prompt
-    fits = isinstance(prompts, list) and all(
-        isinstance(p, str) or _are_ids(p) for p in prompts
-    )
+    prompts = [prompt] if _is_prompt(prompt) else prompt
+    fits = isinstance(prompts, list) and all(map(_is_prompt, prompts))
     if fits and 0 < len(prompts) <= MOST_PROMPTS:
         return list(prompts)
     raise RequestError(
@@ -44,37 +38,25 @@ def prompts_in(prompt: Any) -> list[Any]:
     )
 
 
-def _are_ids(value: Any) -> bool:
-    return (
-        isinstance(value, list)
-        and bool(value)
-        and all(type(token) is int for token in value)
-    )
+def _is_prompt(value: Any) -> bool:
+    if isinstance(value, list) and value:
+        return all(type(token) is int for token in value)
+    return isinstance(value, str)
 
 
-def _choice(
-    asked: Asked, index: int, said: Said, offset: int, reason: str | None = None
-) -> dict[str, Any]:
-    """A choice, or a piece of one whose text begins `offset` characters after the choice's."""
-    request: TextRequest = asked.requests[index]
+def _content(request: TextRequest, said: Said, offset: int) -> Object:
+    """A text, or a piece of one that begins `offset` characters after the text."""
     logprobs = None if request.num_logprobs is None else _logprobs(said, offset)
-    return {
-        "index": index,
-        "text": said.text,
-        "logprobs": logprobs,
-        "finish_reason": reason,
-    }
+    return {"text": said.text, "logprobs": logprobs}
 
 
-def _logprobs(said: Said, offset: int) -> dict[str, Any]:
+def _logprobs(said: Said, offset: int) -> Object:
     """The form of completions, and mlx-lm's, `content`, of what was written.
 
     The first token of a text has no log-probability: null.
     """
     tokens = [token.data.decode(errors="replace") for token in said.logprobs]
-    offsets = [offset]
-    for token in tokens:
-        offsets.append(offsets[-1] + len(token))
+    offsets = [*accumulate(map(len, tokens), initial=offset)]
     written = [token for token in said.logprobs if not math.isnan(token.logprob)]
     return {
         "tokens": tokens,
@@ -103,31 +85,34 @@ def _top(token: TokenLogprob) -> dict[str, float] | None:
 class CompletionStream(ChunkStream):
     """Chunks of a streamed completion."""
 
-    kind = KIND
+    kind = "text_completion"
 
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
         self._lengths = Counter[int]()  # of the texts that were sent, by choice
 
-    def write(self, choice: int, event: Event) -> Iterator[bytes]:
-        """The chunks of an event."""
-        if isinstance(event, Said) and (event.text or event.logprobs):
-            yield self.chunk(_choice(self.asked, choice, event, self._lengths[choice]))
-            self._lengths[choice] += len(event.text)
-        if isinstance(event, Ended):
-            self._ends[choice] = event
-            yield self.chunk(_choice(self.asked, choice, Said(""), 0, event.reason))
+    def content(self, choice: int, event: Event) -> Object | None:
+        """A piece of a text."""
+        match event:
+            case Said() if event.text or event.logprobs:
+                said = event
+            case Ended():
+                said = Said("")
+            case _:
+                return None
+        offset = self._lengths[choice]
+        self._lengths[choice] += len(said.text)
+        return _content(self.asked.requests[choice], said, offset)
 
 
-class Completions(fields.OpenAIWire):
+class Completions(ChunkWire):
     """The wire of `/v1/completions`."""
 
     stream = CompletionStream
+    kind, prefix = "text_completion", "cmpl-"
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
-        """Check a body; raises RequestError."""
-        body = fields.without_nulls(body)
-        request = fields.base(body)
+    def prompts(self, request: TextRequest, body: Object) -> Iterator[TextRequest]:
+        """A request for each prompt."""
         if body.get("suffix"):
             raise RequestError(
                 "suffix: models here continue a text, and do not fill one in."
@@ -138,26 +123,13 @@ class Completions(fields.OpenAIWire):
                 "best_of: texts are not chosen among here. Ask for n of them."
             )
         request.echo = body.get("echo", False)
-        request.grammar = fields.grammar_in(body.get("response_format"))
-        request.max_tokens = fields.most_tokens(body, least=0 if request.echo else 1)
-        request.stop = fields.texts(body.get("stop"), "stop")
-        request.num_logprobs = logprobs_in(body)
-        prompts = [
-            replace(request, prompt=prompt) for prompt in prompts_in(body.get("prompt"))
-        ]
-        requests = [one for prompt in prompts for one in fields.choices(prompt, count)]
-        more = {"num_choices": count, "with_usage": wants_usage(body)}
-        return fields.asked(requests, body, "cmpl-", more)
+        for prompt in prompts_in(body.get("prompt")):
+            yield replace(request, prompt=prompt)
 
-    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
-        """The whole reply."""
-        ends = [text.ended for text in texts if text.ended is not None]
-        choices = []
-        for index, (text, end) in enumerate(zip(texts, ends, strict=True)):
-            said = Said(text.thoughts + text.text, logprobs=text.logprobs)
-            choices.append(_choice(asked, index, said, 0, end.reason))
-        usage = fields.usage(ends, asked.more["num_choices"])
-        return {**head(asked, KIND), "choices": choices, "usage": usage}
+    def content(self, request: TextRequest, text: Written) -> Object:
+        """A text."""
+        said = Said(text.thoughts + text.text, logprobs=text.logprobs)
+        return _content(request, said, 0)
 
 
 COMPLETIONS = Completions()

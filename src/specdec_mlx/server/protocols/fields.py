@@ -1,19 +1,18 @@
 """Fields that the protocols share: their checks, with words that name the field, and their forms.
 
 Beside OpenAI's there are mlx-lm's (min_p, repetition_penalty, chat_template_kwargs, ...) and ours
-(drafter, draft_length, rule, draft_model, adapters).
+(drafter, draft_length, rule, draft_model, adapters). Below them stands what replies have in common.
 """
 
 from __future__ import annotations
 
 import json
-import math
-import time
-from collections.abc import Callable, Mapping, Sequence
+from abc import abstractmethod
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from http import HTTPStatus
+from math import inf
 from typing import Any
-from uuid import uuid4
 
 import msgspec
 
@@ -22,17 +21,28 @@ from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.sampling.distribution import TEMPS, Sampling, is_temp
-from specdec_mlx.server.forced import check_schema, within
+from specdec_mlx.server.forced import grammar_of
+from specdec_mlx.server.protocols.turns import expect, parts_in
 from specdec_mlx.server.requests import (
     Asked,
+    CallArguments,
+    CallBegan,
+    CallBroken,
     Ended,
+    Event,
+    Object,
     RequestError,
+    Said,
+    Sent,
+    Stream,
     TextRequest,
     TokenLogprob,
     Wire,
+    Written,
 )
 
-Body = Mapping[str, Any]
+Field = tuple[Callable[[Any], bool], str]
+"""The test of a field's value, and the words for what it expects."""
 
 NUM_SEEDS = 2**64  # MLX takes seeds of 64 bits
 MOST_CHOICES = 32  # most choices of one request: each is a row of a batch
@@ -47,9 +57,12 @@ LONGEST_ANSWER = 1000
 LEAST_LOGPROB = -9999.0  # said for a token that cannot be drawn; JSON has no infinity
 
 PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
+SIZES = [name.replace("penalty", "context_size") for name in PENALTIES]
+LENGTHS = "max_completion_tokens", "max_output_tokens", "max_tokens"
+"""Names of the most tokens of an answer; the first one that is there counts."""
 
 
-def read_body(raw: bytes) -> dict[str, Any]:
+def read_body(raw: bytes) -> Object:
     """A body as an object without null fields; raises RequestError.
 
     A number that is whole is an int, as in languages that have no others.
@@ -77,74 +90,49 @@ def without_surrogates(value: Any) -> Any:
     return json.loads(units.decode("utf-16-le", "replace"))
 
 
-def without_nulls(body: Body) -> dict[str, Any]:
+def without_nulls(body: Object) -> Object:
     """An object without its null fields, which are absent ones."""
     return {name: value for name, value in body.items() if value is not None}
 
 
-def base(body: Body) -> TextRequest:
-    """What all protocols say in the same way; raises RequestError."""
-    for name, (fits, expected) in FIELDS.items():
-        if body.get(name) is not None and not fits(body[name]):
-            raise RequestError(f"{name} must be {expected}, not {body[name]!r}")
-    length = body.get("draft_length", body.get("num_draft_tokens"))
-    seed = -1 if body.get("seed") is None else body["seed"]
-    drafters = body.get("drafter")
+def base(body: Object) -> TextRequest:
+    """What all protocols say in the same way; raises RequestError.
+
+    A seed of -1, and a length of -1, stands for none.
+    """
+    given = {
+        name: value
+        for name, value in without_nulls(body).items()
+        if value != -1 or name not in ("seed", *LENGTHS)
+    }
+    least = 0 if given.get("echo") else 1
+    for name, (fits, expected) in {**FIELDS, "max_tokens": number(int, least)}.items():
+        if name in given and not fits(given[name]):
+            raise RequestError(f"{name} must be {expected}, not {given[name]!r}")
+    drafters, seed = given.get("drafter"), given.get("seed")
     return TextRequest(
-        model=body.get("model") or "",
-        adapter=body.get("adapters"),
-        draft_model=body.get("draft_model"),
-        template=dict(body.get("chat_template_kwargs") or {}),
-        sampling=_sampling(body),
-        penalties=_penalties(body),
-        seed=None if seed == -1 else seed % NUM_SEEDS,
-        prediction=_prediction(body.get("prediction")),
+        model=given.get("model", ""),
+        adapter=given.get("adapters"),
+        draft_model=given.get("draft_model"),
+        parallel_calls=given.get("parallel_tool_calls", True),
+        template=dict(given.get("chat_template_kwargs", {})),
+        max_tokens=next((given[name] for name in LENGTHS if name in given), None),
+        sampling=_sampling(given),
+        penalties=_penalties(given),
+        seed=None if seed is None else seed % NUM_SEEDS,
+        prediction=_prediction(given.get("prediction")),
         drafters=None if drafters is None else several(drafters),
-        draft_length=None if length is None else _length(length),
-        rule=None if body.get("rule") is None else _rule(body["rule"]),
-        user=str(body.get("user") or ""),
-    )
-
-
-def asked(
-    requests: list[TextRequest],
-    body: Body,
-    prefix: str,
-    more: dict[str, Any] | None = None,
-) -> Asked:
-    """What was asked for in a body; the reply's id begins with `prefix`."""
-    return Asked(
-        requests=requests,
-        model=body.get("model") or "default_model",
-        id=f"{prefix}{uuid4().hex}",
-        created=int(time.time()),
-        stream=body.get("stream") or False,
-        more=more or {},
+        draft_length=_length(given.get("draft_length", given.get("num_draft_tokens"))),
+        rule=_rule(given.get("rule")),
+        user=str(given.get("user") or ""),
     )
 
 
 def choices(request: TextRequest, count: int) -> list[TextRequest]:
     """A request for each choice of its text; each has a seed of its own."""
-    if request.seed is None:
-        return [replace(request) for _ in range(count)]
-    return [replace(request, seed=(request.seed + i) % NUM_SEEDS) for i in range(count)]
-
-
-def count(body: Body, name: str, most: int | None = None, least: int = 0) -> int | None:
-    """A field that is a number of things, None for none; raises RequestError."""
-    value: int | None = body.get(name)
-    if value is None or is_a(int, least, math.inf if most is None else most)(value):
-        return value
-    limit = "" if most is None else f" to {most}"
-    raise RequestError(
-        f"{name} must be an int from {least}{limit or ' on'}, not {value!r}"
-    )
-
-
-def most_tokens(body: Body, least: int = 1) -> int | None:
-    """Most tokens of an answer; None, or -1, for as many as fit."""
-    name = "max_completion_tokens" if "max_completion_tokens" in body else "max_tokens"
-    return None if body.get(name) == -1 else count(body, name, least=least)
+    seed = request.seed
+    seeds = [None if seed is None else (seed + i) % NUM_SEEDS for i in range(count)]
+    return [replace(request, seed=seed) for seed in seeds]
 
 
 def texts(value: Any, name: str) -> list[str]:
@@ -160,44 +148,47 @@ def several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def thinking(effort: Any) -> dict[str, Any]:
+def thinking(effort: Any) -> Object:
     """Names for the chat template that an effort of reasoning stands for."""
     if effort is None or effort == "none":
         return {} if effort is None else {"enable_thinking": False}
     return {"enable_thinking": True, "reasoning_effort": effort}
 
 
-def grammar_in(response_format: Any) -> Grammar | None:
-    """The grammar that OpenAI's `response_format` asks for; None for any text."""
-    if response_format is None:
+def grammar_in(wanted: Any) -> Grammar | None:
+    """The grammar that OpenAI's `response_format` asks for; None for any text.
+
+    The schema may stand in `json_schema`, as in chats, or beside the type.
+    """
+    if wanted is None:
         return None
-    given = response_format if isinstance(response_format, dict) else {}
-    kind, described = given.get("type"), given.get("json_schema")
+    kind = expect(wanted, dict, "response_format").get("type")
     if kind == "text":
         return None
     if kind not in ("json_object", "json_schema"):
         raise RequestError(
             "response_format: type must be text, json_object or json_schema."
         )
-    schema = given.get("schema", {"type": "object"})
+    holder = {"schema": {"type": "object"}, **wanted}
     if kind == "json_schema":
-        schema = described.get("schema") if isinstance(described, dict) else None
+        holder = wanted.get("json_schema", wanted)
+    schema = holder.get("schema") if isinstance(holder, dict) else None
     if not isinstance(schema, dict):
         raise RequestError(
             'response_format: expected {"json_schema": {"schema": {...}}}.'
         )
-    check_schema(schema)
-    return within(lambda: Grammar.json_schema(schema))
+    return grammar_of(schema)
 
 
-def is_a(
-    kind: type, least: float = -math.inf, most: float = math.inf
-) -> Callable[[Any], bool]:
-    """A test for a kind of value, and for numbers that are finite and within bounds."""
-    if kind not in (int, float):
-        return lambda value: isinstance(value, kind)
+def number(kind: type, least: float = -inf, most: float = inf) -> Field:
+    """A field that is a finite number within bounds; `kind` is int or float."""
     kinds = (int,) if kind is int else (int, float)
-    return lambda v: type(v) in kinds and abs(v) < math.inf and least <= v <= most
+    noun = "an int" if kind is int else "a number"
+    bounds = "" if least == -inf else f" from {least}"
+    bounds += (" on" if bounds else "") if most == inf else f" to {most}"
+    return (
+        lambda v: type(v) in kinds and abs(v) < inf and least <= v <= most
+    ), noun + bounds
 
 
 def _are_drafters(value: Any) -> bool:
@@ -205,50 +196,59 @@ def _are_drafters(value: Any) -> bool:
     return len(names) <= MOST_DRAFTERS and all(isinstance(name, str) for name in names)
 
 
-_TEXT, _OBJECT, _BOOLEAN = (
-    (is_a(str), "a text"),
-    (is_a(dict), "an object"),
-    (is_a(bool), "boolean"),
-)
-_NUMBER, _SHARE = (
-    (is_a(float), "a finite number"),
-    (is_a(float, 0, 1), "a number from 0 to 1"),
-)
-_COUNT = is_a(int, 0), "an int from 0 on"
-FIELDS: dict[str, tuple[Callable[[Any], bool], str]] = {
-    "drafter": (_are_drafters, f"a name or a list of at most {MOST_DRAFTERS} names"),
-    "seed": (is_a(int), "an int, -1 for none"),
-    "n": (is_a(int, 1, MOST_CHOICES), f"an int from 1 to {MOST_CHOICES}"),
-    **dict.fromkeys(("model", "draft_model", "adapters", "reasoning_effort"), _TEXT),
-    **dict.fromkeys(("stream_options", "chat_template_kwargs", "logit_bias"), _OBJECT),
-    **dict.fromkeys(("stream", "echo", "parallel_tool_calls"), _BOOLEAN),
-    "temperature": (lambda value: is_a(float)(value) and is_temp(value), TEMPS),
-    **dict.fromkeys(("top_p", "min_p", "xtc_probability"), _SHARE),
-    "xtc_threshold": (is_a(float, 0, 0.5), "a number from 0 to 0.5"),
-    "top_k": _COUNT,
-    "repetition_penalty": (is_a(float, 0), "a number from 0 on"),
-    **dict.fromkeys(("presence_penalty", "frequency_penalty"), _NUMBER),
-    **{name.replace("penalty", "context_size"): _COUNT for name in PENALTIES},
+def _are_logprobs(value: Any) -> bool:
+    return isinstance(value, bool) or number(int, 0, MOST_LOGPROBS)[0](value)
+
+
+def _is(kind: type, words: str) -> Field:
+    return (lambda value: isinstance(value, kind)), words
+
+
+FIELDS: dict[str, Field] = {
+    name: field
+    for names, field in (
+        ("model draft_model adapters reasoning_effort rule", _is(str, "a text")),
+        ("stream_options chat_template_kwargs logit_bias", _is(dict, "an object")),
+        ("stream echo parallel_tool_calls", _is(bool, "boolean")),
+        ("top_p min_p xtc_probability", number(float, 0, 1)),
+        ("xtc_threshold", number(float, 0, 0.5)),
+        ("repetition_penalty", number(float, 0)),
+        ("presence_penalty frequency_penalty", number(float)),
+        ("top_k", number(int, 0)),
+        ("n", number(int, 1, MOST_CHOICES)),
+        ("top_logprobs", number(int, -1, MOST_LOGPROBS)),
+        ("logprobs", (_are_logprobs, number(int, 0, MOST_LOGPROBS)[1])),
+        ("seed", (number(int)[0], "an int, -1 for none")),
+        ("temperature", (lambda v: number(float)[0](v) and is_temp(v), TEMPS)),
+        (
+            "drafter",
+            (_are_drafters, f"a name or a list of at most {MOST_DRAFTERS} names"),
+        ),
+    )
+    for name in names.split()
 }
-"""Tests of fields, and the words for what they expect."""
+FIELDS |= dict.fromkeys(SIZES, number(int, 0)) | dict.fromkeys(LENGTHS, number(int, 1))
+"""The fields that all protocols have in common, but for those that have a form."""
 
 
-def _sampling(body: Body) -> Sampling:
+def _sampling(given: Object) -> Sampling:
     names = "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold"
-    given = {name: body[name] for name in names if body.get(name) is not None}
-    return Sampling(temp=body.get("temperature", 0.0), **given)
+    return Sampling(
+        temp=given.get("temperature", 0.0),
+        **{name: given[name] for name in names if name in given},
+    )
 
 
-def _penalties(body: Body) -> dict[str, Any]:
-    """Arguments of mlx-lm's `make_logits_processors`; none if nothing is penalized."""
-    penalties: dict[str, Any] = {}
-    for name in PENALTIES:
-        if body.get(name):
-            size = name.replace("penalty", "context_size")
-            penalties |= {key: body[key] for key in (name, size) if key in body}
+def _penalties(given: Object) -> Object:
+    """Arguments of mlx-lm's `make_logits_processors`."""
+    penalties = {
+        name: value
+        for name, value in given.items()
+        if name in SIZES or (name in PENALTIES and value)
+    }
     bias = {}
-    for token, value in (body.get("logit_bias") or {}).items():
-        if not (token.isascii() and token.isdecimal() and is_a(float)(value)):
+    for token, value in given.get("logit_bias", {}).items():
+        if not (token.isascii() and token.isdecimal() and number(float)[0](value)):
             raise RequestError(
                 f"logit_bias: expected a number for token {token}, not {value!r}"
             )
@@ -260,23 +260,14 @@ def _prediction(given: Any) -> str:
     """The text of OpenAI's `prediction`; "" for none."""
     if given is None:
         return ""
-    content = given.get("content") if isinstance(given, dict) else None
-    parts: Any = (
-        [{"type": "text", "text": content}] if isinstance(content, str) else content
-    )
-    try:
-        found = [part["text"] for part in parts if part["type"] == "text"]
-        if len(found) == len(parts) and given.get("type", "content") == "content":
-            return "".join(found)
-    except (KeyError, TypeError):
-        pass
-    raise RequestError(
-        'prediction: expected {"type": "content", "content": TEXT}, or a list of parts '
-        '{"type": "text", "text": TEXT} as its content.'
-    )
+    content = several(expect(given, dict, "prediction").get("content"))
+    parts = parts_in(content, "prediction: content")
+    return "".join(expect(part.get("text"), str, "prediction: text") for part in parts)
 
 
-def _length(given: Any) -> int | str:
+def _length(given: Any) -> int | str | None:
+    if given is None:
+        return None
     try:
         length = parse_draft_length("" if isinstance(given, bool) else str(given))
     except ValueError:
@@ -287,29 +278,30 @@ def _length(given: Any) -> int | str:
     return length if isinstance(length, str) else min(length, LONGEST_DRAFT)
 
 
-def _rule(given: Any) -> str:
+def _rule(given: str | None) -> str | None:
     """A rule's name with options, which are numbers, true or false; raises RequestError."""
+    if given is None:
+        return None
     try:
-        options = split_spec(given)[1] if isinstance(given, str) else {}
-        for option, value in options.items():
+        for option, value in split_spec(given)[1].items():
             if not isinstance(value, int | float):
                 raise ValueError(f"rule: {option} must be a number, true or false.")
         make_rule(given)
     except ValueError as error:
         raise RequestError(str(error)) from error
-    return str(given)
+    return given
 
 
 # What replies have in common
 
 
-def speculation(ended: Ended) -> dict[str, Any]:
+def speculation(ended: Ended) -> Object:
     """The account of a text, in our own field of the usage."""
     account = ended.stats.as_dict() if ended.stats is not None else {}
     return {"drafter": ended.drafter, "batched": ended.is_batched, **account}
 
 
-def usage(ends: Sequence[Ended], num_choices: int = 1) -> dict[str, Any]:
+def usage(ends: Sequence[Ended], num_choices: int = 1) -> Object:
     """OpenAI's usage of all choices; the prompt of several is counted once."""
     prompts = ends[::num_choices]
     prompt, written = (
@@ -337,10 +329,10 @@ def usage(ends: Sequence[Ended], num_choices: int = 1) -> dict[str, Any]:
     }
 
 
-def logprob(written: TokenLogprob) -> dict[str, Any]:
+def logprob(written: TokenLogprob) -> Object:
     """OpenAI's form of a token's log-probability, with mlx-lm's `id`."""
 
-    def one(token: int, data: bytes, value: float) -> dict[str, Any]:
+    def one(token: int, data: bytes, value: float) -> Object:
         said = max(value, LEAST_LOGPROB)
         named = {"id": token, "token": data.decode(errors="replace"), "logprob": said}
         return {**named, "bytes": list(data)}
@@ -366,7 +358,7 @@ def server_sent(data: Any, event: str | None = None) -> bytes:
 class OpenAIWire(Wire):
     """What OpenAI's protocols have in common."""
 
-    def error(self, error: Exception, status: HTTPStatus) -> dict[str, Any]:
+    def error(self, error: Exception, status: HTTPStatus) -> Object:
         """OpenAI's form of an error."""
         is_server = status >= HTTPStatus.INTERNAL_SERVER_ERROR
         said = {
@@ -376,3 +368,86 @@ class OpenAIWire(Wire):
             "code": getattr(error, "code", None) or status,
         }
         return {"error": said}
+
+
+class ItemStream(Stream):
+    """A streamed reply of items, one after another: each is added, grows, and is closed.
+
+    kinds: of items that are answers, and thoughts. whole: the reply so far. item, text: the open
+    item, {} for none, and what it has grown by.
+    """
+
+    kinds: tuple[str, str]
+    whole: Object
+
+    def __init__(self, asked: Asked) -> None:
+        super().__init__(asked)
+        self.item, self.text = Object(), ""
+
+    def write(self, choice: int, event: Event) -> Sent:
+        """The bytes of an event."""
+        match event:
+            case Said() if event.text or event.logprobs:
+                kind = self.kinds[event.is_thought]
+                if self.item.get("type") != kind:
+                    yield from self._next({"type": kind})
+                yield from self._more(event.text, event.logprobs)
+            case CallBegan():
+                yield from self._next(self.called(event))
+                yield from self._more(event.text)
+            case CallArguments():
+                yield from self._more(event.text)
+            case CallBroken():
+                yield from self._end("incomplete")
+            case Ended():
+                is_cut = event.reason == "length"
+                yield from self._end("incomplete" if is_cut else "completed")
+                yield from self.finish(event)
+
+    def _next(self, item: Object) -> Sent:
+        yield from self._end("completed")
+        self.item, self.text = item, ""
+        yield from self.add()
+
+    def _more(self, text: str, logprobs: Sequence[TokenLogprob] = ()) -> Sent:
+        self.text += text
+        if text or logprobs:
+            yield from self.grow(text, logprobs)
+
+    def _end(self, status: str) -> Sent:
+        if self.item:
+            yield from self.close(status)
+            self.item = {}
+
+    @abstractmethod
+    def called(self, event: CallBegan) -> Object:
+        """A call as an item."""
+
+    @abstractmethod
+    def add(self) -> Sent:
+        """Begin the open item, which has a type, and what `called` gives."""
+
+    @abstractmethod
+    def grow(self, text: str, logprobs: Sequence[TokenLogprob]) -> Sent:
+        """More text of the open item."""
+
+    @abstractmethod
+    def close(self, status: str) -> Sent:
+        """End the open item: it is "completed", or "incomplete"."""
+
+    @abstractmethod
+    def finish(self, ended: Ended) -> Sent:
+        """End the reply."""
+
+
+class ItemWire(Wire):
+    """A protocol whose replies are items."""
+
+    stream: type[ItemStream]
+
+    def reply(self, asked: Asked, texts: Sequence[Written]) -> Object:
+        """The reply: what a stream of the same events comes to."""
+        stream = self.stream(asked)
+        for event in texts[0].events():
+            list(stream.write(0, event))
+        return stream.whole

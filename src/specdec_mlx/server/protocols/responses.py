@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import json
 from base64 import b64encode
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from copy import deepcopy
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
@@ -18,30 +18,26 @@ from uuid import uuid4
 from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
-    BETWEEN,
     Turns,
     as_result,
     expect,
     function,
     given,
+    joined,
     leave_out,
-    parts_in,
-    unseen,
+    named,
+    role_in,
+    tool_choice,
 )
 from specdec_mlx.server.requests import (
     AUTO,
-    NONE,
-    REQUIRED,
     Asked,
-    CallArguments,
     CallBegan,
-    CallBroken,
     Ended,
-    Event,
+    Object,
     RequestError,
-    Said,
-    Stream,
-    Written,
+    Sent,
+    TokenLogprob,
 )
 
 STATEFUL = ("previous_response_id", "conversation", "prompt", "background")
@@ -54,11 +50,13 @@ FREE = {
     "properties": {"input": {"type": "string"}},
     "required": ["input"],
 }
-ECHOED: dict[str, Any] = {
+CALLS = {"function": "function_call", "custom": "custom_tool_call"}
+"""Items of calls, by the type of their tool."""
+
+ECHOED: Object = {
     "instructions": None,
     "max_output_tokens": None,
     "metadata": {},
-    "parallel_tool_calls": True,
     "reasoning": {"effort": None, "summary": None},
     "temperature": None,
     "text": {"format": {"type": "text"}},
@@ -69,122 +67,105 @@ ECHOED: dict[str, Any] = {
 }
 """Fields of a request that its response repeats, with their defaults."""
 
+UNKNOWN = "error", "incomplete_details", "previous_response_id", "usage"
+"""Fields of a response that are null at first."""
+
 
 @dataclass(frozen=True)
 class Growth:
     """How an item of one kind grows, in the names of the protocol.
 
     prefix: of its id. told: its text in the names of events. name: the field of that text, in the
-    item or in its only part. parts, part, empty: the list of parts, the part in the names of
-    events, and a new one.
+    item or in its only part. empty: a new item. part: its only part, in the names of events.
+    parts: the list of parts; empty_part: a new one.
     """
 
     prefix: str
     told: str
     name: str
-    parts: str = ""
+    empty: Object
     part: str = ""
-    empty: Mapping[str, Any] = field(default_factory=dict)
+    parts: str = ""
+    empty_part: Object | None = None
 
 
-WORDS = {"type": "output_text", "text": "", "annotations": [], "logprobs": []}
-SUMMARY = {"type": "summary_text", "text": ""}
+STATUS = {"status": "in_progress"}
 GROWTH = {
-    "message": Growth("msg", "output_text", "text", "content", "content_part", WORDS),
+    "message": Growth(
+        "msg",
+        "output_text",
+        "text",
+        {"role": "assistant", **STATUS, "content": []},
+        "content_part",
+        "content",
+        {"type": "output_text", "text": "", "annotations": [], "logprobs": []},
+    ),
     "reasoning": Growth(
         "rs",
         "reasoning_summary_text",
         "text",
-        "summary",
+        {"summary": []},
         "reasoning_summary_part",
-        SUMMARY,
+        "summary",
+        {"type": "summary_text", "text": ""},
     ),
-    "function_call": Growth("fc", "function_call_arguments", "arguments"),
-    "custom_tool_call": Growth("ctc", "custom_tool_call_input", "input"),
+    "function_call": Growth(
+        "fc", "function_call_arguments", "arguments", {**STATUS, "arguments": ""}
+    ),
+    "custom_tool_call": Growth(
+        "ctc", "custom_tool_call_input", "input", {**STATUS, "input": ""}
+    ),
 }
 
 
-@dataclass(frozen=True)
-class Tool:
-    """How a tool was offered. is_free: its input is any text, not JSON."""
-
-    is_free: bool = False
-    namespace: str | None = None
-
-
-def _text(part: Mapping[str, Any]) -> str:
-    """A part of a content as text, whatever it is."""
-    for name in ("text", "refusal"):
-        if name in part:
-            return str(expect(part[name], str, name))
-    return unseen(part["type"])
-
-
-def _texts(content: Any, where: str) -> str:
-    return BETWEEN.join(map(_text, parts_in(content, where)))
-
-
-def _add(turns: Turns, item: Mapping[str, Any]) -> None:
+def _add(turns: Turns, item: Object) -> None:
     """Add an item of the input."""
-    kind = item.get("type", "message")
-    if kind == "message":
-        if (role := item.get("role")) not in (
-            "user",
-            "assistant",
-            "system",
-            "developer",
-        ):
-            raise RequestError(
-                f"input: role must be user, assistant or developer, not {role!r}"
-            )
-        turns.say(role, _texts(item.get("content"), "input: content"))
-    elif kind == "reasoning":
-        parts = parts_in(item.get("content"), "reasoning.content")
-        parts = parts or parts_in(item.get("summary"), "reasoning.summary")
-        turns.think(BETWEEN.join(map(_text, parts)))
-    elif kind in ("function_call", "custom_tool_call"):
-        text = expect(item.get(GROWTH[kind].name), str, kind)
-        arguments = text if kind == "function_call" else {"input": text}
-        name = expect(item.get("name"), str, f"{kind}.name")
-        turns.call(str(item.get("call_id")), name, arguments)
-    elif kind in ("function_call_output", "custom_tool_call_output"):
-        output = _texts(as_result(item.get("output")), f"{kind}.output")
-        turns.answer(str(item.get("call_id")), output)
-    elif kind == "item_reference":
-        if not str(item.get("id")).startswith(GROWTH["reasoning"].prefix):
-            raise RequestError(
-                "item_reference: nothing is kept here. Set store to false in your client, which "
-                "then sends the items themselves."
-            )
-        leave_out("reference", "reasoning")
-    elif kind != MORE_TOOLS:
-        leave_out("item", kind)
+    match kind := item["type"]:
+        case "message":
+            turns.say(role_in(item), joined(item.get("content"), "input: content"))
+        case "reasoning":
+            thoughts = joined(item.get("content"), "reasoning.content")
+            turns.think(thoughts or joined(item.get("summary"), "reasoning.summary"))
+        case "function_call" | "custom_tool_call":
+            text = named(item, GROWTH[kind].name)
+            arguments = text if kind == "function_call" else {"input": text}
+            turns.call(str(item.get("call_id")), named(item, "name"), arguments)
+        case "function_call_output" | "custom_tool_call_output":
+            output = joined(as_result(item.get("output")), f"{kind}.output")
+            turns.answer(str(item.get("call_id")), output)
+        case "item_reference":
+            if not str(item.get("id")).startswith(GROWTH["reasoning"].prefix):
+                raise RequestError(
+                    "item_reference: nothing is kept here. Set store to false in your client, "
+                    "which then sends the items themselves."
+                )
+            leave_out("reference", "reasoning")
+        case _ if kind != MORE_TOOLS:
+            leave_out("item", kind)
 
 
 def _tools(
-    tools: Sequence[Any], offered: dict[str, Tool], namespace: str | None = None
-) -> Iterator[dict[str, Any]]:
-    """The tools that a client runs, noted by name as offered. All others are left out."""
+    tools: Sequence[Any], offered: dict[str, Object], **space: str
+) -> Iterator[Object]:
+    """The tools that a client runs. All others are left out.
+
+    offered: what the items of a tool's calls have, by its name. space: the namespace, if any.
+    """
     for tool in tools:
-        kind, name = expect(tool, dict, "tools").get("type"), tool.get("name")
+        kind = str(expect(tool, dict, "tools").get("type"))
         if kind == "namespace":
-            inner = expect(tool.get("tools"), list, "tools: namespace")
-            yield from _tools(inner, offered, expect(name, str, "tools: name"))
-        elif (
-            kind not in ("function", "custom")
-            or expect(name, str, "tools: name") in offered
-        ):
+            inner = named(tool, "tools", list)
+            yield from _tools(inner, offered, namespace=named(tool, "name"))
+        elif kind not in CALLS or named(tool, "name") in offered:
             leave_out("tool", kind)
         else:
-            offered[name] = Tool(kind == "custom", namespace)
-            described, schema = tool.get("description"), tool.get("parameters")
-            if kind == "custom":
-                described, schema = _described(tool), FREE
-            yield function(name, described, schema)
+            offered[tool["name"]] = {"type": CALLS[kind], **space}
+            schema = FREE if kind == "custom" else tool.get("parameters")
+            yield function(tool["name"], _described(tool), schema)
 
 
-def _described(tool: Mapping[str, Any]) -> str:
-    """The description of a tool that takes any text, with the grammar of that text."""
+def _described(tool: Object) -> str:
+    """The description of a tool, with the grammar of the text that it takes if it has one."""
     form = given(tool, "format", dict)
     words = str(tool.get("description") or "")
     if "definition" not in form:
@@ -194,21 +175,7 @@ def _described(tool: Mapping[str, Any]) -> str:
     )
 
 
-def _choice(choice: Any, offered: Mapping[str, Tool]) -> tuple[str, Iterable[str]]:
-    """A tool choice, and the names of the tools that may be called."""
-    if choice in (AUTO, NONE, REQUIRED):
-        return choice, offered
-    named = expect(choice, dict, "tool_choice")
-    if named.get("type") == "allowed_tools":
-        tools = given(named, "tools", list)
-        names = [expect(tool, dict, "tool_choice: tools").get("name") for tool in tools]
-        return _choice(named.get("mode"), offered)[0], names
-    if (name := named.get("name")) in [*offered]:
-        return name, offered
-    raise RequestError(f"tool_choice: there is no tool {name!r} among the tools.")
-
-
-def _usage(ended: Ended) -> dict[str, Any]:
+def _usage(ended: Ended) -> Object:
     return {
         "input_tokens": ended.num_prompt,
         "input_tokens_details": {
@@ -222,141 +189,111 @@ def _usage(ended: Ended) -> dict[str, Any]:
     }
 
 
-class ResponseStream(Stream):
+class ResponseStream(fields.ItemStream):
     """A streamed response. Its items come one after another: each is added, grows, and is done."""
+
+    kinds = "message", "reasoning"
 
     def __init__(self, asked: Asked) -> None:
         super().__init__(asked)
-        self._open: dict[str, Any] = {}  # the item that grows
-        self._holder: dict[str, Any] = {}  # of the text: the item, or its part
-        self._arguments = ""  # of a call whose input is any text
-        self._number = -1
-        none = "error", "incomplete_details", "previous_response_id", "usage"
-        self.response: dict[str, Any] = {
-            "id": self.asked.id,
+        self.whole = {
+            "id": asked.id,
             "object": "response",
-            "created_at": self.asked.created,
+            "created_at": asked.created,
             "status": "in_progress",
-            "model": self.asked.model,
+            "model": asked.model,
             "output": [],
             "store": False,
-            **dict.fromkeys(none),
-            **self.asked.more["echo"],
+            **dict.fromkeys(UNKNOWN),
+            **{name: asked.body.get(name) or value for name, value in ECHOED.items()},
+            "parallel_tool_calls": asked.requests[0].parallel_calls,
         }
+        self._holder: Object = {}  # of the text: the item, or its part
+        self._number = -1
 
-    def begin(self) -> Iterator[bytes]:
+    def begin(self) -> Sent:
         """The response, still empty."""
-        yield self._event("created", response=self.response)
-        yield self._event("in_progress", response=self.response)
+        for kind in ("created", "in_progress"):
+            yield self._event(kind, response=self.whole)
 
-    def write(self, choice: int, event: Event) -> Iterator[bytes]:
-        """The bytes of an event."""
-        match event:
-            case Said() if event.is_thought and event.text:
-                if self._open.get("type") != "reasoning":
-                    yield from self._start("reasoning", summary=[])
-                yield self._grow(event.text)
-            case Said() if not event.is_thought and (event.text or event.logprobs):
-                if self._open.get("type") != "message":
-                    more = {"role": "assistant", "status": "in_progress"}
-                    yield from self._start("message", content=[], **more)
-                logprobs = [fields.logprob(token) for token in event.logprobs]
-                self._holder["logprobs"] += logprobs
-                yield self._grow(event.text, logprobs=logprobs)
-            case CallBegan():
-                tool = self.asked.more["tools"].get(event.name, Tool())
-                kind = "custom_tool_call" if tool.is_free else "function_call"
-                more = {
-                    "call_id": event.id,
-                    "name": event.name,
-                    "status": "in_progress",
-                }
-                more |= {"namespace": tool.namespace} if tool.namespace else {}
-                yield from self._start(kind, **more, **{GROWTH[kind].name: ""})
-                yield from self._called(event.text)
-            case CallArguments():
-                yield from self._called(event.text)
-            case CallBroken():
-                yield from self._close("incomplete")
-            case Ended():
-                is_cut = event.reason == "length"
-                status = "incomplete" if is_cut else "completed"
-                yield from self._close(status)
-                self.response |= {
-                    "status": status,
-                    "incomplete_details": {"reason": "max_output_tokens"}
-                    if is_cut
-                    else None,
-                    "usage": _usage(event),
-                }
-                yield self._event(status, response=self.response)
+    def called(self, event: CallBegan) -> Object:
+        """An item of a call."""
+        how = self.asked.tools.get(event.name, {"type": "function_call"})
+        return {"call_id": event.id, "name": event.name, **how}
 
-    def _called(self, arguments: str) -> Iterator[bytes]:
-        """More arguments; an input that is any text is said once they are whole."""
-        if "input" in self._open:
-            self._arguments += arguments
-        elif arguments:
-            yield self._grow(arguments)
+    def add(self) -> Sent:
+        """Add an item, and its part."""
+        growth = self._growth
+        self.item |= {"id": f"{growth.prefix}_{uuid4().hex}", **deepcopy(growth.empty)}
+        self.whole["output"].append(self.item)
+        yield self._of_item("output_item.added", item=self.item)
+        self._holder = self.item
+        if growth.part:
+            self._holder = deepcopy(growth.empty_part or {})
+            yield self._grown(f"{growth.part}.added", part=self._holder)
+            self.item[growth.parts].append(self._holder)
 
-    def fail(self, error: Exception, status: HTTPStatus) -> Iterator[bytes]:
+    def grow(self, text: str, logprobs: Sequence[TokenLogprob]) -> Sent:
+        """More of an item; an input that is any text is said once it is whole."""
+        more = {}
+        if self.item["type"] == "message":
+            more["logprobs"] = [fields.logprob(token) for token in logprobs]
+            self._holder["logprobs"] += more["logprobs"]
+        if self.item["type"] != "custom_tool_call":
+            yield self._delta(text, **more)
+
+    def close(self, status: str) -> Sent:
+        """The end of an item."""
+        item, growth = self.item, self._growth
+        if item["type"] == "custom_tool_call" and self.text:
+            self.text = _free_text(self.text)
+            yield self._delta(self.text)
+        names = growth.name, "logprobs"
+        done = {name: self._holder[name] for name in names if name in self._holder}
+        yield self._grown(f"{growth.told}.done", **done)
+        if growth.part:
+            yield self._grown(f"{growth.part}.done", part=self._holder)
+        if item["type"] == "reasoning" and ENCRYPTED in self.asked.body.get(
+            "include", ()
+        ):
+            item["encrypted_content"] = b64encode(self.text.encode()).decode()
+        if "status" in item:
+            item["status"] = status
+        yield self._of_item("output_item.done", item=item)
+
+    def finish(self, ended: Ended) -> Sent:
+        """The whole response."""
+        is_cut = ended.reason == "length"
+        status = "incomplete" if is_cut else "completed"
+        details = {"reason": "max_output_tokens"} if is_cut else None
+        self.whole |= {"status": status, "incomplete_details": details}
+        self.whole["usage"] = _usage(ended)
+        yield self._event(status, response=self.whole)
+
+    def fail(self, error: Exception, status: HTTPStatus) -> Sent:
         """The response, failed."""
         code = getattr(error, "code", None) or "server_error"
         said = {"code": code, "message": fields.words_of(error, status)}
-        self.response |= {"status": "failed", "error": said}
-        yield self._event("failed", response=self.response)
-
-    def _start(self, kind: str, **more: Any) -> Iterator[bytes]:
-        """Add an item, once the open one is done."""
-        yield from self._close("completed")
-        growth = GROWTH[kind]
-        self._open = {"type": kind, "id": f"{growth.prefix}_{uuid4().hex}", **more}
-        self._holder, self._arguments = self._open, ""
-        self.response["output"].append(self._open)
-        yield self._event(
-            "output_item.added", output_index=self._index, item=self._open
-        )
-        if growth.part:
-            self._holder = deepcopy(dict(growth.empty))
-            yield self._grown(f"{growth.part}.added", part=self._holder)
-            self._open[growth.parts].append(self._holder)
-
-    def _close(self, status: str) -> Iterator[bytes]:
-        """The end of the open item."""
-        if not (item := self._open):
-            return
-        if self._arguments:
-            yield self._grow(_free_text(self._arguments))
-        growth, holder = GROWTH[item["type"]], self._holder
-        done = {
-            name: holder[name] for name in (growth.name, "logprobs") if name in holder
-        }
-        yield self._grown(f"{growth.told}.done", **done)
-        if growth.part:
-            yield self._grown(f"{growth.part}.done", part=holder)
-        if item["type"] == "reasoning" and self.asked.more["encrypts"]:
-            item["encrypted_content"] = b64encode(holder["text"].encode()).decode()
-        if "status" in item:
-            item["status"] = status
-        yield self._event("output_item.done", output_index=self._index, item=item)
-        self._open = {}
+        self.whole |= {"status": "failed", "error": said}
+        yield self._event("failed", response=self.whole)
 
     @property
-    def _index(self) -> int:
-        """Place of the open item in the output."""
-        return len(self.response["output"]) - 1
+    def _growth(self) -> Growth:
+        return GROWTH[self.item["type"]]
 
-    def _grow(self, text: str, **more: Any) -> bytes:
-        growth = GROWTH[self._open["type"]]
-        self._holder[growth.name] += text
-        return self._grown(f"{growth.told}.delta", delta=text, **more)
+    def _delta(self, text: str, **more: Any) -> bytes:
+        self._holder[self._growth.name] = self.text
+        return self._grown(f"{self._growth.told}.delta", delta=text, **more)
 
     def _grown(self, kind: str, **more: Any) -> bytes:
-        """An event of the open item."""
-        if parts := GROWTH[self._open["type"]].parts:
+        """An event of the open item's text."""
+        if parts := self._growth.parts:
             more[f"{parts}_index"] = 0
-        return self._event(
-            kind, item_id=self._open["id"], output_index=self._index, **more
-        )
+        return self._of_item(kind, item_id=self.item["id"], **more)
+
+    def _of_item(self, kind: str, **more: Any) -> bytes:
+        index = len(self.whole["output"]) - 1
+        return self._event(kind, output_index=index, **more)
 
     def _event(self, kind: str, **more: Any) -> bytes:
         self._number += 1
@@ -374,12 +311,12 @@ def _free_text(arguments: str) -> str:
         return arguments
 
 
-class Responses(fields.OpenAIWire):
+class Responses(fields.OpenAIWire, fields.ItemWire):
     """The wire of `/v1/responses`."""
 
     stream = ResponseStream
 
-    def read(self, body: Mapping[str, Any]) -> Asked:
+    def read(self, body: Object) -> Asked:
         """Check a body; raises RequestError."""
         for name in STATEFUL:
             if body.get(name):
@@ -389,57 +326,40 @@ class Responses(fields.OpenAIWire):
         request = fields.base(body)
         turns = Turns()
         if instructions := body.get("instructions"):
-            turns.say("system", _texts(instructions, "instructions"))
+            turns.say("system", joined(instructions, "instructions"))
         items = body.get("input")
         if isinstance(items, str):
             items = [{"role": "user", "content": items}]
-        items = expect(items, list, "input")
-        for item in items:
-            _add(turns, expect(item, dict, "input"))
+        tools = given(body, "tools", list)
+        for each in expect(items, list, "input"):
+            item = {"type": "message", **expect(each, dict, "input")}
+            _add(turns, item)
+            if item["type"] == MORE_TOOLS:
+                tools = tools + given(item, "tools", list)
         if not turns.messages:
             raise RequestError("input must be a text or a list of at least one item.")
         request.messages = turns.messages
-        tools: dict[str, Tool] = {}
-        brought = (
-            given(item, "tools", list)
-            for item in items
-            if item.get("type") == MORE_TOOLS
-        )
-        all_tools: list[Any] = sum(brought, given(body, "tools", list))
-        request.tools = list(_tools(all_tools, tools))
-        request.tool_choice, named = _choice(body.get("tool_choice") or AUTO, tools)
-        request.tools = [
-            tool for tool in request.tools if tool["function"]["name"] in named
-        ]
-        request.parallel_calls = body.get("parallel_tool_calls") is not False
-        request.max_tokens = fields.count(body, "max_output_tokens", least=1)
-        wanted = given(given(body, "text", dict), "format", dict)
-        described = {"type": wanted.get("type", "text"), "json_schema": wanted}
-        request.grammar = fields.grammar_in(described)
+        offered: dict[str, Object] = {}
+        request.tools = list(_tools(tools, offered))
+        choice = body.get("tool_choice") or AUTO
+        if isinstance(choice, dict) and choice.get("type") == "allowed_tools":
+            names = [
+                expect(tool, dict, "tool_choice: tools").get("name")
+                for tool in given(choice, "tools", list)
+            ]
+            request.tools = [
+                tool for tool in request.tools if tool["function"]["name"] in names
+            ]
+            choice = choice.get("mode")
+        request.tool_choice = tool_choice(choice, request.tools)
+        form = given(given(body, "text", dict), "format", dict)
+        request.grammar = fields.grammar_in(form or None)
         effort = given(given(body, "reasoning", dict), "effort", str)
         if effort and not has_grammar(request):
             request.template = fields.thinking(effort) | request.template
-        include = given(body, "include", list)
-        if LOGPROBS in include or body.get("top_logprobs"):
-            most = fields.MOST_LOGPROBS
-            request.num_logprobs = fields.count(body, "top_logprobs", most=most) or 0
-        echo = {name: body.get(name) or value for name, value in ECHOED.items()}
-        echo["parallel_tool_calls"] = request.parallel_calls
-        more = {"tools": tools, "encrypts": ENCRYPTED in include, "echo": echo}
-        return fields.asked([request], body, "resp_", more)
-
-    def reply(self, asked: Asked, texts: Sequence[Written]) -> dict[str, Any]:
-        """The response: what a stream of the same events ends with."""
-        (written,) = texts
-        assert written.ended is not None
-        stream = ResponseStream(asked)
-        words = Said(written.text, logprobs=written.logprobs)
-        events: list[Event] = [Said(written.thoughts, is_thought=True), words]
-        for index, call in enumerate(written.calls):
-            events.append(CallBegan(index, call["id"], call["name"], call["arguments"]))
-        for event in [*events, written.ended]:
-            list(stream.write(0, event))
-        return stream.response
+        if LOGPROBS in given(body, "include", list) or body.get("top_logprobs"):
+            request.num_logprobs = max(0, body.get("top_logprobs") or 0)
+        return Asked([request], body, "resp_", offered)
 
 
 RESPONSES = Responses()

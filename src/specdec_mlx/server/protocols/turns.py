@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import logging
-from collections.abc import Mapping
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from specdec_mlx.server.requests import RequestError
+from specdec_mlx.server.requests import AUTO, NONE, REQUIRED, Object, RequestError
 
 BETWEEN = "\n\n"  # between two texts of one turn
 THOUGHTS = "reasoning_content", "reasoning"  # names of thoughts in templates
@@ -21,24 +21,47 @@ def expect(value: Any, kind: type, where: str) -> Any:
     return value
 
 
-def given(body: Mapping[str, Any], name: str, kind: type) -> Any:
+def given(body: Object, name: str, kind: type) -> Any:
     """A field of a kind; an empty one if it is left out."""
     value = body.get(name)
     return kind() if value is None else expect(value, kind, name)
 
 
-def parts_in(content: Any, where: str) -> list[dict[str, Any]]:
+def named(part: Object, name: str, kind: type = str) -> Any:
+    """A field that a part of this type has to have; raises RequestError."""
+    return expect(part.get(name), kind, f"{part['type']}: {name}")
+
+
+def role_in(message: Object) -> str:
+    """The role of a message; raises RequestError for one that is none."""
+    role: str | None = message.get("role")
+    if role in ("user", "assistant", "system", "developer"):
+        return str(role)
+    raise RequestError(f"role must be user, assistant or system, not {role!r}")
+
+
+def parts_in(content: Any, where: str) -> list[Object]:
     """The parts of a content, each with a type; a text is one part, None is no part."""
-    if content is None:
-        return []
-    given = [content] if isinstance(content, str | dict) else content
-    parts: list[dict[str, Any]] = [
+    if not isinstance(content, list):
+        content = [] if content is None else [content]
+    parts: list[Object] = [
         {"type": "text", "text": part} if isinstance(part, str) else part
-        for part in expect(given, list, where)
+        for part in content
     ]
     for part in parts:
         expect(expect(part, dict, where).get("type"), str, f"{where}: type")
     return parts
+
+
+def as_text(part: Object) -> str:
+    """A part of a content as text, whatever it is."""
+    text = part.get("text", part.get("refusal"))
+    return text if isinstance(text, str) else unseen(part["type"])
+
+
+def joined(content: Any, where: str, to_text: Callable[[Object], str] = as_text) -> str:
+    """A content as one text."""
+    return BETWEEN.join(map(to_text, parts_in(content, where)))
 
 
 def as_result(given: Any) -> Any:
@@ -64,13 +87,25 @@ def leave_out(what: str, kind: Any) -> None:
     logging.info("Left out: a %s of type %s, which is not run here.", what, kind)
 
 
-def function(name: str, description: Any, parameters: Any) -> dict[str, Any]:
+def function(name: str, description: Any, parameters: Any) -> Object:
     """A tool as templates take it."""
-    schema = expect(
-        {} if parameters is None else parameters, dict, f"tools: schema of {name}"
-    )
+    schema = {} if parameters is None else parameters
+    expect(schema, dict, f"tools: schema of {name}")
     described = {"name": name, "description": description or "", "parameters": schema}
     return {"type": "function", "function": described}
+
+
+def tool_choice(choice: Any, tools: Sequence[Object]) -> str:
+    """What of tools is to be called: AUTO, NONE, REQUIRED, or the name in an object."""
+    if isinstance(choice, dict):
+        if (name := choice.get("name")) in [tool["function"]["name"] for tool in tools]:
+            return str(name)
+        raise RequestError(f"tool_choice: there is no tool {name!r} among the tools.")
+    if choice not in (AUTO, NONE, REQUIRED):
+        raise RequestError(
+            f"tool_choice must be auto, none, required or a tool, not {choice!r}"
+        )
+    return str(choice)
 
 
 @dataclass
@@ -81,15 +116,15 @@ class Turns:
     later system message becomes part of the user's turn beside it.
     """
 
-    messages: list[dict[str, Any]] = field(default_factory=list)
+    messages: list[Object] = field(default_factory=list)
     # of called tools, by the call's id
     _names: dict[str, str] = field(default_factory=dict)
 
     def say(self, role: str, text: str) -> None:
         """More text of a role; `developer` is `system`."""
         if role in ("system", "developer"):
-            later = any(message["role"] != "system" for message in self.messages)
-            role = "user" if later else "system"
+            is_later = self.messages and self.messages[-1]["role"] != "system"
+            role = "user" if is_later else "system"
         turn = self._turn(role)
         turn["content"] += (BETWEEN if turn["content"] else "") + text
 
@@ -112,7 +147,7 @@ class Turns:
             {"role": "tool", "tool_call_id": call_id, **named, "content": text}
         )
 
-    def _turn(self, role: str) -> dict[str, Any]:
+    def _turn(self, role: str) -> Object:
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": ""})
         return self.messages[-1]

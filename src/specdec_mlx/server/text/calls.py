@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any
 from uuid import uuid4
@@ -11,7 +11,13 @@ from uuid import uuid4
 import regex
 
 from specdec_mlx.server.forced import DEEPEST_SCHEMA
-from specdec_mlx.server.requests import CallArguments, CallBegan, CallBroken, Event
+from specdec_mlx.server.requests import (
+    CallArguments,
+    CallBegan,
+    CallBroken,
+    Event,
+    Object,
+)
 
 NUM_ID = 9  # letters of a call's id: some chat templates refuse any other number
 
@@ -127,7 +133,7 @@ class CallReader:
     def __init__(
         self,
         parse: Callable[..., Any],
-        tools: Sequence[dict[str, Any]],
+        tools: Sequence[Object],
         index: int,
         mark: str,
         is_single: bool,
@@ -136,7 +142,8 @@ class CallReader:
         self.num_whole = 0
         self.is_broken = self.is_full = False
         self.left = ""
-        self._parse, self._names = parse, tool_names(tools)
+        self._parse = parse
+        self._names = {tool["function"]["name"] for tool in tools}
         self._tools = [  # some parsers count on parameters
             {**tool, "function": {"parameters": {}, **tool["function"]}}
             for tool in tools
@@ -158,8 +165,7 @@ class CallReader:
         """Take the next piece."""
         self._body += piece
         self._text += piece
-        if self._may_begin or self._object:
-            self._rest += piece
+        self._rest += piece
         events: list[Event] = []
         while (
             not self.is_full and not self.is_broken and (self._object or self._begins())
@@ -233,7 +239,7 @@ class CallReader:
         except Exception:  # parsers raise whatever a broken text makes them
             return []
 
-    def _checked(self, call: dict[str, Any]) -> tuple[str, str, str]:
+    def _checked(self, call: Object) -> tuple[str, str, str]:
         name = call["name"]
         arguments = call.get("arguments", call.get("parameters", {}))  # Llama's name
         if isinstance(arguments, str):
@@ -245,16 +251,6 @@ class CallReader:
         # half a pair of surrogates is no text
         text = text.encode("utf-8", "replace").decode()
         return own if isinstance(own, str) and own else new_id(), name, text
-
-
-def parse_json(text: str, _: Any) -> Any:
-    """mlx-lm's parser of calls in JSON, for models that have no format of their own."""
-    return json.loads(text)
-
-
-def tool_names(tools: Sequence[dict[str, Any]]) -> Collection[str]:
-    """Names of tools in OpenAI's form."""
-    return {tool["function"]["name"] for tool in tools}
 
 
 def new_id() -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
@@ -47,21 +46,13 @@ def token_logprob(
     return TokenLogprob(token, token_bytes(tokenizer, token), own, top)
 
 
-@dataclass
-class LogprobEntry:
-    """A token's entry. start, end: characters of the written text that the token has a part in."""
-
-    logprob: TokenLogprob
-    start: int
-    end: int
-
-
 class SeenLogprobs:
     """Entries that wait until a character of their token is shown, or none can be any more."""
 
     def __init__(self) -> None:
         self._without_text: list[TokenLogprob] = []
-        self._waiting: deque[LogprobEntry] = deque()
+        # with the characters of the written text that a token has a part in
+        self._waiting = deque[tuple[int, int, TokenLogprob]]()
 
     def add(self, logprob: TokenLogprob) -> None:
         """Take the next token's entry."""
@@ -84,7 +75,7 @@ class SeenLogprobs:
                 ends = len(text) - len(data[num_after:].decode(errors="ignore"))
             else:
                 begins, ends = 0, len(text)
-            self._waiting.append(LogprobEntry(entry, start + begins, start + ends))
+            self._waiting.append((start + begins, start + ends, entry))
             num_before = num_after
         self._without_text = []
 
@@ -94,10 +85,10 @@ class SeenLogprobs:
         Those of characters before them, that were not shown, are dropped.
         """
         taken = []
-        while self._waiting and self._waiting[0].start < end:
-            entry = self._waiting.popleft()
-            if entry.end > start or entry.start == start:
-                taken.append(entry.logprob)
+        while self._waiting and self._waiting[0][0] < end:
+            begins, ends, entry = self._waiting.popleft()
+            if ends > start or begins == start:
+                taken.append(entry)
         return taken
 
     def take_rest(self) -> Sequence[TokenLogprob]:

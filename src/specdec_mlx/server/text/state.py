@@ -11,10 +11,11 @@ from copy import copy
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from specdec_mlx.server.forced import is_bare_call, may_call_instead, tools_for
 from specdec_mlx.server.requests import Ended, Event, Said, TextRequest
-from specdec_mlx.server.text.calls import CallReader, parse_json
+from specdec_mlx.server.text.calls import CallReader
 from specdec_mlx.server.text.logprobs import SeenLogprobs, token_logprob
 from specdec_mlx.stop_strings import StopStrings
 
@@ -74,13 +75,10 @@ class TextState:
         self._tools = tools_for(request)
         is_bare = is_bare_call(request, tokenizer)
         is_plain = request.messages is None or request.grammar is not None or is_bare
-        may_call = not is_plain or may_call_instead(request, tokenizer)
-        self._has_calls = bool(self._tools) and tokenizer.has_tool_calling and may_call
+        self._has_calls = may_call_instead(request, tokenizer) or (
+            not is_plain and bool(self._tools) and tokenizer.has_tool_calling
+        )
         self._marks = _marks(tokenizer, self._has_calls, is_plain)
-        self._searches = {
-            part: StopStrings([*edges, *(request.stop if part == ANSWER else ())])
-            for part, edges in self._marks.items()
-        }
         self._detokenizer = tokenizer.detokenizer
         # characters of the detokenizer's text
         self._num_read = self._read_prompt(prompt)
@@ -175,9 +173,11 @@ class TextState:
         self._text += piece
         events: list[Event] = []
         while not self._is_cut:
-            search = self._searches[self._part]
-            num_before, mark = search.search(self._text, final=final is not None)
-            after = self._marks[self._part].get(mark or "")
+            marks = self._marks[self._part]
+            stops = self._request.stop if self._part == ANSWER else ()
+            search = StopStrings([*marks, *stops]).search
+            num_before, mark = search(self._text, final=final is not None)
+            after = marks.get(mark or "")
             if after == CALL and self._place + num_before == self._call_place:
                 events += self._take(num_before + 1)
                 continue
@@ -229,8 +229,7 @@ class TextState:
         events = self._call.feed(piece)
         self._blank = "" if events else self._blank
         if self._call.is_full:
-            self._is_cut, self.ended = True, "tool_calls"
-            self.num_calls += self._call.num_whole
+            events += self._end_call("", is_whole=True)
         return events
 
     def _unblank(self) -> list[Event]:
@@ -246,7 +245,7 @@ class TextState:
 
     def _begin_call(self, mark: str) -> None:
         is_single = not (self._request.parallel_calls and mark)
-        parse = self._tokenizer.tool_parser if mark else parse_json
+        parse = self._tokenizer.tool_parser if mark else parse_tool_call
         self._call = CallReader(parse, self._tools, self._num_begun, mark, is_single)
         self._call_place = self._place - len(mark)
         self._part_before_call, self._part = self._part, CALL
@@ -267,9 +266,7 @@ class TextState:
         is_call = call.num_whole or call.is_broken
         if is_call and self._part_before_call == THOUGHT:
             # many go on after a call as if its thought had ended; its mark may come yet
-            edges = self._marks[ANSWER]
-            edges.setdefault(self._tokenizer.think_end, ANSWER)
-            self._searches[ANSWER] = StopStrings([*edges, *self._request.stop])
+            self._marks[ANSWER].setdefault(self._tokenizer.think_end, ANSWER)
         self._part = ANSWER if is_call else self._part_before_call
         self._blank = "" if is_call else self._blank
         self._text = call.left + self._text
