@@ -70,7 +70,7 @@ class Auto:
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""
-        known = self._part(part, LookUp if cheap else Model)
+        known = self.parts.get(part) or self._part(part, LookUp if cheap else Model)
         return known.limit() if self.prices.most else 0
 
     def cut(self, part: str, draft: Draft) -> int:
