@@ -243,7 +243,9 @@ class Model(LookUp):
         """Learn what a draft cost and how far it was right; pause where that is seldom."""
         learned, cost_model, times = self.learned, self.prices.cost_model, self._times
         steps, account = learned.steps, learned.account
-        num_steps = self.num_steps if self.can_stop else round_.drafted * drafted
+        num_steps = (
+            max(0, len(times) - 1) if self.can_stop else round_.drafted * drafted
+        )
         if not drafted:
             account.add()
         self.pause = max(0, self.pause - 1)
