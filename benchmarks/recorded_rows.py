@@ -20,7 +20,7 @@ from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.prompts import spread
 from specdec_mlx.bench.record import Record, RecordedText
 from specdec_mlx.bench.replay import Modelled, RecordedTarget, greedy_context
-from specdec_mlx.contracts import Drafter
+from specdec_mlx.contracts import Draft, Drafter
 from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
 from specdec_mlx.engine.drafting import Drafting
 from specdec_mlx.engine.options import Options
@@ -53,6 +53,14 @@ class RecordedRows(OneByOne):
     """Passes over recorded texts, which take no time."""
 
     is_together = True
+
+
+class RecordedRow(RecordedTarget):
+    """One of several recorded texts."""
+
+    def checked(self, draft: Draft, *, may_fork: bool) -> Draft:
+        """The draft: nothing is computed with it."""
+        return draft
 
 
 @dataclass
@@ -91,7 +99,7 @@ class RecordedBatch(BatchGeneration):
     def begin_text(self, uid: int, request: Request) -> BatchText:
         """A text before anything is generated."""
         text = self.texts[uid]
-        target = RecordedTarget(text, self.vocab_size)
+        target = RecordedRow(text, self.vocab_size)
         sequence = SequenceState(list(text.prompt), len(text.prompt), len(text.generated))
         drafting = Drafting(
             self.drafter,

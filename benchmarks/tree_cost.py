@@ -112,7 +112,7 @@ class TreeMeter:
         """Read the text; ValueError for a model that takes no trees."""
         self.rollback = Rollback(make_prompt_cache(model))
         next_token = NextToken(Sampling(), (), Noise(0))
-        self.verifier = Verifier(next_token, Match(), model, self.rollback)
+        self.verifier = Verifier(model, self.rollback, next_token=next_token, given_rule=Match())
         self.tokens = (list(tokens) * (context // len(tokens) + 2))[: context + max(SIZES) + 1]
         self.context = context
         if not self.verifier.takes_trees():

@@ -38,7 +38,7 @@ TESTS = {
     "rules/lossy": ["rules/test_acceptance.py", "rules/test_trees.py"],
     "sampling/distribution": ["sampling/test_sampling.py"],
     "loop": [
-        *("engine/test_loop.py", "engine/test_rounds.py", "test_generate.py"),
+        *("engine/test_loop.py", "engine/test_rounds.py", "test_generation.py"),
         *(
             "test_contracts.py",
             "verify/test_cache.py",
@@ -104,7 +104,7 @@ EQUIVALENT: dict[str, str] = {
     "p.",
     "rules/arithmetic.at: `-1` → `+1`": TWO_AXES,
     "rules/arithmetic.with_zero_row: `-1` → `+1`": TWO_AXES,
-    "rules/block.Block.weigh: `-1` → `+1`": TWO_AXES,
+    "rules/block.Block.accept_probs: `-1` → `+1`": TWO_AXES,
     "rules/block.Block: `True` → `False`": GREEDY,
     "rules/rejection.Rejection: `True` → `False`": GREEDY,
     "rules/block.Block: `True` → `False` (again)": FROZEN,

@@ -10,12 +10,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise, product
+from types import SimpleNamespace
 from typing import Any, Protocol
 
 import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
+from specdec_mlx.checks.one_step import ends
 from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.contracts import (
     Agreement,
@@ -34,17 +36,19 @@ from specdec_mlx.rules.arithmetic import (
     residual,
 )
 from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.coins import CoinRule, decide_by_coins
+from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.lossy import Lenient
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.testing.enumeration import NUM_STATES as NUM_STATES
-from specdec_mlx.testing.enumeration import ByRule as ByRule
-from specdec_mlx.testing.enumeration import Outcomes, Tokens
 from specdec_mlx.testing.enumeration import Source as Source
+from specdec_mlx.testing.enumeration import Tokens
 from specdec_mlx.testing.enumeration import continued as continued
 from specdec_mlx.testing.enumeration import state_after as state_after
 from specdec_mlx.testing.rule import to_mlx as to_mlx
 from specdec_mlx.token_ids import to_ids
+
+# chance of each (tokens emitted [n + 1], n) of a round
+Outcomes = dict[tuple[Tokens, int], float]
 
 COIN_RULES: dict[str, CoinRule] = {"rejection": Rejection(), "block": Block()}
 """The lossless rules that decide by coins."""
@@ -67,6 +71,22 @@ class Drafting(Protocol):
     def drafts(self, state: int) -> Iterator[tuple[float, Tokens, np.ndarray]]:
         """Chance, tokens [k], declared probs [k, V]."""
         ...
+
+
+@dataclass(frozen=True)
+class ByRule:
+    """Outcomes of a round under a rule by coins, which computes with what `to` gives it."""
+
+    rule: CoinRule
+    to: Callable[[Any], Any] = field(default=np.asarray, repr=False)
+
+    def outcomes(self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray) -> Outcomes:
+        """Chances of all outcomes of a draft [K] with declared probs [K, V]; target [K+1, V]."""
+        return {
+            ((*tokens[:n], token), n): weight * chance
+            for n, weight, after in ends(self.rule, target_probs, tokens, probs, self.to)
+            for token, chance in enumerate(after.tolist())
+        }
 
 
 @dataclass(frozen=True, eq=False)
@@ -298,7 +318,12 @@ class Given:
 
 def decide(rule: CoinRule, p: Any, tokens: Any, q: Any, *randomness: mx.array) -> Verdict:
     """Verdict of a rule on target_probs, tokens and draft_probs, given uniform and gumbel."""
-    return decide_by_coins(rule, p, tokens, q, Given(*randomness))
+    draft = Draft(tokens)
+    vars(draft).update(probs=q)  # not rounded by log and exp
+    target: Any = SimpleNamespace(greedy=False, probs=p)
+    verdict = rule.decide(target, draft, Given(*randomness))
+    assert isinstance(verdict, Verdict)
+    return verdict
 
 
 WRONG_RULES: dict[str, CoinRule] = {

@@ -45,7 +45,7 @@ TREES_AFTER = (14, 28, 40)
 
 KEPT = 6  # the node of `TREE` whose path is kept: it is no child of the first
 
-DRAFT_LENGTHS = (1, 4, 7)
+DRAFT_LENGTHS = (4, 7)
 WIDER_THAN_WINDOW = 20
 NEAR_TIE = 1e-4  # below this gap between the two best tokens, rounding may decide which is chosen
 TOLERANCE = 1e-3  # of a log-probability

@@ -270,14 +270,13 @@ def test_what_is_no_draft_for_the_target_is_refused(options: dict[str, Any]) -> 
         assert_refused(after_two(answer), words, **options)
 
 
-def kept(n: int, token: int, nodes: list[int] | None = None) -> Verdict:
-    return Verdict(mx.array(n), mx.array(token), None if nodes is None else mx.array(nodes))
+def kept(n: int, token: int) -> Verdict:
+    return Verdict(mx.array(n), mx.array(token))
 
 
 VERDICTS = [
     (kept(3, 5), "kept 3 tokens of a draft of 2"),
     (kept(-1, 5), "kept -1 tokens of a draft of 2"),
-    (kept(1, 5, [2, 0]), "kept 1 tokens, \\[2\\], of a draft of 2"),
     (kept(1, VOCAB), "next token is 128; the target has 0 to 127"),
     (kept(1, -1), "next token is -1"),
     (kept(0, 2**30), "next token is 1073741824"),

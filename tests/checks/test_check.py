@@ -180,8 +180,9 @@ RULES_AT_FAULT: dict[str, Any] = {**WRONG_RULES, "none of the named faults": "ty
 def drawn_parts(given: Subject) -> CheckReport:
     """The three parts that are about what is drawn."""
     steps, draws = list[Place](), Draws()
-    parts = [check_one_step(given, WORK, steps), check_joint(given, WORK, steps, draws)]
-    return CheckReport([*parts, check_declared(draws)])
+    answers = [check_one_step(given, WORK, steps), check_joint(given, WORK, steps, draws)]
+    named = zip(DRAWN_PARTS, [*answers, check_declared(draws)], strict=True)
+    return CheckReport([Part(name, *answer) for name, answer in named])
 
 
 @pytest.mark.parametrize("case", RULES_AT_FAULT)
@@ -351,9 +352,9 @@ def test_too_few_samples_are_not_a_pass(monkeypatch: pytest.MonkeyPatch) -> None
     assert part.status == "not run"
     assert "too few for any of the named faults" in part.verdict
     monkeypatch.setattr(drawn, "TEXTS_PER_CONTEXT", 9)
-    part = drawn_parts(subject())["joint distribution"]
-    assert part.status == "not run"
-    assert "9 texts of 3 tokens are too few" in part.verdict
+    joint = drawn_parts(subject())["joint distribution"]
+    assert joint.status == "not run"
+    assert "9 texts of 3 tokens are too few" in joint.verdict
 
 
 def test_chi_square_joins_rare_cells_and_sees_the_impossible() -> None:

@@ -20,7 +20,7 @@ from exact import TARGET, Drawn, Rounds, by_state, rolled
 from lossless import PROMPT
 from narrow import Counting
 from scripted import ScriptedDrafter
-from selection import in_one_test
+from selection import cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.contracts import (
     Draft,
@@ -98,8 +98,11 @@ def target(name: str, seed: int = 0) -> nn.Module:
     return tiny.build(name, seed=seed)
 
 
-@in_one_test("length", [6, "auto"])
-@pytest.mark.parametrize("kind", ["model", "mtp", "medusa"])
+IN_FULL = ("mtp", 6)
+LENGTHS = [("model", 6), ("model", "auto"), IN_FULL, ("medusa", 6)]
+
+
+@pytest.mark.parametrize(("kind", "length"), cases(LENGTHS, *{*LENGTHS} - {IN_FULL}))
 def test_greedy_text_is_the_targets_own(kind: str, length: int | str) -> None:
     """With a draft model, a head that drafts token by token, and one that drafts all at once, which
     reads the target as it does alone; and later tokens are drafted.

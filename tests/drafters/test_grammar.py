@@ -112,7 +112,7 @@ def test_a_seed_has_one_text_with_the_drafter_and_without(rule: str, pair: tuple
     """Sampling: the noise is keyed by position and forced tokens are a point mass, so the law is
     that of plain decoding, draw by draw."""
     texts = set()
-    for seed in range(5):
+    for seed in range(3):
         options: Any = {"sampler": sd.Sampling(temp=1.0), "seed": seed, "rule": rule}
         plain, _ = told(pair, "json", None, **options)
         ours, stats = told(pair, "json", sd.drafters.GrammarDrafter(), **options)
@@ -120,7 +120,7 @@ def test_a_seed_has_one_text_with_the_drafter_and_without(rule: str, pair: tuple
         assert fits("json", ours)
         assert stats.accepted == stats.drafted > 0
         texts.add(ours)
-    assert len(texts) > 2
+    assert len(texts) > 1
 
 
 @in_one_test("kind", GRAMMARS)

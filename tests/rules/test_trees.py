@@ -73,8 +73,8 @@ def test_every_small_tree_leaves_the_distribution_alone(name, way):
 @FULL
 @pytest.mark.parametrize("name", TREE_RULES)
 def test_every_tree_leaves_the_distribution_alone(name):
-    """All 603 shapes of 5 to 7 tokens, V = 2, drawn independently: to 1e-12."""
-    for parents in (shape for size in (5, 6, 7) for shape in shapes(size)):
+    """All 174 shapes of 5 and 6 tokens, V = 2, drawn independently: to 1e-12."""
+    for parents in (shape for size in (5, 6) for shape in shapes(size)):
         assert distance(2, parents, "independent", name) < EXACT, parents
 
 

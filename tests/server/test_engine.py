@@ -166,7 +166,7 @@ def test_all_kinds_of_requests_run_together(engine: Engine) -> None:
 
 
 GOING_ON: list[dict[str, Any]] = [
-    {"max_tokens": 200},
+    {"max_tokens": 120},
     {"seed": 3, "sampling": DRAWN, "grammar": NUMBERS, "max_tokens": 200},
 ]
 
@@ -183,7 +183,7 @@ def test_a_text_goes_on_without_a_seam_when_others_come(
     assert expected.ended
     assert expected.ended.reason == "stop"
     others = [*map(told, texts(engine, [{}] * 3, 1))]
-    for num_events in (1, 5, 40):
+    for num_events in (1, 40):
         client = begin(engine, 0, **kind)
         for _ in range(num_events):
             client.next()
@@ -200,15 +200,14 @@ def test_texts_of_recurrent_and_windowed_models_go_on_as_rows(name: str, tmp_pat
     """What was written is read again where caches cannot be shortened, and the text is the same."""
     folder = write_model_folder(tmp_path, name, max_position_embeddings=8192)
     with running(folder, flags=with_flags(draft_length=2), prefill_step_size=16) as engine:
-        for num_events in (2, 20):
-            client = begin(engine, num_events, max_tokens=60)
-            for _ in range(num_events):
-                client.next()
-            other = begin(engine, 1)
-            assert client.wait().text == plain(folder, prompt_of(num_events), 60)
-            assert other.wait().text == plain(folder, prompt_of(1), 40)
-            assert isinstance(client.events[-1], Ended)
-            assert client.events[-1].is_batched
+        client = begin(engine, 0, max_tokens=60)
+        for _ in range(20):
+            client.next()
+        other = begin(engine, 1)
+        assert client.wait().text == plain(folder, prompt_of(0), 60)
+        assert other.wait().text == plain(folder, prompt_of(1), 40)
+        assert isinstance(client.events[-1], Ended)
+        assert client.events[-1].is_batched
 
 
 def test_clients_that_leave_at_any_point_leave_the_others_alone(engine: Engine) -> None:
@@ -413,7 +412,7 @@ def test_texts_are_those_alone_however_they_are_drafted_for(
 ) -> None:
     """`auto` measures; a draft model has caches for each row; without rows one is served after the
     other, which is said once."""
-    kinds = [MIXED[i] for i in (0, 0, 3, 5)]
+    kinds = [MIXED[i] for i in ((0, 0, 3, 5) if how in WAYS[:2] else (0, 3))]
     flags = with_flags() if how == "the automatic length" else with_flags(draft_length=2)
     settings: dict[str, Any] = {}
     if how == "a draft model":  # whose rejected drafts may change what a seed draws

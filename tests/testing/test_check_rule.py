@@ -172,7 +172,6 @@ BROKEN: dict[str, list[Any]] = {
         sound_but(lambda kept, own, *_: Agreement(own[:-1])),
         sound_but(lambda kept, own, *_: Verdict(kept - 1, own[kept])),
         sound_but(lambda kept, own, draft, coins: Verdict(kept, mx.argmax(coins.gumbel(2)))),
-        sound_but(lambda k, own, draft, _: Verdict(k, own[k], mx.arange(len(draft))[::-1])),
     ],
     "purity": [
         keeping(lambda kept, draft: kept * (next(calls) % 2)),

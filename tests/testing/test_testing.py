@@ -34,13 +34,10 @@ OURS: dict[str, Callable[[], sd.Drafter]] = {
     "prompt lookup": sd.PromptLookupDrafter,
     "prompt lookup, earliest": lambda: sd.PromptLookupDrafter(occurrence="earliest", num_draft=2),
     "suffix": sd.SuffixDrafter,
-    "n-gram": sd.NGramDrafter,
     "n-gram, drawn": lambda: sd.NGramDrafter(min_order=1, stochastic=True),
     "model": model_drafter,
-    "model, greedy": lambda: model_drafter(greedy=True),
     "recurrent model": lambda: sd.ModelDrafter(tiny.build("mamba", vocab_size=V)),
     "cascade": lambda: sd.Cascade(model_drafter(), "prompt-lookup:min_ngram=1", num_first=2),
-    "first of": lambda: sd.FirstOf(sd.PromptLookupDrafter(min_ngram=3), sd.NGramDrafter()),
     "best of": lambda: sd.BestOf(sd.PromptLookupDrafter(min_ngram=3), sd.NGramDrafter()),
 }
 AS_MODEL_DRAWS = ("recurrent model", "cascade")

@@ -1,10 +1,12 @@
 """Every architecture of mlx-lm: speculative decoding writes what plain decoding writes.
 
-One case per file that defines a model; all of `lossless.Case` for those of `tiny.REPRESENTATIVE`.
+All of `lossless.Case` for those of `tiny.REPRESENTATIVE`; a short case for one of each kind that
+the page about architectures tells apart; and in the full run one of every file.
 """
 
 from __future__ import annotations
 
+import warnings
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -36,30 +38,37 @@ from lossless import (
     spoken,
 )
 from scripted import Recorder
-from selection import FULL, cases
+from selection import FULL, cases, each
 from specdec_mlx import ModelDrafter
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
+from specdec_mlx.verify.model_pass import ModelPass
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.strategies import leaves
 
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
 EXACT = [name for name in RUNS if name not in INEXACT]
-OTHERS = [name for name in EXACT if name not in tiny.REPRESENTATIVE]
+PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
+ROWS, HALF_ROWS = rows_of(PAGE.read_text()), halves_of(PAGE.read_text())
+TOLD_APART = {(row[1:], row.architecture in HALF_ROWS): row.architecture for row in ROWS[::-1]}
+"""One architecture for all whose rows say the same: caches, ways back, what can be read, trees, and
+whether 16 bits round otherwise."""
+
+IN_SHORT = ("llama", "llama4", "rwkv7", "qwen3_next")
+KINDS = sorted(set(TOLD_APART.values()) & set(RUNS) | set(tiny.REPRESENTATIVE))
 ACROSS_THE_WINDOW = 32
 LAST_PLACES = {"bfloat16": 0.1, "float16": 0.02}  # of a log-probability
-PAGE = Path(__file__).parents[2] / "docs" / "architectures.md"
 
 on_cpu = pytest.mark.skipif(mx.metal.is_available(), reason="the table is about the CPU")
 
 
-@pytest.fixture(scope="module", params=tiny.REPRESENTATIVE)
+@pytest.fixture(scope="module", params=cases(tiny.REPRESENTATIVE, *IN_SHORT))
 def case(request: pytest.FixtureRequest) -> Case:
     return Case(request.param)
 
 
 @pytest.fixture(scope="module", params=sorted(INEXACT))
 def inexact(request: pytest.FixtureRequest) -> Case:
-    return Case(request.param)
+    return Case(request.param, briefly=True)
 
 
 def test_every_architecture_file_has_a_configuration() -> None:
@@ -69,29 +78,42 @@ def test_every_architecture_file_has_a_configuration() -> None:
     assert len(EXACT) >= 115
 
 
-@pytest.mark.parametrize("name", cases(OTHERS, *{*OTHERS} - {"deepseek_v41", "phi3small"}))
+@pytest.mark.parametrize("name", sorted(set(KINDS) - {*IN_SHORT, *INEXACT}))
 def test_half_right_drafts_across_the_window_leave_no_trace(name: str) -> None:
-    """The one case of every other architecture, before, across and after the end of the window."""
-    case = brief(name)
-    assert case.plain.smallest_gap > NEAR_TIE
-    assert not case.has_failed(case.deviations["oracle", 4])
-    assert 0.2 < case.runs["oracle", 4][-1].stats.acceptance_rate < 1
-
-
-def brief(name: str) -> Case:
-    return Case(name, num_tokens=ACROSS_THE_WINDOW, briefly=True)
+    """Before, across and after the end of a window; one of each kind that the page tells apart."""
+    half_right(name)
 
 
 @FULL
 @pytest.mark.parametrize("begin", range(4))
-def test_the_page_has_the_rows_of_all_others(begin: int) -> None:
-    rows = rows_of(PAGE.read_text())
-    assert not [name for name in OTHERS[begin::4] if brief(name).row not in rows]
+def test_the_page_is_right(begin: int) -> None:
+    """About texts of every architecture, whether trees are drafted for it, and all of the row of
+    one of each kind."""
+    each(EXACT[begin::4], is_as_the_page_says)
+
+
+def half_right(name: str) -> Case:
+    case = Case(name, num_tokens=ACROSS_THE_WINDOW, briefly=True)
+    assert case.plain.smallest_gap > NEAR_TIE
+    assert not case.has_failed(case.deviations["oracle", 4])
+    assert 0.2 < case.runs["oracle", 4][-1].stats.acceptance_rate < 1
+    return case
+
+
+def is_as_the_page_says(name: str) -> None:
+    case = half_right(name)
+    (row,) = (row for row in ROWS if row.architecture == name)
+    assert row.ours == "right"
+    if name in KINDS:
+        assert case.row == row, "run docs/generate_architectures.py"
+    target = ModelPass(case.model, Rollback(make_prompt_cache(case.model)))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        assert target.takes_trees() == (row.trees == "exact")
 
 
 def test_text_and_logprobs_are_those_of_plain_decoding(case: Case) -> None:
-    """Whatever is drafted, and however much of it; no position of the reference is near a tie. The
-    page has what this run has found."""
+    """Whatever is drafted, and however much of it; no position of the reference is near a tie."""
     assert case.plain.smallest_gap > NEAR_TIE
     assert case.width_deviation <= case.tolerance, "it is one of the inexact"
     assert not {run: d for run, d in case.deviations.items() if case.has_failed(d)}
@@ -99,7 +121,6 @@ def test_text_and_logprobs_are_those_of_plain_decoding(case: Case) -> None:
     assert 0.3 < stats["oracle", 4].accepted_share < 1
     assert stats["always wrong", 4].drafted > 50
     assert stats["always wrong", 4].accepted == 0
-    assert case.row in rows_of(PAGE.read_text()), "run docs/generate_architectures.py"
 
 
 def test_without_rollback_the_text_is_another(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -125,12 +146,9 @@ def test_the_page_is_written_by_its_generator() -> None:
     """Nobody edited its table or its counts by hand, and it has every architecture; nearly all can
     be read and draft trees, and those that cannot be read have the reason."""
     text = PAGE.read_text()
-    rows = rows_of(text)
-    assert text == page(text, rows, list(halves_of(text).values())), (
-        "run docs/generate_architectures.py"
-    )
-    assert [row.architecture for row in rows] == tiny.architecture_files()
-    rows = [row for row in rows if row.architecture in RUNS]
+    assert text == page(text, ROWS, list(HALF_ROWS.values())), "run docs/generate_architectures.py"
+    assert [row.architecture for row in ROWS] == tiny.architecture_files()
+    rows = [row for row in ROWS if row.architecture in RUNS]
     unread = [row.reads for row in rows if row.reads != "yes"]
     assert len(rows) - len(unread) >= 118
     assert all(reason.startswith("not the ") for reason in unread)
@@ -146,7 +164,7 @@ def test_what_cannot_run_fails_for_the_reason_in_the_table(name: str) -> None:
         mx.eval(model(mx.array([[1, 2]]), cache=make_prompt_cache(model)))
     assert type(raised.value).__name__ == kind
     assert message in str(raised.value)
-    assert Case(name).row in rows_of(PAGE.read_text())
+    assert Case(name).row in ROWS
 
 
 def test_what_is_inexact_is_written_one_token_at_a_time(inexact: Case) -> None:
@@ -157,19 +175,18 @@ def test_what_is_inexact_is_written_one_token_at_a_time(inexact: Case) -> None:
         assert not any(map(inexact.has_failed, inexact.deviations.values()))
     room_in_window = 16 - (len(PROMPT) - 1)
     assert all(items[-1].stats.drafted <= room_in_window for items in inexact.runs.values())
-    assert inexact.row in rows_of(PAGE.read_text())
+    assert inexact.row in ROWS
 
 
 @on_cpu
 @pytest.mark.filterwarnings("ignore:.*nothing is drafted there")  # the probe met another expert
-@pytest.mark.parametrize("name", cases(RUNS, "mamba2"))
+@pytest.mark.parametrize("name", cases(KINDS, "mamba2"))
 def test_in_16_bits_text_is_plain_decodings_up_to_the_rounding_on_the_page(name: str) -> None:
-    """In bfloat16, and in float16 for each kind of cache and wherever the page has a row. Bit for
-    bit where the page says that several positions at once are bit-equal to single ones; elsewhere
+    """In bfloat16, and in float16 for each kind of cache and where the page has a row. Bit for bit
+    where the page says that several positions at once are bit-equal to single ones; elsewhere
     that is as far off as it says, and a text parts where that explains it."""
-    rows = halves_of(PAGE.read_text())
-    told = rows.get(name, HalfRow(name, BIT_EQUAL, BIT_EQUAL))
-    in_both = name in rows or name in tiny.REPRESENTATIVE
+    told = HALF_ROWS.get(name, HalfRow(name, BIT_EQUAL, BIT_EQUAL))
+    in_both = name in HALF_ROWS or name in tiny.REPRESENTATIVE
     for kind, dtype in HALVES.items() if in_both else [("bfloat16", mx.bfloat16)]:
         case = Case(name, dtype, NUM_IN_HALVES, briefly=True)
         worst, found = case.rounding
@@ -190,11 +207,7 @@ def test_in_16_bits_text_is_plain_decodings_up_to_the_rounding_on_the_page(name:
             assert Text([0], case.plain.logprobs[end : end + 1]).smallest_gap <= 2 * worst
 
 
-DRAFT_MODELS = ["llama", "llama4", "rwkv7", "qwen3_next", "deepseek_v41"]
-"""The last has its own class of cache."""
-
-
-@pytest.mark.parametrize("name", cases(DRAFT_MODELS, *DRAFT_MODELS[:4]))
+@pytest.mark.parametrize("name", cases(IN_SHORT, "llama", "rwkv7"))
 def test_a_rejected_draft_leaves_no_trace_in_the_draft_model(name: str) -> None:
     """It proposes what it would write after reading the text afresh, in a second turn too, whether
     the caller keeps its caches or a server's store. The target's own drafts are accepted, all of

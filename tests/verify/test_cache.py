@@ -176,8 +176,13 @@ class Speculation:
         return self.references[index][0]
 
 
-@pytest.mark.parametrize("rolls_back", [True, False])
-@pytest.mark.parametrize("subject", cases(SUBJECTS, *SUBJECTS.keys() - {"LayerCache"}))
+CONTROLS = ["KVCache", "RotatingKVCache", "ChunkedKVCache", "ArraysCache"]
+WAYS = [(subject, True) for subject in SUBJECTS] + [(subject, False) for subject in CONTROLS]
+
+
+@pytest.mark.parametrize(
+    ("subject", "rolls_back"), cases(WAYS, *set(WAYS) - {("LayerCache", True)})
+)
 def test_drafting_leaves_no_trace(
     subject: str, rolls_back: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:

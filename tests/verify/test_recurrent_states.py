@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 from concurrent.futures import ThreadPoolExecutor
 from functools import cache
-from itertools import product
+from itertools import cycle
 from typing import Any
 
 import mlx.core as mx
@@ -94,7 +94,8 @@ def test_any_number_kept_of_a_pass_is_as_if_no_more_had_been_fed(
             assert is_as_stepped(model, rollback, logits, num_kept, tolerance)
 
 
-WIDE = [*product(MAMBA_2, (mx.bfloat16, mx.float16, mx.float32))]
+DTYPES = (mx.bfloat16, mx.float16, mx.float32)
+WIDE = [*zip(MAMBA_2, cycle(DTYPES), strict=False)]
 
 
 @pytest.mark.parametrize(("name", "dtype"), cases(WIDE, ("granitemoehybrid", mx.bfloat16)))
@@ -131,7 +132,7 @@ def plain(prompt: list[int], **options: Any) -> list[int]:
 LOOK_UP = sd.PromptLookupDrafter(min_ngram=1)
 
 
-@pytest.mark.parametrize("begin", cases([9, 0, 6, 7, 10], 9))
+@pytest.mark.parametrize("begin", cases([9, 0], 9))
 def test_wide_drafts_change_no_expert_of_a_quantized_model(begin: int) -> None:
     """In bfloat16: the text is plain decoding's."""
     how: dict[str, Any] = {"draft_length": 13, "max_tokens": 60, "prefill_step_size": 1}
@@ -141,11 +142,10 @@ def test_wide_drafts_change_no_expert_of_a_quantized_model(begin: int) -> None:
 
 
 @FULL
-@pytest.mark.parametrize("length", [4, 13])
-def test_drafts_of_several_texts_change_no_expert_of_a_quantized_model(length: int) -> None:
+def test_drafts_of_several_texts_change_no_expert_of_a_quantized_model() -> None:
     """In bfloat16, with texts of different lengths in a pass: each is plain decoding's."""
-    prompts = [repeated(begin)[begin:] for begin in range(8)]
-    batch = BatchGeneration(quantized(), LOOK_UP, Options(draft_length=length), Schedule(3))
+    prompts = [repeated(begin)[begin:] for begin in range(4)]
+    batch = BatchGeneration(quantized(), LOOK_UP, Options(draft_length=13), Schedule(3))
     for prompt in prompts:
         batch.insert(Request(prompt, 60))
     texts: list[list[int]] = [[] for _ in prompts]

@@ -6,6 +6,7 @@ from collections.abc import Generator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import cycle
 from threading import Barrier
 from typing import Any
 
@@ -24,6 +25,7 @@ from scripted import OracleDrafter
 from selection import in_one_test
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.errors import UnreadableError
+from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.verify import watching
 from specdec_mlx.verify.next_token import NextToken
@@ -179,8 +181,7 @@ def one_by_one(logprobs: mx.array) -> mx.array:
     return mx.argmax(logprobs, axis=-1)
 
 
-@in_one_test("name", MODELS)
-@in_one_test("sampler", [None, one_by_one])
+@in_one_test(("name", "sampler"), zip(MODELS, cycle([None, one_by_one]), strict=False))
 def test_a_drafter_is_shown_each_kept_position_as_one_pass_over_the_text_has_it(name, sampler):
     """The prompt's chunk by chunk, those of rejected drafts never, replayed ones once."""
     drafter = reader(name)
@@ -202,7 +203,7 @@ def test_rows_of_a_round_in_several_passes_are_all_shown(monkeypatch: pytest.Mon
         NextToken(sd.Sampling(), (), Noise(0)),
         Rollback(make_prompt_cache(model)),
     )
-    verifier = Verifier(next_token, "match", model, rollback, probe=False)
+    verifier = Verifier(model, rollback, next_token=next_token, given_rule=Match(), probe=False)
     monkeypatch.setattr(verifier, "widest_pass", lambda: 3)
     verifier.tap(ALL)
     under_way = verifier.launch(PROMPT, Draft(wanted[:2]), 0)

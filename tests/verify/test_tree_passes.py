@@ -8,7 +8,6 @@ import warnings
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import pairwise
-from pathlib import Path
 from threading import Event
 from typing import Any
 
@@ -17,14 +16,7 @@ import pytest
 from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache, make_prompt_cache
 
 import tiny
-from lossless import (
-    PROMPT,
-    TOLERANCE,
-    plain_text,
-    rows_of,
-    spoken,
-    tree_deviation,
-)
+from lossless import PROMPT, TOLERANCE, plain_text, spoken, tree_deviation
 from scripted import TREE, OracleDrafter, OracleTrees
 from selection import FULL, cases, in_one_test
 from specdec_mlx import Sampling, speculate
@@ -42,9 +34,6 @@ CHAINS_ALONE = ("llama4", "mamba2", "gpt2", "nanochat", "falcon_h1", "minimax_m3
 blocks of rows that are chosen by their scores."""
 
 CLOSE = 1e-4
-ROWS = rows_of((Path(__file__).parents[2] / "docs" / "architectures.md").read_text())
-RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
-
 
 NUM_TOKENS = 60
 VOCAB = tiny.CONFIGS["llama"]["vocab_size"]
@@ -56,19 +45,10 @@ def kept_branches(tokens: list[Token]) -> int:
     return sum(b > a + 1 for a, b in pairwise(rows))
 
 
-@FULL
-def test_what_the_page_calls_exact_is_what_is_drafted_as_trees():
-    """The quick measurement before the first tree agrees with the page on every architecture."""
-    for row in ROWS:
-        if row.architecture in RUNS:
-            model = tiny.build(row.architecture)
-            target = ModelPass(model, Rollback(make_prompt_cache(model)))
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore")
-                assert target.takes_trees() == (row.trees == "exact"), row
+IN_SHORT = ("llama", "gemma3_text", "deepseek_v3", "llama4", "mamba2", "gpt2")
 
 
-@pytest.mark.parametrize("name", [*REPRESENTATIVE, *CHAINS_ALONE])
+@pytest.mark.parametrize("name", cases([*REPRESENTATIVE, *CHAINS_ALONE], *IN_SHORT))
 def test_greedy_text_with_trees_is_plain_text(name):
     """60 tokens, past the windows; where trees cannot be verified chains are, with one warning."""
     model = tiny.build(name)
@@ -144,30 +124,29 @@ def test_depths_are_taught_while_another_thread_begins_to_watch(monkeypatch):
     assert classes(model) == taught_classes("llama")
 
 
-SCALED = ("ministral3", "mistral3", "mistral4")  # queries scaled by position, from 32 on
+SCALED = ("ministral3", "mistral3", "mistral4")  # from position 32 on
 
-BY_LENGTH = ("llama", "qwen2", "internlm2", "internlm3")
-"""Some of those whose ropes can take their base from the length of a text; see `tiny.DYNAMIC`."""
+BY_LENGTH = ("llama", "internlm3")  # see `tiny.DYNAMIC`
 
-READ_ELSEWHERE = (
-    *SCALED,
-    *BY_LENGTH,
-    *("gpt2", "gpt_bigcode"),  # learned positions
-    *("nanochat", "talkie"),  # rotations that are no module
-    "llama4",  # chunks, a mask of its own, and queries scaled by position
-    *("deepseek_v32", "glm_moe_dsa"),  # keys that are chosen by their scores
-    *("minimax_m3_vl", "phi3small"),  # blocks of keys
-    *("afm7", "baichuan_m1", "gemma3n", "gemma4_text", "iquestloopcoder"),  # offsets handed on
-    *("plamo3", "spark2_5", "muse_glimmer"),
-)
-"""Architectures that read positions elsewhere than in ropes of one offset and a fixed base."""
+READ_ELSEWHERE = {
+    "mistral3": "queries scaled by position",
+    "llama": "ropes by the length of a text",
+    "gpt2": "learned positions",
+    "nanochat": "rotations that are no module",
+    "llama4": "chunks, a mask of its own, and queries scaled by position",
+    "deepseek_v32": "keys that are chosen by their scores",
+    "minimax_m3_vl": "blocks of keys",
+    "gemma3n": "offsets handed on",
+    "plamo3": "an inexact window",
+}
+"""Where positions are read elsewhere than in ropes of one offset and a fixed base: one of each."""
 
 
 @pytest.mark.parametrize(
     ("name", "way", "num_prompts"),
     [
         ("ministral3", OracleTrees, 3),
-        ("mistral4", OracleTrees, 3),
+        pytest.param("mistral4", OracleTrees, 3, marks=FULL),
         ("internlm3", OracleDrafter, 2),
         *(pytest.param(name, OracleTrees, 1, marks=FULL) for name in READ_ELSEWHERE),
     ],
@@ -260,8 +239,7 @@ def by_the_last_two(tokens: mx.array, logits: mx.array) -> mx.array:
 by_the_last_two.pure = True  # type: ignore[attr-defined]
 
 
-@pytest.mark.parametrize("rule", ["coupled", "match"])
-@pytest.mark.parametrize("processed", [False, True])
+@pytest.mark.parametrize(("rule", "processed"), [("coupled", True), ("match", False)])
 def test_a_seeds_text_is_the_same_with_trees(rule, processed):
     """Each depth has the noise of its position, and processors see each node's own path."""
     model = tiny.build("llama")
@@ -279,18 +257,19 @@ def test_a_seeds_text_is_the_same_with_trees(rule, processed):
     assert kept_branches(tokens) > 3
 
 
-@pytest.mark.parametrize(
-    ("kind", "close"),
-    [
-        (KVCache, CLOSE),
-        (partial(QuantizedKVCache, group_size=32, bits=8), 2e-2),
-        (partial(RotatingKVCache, max_size=16), CLOSE),
-    ],
-)
-@pytest.mark.parametrize("length", cases([5, 14, 15, 16, 40], 14, 16, 40))
-def test_what_was_kept_of_a_tree_is_as_if_fed_alone(kind, close, length):
+KINDS = {
+    "KVCache": (KVCache, CLOSE),
+    "QuantizedKVCache": (partial(QuantizedKVCache, group_size=32, bits=8), 2e-2),
+    "RotatingKVCache": (partial(RotatingKVCache, max_size=16), CLOSE),
+}
+LENGTHS = [("KVCache", 14), ("QuantizedKVCache", 40), ("RotatingKVCache", 14)]
+LENGTHS += [("RotatingKVCache", length) for length in (5, 15, 16, 40)]
+
+
+@pytest.mark.parametrize(("name", "length"), cases(LENGTHS, *LENGTHS[:2], ("RotatingKVCache", 16)))
+def test_what_was_kept_of_a_tree_is_as_if_fed_alone(name, length):
     """After a tree and the rewind to one of its paths, 20 more tokens have the same logits."""
-    model = tiny.build("qwen3", head_dim=32)
+    model, (kind, close) = tiny.build("qwen3", head_dim=32), KINDS[name]
     for end in (-1, 2, 3, 6, 7):
         assert tree_deviation(model, length, end, lambda m: [kind() for _ in m.layers]) < close
 

@@ -264,12 +264,10 @@ class BatchGeneration:
             if text.generation.may_draft:
                 with self._alone(text.uid, text):
                     proposed = text.generation.propose()
-                    is_told = self.on_error is not None
-                    draft = (
-                        text.verifier.checked(proposed, may_fork=False)
-                        if is_told
-                        else proposed
-                    )
+                    if len(proposed.tokens):
+                        draft = text.verifier.checked(
+                            proposed, may_fork=not self.passes.is_together
+                        )
             drafts.append(draft)
         if self.shared is not None:
             self._share(self.shared, drafts)

@@ -25,7 +25,6 @@ from specdec_mlx.generation import Prompt, encode, loaded
 from specdec_mlx.options import whole
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.verify.inputs import (
-    CacheOptions,
     check_drafter_fits,
     check_ids,
     check_prompt,
@@ -101,9 +100,7 @@ def beam_search(
         whole("num_beams", num_beams, 1),
         whole("max_tokens", max_tokens, 1),
     )
-    prefill_step_size = CacheOptions(
-        prefill_step_size=prefill_step_size
-    ).prefill_step_size
+    prefill_step_size = whole("prefill_step_size", prefill_step_size, 1)
     chosen = resolve(drafter, draft_model, model, tokenizer)
     tokens = check_prompt(encode(tokenizer, prompt), None, chosen)
     vocab_size = vocab_size_of(model)

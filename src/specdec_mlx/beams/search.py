@@ -41,6 +41,7 @@ from specdec_mlx.verify.exactness import can_hold_rows
 from specdec_mlx.verify.inputs import begin_session, check_draft
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.row_caches import BatchCaches
+from specdec_mlx.verify.watching import top_tokens
 
 Tokens = tuple[int, ...]
 
@@ -186,13 +187,14 @@ class BeamRows:
                     "Beams are rows of one batch, and this model's texts cannot be. Generate "
                     "one text, or use a model that specdec_mlx.batch_generate writes together."
                 )
-            how: dict[str, Any] = {
-                "step_size": self.prefill_step_size,
-                "stream": self.stream,
-            }
-            PromptReader.of_model(
-                self.model, self.prompt, Rollback(alone), **how
-            ).read_all()
+            reader = PromptReader.of_model(
+                self.model,
+                self.prompt,
+                Rollback(alone),
+                step_size=self.prefill_step_size,
+                stream=self.stream,
+            )
+            reader.read_all()
             rows.add(alone, len(self.prompt) - 1)
         self.caches = rows
 
@@ -234,8 +236,8 @@ def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
     """
     logits = logits.astype(mx.float32)
     scale = mx.logsumexp(logits, axis=-1, keepdims=True)
-    logprobs, num_top = logits - scale, min(num_top, logits.shape[-1])
-    top = mx.argpartition(-logprobs, kth=num_top - 1, axis=-1)[:, :num_top]
+    logprobs = logits - scale
+    top = top_tokens(logprobs, num_top)
     tokens, values, scales = read_all(
         top, mx.take_along_axis(logprobs, top, axis=-1), scale
     )

@@ -30,7 +30,7 @@ from specdec_mlx.contracts import (
     PendingPass,
     RoundRecord,
 )
-from specdec_mlx.contracts.trees import chain, depths_of
+from specdec_mlx.contracts.trees import depths_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
 from specdec_mlx.draft_length.parts import Model
@@ -277,11 +277,10 @@ def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
 def right_path(draft: Draft, coming: Sequence[int]) -> list[int]:
     """The draft's tokens that are right, from the first one down."""
     tokens = to_list(draft.tokens)
-    parents = chain(len(tokens)) if draft.parents is None else draft.parents
-    places = zip(tokens, depths_of(parents), strict=True)
+    places = zip(tokens, depths_of(draft.tree), strict=True)
     known = len(coming)
     is_right = [depth < known and coming[depth] == token for token, depth in places]
-    return walk(is_right, parents)
+    return walk(is_right, draft.tree)
 
 
 # Scores

@@ -21,7 +21,6 @@ from typing import Any
 
 import numpy as np
 
-from specdec_mlx.checks import one_step
 from specdec_mlx.checks.chi_square import (
     FALSE_ALARM,
     LEAST_EXPECTED,
@@ -30,7 +29,7 @@ from specdec_mlx.checks.chi_square import (
     power,
 )
 from specdec_mlx.checks.one_step import DRAFT_FAULTS, VARIANTS, Variant, lossless
-from specdec_mlx.checks.report import Part
+from specdec_mlx.checks.report import Answer
 from specdec_mlx.checks.subject import (
     Alone,
     Place,
@@ -48,11 +47,9 @@ from specdec_mlx.token_ids import to_list
 
 SURE = 0.9  # power from which a fault counts as one that would have been found
 
-DECLARED_NAME = "declared distribution"
 NUM_BINS = 10
 NUM_RANKED = 1000  # likeliest tokens that are lined up; the others are in the last bin
 
-JOINT_NAME = "joint distribution"
 NUM_TOKENS = 3
 NUM_DRAFT = 2  # so that the bonus token is among the three
 NUM_CONTEXTS = 3
@@ -68,7 +65,6 @@ Tokens = tuple[int, ...]
 
 
 def judged(
-    name: str,
     samples: str,
     aim: str,
     seen: Counts,
@@ -76,13 +72,12 @@ def judged(
     wrong: Mapping[str, Counts],
     numbers: dict[str, Any],
     diagnosis: Callable[[], str],
-) -> Part:
-    """Counts of samples beside those expected, [cells], as a part of the check.
+) -> Answer:
+    """Counts of samples beside those expected, [cells], as the answer of a part.
 
     It is not run if none of the named faults would have been found.
 
     Args:
-        name: of the part.
         samples: words for the samples.
         aim: words for what they should follow.
         seen: counts.
@@ -104,15 +99,15 @@ def judged(
         verdict = (
             f"{samples} do not follow {aim} (p = {test.p_value:.1g}): {diagnosis()}"
         )
-        return Part(name, "failed", verdict, numbers)
+        return Answer("failed", verdict, numbers)
     unsure = [fault for fault, chance in powers.items() if chance < SURE]
     if len(unsure) == len(powers):
         verdict = f"{samples} are too few for any of the named faults to be found. Give more time "
-        return Part(name, "not run", f"{verdict}(--budget).", numbers)
+        return Answer("not run", f"{verdict}(--budget).", numbers)
     found = f"each named fault would have been found, with a chance above {SURE}"
     found = f"not enough to be sure of: {', '.join(unsure)}" if unsure else found
     verdict = f"{samples} follow {aim} (p = {test.p_value:.2g}); {found}."
-    return Part(name, "passed", verdict, numbers)
+    return Answer("passed", verdict, numbers)
 
 
 # Drafts -------------------------------------------------------------------------------------------
@@ -168,13 +163,12 @@ class Draws:
         )
 
 
-def check_declared(draws: Draws) -> Part:
+def check_declared(draws: Draws) -> Answer:
     """Chi-square of all draws; needs no further ones."""
     seen, due, *wrong = draws.counts
     num_draws = int(seen.sum())
     if draws.proposals and not num_draws:
-        return Part(
-            DECLARED_NAME,
+        return Answer(
             "not applicable",
             "The drafter declares no distribution: its drafts are taken as point masses, and "
             "verified as such no token can come out of proportion.",
@@ -188,9 +182,7 @@ def check_declared(draws: Draws) -> Part:
         "declared_in_each_tenth": (due / max(1, num_draws)).round(4).tolist(),
         "proposals_cut_short": draws.cut,
     }
-    return judged(
-        DECLARED_NAME, samples, aim, seen, due, faults, numbers, draws.diagnosis
-    )
+    return judged(samples, aim, seen, due, faults, numbers, draws.diagnosis)
 
 
 # Texts --------------------------------------------------------------------------------------------
@@ -211,37 +203,37 @@ class Texts:
     accepted: int = 0
 
     def __post_init__(self) -> None:
-        self.target = Remembered(self.subject.model, self.context)
-        self.drafter = with_remembered_models(self.subject.drafter, self.context)
+        given, context = self.subject, self.context
+        self.target = Remembered(given.model, context)
+        drafter = with_remembered_models(given.drafter, context)
+        self.asked = replace(given, drafter=drafter)
+        alone = Alone(drafter, given.model, self.draws.add)
+        self.drawing: Subject = replace(
+            given, model=self.target, drafter=alone, draft_length=NUM_DRAFT
+        )
 
     def draw(self, seed: int) -> None:
         """One more text, by the loop."""
-        drafter = Alone(self.drafter, self.subject.model, self.draws.add)
-        changed: Any = {
-            "model": self.target,
-            "drafter": drafter,
-            "draft_length": NUM_DRAFT,
-        }
-        drawing = replace(self.subject, seed=seed, **changed)
-        options = {
-            "sampler": self.subject.sampling,
-            "prefill_step_size": CHUNK,
-            "probe": False,
-        }
-        items = drawing.text(self.context, NUM_TOKENS, **options)
+        items = replace(self.drawing, seed=seed).text(
+            self.context,
+            NUM_TOKENS,
+            sampler=self.subject.sampling,
+            prefill_step_size=CHUNK,
+            probe=False,
+        )
         self.tokens.append(tuple(item.token for item in items))
         self.drafted += items[-1].stats.drafted
         self.accepted += items[-1].stats.accepted
 
-    def target_probs(self, continuation: Sequence[int]) -> Probs:
+    def target_probs(self, continuation: Tokens) -> Probs:
         """Probabilities [V] of the token after the context and a continuation."""
         logits = self.target.after([*self.context, *continuation])
         return probabilities(self.subject.sampling.log_distribution(logits))
 
-    def draft_probs(self, continuation: Sequence[int]) -> Probs | None:
+    def draft_probs(self, continuation: Tokens) -> Probs | None:
         """Probabilities [V] that the drafter declares there; None where it proposes nothing."""
-        asked = replace(self.subject, drafter=self.drafter)
-        session = asked.begin([*self.context, *continuation], prefill_step_size=CHUNK)
+        text = [*self.context, *continuation]
+        session = self.asked.begin(text, prefill_step_size=CHUNK)
         return first_probs(session.propose(1), self.subject.vocab_size)
 
 
@@ -315,7 +307,7 @@ def _draft_length(num_tokens: int) -> int:
 
 def check_joint(
     subject: Subject, work: Work, steps: Sequence[Place], draws: Draws
-) -> Part:
+) -> Answer:
     """Draw texts after some places, and hold them to the target's; `draws` takes the drafts."""
     groups: list[Texts] = []
     count = 0
@@ -326,11 +318,11 @@ def check_joint(
             groups[-1].draw(first_seed + count)
             count += 1
     if not groups:
-        return Part(
-            JOINT_NAME,
+        return Answer(
             "not run",
             "The drafter proposed nothing at any place, so that there is nothing to test. "
             "Give prompts whose text repeats itself (--prompts).",
+            {},
         )
     cells = [Cells(group) for group in groups]
     right, *wrong = (
@@ -349,7 +341,7 @@ def check_joint(
     }
     samples, aim = f"{count} texts of {NUM_TOKENS} tokens", "the target's distribution"
     diagnosis = partial(_diagnosis, cells, seen, faults)
-    return judged(JOINT_NAME, samples, aim, seen, right, faults, numbers, diagnosis)
+    return judged(samples, aim, seen, right, faults, numbers, diagnosis)
 
 
 def _most_telling(steps: Sequence[Place]) -> list[Place]:
@@ -392,6 +384,6 @@ def _diagnosis(
     if chances[likest] < 0.01:
         likeness = "they are like none of the named faults."
     return (
-        f"{shape}{likeness} The parts {one_step.NAME!r} and {DECLARED_NAME!r} say whether it is "
-        "the rule or the drafter."
+        f"{shape}{likeness} The parts 'one-step distribution' and 'declared distribution' say "
+        "whether it is the rule or the drafter."
     )

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_mlx.checks.report import Part
+from specdec_mlx.checks.report import Answer
 from specdec_mlx.checks.subject import (
     Place,
     Probs,
@@ -25,7 +25,7 @@ from specdec_mlx.checks.subject import (
     walk,
 )
 from specdec_mlx.contracts import AcceptanceRule, rule_for
-from specdec_mlx.rules.arithmetic import capped_ratio
+from specdec_mlx.rules.arithmetic import capped_ratio, residual
 from specdec_mlx.rules.coins import CoinRule
 
 Masses = tuple[Probs, Probs, Probs]
@@ -35,9 +35,12 @@ RARE = 0.2
 SHARPER = 0.7
 
 
-def rejecting(p: Probs, q: Probs, kept: Probs) -> Masses:
-    """Draft tokens kept with these masses, and else a token of the residual."""
-    return kept, (1 - kept.sum()) * normalised(np.maximum(0, p - q), p), p
+def rejecting(
+    p: Probs, q: Probs, kept: Probs, replacement: Probs | None = None
+) -> Masses:
+    """Draft tokens kept with these masses, and else a replacement, by default a residual one."""
+    after = residual(p, q) if replacement is None else replacement
+    return kept, (1 - kept.sum()) * after, p
 
 
 def lossless(p: Probs, q: Probs) -> Masses:
@@ -45,18 +48,11 @@ def lossless(p: Probs, q: Probs) -> Masses:
     return rejecting(p, q, np.minimum(p, q))
 
 
-def swapped(p: Probs, q: Probs) -> Masses:
-    """P and q in each other's place."""
-    kept = q * capped_ratio(q, p)
-    return kept, (1 - kept.sum()) * normalised(np.maximum(0, q - p), q), p
-
-
 def dropped(p: Probs, q: Probs) -> Masses:
     """A token drawn with a chance below 0.2 is taken back, and the round has no draft."""
     often = q >= RARE
     kept = np.where(often, np.minimum(p, q), 0)
-    rejected = float((q * often).sum() - kept.sum())
-    again = rejected * normalised(np.maximum(0, p - q), p) + (q * ~often).sum() * p
+    again = (q * often - kept).sum() * residual(p, q) + (q * ~often).sum() * p
     return kept, again, p
 
 
@@ -67,16 +63,14 @@ DRAFT_FAULTS: dict[str, Callable[[Probs], Probs]] = {
 """A drafter's fault -> the distribution that tokens follow where q is declared."""
 
 VARIANTS: dict[str, Variant] = {
-    "residual replaced by p": lambda p, q: (
-        lossless(p, q)[0],
-        (1 - np.minimum(p, q).sum()) * p,
-        p,
-    ),
+    "residual replaced by p": lambda p, q: rejecting(p, q, np.minimum(p, q), p),
     "bonus at temperature 0.5": lambda p, q: (
         *lossless(p, q)[:2],
         at_temperature(p, 0.5),
     ),
-    "p and q swapped": swapped,
+    "p and q swapped": lambda p, q: rejecting(
+        p, q, q * capped_ratio(q, p), residual(q, p)
+    ),
     "lenience 1.2": lambda p, q: rejecting(p, q, np.minimum(1.2 * p, q)),
     "declared q other than the drawn": lambda p, q: rejecting(
         p, q, at_temperature(q, 1 / SHARPER) * capped_ratio(p, q)
@@ -98,11 +92,19 @@ def normalised(mass: Probs, otherwise: Probs) -> Probs:
     return mass / total if total > 0 else otherwise
 
 
-NAME = "one-step distribution"
 STEPS = 16
 TOLERANCE = 1e-9
 MOST_TOKENS = 1500
 """Draft tokens that may be drawn in one place, the likeliest; the mass of the others is stated."""
+
+NUMBERS: dict[str, tuple[str, Callable[[Any], Any]]] = {
+    "largest_total_variation": ("distance", max),
+    "largest_of_the_token_after": ("bonus_distance", max),
+    "draft_mass_left_out": ("left_out", max),
+    "expected_acceptance": ("kept", np.mean),
+    "sum_of_min_p_q": ("overlap", np.mean),
+}
+"""Number of the part -> the result of each place that it is made of, and how."""
 
 
 def ends(
@@ -127,7 +129,7 @@ def ends(
             yield n, float(chance), np.array(rule.next_probs(*given, to(n)), np.float64)
 
 
-def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Part:
+def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Answer:
     """The exact distribution at places along texts of the target's own, which `steps` takes."""
     seen: list[tuple[AcceptanceRule, dict[str, Any]]] = []
     for i, prompt in work.each(enumerate(subject.prompts)):
@@ -144,37 +146,24 @@ def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Part:
     if num_drafts == 0:
         verdict = f"The drafter proposed nothing in {len(steps)} places, so there was nothing to "
         verdict += "verify. Give prompts whose text repeats itself (--prompts)."
-        return Part(NAME, "not run", verdict, numbers)
+        return Answer("not run", verdict, numbers)
     if not seen:
         verdict = "Only the target's own draws are emitted here (rule match or coupled), whatever "
         verdict += "is drafted; the joint distribution is tested below."
-        return Part(NAME, "not applicable", verdict, numbers)
-    results = [result for _, result in seen]
-    numbers |= {
-        "largest_total_variation": max(result["distance"] for result in results),
-        "largest_of_the_token_after": max(
-            result["bonus_distance"] for result in results
-        ),
-        "draft_mass_left_out": max(result["left_out"] for result in results),
-        "expected_acceptance": float(np.mean([result["kept"] for result in results])),
-        "sum_of_min_p_q": float(np.mean([result["overlap"] for result in results])),
-    }
-    furthest, rule, fault = max(
-        (
-            (max(x["distance"], x["bonus_distance"]), rule, x["fault"])
-            for rule, x in seen
-        ),
-        key=lambda entry: entry[0],
-    )
+        return Answer("not applicable", verdict, numbers)
+    for name, (key, combined) in NUMBERS.items():
+        numbers[name] = float(combined([result[key] for _, result in seen]))
+    rule, worst = max(seen, key=lambda entry: entry[1]["furthest"])
+    furthest = worst["furthest"]
     if furthest < TOLERANCE:
         verdict = f"In {len(seen)} places the distribution of the emitted token, summed over every "
-        return Part(NAME, "passed", f"{verdict}draft token, is the target's.", numbers)
+        return Answer("passed", f"{verdict}draft token, is the target's.", numbers)
     verdict = (
         f"Rule {rule.name!r} changes the distribution of the text by a total variation of "
-        f"{furthest:.2g}: this is {fault or 'none of the named faults'}. Use "
+        f"{furthest:.2g}: this is {worst['fault'] or 'none of the named faults'}. Use "
         "rule='auto', or mend the rule."
     )
-    return Part(NAME, "failed", verdict, numbers)
+    return Answer("failed", verdict, numbers)
 
 
 def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str, Any]:
@@ -189,7 +178,9 @@ def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str
     p, q = target_probs[support], draft_probs[support]
     likeliest = np.argsort(-q, kind="stable")[:MOST_TOKENS]
     left_out = max(0.0, 1 - float(q[likeliest].sum()))
-    q = normalised(np.where(np.isin(np.arange(len(q)), likeliest), q, 0), p)
+    drawn = np.zeros(len(q))
+    drawn[likeliest] = q[likeliest]
+    q = normalised(drawn, p)
     kept, again, after = np.zeros(len(p)), np.zeros(len(p)), p
     for x in likeliest[q[likeliest] > 0]:
         for n, chance, probs in ends(rule, np.stack([p, p]), (int(x),), q[None]):
@@ -203,9 +194,14 @@ def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str
         for name, variant in VARIANTS.items()
         if np.allclose((kept, again, after), variant(p, q), atol=TOLERANCE)
     )
+    distance, bonus_distance = (
+        total_variation(kept + again, p),
+        total_variation(after, p),
+    )
     return {
-        "distance": total_variation(kept + again, p),
-        "bonus_distance": total_variation(after, p),
+        "distance": distance,
+        "bonus_distance": bonus_distance,
+        "furthest": max(distance, bonus_distance),
         "left_out": left_out,
         "kept": float(kept.sum()),
         "overlap": float(np.minimum(p, q).sum()),

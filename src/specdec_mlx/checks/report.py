@@ -7,7 +7,7 @@ import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
 from html import escape
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from specdec_mlx.notebook.views import table_html
 from specdec_mlx.stats.account import Row, Rows
@@ -20,12 +20,20 @@ Status = Literal["passed", "failed", "not run", "not applicable"]
 WIDTH, MARGIN = 100, 15  # columns of a text, and those left of its lines
 
 
-@dataclass(frozen=True)
-class Part:
-    """One question of the check, and its answer; "not run" is too little time or data.
+class Answer(NamedTuple):
+    """A part's answer; "not run" is too little time or data.
 
     verdict: a line that names what is wrong and what to do next. numbers: ready for JSON.
     """
+
+    status: Status
+    verdict: str
+    numbers: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Part:
+    """One question of the check, and its `Answer`."""
 
     name: str
     status: Status
@@ -78,25 +86,31 @@ class CheckReport(Rows):
 
     def as_dict(self) -> dict[str, Any]:
         """All of it, ready for JSON."""
-        parts = [asdict(part) | {"passed": part.passed} for part in self.parts]
-        whole = {
+        return {
             "passed": self.passed,
             "verdict": self.verdict,
             "seconds": self.seconds,
+            "settings": self.settings,
+            "parts": [asdict(part) | {"passed": part.passed} for part in self.parts],
         }
-        return whole | {"settings": self.settings, "parts": parts}
 
     def rows(self) -> list[Row]:
         """A row for each part; each of its single numbers is a column, lists and tables are not."""
-        rows = []
-        for part in self.parts:
-            row = {"part": part.name, "status": part.status, "passed": part.passed}
-            row |= {"verdict": part.verdict, "seconds": part.seconds}
-            row |= {
-                k: v for k, v in part.numbers.items() if not isinstance(v, list | dict)
+        return [
+            {
+                "part": part.name,
+                "status": part.status,
+                "passed": part.passed,
+                "verdict": part.verdict,
+                "seconds": part.seconds,
+                **{
+                    name: value
+                    for name, value in part.numbers.items()
+                    if not isinstance(value, list | dict)
+                },
             }
-            rows.append(row)
-        return rows
+            for part in self.parts
+        ]
 
     def plot(self) -> Figure:
         """Draw the chance that each named fault would have been found; needs matplotlib."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -15,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.bench.prompts import encode_chat, read_prompts
 from specdec_mlx.checks import drawn, one_step, texts
-from specdec_mlx.checks.report import CheckReport, Part
+from specdec_mlx.checks.report import Answer, CheckReport, Part
 from specdec_mlx.checks.subject import Place, Subject, Work
 from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
 from specdec_mlx.draft_length.policy import make_draft_length
@@ -36,9 +35,10 @@ BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
 """Short ones of the benchmark's own: a prompt costs a prefill of each model, several times over."""
 
-ABOUT_DRAWS = (one_step.NAME, drawn.JOINT_NAME, drawn.DECLARED_NAME)
-
-Check = Callable[[Work], Part]
+ONE_STEP, JOINT, DECLARED = (
+    f"{what} distribution" for what in ("one-step", "joint", "declared")
+)
+"""Parts about what is drawn."""
 
 
 def check(
@@ -136,8 +136,7 @@ def _encoded(
 ) -> list[list[int]]:
     """Token ids of each prompt; ValueError for one without any."""
     if prompts is None:
-        known = {prompt.id: prompt.text for prompt in read_prompts()}
-        prompts = [known[name] for name in PROMPTS]
+        prompts = [prompt.text for prompt in read_prompts() if prompt.id in PROMPTS]
     encoded = [
         encode_chat(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts
     ]
@@ -154,31 +153,18 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
     draws = drawn.Draws()
     probed: list[ProbeReport] = []
     # part -> share of the time that is left when it begins, and what runs
-    parts: dict[str, tuple[float, Check]] = {
-        texts.WIDTHS_NAME: (
-            0.5,
-            lambda work: texts.check_widths(subject.model, work, probed),
-        ),
-        one_step.NAME: (
-            0.2,
-            lambda work: one_step.check_one_step(subject, work, steps),
-        ),
-        drawn.JOINT_NAME: (
-            0.5,
-            lambda work: drawn.check_joint(subject, work, steps, draws),
-        ),
-        drawn.DECLARED_NAME: (1.0, lambda work: drawn.check_declared(draws)),
-        texts.STATE_NAME: (0.4, lambda work: texts.check_state(subject, work)),
+    parts: dict[str, tuple[float, Callable[[Work], Answer]]] = {
+        "widths": (0.5, lambda work: texts.check_widths(subject.model, work, probed)),
+        ONE_STEP: (0.2, lambda work: one_step.check_one_step(subject, work, steps)),
+        JOINT: (0.5, lambda work: drawn.check_joint(subject, work, steps, draws)),
+        DECLARED: (1.0, lambda work: drawn.check_declared(draws)),
+        "drafter's state": (0.4, partial(texts.check_state, subject)),
     }
-    heads = [
-        part for part in all_drafters(subject.drafter) if isinstance(part, HeadDrafter)
-    ]
-    if heads:
-        parts[texts.VARIATIONS_NAME] = (
-            0.5,
-            partial(texts.check_variations, subject, heads[0]),
-        )
-    parts[texts.GREEDY_NAME] = (
+    for part in all_drafters(subject.drafter):
+        if isinstance(part, HeadDrafter):
+            variations = partial(texts.check_variations, subject, part)
+            parts.setdefault("head's variants", (0.5, variations))
+    parts["greedy text"] = (
         1.0,
         lambda work: texts.check_greedy(subject, work, *probed),
     )
@@ -199,23 +185,17 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
         for name, (share, check_part) in parts.items():
             bar.set_description_str(name)
             started = time.perf_counter()
-            if subject.sampling.greedy and name in ABOUT_DRAWS:
+            if subject.sampling.greedy and name in (ONE_STEP, JOINT, DECLARED):
                 verdict = "Nothing is drawn at temperature 0, where the greedy text says it all."
-                result = Part(name, "not applicable", verdict)
-            elif name != drawn.DECLARED_NAME and not work.has_time():
-                result = Part(
-                    name, "not run", "There was no time left. Give more (--budget)."
-                )
+                answer = Answer("not applicable", verdict, {})
+            elif name != DECLARED and not work.has_time():
+                verdict = "There was no time left. Give more (--budget)."
+                answer = Answer("not run", verdict, {})
             else:
-                result = _run(name, check_part, work.share(share, say))
-            done.append(replace(result, seconds=time.perf_counter() - started))
+                try:
+                    answer = check_part(work.share(share, say))
+                except (DraftError, LogitsError, CacheRollbackError) as error:
+                    answer = Answer("failed", str(error), {})
+            done.append(Part(name, *answer, time.perf_counter() - started))
             bar.update()
     return done
-
-
-def _run(name: str, check_part: Check, work: Work) -> Part:
-    """Run one part; errors of the drafter or model fail it."""
-    try:
-        return check_part(work)
-    except (DraftError, LogitsError, CacheRollbackError) as error:
-        return Part(name, "failed", str(error))

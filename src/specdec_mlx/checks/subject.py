@@ -200,12 +200,14 @@ class Remembered(nn.Module):  # type: ignore[misc]
     def __init__(self, model: nn.Module, context: list[int]) -> None:
         """context: [n > 0] common tokens."""
         super().__init__()
-        held: Any = SimpleNamespace(
-            model=model, context=tuple(context), known={}, caches=None
-        )
-        held.inside = mx.full((vocab_size_of(model),), mx.nan)
+        caches, known = make_prompt_cache(model), dict[tuple[int, ...], mx.array]()
+        if len(context) > 1:
+            begun = mx.array(context[:-1])
+            list(generate_step(begun, model, max_tokens=0, prompt_cache=caches))
+        inside = mx.full((vocab_size_of(model),), mx.nan)
+        held = {"context": tuple(context), "caches": caches, "inside": inside}
         # attributes of the module itself would be weights and layers to MLX
-        self._held = held
+        self._held: Any = SimpleNamespace(model=model, known=known, **held)
 
     def make_cache(self) -> list[_TokenCache]:
         """One cache, of tokens."""
@@ -231,7 +233,7 @@ class Remembered(nn.Module):  # type: ignore[misc]
         if text not in held.known:
             start, caches = 0, make_prompt_cache(held.model)
             if text[:num_common] == held.context:
-                start, caches = num_common - 1, self._prefilled()
+                start, caches = num_common - 1, copy.deepcopy(held.caches)
             logits = held.model(to_ids(text[start:])[None], cache=caches)[0]
             mx.eval(logits)
             if len(held.known) >= MOST_ROWS:
@@ -240,21 +242,6 @@ class Remembered(nn.Module):  # type: ignore[misc]
             held.known = rows | held.known
         known: mx.array = held.known[text]
         return known
-
-    def _prefilled(self) -> list[Any]:
-        """New caches that hold the common context but for its last token."""
-        held = self._held
-        if held.caches is None:
-            held.caches = make_prompt_cache(held.model)
-            begun = mx.array(held.context[:-1])
-            if begun.size:
-                list(
-                    generate_step(
-                        begun, held.model, max_tokens=0, prompt_cache=held.caches
-                    )
-                )
-        caches: list[Any] = copy.deepcopy(held.caches)
-        return caches
 
 
 class _TokenCache(KVCache):  # type: ignore[misc]

@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec_mlx.bench.summary import first_difference, top_two_gap
 from specdec_mlx.bench.timing import plain
-from specdec_mlx.checks.report import Part, Status
+from specdec_mlx.checks.report import Answer, Status
 from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
 from specdec_mlx.contracts import all_drafters
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
@@ -22,11 +22,6 @@ from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.verify.exactness import ProbeReport, probe
 from specdec_mlx.verify.rounding import near_tie
-
-WIDTHS_NAME = "widths"
-STATE_NAME = "drafter's state"
-GREEDY_NAME = "greedy text"
-VARIATIONS_NAME = "head's variants"
 
 NUM_TOKENS = 64
 FEWEST_TOKENS = 8
@@ -47,43 +42,46 @@ STANDARD_ERRORS = 3.0
 """Gain of another reading, in standard errors, that is worth a word: several are tried."""
 
 
-def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Part:
+def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Answer:
     """The probe, which `probed` takes; past the window only if its prefill fits into the time."""
     started = time.perf_counter()
     report = probe(model, past_window=False)
-    prefill = (
-        (time.perf_counter() - started) / POSITIONS_OF_PROBE * (report.window or 0)
-    )
+    seconds = (time.perf_counter() - started) / POSITIONS_OF_PROBE
+    prefill = seconds * (report.window or 0)
     looks_past = report.window is not None and work.has_time(prefill)
     report = probe(model) if looks_past else report
     probed.append(report)
-    passes = [dataclasses.asdict(row) for row in report.rows]
-    status: Status = "passed" if report.exact else "failed"
-    how = "bit for bit" if all(row.bitwise for row in report.rows) else "up to rounding"
-    verdict = f"A pass over several positions gives the logits of single ones, {how}."
-    if not report.exact:
+    status: Status = "failed"
+    verdict = (
+        "A pass over several positions gives other logits than one by one, beyond rounding. "
+        "specdec_mlx drafts nothing there, so the text stays right and is no sooner; see "
+        "specdec-mlx probe."
+    )
+    if report.exact:
+        is_bitwise = all(row.bitwise for row in report.rows)
+        how = "bit for bit" if is_bitwise else "up to rounding"
         verdict = (
-            "A pass over several positions gives other logits than one by one, beyond "
+            f"A pass over several positions gives the logits of single ones, {how}."
         )
-        verdict += "rounding. specdec_mlx drafts nothing there, so the text stays right and is no "
-        verdict += "sooner; see specdec-mlx probe."
+        status = "passed"
     if report.window is not None and not looks_past:
         status = "not run" if report.exact else "failed"
-        verdict += f" Past the window of {report.window} tokens was not looked: it takes about "
         verdict += (
+            f" Past the window of {report.window} tokens was not looked: it takes about "
             f"{prefill:.0f} s. Give more time (--budget), or run specdec-mlx probe."
         )
-    return Part(
-        WIDTHS_NAME, status, verdict, {"caches": list(report.caches), "passes": passes}
-    )
+    passes = [dataclasses.asdict(row) for row in report.rows]
+    numbers = {"caches": list(report.caches), "passes": passes}
+    return Answer(status, verdict, numbers)
 
 
 def check_greedy(
     subject: Subject, work: Work, probed: ProbeReport | None = None
-) -> Part:
+) -> Answer:
     """Every prompt in turn, as far as time goes, at least one; probed: passes' differences."""
     gap = near_tie(() if probed is None else probed.differences)
     differences: list[dict[str, Any]] = []
+    faults: list[dict[str, Any]] = []
     texts = tokens = drafted = 0
     for i, prompt in work.each(enumerate(subject.prompts)):
         expected = _plain(subject, prompt, work)
@@ -92,10 +90,11 @@ def check_greedy(
         drafted += got[-1].stats.drafted
         position = first_difference([item.token for item in got], expected)
         if position is not None:
-            found = top_two_gap(subject.model, prompt, position)
-            kind = "near tie" if found <= gap else "fault"
-            place = {"prompt": i, "token": position}
-            differences.append(place | {"top_two_gap": found, "verdict": kind})
+            apart = top_two_gap(subject.model, prompt, position)
+            is_tie = apart <= gap
+            place = {"prompt": i, "token": position, "top_two_gap": apart}
+            differences.append(place | {"verdict": "near tie" if is_tie else "fault"})
+            faults += [] if is_tie else [place]
     numbers = {
         "texts": texts,
         "tokens": tokens,
@@ -103,9 +102,6 @@ def check_greedy(
         "near_tie_below": gap,
         "differences": differences,
     }
-    faults = [
-        difference for difference in differences if difference["verdict"] == "fault"
-    ]
     if faults:
         verdict = (
             f"The text of prompt {faults[0]['prompt']} parts from plain decoding's at token "
@@ -113,18 +109,19 @@ def check_greedy(
             f"{faults[0]['top_two_gap']:.2g} apart: no rounding explains that. Run specdec-mlx "
             "probe; if it passes, the rule or a cache is at fault."
         )
-        return Part(GREEDY_NAME, "failed", verdict, numbers)
+        return Answer("failed", verdict, numbers)
     if drafted == 0:
         verdict = "Nothing was drafted, so nothing was compared. Give other prompts (--prompts)."
-        return Part(GREEDY_NAME, "not run", verdict, numbers)
+        return Answer("not run", verdict, numbers)
     ties, skipped = len(differences), len(subject.prompts) - texts
     verdict = f"{texts - ties} of {texts} texts: the same tokens as by plain decoding"
-    verdict += (
-        f"; {ties} part from it at a near tie, which rounding may turn either way"
-        * (ties > 0)
-    )
-    verdict += f" ({skipped} prompts had no time)" * (skipped > 0)
-    return Part(GREEDY_NAME, "passed", f"{verdict}.", numbers)
+    if ties:
+        verdict += (
+            f"; {ties} part from it at a near tie, which rounding may turn either way"
+        )
+    if skipped:
+        verdict += f" ({skipped} prompts had no time)"
+    return Answer("passed", f"{verdict}.", numbers)
 
 
 def _plain(subject: Subject, prompt: list[int], work: Work) -> list[int]:
@@ -139,7 +136,7 @@ def _plain(subject: Subject, prompt: list[int], work: Work) -> list[int]:
     return tokens
 
 
-def check_state(subject: Subject, work: Work) -> Part:
+def check_state(subject: Subject, work: Work) -> Answer:
     """One comparison a prompt, after rounds that kept all, some and none of their drafts.
 
     A draft cache rolled back wrongly changes no text, only acceptance. So a session that has been
@@ -159,21 +156,26 @@ def check_state(subject: Subject, work: Work) -> Part:
         verdict = (
             "The drafter proposed nothing. Give prompts whose text repeats (--prompts)."
         )
-        return Part(STATE_NAME, "not run", verdict, numbers)
+        return Answer("not run", verdict, numbers)
     unlike = sum(distance > SAME for distance in distances)
     if unlike <= UNLIKE_ALLOWED * len(distances):
-        verdict = f"After {rejected} rejected tokens it drafts what it drafts on a fresh start with"
-        return Part(STATE_NAME, "passed", f"{verdict} the same text.", numbers)
+        verdict = (
+            f"After {rejected} rejected tokens it drafts what it drafts on a fresh start with the "
+            "same text."
+        )
+        return Answer("passed", verdict, numbers)
     if not depends_on_text_alone(subject.drafter):
-        verdict = "After rejections it drafts otherwise than on a fresh start with the same text. "
-        verdict += "That is right for a drafter that learns from its own drafts, and nothing says "
-        return Part(STATE_NAME, "not applicable", f"{verdict}it does not.", numbers)
+        verdict = (
+            "After rejections it drafts otherwise than on a fresh start with the same text. That "
+            "is right for a drafter that learns from its own drafts, and nothing says it does not."
+        )
+        return Answer("not applicable", verdict, numbers)
     verdict = (
         f"In {unlike} of {len(distances)} texts it drafts otherwise than on a fresh start: its "
         "cache is out of step with the text. The text stays right, but drafts are accepted less "
         "and less. In observe(), rewind by what was rejected."
     )
-    return Part(STATE_NAME, "failed", verdict, numbers)
+    return Answer("failed", verdict, numbers)
 
 
 def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
@@ -208,7 +210,7 @@ def depends_on_text_alone(drafter: Any) -> bool:
     )
 
 
-def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part:
+def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Answer:
     """Greedy texts with the head as it was read, and read otherwise.
 
     The text is the target's own in any case, so the part passes; the verdict says what does better.
@@ -226,25 +228,27 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Part
             drafted[i] += stats.drafted
             accepted[i] += stats.accepted
         texts += 1
-    share, *others = (accepted / np.maximum(drafted, 1)).tolist()
+    shares = accepted / np.maximum(drafted, 1)
+    share, *others = shares.tolist()
     numbers: dict[str, Any] = {
         "texts": texts,
         "accepted_as_read": share,
-        "accepted_otherwise": dict(
-            zip((v.name for v in variations), others, strict=True)
-        ),
+        "accepted_otherwise": {
+            variation.name: other
+            for variation, other in zip(variations, others, strict=True)
+        },
     }
     if not drafted[0]:
         verdict = "Nothing was drafted. Give other prompts (--prompts)."
-        return Part(VARIATIONS_NAME, "not run", verdict, numbers)
+        return Answer("not run", verdict, numbers)
     pooled = (accepted + accepted[0]) / (drafted + drafted[0])
     spread = pooled * (1 - pooled) * (1 / np.maximum(drafted, 1) + 1 / drafted[0])
-    least = share + np.maximum(LEAST_GAIN, STANDARD_ERRORS * np.sqrt(spread))[1:]
-    better = [i for i, other in enumerate(others) if other > least[i]]
-    found = "no other reading of its files does better"
-    if better:
-        best = max(better, key=lambda i: others[i])
-        found = f"{others[best]:.0%} would be with {variations[best].name}: "
-        found += variations[best].advice
-    verdict = f"{share:.0%} of its tokens are accepted, and {found}."
-    return Part(VARIATIONS_NAME, "passed", verdict, numbers)
+    gains = shares - share
+    gains[gains <= np.maximum(LEAST_GAIN, STANDARD_ERRORS * np.sqrt(spread))] = 0
+    verdict = "no other reading of its files does better"
+    if gains.any():
+        best = int(np.argmax(gains)) - 1
+        verdict = f"{others[best]:.0%} would be with {variations[best].name}: "
+        verdict += variations[best].advice
+    verdict = f"{share:.0%} of its tokens are accepted, and {verdict}."
+    return Answer("passed", verdict, numbers)

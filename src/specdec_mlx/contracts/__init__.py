@@ -44,7 +44,6 @@ from specdec_mlx.contracts.target import (
     KeysValues,
     PendingPass,
     ReadsCache,
-    Tappable,
     Target,
 )
 from specdec_mlx.contracts.verdicts import (
@@ -95,7 +94,6 @@ __all__ = [
     "SessionGroups",
     "Step",
     "Stepwise",
-    "Tappable",
     "Target",
     "TargetRows",
     "TreeVerdict",

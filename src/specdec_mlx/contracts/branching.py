@@ -127,8 +127,7 @@ def side_by_side(drafts: Sequence[Draft]) -> Draft:
     """
     parents: list[int] = []
     for draft in drafts:
-        own = chain(len(draft)) if draft.parents is None else draft.parents
-        parents += [p if p == ROOT else p + len(parents) for p in own]
+        parents += [p if p == ROOT else p + len(parents) for p in draft.tree]
     tokens = [to_ids(draft.tokens) for draft in drafts]
     width = max(d.logprobs.shape[-1] for d in drafts if d.logprobs is not None)
     rows = [
@@ -152,8 +151,7 @@ def side_by_side(drafts: Sequence[Draft]) -> Draft:
 def texts_of(draft: Draft) -> list[TokenPath]:
     """The text of each node."""
     tokens, texts = to_list(draft.tokens), list[TokenPath]()
-    parents = chain(len(tokens)) if draft.parents is None else draft.parents
-    for token, parent in zip(tokens, parents, strict=True):
+    for token, parent in zip(tokens, draft.tree, strict=True):
         texts.append((*(() if parent == ROOT else texts[parent]), token))
     return texts
 

@@ -104,6 +104,11 @@ class Draft:
         return None if self.logprobs is None else mx.exp(self.logprobs)
 
     @property
+    def tree(self) -> Sequence[int]:
+        """`parents`, of a chain too; [K]."""
+        return chain(len(self)) if self.parents is None else self.parents
+
+    @property
     def match(self) -> int:
         """The first token's match, by which drafts are compared where nothing is learned."""
         first = self.evidence[0] if self.evidence else 0
@@ -136,14 +141,13 @@ class Draft:
         A drawn token may decide about those after it, which then were as good as never drawn.
         """
         places = {ROOT: ROOT}  # node -> its place among those that stay
-        parents = chain(len(self)) if self.parents is None else self.parents
-        for node, parent in enumerate(parents):
+        for node, parent in enumerate(self.tree):
             if parent in places and (parent == ROOT or self.tokens[parent] not in ends):
                 places[node] = len(places) - 1
         if self.parents is None:
             return self.head(len(places) - 1)
         _, *nodes = places
-        return self._some(nodes, [places[parents[node]] for node in nodes])
+        return self._some(nodes, [places[self.parents[node]] for node in nodes])
 
     def _some(self, nodes: list[int], parents: Sequence[int] | None = None) -> Draft:
         tokens = self.tokens

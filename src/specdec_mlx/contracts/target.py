@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import mlx.core as mx
 
@@ -165,13 +165,11 @@ class Target(Protocol):
     def widest_pass(self) -> int | None:
         """Most positions that the next pass may have; None for any number."""
 
+    def takes_trees(self) -> bool:
+        """True if a tree may be verified now, in one pass."""
+
     def quantize(self) -> None:
         """Replace caches by quantized ones, if that was asked for and is due."""
-
-
-@runtime_checkable
-class Tappable(Protocol):
-    """A target whose states can be read; default: it cannot be read."""
 
     def tap(self, wanted: Features) -> None:
         """Have every pass from now on bring these features. Raises UnreadableError."""

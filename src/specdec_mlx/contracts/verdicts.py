@@ -47,34 +47,27 @@ class Decision(ABC):
 class Verdict(Decision):
     """Decision of a rule about one draft.
 
-    num_accepted: n, draft tokens kept, 0 to K; scalar int array. next_token: drawn from the target,
-    the bonus token or the correction; scalar int array. nodes: for a tree, [K] ints whose first n
-    are the kept tokens, from the root down; None for a chain, which keeps its first n.
+    num_accepted: n, draft tokens kept, the first of a chain, 0 to K; scalar int array. next_token:
+    drawn from the target, the bonus token or the correction; scalar int array.
     """
 
     num_accepted: Integer[mx.array, ""]
     next_token: Integer[mx.array, ""]
-    nodes: Integer[mx.array, " k"] | None = None
 
     def arrays(self) -> dict[str, mx.array]:
         """Arrays to read for the outcome."""
-        numbers = {
-            "verdict": mx.stack([self.num_accepted, self.next_token.astype(mx.int32)])
-        }
-        return numbers if self.nodes is None else {**numbers, "nodes": self.nodes}
+        next_token = self.next_token.astype(mx.int32)
+        return {"verdict": mx.stack([self.num_accepted, next_token])}
 
     @staticmethod
     def outcome(numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
         """The outcome, from what was read and the draft's tokens [K]."""
         (n, next_token), k = numbers["verdict"], len(drafted)
-        kept = numbers["nodes"][:n] if "nodes" in numbers else range(n)
-        if not 0 <= n <= k or not all(0 <= node < k for node in kept):
-            which = f", {kept}," if "nodes" in numbers else ""
+        if not 0 <= n <= k:
             raise VerdictError(
-                f"The rule kept {n} tokens{which} of a draft of {k}; expected a number from 0 to "
-                "K, and nodes from 0 to K - 1."
+                f"The rule kept {n} tokens of a draft of {k}; expected a number from 0 to K."
             )
-        return Outcome(kept, [*(drafted[i] for i in kept), next_token])
+        return Outcome(range(n), [*drafted[:n], next_token])
 
 
 @dataclass(frozen=True)

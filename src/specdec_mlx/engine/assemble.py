@@ -153,11 +153,12 @@ def verifier_for(
     next_token = NextToken(
         options.sampler or Sampling(), options.logits_processors or (), noise
     )
-    end_tokens = frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ())
     return Verifier(
-        next_token,
-        options.rule,
-        *(model, rollback, options),
-        end_tokens=end_tokens,
+        model,
+        rollback,
+        options,
+        next_token=next_token,
+        given_rule=options.rule,
+        end_tokens=frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ()),
         probe=probe,
     )

@@ -268,8 +268,7 @@ class Drafting(Selection):
         self.use(self.session, key_of(self.drafter))
 
     def _may_fork(self) -> bool:
-        takes_trees: Callable[[], bool] = getattr(self.target, "takes_trees", bool)
-        return takes_trees()
+        return self.target.takes_trees()
 
     def propose(self) -> Draft:
         """The best draft of the first group of sessions that has one."""

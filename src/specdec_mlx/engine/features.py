@@ -14,7 +14,6 @@ from specdec_mlx.contracts import (
     ReadsTarget,
     SeesTarget,
     Session,
-    Tappable,
     Target,
     all_drafters,
     key_of,
@@ -34,7 +33,7 @@ class FeatureFeed:
     """
 
     def __init__(
-        self, readers: Sequence[tuple[SeesTarget, Features]], target: Tappable
+        self, readers: Sequence[tuple[SeesTarget, Features]], target: Target
     ) -> None:
         self._readers = readers
         self._rejected_readers = [
@@ -65,11 +64,6 @@ class FeatureFeed:
             if key not in wishes:
                 continue
             name = type(wishes[key]).__name__
-            if not isinstance(target, Tappable):
-                raise DraftError(
-                    f"{name} reads the target's states, and this target cannot be read. Use a "
-                    "drafter that works on tokens, such as 'prompt-lookup'."
-                )
             if not isinstance(part, SeesTarget):
                 raise DraftError(
                     f"{name} wants features, and its session has no see(features)."
@@ -77,7 +71,6 @@ class FeatureFeed:
             readers.append((part, wishes[key].features))
         if not readers:
             return None
-        assert isinstance(target, Tappable)
         target.tap(_all_of([wanted for _, wanted in readers]))
         return cls(readers, target)
 
@@ -89,7 +82,7 @@ class FeatureFeed:
             for part in all_drafters(drafter)
             if isinstance(part, ReadsTarget)
         ]
-        if not wishes or not isinstance(target, Tappable):
+        if not wishes:
             return None
         target.tap(_all_of(wishes))
         return cls([], target)

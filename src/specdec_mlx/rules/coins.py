@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
-import mlx.core as mx
-from jaxtyping import Bool, Float, Integer
+from jaxtyping import Bool, Integer
 
 from specdec_mlx.contracts import (
     Agreement,
@@ -63,36 +60,15 @@ class CoinRule(ABC):
     ) -> Law:
         """Distribution of the token that follows n kept ones; [V]."""
 
-    def weigh(
-        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
-    ) -> tuple[Chances, Callable[[Array | int], Law]]:
-        """`accept_probs`, and what is proportional to `next_probs` of n; they may share work."""
-        given = target_probs, draft_tokens, draft_probs
-        return self.accept_probs(*given), functools.partial(self.next_probs, *given)
-
     def decide(
         self, target: TargetRows, draft: Draft, randomness: Randomness
     ) -> Decision:
         """Toss the coins and draw the token after; see `AcceptanceRule.decide`."""
         if target.greedy and self.matches_greedy:
             return Agreement(target.tokens)
-        return decide_by_coins(
-            self, target.probs, to_ids(draft.tokens), draft.probs, randomness
-        )
-
-
-def decide_by_coins(
-    rule: CoinRule,
-    target_probs: Float[mx.array, "rows vocab"],
-    draft_tokens: Integer[mx.array, " rows-1"],
-    draft_probs: Float[mx.array, "rows-1 vocab"] | None,
-    randomness: Randomness,
-) -> Verdict:
-    """Verdict of a rule on a draft of K tokens; draft_probs: None for a point mass."""
-    if draft_probs is None:
-        draft_probs = point_mass(draft_tokens, target_probs)
-    uniform = randomness.uniform(draft_tokens.shape[0])
-    accept_probs, next_weights = rule.weigh(target_probs, draft_tokens, draft_probs)
-    num_accepted = rule.num_accepted(uniform < accept_probs)
-    weights = next_weights(num_accepted)
-    return Verdict(num_accepted, draw(weights, randomness.gumbel(weights.shape[-1])))
+        p, tokens = target.probs, to_ids(draft.tokens)
+        q = point_mass(tokens, p) if draft.probs is None else draft.probs
+        coins = randomness.uniform(len(tokens)) < self.accept_probs(p, tokens, q)
+        num_accepted = self.num_accepted(coins)
+        after = self.next_probs(p, tokens, q, num_accepted)
+        return Verdict(num_accepted, draw(after, randomness.gumbel(after.shape[-1])))

@@ -42,7 +42,6 @@ class Lenient(Rejection):
     """
 
     name = "lenient"
-    matches_greedy = False
     lenience: float = 0.5
 
     def __post_init__(self) -> None:
@@ -90,6 +89,8 @@ class Typical(TreeCoinRule, CoinRule):
 
     name = "typical"
     matches_greedy = True
+    # where no token is typical, the tree is as good as none
+    kept = staticmethod(longest)
     epsilon: float = 0.09
     delta: float = 0.3
 
@@ -134,10 +135,6 @@ class Typical(TreeCoinRule, CoinRule):
         """1 where a node is typical after its parent, else 0; and p itself after each row."""
         above = namespace_of(target_probs).array(parents) + 1
         return self._is_typical(target_probs[above], draft_tokens), target_probs
-
-    def kept(self, coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
-        """The longest path of typical tokens: where none is, the tree is as good as none."""
-        return longest(coins, parents)
 
     def _is_typical(
         self, target_probs: Float[Array, "k vocab"], tokens: Integer[Array, " k"]

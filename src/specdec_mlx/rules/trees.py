@@ -19,7 +19,7 @@ import mlx.core as mx
 from jaxtyping import Float, Integer
 
 from specdec_mlx.contracts import Draft, Randomness, TargetRows, TreeVerdict
-from specdec_mlx.contracts.trees import ROOT, chain, children_of, path_to
+from specdec_mlx.contracts.trees import ROOT, children_of, path_to
 from specdec_mlx.rules.arithmetic import (
     Array,
     Chances,
@@ -94,14 +94,19 @@ class OwnTokens:
         self, target: TargetRows, draft: Draft, randomness: Randomness
     ) -> TreeVerdict:
         """Compare with the target's own draws."""
-        parents = _parents(draft)
+        parents = draft.tree
         own = target.tokens[mx.array([parent + 1 for parent in parents])]
         coins = to_ids(draft.tokens) == to_ids(own)
         return TreeVerdict(coins, target.tokens, lambda heads: walk(heads, parents))
 
 
 class TreeCoinRule(ABC):
-    """A rule for trees that follows from the chance of each token's coin."""
+    """A rule for trees that follows from the chance of each token's coin.
+
+    kept: (coins [K], parents [K]) -> the tokens that these keep, from the root down.
+    """
+
+    kept: staticmethod[[Sequence[bool], Sequence[int]], list[int]]
 
     @abstractmethod
     def judge(
@@ -116,17 +121,13 @@ class TreeCoinRule(ABC):
         draft_probs: [K, V], of each given its earlier siblings. parents: [K], see `Draft.parents`.
         """
 
-    @abstractmethod
-    def kept(self, coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
-        """The tokens that K coins keep, from the root down."""
-
     def decide_tree(
         self, target: TargetRows, draft: Draft, randomness: Randomness
     ) -> TreeVerdict:
         """Toss the coins and draw what follows; one noise serves all rows, as coins choose one."""
         if target.greedy:
             return OwnTokens().decide_tree(target, draft, randomness)
-        parents, tokens, p = _parents(draft), to_ids(draft.tokens), target.probs
+        parents, tokens, p = draft.tree, to_ids(draft.tokens), target.probs
         q = point_mass(tokens, p) if draft.probs is None else draft.probs
         chances, after = self.judge(p, tokens, q, parents)
         coins = randomness.uniform(len(parents)) < chances
@@ -152,6 +153,8 @@ class MultiRound(TreeCoinRule):
 
     (SpecInfer, Miao et al. 2024, algorithm 2; without replacement Sequoia, Chen et al. 2024.)
     """
+
+    kept = staticmethod(walk)
 
     def judge(
         self,
@@ -186,10 +189,6 @@ class MultiRound(TreeCoinRule):
         """Chances of C siblings if none before was kept, and what is left after all."""
         left = remaining_laws(target_probs, draft_probs)
         return acceptance_probability(left[:-1], draft_probs, tokens), left[-1]
-
-    def kept(self, coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
-        """From the root down."""
-        return walk(coins, parents)
 
 
 @dataclass(frozen=True)
@@ -243,6 +242,8 @@ class Traversal(TreeCoinRule):
     rejected. Give the deepest branch first.
     """
 
+    kept = staticmethod(climb)
+
     def judge(
         self,
         target_probs: Rows,
@@ -280,10 +281,6 @@ class Traversal(TreeCoinRule):
         settle(0)
         return xp.stack(weights[1:]), xp.stack(left)
 
-    def kept(self, coins: Sequence[bool], parents: Sequence[int]) -> list[int]:
-        """From the leaves up."""
-        return climb(coins, parents)
-
 
 def _least_factor(p: Any, q: Any, count: int) -> Any:
     r"""The least $\rho$ in [1, C] of `KSequential`, from above, by halving the interval."""
@@ -295,7 +292,3 @@ def _least_factor(p: Any, q: Any, count: int) -> Any:
         is_enough = 1 - (1 - beta) ** count <= middle * beta
         low, high = xp.where(is_enough, low, middle), xp.where(is_enough, middle, high)
     return high
-
-
-def _parents(draft: Draft) -> Sequence[int]:
-    return chain(len(draft)) if draft.parents is None else draft.parents

@@ -47,8 +47,6 @@ def max_window(processors: Sequence[LogitsProcessor]) -> int | None:
 
 
 def _window(processor: LogitsProcessor) -> int | None:
-    if getattr(processor, "__module__", None) != make_sampler.__module__:
-        return None
     cells = _cells(processor) or {}
     if cells.keys() == BIAS_CELLS:
         return 1
@@ -58,8 +56,6 @@ def _window(processor: LogitsProcessor) -> int | None:
 
 
 def _arguments(sampler: Callable[..., Any]) -> dict[str, Any] | None:
-    if getattr(sampler, "__module__", None) != make_sampler.__module__:
-        return None
     cells = _cells(sampler)
     if cells is None or cells.keys() != {METHODS, TEMPERATURE}:
         return None
@@ -70,7 +66,9 @@ def _arguments(sampler: Callable[..., Any]) -> dict[str, Any] | None:
 
 
 def _cells(function: Any) -> dict[str, Any] | None:
-    if not isinstance(function, FunctionType):
+    """Names and contents of a closure's cells; None for what is no function of mlx-lm's."""
+    is_function = isinstance(function, FunctionType)
+    if not is_function or function.__module__ != make_sampler.__module__:
         return None
     cells = function.__closure__ or ()
     names = function.__code__.co_freevars

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import reduce
 from itertools import product
 from typing import Any
@@ -23,8 +23,6 @@ SHAPES = ((2, 1), (2, 3), (3, 2), (3, 3), (4, 2), (5, 1))
 """Pairs (V, K) whose rounds `enumerated` goes through."""
 
 Tokens = tuple[int, ...]
-# chance of each (tokens emitted [n + 1], n) of a round
-Outcomes = dict[tuple[Tokens, int], float]
 
 
 def state_after(state: int, tokens: Tokens) -> int:
@@ -56,26 +54,6 @@ class Source:
     def along(self, state: int, tokens: Tokens) -> np.ndarray:
         """Distributions [n + 1, V] before each of the tokens, and after the last."""
         return np.stack([self.after(state, tokens[:i]) for i in range(len(tokens) + 1)])
-
-
-@dataclass(frozen=True)
-class ByRule:
-    """Outcomes of a round under a rule by coins, which computes with what `to` gives it."""
-
-    rule: CoinRule
-    to: Callable[[Any], Any] = field(default=np.asarray, repr=False)
-
-    def outcomes(
-        self, target_probs: np.ndarray, tokens: Tokens, probs: np.ndarray
-    ) -> Outcomes:
-        """Chances of all outcomes of a draft [K] with declared probs [K, V]; target [K+1, V]."""
-        return {
-            ((*tokens[:n], token), n): weight * chance
-            for n, weight, after in ends(
-                self.rule, target_probs, tokens, probs, self.to
-            )
-            for token, chance in enumerate(after.tolist())
-        }
 
 
 def continued(source: Source, begun: dict[Tokens, float], length: int) -> np.ndarray:
@@ -119,7 +97,6 @@ def enumerated(
     rule: CoinRule, to: Callable[[Any], Any] = np.asarray
 ) -> Iterator[Comparison]:
     """Every outcome of a round on small vocabularies; distributions change with the text."""
-    deciding = ByRule(rule, to)
     for vocab_size, num_draft in SHAPES:
         p, q = sources(vocab_size, vocab_size + num_draft)
         sure = Source(one_hots(q.probs))
@@ -131,12 +108,12 @@ def enumerated(
             for tokens in product(range(vocab_size), repeat=num_draft):
                 probs = draft.along(0, tokens)[:num_draft]
                 weight = float(np.prod(probs[range(num_draft), tokens]))
-                if weight:
-                    rows = target.along(0, tokens)
-                    for (emitted, _), chance in deciding.outcomes(
-                        rows, tokens, probs
-                    ).items():
-                        begun[emitted] += weight * chance
+                if weight == 0:
+                    continue
+                rows = target.along(0, tokens)
+                for n, chance, after in ends(rule, rows, tokens, probs, to):
+                    for token, mass in enumerate(after.tolist()):
+                        begun[*tokens[:n], token] += weight * chance * mass
             joint = continued(target, begun, num_draft + 1)
             own = continued(target, {(): 1.0}, num_draft + 1)
             kind = "point masses" if draft is sure else "drawn"

@@ -43,7 +43,6 @@ from specdec_mlx.testing.enumeration import (
 )
 from specdec_mlx.token_ids import to_ids, to_list
 from specdec_mlx.verify.next_token import NextToken, RoundNoise, RoundPositions
-from specdec_mlx.verify.passes import LazyPass
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
 NUM_DRAFT, VOCAB_SIZE, LENGTH = 2, 3, 3  # K, V and tokens of the texts that are drawn
@@ -325,16 +324,13 @@ class RuleConformance(Conformance):
 
         with_evidence: of the drafter's, which no rule reads.
         """
-        draft, rows = Draft(question.tokens), question.rows()
-        size = len(draft)
-        evidence = (
-            [Evidence(match=9 - i) for i in range(size)] if with_evidence else None
-        )
+        size = len(question.tokens) if with_evidence else 0
+        evidence = [Evidence(match=9 - i) for i in range(size)] or None
         next_step = "Return a Verdict or an Agreement: any draft of a token has one"
         with self.blaming(f"{question}: decide()", next_step):
             answer = question.ask(self.subject, evidence)
-            numbers = {"scales": rows.scales, **answer.arrays()}
-            outcome = LazyPass(draft, size + 1, rows.each(), answer, numbers).read()
+            numbers = {name: x.tolist() for name, x in answer.arrays().items()}
+            outcome = answer.outcome(numbers, question.tokens)
         kinds = {array.dtype for array in vars(answer).values() if array is not None}
         are_integers = all(mx.issubdtype(kind, mx.integer) for kind in kinds)
         self.require(
@@ -346,10 +342,9 @@ class RuleConformance(Conformance):
         )
         next_step = "Count the tokens from the first one on; nodes are for trees"
         self.require([*outcome.kept] == [*range(n)], what, next_step)
-        every = mx.ones(question.logprobs.shape)
-        possible = np.flatnonzero(
-            np.array(rows.probs if rows.has_distribution else every)[n]
-        )
+        rows, every = question.rows(), mx.ones(question.logprobs.shape)
+        probs = rows.probs if rows.has_distribution else every
+        possible = np.flatnonzero(np.array(probs[n]))
         what = f"{question}: the token after {n} kept ones is {after}, to which the target gives "
         what += f"no chance there; it has one of {possible.tolist()}."
         next_step = "Draw it from target at row n: target.tokens[n], or argmax(log(probs) + gumbel)"

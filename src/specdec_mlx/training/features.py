@@ -18,7 +18,6 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import FeatureRows, Features
 from specdec_mlx.errors import TrainingError
-from specdec_mlx.progress import progress_bar
 from specdec_mlx.verify.watching import Taps
 
 
@@ -104,9 +103,15 @@ class Batch:
 
 
 class FeatureStore:
-    """The target's features of windows [n, window, 2], up to the last learnt token, in files."""
+    """The target's features of windows [n, window, 2], up to the last learnt token, in files.
 
-    def __init__(self, folder: Path, windows: np.ndarray, wanted: Features) -> None:
+    Each window is read when it is first asked for; raises UnreadableError then.
+    """
+
+    def __init__(
+        self, target: nn.Module, folder: Path, windows: np.ndarray, wanted: Features
+    ) -> None:
+        self.target = target
         self.folder = folder
         self.windows = windows[..., 0]
         self.answered = windows[..., 1] > 0
@@ -117,26 +122,23 @@ class FeatureStore:
         """Number of windows."""
         return len(self.windows)
 
-    def fill(self, target: nn.Module) -> None:
-        """Compute what is not there yet, window by window; raises UnreadableError."""
-        for i in progress_bar(range(len(self)), "features", leave=False, mininterval=1):
-            if not self._path(i).exists():
-                rows = read(target, self.layers, self.windows[i, : self.lengths[i]])
-                save_arrays(
-                    self._path(i), {name: _packed(x) for name, x in rows.items()}
-                )
-
     def batch(self, indices: Sequence[int]) -> Batch:
         """Some of the windows, padded to the longest of them."""
+        rows = [self._rows(i) for i in indices]
         length = int(self.lengths[list(indices)].max())
         tokens, answered = (
             x[list(indices), :length] for x in (self.windows, self.answered)
         )
-        rows: list[Any] = [mx.load(str(self._path(i))) for i in indices]
         return _batch(mx.array(tokens), answered, rows)
 
-    def _path(self, index: int) -> Path:
-        return self.folder / f"{'-'.join(map(str, (index, *self.layers)))}.safetensors"
+    def _rows(self, index: int) -> Any:
+        name = "-".join(map(str, (index, *self.layers)))
+        path = self.folder / f"{name}.safetensors"
+        if not path.exists():
+            window = self.windows[index, : self.lengths[index]]
+            rows = read(self.target, self.layers, window)
+            save_arrays(path, {name: _packed(x) for name, x in rows.items()})
+        return mx.load(str(path))
 
 
 def live_batch(target: nn.Module, layers: Sequence[int], tokens: mx.array) -> Batch:
@@ -149,10 +151,8 @@ def read(
     target: nn.Module, layers: Sequence[int], window: np.ndarray
 ) -> dict[str, mx.array]:
     """Features by name of a pass over one window [window]; raises UnreadableError."""
-    taps, tokens = (
-        Taps(target, Features(tuple(layers), head_input=True)),
-        mx.array(window)[None],
-    )
+    taps = Taps(target, Features(tuple(layers), head_input=True))
+    tokens = mx.array(window)[None]
     logits = taps.read(lambda: target(tokens, cache=make_prompt_cache(target))[0])
     shown: Any = taps.features
     rows = {

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from pathlib import Path
@@ -60,65 +60,64 @@ LOSSES: dict[str, Divergence] = {
 def loss_and_gradients(
     trainee: Trainee, batch: Batch, compare: Divergence, most: int | None = None
 ) -> tuple[Any, Any]:
-    """Mean divergence of the first `most` draft positions, weighted by DECAY, and its gradients."""
+    """Mean divergence of the first `most` draft positions, weighted by DECAY, and its gradients.
+
+    Logits take most of the memory, so they are made a few rows at a time: first the gradients of
+    the states, from which those of the layers below then follow at once.
+    """
     module, own = trainee.module, trainee.module.trainable_parameters()
     head = {name: own[name] for name in trainee.head_names if name in own}
-    states, inside = zip(*islice(drafted(trainee, batch), most), strict=True)
-    decay = DECAY ** np.arange(len(states))
-    shares = [
-        x / max(1, x.sum()) * d / decay.sum()
-        for x, d in zip(inside, decay, strict=True)
-    ]
+    states, inside = drafted(trainee, batch, most)
+    decay = DECAY ** np.arange(len(inside))
+    shares = inside.T / np.maximum(1, inside.sum(axis=1)) * decay / decay.sum()
+    weights = mx.array(shares.T, mx.float32)
     assert batch.features.head_input is not None
     read = batch.features.head_input[tuple(map(mx.array, batch.counted.nonzero()))]
-    slopes: list[list[mx.array]] = [[] for _ in states]
-    total, of_head = mx.array(0.0), tree_map(mx.zeros_like, head)
+    total, of_head, slopes = mx.array(0.0), tree_map(mx.zeros_like, head), []
     mx.eval(states, read)
 
     def loss_of(given: Any, target: mx.array, weights: mx.array) -> mx.array:
         module.update(given["head"])
         logits = trainee.logits(given["states"]).astype(mx.float32)
         size = min(logits.shape[-1], target.shape[-1])
-        each = compare(
-            nn.log_softmax(target[:, :size]), nn.log_softmax(logits[:, :size])
-        )
-        return mx.sum(weights * each)
+        q = nn.log_softmax(logits[..., :size])
+        p = mx.broadcast_to(nn.log_softmax(target[:, :size]), q.shape)
+        return mx.sum(weights * compare(p, q))
 
-    for start in range(0, len(read), trainee.rows_at_once):
-        part = slice(start, start + trainee.rows_at_once)
+    num_rows = max(1, trainee.rows_at_once // len(inside))
+    for start in range(0, len(read), num_rows):
+        part = slice(start, start + num_rows)
         target = trainee.target_logits(read[part]).astype(mx.float32)
-        for x, share, slopes_of_position in zip(states, shares, slopes, strict=True):
-            given, weights = (
-                {"states": x[part], "head": head},
-                mx.array(share[part], mx.float32),
-            )
-            value, slope = mx.value_and_grad(loss_of)(given, target, weights)
-            of_head = tree_map(mx.add, of_head, slope["head"])
-            total += value
-            slopes_of_position.append(slope["states"])
-            mx.eval(total, slope["states"], of_head)
+        given = {"states": states[:, part], "head": head}
+        value, slope = mx.value_and_grad(loss_of)(given, target, weights[:, part])
+        total, of_head = total + value, tree_map(mx.add, of_head, slope["head"])
+        slopes.append(slope["states"])
+        mx.eval(total, of_head, slopes)
     module.update(head)
 
     def rest() -> mx.array:
-        rows = (x for x, _ in islice(drafted(trainee, batch), most))
-        each = [
-            mx.sum(mx.concatenate(s) * x) for s, x in zip(slopes, rows, strict=True)
-        ]
-        return mx.sum(mx.stack(each))
+        return mx.sum(mx.concatenate(slopes, axis=1) * drafted(trainee, batch, most)[0])
 
-    gradients = dict(tree_flatten(nn.value_and_grad(module, rest)()[1]))
-    gradients |= {
-        name: gradients[name] + slope for name, slope in tree_flatten(of_head)
-    }
-    return total, tree_unflatten(list(gradients.items()))
+    gradients = nn.value_and_grad(module, rest)()[1]
+    for name, slope in of_head.items():
+        gradients[name] = tree_map(mx.add, gradients[name], slope)
+    return total, gradients
 
 
-def drafted(trainee: Trainee, batch: Batch) -> Iterator[tuple[mx.array, np.ndarray]]:
-    """For each draft position: states [n, D] at the n counted places, and which of them exist."""
+def drafted(
+    trainee: Trainee, batch: Batch, most: int | None
+) -> tuple[mx.array, np.ndarray]:
+    """States [k, n, D] of the first `most` draft positions at the n counted places.
+
+    Also which of them exist, bool [k, n].
+    """
     row, place = batch.counted.nonzero()
-    for states, first in trainee.predictions(batch):
-        index = np.clip(place - first, 0, states.shape[1] - 1)
-        yield states[mx.array(row), mx.array(index)], index == place - first
+    states, inside = [], []
+    for x, first in islice(trainee.predictions(batch), most):
+        index = np.clip(place - first, 0, x.shape[1] - 1)
+        states.append(x[mx.array(row), mx.array(index)])
+        inside.append(index == place - first)
+    return mx.stack(states), np.stack(inside)
 
 
 WARM_UP = 0.05  # share of the updates in which the learning rate rises
@@ -130,14 +129,6 @@ ONE_STEP = 0.8  # share of a training in which a head drafts one token from each
 MUCH = 1.5
 MEASUREMENTS = 8  # on held-out text, in a training
 FIRST = 60.0  # seconds of updates after which the rest is estimated
-LEARNT = (
-    (12_000, 0.09),
-    (39_000, 0.14),
-    (111_000, 0.2),
-    (221_000, 0.28),
-    (387_000, 0.31),
-)
-"""Tokens that an `mtp` layer had learnt -> share of first drafted tokens kept; docs/training.md."""
 
 
 @dataclass(frozen=True)
@@ -181,24 +172,23 @@ def fit(
     every = max(1, total // MEASUREMENTS)
     rate, compare = rates(schedule.learning_rate, total), LOSSES[schedule.loss]
 
-    def so_far() -> int:
-        return (
-            progress.step
-            if schedule.minutes is None
-            else int(clock.seconds() - progress.began)
-        )
+    def seconds() -> float:
+        return clock.seconds() - progress.began
 
-    done, kept = so_far(), clock.seconds()
+    def so_far() -> int:
+        return progress.step if schedule.minutes is None else int(seconds())
+
+    done, kept, is_told = so_far(), clock.seconds(), seconds() > FIRST
     acceptance, losses = None, list[float]()
-    is_told = clock.seconds() - progress.began > FIRST
     with progress_bar(
         desc="training", total=total, initial=done, unit="", mininterval=1, miniters=0
     ) as bar:
         while done < total:
-            indices = batch_indices(
-                progress.step, schedule.batch, len(trained), schedule.seed
+            batch = trained.batch(
+                batch_indices(
+                    progress.step, schedule.batch, len(trained), schedule.seed
+                )
             )
-            batch = trained.batch(indices)
             optimizer.learning_rate = rate(mx.array(done))
             most = 1 if trainee.is_recursive and done < ONE_STEP * total else None
             losses.append(update(trainee, optimizer, batch, compare, most))
@@ -209,15 +199,12 @@ def fit(
                 loss=f"{losses[-1]:.3f}", updates=progress.step, refresh=False
             )
             bar.update(min(done, total) - bar.n)
-            if (
-                not is_told
-                and (seconds := clock.seconds() - progress.began) > FIRST
-                and done
-            ):
+            if not is_told and done and seconds() > FIRST:
+                is_told, whole = True, total / done
                 bar.write(
-                    estimate(progress.tokens * total / done, seconds * total / done)
+                    f"At this pace it learns {progress.tokens * whole:,.0f} tokens in "
+                    f"{seconds() * whole / 60:.0f} min; docs/training.md has what as many brought."
                 )
-                is_told = True
             if done // every > before // every or done >= total:
                 acceptance = measure(trainee, held_out, len(held_out))
                 loss = float(np.mean(losses))
@@ -238,17 +225,6 @@ def fit(
     if same.kept > MUCH * acceptance.kept:
         tqdm.write("It overfits: more texts would help, and more updates would not.")
     return progress.curve, acceptance, same
-
-
-def estimate(tokens: float, seconds: float) -> str:
-    """What a training will have learnt at its end, at its pace, and what as much brought before."""
-    counts, shares = zip(*LEARNT, strict=True)
-    known = min(tokens, counts[-1])
-    share = np.interp(math.log(max(1.0, known)), np.log(counts), shares)
-    return (
-        f"At this pace it learns {tokens:,.0f} tokens in {seconds / 60:.0f} min. A layer for "
-        f"SmolLM2-135M that had learnt {known:,.0f} had {share:.2f} of its first drafts accepted."
-    )
 
 
 def update(
@@ -291,10 +267,9 @@ def memory_of_updates(
 ) -> tuple[int, int]:
     """Bytes in use for an update of the longest window, and for each further one, as measured."""
     longest = np.argsort(-trained.lengths, kind="stable").tolist()
-    one, two = (trained.batch((longest * 2)[:count]) for count in (1, 2))
-    last = np.arange(one.answered.shape[1]) == one.answered.shape[1] - 1
     peaks = []
-    for batch in (one, *(replace(x, answered=x.answered & last) for x in (one, two))):
+    for num in (1, 2):
+        batch = trained.batch((longest * 2)[:num])
         mx.reset_peak_memory()
         mx.eval(loss_and_gradients(trainee, batch, compare))
         peaks.append(mx.get_peak_memory())
@@ -302,16 +277,15 @@ def memory_of_updates(
         x.nbytes for _, x in tree_flatten(trainee.module.trainable_parameters())
     )
     # AdamW notes as much as two of each
-    return peaks[0] + 2 * weights, peaks[2] - peaks[1]
+    return peaks[0] + 2 * weights, peaks[1] - peaks[0]
 
 
 def batch_indices(step: int, batch: int, count: int, seed: int) -> list[int]:
     """Windows of an update: every window once before any comes again."""
-    places = [divmod(place, count) for place in range(step * batch, (step + 1) * batch)]
-    orders = (
-        np.random.default_rng([seed, turn]).permutation(count) for turn, _ in places
-    )
-    return [int(order[place]) for order, (_, place) in zip(orders, places, strict=True)]
+    return [
+        int(np.random.default_rng([seed, turn]).permutation(count)[i])
+        for turn, i in (divmod(step * batch + k, count) for k in range(batch))
+    ]
 
 
 def rates(peak: float, steps: int) -> Callable[[mx.array], mx.array]:
@@ -391,15 +365,13 @@ def hits_of(trainee: Trainee, batch: Batch) -> np.ndarray:
     for states, first in trainee.predictions(batch):
         starts = range(0, states.shape[1], trainee.rows_at_once)
         parts = (states[0, start : start + trainee.rows_at_once] for start in starts)
-        drafted = np.concatenate(
-            [np.array(mx.argmax(trainee.logits(x), -1)) for x in parts]
-        )
+        ids = [np.array(mx.argmax(trainee.logits(x), axis=-1)) for x in parts]
+        tokens = np.concatenate(ids)
         if trainee.vocabulary is not None:
-            drafted = np.array(trainee.vocabulary.ids)[drafted]
-        rest = batch.best.shape[1] - first - len(drafted)
-        hits.append(
-            np.pad(drafted == batch.best[0, first:][: len(drafted)], (first, rest))
-        )
+            tokens = np.array(trainee.vocabulary.ids)[tokens]
+        after = batch.best[0, first:]
+        found = tokens == after[: len(tokens)]
+        hits.append(np.pad(found, (first, len(after) - len(tokens))))
     return np.stack(hits * (trainee.num_steps if trainee.reads_text else 1))
 
 

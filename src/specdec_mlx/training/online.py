@@ -33,7 +33,7 @@ from specdec_mlx.errors import TrainingError
 from specdec_mlx.models import load_model
 from specdec_mlx.training.features import live_batch, load_json
 from specdec_mlx.training.fitting import forward_kl, update
-from specdec_mlx.training.run import PLAN, begin_with
+from specdec_mlx.training.run import PLAN, begun_with
 from specdec_mlx.training.trainees import KINDS, Recipe, Size, Trainee
 
 SHORTEST = 8  # tokens of a text from which something can be learnt
@@ -197,16 +197,7 @@ def learning_on(
         )
         return OnlineDraftModel(drafts, trainer, folder, stored["dtype"])
     recipe = Recipe(target, Size(**stored["size"]), stored["num_steps"])
-    stored_arrays: Any = mx.load(str(folder / "model.safetensors"))
-    offsets = stored_arrays.get("d2t")
-    # tokens that the head proposes, each as frequent as the others
-    if offsets is not None:
-        ids = np.array(offsets) + np.arange(offsets.size)
-        recipe = replace(
-            recipe, tokens=ids, size=replace(recipe.size, draft_vocab=len(ids))
-        )
-    trainee = KINDS[stored["kind"]](recipe)
-    begin_with(str(folder), trainee, target)
+    trainee = begun_with(str(folder), stored["kind"], recipe)
     head = HeadDrafter(trainee.module, name=str(folder))
     return OnlineDrafter(
         head, OnlineTrainer(trainee, target, bounds), folder, stored["dtype"]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import shutil
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from textwrap import shorten
 from typing import Any
@@ -101,13 +101,15 @@ def train(
     mx.random.seed(plan.schedule.seed)
     tokens = trained[..., 0][trained[..., 1] > 0]
     recipe = Recipe(target, plan.size, plan.num_steps, tokens, tokenizer, plan.init)
-    trainee = KINDS[plan.kind](recipe)
-    if plan.init is not None and plan.kind != "draft":
-        begin_with(plan.init, trainee, target)
-    learnable = FeatureStore(work / "trained", trained, trainee.features)
-    measured = FeatureStore(work / "held-out", held_out, trainee.features)
-    measured.fill(target)
-    learnable.fill(target)
+    trainee = (
+        KINDS[plan.kind](recipe)
+        if plan.init is None or plan.kind == "draft"
+        else begun_with(plan.init, plan.kind, recipe)
+    )
+    learnable, measured = (
+        FeatureStore(target, work / name, windows, trainee.features)
+        for name, windows in (("trained", trained), ("held-out", held_out))
+    )
     schedule = within_memory(trainee, learnable, plan.schedule)
     curve, acceptance, same = fit(trainee, learnable, measured, schedule, out, clock)
     trainee.save(out, plan.dtype)
@@ -146,28 +148,26 @@ def _of_prompts(
     held_out, prompts = (
         texts.read_prompts(x, tokenizer) for x in (data.held_out, data.prompts)
     )
-    chosen, others = texts.split(len(prompts), data.seed)
-    chosen += others if held_out else []
-    held_out = held_out or [prompts[i] for i in others]
-    prompts = held_out + [prompts[i] for i in chosen]
+    if not held_out:
+        chosen, others = texts.split(len(prompts), data.seed)
+        held_out, prompts = [prompts[i] for i in others], [prompts[i] for i in chosen]
+    first, prompts = len(held_out), held_out + prompts
     short = [i for i, prompt in enumerate(prompts) if len(prompt) <= data.window // 2]
 
     def is_time() -> bool:
         clock.keep()
         return minutes is not None and clock.seconds() > ANSWERING * 60 * minutes
 
-    turns = [(0, i, 0.0) for i in short if i < len(held_out)]
-    asked = [i for i in short if i >= len(held_out)]
-    turns += [
-        (number, i, temp) for number, temp in enumerate(data.temps) for i in asked
-    ]
+    turns = [(0, i, 0.0) for i in short if i < first]
+    for number, temp in enumerate(data.temps):
+        turns += [(number, i, temp) for i in short if i >= first]
     mx.random.seed(data.seed)
     path = work / "answers.jsonl"
     found = texts.answers(target, tokenizer, prompts, data.window, turns, path, is_time)
     rows: tuple[list[np.ndarray], list[np.ndarray]] = [], []
     for (_, i, _), answer in found.items():
         document = texts.learnt(prompts[i] + answer, len(prompts[i]))
-        rows[i < len(held_out)].append(texts.padded(document, data.window))
+        rows[i < first].append(texts.padded(document, data.window))
     if not all(rows):
         raise TrainingError(
             f"Of {len(prompts)} prompts {len(short)} are no longer than half a window, and "
@@ -177,26 +177,20 @@ def _of_prompts(
     return np.stack(rows[0]), np.stack(rows[1])
 
 
-def begin_with(folder: str, trainee: Trainee, target: nn.Module) -> None:
-    """Give a head the weights of another; TrainingError for another kind, size or target."""
-    loaded: Any = load_head(folder, target)
+def begun_with(folder: str, kind: str, recipe: Recipe) -> Trainee:
+    """A head that begins as another; TrainingError for another kind, size or target."""
+    loaded: Any = load_head(folder, recipe.target)
     before = (
         getattr(loaded, "head", None) or getattr(loaded, "exit", None) or nn.Module()
     )
-    known, differ = trainee.vocabulary, ""
+    vocabulary = getattr(before, "vocabulary", None)
+    trainee = KINDS[kind](replace(recipe, vocabulary=vocabulary))
     try:
         trainee.module.load_weights(tree_flatten(before.parameters()))
     except ValueError as error:
-        differ = shorten(str(error), 200).rstrip(".")
-    if (
-        not differ
-        and known is not None
-        and not mx.array_equal(before.vocabulary.ids, known.ids).item()
-    ):
-        differ = "d2t differs"
-    if differ:
         raise TrainingError(
             f"{folder} is no head of this kind and size, which the training could begin with: "
-            f"{differ}. Give the flags that it was made with."
-        )
+            f"{shorten(str(error), 200).rstrip('.')}. Give the flags that it was made with."
+        ) from error
     trainee.module.set_dtype(mx.float32)
+    return trainee

@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import closing
-from itertools import islice
+from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
 
 import mlx.nn as nn
 import numpy as np
-from mlx_lm.generate import BatchGenerator
-from mlx_lm.sample_utils import make_sampler
 
+from specdec_mlx.batch_generation import batch_stream_generate
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.generation import encode
 from specdec_mlx.progress import progress_bar
@@ -156,40 +154,35 @@ def answers(
 ) -> dict[Turn, list[int]]:
     """Answers to prompts shorter than the window, to their end or the window's; kept in `path`.
 
-    todo: turns to answer. is_time: True if no more answers are to be begun.
+    todo: turns to answer, those of a temperature together. is_time: True if no more answers are to
+    be begun.
     """
     found = stored(path)
-    under_way: dict[int, tuple[Turn, list[int]]] = {}
-    missing = (turn for turn in todo if turn not in found)
-    stops = [[token] for token in tokenizer.eos_token_ids]
-    num_tokens = 0
+    missing = [turn for turn in todo if turn not in found]
     with (
         path.open("a", encoding="utf-8") as file,
-        closing(
-            BatchGenerator(target, stop_tokens=stops, completion_batch_size=ROWS)
-        ) as batch,
-        progress_bar(
-            desc="answers", unit="", leave=False, miniters=0, mininterval=1
-        ) as bar,
+        progress_bar(desc="answers", total=len(missing), leave=False) as bar,
     ):
-        while True:
-            for turn in islice(missing, 0 if is_time() else ROWS - len(under_way)):
-                prompt, sampler = prompts[turn[1]], make_sampler(temp=turn[2])
-                uids = batch.insert(
-                    [prompt], [window - len(prompt)], samplers=[sampler]
-                )
-                under_way[uids[0]] = turn, []
-            if not under_way:
-                return dict(sorted(found.items()))
-            for response in batch.next_generated():
-                under_way[response.uid][1].append(int(response.token))
-                num_tokens += 1
+        for temp, of_temp in groupby(missing, key=lambda turn: turn[2]):
+            turns = list(of_temp)
+            written: list[list[int]] = [[] for _ in turns]
+            begun = takewhile(lambda _: not is_time(), turns)
+            for response in batch_stream_generate(
+                target,
+                tokenizer,
+                (prompts[i] for _, i, _ in begun),
+                [window - len(prompts[i]) for _, i, _ in turns],
+                drafter=None,
+                temp=temp,
+                completion_batch_size=ROWS,
+            ):
+                turn, answer = turns[response.index], written[response.index]
+                answer.append(response.token)
                 if response.finish_reason is not None:
-                    turn, found[turn] = under_way.pop(response.uid)
-                    print(json.dumps([turn, found[turn]]), file=file, flush=True)
+                    found[turn] = answer
+                    print(json.dumps([turn, answer]), file=file, flush=True)
                     bar.update()
-            bar.set_postfix(tokens=num_tokens, refresh=False)
-            bar.update(0)
+    return dict(sorted(found.items()))
 
 
 def stored(path: Path) -> dict[Turn, list[int]]:

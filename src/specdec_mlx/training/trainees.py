@@ -75,14 +75,10 @@ class Size:
     def llama(self, width: int, vocab_size: int) -> dict[str, Any]:
         """Configuration of decoder layers of this size, in Hugging Face's words."""
         heads = self.heads or max(1, width // HEAD_DIM)
-        own = {} if self.head_dim is None else {"head_dim": self.head_dim}
-        sizes = {
+        return {
             "hidden_size": width,
             "intermediate_size": self.mlp or 3 * width,
-            **own,
-        }
-        return {
-            **sizes,
+            "head_dim": self.head_dim or width // heads,
             "num_attention_heads": heads,
             "num_key_value_heads": self.kv_heads or heads,
             "vocab_size": vocab_size,
@@ -92,7 +88,10 @@ class Size:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Ingredients: a recursive head's steps, tokens [n] counted, tokenizer, draft model."""
+    """Ingredients: a recursive head's steps, tokens [n] counted, tokenizer, draft model.
+
+    vocabulary: what a recursive head may propose, by default the most frequent of the tokens.
+    """
 
     target: nn.Module
     size: Size = Size()
@@ -100,11 +99,17 @@ class Recipe:
     tokens: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     tokenizer: Any = None
     init: str | None = None
+    vocabulary: DraftVocabulary | None = None
 
     @property
     def ends(self) -> Anatomy:
         """Ends of the target."""
         return target_ends(self.target)
+
+    @property
+    def sizes(self) -> dict[str, Any]:
+        """Sizes of the target, in the config of a head."""
+        return {"hidden_size": self.ends.width, "vocab_size": self.ends.vocab_size}
 
 
 @dataclass
@@ -175,11 +180,8 @@ def medusa(recipe: Recipe) -> Trainee:
         "model_type": "medusa",
         "architectures": ["MedusaModel"],
         "medusa_num_heads": count,
-    }
-    config |= {
         "medusa_num_layers": 1,
-        "hidden_size": ends.width,
-        "vocab_size": ends.vocab_size,
+        **recipe.sizes,
     }
     return Trainee(head, ends, head.features, config, predictions, count, MEDUSA_NAMES)
 
@@ -221,11 +223,8 @@ def look_ahead(recipe: Recipe) -> Trainee:
         for i in range(count):
             yield states[:, : -1 - i, i], 1 + i
 
-    config = {"model_type": "pass", "architectures": ["PaSS"], LOOK_AHEAD: count}
-    config |= {
-        "hidden_size": head.rows.shape[-1],
-        "vocab_size": recipe.ends.vocab_size,
-    }
+    kind = {"model_type": "pass", "architectures": ["PaSS"]}
+    config = kind | {LOOK_AHEAD: count} | recipe.sizes
     return Trainee(head, recipe.ends, wanted, config, predictions, count)
 
 
@@ -234,11 +233,13 @@ def early_exit(recipe: Recipe) -> Trainee:
     target, ends, size = recipe.target, recipe.ends, recipe.size
     num_layers = size.layers[0] if size.layers else max(1, len(target.layers) // 2)
     norm = final_norm(first_layers(target, num_layers))
-    config = {"model_type": "early_exit", EXIT_LAYER: num_layers, WINDOW: EXIT_WINDOW}
-    config |= {"hidden_size": ends.width, "intermediate_size": size.mlp or ends.width}
-    config |= {
-        "vocab_size": ends.vocab_size,
+    config = {
+        "model_type": "early_exit",
+        EXIT_LAYER: num_layers,
+        WINDOW: EXIT_WINDOW,
+        "intermediate_size": size.mlp or ends.width,
         "rms_norm_eps": getattr(norm, "eps", NORM_EPS),
+        **recipe.sizes,
     }
     module = Exit(config)
     module.norm.weight = norm.weight
@@ -316,10 +317,9 @@ class StepCache:
     ) -> mx.array:
         """Entries that each row of the next step sees, bool [length, steps * length]."""
         later = len(self.steps)
-        rows, entries = mx.arange(length)[:, None], mx.arange(length)[None]
-        masks = [entries <= rows - later]
-        masks += [entries == rows - later + step for step in range(1, later + 1)]
-        return mx.concatenate(masks, axis=1)
+        before = mx.arange(length)[:, None] - mx.arange(length) - later
+        own = [before == -step for step in range(1, later + 1)]
+        return mx.concatenate([before >= 0, *own], axis=1)
 
 
 def mtp(recipe: Recipe) -> Trainee:
@@ -333,8 +333,9 @@ def mtp(recipe: Recipe) -> Trainee:
     }
     family = FAMILIES[MTP_TYPE]
     head = MTPHead(family, config, ends)
-    if size.draft_vocab is not None and size.draft_vocab < ends.vocab_size:
-        head.vocabulary = _frequent(recipe, size.draft_vocab)
+    count = size.draft_vocab or ends.vocab_size
+    if recipe.vocabulary is not None or count < ends.vocab_size:
+        head.vocabulary = _vocabulary(recipe, count)
     renamed = {f"^{re.escape(new)}": old for old, new in family.ours().items()}
     return _recursive(head, recipe, config, renamed)
 
@@ -347,7 +348,8 @@ def eagle3(recipe: Recipe) -> Trainee:
     # of few layers the last three
     if not size.layers and sorted(set(layers)) != list(layers):
         layers = tuple(range(max(1, depth - 3), depth))
-    num = min(size.draft_vocab or DRAFT_VOCAB, ends.vocab_size)
+    vocabulary = _vocabulary(recipe, size.draft_vocab or DRAFT_VOCAB)
+    num = vocabulary.ids.size
     config = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLMEagle3"],
@@ -358,7 +360,6 @@ def eagle3(recipe: Recipe) -> Trainee:
         "tie_word_embeddings": False,
         "eagle_config": {IDS_KEY: stored_ids(layers), "use_aux_hidden_state": True},
     }
-    vocabulary = _frequent(recipe, num)
     head = Eagle3(config, ends)
     head.own(embeddings=ends.vocab_size if width != ends.width else 0, logits=num)
     head.vocabulary = vocabulary
@@ -410,8 +411,10 @@ def stored_ids(layers: tuple[int, ...]) -> list[int]:
     return [layer if layers[0] == 1 else layer + 1 for layer in layers]
 
 
-def _frequent(recipe: Recipe, count: int) -> DraftVocabulary:
-    """The `count` most frequent of the target's tokens; the lowest ids fill up."""
+def _vocabulary(recipe: Recipe, count: int) -> DraftVocabulary:
+    """The recipe's, or else up to `count` most frequent tokens; the lowest ids fill up."""
+    if recipe.vocabulary is not None:
+        return recipe.vocabulary
     counts = np.bincount(recipe.tokens.ravel(), minlength=recipe.ends.vocab_size)
     ids = np.sort(np.argsort(-counts, kind="stable")[:count])
     return DraftVocabulary(mx.array(ids), recipe.ends)

@@ -15,7 +15,6 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-import numpy as np
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts.trees import path_to
@@ -335,16 +334,16 @@ def _report(
     """Compare logits [n, V]; those that are not finite do not count."""
     logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
     finite = mx.isfinite(expected)
-    difference = float(np.max(np.array(mx.where(finite, mx.abs(logits - expected), 0))))
-    spread = float(np.std(np.array(mx.where(finite, expected, 0))))
-    flips = np.array(mx.argmax(logits, axis=-1) != mx.argmax(expected, axis=-1)).sum()
+    difference = float(mx.where(finite, mx.abs(logits - expected), 0).max())
+    spread = float(mx.std(mx.where(finite, expected, 0)))
+    flips = mx.argmax(logits, axis=-1) != mx.argmax(expected, axis=-1)
     return WidthReport(
         width=width,
         context=context,
         max_difference=difference,
         spread=spread,
-        argmax_flips=int(flips),
-        bitwise=bool(mx.array_equal(logits, expected).item()),
+        argmax_flips=int(flips.sum()),
+        bitwise=bool(mx.array_equal(logits, expected)),
         exact=is_rounding(model, difference, spread),
     )
 

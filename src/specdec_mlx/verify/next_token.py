@@ -144,17 +144,13 @@ class RoundPositions:
         self._next_token = next_token
         self._position = position
         self._parents = parents
+        self.has_distribution = next_token.sampling is not None
 
     @property
     def greedy(self) -> bool:
         """True if all mass lies on the argmax."""
         sampling = self._next_token.sampling
         return sampling is not None and sampling.greedy
-
-    @property
-    def has_distribution(self) -> bool:
-        """True if `probs` is known."""
-        return self._next_token.sampling is not None
 
     def each(self) -> list[mx.array]:
         """`logprobs` once more, each row [1, V] in memory of its own: a slice would keep all."""

@@ -11,6 +11,7 @@ import math
 from collections.abc import Sequence, Set
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import mlx.core as mx
 
@@ -65,21 +66,19 @@ class LazyPass:
     def read(self) -> Outcome:
         """The outcome; the only host synchronisation of a round."""
         vocab_size = self.logprobs[0].shape[-1]
-        # every line of the host shows beside plain decoding
-        if not len(self.draft.tokens):
-            tokens, scales = read_all(
-                self.results["target_tokens"], self.results["scales"]
-            )
-            if not math.isfinite(scales[0][0]):
-                raise LogitsError(NOT_FINITE)
-            _check_next_token(tokens[0], vocab_size)
-            return Outcome(range(0), tokens)
         numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
-        drafted = numbers.get("drafted", self.draft.tokens)
-        check_drafted(numbers.get("drafted", ()), vocab_size)
-        outcome = _before_failure(
-            self.decision.outcome(numbers, drafted), numbers["scales"]
-        )
+        drafted: Any = self.draft.tokens
+        if "drafted" in numbers:
+            drafted = numbers["drafted"]
+            check_drafted(drafted, vocab_size)
+        outcome = self.decision.outcome(numbers, drafted)
+        for i, node in enumerate((ROOT, *outcome.kept)):
+            if not math.isfinite(numbers["scales"][node + 1][0]):
+                if i == 0:
+                    raise LogitsError(NOT_FINITE)
+                # what came before is handed out; the next round finds this row as its first
+                outcome = Outcome(outcome.kept[:i], outcome.tokens[:i])
+                break
         _check_next_token(outcome.tokens[-1], vocab_size)
         if "masses" in numbers:
             check_distribution(numbers["masses"], numbers["own"])
@@ -159,19 +158,6 @@ def _check_next_token(token: int, vocab_size: int) -> None:
             f"The next token is {token}; the target has 0 to {vocab_size - 1}. Have your own "
             "sampler, or rule, draw it from the target's rows."
         )
-
-
-def _before_failure(outcome: Outcome, scales: Sequence[Sequence[float]]) -> Outcome:
-    """The tokens before the first row of log-sum-exps that is not finite; without one, LogitsError.
-
-    The next round finds that row again, as its first, when these tokens have been handed out.
-    """
-    for i, node in enumerate((ROOT, *outcome.kept)):
-        if not math.isfinite(scales[node + 1][0]):
-            if i == 0:
-                raise LogitsError(NOT_FINITE)
-            return Outcome(outcome.kept[:i], outcome.tokens[:i])
-    return outcome
 
 
 def check_distribution(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:

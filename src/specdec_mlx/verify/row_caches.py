@@ -100,22 +100,14 @@ class Slots:
 class SlotCache(BatchKVCache):  # type: ignore[misc]
     """mlx-lm's batch of key-value caches, whose rows see their own slots; see the module."""
 
-    keys: Any
-    values: Any
-    _idx: int
-
     def __init__(self, slots: Slots) -> None:
         super().__init__([])
         self.slots = slots
 
     def make_mask(
-        self,
-        N: int,
-        return_array: bool = False,
-        window_size: int | None = None,
-        **kwargs: Any,
+        self, N: int, window_size: int | None = None, **options: Any
     ) -> mx.array:
-        """Slots that each query of the latest pass sees; mlx-lm's arguments."""
+        """Slots that each query of the latest pass sees; see mlx-lm's."""
         return self.slots.mask(N, window_size)
 
     def add_row(self, cache: Any, num_rows: int) -> None:

@@ -18,7 +18,7 @@ from specdec_mlx.verify.recurrent_states import in_steps
 from specdec_mlx.verify.rollback import Rollback, wait_for
 from specdec_mlx.verify.row_caches import BatchCaches
 from specdec_mlx.verify.verifier import Verifier
-from specdec_mlx.verify.watching import Call, Tap, watching
+from specdec_mlx.verify.watching import Call, watching
 
 
 @dataclass
@@ -42,7 +42,7 @@ class DeferredRollback(Rollback):
 
 
 class ToVerify(NamedTuple):
-    """One row of a pass: pending tokens, at least one, and a draft after them, at its position."""
+    """One row of a pass: pending tokens, at least one, a draft that was checked, its position."""
 
     pending: Sequence[int] | mx.array
     draft: Draft
@@ -84,15 +84,16 @@ class SharedPasses:
         self._move()
 
     def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
-        """Start a pass over all rows; raises DraftError before anything is fed."""
-        drafts, drafted, fed = [], [], []
+        """Start a pass over all rows."""
+        drafted, fed = [], []
         for verifier, round_ in zip(self.verifiers, rounds, strict=True):
-            drafts.append(verifier.checked(round_.draft, may_fork=False))
-            drafted.append(verifier.drafted_ids(drafts[-1]))
-            fed.append(_joined(round_.pending, drafts[-1], drafted[-1]))
-        all_taps = [verifier.taps for verifier in self.verifiers]
+            drafted.append(verifier.drafted_ids(round_.draft))
+            fed.append(_joined(round_.pending, round_.draft, drafted[-1]))
         watched = [
-            module for taps in all_taps if taps is not None for module in taps.modules
+            module
+            for verifier in self.verifiers
+            if verifier.taps is not None
+            for module in verifier.taps.modules
         ]
         calls: list[Call] = []
         with in_steps(self.model, max(map(len, fed))), watching(watched, calls.append):
@@ -101,14 +102,13 @@ class SharedPasses:
         for row, (verifier, round_) in enumerate(
             zip(self.verifiers, rounds, strict=True)
         ):
-            num_fed, taps = len(fed[row]), all_taps[row]
+            num_fed = len(fed[row])
             mine = logits[row, len(round_.pending) - 1 : num_fed]
             pass_ = verifier.judge(
-                mine, drafts[row], drafted[row], round_.position, num_fed
+                mine, round_.draft, drafted[row], round_.position, num_fed
             )
-            if taps is not None:
-                every = logits[row, :num_fed]
-                pass_.features = taps.rows(calls, every, Tap.of_text, row, num_fed)
+            if (taps := verifier.taps) is not None:
+                pass_.features = taps.rows(calls, logits[row, :num_fed], row)
             passes.append(pass_)
         mx.async_eval([pass_.to_compute for pass_ in passes])
         self._move()

@@ -211,8 +211,9 @@ def strategy_for(cache: Any) -> Strategy:
     """Strategy of a cache; a class that is not in the table gets a general one, with its name."""
     kind = type(cache)
     if kind not in STRATEGIES:
-        STRATEGIES[kind] = Unknown() if hasattr(cache, "__dict__") else SingleTokens()
-        if not hasattr(cache, "__dict__"):
+        has_names = hasattr(cache, "__dict__")
+        STRATEGIES[kind] = Unknown() if has_names else SingleTokens()
+        if not has_names:
             warnings.warn(
                 f"specdec_mlx: {kind.__name__} has no known way back after a rejected draft, so "
                 "nothing is drafted. Register a strategy in "

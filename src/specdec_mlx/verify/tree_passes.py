@@ -18,11 +18,10 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import KVCache, QuantizedKVCache, RotatingKVCache
 
 from specdec_mlx.contracts.trees import chain, depths_of, path_to
 from specdec_mlx.models import PerModel
-from specdec_mlx.verify.strategies import parts_of
+from specdec_mlx.verify.strategies import READABLE, parts_of
 from specdec_mlx.verify.watching import change_class, held
 
 
@@ -115,9 +114,7 @@ def view_class(kind: type) -> type:
     )
 
 
-VIEWS = {
-    kind: view_class(kind) for kind in (KVCache, QuantizedKVCache, RotatingKVCache)
-}
+VIEWS = {kind: view_class(kind) for kind in READABLE}
 """Cache classes that a pass over a tree can be made with, and their views."""
 
 

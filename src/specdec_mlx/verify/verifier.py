@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence, Set
+from dataclasses import InitVar, dataclass, field
 from typing import Any
 
 import mlx.core as mx
@@ -28,36 +29,24 @@ from specdec_mlx.verify.passes import LazyPass, StepwisePass
 NO_TOKENS = mx.array([], mx.uint32)
 
 
+@dataclass(eq=False)
 class Verifier(ModelPass):
     """The target of a generation: passes of a model, and verdicts; see `contracts.Target`.
 
-    Args:
-        next_token: what its tokens are drawn from, and with which noise.
-        rule: how much of a draft is kept.
-        of_pass: the model with its caches, and how they are filled, as `ModelPass` takes them.
-        end_tokens: tokens that end a text; a draft goes no further.
-        options: further ones of `ModelPass`.
-
-    Raises:
-        ValueError: the rule needs a distribution, and there is none.
+    next_token: what its tokens are drawn from, and with which noise. given_rule: how much of a
+    draft is kept, as `make_rule` takes it. end_tokens: tokens that end a text; a draft goes no
+    further. Raises ValueError if the rule needs a distribution, and there is none.
     """
 
-    def __init__(
-        self,
-        next_token: NextToken,
-        rule: str | AcceptanceRule,
-        *of_pass: Any,
-        end_tokens: Set[int] = frozenset(),
-        **options: Any,
-    ) -> None:
-        super().__init__(*of_pass, **options)
-        self.next_token = next_token
-        self.remembers = next_token.remembers
-        self.end_tokens = end_tokens
-        is_opaque = next_token.by_row or next_token.sampling is None
-        self.rule = make_rule(
-            rule, is_seeded=next_token.noise.is_given and not is_opaque
-        )
+    next_token: NextToken = field(kw_only=True)
+    given_rule: InitVar[str | AcceptanceRule] = field(kw_only=True)
+    end_tokens: Set[int] = field(default=frozenset(), kw_only=True)
+
+    def __post_init__(self, given_rule: str | AcceptanceRule) -> None:
+        self.remembers = self.next_token.remembers
+        is_opaque = self.next_token.by_row or self.next_token.sampling is None
+        is_seeded = self.next_token.noise.is_given and not is_opaque
+        self.rule = make_rule(given_rule, is_seeded=is_seeded)
         self.tree_rule = tree_rule_for(self.rule)
         if is_opaque and needs_distribution(self.rule):
             raise ValueError(
@@ -101,7 +90,8 @@ class Verifier(ModelPass):
 
         A tree that cannot be verified here is cut to a chain. DraftError, before anything is fed.
         """
-        draft = self.checked(draft)
+        if len(draft.tokens):
+            draft = self.checked(draft)
         fed, drafted, num_drafted = to_ids(pending), NO_TOKENS, len(draft.tokens)
         num_fed = fed.shape[0] + num_drafted
         rows: list[FeatureRows] = []
@@ -112,9 +102,9 @@ class Verifier(ModelPass):
             drafted = self.drafted_ids(draft)
             fed = mx.concatenate([fed, drafted])
         logits = self.feed(fed, embeddings, draft.parents, in_round=True)
-        if logits.shape[0] > num_drafted + 1:
-            logits = logits[-num_drafted - 1 :]
-        pass_ = self.judge(logits, draft, drafted, position, num_fed)
+        pass_ = self.judge(
+            logits[-num_drafted - 1 :], draft, drafted, position, num_fed
+        )
         to_compute = pass_.to_compute
         if (taps := self.taps) is not None:
             assert taps.features is not None
@@ -179,13 +169,12 @@ class Verifier(ModelPass):
 
         Raises DraftError for what is none.
         """
-        if len(draft.tokens):
-            check_draft(draft, self.vocab_size())
-            is_known = not isinstance(draft.tokens, mx.array)
-            if is_known and not self.end_tokens.isdisjoint(draft.tokens):
-                draft = draft.until(self.end_tokens)
-            if draft.parents is not None and not (may_fork and self.takes_trees()):
-                return draft.first_chain()
+        check_draft(draft, self.vocab_size())
+        is_known = not isinstance(draft.tokens, mx.array)
+        if is_known and not self.end_tokens.isdisjoint(draft.tokens):
+            draft = draft.until(self.end_tokens)
+        if draft.parents is not None and not (may_fork and self.takes_trees()):
+            return draft.first_chain()
         return draft
 
     def drafted_ids(self, draft: Draft) -> mx.array:

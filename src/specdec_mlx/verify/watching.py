@@ -181,18 +181,17 @@ class Tap(NamedTuple):
     module: nn.Module
     axis: int
 
-    def rows(self, states: mx.array) -> mx.array:
-        """[n, D]: a row for each position; streams side by side are one after the other in it."""
+    def rows(self, states: mx.array, text: int | None = None) -> mx.array:
+        """[n, D]: a row for each position; streams side by side are one after the other in it.
+
+        text: which of several, whose axis is the one before.
+        """
+        if text is not None:
+            states = mx.take(states, mx.array([text]), axis=self.axis - 1)
         # the usual layout, in one operation
         if self.axis == 1 and states.shape[0] == 1:
             return states.reshape(states.shape[1], -1)
         return mx.moveaxis(states, self.axis, 0).reshape(states.shape[self.axis], -1)
-
-    def of_text(self, states: mx.array, text: int, num_rows: int) -> mx.array:
-        """`rows` of the first positions of one of several texts, whose axis is the one before."""
-        return self.rows(mx.take(states, mx.array([text]), axis=self.axis - 1))[
-            :num_rows
-        ]
 
 
 @dataclass(frozen=True)
@@ -365,31 +364,27 @@ class Taps:
         with watching(self.modules, calls.append):
             logits = run()
         self.num_rows = logits.shape[0]
-        self.features = self.rows(calls, logits, Tap.rows)
+        self.features = self.rows(calls, logits)
         return logits
 
     def rows(
-        self,
-        calls: Sequence[Call],
-        logits: mx.array,
-        rows: Callable[..., mx.array],
-        *which: int,
+        self, calls: Sequence[Call], logits: mx.array, text: int | None = None
     ) -> FeatureRows:
-        """Those of a pass, of the calls seen and logits [n, V], by a method of taps.
-
-        The method is given a tap, its states, and `which`.
-        """
+        """Those of a pass, of the calls seen and logits [n, V]; text: see `Tap.rows`."""
         seen = {id(module): (given, made) for module, given, made in calls}
-        layers: dict[int, mx.array] = {}
+        head, layers = self._head, dict[int, mx.array]()
+        # of several texts others may have more
+        num_rows = logits.shape[0]
         for index, tap in self._layers.items():
             made = seen[id(tap.module)][1]
-            layers[index] = rows(
-                tap, made[0] if isinstance(made, tuple) else made, *which
-            )
-        head = self._head
+            made = made[0] if isinstance(made, tuple) else made
+            layers[index] = tap.rows(made, text)[:num_rows]
+        head_input = None
+        if head is not None:
+            head_input = head.rows(seen[id(head.module)][0], text)[:num_rows]
         return FeatureRows(
             layers=layers,
-            head_input=rows(head, seen[id(head.module)][0], *which) if head else None,
+            head_input=head_input,
             top_tokens=top_tokens(logits, self.wanted.top) if self.wanted.top else None,
             keys_values=self._keys_values,
         )
