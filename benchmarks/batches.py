@@ -26,7 +26,7 @@ from mlx_lm.generate import BatchGenerator, generation_stream
 
 from benchmarks.recorded_rows import groups_of
 from specdec_mlx.batch_generation import batch_stream_generate
-from specdec_mlx.bench.prompts import Task, builtin_prompts, encode_chat, read_prompts
+from specdec_mlx.bench.prompts import Task, encode_chat, read_prompts
 from specdec_mlx.bench.record import describe_machine
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.models import load_model
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Run and print."""
     args = _parser().parse_args(arguments)
     model, tokenizer = load_model(args.model)
-    prompts = read_prompts(args.prompts) if args.prompts else builtin_prompts()
+    prompts = read_prompts(args.prompts)
     tasks = [Task(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
     contenders = {PLAIN: mlx_lm_batch(model, tokenizer)} | {
         name: our_batch(model, tokenizer, None if name == "none" else name, args.draft_length)

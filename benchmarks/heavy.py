@@ -77,13 +77,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     openings = [Prompt(f"{topic}/{i}", topic, text) for topic, i, text in held_out_openings()]
     tasks = make_tasks(pair.tokenizer, openings[:: max(1, len(openings) // args.texts)])
     choice = DrafterChoice(args.drafter or ["model"], NamedModel(pair.draft))
-    made = {spec: one.resolve(model) for spec, one in choice.each().items()}
+    ends = pair.tokenizer.eos_token_ids
+    how = Settings(args.max_tokens, args.repeats, None, ends, args.temp)
     lengths = args.draft_length or ["4", "auto"]
-    contenders = make_contenders(
-        *(model, made, lengths, args.temp, pair.tokenizer, pair.draft, ["auto"]), is_seeded=False
-    )
-    how = Settings(args.max_tokens, args.repeats, None, pair.tokenizer.eos_token_ids)
-    record = run_bench(model, tasks, contenders, how, temp=args.temp)
+    contenders = make_contenders(model, choice, lengths, how, pair.tokenizer)
+    record = run_bench(model, tasks, contenders, how)
     print(format_record(record))
     if args.json:
         save_record(record, args.json)

@@ -97,7 +97,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         everything += scores
         print(f"{scores}\n")
     if args.json:
-        Path(args.json).write_text(json.dumps([asdict(score) for score in everything], indent=1))
+        args.json.write_text(json.dumps([asdict(score) for score in everything], indent=1))
     if args.plot:
         replay.draw(args.plot, Scores(s for s in everything if isinstance(s, Score)))
     return 0

@@ -20,7 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.bench.prompts import Task, builtin_prompts, choose, encode_chat, read_prompts
+from specdec_mlx.bench.prompts import Task, choose, encode_chat, read_prompts
 from specdec_mlx.bench.record import describe_machine
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, named_model
@@ -181,7 +181,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     model, tokenizer = load_model(path)
     given = named_model(args).pair[0]
     draft_model = four_bit_copy(path) if given is None else given
-    prompts = read_prompts(args.prompts) if args.prompts else builtin_prompts()
+    prompts = read_prompts(args.prompts)
     prompts = choose(prompts, per_category=args.per_category)
     tasks = [Task(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
     with tqdm(total=len(tasks), desc="rules", unit="text", file=sys.stderr) as bar:

@@ -26,7 +26,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specdec_mlx.bench.prompts import builtin_prompts, choose, read_prompts
+from specdec_mlx.bench.prompts import choose, read_prompts
 from specdec_mlx.bench.record import describe_machine
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, named_model
 from specdec_mlx.errors import MissingPackageError
@@ -365,7 +365,7 @@ def make_parser() -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     """Measure and print; the exit status is 1 if a request failed or a text differs."""
     args = make_parser().parse_args(arguments)
-    prompts = builtin_prompts() if args.prompts is None else read_prompts(args.prompts)
+    prompts = read_prompts(args.prompts)
     if args.category:
         prompts = [prompt for prompt in prompts if prompt.category in args.category]
     kinds = len({prompt.category for prompt in prompts})

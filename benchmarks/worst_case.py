@@ -22,7 +22,7 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from specdec_mlx import lab
-from specdec_mlx.bench.prompts import Task, builtin_prompts, encode_chat
+from specdec_mlx.bench.prompts import Task, encode_chat, read_prompts
 from specdec_mlx.bench.record import or_dash
 from specdec_mlx.bench.summary import ALL, Result, summarise
 from specdec_mlx.bench.timing import (
@@ -106,7 +106,7 @@ def measure(
     Returns:
         Case -> result of our loop, with speeds relative to plain decoding's.
     """
-    texts = tasks_of(tokenizer, [p.text for p in builtin_prompts()[:num_prompts]], "prompts")
+    texts = tasks_of(tokenizer, [p.text for p in read_prompts()[:num_prompts]], "prompts")
     reference = plain(model, temp)
     contenders = [ours(model, None, NO_DRAFTER, "", temp)]
     if useless is not None:

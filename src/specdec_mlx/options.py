@@ -214,6 +214,13 @@ def existing_file(text: str) -> Path:
     return path
 
 
+def new_file(text: str) -> Path:
+    """The path of a file to write, found out at once if it cannot be; raises OSError."""
+    path = Path(text)
+    path.touch()
+    return path
+
+
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     """`parse` as the `type` of a flag, with the words of its ValueError for the user."""
 

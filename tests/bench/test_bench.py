@@ -76,12 +76,10 @@ def bench(
     **options: Any,
 ) -> Record:
     model = narrow.model()
-    model_or_none = NamedModel(options.get("draft_model"))
-    choices = DrafterChoice(drafters, model_or_none).each().items()
-    made = {spec: one.resolve(model) for spec, one in choices}
-    contenders = make_contenders(model, made, lengths, temp, **options)
-    tasks = narrow.tasks(num_texts)
-    return run.run_bench(model, tasks, contenders, settings, temp=temp, measure_cost=False)
+    chosen = DrafterChoice(drafters, NamedModel(options.pop("draft_model", None)))
+    how = dataclasses.replace(settings, temp=temp)
+    contenders = make_contenders(model, chosen, lengths, how, **options)
+    return run.run_bench(model, narrow.tasks(num_texts), contenders, how, measure_cost=False)
 
 
 @cache
@@ -159,8 +157,8 @@ def test_contenders_take_turns_and_what_auto_learned_is_kept_within_a_repeat(
         return speculate(*args, tuning=tuning, **kwargs)
 
     monkeypatch.setattr("specdec_mlx.bench.timing.speculate", spy)
-    drafters = {name: sd.make_drafter(name) for name in (LOOKUP, "ngram")}
-    contenders = make_contenders(narrow.model(), drafters, ["auto"])
+    chosen = DrafterChoice((LOOKUP, "ngram"))
+    contenders = make_contenders(narrow.model(), chosen, ["auto"], Settings())
     settings, order = Settings(max_tokens=4, repeats=2), []
     sweep = SimpleNamespace(id="", repeat=0, drafter="sweep")
     for s in run_interleaved(narrow.tasks(2), contenders, settings, lambda: order.append(sweep)):
@@ -211,7 +209,7 @@ def test_a_seed_that_is_given_is_measured_as_a_caller_has_it() -> None:
     options: dict[str, Any] = {"temp": 1.0, "num_texts": 1, "draft_model": narrow.model(seed=1)}
     for is_seeded in (True, False):
         settings = Settings(max_tokens=24, seed=3 if is_seeded else None)
-        record = bench(["model"], ["2", "5"], settings, is_seeded=is_seeded, **options)
+        record = bench(["model"], ["2", "5"], settings, **options)
         own = [s for s in record.samples if s.drafter == "model"]
         texts = {tuple(s.tokens) for s in own}
         assert (len(texts) == 1) == is_seeded

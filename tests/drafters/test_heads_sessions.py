@@ -391,6 +391,6 @@ def test_texts_are_the_same_however_it_stops(kind: str, temp: float) -> None:
 
     coins, plain = Coins(1), text(None, 0)
     assert [text(one, length) for length in (coins, 1, 4)] == 3 * [plain]
-    (part,) = coins._parts.values()
+    (part,) = coins.parts.values()
     assert isinstance(part, Model)
     assert (part.most_unread == MANY_WAITING) == (kind not in WHOLE)

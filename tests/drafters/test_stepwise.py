@@ -88,7 +88,7 @@ def stepping(
         auto.record(RoundRecord(0, 0, 1, 1, [1], 1.0, context=context))
     know(auto.tuning.of("it"), session.step)
     ask = auto.begin("it", session, lambda: False)
-    part = auto._parts["it"]
+    part = auto.parts["it"]
     assert isinstance(part, Model)
     assert part.can_stop
     return auto, part, ask

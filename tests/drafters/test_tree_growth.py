@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from operator import mul
 from typing import Any
 
@@ -23,7 +24,7 @@ from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from selection import FULL, cases, in_one_test
 from specdec_mlx.bench.cost import linear_cost
 from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.replay import ModelledLength, RecordedTarget, replay_text
+from specdec_mlx.bench.replay import RecordedTarget, replay_text
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence, Features, RoundRecord
 from specdec_mlx.contracts.branching import merged, texts_of
 from specdec_mlx.draft_length.auto import Auto
@@ -194,17 +195,25 @@ def test_where_positions_are_expensive_trees_cost_little(slope: float, most: flo
 FEW = make_logits_processors(logit_bias=dict.fromkeys(range(6), 1e4))
 
 
+class OfFreePasses(Auto):
+    """The automatic length, which hears that positions are free, whatever the clock says."""
+
+    def record(self, round_: RoundRecord) -> None:
+        seconds = FREE(round_.fed)
+        super().record(replace(round_, seconds=seconds, draft_seconds=0.0, verify_seconds=seconds))
+
+
 def narrow_text(model: Any, drafter: Any, **options: Any) -> list[sd.responses.Token]:
     """A text of 6 tokens only, drafted as if positions were free."""
     options = {
-        "draft_length": ModelledLength(Auto(), FREE),
+        "draft_length": OfFreePasses(),
         "max_tokens": 80,
         "logits_processors": FEW,
     } | options
     return list(sd.speculate(model, PROMPT, drafter, **options))
 
 
-class Shapes(Auto):
+class Shapes(OfFreePasses):
     """The automatic length, with whether it asked for trees, and whether it grew one."""
 
     num_asked = 0
@@ -230,7 +239,7 @@ def test_text_with_the_default_trees_is_plain_text(name: str) -> None:
     """Of few tokens, so that there is much to look up; a target that takes none is given none."""
     model, trees, shapes = tiny.build(name), default_drafter(trees=True), Shapes()
     plain = narrow_text(model, None)
-    items = narrow_text(model, trees, draft_length=ModelledLength(shapes, FREE))
+    items = narrow_text(model, trees, draft_length=shapes)
     assert spoken(items).deviation(spoken(plain)) < TOLERANCE
     stats = items[-1].stats
     assert stats.drafted > stats.accepted > 20
@@ -244,7 +253,7 @@ def test_ranks_never_ask_whether_trees_are_exact(monkeypatch: pytest.MonkeyPatch
     one = Ranks(mx.distributed.init(), generation_stream)
     monkeypatch.setattr("specdec_mlx.loop.ranks_of", lambda model, stream: one)
     shapes, trees = Shapes(), default_drafter(trees=True)
-    narrow_text(tiny.build("llama"), trees, draft_length=ModelledLength(shapes, FREE))
+    narrow_text(tiny.build("llama"), trees, draft_length=shapes)
     assert shapes.num_asked
     assert not shapes.has_forked
 
@@ -256,8 +265,7 @@ def test_a_replay_with_trees_counts_as_a_live_run_does(monkeypatch: pytest.Monke
     has_forked = False
     for task in narrow.tasks():
         shapes = Shapes()
-        length = ModelledLength(shapes, FREE)
-        items = list(sd.speculate(model, task.prompt, drafter, max_tokens=32, draft_length=length))
+        items = list(sd.speculate(model, task.prompt, drafter, max_tokens=32, draft_length=shapes))
         has_forked = has_forked or shapes.has_forked
         text = RecordedText(task.id, "", list(task.prompt), [item.token for item in items])
         how: Any = {"max_tokens": 32, "vocab_size": narrow.VOCAB}

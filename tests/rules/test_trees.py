@@ -28,10 +28,9 @@ from exact_trees import (
 )
 from selection import FULL, in_one_test
 from specdec_mlx.contracts import ROOT, Draft, Outcome
-from specdec_mlx.contracts.trees import chain, depths_of, first_path, path_to
+from specdec_mlx.contracts.trees import chain, first_path, path_to
 from specdec_mlx.rules import Typical
 from specdec_mlx.rules.trees import MultiRound, OwnTokens, remaining_laws
-from specdec_mlx.stats.theory import greatest_chances
 from specdec_mlx.testing.enumeration import sources
 
 EXACT = 1e-12
@@ -293,29 +292,3 @@ def test_a_round_of_typical_trees_has_the_stated_distribution(way):
         got = found.outcomes_from(0)
         assert {*got} <= {*stated}
         assert max(abs(got.get(key, 0.0) - chance) for key, chance in stated.items()) < EXACT
-
-
-falling = st.lists(st.floats(0.01, 0.5), min_size=1, max_size=3).map(
-    lambda ranks: sorted((x / max(1.0, sum(ranks)) for x in ranks), reverse=True)
-)
-
-
-def expected(parents: Sequence[int], acceptance: Sequence[Sequence[float]]) -> float:
-    """Expected tokens of a round that verifies a tree, from the definition."""
-    chances: list[float] = []
-    for node, (parent, level) in enumerate(zip(parents, depths_of(parents), strict=True)):
-        by_rank, rank = acceptance[level], list(parents[:node]).count(parent)
-        above = 1.0 if parent == ROOT else chances[parent]
-        chances.append(above * by_rank[rank] if rank < len(by_rank) else 0.0)
-    return 1 + sum(chances)
-
-
-@given(st.lists(falling, min_size=1, max_size=4), st.integers(1, 6))
-@settings(max_examples=25)
-def test_no_shape_has_more_expected_tokens(acceptance, size):
-    """Of all trees of up to 6 tokens, with acceptance by depth and rank; none of nothing."""
-    found = greatest_chances(acceptance, size)
-    allowed = [shape for n in range(1, size + 1) for shape in shapes(n)]
-    most = max(expected(s, acceptance) for s in allowed if depth(s) <= len(acceptance))
-    assert 1 + sum(found) == pytest.approx(most, abs=1e-12)
-    assert greatest_chances(acceptance, 0) == greatest_chances([], size) == []

@@ -49,7 +49,7 @@ def test_expected_tokens_and_speedup_are_the_papers(alpha, K, cost):
     assert theory.expected_tokens(alpha, K) == pytest.approx(tokens)
     speedup = tokens / (K * cost + 1)
     assert theory.expected_speedup(alpha, K, cost) == pytest.approx(speedup)
-    on_curve = theory.expected_speedup_on_curve(alpha, K, lambda m: 2.0, 2 * cost)
+    on_curve = theory.expected_speedup(alpha, K, 2 * cost, lambda m: 2.0)
     assert on_curve == pytest.approx(speedup)
     best = theory.expected_speedup(alpha, theory.best_draft_length(alpha, cost), cost)
     gain = (1 + alpha) / (1 + cost)
@@ -70,6 +70,6 @@ def test_best_draft_length_on_a_curve_with_steps():
     def tiles(num_positions: int) -> float:
         return 1 + 0.6 * ((num_positions - 1) // 5)
 
-    assert theory.best_draft_length_on_curve(0.8, tiles) == 4
-    assert theory.best_draft_length_on_curve(0.97, tiles) in (9, 14, 19)
-    assert theory.best_draft_length_on_curve(0.99, float) == 0
+    assert theory.best_draft_length(0.8, cost=tiles) == 4
+    assert theory.best_draft_length(0.97, cost=tiles) in (9, 14, 19)
+    assert theory.best_draft_length(0.99, cost=float) == 0

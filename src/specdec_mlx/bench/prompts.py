@@ -29,15 +29,11 @@ class Task:
     prompt: list[int]
 
 
-def builtin_prompts() -> list[Prompt]:
-    """Our own: six kinds of work, from much repetition of the prompt to none."""
-    return read_prompts(Path(__file__).with_name("prompts.jsonl"))
-
-
-def read_prompts(path: Path | str) -> list[Prompt]:
+def read_prompts(path: Path | str | None = None) -> list[Prompt]:
     """Prompts of a JSON-lines file: `id`, `category`, and `turns` (the first is taken) or `prompt`.
 
-    Raises ValueError with the number of the line that is none.
+    None: our own, six kinds of work, from much repetition of the prompt to none. Raises ValueError
+    with the number of the line that is none.
     """
 
     def prompt(row: Any, number: int) -> Iterator[Prompt]:
@@ -47,7 +43,7 @@ def read_prompts(path: Path | str) -> list[Prompt]:
         )
 
     return read_lines(
-        path,
+        path or Path(__file__).with_name("prompts.jsonl"),
         prompt,
         "`turns` (a list of messages) or `prompt`, and `id` and `category`",
     )

@@ -117,9 +117,7 @@ def read_cost(data: dict[str, Any] | None) -> CostCurve | None:
     """A cost curve as JSON has it; None if it was not measured."""
     if data is None:
         return None
-    points = {
-        name: tuple(data[name]) for name in ("positions", "seconds", "low", "high")
-    }
+    points = {name: tuple(x) for name, x in data.items() if name != "name"}
     return CostCurve(data["name"], **points)
 
 

@@ -8,32 +8,32 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from functools import partial
+from dataclasses import asdict, dataclass, field, replace
 from importlib import import_module
-from itertools import islice
+from itertools import count, islice
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import mlx.core as mx
 from mlx_lm.utils import load_tokenizer
 
-from specdec_mlx import contracts
 from specdec_mlx.bench.cost import MEASURED, CostCurve
 from specdec_mlx.bench.record import Record, RecordedText, or_dash, read_sessions
 from specdec_mlx.bench.summary import ALL
 from specdec_mlx.contracts import (
-    ROOT,
     Draft,
     DraftContext,
     Drafter,
     FeatureRows,
     Features,
-    Step,
+    Outcome,
+    PendingPass,
+    RoundRecord,
 )
-from specdec_mlx.contracts.trees import children_of
+from specdec_mlx.contracts.trees import depths_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
+from specdec_mlx.draft_length.parts import Model
 from specdec_mlx.draft_length.policy import (
     DraftLength,
     make_draft_length,
@@ -41,7 +41,8 @@ from specdec_mlx.draft_length.policy import (
 )
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.engine.assemble import assemble_around
-from specdec_mlx.engine.clock import RoundClock
+from specdec_mlx.engine.clock import Round, RoundClock
+from specdec_mlx.engine.drafting import Drafting
 from specdec_mlx.engine.options import Options
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab.demo_model import demo_model_path
@@ -49,6 +50,7 @@ from specdec_mlx.loop import Generation
 from specdec_mlx.models import explained
 from specdec_mlx.notebook.views import markdown_table, table_html
 from specdec_mlx.progress import progress_bar
+from specdec_mlx.rules.trees import walk
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import Row, Rows
@@ -88,9 +90,9 @@ class _RecordedPass:
     def wait(self) -> None:
         """Nothing is computed."""
 
-    def read(self) -> contracts.Outcome:
+    def read(self) -> Outcome:
         kept = right_path(self.draft, self.coming)
-        return contracts.Outcome(kept, self.coming[: len(kept) + 1] or [0])
+        return Outcome(kept, self.coming[: len(kept) + 1] or [0])
 
 
 class RecordedTarget:
@@ -154,7 +156,7 @@ class RecordedTarget:
         draft: Draft,
         position: int,
         embeddings: mx.array | None = None,
-    ) -> contracts.PendingPass:
+    ) -> PendingPass:
         """A pass of the recording, see `contracts.Target`; ValueError for a drawn draft."""
         if draft.logprobs is not None:
             raise ValueError(
@@ -177,90 +179,53 @@ class RecordedTarget:
         return pass_
 
 
-class _UndisturbedClock(RoundClock):
-    """A clock for rounds whose seconds come from a table: nothing disturbs it."""
+@dataclass
+class ModelledClock(RoundClock):
+    """A clock of rounds whose seconds come from a table, so that nothing disturbs them.
 
-    @property
-    def was_undisturbed(self) -> bool:
-        return True
-
-
-class ModelledLength:
-    """A draft length that is told the cost curve's seconds instead of the clock's, and adds them.
-
-    draft_seconds: of one draft token of a drafter that takes time; look-ups take none.
+    cost: c(m), in seconds. drafting: of the generation. draft_seconds: of one draft token of a
+    drafter that takes time; look-ups take none. total: of all rounds so far.
     """
 
-    def __init__(
-        self, inner: DraftLength, cost: CostCurve, draft_seconds: float = 0.0
-    ) -> None:
-        self.cut: Callable[..., int] = inner.cut
-        self.seconds, self.num_steps, self.draft_seconds = 0.0, 0, draft_seconds
-        self._inner, self._cost = inner, cost
-        self._cheap: set[str] = set()
-        if isinstance(inner, Auto):
-            inner.prices.clock = lambda: self.draft_seconds * self.num_steps
-            self.begin = partial(self._begin, inner)
-            self.choose, self.beats_chosen, self.best_tree = (
-                inner.choose,
-                inner.beats_chosen,
-                inner.best_tree,
-            )
-            self.price, self.wants_timing = inner.price, inner.wants_timing
+    was_undisturbed = True
+    cost: CostCurve = field(kw_only=True)
+    drafting: Drafting = field(kw_only=True)
+    draft_seconds: float = 0.0
+    total: float = 0.0
 
-    def limit(self, part: str, cheap: bool) -> int:
-        """The inner one's."""
-        if cheap:
-            self._cheap.add(part)
-        return self._inner.limit(part, cheap)
+    def __post_init__(self) -> None:
+        if isinstance(self.drafting.length, Auto):
+            ticks = count()
+            prices = self.drafting.length.prices
+            prices.clock = lambda: self.draft_seconds * next(ticks)
 
-    def _begin(
-        self,
-        inner: Auto,
-        part: str,
-        session: contracts.DraftSession,
-        may_fork: Callable[[], bool],
-    ) -> Callable[[int], Draft]:
-        if isinstance(session, contracts.Stepwise):
-            session = _ModelledSteps(session, self)
-        return inner.begin(part, session, may_fork)
+    def record(
+        self, current: Round, outcome: Outcome, ahead: Round | None, context: int
+    ) -> RoundRecord:
+        """The account of a round, with its modelled seconds."""
+        round_ = super().record(current, outcome, ahead, context)
+        drafting = self.draft_seconds * self._num_steps(round_)
+        verifying = self.cost(round_.fed)
+        self.total += drafting + verifying
+        return replace(
+            round_,
+            seconds=drafting + verifying,
+            draft_seconds=drafting,
+            verify_seconds=verifying,
+        )
 
-    def record(self, round_: contracts.RoundRecord) -> None:
-        """Pass a round on, with its modelled seconds."""
-        unseen = 0 if round_.part in self._cheap else round_.drafted
-        drafting = self.draft_seconds * (self.num_steps or unseen)
-        self.num_steps = 0
-        verifying = self._cost(round_.fed)
-        self.seconds += drafting + verifying
-        modelled = replace(round_, seconds=drafting + verifying, draft_seconds=drafting)
-        self._inner.record(replace(modelled, verify_seconds=verifying))
-
-
-class _ModelledSteps:
-    """A session whose steps are counted."""
-
-    def __init__(self, session: contracts.Stepwise, length: ModelledLength) -> None:
-        self._session, self._length = session, length
-        if isinstance(session, contracts.SeesTarget):
-            self.see = session.see
-
-    def propose(self, limit: int) -> Draft:
-        return self.propose_while(limit, lambda evidence: Step.GO_ON)
-
-    def propose_while(self, limit: int, goes_on: contracts.GoesOn) -> Draft:
-        def counted(evidence: Sequence[contracts.Evidence]) -> Step:
-            self._length.num_steps += not evidence[-1].is_free
-            return goes_on(evidence)
-
-        return self._session.propose_while(limit, counted)
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Nothing: the loop tells the session itself."""
+    def _num_steps(self, round_: RoundRecord) -> int:
+        """Draft steps since the last round, those of drafts that were dropped too."""
+        length, groups = self.drafting.length, self.drafting.groups
+        parts = length.parts.values() if isinstance(length, Auto) else ()
+        steps = sum(part.num_steps for part in parts if isinstance(part, Model))
+        is_free = {part.key: part.is_cheap for group in groups for part in group}
+        return steps or (0 if is_free.get(round_.part) else round_.drafted)
 
 
 def replay_text(
     text: RecordedText,
-    drafter: contracts.Drafter | None,
+    drafter: Drafter | None,
     length: DraftLength,
     cost: CostCurve,
     *,
@@ -273,23 +238,23 @@ def replay_text(
     length: learns from the modelled seconds. cost: c(m), in seconds. max_tokens, vocab_size: as
     recorded. draft_seconds: of one draft token.
     """
-    modelled = ModelledLength(length, cost, draft_seconds)
     target = RecordedTarget(text, vocab_size)
     options, context = Options(max_tokens=max_tokens), greedy_context(vocab_size)
     parts = assemble_around(
-        target, list(text.prompt), drafter, modelled, options, context
+        target, list(text.prompt), drafter, length, options, context
     )
-    generation = Generation.of(parts, options)
-    generation.use_clock(_UndisturbedClock())
-    stats = parts.stats
+    generation, stats = Generation.of(parts, options), parts.stats
+    clock = ModelledClock(
+        cost=cost, drafting=parts.drafting, draft_seconds=draft_seconds
+    )
+    generation.use_clock(clock)
     with closing(generation.run(context)) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated
     accepted = sum(token.from_draft for token in emitted)
-    seconds = modelled.seconds if drafter else cost(1) * stats.target_passes
     counts = len(emitted), stats.target_passes, stats.drafted, accepted
     return Modelled(
-        text.category, *counts, seconds, plain_seconds=cost(1) * len(emitted)
+        text.category, *counts, clock.total, plain_seconds=cost(1) * len(emitted)
     )
 
 
@@ -311,23 +276,14 @@ def top_rows(text: RecordedText, places: Sequence[int | None]) -> FeatureRows:
 
 def right_path(draft: Draft, coming: Sequence[int]) -> list[int]:
     """The draft's tokens that are right, from the first one down."""
-    tokens, path, node = to_list(draft.tokens), list[int](), ROOT
-    children = children_of(draft.tree)
-    for token in coming:
-        node = next(
-            (child for child in children[node + 1] if tokens[child] == token), ROOT
-        )
-        if node == ROOT:
-            break
-        path.append(node)
-    return path
+    tokens = to_list(draft.tokens)
+    places = zip(tokens, depths_of(draft.tree), strict=True)
+    known = len(coming)
+    is_right = [depth < known and coming[depth] == token for token, depth in places]
+    return walk(is_right, draft.tree)
 
 
 # Scores
-
-
-DEFAULT_LENGTHS = ("auto",)
-DEFAULT_SLOPE = "linear:0.24"
 
 
 @dataclass(frozen=True)
@@ -463,23 +419,21 @@ def scores_of(
 ) -> list[Score]:
     """One score per category, "all", and one for each session, of what became of each text."""
     groups: dict[tuple[str, str], list[Modelled]] = {
-        (c, ""): [] for c in record.categories
+        (category, ""): [] for category in (*record.categories, ALL)
     }
-    groups[ALL, ""] = list(modelled)
-    for text, found in zip(record.texts, modelled, strict=True):
-        groups[text.category, ""].append(found)
-        if text.session:
-            groups.setdefault((text.category, text.session), []).append(found)
+    for text, one in zip(record.texts, modelled, strict=True):
+        for key in {(text.category, ""), (ALL, ""), (text.category, text.session)}:
+            groups.setdefault(key, []).append(one)
     scores = []
     for (category, session), group in groups.items():
         tokens, passes, drafted, accepted, seconds, plain_seconds = (
             sum(numbers) for numbers in zip(*(m[1:] for m in group), strict=True)
         )
         counts = len(group), tokens, passes, drafted, accepted
-        numbers = tokens / passes, plain_seconds / seconds
+        rates = tokens / passes, plain_seconds / seconds
         is_live = cost == MEASURED and not session
         live = record.live_ratio(drafter, length, category) if is_live else None
         scores.append(
-            Score(cost, drafter, length, category, *counts, *numbers, live, session)
+            Score(cost, drafter, length, category, *counts, *rates, live, session)
         )
     return scores

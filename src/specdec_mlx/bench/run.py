@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -38,14 +39,13 @@ def run_bench(
     contenders: Sequence[Contender],
     settings: Settings,
     *,
-    temp: float = 0.0,
     measure_cost: bool = True,
     progress: bool = False,
 ) -> Record:
     """Run all contenders, plain mlx-lm the first, on all tasks, and compare.
 
-    temp: that the contenders were made with; at 0 texts are compared. measure_cost: measure c(m), a
-    sweep before each task. progress: show a bar.
+    settings: as the contenders were made with. measure_cost: measure c(m), a sweep before each
+    task. progress: show a bar.
     """
     assert contenders[0].drafter == PLAIN
     meter = CostMeter(model, tasks[0].prompt) if measure_cost else None
@@ -57,24 +57,23 @@ def run_bench(
     samples = list(
         progress_bar(steps, "bench", total, unit="text", disable=not progress)
     )
-    differences = find_differences(model, tasks, samples) if temp == 0 else []
+    is_greedy = settings.temp == 0
+    differences = find_differences(model, tasks, samples) if is_greedy else []
     references = reference_texts(samples)
-    numbers = {
-        name: getattr(settings, name) for name in ("max_tokens", "repeats", "seed")
-    }
-    of_model = {
-        "dtype": describe_dtype(model),
-        "vocab_size": model(mx.array([[0]])).shape[-1],
-    }
+    told = ("temp", "max_tokens", "repeats", "seed")
     return Record(
         command="",
         machine=machine,
-        settings={"temp": temp, **numbers, **of_model},
+        settings={
+            **{name: getattr(settings, name) for name in told},
+            "dtype": describe_dtype(model),
+            "vocab_size": model(mx.array([[0]])).shape[-1],
+        },
         texts=[
             RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks
         ],
         cost=meter.curve() if meter else None,
-        results=summarise(samples, differences, greedy=temp == 0),
+        results=summarise(samples, differences, greedy=is_greedy),
         differences=differences,
         samples=samples,
     )
@@ -118,14 +117,11 @@ def bench_texts(
         for i, text in enumerate(messages)
     ]
     choice = DrafterChoice(drafters, NamedModel(draft_model))
-    made = {spec: one.resolve(model) for spec, one in choice.each().items()}
     settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
-    contenders = make_contenders(
-        *(model, made, draft_lengths, temp, tokenizer, draft_model, rules),
-        is_seeded=settings.seed is not None,
-    )
+    how = replace(settings, temp=temp)
+    contenders = make_contenders(model, choice, draft_lengths, how, tokenizer, rules)
     tasks = make_tasks(tokenizer, messages)
-    return run_bench(model, tasks, contenders, settings, temp=temp, progress=progress)
+    return run_bench(model, tasks, contenders, how, progress=progress)
 
 
 def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[Task]:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-import statistics
 from collections import deque
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import dataclass
 from functools import cache
-from math import isnan, nan
-from typing import Any, TypeVar
+from math import nan
+from statistics import mean, median
+from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -23,7 +23,6 @@ from specdec_mlx.verify.exactness import probe
 from specdec_mlx.verify.rounding import near_tie
 
 ALL = "all"
-OfText = TypeVar("OfText", "Sample", "Difference")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -60,11 +59,11 @@ class Result(Way):
     category: str
     texts: int
     tokens: int
-    total_tokens_per_second: float | None
-    ratio: float | None
-    ratio_low: float | None
-    ratio_high: float | None
-    end_to_end_ratio: float | None
+    total_tokens_per_second: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    end_to_end_ratio: float | None = None
     tokens_per_pass: float
     target_passes: int
     drafted: int
@@ -100,13 +99,17 @@ def find_differences(
         position = first_difference(s.tokens, references[s.id])
         if position is not None:
             gap = gap_in(s.id, position)
-            where: Any = {"id": s.id, "category": s.category, "repeat": s.repeat}
-            where |= {
-                "position": position,
-                "top_two_gap": gap,
-                "excused": gap <= tie(),
-            }
-            differences.append(Difference(*s.key, **where))
+            differences.append(
+                Difference(
+                    *s.key,
+                    id=s.id,
+                    category=s.category,
+                    repeat=s.repeat,
+                    position=position,
+                    top_two_gap=gap,
+                    excused=gap <= tie(),
+                )
+            )
     return differences
 
 
@@ -153,11 +156,16 @@ def _result(
 ) -> Result:
     """One contender's samples of a category; parted: None where texts were not compared."""
     passes = sum(s.passes for s in own)
-    identical, excused = (None, None) if parted is None else _identity(own, parted)
+    identical = excused = None
+    ids = {s.id for s in own}
+    if parted is not None:
+        different = ids & {d.id for d in parted}
+        identical = len(ids - different)
+        excused = len(different - {d.id for d in parted if not d.excused})
     return Result(
         *own[0].key,
         category=category,
-        texts=len({s.id for s in own}),
+        texts=len(ids),
         tokens=sum(len(s.tokens) for s in own if s.repeat == 0),
         **_speeds(_times(own), _times(baseline)),
         tokens_per_pass=sum(len(s.tokens) for s in own) / passes,
@@ -166,7 +174,7 @@ def _result(
         accepted=sum(s.accepted for s in own),
         drafting_share=sum(s.drafting_rounds for s in own) / passes,
         peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
-        first_token_seconds=statistics.median(s.first_seconds for s in own),
+        first_token_seconds=median(s.first_seconds for s in own),
         identical=identical,
         excused=excused,
     )
@@ -178,61 +186,35 @@ def _times(samples: list[Sample]) -> dict[str, np.ndarray]:
     Decoding seconds are NaN where a text is no longer than its first round.
     """
     times = {}
-    for name, text in _by_id(samples).items():
-        tokens = statistics.mean(len(s.tokens) for s in text)
-        pace = statistics.median(
-            [s.seconds_per_token for s in text if s.seconds_per_token] or [nan]
-        )
-        in_all = statistics.median(s.first_seconds + s.decode_seconds for s in text)
-        first = statistics.median(s.first_seconds for s in text)
-        times[name] = np.array([tokens, tokens * pace, in_all, first])
+    for name in dict.fromkeys(s.id for s in samples):
+        text = [s for s in samples if s.id == name]
+        tokens = mean(len(s.tokens) for s in text)
+        paces = [s.seconds_per_token for s in text if s.seconds_per_token]
+        in_all = median(s.first_seconds + s.decode_seconds for s in text)
+        first = median(s.first_seconds for s in text)
+        times[name] = np.array([tokens, tokens * median(paces or [nan]), in_all, first])
     return times
 
 
 def _speeds(
     own: dict[str, np.ndarray], baseline: dict[str, np.ndarray]
 ) -> dict[str, Any]:
-    """The fields of a result that are speeds, by name, of texts that both sides have times for."""
-    names = (
-        "total_tokens_per_second",
-        "ratio",
-        "ratio_low",
-        "ratio_high",
-        "end_to_end_ratio",
-    )
-    speeds: dict[str, Any] = dict.fromkeys((*names, "first_token_ratio"))
+    """The fields of a result that are speeds, of texts that both sides have times for."""
+    speeds: dict[str, Any] = {}
     if baseline:
         firsts = (sum(times[-1] for times in side.values()) for side in (own, baseline))
         speeds["first_token_ratio"] = float(np.divide(*firsts))
-    ids = [
-        name
-        for name in own
-        if name in baseline and not isnan(own[name][1] + baseline[name][1])
-    ]
-    if ids:
-        ours, plain = (
-            np.array([side[name] for name in ids]) for side in (own, baseline)
-        )
-        tokens, seconds, *_ = ours.sum(axis=0)
-        end_to_end = ratio_of(ours[:, :3:2], plain[:, :3:2]).mean
-        values = (
-            float(tokens / seconds),
-            *ratio_of(ours[:, :2], plain[:, :2]),
-            end_to_end,
-        )
-        speeds |= zip(names, values, strict=True)
+    both = [(times, baseline[name]) for name, times in own.items() if name in baseline]
+    timed = [pair for pair in both if not np.isnan(pair).any()]
+    if timed:
+        ours, plain = np.array(timed).swapaxes(0, 1)
+        tokens, seconds = ours[:, :2].sum(axis=0)
+        ratio, low, high = ratio_of(ours[:, :2], plain[:, :2])
+        speeds |= {
+            "total_tokens_per_second": float(tokens / seconds),
+            "ratio": ratio,
+            "ratio_low": low,
+            "ratio_high": high,
+            "end_to_end_ratio": ratio_of(ours[:, :3:2], plain[:, :3:2]).mean,
+        }
     return speeds
-
-
-def _identity(own: list[Sample], parted: list[Difference]) -> tuple[int, int]:
-    """Texts without any difference, and texts whose differences are all excused."""
-    ids = {s.id for s in own}
-    texts = _by_id(difference for difference in parted if difference.id in ids).values()
-    return len(ids) - len(texts), sum(all(d.excused for d in text) for text in texts)
-
-
-def _by_id(items: Iterable[OfText]) -> dict[str, list[OfText]]:
-    by_id: dict[str, list[OfText]] = {}
-    for item in items:
-        by_id.setdefault(item.id, []).append(item)
-    return by_id

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Collection, Generator, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from itertools import islice, product
@@ -19,6 +19,7 @@ from specdec_mlx.bench.prompts import Task
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.drafters.choosing.choice import DrafterChoice
 from specdec_mlx.loop import speculate
 from specdec_mlx.options import whole
 from specdec_mlx.rules.registry import make_rule
@@ -170,35 +171,6 @@ def ours(
     return Contender(name, *((draft_length, rule) if drafter else ()), start=start)
 
 
-def make_contenders(
-    model: nn.Module,
-    drafters: Mapping[str, Drafter | None],
-    draft_lengths: Sequence[str],
-    temp: float = 0.0,
-    tokenizer: Any = None,
-    draft_model: nn.Module | None = None,
-    rules: Sequence[str] = ("auto",),
-    is_seeded: bool = False,
-) -> list[Contender]:
-    """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
-
-    drafters: by the names that tables give them; None is plain decoding by our loop. is_seeded: as
-    for `ours`.
-    """
-    contenders = [plain(model, temp)]
-    if draft_model is not None:
-        numbers = [int(text) for text in draft_lengths if text.isdecimal()]
-        lengths = numbers or [MLX_LM_DRAFT_LENGTH]
-        contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
-    for spec, drafter in drafters.items():
-        for length, rule in (
-            product(draft_lengths, rules) if drafter else [("", "auto")]
-        ):
-            how = model, drafter, spec, length, temp, tokenizer, rule
-            contenders.append(ours(*how, is_seeded=is_seeded))
-    return contenders
-
-
 # Timing
 
 WARM_UP_TOKENS = 24
@@ -210,17 +182,48 @@ TURN_TOKENS = 8  # tokens that a contender generates before it is another one's 
 class Settings:
     """How contenders generate; end_tokens end a text. ValueError for no token or no repeat.
 
-    seed: of draws, 0 for None; one that is given makes rule "auto" the coupled one.
+    seed: of draws, 0 for None; one that is given makes rule "auto" the coupled one. temp:
+    temperature; at 0 texts are compared.
     """
 
     max_tokens: int = 128
     repeats: int = 1
     seed: int | None = None
     end_tokens: Collection[int] = ()
+    temp: float = 0.0
 
     def __post_init__(self) -> None:
         for name in ("max_tokens", "repeats"):
             whole(name, getattr(self, name), 1)
+
+
+def make_contenders(
+    model: nn.Module,
+    choice: DrafterChoice,
+    draft_lengths: Sequence[str],
+    settings: Settings,
+    tokenizer: Any = None,
+    rules: Sequence[str] = ("auto",),
+) -> list[Contender]:
+    """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
+
+    Raises ValueError for a name or an option that is not known.
+    """
+    temp, is_seeded = settings.temp, settings.seed is not None
+    contenders = [plain(model, temp)]
+    draft_model, _ = choice.model.pair
+    if draft_model is not None:
+        numbers = [int(text) for text in draft_lengths if text.isdecimal()]
+        lengths = numbers or [MLX_LM_DRAFT_LENGTH]
+        contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
+    for spec, one in choice.each().items():
+        drafter = one.resolve(model)
+        ways = product(draft_lengths, rules) if drafter else [("", "auto")]
+        contenders += [
+            ours(model, drafter, spec, length, temp, tokenizer, rule, None, is_seeded)
+            for length, rule in ways
+        ]
+    return contenders
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -303,21 +306,19 @@ def time_generation(
     return run.sample()
 
 
+@dataclass
 class Run:
     """One generation under way; the clock runs in its turns, until the device is idle."""
 
-    def __init__(
-        self, contender: Contender, task: Task, settings: Settings, repeat: int
-    ) -> None:
-        self.contender, self.task, self.settings, self.repeat = (
-            contender,
-            task,
-            settings,
-            repeat,
-        )
-        self.is_over = False
-        seed = (settings.seed or 0) + repeat
-        self._stream = contender.start(task.prompt, settings.max_tokens, seed)
+    contender: Contender
+    task: Task
+    settings: Settings
+    repeat: int
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        how, seed = self.settings, (self.settings.seed or 0) + self.repeat
+        self._stream = self.contender.start(self.task.prompt, how.max_tokens, seed)
         self._emitted: list[Emitted] = []
         self._began = self._first_seconds = self._decode_seconds = 0.0
         self._peak_bytes = 0
@@ -327,9 +328,9 @@ class Run:
         if self.is_over:
             return
         is_first, ends = not self._emitted, self.settings.end_tokens
+        left = self.settings.max_tokens - len(self._emitted)
         mx.reset_peak_memory()
         began = time.perf_counter()
-        left = self.settings.max_tokens - len(self._emitted)
         for item in islice(self._stream, 1 if is_first else min(num_tokens, left)):
             self._emitted.append(item)
             if item.token in ends:

@@ -12,7 +12,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.bench.prompts import builtin_prompts, encode_chat
+from specdec_mlx.bench.prompts import encode_chat, read_prompts
 from specdec_mlx.checks import drawn, one_step, texts
 from specdec_mlx.checks.report import Answer, CheckReport, Part
 from specdec_mlx.checks.subject import Place, Subject, Work
@@ -136,7 +136,7 @@ def _encoded(
 ) -> list[list[int]]:
     """Token ids of each prompt; ValueError for one without any."""
     if prompts is None:
-        prompts = [prompt.text for prompt in builtin_prompts() if prompt.id in PROMPTS]
+        prompts = [prompt.text for prompt in read_prompts() if prompt.id in PROMPTS]
     encoded = [
         encode_chat(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts
     ]

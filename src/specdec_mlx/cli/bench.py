@@ -8,7 +8,6 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -25,7 +24,7 @@ from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_o
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
-from specdec_mlx.options import argument, checked, existing_file, positive_int
+from specdec_mlx.options import argument, checked, existing_file, new_file, positive_int
 from specdec_mlx.rules.registry import make_rule
 
 
@@ -77,6 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--json",
+        type=new_file,
         metavar="FILE",
         help="write results, and the texts for specdec-mlx replay",
     )
@@ -87,28 +87,22 @@ def main(
     others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None,
 ) -> int:
     """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
-    if args.json:
-        # a path that cannot be written is found out now, not at the end
-        Path(args.json).touch()
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     choice = choice_of(args)
-    draft_model, _ = choice.model.pair
     lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
-    drafters = {spec: one.resolve(model) for spec, one in choice.each().items()}
-    contenders = make_contenders(
-        *(model, drafters, lengths, args.temp, tokenizer, draft_model, rules),
-        is_seeded=args.seed is not None,
-    )
+    ends = tokenizer.eos_token_ids
+    how = Settings(args.max_tokens, args.repeats, args.seed, ends, args.temp)
+    contenders = make_contenders(model, choice, lengths, how, tokenizer, rules)
     contenders += others(model, tokenizer) if others else ()
     tasks = _tasks(args, tokenizer)
-    how = Settings(args.max_tokens, args.repeats, args.seed, tokenizer.eos_token_ids)
-    with wired_limit(
-        [m for m in (model, draft_model) if m is not None], [generation_stream]
-    ):
+    models = [m for m in (model, choice.model.pair[0]) if m is not None]
+    with wired_limit(models, [generation_stream]):
         record = run_bench(
-            *(model, tasks, contenders, how),
-            temp=args.temp,
+            model,
+            tasks,
+            contenders,
+            how,
             measure_cost=not args.no_cost,
             progress=is_first,
         )
@@ -123,13 +117,9 @@ def main(
 
 
 def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:
+    tasks: Sequence[Task]
     if args.sessions:
-        tasks: list[Task] = [*read_sessions(args.sessions, tokenizer)]
+        tasks = read_sessions(args.sessions, tokenizer)
     else:
-        found = (
-            prompts.read_prompts(args.prompts)
-            if args.prompts
-            else prompts.builtin_prompts()
-        )
-        tasks = make_tasks(tokenizer, found)
+        tasks = make_tasks(tokenizer, prompts.read_prompts(args.prompts))
     return prompts.choose(tasks, args.categories, args.per_category)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 from contextlib import suppress
@@ -21,9 +20,7 @@ PRELOADED, THREADS, MOST_THREADS = "SPECDEC_MLX_PRELOADED", "OPENBLAS_NUM_THREAD
 
 def start_again_with_openblas(command: str) -> dict[str, str]:
     """Replace this process by one with OpenBLAS preloaded; there, the variables that do it."""
-    # what this process starts is to inherit nothing
-    if before := os.environ.pop(PRELOADED, None):
-        os.environ.update(json.loads(before))
+    if os.environ.pop(PRELOADED, None):
         return find_openblas()
     arguments = sys.argv[1:]
     is_command = (
@@ -36,17 +33,12 @@ def start_again_with_openblas(command: str) -> dict[str, str]:
             file=sys.stderr,
         )
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
-        former = {name: os.environ.get(name, "") for name in own}
-        joined = {
-            name: ":".join(filter(None, (own[name], former[name]))) for name in own
-        }
-        own = (
-            {THREADS: str(threads)}
-            | os.environ
-            | joined
-            | {PRELOADED: json.dumps(former)}
-        )
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], own)
+        environment = {THREADS: str(threads), **os.environ, PRELOADED: "1"}
+        for name, value in own.items():
+            former = os.environ.get(name)
+            environment[name] = f"{value}:{former}" if former else value
+        command_line = [sys.executable, *sys.orig_argv[1:]]
+        os.execve(sys.executable, command_line, environment)
     return {}
 
 

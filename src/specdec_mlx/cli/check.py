@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
@@ -16,7 +15,7 @@ from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_o
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.models import load_target
-from specdec_mlx.options import argument, existing_file
+from specdec_mlx.options import argument, existing_file, new_file
 from specdec_mlx.sampling.distribution import Sampling
 
 
@@ -61,14 +60,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--seed", type=int, help="of all draws (0); rule auto is then the one for seeds"
     )
-    add("--json", metavar="FILE", help="write the report there too")
+    add("--json", type=new_file, metavar="FILE", help="write the report there too")
 
 
 def main(args: argparse.Namespace) -> int:
     """Run and print the report; 0 if all of it passed, else 1."""
-    if args.json:
-        # a path that cannot be written is found out now, not at the end
-        Path(args.json).touch()
     sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
     choice = choice_of(args)
     prompts = (
@@ -99,5 +95,5 @@ def main(args: argparse.Namespace) -> int:
     if is_first:
         print(report)
         if args.json:
-            Path(args.json).write_text(report.to_json(), encoding="utf-8")
+            args.json.write_text(report.to_json(), encoding="utf-8")
     return 0 if report.passed else 1

@@ -17,7 +17,7 @@ from collections import deque
 from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
-from itertools import count
+from itertools import chain, count
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +32,7 @@ from specdec_mlx.bench.record import (
     describe_dtype,
     describe_machine,
 )
-from specdec_mlx.bench.summary import find_differences
+from specdec_mlx.bench.summary import ALL, Result, find_differences, summarise
 from specdec_mlx.bench.timing import (
     PLAIN,
     Contender,
@@ -119,13 +119,14 @@ class Show:
 
 @dataclass(frozen=True)
 class TimedText:
-    """A line of the table: one text by one contender; its first sample stands for it.
+    """A line of the table: one text by one contender; its first repeat stands for it.
 
     speed: in times plain decoding's, median over the repeats, or None. verdict: the worst of
     `VERDICTS`.
     """
 
-    first: Sample
+    text: str
+    first: Result
     speed: float | None
     verdict: str
 
@@ -194,11 +195,8 @@ def main(args: argparse.Namespace) -> int:
         for show in shows[::-1]:  # the pair first, which takes little
             share = 1.0 if show is shows[0] else LIVE_SHARE * len(shows) + PAIR_SHARE
             samples = play(show, draft_length, began + share * seconds, args.repeats)
-            written = {sample.id for sample in samples}
-            tasks = [task for task in show.tasks if task.id in written]
-            rows[:0] = [
-                row for task in tasks for row in compare(show.model, task, samples)
-            ]
+            compared = (compare(show.model, task, samples) for task in show.tasks)
+            rows[:0] = chain.from_iterable(compared)
             paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN]
     print(f"{format_table(rows)}\n\n{legend(rows, model, paces)}", flush=True)
     return int(any(row.verdict == DIFFERENT for row in rows))
@@ -329,28 +327,27 @@ def after_live(show: Show, draft_length: str) -> Contender:
 
 def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[TimedText]:
     """A row for each contender but plain decoding, with which it is compared repeat by repeat."""
-    own = [sample for sample in samples if sample.id == task.id]
-    verdicts = dict.fromkeys(
-        (sample.key for sample in own if sample.drafter != PLAIN), IDENTICAL
-    )
-    for repeat in {sample.repeat for sample in own}:
+    by_repeat = []
+    for repeat in sorted({sample.repeat for sample in samples}):
         beside = [
-            replace(sample, repeat=0) for sample in own if sample.repeat == repeat
+            replace(sample, repeat=0)
+            for sample in samples
+            if (sample.id, sample.repeat) == (task.id, repeat)
         ]
-        for difference in find_differences(model, [task], beside):
-            found = TIE if difference.excused else DIFFERENT
-            verdicts[difference.key] = max(
-                found, verdicts[difference.key], key=VERDICTS.index
-            )
-    paces = {s.repeat: s.seconds_per_token for s in own if s.drafter == PLAIN}
-    rows = []
-    for key, verdict in verdicts.items():
-        mine = [sample for sample in own if sample.key == key]
-        pairs = [(paces[sample.repeat], sample.seconds_per_token) for sample in mine]
-        ratios = [base / pace for base, pace in pairs if base and pace]
-        rows.append(
-            TimedText(mine[0], statistics.median(ratios) if ratios else None, verdict)
+        results = summarise(beside, find_differences(model, [task], beside))
+        by_repeat.append(
+            [r for r in results if r.category == ALL and r.drafter != PLAIN]
         )
+    rows = []
+    for repeats in zip(*filter(None, by_repeat), strict=True):
+        ratios = [r.ratio for r in repeats if r.ratio]
+        verdicts = [
+            IDENTICAL if r.identical else TIE if r.excused else DIFFERENT
+            for r in repeats
+        ]
+        speed = statistics.median(ratios) if ratios else None
+        worst = max(verdicts, key=VERDICTS.index)
+        rows.append(TimedText(task.id, repeats[0], speed, worst))
     return rows
 
 
@@ -362,13 +359,13 @@ def format_table(rows: Sequence[TimedText]) -> str:
     )
     lines = [head, "-" * len(head)]
     for row in rows:
-        run, num_tokens = row.first, len(row.first.tokens)
+        run = row.first
         speed = (
             "too short to time" if row.speed is None else f"{row.speed:.2f} times plain"
         )
         lines.append(
-            f"{run.id:<10}{run.drafter:<15}{run.draft_length:<6}{num_tokens:>6}  "
-            f"{speed:<18}{num_tokens / run.passes:>13.2f}"
+            f"{row.text:<10}{run.drafter:<15}{run.draft_length:<6}{run.tokens:>6}  "
+            f"{speed:<18}{run.tokens_per_pass:>13.2f}"
             f"{f'{run.accepted} of {run.drafted}':>13}  {row.verdict}"
         )
     return "\n".join(lines)

@@ -6,7 +6,6 @@ import argparse
 import json
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 from specdec_mlx.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.bench.record import Record, load_record
@@ -14,7 +13,7 @@ from specdec_mlx.bench.replay import Scores, record_of_sessions, score_record
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
-from specdec_mlx.options import argument, existing_file
+from specdec_mlx.options import argument, existing_file, new_file
 
 DEFAULT_LENGTHS = ("auto",)
 DEFAULT_SLOPE = "linear:0.24"
@@ -56,7 +55,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     several("--cost", metavar="CURVE", help=costs)
     each = "of a token drafted by a model, in passes over one position (%(default)s)"
     add("--draft-cost", type=float, default=0.0, metavar="C", help=each)
-    add("--json", metavar="FILE", help="write the scores")
+    add("--json", type=new_file, metavar="FILE", help="write the scores")
     add(
         "--plot",
         metavar="FILE",
@@ -77,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
             f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n\n{scores}\n"
         )
     if args.json:
-        Path(args.json).write_text(json.dumps(everything.rows(), indent=1))
+        args.json.write_text(json.dumps(everything.rows(), indent=1))
     if args.plot:
         draw(args.plot, everything)
     return 0

@@ -38,12 +38,11 @@ class Auto:
     """As many tokens as pay, 0 included; see `contracts.ValuesDrafts`. `tuning` learns."""
 
     tuning: Tuning = field(default_factory=Tuning)
-    _parts: dict[str, LookUp] = field(default_factory=dict)
+    parts: dict[str, LookUp] = field(default_factory=dict)
     _chosen_gain: float = 0.0
 
     def __post_init__(self) -> None:
-        kept = self.tuning
-        self.prices = Prices(kept.cost_model(), kept.tokens / 2, kept.cost / 2)
+        self.prices = Prices(self.tuning.cost_model())
         self.prices.update(self.prices.cost_model)
 
     def begin(
@@ -63,26 +62,26 @@ class Auto:
         return session.propose
 
     def _part(self, part: str, kind: type[LookUp]) -> LookUp:
-        if part not in self._parts:
-            self._parts[part] = kind(
+        if part not in self.parts:
+            self.parts[part] = kind(
                 self.prices, self.tuning.of(part, look_up=kind is LookUp)
             )
-        return self._parts[part]
+        return self.parts[part]
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest length that can pay, or for a draft that costs time, the one that does."""
-        known = self._parts.get(part) or self._part(part, LookUp if cheap else Model)
+        known = self.parts.get(part) or self._part(part, LookUp if cheap else Model)
         return known.limit() if self.prices.most else 0
 
     def cut(self, part: str, draft: Draft) -> int:
         """The length that pays best for this draft."""
-        return self._parts[part].cut(draft) if len(draft) else 0
+        return self.parts[part].cut(draft) if len(draft) else 0
 
     def choose(self, drafts: Sequence[tuple[str, Draft]]) -> tuple[str, Draft]:
         """The draft that is worth most, cut to its length."""
         chosen, best, self._chosen_gain = "", NO_DRAFT, 0.0
         for key, draft in drafts:
-            part = self._parts[key]
+            part = self.parts[key]
             length = part.cut(draft)
             if part.gain > self._chosen_gain:
                 best, chosen, self._chosen_gain = draft.head(length), key, part.gain
@@ -90,7 +89,7 @@ class Auto:
 
     def beats_chosen(self, part: str) -> bool:
         """True if a draft model promises more than the draft that was chosen last."""
-        return self._parts[part].gain > self._chosen_gain
+        return self.parts[part].gain > self._chosen_gain
 
     def best_tree(
         self,
@@ -107,7 +106,7 @@ class Auto:
         for key, draft in drafts:
             tokens, evidence = tokens_and_evidence(draft)
             for n, reach in enumerate(
-                self._parts[key].reaches(tokens, evidence), start=1
+                self.parts[key].reaches(tokens, evidence), start=1
             ):
                 path = tuple(tokens[:n])
                 reaches[path] = max(reach, reaches.get(path, 0.0))
@@ -129,13 +128,12 @@ class Auto:
     def record(self, round_: RoundRecord) -> None:
         """Learn cost and acceptance from a round, and the going rate."""
         prices, cost = self.prices, 1.0
-        for key, part in self._parts.items():
+        for key, part in self.parts.items():
             cost += part.record(round_, round_.drafted > 0 and key == round_.part)
         if not round_.drafted and cost == 1.0 and round_.steady:
             prices.cost_model.add(round_.fed, round_.pass_seconds)
         prices.context = round_.context
         prices.update(self.tuning.cost_model(prices.context), round_.emitted, cost)
-        self.tuning.tokens, self.tuning.cost = prices.tokens, prices.spent
 
     def wants_timing(self, num_drafted: int) -> bool:
         """True if seconds are needed that a slow caller would hide."""

@@ -92,7 +92,7 @@ class LookUp:
     """A drafter that is free to ask.
 
     gain: of its next draft over plain decoding, in tokens. scored, evidence: a draft that is
-    compared with what comes, from `place` on. latest: last token of the text.
+    compared with what comes. latest: last token of the text.
     """
 
     prices: Prices
@@ -100,7 +100,6 @@ class LookUp:
     gain: float = 0.0
     scored: Sequence[int] = ()
     evidence: Sequence[Evidence | int] = ()
-    place: int = 0
     latest: int = -2
 
     def __post_init__(self) -> None:
@@ -125,25 +124,19 @@ class LookUp:
             draft if draft.parents is None else draft.first_chain()
         )
         kept, self.gain = self.prices.best(self.reaches(tokens, evidence))
-        # an earlier draft goes on if this one is not verified
-        if kept or not self.scored:
-            self.scored, self.evidence, self.place = tokens, evidence, 0
+        self.scored, self.evidence = tokens, evidence
         return kept if draft.parents is None else len(draft) * (kept > 0)
 
     def record(self, round_: RoundRecord, drafted: bool) -> float:
         """Learn from a round, with its draft or another's; its cost beyond a plain round."""
         came = round_.tokens
         if self.scored:
-            place, own = self.place, self.scored[self.place :]
-            right = [mine == token for mine, token in zip(own, came, strict=False)]
+            pairs = zip(self.scored, came, strict=False)
+            right = [mine == token for mine, token in pairs]
             if False in right:
                 del right[right.index(False) + 1 :]
-            self.learned.chances.learn(
-                self.evidence[place:], right, own, self.latest, place
-            )
-            self.place += len(right)
-            if False in right or self.place == len(self.scored):
-                self.scored = ()
+            self.learned.chances.learn(self.evidence, right, self.scored, self.latest)
+            self.scored = ()
         if came:
             self.latest = came[-1]
         if not drafted:
@@ -172,6 +165,11 @@ class Model(LookUp):
     pause: int = 0
     num_emitted: int = 0
     _times: list[float] = field(default_factory=list)
+
+    @property
+    def num_steps(self) -> int:
+        """Steps since the last round, as far as it is asked about each."""
+        return max(0, len(self._times) - 1)
 
     def num_unread(self) -> float:
         """Tokens that it has to read besides a round's."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import zip_longest
 from typing import Any
 
 from specdec_mlx.contracts import Draft, DraftLength, DraftSession, RoundRecord
@@ -36,11 +37,8 @@ class SharedLength:
         width = max(len(draft) for _, _, draft in rows)
         if width and not any(part in self.models for _, part, _ in rows):
             reaches = [row.reaches(part, draft) for row, part, draft in rows]
-            mean_reaches = [
-                sum(reach[k] for reach in reaches if k < len(reach)) / len(rows)
-                for k in range(width)
-            ]
-            width, _ = self.prices.best(mean_reaches)
+            by_place = zip_longest(*reaches, fillvalue=0.0)
+            width, _ = self.prices.best([sum(each) / len(rows) for each in by_place])
             while width and not all(
                 self.prices.cost_model(1 + width) - 1.0 - sum(reach[:width])
                 <= row.account.budget
@@ -97,9 +95,9 @@ class RowLength(Auto):
 
     def limit(self, part: str, cheap: bool) -> int:
         """The longest that is tried, or what is chosen for a draft model in every row."""
-        if not cheap and part not in self._parts:
+        if not cheap and part not in self.parts:
             model = Model(self.prices, self.tuning.of(part))
-            self._parts[part] = self.shared.models.setdefault(part, model)
+            self.parts[part] = self.shared.models.setdefault(part, model)
         return super().limit(part, cheap)
 
     def cut(self, part: str, draft: Draft) -> int:
@@ -120,11 +118,11 @@ class RowLength(Auto):
             if draft.logprobs is None
             else ((), [0] * len(draft))
         )
-        return self._parts[part].reaches(*shown)
+        return self.parts[part].reaches(*shown)
 
     def record(self, round_: RoundRecord) -> None:
         """Learn what was right of the drafts, verified or not; `shared` learns what they cost."""
-        for key, part in self._parts.items():
+        for key, part in self.parts.items():
             part.record(
                 replace(round_, steady=False), round_.drafted > 0 and key == round_.part
             )

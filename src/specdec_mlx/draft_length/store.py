@@ -89,8 +89,6 @@ class Tuning:
     prior: Curve = MILDEST
     costs: dict[tuple[int, int], CostModel] = field(default_factory=dict)
     drafters: dict[str, Learned] = field(default_factory=dict)
-    tokens: float = 0.0
-    cost: float = 0.0
 
     @classmethod
     def for_model(cls, model: nn.Module) -> Tuning:

@@ -6,9 +6,9 @@ Each function returns a `Plot`, which notebooks show, or draws into the axes `ax
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from io import BytesIO
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from specdec_mlx.notebook.views import (
     GREY,
     MARKERS,
     ORANGE,
+    acceptance_in_ranges,
     position_ranges,
     range_label,
 )
@@ -26,6 +27,7 @@ from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stats.counterfactual import wilson
 
 try:
+    from matplotlib import rc_context
     from matplotlib.axes import Axes as Axes
     from matplotlib.figure import Figure as Figure
     from matplotlib.ticker import MaxNLocator as MaxNLocator
@@ -47,23 +49,30 @@ LEGENDS = {
 """Names in a legend that differ from those of a benchmark's results."""
 
 
+styled = rc_context(
+    {
+        **dict.fromkeys(["figure.facecolor", "axes.facecolor"], "none"),
+        **dict.fromkeys(["text.color", "axes.labelcolor", "axes.edgecolor"], GREY),
+        **dict.fromkeys(["xtick.color", "ytick.color"], GREY),
+        **dict.fromkeys(["xtick.labelsize", "ytick.labelsize", "legend.fontsize"], 8),
+        **dict.fromkeys(["axes.spines.top", "axes.spines.right"], False),
+        "figure.constrained_layout.use": True,
+        "axes.titlesize": 10,
+        "axes.labelsize": 9,
+        "legend.frameon": False,
+    }
+)
+"""Decorator: draw without a background, lettered in a grey for light and dark pages."""
+
+
 class Plot(Figure):
     """A figure that a notebook shows as the value of a cell."""
 
-    def __init__(self, *args: Any, **options: Any) -> None:
-        super().__init__(
-            *args, **{"facecolor": "none", "layout": "constrained"} | options
-        )
+    @styled
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
 
-    def add_subplot(self, *args: Any, **options: Any) -> Axes:
-        """Axes without a background, lettered in grey."""
-        ax: Axes = super().add_subplot(*args, **options)
-        ax.set_facecolor("none")
-        ax.tick_params(colors=GREY)
-        ax.spines[:].set_color(GREY)
-        for text in (ax.title, ax.xaxis.label, ax.yaxis.label):
-            text.set_color(GREY)
-        return ax
+    add_subplot = styled(Figure.add_subplot)
 
     def _repr_png_(self) -> tuple[bytes, dict[str, int]]:
         buffer = BytesIO()
@@ -77,31 +86,23 @@ def axes_or_new(ax: Axes | None, size: tuple[float, float] = PANEL) -> Axes:
     return Plot(figsize=size).add_subplot() if ax is None else ax
 
 
-def ink(ax: Axes) -> Any:
-    """Colour of the axes' lettering."""
-    return ax.xaxis.label.get_color()
-
-
+@styled
 def label_axes(ax: Axes, title: str, x: str, y: str) -> Figure:
     """Write the title and the axes' names with their units; returns the figure.
 
-    The frame without scales goes. The figure is a `Plot`, unless the axes were the caller's.
+    The figure is a `Plot`, unless the axes were the caller's.
     """
-    ax.set_title(title, fontsize=10)
-    ax.set_xlabel(x, fontsize=9)
-    ax.set_ylabel(y, fontsize=9)
-    ax.tick_params(labelsize=8)
-    ax.spines[["top", "right"]].set_visible(False)
+    ax.set_title(title)
+    ax.set_xlabel(x)
+    ax.set_ylabel(y)
     assert isinstance(ax.figure, Figure)
     return ax.figure
 
 
+@styled
 def legend(ax: Axes, **options: Any) -> Figure:
     """Add the legend, with matplotlib's options; returns the figure, which is complete."""
-    drawn = ax.legend(
-        **{"fontsize": 8, "frameon": False, "labelcolor": ink(ax)} | options
-    )
-    drawn.get_title().set_color(ink(ax))
+    ax.legend(**options)
     assert isinstance(ax.figure, Figure)
     return ax.figure
 
@@ -121,15 +122,15 @@ def plot_stats(stats: SpeculationStats) -> Plot:
     return plot
 
 
+@styled
 def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Rounds that drafted, by the number of draft tokens that were accepted."""
     ax = axes_or_new(ax)
     counts = Counter(accepted for drafted, accepted in stats.rounds if drafted)
     numbers = [range(1), *position_ranges(max(counts, default=0))]
-    bars = ax.bar(
-        range(len(numbers)), [sum(counts[n] for n in r) for r in numbers], color=BLUE
-    )
-    ax.bar_label(bars, fontsize=8, color=ink(ax))
+    heights = [sum(counts[n] for n in one) for one in numbers]
+    bars = ax.bar(range(len(numbers)), heights, color=BLUE)
+    ax.bar_label(bars, fontsize=8)
     _label_ranges(ax, numbers)
     ax.yaxis.set_major_locator(MaxNLocator(integer=True))
     num_plain = stats.target_passes - counts.total()
@@ -140,20 +141,13 @@ def accept_histogram(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
 def acceptance_by_position(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
     """Share of the rounds that drafted a position in which it was accepted, 95% intervals."""
     ax = axes_or_new(ax)
-    ranges = position_ranges(len(stats.drafted_at))
-    estimates = [
-        wilson(*(sum(counts[n - 1] for n in places) for counts in both))
-        for both in [(stats.accepted_at, stats.drafted_at)]
-        for places in ranges
-    ]
-    shares = [estimate.mean for estimate in estimates]
-    ends = [
-        [share - low for share, low, _ in estimates],
-        [h - share for share, _, h in estimates],
-    ]
-    ax.errorbar(range(len(ranges)), shares, yerr=ends, fmt="o", color=BLUE, capsize=3)
+    found = acceptance_in_ranges(stats)
+    shares = np.array([wilson(*counts) for counts in found.values()]).reshape(-1, 3)
+    middle, low, high = shares.T
+    places, ends = range(len(found)), [middle - low, high - middle]
+    ax.errorbar(places, middle, yerr=ends, fmt="o", color=BLUE, capsize=3)
     ax.set_ylim(0, 1.03)
-    _label_ranges(ax, ranges)
+    _label_ranges(ax, list(found))
     return label_axes(
         ax,
         "Acceptance by position",
@@ -175,19 +169,16 @@ def tokens_over_time(stats: SpeculationStats, ax: Axes | None = None) -> Figure:
         (i, 1 + accepted, drafted > 0)
         for i, (drafted, accepted) in enumerate(stats.rounds)
     ]
-    runs = np.array_split(
-        np.array(rows).reshape(-1, 3), max(1, min(MOST_RUNS, len(rows)))
-    )
-    at, tokens, drafting = (
-        np.array([run.mean(axis=0) for run in runs if len(run)]).reshape(-1, 3).T
-    )
+    num_runs = min(MOST_RUNS, len(rows))
+    runs = np.array_split(rows, num_runs) if rows else []
+    means = np.array([run.mean(axis=0) for run in runs]).reshape(-1, 3)
+    at, tokens, drafting = means.T
     ax.step(at, tokens, where="mid", color=BLUE, label="tokens per pass")
     ax.axhline(1, color=GREY, linewidth=1, linestyle=":", label="plain decoding")
     mode = ax.twinx()
     mode.fill_between(at, drafting, step="mid", color=ORANGE, alpha=0.3, linewidth=0)
     mode.set_ylim(0, 4)  # the lowest quarter of the panel
-    mode.set_yticks([0, 1], ["plain", "drafting"], fontsize=8)
-    mode.spines[["top", "right"]].set_visible(False)
+    mode.set_yticks([0, 1], ["plain", "drafting"])
     ax.set_ylim(0, max([2.0, *tokens]) * 1.25)
     return finish(
         ax, "Along the generation", "round", "tokens per pass", loc="upper right"
@@ -220,6 +211,13 @@ def cost_curve(cost: Any) -> Figure:
     )
 
 
+Way = tuple[str, str, str]
+"""A way of drafting: drafter, draft length and rule, "" where they are not told."""
+
+Speeds = dict[Way, dict[str, tuple[float, float, float]]]
+"""Way -> category -> speed, and the ends of its interval."""
+
+
 def speed_by_text(
     results: Sequence[Any], ax: Axes | None = None, title: str = ""
 ) -> Figure:
@@ -227,95 +225,61 @@ def speed_by_text(
 
     results: of a benchmark, those of plain mlx-lm first. ax: where to draw, a new plot if None.
     """
-    contenders = list(dict.fromkeys(r.key for r in results))[1:]
-    contenders.sort(key=lambda key: key[0] == MLX_LM_SPECULATION)
     with_rule = len({r.rule for r in results if r.rule}) > 1
-    speeds: dict[PlottedWay, dict[str, tuple[float, float, float]]] = {}
-    for key in contenders:
-        chosen = [r for r in results if r.key == key and r.ratio]
-        way = PlottedWay(key[0], key[1], key[2] if with_rule else "")
-        speeds[way] = {r.category: (r.ratio, r.ratio_low, r.ratio_high) for r in chosen}
-    categories = list(dict.fromkeys(r.category for r in results))
-    return _speeds(
-        categories,
-        speeds,
-        "tokens per second relative to plain mlx-lm, 95% interval over texts",
-        ax,
-        title,
-    )
+    speeds: Speeds = {}
+    for r in sorted(results, key=lambda r: r.drafter == MLX_LM_SPECULATION):
+        if r.key != results[0].key:
+            rule = r.rule if with_rule else ""
+            of_way = speeds.setdefault((r.drafter, r.draft_length, rule), {})
+            if r.ratio:
+                of_way[r.category] = r.ratio, r.ratio_low, r.ratio_high
+    words = "tokens per second relative to plain mlx-lm, 95% interval over texts"
+    return _speeds(results, speeds, words, ax, title)
 
 
 def modelled_speed(scores: Sequence[Any]) -> Figure:
     """Modelled speed of each way of drafting by kind of text. scores: of a replay, at one cost."""
-    speeds: dict[PlottedWay, dict[str, tuple[float, float, float]]] = {}
+    speeds: Speeds = {}
     for score in scores:
         if not score.session and score.draft_length:
-            way = speeds.setdefault(PlottedWay(score.drafter, score.draft_length), {})
-            way[score.category] = (score.speedup,) * 3
-    categories = list(dict.fromkeys(score.category for score in scores))
-    return _speeds(
-        categories,
-        speeds,
-        "modelled speed relative to plain decoding",
-        None,
-        scores[0].cost if scores else "",
-    )
-
-
-class PlottedWay(NamedTuple):
-    """A way of drafting: its drafter is a colour, its length and rule are a mark."""
-
-    drafter: str
-    draft_length: str
-    rule: str = ""
-
-    def __str__(self) -> str:
-        """Its name in a legend."""
-        length = self.draft_length and f"K = {self.draft_length}"
-        parts = LEGENDS.get(self.drafter, self.drafter), length, self.rule
-        return ", ".join(filter(None, parts))
+            of_way = speeds.setdefault((score.drafter, score.draft_length, ""), {})
+            of_way[score.category] = (score.speedup,) * 3
+    words = "modelled speed relative to plain decoding"
+    return _speeds(scores, speeds, words, None, scores[0].cost if scores else "")
 
 
 def _speeds(
-    categories: Sequence[str],
-    speeds: Mapping[PlottedWay, Mapping[str, tuple[float, float, float]]],
-    words: str,
-    ax: Axes | None,
-    title: str,
+    texts: Sequence[Any], speeds: Speeds, words: str, ax: Axes | None, title: str
 ) -> Figure:
-    """Speeds by category, a row for each way of drafting: way -> category -> (it, low, high)."""
+    """Speeds by category of `texts`, a row for each way; a drafter is a colour."""
+    categories = list(dict.fromkeys(one.category for one in texts))
     step = 1 / (len(speeds) + 1)
-    drafters = list(dict.fromkeys(way.drafter for way in speeds))
-    settings = list(dict.fromkeys(way[1:] for way in speeds))
+    drafters = list(dict.fromkeys(drafter for drafter, *_ in speeds))
+    settings = list(dict.fromkeys(tuple(setting) for _, *setting in speeds))
     height = 1.2 + 0.13 * len(categories) / step + LEGEND_LINE * len(speeds)
     ax = axes_or_new(ax, (7.2, height))
     ax.axvline(1, color=GREY, linewidth=1.5, label="plain decoding")
-    for i, (way, found) in enumerate(speeds.items()):
-        rows = [categories.index(category) + (i + 1) * step for category in found]
-        middle = [speed for speed, _, _ in found.values()]
-        below = [max(0.0, speed - low) for speed, low, _ in found.values()]
-        above = [max(0.0, high - speed) for speed, _, high in found.values()]
-        look: dict[str, Any] = {
-            "fmt": MARKERS[settings.index(way[1:]) % len(MARKERS)],
-            "color": COLOURS[drafters.index(way.drafter) % len(COLOURS)],
-            "capsize": 2,
-        }
-        ax.errorbar(middle, rows, xerr=[below, above], label=str(way), **look)
+    for i, ((drafter, length, rule), found) in enumerate(speeds.items(), start=1):
+        rows = [categories.index(category) + i * step for category in found]
+        middle, low, high = np.array([*found.values()]).reshape(-1, 3).T
+        name = LEGENDS.get(drafter, drafter), length and f"K = {length}", rule
+        ax.errorbar(
+            middle,
+            rows,
+            xerr=np.maximum(0, [middle - low, high - middle]),
+            fmt=MARKERS[settings.index((length, rule)) % len(MARKERS)],
+            color=COLOURS[drafters.index(drafter) % len(COLOURS)],
+            capsize=2,
+            label=", ".join(filter(None, name)),
+        )
     for edge in range(1, len(categories)):
         ax.axhline(edge, color=GREY, alpha=0.3, linewidth=0.8)
     names = [category.replace("_", " ") for category in categories]
     ax.set_yticks([i + 0.5 for i in range(len(names))], names)
     ax.set_ylim(len(categories), 0)
     label_axes(ax, "", words, "")
-    return legend(
-        ax,
-        title=title,
-        title_fontsize=10,
-        alignment="left",
-        loc="lower left",
-        bbox_to_anchor=(0, 1),
-        borderaxespad=0.2,
-    )
+    where = {"loc": "lower left", "bbox_to_anchor": (0, 1), "borderaxespad": 0.2}
+    return legend(ax, title=title, title_fontsize=10, alignment="left", **where)
 
 
 def power_of_check(parts: Sequence[Any]) -> Figure:
@@ -330,12 +294,6 @@ def power_of_check(parts: Sequence[Any]) -> Figure:
     ax.axvline(0.9, color=ORANGE, linestyle="--", label="counts as found")
     ax.invert_yaxis()
     ax.set_xlim(0, 1)
-    return finish(
-        ax,
-        "Power of the check",
-        "chance that the fault would have been found",
-        "",
-        loc="lower right",
-        bbox_to_anchor=(1, 1),
-        borderaxespad=0.2,
-    )
+    words = "chance that the fault would have been found"
+    where = {"loc": "lower right", "bbox_to_anchor": (1, 1), "borderaxespad": 0.2}
+    return finish(ax, "Power of the check", words, "", **where)

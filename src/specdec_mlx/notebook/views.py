@@ -179,18 +179,24 @@ def range_label(numbers: range) -> str:
     return f"{first}" if first == last else f"{first} to {last}"
 
 
+def acceptance_in_ranges(stats: SpeculationStats) -> dict[range, tuple[int, int]]:
+    """Draft tokens accepted, and drafted, by `position_ranges`."""
+    counts = list(zip(stats.accepted_at, stats.drafted_at, strict=True))
+    found = {}
+    for places in position_ranges(len(counts)):
+        accepted, drafted = zip(
+            *counts[places.start - 1 : places.stop - 1], strict=True
+        )
+        found[places] = sum(accepted), sum(drafted)
+    return found
+
+
 def _bars(stats: SpeculationStats) -> str:
     """Acceptance at the first positions of a draft, and at the later ones in doubling ranges."""
-    lines = []
-    for places in position_ranges(len(stats.drafted_at)):
-        a, d = (
-            sum(counts[places.start - 1 : places.stop - 1])
-            for counts in (stats.accepted_at, stats.drafted_at)
-        )
-        lines.append(
-            f"<div>{range_label(places)}: {a / d:.0%} &nbsp; ({a} of {d})</div>"
-        )
-    return "".join(lines)
+    return "".join(
+        f"<div>{range_label(places)}: {a / d:.0%} &nbsp; ({a} of {d})</div>"
+        for places, (a, d) in acceptance_in_ranges(stats).items()
+    )
 
 
 def _histogram(rounds: Sequence[tuple[int, int]]) -> str:

@@ -19,7 +19,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from math import comb, inf, sqrt
+from math import ceil, inf, sqrt
 from statistics import median
 from typing import Any, NamedTuple
 
@@ -115,12 +115,11 @@ def mean_of(values: np.ndarray) -> Estimate:
     return Estimate(mean, mean - width, mean + width)
 
 
-def median_of(values: Sequence[float], confidence: float = 0.95) -> Estimate:
-    """Median of observations, and an interval that holds the true one, by binomial (n, 1/2)."""
+def median_of(values: Sequence[float]) -> Estimate:
+    """Median of observations; its interval ends at them, by the normal approximation of ranks."""
     ordered, n = sorted(values), len(values)
-    tails = (sum(comb(n, i) for i in range(k + 1)) / 2**n for k in range(n // 2))
-    first = max(0, sum(tail <= (1 - confidence) / 2 for tail in tails) - 1)
-    return Estimate(median(ordered), ordered[first], ordered[n - 1 - first])
+    first = max(0, ceil((n - 1 - Z * sqrt(n)) / 2) - 1)
+    return Estimate(median(ordered), ordered[first], ordered[-1 - first])
 
 
 def ratio_of(

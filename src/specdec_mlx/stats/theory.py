@@ -6,12 +6,10 @@ round (the paper's γ). ValueError out of range.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 # c(m): cost of a pass of the target over m positions, in any unit
 Cost = Callable[[int], float]
-Ranks = Sequence[Sequence[float]]
-"""Acceptance by depth and rank: the chance that the text goes on with the guess of that rank."""
 
 
 def expected_tokens(acceptance: float, draft_length: int) -> float:
@@ -30,13 +28,21 @@ def acceptance_from_counts(accepted: int, rejections: int) -> float:
     return accepted / trials if trials else 0.0
 
 
+def flat(num_positions: int) -> float:
+    """Cost of passes that cost the same at any width, as the paper has them."""
+    return 1.0
+
+
 def expected_speedup(
-    acceptance: float, draft_length: int, draft_cost: float = 0.0
+    acceptance: float, draft_length: int, draft_cost: float = 0.0, cost: Cost = flat
 ) -> float:
-    r"""Expected walltime improvement, tokens over $K c + 1$ (theorem 3.8); c: draft_cost."""
-    return expected_speedup_on_curve(
-        acceptance, draft_length, lambda _: 1.0, draft_cost
-    )
+    r"""Expected walltime improvement, tokens over $K c + 1$ (theorem 3.8).
+
+    draft_cost: c, of a draft token. cost: c(m) as measured, where wider passes cost more.
+    """
+    _check(draft_cost >= 0, f"draft_cost={draft_cost}: expected a number >= 0.")
+    round_cost = cost(draft_length + 1) + draft_length * draft_cost
+    return expected_tokens(acceptance, draft_length) * cost(1) / round_cost
 
 
 def expected_operations(
@@ -48,44 +54,14 @@ def expected_operations(
     return operations / expected_tokens(acceptance, draft_length)
 
 
-def best_draft_length(acceptance: float, draft_cost: float, longest: int = 64) -> int:
-    """The shortest K from 0 to `longest` of the greatest expected speedup (section 3.5)."""
-    return best_draft_length_on_curve(acceptance, lambda _: 1.0, draft_cost, longest)
-
-
-def expected_speedup_on_curve(
-    acceptance: float, draft_length: int, cost: Cost, draft_cost: float = 0.0
-) -> float:
-    """Expected speedup where wider passes cost more: theorem 3.8 with c(m) as measured."""
-    _check(draft_cost >= 0, f"draft_cost={draft_cost}: expected a number >= 0.")
-    round_cost = cost(draft_length + 1) + draft_length * draft_cost
-    return expected_tokens(acceptance, draft_length) * cost(1) / round_cost
-
-
-def best_draft_length_on_curve(
-    acceptance: float, cost: Cost, draft_cost: float = 0.0, longest: int = 64
+def best_draft_length(
+    acceptance: float, draft_cost: float = 0.0, cost: Cost = flat, longest: int = 64
 ) -> int:
-    """The shortest K from 0 to `longest` of the greatest expected speedup on a curve."""
+    """The shortest K from 0 to `longest` of the greatest expected speedup (section 3.5)."""
     speedups = [
-        expected_speedup_on_curve(acceptance, K, cost, draft_cost)
-        for K in range(longest + 1)
+        expected_speedup(acceptance, K, draft_cost, cost) for K in range(longest + 1)
     ]
     return speedups.index(max(speedups))
-
-
-def greatest_chances(acceptance: Ranks, size: int) -> list[float]:
-    """Chances of the nodes of the best tree of at most `size` tokens, the likeliest first.
-
-    A node's chance is its parent's times the acceptance of its depth and rank. No tree of this size
-    has more expected tokens in a round: 1 plus the sum of the chances.
-    """
-    level, chances = [1.0], list[float]()
-    for by_rank in acceptance:
-        level = sorted((above * x for above in level for x in by_rank), reverse=True)[
-            :size
-        ]
-        chances += level
-    return sorted(chances, reverse=True)[:size]
 
 
 def _check(holds: bool, message: str) -> None:
