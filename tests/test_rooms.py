@@ -34,7 +34,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 206,
+    "files": 207,
     "numeric constants": 170,
     "protocols": 21,
     "public names": 31,
@@ -43,34 +43,34 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 230_993,
-    "batch": 4_770,
-    "beams": 2_851,
-    "bench": 11_019,
-    "checks": 10_612,
-    "cli": 8_851,
-    "contracts": 4_669,
-    "draft_length": 8_699,
-    "drafters": 50_875,
-    "engine": 8_238,
-    "lab": 2_792,
-    "memory": 6_013,
-    "mlx_lm_plugin": 5_550,
-    "notebook": 3_640,
-    "rules": 5_139,
-    "sampling": 2_387,
-    "server": 37_067,
-    "stats": 3_972,
-    "testing": 9_161,
-    "top": 9_913,
-    "training": 11_839,
-    "verify": 21_149,
+    "all": 223_866,
+    "batch": 4_769,
+    "beams": 2_814,
+    "bench": 10_602,
+    "checks": 10_366,
+    "cli": 8_659,
+    "contracts": 4_655,
+    "draft_length": 8_615,
+    "drafters": 48_901,
+    "engine": 8_188,
+    "lab": 2_669,
+    "memory": 5_644,
+    "mlx_lm_plugin": 5_438,
+    "notebook": 3_426,
+    "rules": 4_723,
+    "sampling": 2_366,
+    "server": 34_781,
+    "stats": 3_789,
+    "testing": 8_975,
+    "top": 10_075,
+    "training": 11_340,
+    "verify": 21_284,
     "vision": 1_787,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
-TOKENS_A_LINE = 8.54
+TOKENS_A_LINE = 8.58
 """At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
 
 NO_CODE = {
