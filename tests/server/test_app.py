@@ -134,6 +134,8 @@ PATHS = [
     ("HEAD", "/api/hello", 200, ""),
     ("GET", "/metrics", 200, "vllm:num_requests_running 2\n"),
     ("GET", "/v1/models", 200, '"object":"list"'),
+    ("GET", "/v1/v1/models", 200, '"object":"list"'),
+    ("GET", "/v1models", 404, ""),
     ("GET", "/models/", 200, '"id":"two"'),
     ("GET", "/v1/models/two", 200, '"object":"model"'),
     ("GET", "/v1/models/%2Ffolder%2Fone", 200, '"/folder/one"'),

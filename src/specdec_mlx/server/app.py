@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import math
+import re
 from collections import deque
 from collections.abc import Sequence
 from contextlib import suppress
@@ -55,6 +56,8 @@ WIRES: dict[str, Wire] = {
     "/responses": RESPONSES,
 }
 
+VERSIONS = re.compile(r"^(/v1)+(?=/|$)")
+
 Events = Sequence[tuple[int, Event]]  # with the index of their choice
 NEWS = PromptProgress | Ended | Failed  # of a text as a whole
 
@@ -85,7 +88,7 @@ def with_paths(app: ASGIApp) -> ASGIApp:
 
     async def served(scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
-            path = scope["path"].rstrip("/").removeprefix("/v1") or "/"
+            path = VERSIONS.sub("", scope["path"].rstrip("/")) or "/"
             scope = {**scope, "path": path, "raw_path": path.encode()}
         await app(scope, receive, send)
 
