@@ -43,15 +43,15 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 223_866,
+    "all": 223_953,
     "batch": 4_769,
     "beams": 2_814,
-    "bench": 10_602,
-    "checks": 10_366,
+    "bench": 10_593,
+    "checks": 10_365,
     "cli": 8_659,
     "contracts": 4_655,
     "draft_length": 8_615,
-    "drafters": 48_901,
+    "drafters": 48_888,
     "engine": 8_188,
     "lab": 2_669,
     "memory": 5_644,
@@ -59,12 +59,12 @@ TOKENS = {
     "notebook": 3_426,
     "rules": 4_723,
     "sampling": 2_366,
-    "server": 34_781,
+    "server": 34_793,
     "stats": 3_789,
-    "testing": 8_975,
+    "testing": 8_999,
     "top": 10_075,
-    "training": 11_340,
-    "verify": 21_284,
+    "training": 11_339,
+    "verify": 21_359,
     "vision": 1_787,
 }
 """At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".

@@ -12,7 +12,6 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generation_stream
-from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft
 from specdec_mlx.draft_length.costs import CURVES, Curve
@@ -110,7 +109,7 @@ class CostMeter:
     ) -> None:
         """Fill the cache with a real text, since experts are chosen by it, and warm up."""
         self._widths = tuple(widths)
-        how, caches = Options(rule="match"), Rollback(make_prompt_cache(model))
+        how, caches = Options(rule="match"), Rollback.of(model)
         self._verifier = verifier_for(model, caches, how, probe=True, noise=Noise(0))
         self._tokens = list(islice(cycle(tokens), max(NUM_CACHED, *widths)))
         with mx.stream(generation_stream):

@@ -29,7 +29,7 @@ from specdec_mlx.checks.chi_square import (
     power,
 )
 from specdec_mlx.checks.one_step import DRAFT_FAULTS, VARIANTS, Variant, lossless
-from specdec_mlx.checks.report import Answer
+from specdec_mlx.checks.report import Finding
 from specdec_mlx.checks.subject import (
     Alone,
     Place,
@@ -72,7 +72,7 @@ def judged(
     wrong: Mapping[str, Counts],
     numbers: dict[str, Any],
     diagnosis: Callable[[], str],
-) -> Answer:
+) -> Finding:
     """Counts of samples beside those expected, [cells], as the answer of a part.
 
     It is not run if none of the named faults would have been found.
@@ -99,15 +99,15 @@ def judged(
         verdict = (
             f"{samples} do not follow {aim} (p = {test.p_value:.1g}): {diagnosis()}"
         )
-        return Answer("failed", verdict, numbers)
+        return Finding("failed", verdict, numbers)
     unsure = [fault for fault, chance in powers.items() if chance < SURE]
     if len(unsure) == len(powers):
         verdict = f"{samples} are too few for any of the named faults to be found. Give more time "
-        return Answer("not run", f"{verdict}(--budget).", numbers)
+        return Finding("not run", f"{verdict}(--budget).", numbers)
     found = f"each named fault would have been found, with a chance above {SURE}"
     found = f"not enough to be sure of: {', '.join(unsure)}" if unsure else found
     verdict = f"{samples} follow {aim} (p = {test.p_value:.2g}); {found}."
-    return Answer("passed", verdict, numbers)
+    return Finding("passed", verdict, numbers)
 
 
 # Drafts -------------------------------------------------------------------------------------------
@@ -163,12 +163,12 @@ class Draws:
         )
 
 
-def check_declared(draws: Draws) -> Answer:
+def check_declared(draws: Draws) -> Finding:
     """Chi-square of all draws; needs no further ones."""
     seen, due, *wrong = draws.counts
     num_draws = int(seen.sum())
     if draws.proposals and not num_draws:
-        return Answer(
+        return Finding(
             "not applicable",
             "The drafter declares no distribution: its drafts are taken as point masses, and "
             "verified as such no token can come out of proportion.",
@@ -307,7 +307,7 @@ def _draft_length(num_tokens: int) -> int:
 
 def check_joint(
     subject: Subject, work: Work, steps: Sequence[Place], draws: Draws
-) -> Answer:
+) -> Finding:
     """Draw texts after some places, and hold them to the target's; `draws` takes the drafts."""
     groups: list[Texts] = []
     count = 0
@@ -318,7 +318,7 @@ def check_joint(
             groups[-1].draw(first_seed + count)
             count += 1
     if not groups:
-        return Answer(
+        return Finding(
             "not run",
             "The drafter proposed nothing at any place, so that there is nothing to test. "
             "Give prompts whose text repeats itself (--prompts).",

@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from specdec_mlx.checks.report import Answer
+from specdec_mlx.checks.report import Finding
 from specdec_mlx.checks.subject import (
     Place,
     Probs,
@@ -129,7 +129,7 @@ def ends(
             yield n, float(chance), np.array(rule.next_probs(*given, to(n)), np.float64)
 
 
-def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Answer:
+def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Finding:
     """The exact distribution at places along texts of the target's own, which `steps` takes."""
     seen: list[tuple[AcceptanceRule, dict[str, Any]]] = []
     for i, prompt in work.each(enumerate(subject.prompts)):
@@ -146,24 +146,24 @@ def check_one_step(subject: Subject, work: Work, steps: list[Place]) -> Answer:
     if num_drafts == 0:
         verdict = f"The drafter proposed nothing in {len(steps)} places, so there was nothing to "
         verdict += "verify. Give prompts whose text repeats itself (--prompts)."
-        return Answer("not run", verdict, numbers)
+        return Finding("not run", verdict, numbers)
     if not seen:
         verdict = "Only the target's own draws are emitted here (rule match or coupled), whatever "
         verdict += "is drafted; the joint distribution is tested below."
-        return Answer("not applicable", verdict, numbers)
+        return Finding("not applicable", verdict, numbers)
     for name, (key, combined) in NUMBERS.items():
         numbers[name] = float(combined([result[key] for _, result in seen]))
     rule, worst = max(seen, key=lambda entry: entry[1]["furthest"])
     furthest = worst["furthest"]
     if furthest < TOLERANCE:
         verdict = f"In {len(seen)} places the distribution of the emitted token, summed over every "
-        return Answer("passed", f"{verdict}draft token, is the target's.", numbers)
+        return Finding("passed", f"{verdict}draft token, is the target's.", numbers)
     verdict = (
         f"Rule {rule.name!r} changes the distribution of the text by a total variation of "
         f"{furthest:.2g}: this is {worst['fault'] or 'none of the named faults'}. Use "
         "rule='auto', or mend the rule."
     )
-    return Answer("failed", verdict, numbers)
+    return Finding("failed", verdict, numbers)
 
 
 def emitted(rule: CoinRule, target_probs: Probs, draft_probs: Probs) -> dict[str, Any]:

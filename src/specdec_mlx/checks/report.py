@@ -20,8 +20,8 @@ Status = Literal["passed", "failed", "not run", "not applicable"]
 WIDTH, MARGIN = 100, 15  # columns of a text, and those left of its lines
 
 
-class Answer(NamedTuple):
-    """A part's answer; "not run" is too little time or data.
+class Finding(NamedTuple):
+    """What a part found; "not run" is too little time or data.
 
     verdict: a line that names what is wrong and what to do next. numbers: ready for JSON.
     """
@@ -33,7 +33,7 @@ class Answer(NamedTuple):
 
 @dataclass(frozen=True)
 class Part:
-    """One question of the check, and its `Answer`."""
+    """One question of the check, and its `Finding`."""
 
     name: str
     status: Status

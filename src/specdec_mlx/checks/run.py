@@ -14,7 +14,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.bench.prompts import encode_chat, read_prompts
 from specdec_mlx.checks import drawn, one_step, texts
-from specdec_mlx.checks.report import Answer, CheckReport, Part
+from specdec_mlx.checks.report import CheckReport, Finding, Part
 from specdec_mlx.checks.subject import Place, Subject, Work
 from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
 from specdec_mlx.draft_length.policy import make_draft_length
@@ -153,7 +153,7 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
     draws = drawn.Draws()
     probed: list[ProbeReport] = []
     # part -> share of the time that is left when it begins, and what runs
-    parts: dict[str, tuple[float, Callable[[Work], Answer]]] = {
+    parts: dict[str, tuple[float, Callable[[Work], Finding]]] = {
         "widths": (0.5, lambda work: texts.check_widths(subject.model, work, probed)),
         ONE_STEP: (0.2, lambda work: one_step.check_one_step(subject, work, steps)),
         JOINT: (0.5, lambda work: drawn.check_joint(subject, work, steps, draws)),
@@ -187,15 +187,15 @@ def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
             started = time.perf_counter()
             if subject.sampling.greedy and name in (ONE_STEP, JOINT, DECLARED):
                 verdict = "Nothing is drawn at temperature 0, where the greedy text says it all."
-                answer = Answer("not applicable", verdict, {})
+                answer = Finding("not applicable", verdict, {})
             elif name != DECLARED and not work.has_time():
                 verdict = "There was no time left. Give more (--budget)."
-                answer = Answer("not run", verdict, {})
+                answer = Finding("not run", verdict, {})
             else:
                 try:
                     answer = check_part(work.share(share, say))
                 except (DraftError, LogitsError, CacheRollbackError) as error:
-                    answer = Answer("failed", str(error), {})
+                    answer = Finding("failed", str(error), {})
             done.append(Part(name, *answer, time.perf_counter() - started))
             bar.update()
     return done

@@ -291,7 +291,7 @@ class _AloneSession:
         if isinstance(self._session, Closes):
             self.close = self._session.close
         self._tokens = list(prompt)
-        rollback = Rollback(make_prompt_cache(alone.model))
+        rollback = Rollback.of(alone.model)
         target: Any = ModelPass(alone.model, rollback, probe=False)
         self._target: ModelPass = target
         self._feed = FeatureFeed.between(alone.drafter, self._session, target)

@@ -13,7 +13,7 @@ import numpy as np
 
 from specdec_mlx.bench.summary import first_difference, top_two_gap
 from specdec_mlx.bench.timing import plain
-from specdec_mlx.checks.report import Answer, Status
+from specdec_mlx.checks.report import Finding, Status
 from specdec_mlx.checks.subject import Subject, Work, first_probs, total_variation
 from specdec_mlx.contracts import all_drafters
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
@@ -42,7 +42,7 @@ STANDARD_ERRORS = 3.0
 """Gain of another reading, in standard errors, that is worth a word: several are tried."""
 
 
-def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Answer:
+def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Finding:
     """The probe, which `probed` takes; past the window only if its prefill fits into the time."""
     started = time.perf_counter()
     report = probe(model, past_window=False)
@@ -72,12 +72,12 @@ def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Ans
         )
     passes = [dataclasses.asdict(row) for row in report.rows]
     numbers = {"caches": list(report.caches), "passes": passes}
-    return Answer(status, verdict, numbers)
+    return Finding(status, verdict, numbers)
 
 
 def check_greedy(
     subject: Subject, work: Work, probed: ProbeReport | None = None
-) -> Answer:
+) -> Finding:
     """Every prompt in turn, as far as time goes, at least one; probed: passes' differences."""
     gap = near_tie(() if probed is None else probed.differences)
     differences: list[dict[str, Any]] = []
@@ -109,10 +109,10 @@ def check_greedy(
             f"{faults[0]['top_two_gap']:.2g} apart: no rounding explains that. Run specdec-mlx "
             "probe; if it passes, the rule or a cache is at fault."
         )
-        return Answer("failed", verdict, numbers)
+        return Finding("failed", verdict, numbers)
     if drafted == 0:
         verdict = "Nothing was drafted, so nothing was compared. Give other prompts (--prompts)."
-        return Answer("not run", verdict, numbers)
+        return Finding("not run", verdict, numbers)
     ties, skipped = len(differences), len(subject.prompts) - texts
     verdict = f"{texts - ties} of {texts} texts: the same tokens as by plain decoding"
     if ties:
@@ -121,7 +121,7 @@ def check_greedy(
         )
     if skipped:
         verdict += f" ({skipped} prompts had no time)"
-    return Answer("passed", f"{verdict}.", numbers)
+    return Finding("passed", f"{verdict}.", numbers)
 
 
 def _plain(subject: Subject, prompt: list[int], work: Work) -> list[int]:
@@ -136,7 +136,7 @@ def _plain(subject: Subject, prompt: list[int], work: Work) -> list[int]:
     return tokens
 
 
-def check_state(subject: Subject, work: Work) -> Answer:
+def check_state(subject: Subject, work: Work) -> Finding:
     """One comparison a prompt, after rounds that kept all, some and none of their drafts.
 
     A draft cache rolled back wrongly changes no text, only acceptance. So a session that has been
@@ -156,26 +156,26 @@ def check_state(subject: Subject, work: Work) -> Answer:
         verdict = (
             "The drafter proposed nothing. Give prompts whose text repeats (--prompts)."
         )
-        return Answer("not run", verdict, numbers)
+        return Finding("not run", verdict, numbers)
     unlike = sum(distance > SAME for distance in distances)
     if unlike <= UNLIKE_ALLOWED * len(distances):
         verdict = (
             f"After {rejected} rejected tokens it drafts what it drafts on a fresh start with the "
             "same text."
         )
-        return Answer("passed", verdict, numbers)
+        return Finding("passed", verdict, numbers)
     if not depends_on_text_alone(subject.drafter):
         verdict = (
             "After rejections it drafts otherwise than on a fresh start with the same text. That "
             "is right for a drafter that learns from its own drafts, and nothing says it does not."
         )
-        return Answer("not applicable", verdict, numbers)
+        return Finding("not applicable", verdict, numbers)
     verdict = (
         f"In {unlike} of {len(distances)} texts it drafts otherwise than on a fresh start: its "
         "cache is out of step with the text. The text stays right, but drafts are accepted less "
         "and less. In observe(), rewind by what was rejected."
     )
-    return Answer("failed", verdict, numbers)
+    return Finding("failed", verdict, numbers)
 
 
 def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
@@ -210,7 +210,7 @@ def depends_on_text_alone(drafter: Any) -> bool:
     )
 
 
-def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Answer:
+def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Finding:
     """Greedy texts with the head as it was read, and read otherwise.
 
     The text is the target's own in any case, so the part passes; the verdict says what does better.
@@ -240,7 +240,7 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Answ
     }
     if not drafted[0]:
         verdict = "Nothing was drafted. Give other prompts (--prompts)."
-        return Answer("not run", verdict, numbers)
+        return Finding("not run", verdict, numbers)
     pooled = (accepted + accepted[0]) / (drafted + drafted[0])
     spread = pooled * (1 - pooled) * (1 / np.maximum(drafted, 1) + 1 / drafted[0])
     gains = shares - share
@@ -251,4 +251,4 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Answ
         verdict = f"{others[best]:.0%} would be with {variations[best].name}: "
         verdict += variations[best].advice
     verdict = f"{share:.0%} of its tokens are accepted, and {verdict}."
-    return Answer("passed", verdict, numbers)
+    return Finding("passed", verdict, numbers)

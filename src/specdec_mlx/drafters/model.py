@@ -11,7 +11,7 @@ from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
+from mlx_lm.models.cache import can_trim_prompt_cache
 
 from specdec_mlx.contracts import (
     NO_DRAFT,
@@ -157,7 +157,7 @@ class ModelSession(WritingSession):
         super().__init__(drafter, prompt, context)
         self.model = drafter.model
         self.callers_cache = context.draft_cache
-        self.rollback = Rollback(self.callers_cache or make_prompt_cache(self.model))
+        self.rollback = Rollback.of(self.model, self.callers_cache)
         if self.callers_cache is not None:  # in step with the target's
             self.rollback.position = min(context.num_unseen, self.rollback.end)
 
@@ -219,7 +219,7 @@ class ModelSession(WritingSession):
         if can_trim_prompt_cache(caches):
             other.rollback = Rollback(copy.deepcopy(caches), self.rollback.position)
         else:
-            other.rollback = Rollback(make_prompt_cache(self.model))
+            other.rollback = Rollback.of(self.model)
         return other
 
     def catch_up(self) -> None:

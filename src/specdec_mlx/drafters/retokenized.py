@@ -14,7 +14,6 @@ from itertools import takewhile
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.drafters.drawing import ChainDraws, draft_to
@@ -148,7 +147,7 @@ class Retokenized:
     num_same: int = 0
 
     def __post_init__(self) -> None:
-        self.rollback = Rollback(make_prompt_cache(self.model))
+        self.rollback = Rollback.of(self.model)
         self.text = DraftText(self.shared)
         self.fed: list[int] = []
 

@@ -18,7 +18,6 @@ import mlx.nn as nn
 import mlx_lm
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
-from mlx_lm.models.cache import make_prompt_cache
 from mlx_lm.utils import hf_repo_to_path, load_tokenizer
 
 from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
@@ -38,6 +37,7 @@ from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
 from specdec_mlx.verify.exactness import can_hold_rows
+from specdec_mlx.verify.strategies import leaves_of
 
 # users or keys whose memories are kept; the least recently used are forgotten
 MOST_MEMORIES = 64
@@ -106,7 +106,7 @@ class Loaded:
     @cached_property
     def is_stateful(self) -> bool:
         """True if its caches cannot be shortened, so that states are kept to go back to."""
-        return bool(stateful(make_prompt_cache(self.model)))
+        return bool(stateful(leaves_of(self.model)))
 
     @cached_property
     def longest_text(self) -> int:

@@ -201,7 +201,7 @@ def branches_behind(size: int, count: int) -> TreeLayout:
 def look_ahead(recipe: Recipe) -> Trainee:
     """PaSS's embeddings; a pass of the frozen target reads all of them behind every token."""
     target, count = recipe.target, recipe.size.guesses
-    if not Rollback(make_prompt_cache(target)).takes_trees():
+    if not Rollback.of(target).takes_trees():
         raise TrainingError(
             "PaSS is trained by passes over trees, which this target's caches do not take. Train "
             "another kind, such as mtp."

@@ -27,7 +27,7 @@ from specdec_mlx.verify.recurrent_states import (
 from specdec_mlx.verify.rollback import Rollback, wait_for
 from specdec_mlx.verify.rounding import is_rounding
 from specdec_mlx.verify.row_caches import BatchCaches
-from specdec_mlx.verify.strategies import leaves, window_of
+from specdec_mlx.verify.strategies import leaves_of, window_of
 from specdec_mlx.verify.tree_passes import (
     TreeLayout,
     chooses_blocks,
@@ -125,7 +125,7 @@ def probe(
     """
     places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
     rows = [row for place in places for row in _compare(model, place, widths)]
-    kinds = [type(cache).__name__ for cache in leaves(make_prompt_cache(model))]
+    kinds = [type(cache).__name__ for cache in leaves_of(model)]
     ways = dict(zip(reversed(kinds), reversed(ways_back(model)), strict=True))
     caches = tuple(f"{kind} ({ways[kind]})" for kind in dict.fromkeys(kinds))
     return ProbeReport(caches, max(_windows(model), default=None), tuple(rows))
@@ -356,8 +356,4 @@ def _random_tokens(model: nn.Module, num_tokens: int) -> mx.array:
 
 def _windows(model: nn.Module) -> list[int]:
     """Windows of the model's caches, but for those that keep everything."""
-    return [
-        window
-        for cache in leaves(make_prompt_cache(model))
-        if (window := window_of(cache))
-    ]
+    return [window for cache in leaves_of(model) if (window := window_of(cache))]

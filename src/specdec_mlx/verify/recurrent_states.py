@@ -32,7 +32,13 @@ from mlx_lm.models.ssm import ssm_update
 
 from specdec_mlx.models import PerModel
 from specdec_mlx.verify.rounding import is_rounding
-from specdec_mlx.verify.strategies import Snapshot, Strategy, leaves, strategy_for
+from specdec_mlx.verify.strategies import (
+    Snapshot,
+    Strategy,
+    leaves,
+    leaves_of,
+    strategy_for,
+)
 from specdec_mlx.verify.watching import Call, replacing, watching
 
 MOST_POSITIONS = 8  # widest pass whose states are kept; wider ones are rare
@@ -259,7 +265,7 @@ def ways_back(model: nn.Module) -> list[str]:
     chosen = {} if states is None else states.sources
     return [
         KeptStates.name if i in chosen else strategy_for(cache).name
-        for i, cache in enumerate(leaves(make_prompt_cache(model)))
+        for i, cache in enumerate(leaves_of(model))
     ]
 
 

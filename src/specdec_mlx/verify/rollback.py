@@ -14,6 +14,7 @@ from weakref import WeakKeyDictionary
 
 import mlx.core as mx
 import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.verify.recurrent_states import RecurrentStates
@@ -51,6 +52,11 @@ class Rollback:
     _found_in: list[Any] = field(default_factory=list, compare=False)
     _chosen: dict[int, Strategy] = field(default_factory=dict)
     """Index among all caches -> its way back into the latest pass, where it has one of its own."""
+
+    @classmethod
+    def of(cls, model: nn.Module, caches: list[Any] | None = None) -> Rollback:
+        """Of caches that are in step with the model's text; without any, of new ones."""
+        return cls(caches or make_prompt_cache(model))
 
     def forward(
         self,

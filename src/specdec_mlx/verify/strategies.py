@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 import mlx.core as mx
+import mlx.nn as nn
 from mlx_lm.models.cache import (
     ArraysCache,
     ChunkedKVCache,
@@ -15,6 +16,7 @@ from mlx_lm.models.cache import (
     KVCache,
     QuantizedKVCache,
     RotatingKVCache,
+    make_prompt_cache,
 )
 
 from specdec_mlx.errors import CacheRollbackError
@@ -257,6 +259,11 @@ def leaves(caches: Sequence[Any]) -> Iterator[Any]:
             yield from leaves(parts)
         else:
             yield cache
+
+
+def leaves_of(model: nn.Module) -> list[Any]:
+    """The caches that a model makes for a text, nested lists resolved; nothing is fed to them."""
+    return list(leaves(make_prompt_cache(model)))
 
 
 def parts_of(cache: Any) -> Sequence[Any]:
