@@ -29,7 +29,7 @@ import tiny
 from scripted import OracleDrafter
 from selection import FULL, cases, in_one_test
 from specdec_mlx.checks import texts
-from specdec_mlx.checks.report import Answer
+from specdec_mlx.checks.report import Finding
 from specdec_mlx.checks.subject import Subject, Work
 from specdec_mlx.checks.texts import check_state, check_variations
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
@@ -274,7 +274,7 @@ def right_head(model: nn.Module) -> HeadDrafter:
     return drafter
 
 
-def checked(model: nn.Module, drafter: HeadDrafter) -> Answer:
+def checked(model: nn.Module, drafter: HeadDrafter) -> Finding:
     """The check's part on it, of texts as short as will do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(texts, "VARIED_TOKENS", 16)
