@@ -50,6 +50,7 @@ COMMANDS = {
     "batches": "--model {model} --prompts {prompts} --rows 2 --groups 1 --repeats 1 --max-tokens 8",
     "head_trees": "{medusa} --prompts {prompts} --every 5 --sizes 2 --max-tokens 8",
     "heads": "{medusa} --prompts {prompts} --every 5 --lengths 2 --max-tokens 8",
+    "heavy": "--gigabytes 0.04 --draft-length 2 --texts 1 --max-tokens 8 --repeats 1",
     "host_time": "--context 300 --rounds 2",
     "memory": "{folder} --tokenizer {model} --max-tokens 100000",
     "mlx_lm_tests": "{mlx_lm_tests} --model {model}",
