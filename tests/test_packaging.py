@@ -132,6 +132,7 @@ def test_workflows_and_forms_for_issues_name_what_there_is() -> None:
         assert len(labels) == sum(field["type"] != "markdown" for field in form["body"]) > 0
 
 
+@pytest.mark.full
 def test_the_package_is_a_drafter_and_its_own_tests_pass(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -407,6 +407,7 @@ if sys.argv[2] == "twice":
 """
 
 
+@pytest.mark.full
 @in_one_test("how", ["seen", "unseen", "twice"])
 def test_a_host_that_cannot_be_reached_is_told_once(how: str, folder: Path) -> None:
     """At the end of the process, or of the installation."""

@@ -67,6 +67,7 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     rule_registry._installed.cache_clear()
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("installed")
 def test_a_rule_of_an_installed_package_has_a_name_with_options() -> None:
     """It keeps the contract, and is asked at any temperature; names of ours stay ours."""

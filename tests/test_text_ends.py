@@ -102,6 +102,7 @@ class Wide(Table):
 # Rows of their own --------------------------------------------------------------------------------
 
 
+@pytest.mark.full
 @in_one_test("temp", [0.0, 1.0])
 def test_a_kept_token_keeps_its_own_row_alone(temp: float) -> None:
     """As many bytes a token as one row has, where drafts of 16 are wrong: no other row stays."""
@@ -226,6 +227,7 @@ WAYS: dict[str, Callable[..., Any]] = {
 }
 
 
+@pytest.mark.full
 @in_one_test("name", WAYS)
 def test_a_processor_that_remembers_sees_what_mlx_lms_loop_shows_it(
     name: str, monkeypatch: pytest.MonkeyPatch

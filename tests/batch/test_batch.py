@@ -144,6 +144,7 @@ def test_a_seeds_text_is_what_it_is_alone(rule: str, drafter: Drafter) -> None:
     ]
 
 
+@pytest.mark.full
 def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_other() -> None:
     """At temperature 1: each row's first two tokens, and the pair of both rows' second ones."""
     target, num_pairs, prompts = narrow.model(), 200, [[1, 2, 3, 1, 2], [3, 0, 3]]
@@ -291,6 +292,7 @@ def test_samplers_processors_and_stop_tokens_are_each_rows_own() -> None:
     ]
 
 
+@pytest.mark.full
 def test_what_cannot_be_rows_is_written_one_by_one() -> None:
     """A model whose caches are no rows; a drafter that reads the target, whose session sees each
     position of a text, in order, but for the last."""

@@ -19,7 +19,7 @@ import scripted
 import specdec_mlx as sd
 from benchmarks import batches
 from benchmarks.recorded_rows import BilledPasses, RecordedBatch, replay_rows
-from selection import cases, in_one_test
+from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.bench.cost import CostCurve, linear_cost
@@ -193,7 +193,8 @@ def test_rows_are_padded_to_the_longest_draft() -> None:
     assert replayed(texts, drafter, 3, curve).seconds == pytest.approx(1.25 + 8.0 + 3 * 1.0)
 
 
-@pytest.mark.parametrize("rows", cases([2, 4, 8], 2, 4))
+@pytest.mark.full
+@pytest.mark.parametrize("rows", [2, 4, 8])
 @in_one_test(("period", "slope"), product([1, 2, 3, 100], [0.0, 0.24, 1.0]))
 def test_a_chosen_length_hardly_ever_costs_more_than_it_brings(
     rows: int, period: int, slope: float
@@ -207,6 +208,7 @@ def test_a_chosen_length_hardly_ever_costs_more_than_it_brings(
         assert modelled.seconds < 0.5 * modelled.plain_seconds
 
 
+@pytest.mark.full
 def test_a_row_without_drafts_is_not_made_to_wait_for_the_others(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:

@@ -162,6 +162,7 @@ def test_a_beam_is_done_without_only_where_it_cannot_matter(logprobs, scores, mi
     assert decided is None or decided == whole
 
 
+@pytest.mark.full
 def test_drafters_by_name_and_draft_models_leave_the_beams_alone() -> None:
     """The automatic length measures plain passes first, and learns on in the next search."""
     target, tokenizer = tiny_text.model(), tiny_text.tokenizer()

@@ -172,6 +172,7 @@ def test_contenders_take_turns_and_what_auto_learned_is_kept_within_a_repeat(
     assert len({id(tuning) for tuning in seen}) == 6
 
 
+@pytest.mark.full
 def test_mlx_lms_own_speculation_takes_part_with_a_draft_model() -> None:
     """A draft model that is the target has all accepted; with another, K a round are drafted."""
     record = bench(["model"], settings=ONCE, num_texts=2, draft_model=narrow.model())
@@ -204,6 +205,7 @@ def test_random_texts_are_not_compared_and_those_of_a_single_round_have_no_speed
     assert "| rule" not in format_record(record)
 
 
+@pytest.mark.full
 def test_a_seed_that_is_given_is_measured_as_a_caller_has_it() -> None:
     """One text at every length; without one the rule is that of calls without a seed."""
     options: dict[str, Any] = {"temp": 1.0, "num_texts": 1, "draft_model": narrow.model(seed=1)}
@@ -355,6 +357,7 @@ def test_a_wrong_loop_is_found_out(
 ONE_CHAT = ("--no-cost", "--max-tokens", "6", "--categories", "chat", "--per-category", "1")
 
 
+@pytest.mark.full
 @pytest.mark.usefixtures("loaded")
 def test_a_draft_model_brings_both_speculations_and_a_trained_head_only_ours(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]

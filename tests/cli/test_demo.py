@@ -29,6 +29,7 @@ def show(model: nn.Module) -> Show:
     return Show(model, None, "ngram", sd.NGramDrafter(), [1], [TASK, replace(TASK, id="b")], 40)
 
 
+@FULL
 @in_one_test(("until", "lengths"), [(-1, {"text": 25}), (4, {"text": 33, "b": 25}), (99, None)])
 def test_texts_are_cut_at_one_token_where_the_time_is_over(
     until: float, lengths: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch

@@ -9,7 +9,7 @@ import pytest
 import specdec_mlx as sd
 from benchmarks.recorded_drafts import RecordedDrafter, record_drafts
 from made_up_clocks import PACES, Machine, written
-from selection import cases, in_one_test
+from selection import in_one_test
 from specdec_mlx.bench.record import RecordedText
 from specdec_mlx.draft_length.costs import Curve
 from specdec_mlx.draft_length.store import Tuning
@@ -49,7 +49,8 @@ def passes(step: float, length: int | str, pace: str = "steady", seed: int = 0) 
     ]
 
 
-@pytest.mark.parametrize("step", cases(COSTS, min(COSTS)))
+@pytest.mark.full
+@pytest.mark.parametrize("step", COSTS)
 @in_one_test("pace", PACES)
 def test_no_clock_silences_a_draft_model(step: float, pace: str) -> None:
     """Steady, slower from a moment on, slow and quick by turns, or stalling: at most 1.15 times the

@@ -107,6 +107,7 @@ def test_text_keeps_to_the_grammar_and_is_plain_decodings(kind: str, pair: tuple
             assert stats.target_passes < 0.5 * stats.emitted
 
 
+@pytest.mark.full
 @in_one_test("rule", ["auto", "coupled"])
 def test_a_seed_has_one_text_with_the_drafter_and_without(rule: str, pair: tuple[Any, Any]) -> None:
     """Sampling: the noise is keyed by position and forced tokens are a point mass, so the law is

@@ -162,6 +162,7 @@ WAYS = [
 ]
 
 
+@pytest.mark.full
 @in_one_test(("end", "one_by_one", "name"), WAYS)
 def test_the_joint_distribution_is_the_targets(end: str, one_by_one: bool, name: str) -> None:
     """Two rounds of drafts of up to 4 tokens, whatever is guessed: to 1e-12; each draft comes as

@@ -295,6 +295,7 @@ def written(drafter: HeadDrafter, folder: Path, *, shifted: bool) -> Path:
     return heads.Reference(config, arrays, {}).write(folder)
 
 
+@FULL
 @in_one_test("shifted", [False, True])
 def test_a_shifted_file_is_found_and_what_to_load_it_with(shifted: bool, tmp_path: Path) -> None:
     """The loader adds the ones that are there already; with its advice the head is right."""
@@ -310,6 +311,7 @@ def test_a_shifted_file_is_found_and_what_to_load_it_with(shifted: bool, tmp_pat
     assert "no other reading of its files does better" in part.verdict
 
 
+@FULL
 def test_the_other_order_is_found() -> None:
     """A projection whose halves stand the other way round; the report says so, and the text."""
     model = table()

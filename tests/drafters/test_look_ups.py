@@ -128,6 +128,7 @@ def test_the_contexts_not_seen_for_longest_are_forgotten() -> None:
     assert counts.distribution((1,), VOCAB) is None
 
 
+@pytest.mark.full
 @in_one_test(
     ("drafter", "most"),
     [

@@ -173,6 +173,7 @@ def plain(folders: tuple[Path, Path]) -> list[str]:
         return [text_of(complete(client, model=str(folder))) for folder in folders]
 
 
+@pytest.mark.full
 @in_one_test(
     ("order", "flags"),
     [
@@ -198,6 +199,7 @@ def test_a_server_remembers_for_each_tokenizer(
     assert all(second > first for first, second in accepted.values())
 
 
+@pytest.mark.full
 @in_one_test("kind", ["memory", "table"])
 def test_a_servers_file_is_its_own_models(
     kind: str,

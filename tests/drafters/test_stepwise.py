@@ -259,6 +259,7 @@ def speed(runs: Sequence[Modelled]) -> float:
     return sum(run.plain_seconds for run in runs) / sum(run.seconds for run in runs)
 
 
+@pytest.mark.full
 @in_one_test("draft_cost", [0.02, 0.1, 0.25, 0.5])
 @in_one_test("curve", CURVES)
 def test_stopping_beats_the_best_fixed_length(curve: str, draft_cost: float) -> None:

@@ -182,6 +182,7 @@ def test_each_is_told_what_was_kept_of_its_own_draft() -> None:
     assert told == {"a": [[1, 7], [8, 9], [4], [5]], "b": [[1, 7, 8, 9], [4], [5]]}
 
 
+@pytest.mark.full
 def test_siblings_are_independent_draws() -> None:
     """The same model twice, 800 drafts: chi-square of the joint of both first tokens, false alarms
     1e-6, and of the second one and the first of a text with the next seed, as texts of a batch
@@ -209,7 +210,8 @@ def test_siblings_are_independent_draws() -> None:
     assert len(tree.begin(distribution.PROMPT, coupled).propose(2)) == 1
 
 
-@pytest.mark.parametrize("rule", cases(["block", "rejection"], "rejection"))
+@pytest.mark.full
+@pytest.mark.parametrize("rule", ["block", "rejection"])
 def test_texts_with_drawn_trees_follow_the_targets_law(rule: str) -> None:
     """Chi-square of the joint of three tokens of a model with six; false alarms 1e-6."""
     model = distribution.tiny_llama(distribution.TARGET)

@@ -227,6 +227,7 @@ def opening() -> tuple[list[int], list[int]]:
     return prompt, run(pair().target, prompt, None, max_tokens=40)[0]
 
 
+@pytest.mark.full
 @in_one_test("kind", ["eagle3", "medusa", "recycling"])
 def test_heads_go_on_from_where_their_prompt_begins(kind: str) -> None:
     """They see no state of what was read before: the text is right, and drafts still are."""

@@ -154,6 +154,7 @@ def totals(record: Record) -> list[Result]:
     return [r for r in record.results if r.category == "all"]
 
 
+@pytest.mark.full
 def test_a_benchmark_of_texts_from_python():
     """Kinds of text become categories; the draft model takes part, and mlx-lm's own with it."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()

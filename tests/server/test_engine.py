@@ -438,6 +438,7 @@ def test_texts_are_those_alone_however_they_are_drafted_for(
     caplog.clear()
 
 
+@pytest.mark.full
 def test_the_rest_is_served_after_a_model_that_is_drained(folder: Path, tmp_path: Path) -> None:
     """Requests for two models in turn: in the order in which they came."""
     second = write_model_folder(tmp_path, "llama", seed=5)
@@ -453,6 +454,7 @@ def test_the_rest_is_served_after_a_model_that_is_drained(folder: Path, tmp_path
             order.append(i)
 
 
+@pytest.mark.full
 def test_who_waits_for_another_model_costs_those_that_are_served_nothing(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -76,6 +76,7 @@ def test_an_adapter_belongs_to_the_given_model_however_it_is_named(
         assert ask(engine).text == plain(folder)
 
 
+@FULL
 def test_a_name_that_nobody_has_is_the_given_model_or_an_error(
     folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -200,6 +201,7 @@ def with_head() -> Iterator[Engine]:
 SENTENCE = "The following statements are executed in the order in which they are "
 
 
+@FULL
 @in_one_test("kind", [{}, {"draft_model": "exit"}])
 def test_heads_draft_and_the_text_is_plain_decodings_in_later_turns_too(
     kind: dict[str, Any], with_head: Engine

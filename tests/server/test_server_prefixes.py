@@ -136,6 +136,7 @@ def test_a_turn_reads_only_what_is_new_and_says_what_a_fresh_run_says(folder: Pa
         assert cached(answer(["another one"])) == len(tokenizer.encode(SYSTEM["content"])) + 3
 
 
+@FULL
 def test_a_server_that_starts_again_reads_only_the_new_turn(
     folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -356,6 +357,7 @@ def test_kept_caches_are_of_one_configuration_one_adapter_and_one_set_of_weights
     assert cached(reply) == (len(prompt) - 1 if name == "the same" else 0)
 
 
+@FULL
 def test_a_model_that_was_changed_while_another_was_served_is_read_anew(tmp_path: Path) -> None:
     """In the memory of one server; an unchanged one goes on with what was kept."""
     one, two = (write_model_folder(tmp_path / name, "qwen3_moe") for name in ("one", "two"))

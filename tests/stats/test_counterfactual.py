@@ -167,6 +167,7 @@ def run(counterfactual: bool, drafter: str = "model", **options: Any) -> tuple[l
     return [item.token for item in items], items[-1].stats
 
 
+@pytest.mark.full
 @in_one_test("drafter", ["model", "n-gram"])
 @in_one_test("rule", ["auto", "coupled", "lenient"])
 def test_the_text_stays_the_same(drafter, rule):

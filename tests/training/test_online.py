@@ -92,6 +92,7 @@ def same(one: dict[str, mx.array], other: dict[str, mx.array]) -> bool:
     return all(mx.array_equal(x, other[name]).item() for name, x in one.items())
 
 
+@FULL
 @in_one_test("options", [{}, {"greedy": True}, {"branches": 2}, {"draft_temp": 0.5}])
 def test_until_it_has_learnt_it_drafts_as_the_same_folder_does(options, loaded, draft):
     """In the type of the file, with every option: the same drafts, so the same text and account."""

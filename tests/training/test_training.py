@@ -189,6 +189,7 @@ def test_a_training_that_is_killed_goes_on(kind, folder, tmp_path, monkeypatch, 
     assert not list(tmp_path.glob("*/checkpoint*"))
 
 
+@pytest.mark.full
 def test_nothing_is_made_twice(folder, loaded: Loaded, tmp_path, monkeypatch):
     """Features and answers of a shared folder, and a training that has ended."""
     plan, refuse = plan_for(folder, "medusa", prompts=True, steps=1), None
@@ -380,6 +381,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> tuple[Trainee, FeatureStor
     return trainee, store
 
 
+@pytest.mark.full
 def test_the_memory_of_an_update_is_known_before(wide):
     """Within 30%; 400 rows take less than half of their logits more than four."""
     trainee, store = wide
@@ -423,6 +425,7 @@ def test_an_update_that_does_not_fit_is_lowered_or_refused(wide, monkeypatch):
 # Time
 
 
+@pytest.mark.full
 def test_minutes_are_for_all_of_it(folder, loaded: Loaded, tmp_path, monkeypatch, capsys):
     """By a clock that strikes whenever it is looked at: answers first, then updates, of which the
     first part tells how much will be learnt.
