@@ -33,15 +33,12 @@ BITS = {16: 16.0, 8: 8.5, 4: 4.5}  # of a weight; the quantized ones with their 
 def heavy(model: nn.Module, gigabytes: float, bits: int) -> nn.Module:
     """The model, which reads as much more in every pass, and writes what it wrote before."""
     kind = type(model)
-    one = nn.Linear(WIDTH, WIDTH, bias=False)
-    one.weight = mx.zeros((WIDTH, WIDTH), mx.bfloat16)
     ballast = []
     for _ in range(round(gigabytes * 8e9 / (BITS[bits] * WIDTH**2))):
-        layer = one.to_quantized(GROUP, bits) if bits < 16 else nn.Linear(1, 1, bias=False)
-        if bits == 16:
-            layer.weight = one.weight + 0  # a copy: each is read from its own place
-        mx.eval(layer.parameters())
-        ballast.append(layer)
+        layer = nn.Linear(WIDTH, WIDTH, bias=False)
+        layer.weight = mx.zeros((WIDTH, WIDTH), mx.bfloat16)
+        ballast.append(layer.to_quantized(GROUP, bits) if bits < 16 else layer)
+        mx.eval(ballast[-1].parameters())
 
     def call(self: Any, inputs: mx.array, *args: Any, **options: Any) -> mx.array:
         logits = kind.__call__(self, inputs, *args, **options)

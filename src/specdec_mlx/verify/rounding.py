@@ -37,15 +37,13 @@ def shortens_products() -> bool:
     return not mx.array_equal(layer(rows), rows)
 
 
-def _rounding_of(model: nn.Module) -> float:
+@PerModel
+def rounding_of(model: nn.Module) -> float:
+    """Of the coarsest numbers that a model computes with, whatever type its logits have."""
     kinds = {array.dtype for _, array in tree_flatten(model.parameters())}
-    if shortens_products():
-        kinds.add(mx.float16)
+    if mx.float32 in kinds and shortens_products():
+        kinds |= {mx.float16}
     return max(ROUNDING.get(kind, ROUNDING[mx.float32]) for kind in kinds)
-
-
-rounding_of = PerModel(_rounding_of)
-"""Of the coarsest numbers that a model computes with, whatever type its logits have."""
 
 
 def is_rounding(model: nn.Module, difference: float, spread: float) -> bool:
