@@ -21,6 +21,7 @@ from specdec_mlx.bench.cost import CostCurve
 from specdec_mlx.bench.prompts import Task, encode_messages, read_lines
 from specdec_mlx.bench.summary import Difference, Result
 from specdec_mlx.bench.timing import Sample
+from specdec_mlx.files import read_text
 from specdec_mlx.notebook.views import markdown_table, table_html
 from specdec_mlx.stats.account import Row, Rows
 
@@ -91,7 +92,7 @@ def save_record(record: Record, path: Path | str) -> None:
 def load_record(path: Path | str) -> Record:
     """Read what `save_record` wrote, without the samples. Raises ValueError for another file."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(read_text(path))
         return Record(
             *(data["command"], data["machine"], data["settings"]),
             texts=[RecordedText(**text) for text in data["texts"]],
@@ -101,7 +102,7 @@ def load_record(path: Path | str) -> Record:
                 Difference(**difference) for difference in data["differences"]
             ],
         )
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is no record of a benchmark ({error!r}). Make one with "
             "specdec-mlx bench --json FILE."
@@ -276,7 +277,10 @@ def describe_machine() -> dict[str, str]:
     """Processor, device, matrix library, versions and load; and the number of ranks."""
     num_ranks = mx.distributed.init().size()
     info = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.+)", info.read_text() if info.exists() else "")
+    named = re.search(
+        r"model name\s*: (.+)",
+        info.read_text(encoding="utf-8") if info.exists() else "",
+    )
     return {
         **({"ranks": str(num_ranks)} if num_ranks > 1 else {}),
         "platform": platform.platform(),
@@ -293,7 +297,7 @@ def describe_machine() -> dict[str, str]:
 def blas_name() -> str:
     """Library that multiplies matrices on the CPU; on Linux read off what is loaded."""
     maps = Path("/proc/self/maps")
-    found = blas_in(maps.read_text() if maps.exists() else "")
+    found = blas_in(maps.read_text(encoding="utf-8") if maps.exists() else "")
     return "Accelerate" if platform.system() == "Darwin" else found
 
 
