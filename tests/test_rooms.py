@@ -34,7 +34,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 207,
+    "files": 208,
     "numeric constants": 170,
     "protocols": 21,
     "public names": 31,
@@ -43,7 +43,7 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 224_107,
+    "all": 225_115,
     "batch": 4_769,
     "beams": 2_814,
     "bench": 10_593,
@@ -59,7 +59,7 @@ TOKENS = {
     "notebook": 3_426,
     "rules": 4_723,
     "sampling": 2_366,
-    "server": 34_796,
+    "server": 35_804,
     "stats": 3_789,
     "testing": 8_999,
     "top": 10_296,
