@@ -29,9 +29,9 @@ from PIL import Image
 import specdec_mlx
 from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
-from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.choosing.candidates import KNOWN
+from specdec_mlx.lab.bench.summary import ALL
 from specdec_mlx.rules.registry import rule_names
 
 ROOT = Path(__file__).parent.parent
@@ -366,7 +366,7 @@ def shown_by(cell: Any) -> str:
 
 
 SHORTER = """
-from specdec_mlx.bench import timing
+from specdec_mlx.lab.bench import timing
 
 timing.Settings.__init__.__defaults__ = (32, *timing.Settings.__init__.__defaults__[1:])
 """

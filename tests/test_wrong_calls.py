@@ -27,11 +27,11 @@ import tiny
 import tiny_text
 from selection import in_one_test
 from specdec_mlx import lab
-from specdec_mlx.beams.generation import BeamSearchResponse
-from specdec_mlx.bench.timing import Settings
 from specdec_mlx.draft_length.policy import Heuristic
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import GROUP, drafter_names, first_of, make_drafter
+from specdec_mlx.lab.beams.generation import BeamSearchResponse
+from specdec_mlx.lab.bench.timing import Settings
 from specdec_mlx.options import installed, load, parse_options
 
 PROMPT = "a b c a b"

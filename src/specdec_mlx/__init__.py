@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from specdec_mlx.batch_generation import (
         batch_stream_generate as batch_stream_generate,
     )
-    from specdec_mlx.beams.generation import beam_search as beam_search
-    from specdec_mlx.checks import check as check
     from specdec_mlx.contracts import AcceptanceRule as AcceptanceRule
     from specdec_mlx.contracts import Draft as Draft
     from specdec_mlx.contracts import DraftContext as DraftContext
@@ -56,6 +54,8 @@ if TYPE_CHECKING:
     from specdec_mlx.engine.history import remember as remember
     from specdec_mlx.generation import generate as generate
     from specdec_mlx.generation import stream_generate as stream_generate
+    from specdec_mlx.lab.beams.generation import beam_search as beam_search
+    from specdec_mlx.lab.proof import check as check
     from specdec_mlx.loop import speculate as speculate
     from specdec_mlx.memory import Memory as Memory
     from specdec_mlx.mlx_lm_plugin import install as install

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from specdec_mlx.bench.record import REFERENCE_BLAS, blas_name
 from specdec_mlx.folders import cache_root
+from specdec_mlx.lab.bench.record import REFERENCE_BLAS, blas_name
 
 WHEEL, LIBRARY = "cmeel-openblas", "cmeel.prefix/lib/libopenblas.so.0"
 BACKEND, FORTRAN = "mlx-cpu", "mlx_cpu.libs/libgfortran-*.so.5*"
