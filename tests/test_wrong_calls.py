@@ -62,7 +62,7 @@ def speculated(*, prompt: Any = (1, 2, 3, 1, 2), **options: Any) -> Any:
 
 
 def beams(*, prompt: Any = PROMPT, **options: Any) -> Any:
-    return sd.beam_search(*pair(), prompt, **{"num_beams": 2} | options)
+    return lab.beam_search(*pair(), prompt, **{"num_beams": 2} | options)
 
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -70,7 +70,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "stream_generate": (streamed, sd.stream_generate),
     "batch_generate": (batch_generated, sd.batch_stream_generate),
     "speculate": (speculated, sd.speculate),
-    "beam_search": (beams, sd.beam_search),
+    "beam_search": (beams, lab.beam_search),
 }
 """By name: what makes a call, and the function whose arguments it takes. A stream that is returned
 is never asked for a token: what is wrong is refused where it is given."""

@@ -54,8 +54,6 @@ if TYPE_CHECKING:
     from specdec_mlx.engine.history import remember as remember
     from specdec_mlx.generation import generate as generate
     from specdec_mlx.generation import stream_generate as stream_generate
-    from specdec_mlx.lab.beams.generation import beam_search as beam_search
-    from specdec_mlx.lab.proof import check as check
     from specdec_mlx.loop import speculate as speculate
     from specdec_mlx.memory import Memory as Memory
     from specdec_mlx.mlx_lm_plugin import install as install
@@ -86,8 +84,6 @@ _PLACES = {
     "Tuning": "draft_length.store",
     "batch_generate": "batch_generation",
     "batch_stream_generate": "batch_generation",
-    "beam_search": "beams.generation",
-    "check": "checks",
     "generate": "generation",
     "install": "mlx_lm_plugin",
     "installed": "mlx_lm_plugin",

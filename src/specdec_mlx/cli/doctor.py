@@ -15,8 +15,14 @@ import mlx_lm
 
 import specdec_mlx
 from specdec_mlx.cli.backends import installed, reinstall
-from specdec_mlx.cli.blas import THREADS, as_shell, find_openblas, needs_openblas
-from specdec_mlx.lab.bench.record import REFERENCE_BLAS, blas_name
+from specdec_mlx.cli.blas import (
+    REFERENCE_BLAS,
+    THREADS,
+    as_shell,
+    blas_name,
+    find_openblas,
+    needs_openblas,
+)
 from specdec_mlx.mlx_lm_plugin.installation import MlxLmVersionError, check_version
 
 OPENBLAS = (

@@ -1,1 +1,1 @@
-"""HTML views and plots of what `stats` counted."""
+"""HTML views of what `stats` counted."""

@@ -18,6 +18,7 @@ import specdec_mlx as sd
 import tiny
 import tiny_text
 from selection import in_one_test
+from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, DraftContext, Features
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.policy import Fixed
@@ -167,11 +168,11 @@ def test_drafters_by_name_and_draft_models_leave_the_beams_alone() -> None:
     """The automatic length measures plain passes first, and learns on in the next search."""
     target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     prompt = "the cat the cat the cat the"
-    plain = sd.beam_search(target, tokenizer, prompt, 2, 40, drafter=None)
+    plain = lab.beam_search(target, tokenizer, prompt, 2, 40, drafter=None)
     assert plain.num_passes == plain.num_steps == 40
     for how in ({"drafter": "prompt-lookup"}, {"draft_model": tiny_text.model(seed=5)}):
         for length in (4, "auto", "auto"):
-            found = sd.beam_search(target, tokenizer, prompt, 2, 40, draft_length=length, **how)
+            found = lab.beam_search(target, tokenizer, prompt, 2, 40, draft_length=length, **how)
             assert [beam.tokens for beam in found.beams] == [beam.tokens for beam in plain.beams]
     learned = guess_length_for(target, 2, "auto")
     assert isinstance(learned, Auto)
@@ -180,10 +181,10 @@ def test_drafters_by_name_and_draft_models_leave_the_beams_alone() -> None:
 
 def test_beams_come_as_texts_ranked_by_score() -> None:
     target, tokenizer = tiny_text.model(), tiny_text.tokenizer()
-    stop = sd.beam_search(target, tokenizer, "the cat", 3, 12).beams[0].tokens[4]
+    stop = lab.beam_search(target, tokenizer, "the cat", 3, 12).beams[0].tokens[4]
     tokenizer = tiny_text.tokenizer(eos_token_ids=[stop])
     by_sum, by_mean = (
-        sd.beam_search(target, tokenizer, "the cat", 3, 12, length_penalty=penalty)
+        lab.beam_search(target, tokenizer, "the cat", 3, 12, length_penalty=penalty)
         for penalty in (0.0, 1.0)
     )
     assert by_sum.text == by_sum.beams[0].text
@@ -201,7 +202,7 @@ def test_what_cannot_be_searched_is_refused_in_words() -> None:
         pytest.warns(UserWarning, match="several texts"),
         pytest.raises(sd.errors.RowsError, match="rows of one batch"),
     ):
-        sd.beam_search(tiny.build("mamba"), tokenizer, [1, 2, 3])
+        lab.beam_search(tiny.build("mamba"), tokenizer, [1, 2, 3])
 
     class Reader:
         features = Features(layers=(0,))
@@ -209,7 +210,7 @@ def test_what_cannot_be_searched_is_refused_in_words() -> None:
         begin = pytest.fail
 
     with pytest.raises(sd.errors.UnreadableError, match="Reader reads the target's states"):
-        sd.beam_search(target, tokenizer, [1, 2, 3], drafter=Reader())
+        lab.beam_search(target, tokenizer, [1, 2, 3], drafter=Reader())
     for wrong in ({"num_beams": 0}, {"max_tokens": 0}, {"draft_length": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
-            sd.beam_search(target, tokenizer, [1, 2, 3], **wrong)
+            lab.beam_search(target, tokenizer, [1, 2, 3], **wrong)

@@ -41,6 +41,7 @@ from exact import (
 )
 from lossless import noisy_copy
 from selection import FULL, cases, in_one_test
+from specdec_mlx import lab
 from specdec_mlx.cli import commands as cli
 from specdec_mlx.lab.commands import check as check_command
 from specdec_mlx.lab.proof import drawn, one_step
@@ -499,7 +500,7 @@ def test_what_is_checked_is_the_rule_that_a_call_would_take(
     subjects: list[Subject] = []
     monkeypatch.setattr(run_module, "run_parts", lambda subject, *_: subjects.append(subject) or [])
     options: dict[str, Any] = {"drafter": model_drafter(), "prompts": PROMPTS, "sampler": AT_ONE}
-    sd.check(model(), None, seed=seed, progress=False, **options)
+    lab.check(model(), None, seed=seed, progress=False, **options)
     assert subjects[0].rule.name == ("auto" if seed is None else "coupled")
     assert subjects[0].seed == (seed or 0)
 
@@ -552,9 +553,9 @@ def test_bad_input_is_refused_with_status_2(
 def test_without_time_nothing_is_passed() -> None:
     """Every part says so; a sampler without a distribution is refused at once."""
     options: dict[str, Any] = {"prompts": PROMPTS, "progress": False}
-    report = sd.check(model(), None, draft_model=model(0.3), budget=1e-9, **options)
+    report = lab.check(model(), None, draft_model=model(0.3), budget=1e-9, **options)
     assert not report.passed
     assert {part.status for part in report.parts} <= {"not run", "not applicable"}
     assert "--budget" in report["greedy text"].verdict
     with pytest.raises(ValueError, match="The distribution of this sampler is not known"):
-        sd.check(model(), None, drafter="ngram", sampler=lambda x: x, **options)
+        lab.check(model(), None, drafter="ngram", sampler=lambda x: x, **options)

@@ -17,7 +17,7 @@ from exact import COIN_RULES, WRONG_RULES
 from selection import cases, each
 from specdec_mlx.contracts import Agreement, Draft, Randomness, TargetRows, Verdict
 from specdec_mlx.lab import check_rule
-from specdec_mlx.lab import rule as rule_module
+from specdec_mlx.lab.proof import rule as rule_module
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM
 from specdec_mlx.lab.proof.enumeration import enumerated
 from specdec_mlx.lab.proof.rule import RuleConformance

@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx.utils import tree_flatten
 
+from specdec_mlx.cli.blas import blas_name
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.prompts import Task, encode_messages, read_lines
 from specdec_mlx.lab.bench.summary import Difference, Result
@@ -267,11 +268,6 @@ def format_cost(curve: CostCurve) -> str:
     return f"A pass of the target, {curve.name}:\n\n{markdown_table(header, rows, 1)}"
 
 
-# the library of MLX's Linux wheel, and any that is not known
-REFERENCE_BLAS = "reference BLAS"
-KNOWN_BLAS = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
-
-
 def describe_machine() -> dict[str, str]:
     """Processor, device, matrix library, versions and load; and the number of ranks."""
     num_ranks = mx.distributed.init().size()
@@ -288,29 +284,6 @@ def describe_machine() -> dict[str, str]:
         "python": platform.python_version(),
         **{name: version(name) for name in ("mlx", "mlx-lm", "specdec-mlx")},
     }
-
-
-def blas_name() -> str:
-    """Library that multiplies matrices on the CPU; on Linux read off what is loaded."""
-    maps = Path("/proc/self/maps")
-    found = blas_in(maps.read_text() if maps.exists() else "")
-    return "Accelerate" if platform.system() == "Darwin" else found
-
-
-def blas_in(maps: str) -> str:
-    """Matrix library among mapped files (/proc/PID/maps), those of NumPy and SciPy left out."""
-    files = {
-        Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line
-    }
-    loaded = [
-        f.name for f in files if f.parent.name not in ("numpy.libs", "scipy.libs")
-    ]
-    names = (
-        name
-        for part, name in KNOWN_BLAS.items()
-        if any(f.startswith(part) for f in loaded)
-    )
-    return next(names, REFERENCE_BLAS)
 
 
 def describe_dtype(model: nn.Module) -> str:

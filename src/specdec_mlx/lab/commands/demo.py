@@ -25,7 +25,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
-from specdec_mlx.cli.blas import THREADS, as_shell, start_again_with_openblas
+from specdec_mlx.cli.blas import (
+    REFERENCE_BLAS,
+    THREADS,
+    as_shell,
+    blas_name,
+    start_again_with_openblas,
+)
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import tuning_for
@@ -35,12 +41,7 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.generation import stream_generate
 from specdec_mlx.lab import demo_model
 from specdec_mlx.lab.bench.prompts import Task, encode_chat
-from specdec_mlx.lab.bench.record import (
-    REFERENCE_BLAS,
-    blas_name,
-    describe_dtype,
-    describe_machine,
-)
+from specdec_mlx.lab.bench.record import describe_dtype, describe_machine
 from specdec_mlx.lab.bench.summary import ALL, Result, find_differences, summarise
 from specdec_mlx.lab.bench.timing import (
     PLAIN,
