@@ -196,7 +196,9 @@ def main() -> None:
             name = Path(args.model).name if args.model else "The lab’s target"
             title = f"{name}, temperature {args.temp:g}"
             ways = dict(zip(WAYS, counts.tolist(), strict=True))
-            args.json.write_text(json.dumps({"title": title, "every": EVERY, **ways}) + "\n")
+            args.json.write_text(
+                json.dumps({"title": title, "every": EVERY, **ways}) + "\n", encoding="utf-8"
+            )
         print(format_hundreds(counts))
         return
     draft = args.draft_model or draft_path()

@@ -216,8 +216,8 @@ def train_pard(target: nn.Module, tokenizer: Any, folder: Path, seconds: float) 
         if len(losses) % 50 == 0:
             print(f"{done:.2f} {len(losses)} updates, loss {np.mean(losses[-50:]):.3f}", flush=True)
     shutil.copytree(draft_path(), folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text()) | {"pard_token": MASK}
-    (folder / "config.json").write_text(json.dumps(config))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"pard_token": MASK}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     trainee.save_weights(folder, "float32")
 
 

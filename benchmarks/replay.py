@@ -97,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         everything += scores
         print(f"{scores}\n")
     if args.json:
-        args.json.write_text(json.dumps([asdict(score) for score in everything], indent=1))
+        args.json.write_text(
+            json.dumps([asdict(score) for score in everything], indent=1), encoding="utf-8"
+        )
     if args.plot:
         replay.draw(args.plot, Scores(s for s in everything if isinstance(s, Score)))
     return 0

@@ -388,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures["library"] = time_library(model, texts[: args.num], args.max_tokens, length)
         print(f"The library itself, on the prompts of the first phase: {figures['library']:.2f}")
     if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1))
+        args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
     failed = any(sum(phase.num_errors.values()) for phase in phases)
     return 1 if failed or phases[0].num_same < len(phases[0].answers[OURS]) else 0
 

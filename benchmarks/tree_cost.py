@@ -182,7 +182,9 @@ def main() -> None:
     costs = list(measure(model, tokens, repeats=args.repeats))
     print(format_costs(costs))
     if args.json:
-        args.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=1))
+        args.json.write_text(
+            json.dumps([asdict(cost) for cost in costs], indent=1), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

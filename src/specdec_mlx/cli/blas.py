@@ -11,7 +11,7 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from specdec_mlx.folders import cache_root
+from specdec_mlx.files import cache_root
 
 WHEEL, LIBRARY = "cmeel-openblas", "cmeel.prefix/lib/libopenblas.so.0"
 BACKEND, FORTRAN = "mlx-cpu", "mlx_cpu.libs/libgfortran-*.so.5*"
@@ -80,7 +80,7 @@ def find_openblas() -> dict[str, str]:
 def blas_name() -> str:
     """Library that multiplies matrices on the CPU; on Linux read off what is loaded."""
     maps = Path("/proc/self/maps")
-    found = blas_in(maps.read_text() if maps.exists() else "")
+    found = blas_in(maps.read_text(encoding="utf-8") if maps.exists() else "")
     return "Accelerate" if platform.system() == "Darwin" else found
 
 

@@ -36,6 +36,7 @@ from specdec_mlx.drafters.choosing.registry import (
 )
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.heads.loading import is_head
+from specdec_mlx.files import read_text
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.options import Parser, argument, checked, existing_file, name_in
 from specdec_mlx.rules.registry import make_rule, rule_names
@@ -219,7 +220,7 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
 def grammar_of(kind: str, given: str) -> Grammar:
     """The grammar of a pattern, or of what stands in a file; ValueError for none."""
     make: Callable[[str], Grammar] = getattr(Grammar, kind)
-    return make(given if kind == "regex" else existing_file(given).read_text())
+    return make(given if kind == "regex" else read_text(existing_file(given)))
 
 
 def take_flags(namespace: argparse.Namespace) -> Flags:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TypeVar
+
+from specdec_mlx.files import json_lines
 
 Item = TypeVar("Item")
 
@@ -54,13 +55,13 @@ def read_lines(
 ) -> list[Item]:
     """Items that `read` makes of each line's object and number; ValueError for a wrong line."""
     items: list[Item] = []
-    lines = Path(path).read_text(encoding="utf-8").splitlines()
-    for number, line in enumerate(lines, start=1):
+    for number, line in json_lines(path):
         try:
-            items += read(json.loads(line), number) if line.strip() else []
-        except (ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            items += read(line, number)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
             raise ValueError(
-                f"{path}, line {number}: expected a JSON object with {expected}; got {line[:60]!r}."
+                f"{path}, line {number}: expected a JSON object with {expected}; got "
+                f"{str(line)[:60]!r}."
             ) from error
     return items
 

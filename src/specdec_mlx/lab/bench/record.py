@@ -18,6 +18,7 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 
 from specdec_mlx.cli.blas import blas_name
+from specdec_mlx.files import read_text
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.prompts import Task, encode_messages, read_lines
 from specdec_mlx.lab.bench.summary import Difference, Result
@@ -92,7 +93,7 @@ def save_record(record: Record, path: Path | str) -> None:
 def load_record(path: Path | str) -> Record:
     """Read what `save_record` wrote, without the samples. Raises ValueError for another file."""
     try:
-        data = json.loads(Path(path).read_text(encoding="utf-8"))
+        data = json.loads(read_text(path))
         return Record(
             *(data["command"], data["machine"], data["settings"]),
             texts=[RecordedText(**text) for text in data["texts"]],
@@ -102,7 +103,7 @@ def load_record(path: Path | str) -> Record:
                 Difference(**difference) for difference in data["differences"]
             ],
         )
-    except (KeyError, TypeError, json.JSONDecodeError) as error:
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
         raise ValueError(
             f"{path} is no record of a benchmark ({error!r}). Make one with "
             "specdec-mlx bench --json FILE."
@@ -272,7 +273,10 @@ def describe_machine() -> dict[str, str]:
     """Processor, device, matrix library, versions and load; and the number of ranks."""
     num_ranks = mx.distributed.init().size()
     info = Path("/proc/cpuinfo")
-    named = re.search(r"model name\s*: (.+)", info.read_text() if info.exists() else "")
+    named = re.search(
+        r"model name\s*: (.+)",
+        info.read_text(encoding="utf-8") if info.exists() else "",
+    )
     return {
         **({"ranks": str(num_ranks)} if num_ranks > 1 else {}),
         "platform": platform.platform(),

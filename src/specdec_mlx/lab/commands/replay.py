@@ -76,7 +76,7 @@ def main(args: argparse.Namespace) -> int:
             f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n\n{scores}\n"
         )
     if args.json:
-        args.json.write_text(json.dumps(everything.rows(), indent=1))
+        args.json.write_text(json.dumps(everything.rows(), indent=1), encoding="utf-8")
     if args.plot:
         draw(args.plot, everything)
     return 0

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,29 +16,21 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx.contracts import FeatureRows, Features
 from specdec_mlx.errors import TrainingError
+from specdec_mlx.files import replacing
 from specdec_mlx.verify.watching import Taps
-
-
-@contextmanager
-def _whole(path: Path) -> Iterator[Path]:
-    """A file to write, which takes the place of `path` at the end."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_name(f"partial-{path.name}")
-    yield partial
-    os.replace(partial, path)
 
 
 def save_arrays(
     path: Path, arrays: Mapping[str, mx.array], metadata: dict[str, str] | None = None
 ) -> None:
     """Write arrays by name as safetensors."""
-    with _whole(path) as partial:
+    with replacing(path) as partial:
         mx.save_safetensors(str(partial), dict(arrays), metadata or {})
 
 
 def save_json(path: Path, value: Any) -> None:
     """Write a value as JSON."""
-    with _whole(path) as partial:
+    with replacing(path) as partial:
         partial.write_text(json.dumps(value, indent=2) + "\n", encoding="utf-8")
 
 

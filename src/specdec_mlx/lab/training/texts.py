@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from itertools import groupby, takewhile
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ import numpy as np
 
 from specdec_mlx.batch_generation import batch_stream_generate
 from specdec_mlx.errors import TrainingError
+from specdec_mlx.files import json_lines, read_text, text_lines
 from specdec_mlx.generation import encode
 from specdec_mlx.progress import progress_bar
 
@@ -41,7 +43,9 @@ def read_documents(paths: Sequence[str], tokenizer: Any) -> Iterator[Document]:
                 _document(where, line, tokenizer) for where, line in _lines(path)
             )
         else:
-            yield learnt(_encode(tokenizer, _read(path)))
+            with _readable(path):
+                text = read_text(path)
+            yield learnt(_encode(tokenizer, text))
 
 
 def read_prompts(paths: Sequence[str], tokenizer: Any) -> list[list[int]]:
@@ -68,28 +72,25 @@ def read_prompts(paths: Sequence[str], tokenizer: Any) -> list[list[int]]:
     return prompts
 
 
-def _read(path: Path) -> str:
+@contextmanager
+def _readable(path: Path) -> Iterator[None]:
+    """Raise TrainingError for a file that cannot be read."""
     try:
-        return path.read_text(encoding="utf-8")
+        yield
     except OSError as error:
         raise TrainingError(
             f"There is no file {path}. Give texts that can be read."
         ) from error
-    except UnicodeDecodeError as error:
-        raise TrainingError(
-            f"{path} is not UTF-8 text: {error}. Convert it first."
-        ) from error
+    except ValueError as error:
+        raise TrainingError(str(error)) from error
 
 
 def _lines(path: Path) -> Iterator[tuple[str, Any]]:
     """Place and content of each line: JSON in a `.jsonl` file, or else text."""
-    for number, line in enumerate(_read(path).splitlines(), 1):
-        where = f"{path}, line {number}"
-        try:
-            if line.strip():
-                yield where, json.loads(line) if path.suffix == ".jsonl" else line
-        except ValueError as error:
-            raise TrainingError(f"{where} is no JSON: {error}.") from error
+    read = json_lines if path.suffix == ".jsonl" else text_lines
+    with _readable(path):
+        for number, line in read(path):
+            yield f"{path}, line {number}", line
 
 
 def _document(where: str, line: Any, tokenizer: Any) -> Document:
