@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -344,6 +345,8 @@ ERRORS: list[tuple[Exception, int, str]] = [
     (ServerEndingError(), 503, "The server is ending."),
     (RuntimeError("oh"), 500, "RuntimeError: oh"),
     (ValueError("ours"), 500, "ValueError: ours"),
+    (ValueError(f"in {Path.home()}/x"), 500, "ValueError: in ~/x"),
+    (FileNotFoundError(2, "No", "/a"), 500, "FileNotFoundError: The server's log says why."),
 ]
 
 
