@@ -173,9 +173,9 @@ class ServerSettings:
     )
     any_model_name: bool = flag(
         False,
-        "Take every name that is no path, no folder and not in the Hugging Face cache for the given "
-        "model: agents ask for names of their own (default: where --host is a loopback address and "
-        "--model is given)",
+        "Take every name that is no path, no folder and not in the Hugging Face cache for the "
+        "given model: agents ask for names of their own (default: where --host is a loopback "
+        "address and --model is given)",
         REQUESTS,
         action=argparse.BooleanOptionalAction,
         default=None,
