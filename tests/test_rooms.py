@@ -34,7 +34,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 207,
+    "files": 208,
     "numeric constants": 170,
     "protocols": 21,
     "public names": 31,
@@ -43,7 +43,7 @@ TOTALS = {
 token takes are in test_host_time."""
 
 TOKENS = {
-    "all": 224_107,
+    "all": 225_059,
     "batch": 4_769,
     "beams": 2_814,
     "bench": 10_593,
@@ -55,14 +55,14 @@ TOKENS = {
     "engine": 8_188,
     "lab": 2_669,
     "memory": 5_644,
-    "mlx_lm_plugin": 5_447,
+    "mlx_lm_plugin": 5_769,
     "notebook": 3_426,
     "rules": 4_723,
-    "sampling": 2_366,
-    "server": 34_796,
+    "sampling": 2_753,
+    "server": 34_980,
     "stats": 3_789,
     "testing": 8_999,
-    "top": 10_296,
+    "top": 10_355,
     "training": 11_339,
     "verify": 21_359,
     "vision": 1_787,
