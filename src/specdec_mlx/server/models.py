@@ -31,13 +31,13 @@ from specdec_mlx.memory import Memory
 from specdec_mlx.memory.kept import KeptFile
 from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
-from specdec_mlx.models import explained, folder_of, is_in_cache, load_on_ranks
-from specdec_mlx.options import name_in
-from specdec_mlx.sampling.recommended import (
+from specdec_mlx.mlx_lm_plugin.generation_config import (
     ARGUMENTS,
     described,
     recommended_sampling,
 )
+from specdec_mlx.models import explained, folder_of, is_in_cache, load_on_ranks
+from specdec_mlx.options import name_in
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
