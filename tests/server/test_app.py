@@ -248,7 +248,7 @@ def test_tokens_are_counted_without_a_limit_of_the_answer(port: int) -> None:
 def opened(port: int, body: dict[str, Any], path: str = CHAT) -> socket.socket:
     """A connection on which a text was asked for."""
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
     connection.sendall(head.encode() + data)
     return connection
