@@ -117,10 +117,18 @@ class ServerSettings:
         type=json.loads,
         metavar="JSON",
     )
-    temp: float = flag(0.0, "Default temperature (default: DEFAULT)")
-    top_p: float = flag(1.0, "Default top-p (default: DEFAULT)")
-    top_k: int = flag(0, "Default top-k (default: DEFAULT, off)")
-    min_p: float = flag(0.0, "Default min-p (default: DEFAULT, off)")
+    temp: float | None = flag(
+        None, "Default temperature (default: the model's own, or 0)", type=float
+    )
+    top_p: float | None = flag(
+        None, "Default top-p (default: the model's own, or off)", type=float
+    )
+    top_k: int | None = flag(
+        None, "Default top-k (default: the model's own, or off)", type=int
+    )
+    min_p: float | None = flag(
+        None, "Default min-p (default: the model's own, or off)", type=float
+    )
     max_tokens: int | None = flag(
         None, "Most tokens of an answer (default: as many as fit)", type=int
     )
@@ -203,9 +211,10 @@ class ServerSettings:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields of a body for what a request leaves out."""
+        """Fields of a body for what a request leaves out, of the flags that are given."""
         named = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p")}
-        return {"temperature": self.temp, **named}
+        given = {"temperature": self.temp, **named}
+        return {name: value for name, value in given.items() if value is not None}
 
     def check(self, request: TextRequest) -> None:
         """Raise RequestError for what a request may not bring along.
