@@ -27,9 +27,9 @@ from specdec_mlx import errors
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
+from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
-from specdec_mlx.server.protocols.fields import read_body
 from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.protocols.responses import RESPONSES
 from specdec_mlx.server.requests import (

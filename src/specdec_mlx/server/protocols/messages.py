@@ -16,6 +16,7 @@ from typing import Any
 
 from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
+from specdec_mlx.server.protocols.body import without_surrogates
 from specdec_mlx.server.protocols.turns import (
     Turns,
     as_result,
@@ -190,7 +191,7 @@ class MessageStream(fields.ItemStream):
         if self.item["type"] == "tool_use":
             with suppress(ValueError):  # of a call that broke
                 called = json.loads(self.text)
-                self.item["input"] = fields.without_surrogates(called)
+                self.item["input"] = without_surrogates(called)
         if self.item["type"] == "thinking":
             self.item["signature"] = SIGNATURE
             yield self._delta("signature_delta", "signature", SIGNATURE)
