@@ -18,7 +18,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -32,6 +32,11 @@ from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
 from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.protocols.responses import RESPONSES
+from specdec_mlx.server.receiving import (
+    BodyError,
+    closing_after_early_replies,
+    received,
+)
 from specdec_mlx.server.requests import (
     Asked,
     Ended,
@@ -47,7 +52,6 @@ from specdec_mlx.server.status import METRICS_TYPE, Totals
 from specdec_mlx.server.under_way import Ticket
 
 SILENCE = 5.0  # seconds without a byte after which a stream says that it lives
-MOST_BYTES = 2**26  # of a body
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 WIRES: dict[str, Wire] = {
     "/chat/completions": CHAT,
@@ -62,25 +66,19 @@ Events = Sequence[tuple[int, Event]]  # with the index of their choice
 NEWS = PromptProgress | Ended | Failed  # of a text as a whole
 
 
-class BodyTooLargeError(RequestError):
-    """A body has more bytes than are read."""
-
-    def __init__(self) -> None:
-        super().__init__(f"The body of the request has more than {MOST_BYTES} bytes.")
-
-
 class HungUpError(ConnectionError):
     """The client has closed the connection."""
 
 
 def make_app(engine: Engine, settings: ServerSettings) -> ASGIApp:
     """The application over an engine that has started."""
-    return CORSMiddleware(
+    app = CORSMiddleware(
         with_paths(Endpoints(engine, settings).app()),
         allow_origins=settings.allowed_origins,
         allow_methods=["*"],
         allow_headers=["*"],
     )
+    return closing_after_early_replies(app)
 
 
 def with_paths(app: ASGIApp) -> ASGIApp:
@@ -177,19 +175,13 @@ class Endpoints:
 
     async def read(self, wire: Wire, request: Request, more: dict[str, Any]) -> Asked:
         """Read the body; raises RequestError. A grammar takes a while, which others do not wait."""
-        raw = bytearray()
-        async for part in request.stream():
-            raw += part
-            if len(raw) > MOST_BYTES:
-                raise BodyTooLargeError
+        raw = await received(request)
         key = request.headers.get("authorization") or request.headers.get(
             "x-api-key", ""
         )
 
         def read() -> Asked:
-            asked = wire.read(
-                {**self.settings.sampling, **more, **read_body(bytes(raw))}
-            )
+            asked = wire.read({**self.settings.sampling, **more, **read_body(raw)})
             for one in asked.requests:
                 one.key = key
             return asked
@@ -348,8 +340,10 @@ def status_of(error: Exception) -> HTTPStatus:
         return HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, ModelFolderError):
         return HTTPStatus.NOT_FOUND
-    if isinstance(error, BodyTooLargeError):
-        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    if isinstance(error, BodyError):
+        return error.status
+    if isinstance(error, ClientDisconnect):  # nobody reads the reply
+        return HTTPStatus.BAD_REQUEST
     is_named = (
         isinstance(error, RequestError) or type(error).__module__ == errors.__name__
     )

@@ -189,7 +189,7 @@ class MessageStream(fields.ItemStream):
     def close(self, status: str) -> Sent:
         """End a block; the whole reply has a call's input as an object."""
         if self.item["type"] == "tool_use":
-            with suppress(ValueError):  # of a call that broke
+            with suppress(ValueError, RecursionError):  # of a call that broke
                 called = json.loads(self.text)
                 self.item["input"] = without_surrogates(called)
         if self.item["type"] == "thinking":
