@@ -132,7 +132,7 @@ DEEP = [
 
 @in_one_test("raw", DEEP)
 def test_a_deep_body_is_refused(raw: bytes) -> None:
-    with pytest.raises(RequestError, match="^The body of the request"):
+    with pytest.raises(RequestError, match=r"^The body of the request"):
         read_body(raw)
 
 
