@@ -14,6 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache
 
+from specdec_mlx.arguments import shown, wrong
+from specdec_mlx.caches import Rollback, states_of, wait_for
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Checks,
@@ -46,17 +48,10 @@ from specdec_mlx.drafters.writing import (
     check_way_of_writing,
     way_of_writing,
 )
-from specdec_mlx.options import shown, wrong
+from specdec_mlx.exactness.probe import first_inexact
+from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.exactness import first_inexact
-from specdec_mlx.verify.model_pass import vocab_size_of
-from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.tree_passes import (
-    TreeLayout,
-    next_level,
-    takes_trees,
-    tree_pass,
-)
+from specdec_mlx.trees.passes import TreeLayout, next_level, takes_trees, tree_pass
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
