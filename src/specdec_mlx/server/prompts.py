@@ -13,7 +13,7 @@ from threading import Lock
 from typing import Any
 
 from specdec_mlx.generation import encode
-from specdec_mlx.models import PerModel
+from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import is_forced, tools_for
 from specdec_mlx.server.models import LONGEST_TEXT
