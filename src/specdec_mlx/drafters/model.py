@@ -203,12 +203,13 @@ class ModelSession(WritingSession):
         end = len(self.tokens)
         if limit <= 0 or not end:
             return NO_DRAFT
-        self.catch_up()
+        # a way back from what is read now, which may not be handed out
         self.rollback.checkpoint()
-        self.tokens += tokens
-        draft = self.propose(min(limit, DRAWN_AT_ONCE))
-        del self.tokens[end:]
-        self.rollback.rewind_to(end - 1)
+        self.catch_up()
+        with self.rollback.undone(end - 1):
+            self.tokens += tokens
+            draft = self.propose(min(limit, DRAWN_AT_ONCE))
+            del self.tokens[end:]
         return draft
 
     def fork(self) -> ModelSession:
