@@ -247,8 +247,8 @@ class ModelSession(WritingSession):
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""
-        self.rollback.rewind_to(length)
         if self.callers_cache is not None:
+            self.rollback.rewind_to(length)
             self.read_to(length)
             mx.async_eval(states_of(self.rollback.caches))
         super().close(length)

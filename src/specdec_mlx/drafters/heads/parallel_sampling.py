@@ -9,7 +9,7 @@ drafts and one that verifies, write two tokens at least.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from functools import cache
@@ -123,7 +123,10 @@ class PaSSSession(PardSession):
 
     def make_guesses(self, pending: Sequence[int], length: int) -> None:
         """Make the logits of a draft; lent caches are as they were afterwards."""
-        with self.rollback.undone() if self.is_lent else nullcontext():
+        if self.is_lent:
+            with self.rollback.undone():
+                self.logits = self.guesses(pending, length - 1)[-length:]
+        else:
             super().make_guesses(pending, length)
 
     def guesses(self, pending: Sequence[int], number: int) -> mx.array:
