@@ -23,12 +23,12 @@ import tiny
 from heads import HEADS, random_head
 from scripted import plain
 from selection import cases
+from specdec_mlx.caches import leaves
 from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.early_exit import early_exit
 from specdec_mlx.drafters.heads.parallel_sampling import LookAhead, PaSSDrafter
 from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.verify.strategies import leaves
 
 pytestmark = pytest.mark.filterwarnings("ignore:specdec_mlx")
 
