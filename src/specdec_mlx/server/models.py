@@ -20,6 +20,8 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import hf_repo_to_path, load_tokenizer
 
+from specdec_mlx.arguments import name_in
+from specdec_mlx.caches import leaves_of
 from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing import registry
@@ -27,6 +29,7 @@ from specdec_mlx.drafters.choosing.choice import NamedModel
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
+from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.kept import KeptFile
 from specdec_mlx.memory.store import state_of
@@ -36,13 +39,10 @@ from specdec_mlx.mlx_lm_plugin.generation_config import (
     described,
     recommended_sampling,
 )
-from specdec_mlx.models import explained, folder_of, is_in_cache, load_on_ranks
-from specdec_mlx.options import name_in
+from specdec_mlx.models.loading import explained, folder_of, is_in_cache, load_on_ranks
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
-from specdec_mlx.verify.exactness import can_hold_rows
-from specdec_mlx.verify.strategies import leaves_of
 
 # users or keys whose memories are kept; the least recently used are forgotten
 MOST_MEMORIES = 64
@@ -194,7 +194,7 @@ class Models:
         return self.settings.any_model_name and is_free
 
     def load(self, request: TextRequest) -> Loaded:
-        """The model for a request, loaded; the one before is freed.
+        """The model for a request, loaded; the one before is freed once all of it was looked at.
 
         Raises RequestError and ModelFolderError for what cannot be loaded.
         """
@@ -202,23 +202,15 @@ class Models:
         names, loaded = self.names_of(request), self.loaded
         if loaded is None or loaded.names != names:
             with self._private(request):
-                loaded = self._load(*names)
-            self._keep_if_fit(loaded)
+                loaded = self._looked_at(*names)
+            self._replace(loaded)
         return loaded
 
     def load_given(self) -> Loaded:
-        """The model that was given at the start; raises what loading raises."""
-        loaded = self._load(*self.names_of(TextRequest()))
-        self._keep_if_fit(loaded)
+        """The model that was given at the start, loaded; raises what loading raises."""
+        loaded = self._looked_at(*self.names_of(TextRequest()))
+        self._replace(loaded)
         return loaded
-
-    def _keep_if_fit(self, loaded: Loaded) -> None:
-        """Free a model again for which the drafters are not made; raises their ValueError."""
-        try:
-            self._check_drafters(loaded)
-        except ValueError:
-            self.reset()
-            raise
 
     @contextmanager
     def _private(self, request: TextRequest) -> Iterator[None]:
@@ -241,25 +233,33 @@ class Models:
         hint = "" if takes_any or is_given else f" {ANY_NAME}"
         return ModelFolderError(f"model: {NOT_HERE}{hint}")
 
-    def _load(self, name: str, adapter: str | None) -> Loaded:
+    def _looked_at(self, name: str, adapter: str | None) -> Loaded:
+        """A model whose files are all there and can be read; its weights are not read yet."""
         try:
             check_adapter(adapter)
-            self.reset()
             with explained(name):
                 model, tokenizer, about = self._read(name, adapter)
         except ModelFolderError:
             raise
         except (ValueError, OSError) as error:
             raise RequestError(str(error)) from error
+        except Exception as error:  # of files that only look like a model's
+            logging.error("%s cannot be loaded.", name, exc_info=error)
+            raise ModelFolderError(f"{name} is no model that mlx-lm loads.") from error
         named = filter(None, (name, adapter))
         files = tuple(state for one in named for state in states_of_files(one))
         tokenizer = self._with_template(tokenizer)
-        self.loaded = Loaded(
-            name, adapter, model, tokenizer, about, files, self._sampling_of(name)
-        )
+        sampling = self._sampling_of(name)
+        return Loaded(name, adapter, model, tokenizer, about, files, sampling)
+
+    def _replace(self, loaded: Loaded) -> None:
+        """Free the model that is loaded, and read this one's weights; raises what does not fit."""
+        self._check_drafters(loaded)
+        self.reset()
+        mx.eval(loaded.model.parameters())
+        self.loaded = loaded
         if self.flags.keeps_tuning:
-            self.loaded.closing.enter_context(kept_tuning(model, name, adapter))
-        return self.loaded
+            loaded.closing.enter_context(kept_tuning(loaded.model, *loaded.names))
 
     def _sampling_of(self, name: str) -> dict[str, Any]:
         """Arguments of `Sampling` that a model's generation config recommends, also logged."""
@@ -289,7 +289,10 @@ class Models:
         )
 
     def _read(self, name: str, adapter: str | None) -> Any:
-        """Model, tokenizer and configuration; spread over all ranks, if there are several."""
+        """Model, tokenizer and configuration; spread over all ranks, if there are several.
+
+        On one rank the weights are looked at, and read when they are evaluated.
+        """
         how: dict[str, Any] = {
             "tokenizer_config": self._tokenizer_config,
             "return_config": True,
@@ -297,7 +300,8 @@ class Models:
         }
         group = mx.distributed.init()
         if group.size() == 1:
-            return mlx_lm.load(path_of(name), adapter_path=adapter, **how)
+            return mlx_lm.load(path_of(name), adapter_path=adapter, lazy=True, **how)
+        self.reset()  # a model that is spread is read at once
         how["pipeline_group"] = group if self.settings.pipeline else None
         return load_on_ranks(path_of(name), adapter_path=adapter, **how)
 
@@ -380,9 +384,12 @@ class Models:
         A head's files are read as safetensors only: others are programs.
         """
         if loaded.named[0] != name:
-            loaded.named = "", None  # it is freed before the next one is there
             model = NamedModel(name)
             try:
+                if not model.is_head:
+                    with explained(name):
+                        pass
+                loaded.named = "", None  # it is freed before the next one is there
                 drafter = (
                     load_head(name, loaded.model, torch_files=False)
                     if model.is_head
