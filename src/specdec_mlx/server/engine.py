@@ -38,7 +38,7 @@ from specdec_mlx.server.prompts import has_grammar, read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
 from specdec_mlx.server.rows import BatchRows
-from specdec_mlx.server.under_way import AskedText, Ticket, compile_grammar
+from specdec_mlx.server.under_way import AskedText, Ticket
 from specdec_mlx.verify.inputs import split_cache
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
@@ -87,7 +87,9 @@ class Engine:
         Raises RequestError and ModelFolderError for the name of no model.
         """
         ticket = Ticket(request, put, self.models.names_of(request))
-        if has_grammar(request) and (loaded := self.models.loaded) is not None:
+        loaded = self.models.loaded
+        is_loaded = loaded is not None and loaded.names == ticket.names
+        if loaded is not None and is_loaded and has_grammar(request):
             given = ticket, loaded.tokenizer
             Thread(target=self._compile, args=given, daemon=True).start()
         else:
@@ -95,9 +97,12 @@ class Engine:
         return ticket
 
     def _compile(self, ticket: Ticket, tokenizer: Any) -> None:
-        """Compile a grammar beside the texts that are written, which keeps it for its text."""
+        """Compile a grammar beside the texts that are written.
+
+        It is compiled anew where another model is loaded when the request is served.
+        """
         try:
-            ticket.grammar = compile_grammar(ticket.request, tokenizer)
+            ticket.compile(tokenizer)
         except Exception as error:
             ticket.fail(error)
         else:

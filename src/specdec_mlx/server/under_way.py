@@ -47,15 +47,26 @@ T = TypeVar("T")
 class Ticket:
     """A request and the way to its client; `cancel` may be called by any thread.
 
-    names: of its model and adapter. grammar: of the text, once it was compiled.
+    names: of its model and adapter. compiled: the grammar of the text, with the tokenizer that it
+    was compiled for.
     """
 
     request: TextRequest
     put: Callable[[Event], None]
     names: tuple[str, str | None] = ("", None)
-    grammar: Grammar | None = None
+    compiled: tuple[Any, Grammar | None] = (None, None)
     is_cancelled: bool = False
     has_ended: bool = False
+
+    def compile(self, tokenizer: Any) -> Grammar | None:
+        """Return the grammar of the text for this tokenizer, compiled unless it was before.
+
+        A grammar names tokens, so that of another model's tokenizer is of no use. Raises
+        RequestError and GrammarError.
+        """
+        if self.compiled[0] is not tokenizer:
+            self.compiled = tokenizer, compile_grammar(self.request, tokenizer)
+        return self.compiled[1]
 
     def cancel(self) -> None:
         """End the text between two passes: the client has gone."""
@@ -156,7 +167,7 @@ class AskedText:
                 ids = tokenizer.encode(request.prediction, add_special_tokens=False)
                 self.drafter = predicting(self.drafter, ids)
             self.drafter = keeping_caches(self.drafter, draft_caches)
-        grammar = ticket.grammar or compile_grammar(request, tokenizer)
+        grammar = ticket.compile(tokenizer)
         if grammar is not None:
             self.processors.append(GuardedGrammar(grammar, tokenizer, num_tokens))
             if self.drafter is not None:
