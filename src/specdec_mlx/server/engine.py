@@ -32,9 +32,10 @@ from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.loop import Generation, Token, speculate
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
+from specdec_mlx.server.forced import has_grammar
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes, prefixes_for
-from specdec_mlx.server.prompts import has_grammar, read_prompt
+from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
 from specdec_mlx.server.rows import BatchRows

@@ -69,6 +69,21 @@ def may_call_instead(request: TextRequest, tokenizer: Any) -> bool:
     return has_schema and may_call
 
 
+def reads_calls(request: TextRequest, tokenizer: Any) -> bool:
+    """True if calls are read in the text, between the marks of the model's own format."""
+    if request.grammar is not None and not is_forced(request):
+        return may_call_instead(request, tokenizer)
+    may_call = bool(
+        request.messages and tools_for(request) and tokenizer.has_tool_calling
+    )
+    return may_call and not is_bare_call(request, tokenizer)
+
+
+def has_grammar(request: TextRequest) -> bool:
+    """True if the answer is kept to a grammar."""
+    return request.grammar is not None or is_forced(request)
+
+
 def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """What the text must match: a forced call, or the request's own grammar; None for any text.
 

@@ -22,10 +22,10 @@ from specdec_mlx.drafters.grammar import (
 from specdec_mlx.loop import Token
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches, predicting
 from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.server.forced import grammar_for, within
+from specdec_mlx.server.forced import grammar_for, has_grammar, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.prompts import has_grammar, read_prompt
+from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.requests import (
     Ended,
     Event,
@@ -168,11 +168,16 @@ class AskedText:
                 self.drafter = predicting(self.drafter, ids)
             self.drafter = keeping_caches(self.drafter, draft_caches)
         grammar = ticket.compile(tokenizer)
+        thought = None if grammar is None else self.prompt.thought
         if grammar is not None:
-            self.processors.append(GuardedGrammar(grammar, tokenizer, num_tokens))
+            self.processors.append(
+                GuardedGrammar(grammar, tokenizer, num_tokens, thought)
+            )
             if self.drafter is not None:
                 self.drafter = FirstOf(GrammarDrafter(), self.drafter)
-        self.state = TextState(tokenizer, request, tokens, self.prompt.in_thought)
+        self.state = TextState(
+            tokenizer, request, tokens, self.prompt.in_thought, thought
+        )
 
     @property
     def request(self) -> TextRequest:
