@@ -115,7 +115,7 @@ def replaced(page: str, name: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    page = replaced(PAGE.read_text(), "enumerated", enumerated())
+    page = replaced(PAGE.read_text(encoding="utf-8"), "enumerated", enumerated())
     if "--measure" in sys.argv:
         page = replaced(page, "draft-temp", measured())
-    PAGE.write_text(page)
+    PAGE.write_text(page, encoding="utf-8")

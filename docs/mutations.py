@@ -304,7 +304,11 @@ def run_tests(module: str) -> int:
     for name, loaded in list(sys.modules.items()):
         if str(getattr(loaded, "__file__", None)).startswith(str(ROOT / "tests")):
             del sys.modules[name]
-    with open(os.devnull, "w") as silence, redirect_stdout(silence), redirect_stderr(silence):
+    with (
+        open(os.devnull, "w", encoding="utf-8") as silence,
+        redirect_stdout(silence),
+        redirect_stderr(silence),
+    ):
         return int(pytest.main(arguments_for(module), plugins=[ORDER]))
 
 
@@ -389,7 +393,11 @@ def main() -> None:
     ORDER.max_examples = arguments.examples
     part, parts = map(int, arguments.part.split("/"))
     everything = {module: mutants(module) for module in TESTS}
-    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
+    results = (
+        json.loads(arguments.results.read_text(encoding="utf-8"))
+        if arguments.results.exists()
+        else {}
+    )
     for module in [arguments.module] if arguments.module else TESTS:
         importlib.import_module(imported_as(module))  # before pytest wraps it to check shapes
         if run_tests(module) != 0:
@@ -397,7 +405,7 @@ def main() -> None:
         for mutant in tqdm(everything[module][part - 1 :: parts], desc=module):
             if mutant.name not in results:
                 results[mutant.name] = is_found(mutant, module)
-                arguments.results.write_text(json.dumps(results, indent=1))
+                arguments.results.write_text(json.dumps(results, indent=1), encoding="utf-8")
     names = [mutant.name for module in everything.values() for mutant in module]
     known = {name: results[name] for name in names if name in results}
     (ROOT / "docs" / "mutations.md").write_text(page(known), encoding="utf-8")

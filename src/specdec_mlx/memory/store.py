@@ -64,7 +64,7 @@ def tokens_of(name: str, tokenizer: Any) -> list[int] | None:
         return None
     content = Path(name).read_bytes()
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         return None
     if b"\x00" in content[:LOOKED_AT]:

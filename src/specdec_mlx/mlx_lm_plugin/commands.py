@@ -64,7 +64,9 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
         if mx.distributed.init().rank() > 0:  # the first rank speaks for all
             stack.enter_context(
-                redirect_stdout(stack.enter_context(open(os.devnull, "w")))
+                redirect_stdout(
+                    stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                )
             )
         stack.enter_context(terminated_as_interrupted())
         Command(name).run(arguments)

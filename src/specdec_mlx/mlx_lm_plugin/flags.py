@@ -36,6 +36,7 @@ from specdec_mlx.drafters.choosing.registry import (
 )
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.heads.loading import is_head
+from specdec_mlx.files import read_text
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
 from specdec_mlx.options import Parser, argument, checked, existing_file, name_in
 from specdec_mlx.rules.registry import make_rule, rule_names
@@ -94,7 +95,7 @@ class Learner:
 
     def drafter(self, target: Any, spec: str) -> Any:
         """The drafter of a spec for a target; raises as `learning_on`, ValueError for options."""
-        from specdec_mlx.training.online import OnlineDraftModel, learning_on
+        from specdec_mlx.lab.training.online import OnlineDraftModel, learning_on
 
         if name_in(spec) != MODEL_DRAFTER:
             return registry.make_drafter(
@@ -125,7 +126,7 @@ class Learner:
 
 def check_learns(model: NamedModel) -> None:
     """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
-    from specdec_mlx.training.online import stored_plan
+    from specdec_mlx.lab.training.online import stored_plan
 
     wrong = ""
     if model.name is None:
@@ -219,7 +220,7 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
 def grammar_of(kind: str, given: str) -> Grammar:
     """The grammar of a pattern, or of what stands in a file; ValueError for none."""
     make: Callable[[str], Grammar] = getattr(Grammar, kind)
-    return make(given if kind == "regex" else existing_file(given).read_text())
+    return make(given if kind == "regex" else read_text(existing_file(given)))
 
 
 def take_flags(namespace: argparse.Namespace) -> Flags:

@@ -26,6 +26,7 @@ from specdec_mlx.drafters.heads.loading import (
 from specdec_mlx.drafters.heads.mtp import text_part
 from specdec_mlx.drafters.shared_vocabulary import shared_between
 from specdec_mlx.errors import HeadError, ModelFolderError, TokenizerMismatchError
+from specdec_mlx.files import read_text
 from specdec_mlx.models import check_folder, is_path
 from specdec_mlx.stats.theory import best_draft_length, expected_speedup
 
@@ -286,7 +287,7 @@ def _candidate(
     try:
         check_folder(folder)
         size = weight_bytes(folder)
-        kind = json.loads((folder / "config.json").read_text())["model_type"]
+        kind = json.loads(read_text(folder / "config.json"))["model_type"]
         if (
             importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
             is None
