@@ -61,11 +61,13 @@ def test_a_thought_is_closed_by_the_token_after_which_its_answer_is_known(
 
 
 @pytest.fixture(scope="module")
-def pair(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return mlx_lm.load(str(write_model_folder(tmp_path_factory.mktemp("model"))))[:2]
+def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
+    return mlx_lm.load(str(write_model_folder(tmp_path_factory.mktemp("model"))))[:2]  # type: ignore[return-value]
 
 
-def tokens_of(pair: Any, drafter: Any, processors: list[Any], **options: Any) -> list[int]:
+def tokens_of(
+    pair: tuple[Any, Any], drafter: Any, processors: list[Any], **options: Any
+) -> list[int]:
     options = {"max_tokens": 60, "draft_length": 5} | options
     given = {"drafter": drafter, "logits_processors": processors, **options}
     return [r.token for r in sd.stream_generate(*pair, PROMPT, **given)]
@@ -76,7 +78,7 @@ SAMPLED = {"sampler": sd.Sampling(temp=0.9), "seed": 5}
 
 @pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "seed"])
 def test_a_grammar_begins_after_the_thought_whatever_is_drafted(
-    how: dict[str, Any], pair: Any
+    how: dict[str, Any], pair: tuple[Any, Any]
 ) -> None:
     """Drafts run over the end of the thought: right ones, wrong ones, trees, and forced tokens."""
     tokenizer = pair[1]
@@ -106,7 +108,7 @@ def test_a_grammar_begins_after_the_thought_whatever_is_drafted(
             assert ours == expected, drafter
 
 
-def test_a_thought_may_be_opened_or_left_out(pair: Any) -> None:
+def test_a_thought_may_be_opened_or_left_out(pair: tuple[Any, Any]) -> None:
     """Where the model may open it, the first token is the mark's or the grammar's, and a mark of
     several tokens is written whole. A thought does not end the text."""
     tokenizer = pair[1]
