@@ -19,10 +19,12 @@ from mlx_lm.models.cache import make_prompt_cache
 import tiny_model_folder
 from engines import ASKED, PROMPT, Client, ask, running, settled, submit, with_flags
 from selection import cases, in_one_test
+from specdec_mlx.batch.passes import SharedPasses
+from specdec_mlx.batch_caches import BatchCaches, SlotCache
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
-from specdec_mlx.engine.prompt_reader import PromptReader
+from specdec_mlx.sequence import PromptReader
 from specdec_mlx.server import models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
@@ -38,8 +40,6 @@ from specdec_mlx.server.requests import (
     Written,
 )
 from specdec_mlx.server.text.state import TextState
-from specdec_mlx.verify.row_caches import BatchCaches, SlotCache
-from specdec_mlx.verify.row_pass import SharedPasses
 from tiny_model_folder import CHAT_TEMPLATE, make_tokenizer, write_model_folder
 
 TEXT = "the cat in the hat and the other cat in the hat and "

@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.arguments import require, shown
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
@@ -35,7 +36,6 @@ from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import Several, SeveralSession
 from specdec_mlx.drafters.model import ModelDrafter, begin_ahead
-from specdec_mlx.options import require, shown
 from specdec_mlx.token_ids import to_ids, to_list
 
 NUM_FIRST = 4

@@ -21,8 +21,8 @@ from specdec_mlx.contracts import (
     session_groups,
     session_parts,
 )
-from specdec_mlx.contracts.branching import merged, side_by_side
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.trees.drafts import merged, side_by_side
 
 
 class Several:

@@ -19,7 +19,7 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.errors import GrammarError, MissingPackageError
-from specdec_mlx.models import PerModel, unwrapped
+from specdec_mlx.models.loading import PerModel, unwrapped
 from specdec_mlx.token_ids import to_list
 
 if TYPE_CHECKING:

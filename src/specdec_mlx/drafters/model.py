@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache
 
+from specdec_mlx.arguments import shown, wrong
+from specdec_mlx.caches import Rollback, states_of, wait_for
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Checks,
@@ -45,12 +48,10 @@ from specdec_mlx.drafters.writing import (
     check_way_of_writing,
     way_of_writing,
 )
-from specdec_mlx.options import shown, wrong
+from specdec_mlx.exactness.probe import first_inexact
+from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.exactness import first_inexact
-from specdec_mlx.verify.model_pass import vocab_size_of
-from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.tree_passes import TreeLayout, next_level
+from specdec_mlx.trees.passes import TreeLayout, next_level, takes_trees, tree_pass
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -176,7 +177,7 @@ class ModelSession(WritingSession):
         """True if drafts are to fork, and the model drafts the same in a tree as in chains."""
         rollback = self.rollback  # a level of a tree is wider than narrow passes may be
         may_fork = (
-            super().forks and rollback.takes_trees() and rollback.widest_pass() is None
+            super().forks and takes_trees(rollback) and rollback.widest_pass() is None
         )
         return may_fork and first_inexact(self.model, 0, on_trees=True) is None
 
@@ -242,7 +243,8 @@ class ModelSession(WritingSession):
         width = vocab_size_of(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
-        return self.rollback.forward(self.model, ids, tree)
+        call = None if tree is None else partial(tree_pass, rows=tree)
+        return self.rollback.forward(self.model, ids, call)
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""

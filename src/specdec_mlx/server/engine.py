@@ -25,11 +25,11 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.registry import WITH_MODEL, first_of
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.engine.assemble import assemble
-from specdec_mlx.engine.options import Options
-from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.loop import Generation, Token, speculate
+from specdec_mlx.loop import Generation, Token, assemble, speculate
+from specdec_mlx.options import Options
+from specdec_mlx.ranks import SharedDrafting, ranks_of
+from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import has_grammar
@@ -40,7 +40,6 @@ from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
 from specdec_mlx.server.rows import BatchRows
 from specdec_mlx.server.under_way import AskedText, Ticket
-from specdec_mlx.verify.inputs import split_cache
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
 

@@ -20,6 +20,8 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import hf_repo_to_path, load_tokenizer
 
+from specdec_mlx.arguments import name_in
+from specdec_mlx.caches import leaves_of
 from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing import registry
@@ -27,6 +29,7 @@ from specdec_mlx.drafters.choosing.choice import NamedModel
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
+from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.kept import KeptFile
 from specdec_mlx.memory.store import state_of
@@ -36,13 +39,10 @@ from specdec_mlx.mlx_lm_plugin.generation_config import (
     described,
     recommended_sampling,
 )
-from specdec_mlx.models import explained, folder_of, is_in_cache, load_on_ranks
-from specdec_mlx.options import name_in
+from specdec_mlx.models.loading import explained, folder_of, is_in_cache, load_on_ranks
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
-from specdec_mlx.verify.exactness import can_hold_rows
-from specdec_mlx.verify.strategies import leaves_of
 
 # users or keys whose memories are kept; the least recently used are forgotten
 MOST_MEMORIES = 64

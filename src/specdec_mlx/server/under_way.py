@@ -21,7 +21,9 @@ from specdec_mlx.drafters.grammar import (
 )
 from specdec_mlx.loop import Token
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches, predicting
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.sampling import Sampling
+from specdec_mlx.sequence import check_ids
 from specdec_mlx.server.forced import grammar_for, has_grammar, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
@@ -37,8 +39,6 @@ from specdec_mlx.server.requests import (
 )
 from specdec_mlx.server.text.state import TextState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.verify.inputs import check_ids
-from specdec_mlx.verify.model_pass import vocab_size_of
 
 T = TypeVar("T")
 

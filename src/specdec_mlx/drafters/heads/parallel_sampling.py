@@ -25,7 +25,7 @@ from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.pard import PardDrafter, PardSession
 from specdec_mlx.drafters.writing import WritingSession, way_of_writing
 from specdec_mlx.errors import HeadError
-from specdec_mlx.verify.watching import anatomy_of, change_class, held
+from specdec_mlx.models.anatomy import anatomy_of, change_class, held
 
 LOOK_AHEAD = "look_ahead"  # key of a config: number of embeddings
 

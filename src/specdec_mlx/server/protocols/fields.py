@@ -16,11 +16,11 @@ from typing import Any
 
 import msgspec
 
+from specdec_mlx.arguments import split_spec
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.grammar import Grammar
-from specdec_mlx.options import split_spec
-from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.sampling.distribution import TEMPS, is_temp
+from specdec_mlx.rules import make_rule
+from specdec_mlx.sampling import TEMPS, is_temp
 from specdec_mlx.server.forced import grammar_of
 from specdec_mlx.server.protocols.turns import expect, parts_in
 from specdec_mlx.server.requests import (
