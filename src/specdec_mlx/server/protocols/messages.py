@@ -15,6 +15,7 @@ from importlib.resources import files
 from typing import Any
 
 from specdec_mlx.server.protocols import fields
+from specdec_mlx.server.protocols.body import without_surrogates
 from specdec_mlx.server.protocols.turns import (
     Turns,
     as_result,
@@ -187,9 +188,9 @@ class MessageStream(fields.ItemStream):
     def close(self, status: str) -> Sent:
         """End a block; the whole reply has a call's input as an object."""
         if self.item["type"] == "tool_use":
-            with suppress(ValueError):  # of a call that broke
+            with suppress(ValueError, RecursionError):  # of a call that broke
                 called = json.loads(self.text)
-                self.item["input"] = fields.without_surrogates(called)
+                self.item["input"] = without_surrogates(called)
         if self.item["type"] == "thinking":
             self.item["signature"] = SIGNATURE
             yield self._delta("signature_delta", "signature", SIGNATURE)
