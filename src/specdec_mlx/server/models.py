@@ -206,12 +206,6 @@ class Models:
             self._replace(loaded)
         return loaded
 
-    def load_given(self) -> Loaded:
-        """The model that was given at the start, loaded; raises what loading raises."""
-        loaded = self._looked_at(*self.names_of(TextRequest()))
-        self._replace(loaded)
-        return loaded
-
     @contextmanager
     def _private(self, request: TextRequest) -> Iterator[None]:
         """Log the reason why a model cannot be loaded, and tell the client only that it cannot.
@@ -221,7 +215,8 @@ class Models:
         try:
             yield
         except (ValueError, OSError, RuntimeError) as error:
-            logging.warning("A request's model cannot be loaded: %s", error)
+            if self.loaded is not None or self.settings.model is None:  # else it is the start
+                logging.warning("A request's model cannot be loaded: %s", error)
             if request.adapter is not None:
                 raise RequestError(NO_ADAPTER) from error
             is_given = self.names_of(request)[0] == self.settings.model
