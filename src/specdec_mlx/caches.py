@@ -561,7 +561,7 @@ def _about(cache: Any) -> tuple[type, list[Any] | None]:
         return type(cache), [
             slot.shape[1:] for slot in cache.cache
         ] if is_filled else None
-    keys = getattr(cache, "keys", None)
+    keys: Any = getattr(cache, "keys", None)
     is_array = isinstance(keys, mx.array)
     sizes = [keys.shape[1], keys.shape[-1]] if is_array else None
     return KVCache if isinstance(cache, READABLE) else type(cache), sizes
