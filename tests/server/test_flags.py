@@ -22,7 +22,9 @@ from specdec_mlx.server.flags import (
 from specdec_mlx.server.requests import RequestError, TextRequest
 
 OTHERWISE = {
-    "max_tokens": None, "num_draft_tokens": None, "allowed_origins": [],
+    "max_tokens": None,
+    "num_draft_tokens": None,
+    "allowed_origins": [],
     **dict.fromkeys(("temp", "top_p", "top_k", "min_p")),
 }
 """Defaults that are not mlx-lm's: as many tokens as fit, drafts as long as pays, no web page of the
