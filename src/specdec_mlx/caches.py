@@ -9,7 +9,7 @@ from __future__ import annotations
 import copy
 import warnings
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Protocol, TypeVar, runtime_checkable
 from weakref import WeakKeyDictionary
@@ -357,7 +357,25 @@ class Rollback:
         saved = [
             s.save(cache) if s.must_restore else None for cache, s in self.strategies()
         ]
-        self.checkpoints = [*self.checkpoints[-1:], (self.position, saved)]
+        earlier = [point for point in self.checkpoints if point[0] < self.position]
+        self.checkpoints = [*earlier[-1:], (self.position, saved)]
+
+    @contextmanager
+    def undone(self, position: int | None = None) -> Iterator[None]:
+        """Take back the passes of this block, those before `position` excepted.
+
+        The ways back stay as they were before the block: a round that is still handed out needs
+        its checkpoint.
+        """
+        before, ways = self.position, (self.checkpoints, self._chosen)
+        self.checkpoint()
+        try:
+            yield
+        finally:
+            self.rewind_to(before if position is None else position)
+            self.checkpoints, chosen = ways
+            if self.position == before:
+                self._chosen = chosen
 
     def advance(self, num_positions: int) -> None:
         """Note a pass over `num_positions` that was not made by `forward`."""

@@ -204,12 +204,13 @@ class ModelSession(WritingSession):
         end = len(self.tokens)
         if limit <= 0 or not end:
             return NO_DRAFT
-        self.catch_up()
+        # a way back from what is read now, which may not be handed out
         self.rollback.checkpoint()
-        self.tokens += tokens
-        draft = self.propose(min(limit, DRAWN_AT_ONCE))
-        del self.tokens[end:]
-        self.rollback.rewind_to(end - 1)
+        self.catch_up()
+        with self.rollback.undone(end - 1):
+            self.tokens += tokens
+            draft = self.propose(min(limit, DRAWN_AT_ONCE))
+            del self.tokens[end:]
         return draft
 
     def fork(self) -> ModelSession:
@@ -248,8 +249,8 @@ class ModelSession(WritingSession):
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""
-        self.rollback.rewind_to(length)
         if self.callers_cache is not None:
+            self.rollback.rewind_to(length)
             self.read_to(length)
             mx.async_eval(states_of(self.rollback.caches))
         super().close(length)
