@@ -261,16 +261,17 @@ def known(what: str, names: Sequence[str]) -> Callable[[str], str]:
     return checked(parse)
 
 
-def number(kind: type[T], least: float, most: float) -> Callable[[str], T]:
+def number(
+    kind: Callable[[str], Any], least: float, most: float
+) -> Callable[[str], Any]:
     """The `type` of a flag that takes a number within bounds; `kind` is int or float."""
 
-    def parse(text: str) -> T:
-        value: Any = kind(text)
-        if not least <= value <= most:
+    @functools.wraps(kind)
+    def parse(text: str) -> Any:
+        if not least <= (value := kind(text)) <= most:
             raise ValueError(f"{text}: expected a number from {least:g} to {most:g}.")
-        return value  # type: ignore[no-any-return]
+        return value
 
-    parse.__name__ = kind.__name__
     return argument(parse)
 
 

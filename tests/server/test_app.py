@@ -463,5 +463,5 @@ def test_a_request_is_one_line_of_the_log(
     assert both == ["m: 10 tokens read, 4 reused, 6 written, 2.50 a pass, 5.0 s"]
     caplog.clear()
     post(port, CHAT, {**BODY, "temperature": -1})
-    (line,) = [record.getMessage() for record in caplog.records]
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "root"]
     assert line.startswith("Refused with 400: temperature must be ")
