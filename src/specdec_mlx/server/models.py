@@ -215,7 +215,8 @@ class Models:
         try:
             yield
         except (ValueError, OSError, RuntimeError) as error:
-            if self.loaded is not None or self.settings.model is None:  # else it is the start
+            is_start = self.loaded is None and self.settings.model is not None
+            if not is_start:  # there the error itself is shown
                 logging.warning("A request's model cannot be loaded: %s", error)
             if request.adapter is not None:
                 raise RequestError(NO_ADAPTER) from error
