@@ -13,7 +13,7 @@ from jaxtyping import Float
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.arguments import check_names
-from specdec_mlx.caches import Rollback
+from specdec_mlx.caches import Rollback, note_other_thread
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
@@ -383,6 +383,9 @@ class Generation:
                 yield from self.emit(current, outcome, following)
                 current = following or self.verify(self.propose())
                 waits = self.drafting.is_shared
+        except RuntimeError as error:
+            note_other_thread(error)
+            raise
         finally:
             self.finish()
 
