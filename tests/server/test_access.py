@@ -325,5 +325,5 @@ def test_a_server_that_others_can_reach_warns_at_its_start_without_a_key(
         thread.join(60)
     lines = [record.getMessage() for record in caplog.records]
     assert sum("has no key" in line for line in lines) == warns
-    assert any("Listening" in line for line in lines)
+    assert any("Ready" in line for line in lines)
     assert not any(KEY in line for line in lines)
