@@ -277,6 +277,7 @@ class AskedText:
             num_prompt=len(self.prompt.tokens),
             num_cached=self.num_cached,
             rejected=max(0, drafted - ended.accepted),
+            model=self.loaded.name,
             drafter=self.drafter_name,
             is_batched=self.is_batched,
             stats=self.stats,
