@@ -428,7 +428,7 @@ def test_errors_name_a_model_and_do_not_print_it() -> None:
     model: Any = scripted.target()
     held = sd.ModelDrafter(model)
     for call in (
-        lambda: sd.Cascade(sd.PromptLookupDrafter(), then=held),
+        lambda: lab.Cascade(sd.PromptLookupDrafter(), then=held),
         lambda: generated(rule=model),
         lambda: generated(drafter=model),
     ):

@@ -37,13 +37,11 @@ if TYPE_CHECKING:
     from specdec_mlx.contracts import Drafter as Drafter
     from specdec_mlx.contracts import DraftSession as DraftSession
     from specdec_mlx.draft_length.store import Tuning as Tuning
-    from specdec_mlx.drafters.cascade import Cascade as Cascade
     from specdec_mlx.drafters.choosing.registry import make_drafter as make_drafter
     from specdec_mlx.drafters.first_of import BestOf as BestOf
     from specdec_mlx.drafters.first_of import FirstOf as FirstOf
     from specdec_mlx.drafters.first_of import TreeOf as TreeOf
     from specdec_mlx.drafters.heads.loading import load_head as load_head
-    from specdec_mlx.drafters.lookahead import LookaheadDrafter as LookaheadDrafter
     from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
     from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
     from specdec_mlx.drafters.prompt_lookup import (
@@ -54,6 +52,8 @@ if TYPE_CHECKING:
     from specdec_mlx.engine.history import remember as remember
     from specdec_mlx.generation import generate as generate
     from specdec_mlx.generation import stream_generate as stream_generate
+    from specdec_mlx.lab.papers.cascade import Cascade as Cascade
+    from specdec_mlx.lab.papers.lookahead import LookaheadDrafter as LookaheadDrafter
     from specdec_mlx.loop import speculate as speculate
     from specdec_mlx.memory import Memory as Memory
     from specdec_mlx.mlx_lm_plugin import install as install

@@ -18,8 +18,8 @@ from specdec_mlx.contracts import DraftContext, Evidence
 from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.ngram import NGramDrafter, StochasticNGramSession
-from specdec_mlx.drafters.ngram_table import DISCOUNT, NGramCounts
 from specdec_mlx.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter
+from specdec_mlx.lab.papers.ngram_table import DISCOUNT, NGramCounts
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 

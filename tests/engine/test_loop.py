@@ -22,6 +22,7 @@ import tiny
 from lossless import noisy_copy
 from scripted import PROMPT, plain, target
 from selection import FULL, cases, in_one_test
+from specdec_mlx import lab
 from specdec_mlx.engine.options import Options
 from specdec_mlx.verify import passes
 from specdec_mlx.verify.exactness import places_of
@@ -54,7 +55,7 @@ DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
     "itself": sd.ModelDrafter,
     "another model": lambda model: sd.ModelDrafter(tiny.build("qwen2", seed=7)),
     "best of everything": best_of_everything,
-    "cascade": lambda model: sd.Cascade(sd.ModelDrafter(model), "suffix", num_first=1),
+    "cascade": lambda model: lab.Cascade(sd.ModelDrafter(model), "suffix", num_first=1),
 }
 """Every kind of built-in drafter, made for a target."""
 

@@ -20,6 +20,7 @@ from heads import HEADS, random_head
 from lossless import noisy_copy
 from scripted import OracleDrafter, always_wrong
 from selection import FULL, in_one_test
+from specdec_mlx import lab
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import Draft, RoundRecord
@@ -125,7 +126,7 @@ DRAWING = {
     "head": lambda: HeadDrafter(random_head(HEADS["eagle3"], target())),
     "tree of a head": lambda: HeadDrafter(random_head(HEADS["eagle3"], target()), branches=3),
     "n-gram": lambda: sd.NGramDrafter(min_order=1, stochastic=True),
-    "cascade": lambda: sd.Cascade(sd.ModelDrafter(draft()), "prompt-lookup:min_ngram=1", 1),
+    "cascade": lambda: lab.Cascade(sd.ModelDrafter(draft()), "prompt-lookup:min_ngram=1", 1),
     "best of two": lambda: sd.BestOf(sd.PromptLookupDrafter(), sd.ModelDrafter(draft())),
 }
 """Drafters whose drafts are drawn at random."""

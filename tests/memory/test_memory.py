@@ -32,7 +32,7 @@ from specdec_mlx.memory.store import as_memory
 from tiny_model_folder import write_model_folder
 
 CONTEXT = sd.DraftContext()
-table = sd.drafters.NGramTable
+table = lab.NGramTable
 some_texts = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=12), max_size=12)
 
 
@@ -395,7 +395,7 @@ def test_each_user_or_key_of_a_server_has_a_memory(whom: str, model: Path) -> No
 # Counts instead of texts --------------------------------------------------------------------------
 
 
-def counted(texts: Sequence[Sequence[int]]) -> sd.drafters.NGramTable:
+def counted(texts: Sequence[Sequence[int]]) -> lab.NGramTable:
     made = table(max_order=3)
     for text in texts:
         made.add(text)

@@ -13,7 +13,7 @@ import pytest
 import tiny
 from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.heads.drafter import target_ends
-from specdec_mlx.drafters.heads.early_exit import final_norm
+from specdec_mlx.lab.papers.early_exit import final_norm
 from specdec_mlx.verify import watching
 from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.verify.watching import Taps, anatomy_of

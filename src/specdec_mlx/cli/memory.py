@@ -9,7 +9,7 @@ from typing import Any
 
 from mlx_lm.utils import load_tokenizer
 
-from specdec_mlx.drafters.ngram_table import NGramTable
+from specdec_mlx.lab.papers.ngram_table import NGramTable
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.file import read_header
 from specdec_mlx.memory.kept import KeptFile

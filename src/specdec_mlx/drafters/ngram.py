@@ -16,7 +16,7 @@ from jaxtyping import Float
 
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
 from specdec_mlx.contracts.drafting import places_class, share_class
-from specdec_mlx.drafters.ngram_table import (
+from specdec_mlx.lab.papers.ngram_table import (
     Context,
     Continuation,
     NGramCounts,

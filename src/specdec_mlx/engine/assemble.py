@@ -15,10 +15,10 @@ from specdec_mlx.engine.drafting import Drafting
 from specdec_mlx.engine.options import Options
 from specdec_mlx.engine.ranks import Ranks, SharedDrafting, shared_noise
 from specdec_mlx.engine.sequence import SequenceState
+from specdec_mlx.lab.counterfactual import Counterfactual
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.stats.counterfactual import Counterfactual
 from specdec_mlx.verify.inputs import (
     check_drafter_fits,
     check_ids,

@@ -11,12 +11,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx import contracts
 from specdec_mlx.contracts import DraftContext, Drafter, Session
-from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf, Several
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.shared_drafts import SharedModelSession
 from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.lab.papers.cascade import Cascade
 from specdec_mlx.models import PerModel
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.stats.counterfactual import Counterfactual
+from specdec_mlx.lab.counterfactual import Counterfactual
 from specdec_mlx.stats.theory import acceptance_from_counts, expected_tokens
 
 if TYPE_CHECKING:

@@ -124,7 +124,7 @@ RIGHT = {
     "model, flatter, coupled": (lambda: model_drafter(draft_temp=1.6), "coupled"),
     "n-gram, drawn": (lambda: sd.NGramDrafter(min_order=1, stochastic=True), "auto"),
     "prompt lookup": (lambda: sd.PromptLookupDrafter(min_ngram=1), "match"),
-    "cascade, coupled": (lambda: sd.Cascade(model_drafter(), LOOK_UP, 1), "coupled"),
+    "cascade, coupled": (lambda: lab.Cascade(model_drafter(), LOOK_UP, 1), "coupled"),
     "best of everything": (best_of_everything, "auto"),
 }
 """Every kind of drafter and every rule: neither knows the other."""

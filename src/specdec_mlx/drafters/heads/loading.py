@@ -24,7 +24,6 @@ from specdec_mlx.drafters.heads.drafter import (
     target_ends,
 )
 from specdec_mlx.drafters.heads.eagle import Eagle3, LayersHead, eagle1_family
-from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import (
     Gemma4Assistant,
@@ -42,9 +41,10 @@ from specdec_mlx.drafters.heads.mtp import (
     text_part,
 )
 from specdec_mlx.drafters.heads.one_pass import DFlash, DFlash2, DSpark, Medusa
-from specdec_mlx.drafters.heads.parallel_sampling import load_pass
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.errors import HeadError, ModelFolderError
+from specdec_mlx.lab.papers.early_exit import ExitDrafter, load_exit
+from specdec_mlx.lab.papers.parallel_sampling import load_pass
 from specdec_mlx.models import load_model
 from specdec_mlx.options import make_with, split_spec, whole
 from specdec_mlx.sampling.distribution import check_draft_temp

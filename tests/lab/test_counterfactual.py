@@ -34,7 +34,7 @@ from exact import (
 )
 from lossless import noisy_copy
 from selection import cases, in_one_test
-from specdec_mlx.stats.counterfactual import (
+from specdec_mlx.lab.counterfactual import (
     BY_ROUND,
     BY_TOKEN,
     COLUMNS,
