@@ -98,18 +98,13 @@ def account_of(
             max_tokens=max_tokens,
             sampler=Sampling(temp),
             seed=seed,
-            rule="rejection",
+            rule=account.counting("rejection", is_seeded=True),
             draft_length=draft_length,
-            counterfactual=True,
         )
-        stats = None
         with closing(stream):
             for token in stream:
-                stats = token.stats
                 if token.token in end_tokens:
                     break
-        if stats is not None and stats.counterfactual is not None:
-            account.merge(stats.counterfactual)
         on_text()
     return account
 

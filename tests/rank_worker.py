@@ -39,7 +39,7 @@ RANK = GROUP.rank()
 HEADS = ("mtp", "eagle3")
 DRAFTERS = (
     *("prompt-lookup", "ngram", "suffix", "recycling", "lookahead", "auto", "model", "cascade"),
-    *("auto:trees=true,recycling=true", "first of", *HEADS),
+    *("trees:recycling=true", "first of", *HEADS),
 )
 WAYS = list(product(((0.0, "auto"), (1.0, "coupled")), ("auto", 4)))
 DRAWN = {"sampler": sd.Sampling(temp=1.0), "seed": 5}

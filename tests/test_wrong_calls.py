@@ -27,7 +27,7 @@ import tiny
 import tiny_text
 from selection import in_one_test
 from specdec_mlx import lab
-from specdec_mlx.draft_length.policy import Heuristic
+from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import GROUP, drafter_names, first_of, make_drafter
 from specdec_mlx.lab.beams.generation import BeamSearchResponse
@@ -103,9 +103,9 @@ ARGUMENTS: list[Case] = [
     ({"seed": "a"}, f"seed='a': {AN_INT}"),
     ({"max_tokens": 2.5}, rf"max_tokens=2\.5: {AN_INT}"),
     ({"max_tokens": True}, f"max_tokens=True: {AN_INT}"),
-    ({"draft_length": Heuristic}, "draft_length=Heuristic.*auto"),
+    ({"draft_length": Fixed}, "draft_length=Fixed.*auto"),
     ({"logits_processors": 5}, "logits_processors=5: expected a list"),
-    ({"logits_processors": Heuristic.cut}, r"cut.*expected a list.*\[cut\]"),
+    ({"logits_processors": Fixed.cut}, r"cut.*expected a list.*\[cut\]"),
     ({"sampler": sd.Sampling}, r"sampler=Sampling: expected a sampler"),
     ({"prompt": None}, f"prompt=None: {IDS}"),
     ({"prompt": mx.array([[1, 2]])}, IDS),

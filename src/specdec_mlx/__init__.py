@@ -1,8 +1,8 @@
 """Speculative decoding for mlx-lm: the same text, sooner.
 
 Errors are in `errors`, results of a generation in `responses`, further drafters, rules and
-statistics in `drafters`, `rules` and `stats`, models that read images in `vision`. A module is
-imported when a name of it is used.
+statistics in `drafters`, `rules` and `stats`, models that read images in `vision`; `lab` has
+instruments, proofs, training and systems of papers. A module is imported when a name of it is used.
 """
 
 # first, since the imports below take a while, in which a server may be told to end
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.choosing.registry import make_drafter as make_drafter
     from specdec_mlx.drafters.first_of import BestOf as BestOf
     from specdec_mlx.drafters.first_of import FirstOf as FirstOf
-    from specdec_mlx.drafters.first_of import TreeOf as TreeOf
     from specdec_mlx.drafters.heads.loading import load_head as load_head
     from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
     from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
@@ -52,8 +51,6 @@ if TYPE_CHECKING:
     from specdec_mlx.engine.history import remember as remember
     from specdec_mlx.generation import generate as generate
     from specdec_mlx.generation import stream_generate as stream_generate
-    from specdec_mlx.lab.papers.cascade import Cascade as Cascade
-    from specdec_mlx.lab.papers.lookahead import LookaheadDrafter as LookaheadDrafter
     from specdec_mlx.loop import speculate as speculate
     from specdec_mlx.memory import Memory as Memory
     from specdec_mlx.mlx_lm_plugin import install as install
@@ -66,13 +63,11 @@ __version__ = "0.1.0"
 _PLACES = {
     "AcceptanceRule": "contracts",
     "BestOf": "drafters.first_of",
-    "Cascade": "drafters.cascade",
     "Draft": "contracts",
     "DraftContext": "contracts",
     "DraftSession": "contracts",
     "Drafter": "contracts",
     "FirstOf": "drafters.first_of",
-    "LookaheadDrafter": "drafters.lookahead",
     "Memory": "memory",
     "ModelDrafter": "drafters.model",
     "NGramDrafter": "drafters.ngram",
@@ -80,7 +75,6 @@ _PLACES = {
     "RecyclingDrafter": "drafters.recycling",
     "Sampling": "sampling.distribution",
     "SuffixDrafter": "drafters.suffix",
-    "TreeOf": "drafters.first_of",
     "Tuning": "draft_length.store",
     "batch_generate": "batch_generation",
     "batch_stream_generate": "batch_generation",

@@ -171,7 +171,7 @@ WRONG: dict[str, str] = {
     "generate --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
     "server --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
     "generate --draft-model nowhere/at/all": "There is no folder nowhere/",
-    "generate --draft-length -1": "expected an int >= 0, auto or heuristic",
+    "generate --draft-length -1": "expected an int >= 0, or auto",
     "generate --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
     "generate --max-tokens -5": "--max-tokens: -5: expected an int >= 1, or -1 for no limit",
     "chat --max-tokens 0": "--max-tokens: 0: expected an int >= 1",

@@ -17,7 +17,7 @@ import tiny_text
 from selection import cases, in_one_test
 from serving import complete, serving, text_of
 from specdec_mlx import lab
-from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, WITH_MODEL
+from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, takes_model
 from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.kept import fingerprint_of
@@ -49,7 +49,7 @@ ORDERS = [(wide, narrow, wide, narrow), (narrow, wide, narrow, wide)]
 
 def named(name: str, **options: Any) -> Any:
     """The drafter of a name, with a draft model where it needs one."""
-    if name.partition(":")[0] in WITH_MODEL:
+    if takes_model(name.partition(":")[0]):
         model, tokenizer = wide()
         options = {"draft_model": model, "draft_tokenizer": tokenizer} | options
     return sd.make_drafter(name, **options)
@@ -59,8 +59,8 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "auto": partial(named, "auto"),
     "lookahead": partial(named, "lookahead"),
     "model without a tokenizer": lambda: sd.ModelDrafter(tiny_text.model(5)),
-    "auto with all": lambda: named("auto:memory=process,recycling=true,trees=true"),
-    "a kept table": lambda: sd.NGramDrafter(table=lab.NGramTable()),
+    "auto with all": lambda: named("trees:memory=process,recycling=true"),
+    "a kept table": lambda: lab.TabledNGramDrafter(table=lab.NGramTable()),
     "kept successors of pairs": lambda: sd.RecyclingDrafter(table=SuccessorTable(), context=2),
     "tree of": lambda: lab.TreeOf(sd.SuffixDrafter(sd.Memory()), sd.NGramDrafter()),
     "best of": lambda: sd.BestOf(sd.SuffixDrafter(sd.Memory()), named(MODEL_DRAFTER)),
@@ -113,7 +113,7 @@ def test_what_is_kept_of_the_first_tokenizer_is_not_changed_by_another(order: An
     memory, counts, successors = sd.Memory(), lab.NGramTable(), SuccessorTable()
     drafter = sd.FirstOf(
         sd.SuffixDrafter(memory),
-        sd.NGramDrafter(table=counts),
+        lab.TabledNGramDrafter(table=counts),
         sd.RecyclingDrafter(table=successors),
     )
 

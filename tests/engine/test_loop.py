@@ -44,14 +44,14 @@ def oracle(wrong: float = 0.0, num_tokens: int = NUM_TOKENS + 10) -> scripted.Or
 def best_of_everything(model: nn.Module) -> Any:
     look_ups = sd.PromptLookupDrafter(min_ngram=1), sd.NGramDrafter()
     draft_model = sd.ModelDrafter(tiny.build("qwen2", seed=7))
-    return sd.BestOf(*look_ups, sd.NGramDrafter(stochastic=True), draft_model)
+    return sd.BestOf(*look_ups, lab.StochasticNGramDrafter(), draft_model)
 
 
 DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
     "none": lambda model: None,
     "prompt lookup": lambda model: sd.PromptLookupDrafter(min_ngram=1),
     "suffix": lambda model: sd.SuffixDrafter(sd.Memory()),
-    "stochastic n-gram": lambda model: sd.NGramDrafter(stochastic=True),
+    "stochastic n-gram": lambda model: lab.StochasticNGramDrafter(),
     "itself": sd.ModelDrafter,
     "another model": lambda model: sd.ModelDrafter(tiny.build("qwen2", seed=7)),
     "best of everything": best_of_everything,

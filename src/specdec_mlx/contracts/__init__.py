@@ -5,7 +5,7 @@ needs `Drafter`, `DraftSession` and `Draft`; who writes a rule, `AcceptanceRule`
 `Verdict`; what either may add stands in `optional`.
 """
 
-from specdec_mlx.contracts.branching import DraftLength, OffersSeveral, ValuesDrafts
+from specdec_mlx.contracts.branching import DraftLength, ValuesDrafts
 from specdec_mlx.contracts.drafting import (
     NO_DRAFT,
     ROOT,
@@ -81,7 +81,6 @@ __all__ = [
     "GoesOn",
     "KeysValues",
     "LogitsProcessor",
-    "OffersSeveral",
     "Origin",
     "Outcome",
     "PendingPass",

@@ -84,9 +84,6 @@ OPTIONAL: dict[str, Any] = {
     # of a look-up's session, (limit, values, may_fork) -> Draft: the chain or tree that is worth
     # most to `values`, a `ValuesDrafts`; may_fork() is asked if a tree is best
     "propose_tree": None,
-    # of a look-up's session in a `Cascade`, (tokens [n], limit) -> Draft: point masses after tokens
-    # that may be rejected
-    "propose_after": None,
     # of a session that reads the target, (tokens [n], rows): draft tokens that were not kept, and
     # their rows, after `see` was shown the others
     "see_rejected": None,

@@ -15,7 +15,6 @@ from specdec_mlx.engine.drafting import Drafting
 from specdec_mlx.engine.options import Options
 from specdec_mlx.engine.ranks import Ranks, SharedDrafting, shared_noise
 from specdec_mlx.engine.sequence import SequenceState
-from specdec_mlx.lab.counterfactual import Counterfactual
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.stats.account import SpeculationStats
@@ -78,10 +77,6 @@ def assemble(
     """
     prompt = check_prompt(prompt_tokens, options.input_embeddings, drafter)
     prompt, num_read = [*history, *prompt], num_read + len(history)
-    account = Counterfactual() if options.counterfactual else None
-    if account is not None:
-        rule = account.counting(options.rule, is_seeded=options.seed is not None)
-        options = replace(options, rule=rule)
     target = verifier_for(
         model,
         Rollback(caches, num_read),
@@ -109,7 +104,7 @@ def assemble(
     parts.sequence.has_prompt = len(prompt_tokens) > 0
     parts.sequence.num_history = len(history)
     parts.drafting.keeps_cache = options.prompt_cache is not None
-    parts.stats = SpeculationStats(counterfactual=account) if stats is None else stats
+    parts.stats = SpeculationStats() if stats is None else stats
     return parts
 
 

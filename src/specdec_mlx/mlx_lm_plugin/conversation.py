@@ -16,7 +16,6 @@ from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.shared_drafts import SharedModelSession
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.lab.papers.cascade import Cascade
 from specdec_mlx.models import PerModel
 
 
@@ -70,10 +69,9 @@ def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
     """The drafter, with the caches of its draft models kept in `store`."""
-    if isinstance(drafter, FirstOf):
-        return drafter.with_each(lambda part: keeping_caches(part, store))
-    if isinstance(drafter, Cascade):
-        return replace(drafter, first=keeping_caches(drafter.first, store))
+    if isinstance(drafter, Several):
+        changed: Drafter = drafter.with_each(lambda part: keeping_caches(part, store))
+        return changed
     return Kept(drafter, store) if isinstance(drafter, ModelDrafter) else drafter
 
 

@@ -468,7 +468,7 @@ def replayed(
 def test_counts_are_those_of_a_live_run(name: str, ends: bool) -> None:
     """At temperature 0: target passes, drafted and accepted tokens, text by text."""
     settings = Settings(max_tokens=32, end_tokens=END if ends else ())
-    for length in ("0", "2", "8", "heuristic"):
+    for length in ("0", "2", "8"):
         live = ours(narrow.model(), DRAFTERS[name], name, length)
         for task, text in zip(narrow.tasks(), record_of(ends=ends).texts, strict=True):
             sample = time_generation(live, task, settings, 0)

@@ -55,7 +55,7 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "recycling": lambda: sd.RecyclingDrafter(table=SuccessorTable()),
     "recycling of pairs": lambda: sd.RecyclingDrafter(table=SuccessorTable(), context=2),
     "auto": lambda: sd.make_drafter("auto:recycling=true"),
-    "auto with trees": lambda: sd.make_drafter("auto:recycling=true,trees=true"),
+    "auto with trees": lambda: sd.make_drafter("trees:recycling=true"),
 }
 
 SEEDED = {"sampler": sd.Sampling(0.8), "seed": 11, "rule": "coupled"}

@@ -23,9 +23,9 @@ from scripted import ScriptedDrafter
 from selection import cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.contracts import ROOT, Draft, DraftContext
-from specdec_mlx.contracts.branching import side_by_side
 from specdec_mlx.contracts.trees import chain, path_to
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.lab.papers.trees_of_several import side_by_side
 from specdec_mlx.lab.proof.enumeration import Tokens
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
@@ -129,7 +129,7 @@ def trees(name: str) -> dict[str, Any]:
     return {
         "models": lab.TreeOf(other, sd.ModelDrafter(target), sd.SuffixDrafter()),
         "a tree in it": lab.TreeOf(sd.ModelDrafter(target, branches=2), other),
-        "a cascade in it": lab.TreeOf(other, sd.ModelDrafter(target, drafter="suffix")),
+        "a cascade in it": lab.TreeOf(other, lab.GuessedDrafter(target, drafter="suffix")),
     }
 
 

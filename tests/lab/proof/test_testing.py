@@ -35,7 +35,7 @@ OURS: dict[str, Callable[[], sd.Drafter]] = {
     "prompt lookup": sd.PromptLookupDrafter,
     "prompt lookup, earliest": lambda: sd.PromptLookupDrafter(occurrence="earliest", num_draft=2),
     "suffix": sd.SuffixDrafter,
-    "n-gram, drawn": lambda: sd.NGramDrafter(min_order=1, stochastic=True),
+    "n-gram, drawn": lambda: lab.StochasticNGramDrafter(min_order=1),
     "model": model_drafter,
     "recurrent model": lambda: sd.ModelDrafter(tiny.build("mamba", vocab_size=V)),
     "cascade": lambda: lab.Cascade(model_drafter(), "prompt-lookup:min_ngram=1", num_first=2),

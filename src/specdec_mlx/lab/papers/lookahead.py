@@ -36,11 +36,11 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.contracts.branching import (
     TokenPath,
-    best_of_chains,
     draft_of,
     texts_of,
 )
 from specdec_mlx.drafters.recycling import SuccessorTable
+from specdec_mlx.lab.papers.suffix_trees import best_of_chains
 from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_list
 
@@ -156,7 +156,7 @@ class LookaheadSession:
         self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
     ) -> Draft:
         """The part of the pool that is worth verifying, and rows where they cost little."""
-        draft = best_of_chains(self, self._key, limit, values, may_fork)
+        draft = best_of_chains(self.candidates, self._key, limit, values, may_fork)
         least = values.price(len(draft))
         for num_columns in range(self._config.window, 0, -1):
             tree = self._with_rows(draft, limit, num_columns)

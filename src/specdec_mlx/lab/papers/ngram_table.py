@@ -2,171 +2,27 @@
 
 from __future__ import annotations
 
-from collections import Counter, OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import numpy as np
-from jaxtyping import Float
-
+from specdec_mlx.contracts import DraftContext
+from specdec_mlx.drafters.ngram import (
+    Context,
+    Continuation,
+    NGramCounts,
+    NGramDrafter,
+    NGramSession,
+)
 from specdec_mlx.memory.file import Integers
-from specdec_mlx.memory.kept import KeptFile
-
-Context = tuple[int, ...]
-
-DISCOUNT = 0.75  # share of a count that a distribution leaves to shorter contexts
-
-
-class Continuation(NamedTuple):
-    """The most frequent token after a context of `width` tokens: `seen` of `total` times."""
-
-    token: int
-    width: int
-    seen: int = 1
-    total: int = 1
-
-
-class Continuations:
-    """Counts of the tokens after one context, and the best: of equal ones the most recent."""
-
-    __slots__ = ("best", "counts", "total")
-
-    def __init__(self, token: int, times: int = 1) -> None:
-        self.best = token
-        self.counts = {token: times}
-        self.total = times
-
-    def add(self, token: int, times: int = 1) -> None:
-        """Count `token`, which alone can become the best by that."""
-        self.total += times
-        count = self.counts.get(token, 0) + times
-        self.counts[token] = count
-        if count >= self.counts[self.best]:
-            self.best = token
-
-
-class NGramCounts:
-    """Counts for the orders from `min_order` to `max_order`, at most `max_entries` pairs of each.
-
-    To make room it forgets the contexts that were not seen for longest. All takes constant time.
-    """
-
-    def __init__(self, min_order: int, max_order: int, max_entries: int) -> None:
-        self._widths = range(min_order - 1, max_order)
-        self._max_entries = max_entries
-        self._num_entries = dict.fromkeys(self._widths, 0)
-        # Most contexts of a text are seen once; a bare token for those is a quarter of the memory.
-        self._tables: dict[int, OrderedDict[Context, int | Continuations]] = {
-            width: OrderedDict() for width in self._widths
-        }
-
-    def __len__(self) -> int:
-        """Pairs held."""
-        return sum(self._num_entries.values())
-
-    def shift(self, context: Context, token: int) -> Context:
-        """Append a token to a context and drop what has become too old."""
-        longer = (*context, token)
-        return longer[max(0, len(longer) - self._widths[-1]) :]
-
-    def learn(self, context: Context, token: int) -> None:
-        """Count `token` after the last tokens of a text, once per order."""
-        length = len(context)
-        for width in self._widths:
-            if width <= length:
-                self.add(context[length - width :], token)
-
-    def add(self, context: Context, token: int, times: int = 1) -> None:
-        """Count `token` after one context."""
-        table, width = self._tables[len(context)], len(context)
-        entry = table.get(context)
-        if entry is None:
-            self._make_room(context)
-            table[context] = token if times == 1 else Continuations(token, times)
-            self._num_entries[width] += 1
-            return
-        table.move_to_end(context)
-        if isinstance(entry, int):
-            entry = table[context] = Continuations(entry)
-        if token not in entry.counts:
-            if not self._make_room(context):
-                return
-            self._num_entries[width] += 1
-        entry.add(token, times)
-
-    def ngrams(self) -> Iterator[tuple[Context, int]]:
-        """All n-grams and their counts, the contexts not seen for longest first."""
-        for table in self._tables.values():
-            for context in table:
-                for token, count in self.counts(context).items():
-                    yield (*context, token), count
-
-    def counts(self, context: Context) -> Mapping[int, int]:
-        """How often each continuation was seen."""
-        entry = self._tables[len(context)].get(context)
-        if entry is None:
-            return {}
-        return entry.counts if isinstance(entry, Continuations) else {entry: 1}
-
-    def continuation(self, context: Context) -> Continuation | None:
-        """The best continuation of the longest known end of a context."""
-        length = len(context)
-        for width in reversed(self._widths):
-            if width > length:
-                continue
-            entry = self._tables[width].get(context[length - width :])
-            if isinstance(entry, int):
-                return Continuation(entry, width)
-            if entry is not None:
-                return Continuation(
-                    entry.best, width, entry.counts[entry.best], entry.total
-                )
-        return None
-
-    def distribution(
-        self, context: Context, vocab_size: int
-    ) -> Float[np.ndarray, " vocab"] | None:
-        """Smoothed probabilities [V] of the next token, float64; None where no context is known.
-
-        Interpolated absolute discounting (Ney, Essen, Kneser 1994), from the plain frequencies of
-        the lowest order on: q_n(x|h) = (c(hx) - d + d N(h) q_{n-1}(x|h')) / c(h), with c the count,
-        N(h) the number of different continuations of h, and h' = h without its first token.
-        """
-        probs: Float[np.ndarray, " vocab"] | None = None
-        for width in self._widths:
-            counts = (
-                self.counts(context[len(context) - width :])
-                if width <= len(context)
-                else {}
-            )
-            # forgotten at this order, perhaps still known at a higher one
-            if not counts:
-                continue
-            tokens = np.fromiter(counts.keys(), np.int64, len(counts))
-            seen = np.fromiter(counts.values(), np.float64, len(counts))
-            if probs is None:
-                probs = np.zeros(vocab_size)
-                probs[tokens] = seen / seen.sum()
-            else:
-                probs *= DISCOUNT * len(counts) / seen.sum()
-                probs[tokens] += (seen - DISCOUNT) / seen.sum()
-        return probs
-
-    def _make_room(self, context: Context) -> bool:
-        """Forget contexts until one more pair fits; False where only `context` itself is left."""
-        table, width = self._tables[len(context)], len(context)
-        while self._num_entries[width] >= self._max_entries:
-            oldest = next(iter(table))
-            if oldest == context:
-                return False
-            self._num_entries[width] -= len(self.counts(oldest))
-            del table[oldest]
-        return True
+from specdec_mlx.memory.kept import KeptFile, opened
 
 
 class NGramTable(KeptFile):
-    """Counts of what followed each context, for `NGramDrafter(table=...)`; thread-safe.
+    """Counts of what followed each context, for `TabledNGramDrafter`; thread-safe.
 
     max_order, min_order, max_entries: as there. tokenizer: as of a `Memory`.
     """
@@ -290,3 +146,66 @@ class NGramTable(KeptFile):
         for part in counts:
             for ngram, times in part.items():
                 self._counts.add(ngram[:-1], ngram[-1], times)
+
+
+@dataclass(frozen=True)
+class TabledNGramDrafter(NGramDrafter):
+    """An `NGramDrafter` that also draws on counts kept between generations.
+
+    table: used where this text's counts know no context as long: an `NGramTable`, or the path of
+    its file, made if need be and saved when the process ends; None begins a table that lasts as
+    long as the drafter.
+    """
+
+    table: NGramTable | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.table, NGramTable):
+            make = partial(NGramTable, self.max_order, self.min_order)
+            kept = (
+                make() if self.table is None else opened(self.table, NGramTable, make)
+            )
+            object.__setattr__(self, "table", kept)
+
+    def check(self, context: DraftContext) -> None:
+        """Raise TokenizerMismatchError if the table was counted with another tokenizer."""
+        self._table_of(context)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> TabledNGramSession:
+        """Count the n-grams of `prompt` [n]."""
+        return TabledNGramSession(self, prompt, self._table_of(context))
+
+    def _table_of(self, context: DraftContext) -> NGramTable:
+        assert isinstance(self.table, NGramTable)
+        return self.table.of(context)
+
+
+class TabledNGramSession(NGramSession):
+    """One generation's counts, and the table as it is."""
+
+    def __init__(
+        self, config: TabledNGramDrafter, prompt: Sequence[int], table: NGramTable
+    ) -> None:
+        super().__init__(config, prompt)
+        self._num_prompt = len(prompt)
+        self._table = table
+        self._written: list[int] = []
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Count the tokens [n]."""
+        super().observe(tokens)
+        self._written += tokens
+
+    def close(self, length: int) -> None:
+        """Count what was written, up to `length` tokens of prompt and output, in the table."""
+        self._table.add(self._written[: length - self._num_prompt])
+        self._written = []
+
+    def _longest(self, context: Context) -> Continuation | None:
+        """The continuation of the longest known context; the text's own counts win a tie."""
+        own = super()._longest(context)
+        if own is not None and own.width == self._config.max_order - 1:
+            return own
+        kept = self._table.continuation(context)
+        return kept if kept and (own is None or kept.width > own.width) else own

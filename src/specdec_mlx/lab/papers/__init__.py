@@ -1,0 +1,1 @@
+"""Systems of papers that no default uses."""
