@@ -34,7 +34,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 207,
+    "files": 216,
     "numeric constants": 170,
     "protocols": 21,
     "public names": 31,
@@ -55,7 +55,7 @@ CORE = (
 )
 """What one call passes through: who has read it understands the whole."""
 
-TOKENS = {"core": 28_900, "library": 136_000, "lab": 60_000, "server": 36_500}
+TOKENS = {"core": 28_900, "library": 122_500, "lab": 69_500, "server": 36_500}
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
@@ -101,7 +101,7 @@ WRONG_IMPORTS = [
     ("layers", "drafters.model", "lab.pair"),
     ("layers", "server.engine", "lab.bench.run"),
     ("layers", "lab.bench.run", "server.engine"),
-    ("circles", "rules.arithmetic", "stats.theory"),
+    ("circles", "token_ids", "contracts.drafting"),
     ("circles", "drafters.drawing", "drafters.model"),
     ("pure", "rules.coins", "mlx_lm"),
     ("pure", "stats.theory", "mlx_lm.models.cache"),

@@ -330,7 +330,7 @@ def test_who_asks_outside_of_the_loop_gets_the_loops_choice(model: Any, text: li
 
 def test_combinations_leave_the_choice_to_the_loop() -> None:
     """They say who is asked; none of them has a `propose` that could answer otherwise."""
-    for kind in (sd.FirstOf, sd.BestOf, lab.TreeOf):
+    for kind in (sd.FirstOf, sd.BestOf):
         session = kind(sd.SuffixDrafter(), sd.NGramDrafter()).begin(PROMPT, DraftContext())
         assert isinstance(session, SessionGroups)
         assert not hasattr(session, "propose")

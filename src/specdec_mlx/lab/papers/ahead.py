@@ -8,8 +8,6 @@ from typing import Any
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter
 from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.drafters.prompt_lookup import PromptLookupSession
-from specdec_mlx.drafters.suffix import SuffixSession
 
 
 def begin_ahead(
@@ -17,10 +15,10 @@ def begin_ahead(
 ) -> Any:
     """A session that can be asked what follows a draft; ValueError for one that cannot."""
     session = drafter.begin(list(prompt), context)
-    if not isinstance(session, ModelSession | PromptLookupSession | SuffixSession):
+    if not (isinstance(session, ModelSession) or hasattr(session, "propose_after")):
         raise ValueError(
             f"{type(asked_by).__name__}: {type(drafter).__name__} cannot be asked what follows a "
-            "draft; expected 'suffix', 'prompt-lookup' or a ModelDrafter."
+            "draft; expected a drafter whose sessions have propose_after, such as 'suffix'."
         )
     return session
 
