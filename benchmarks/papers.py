@@ -38,7 +38,7 @@ from specdec_mlx.lab.training.fitting import LOSSES, update
 from specdec_mlx.lab.training.trainees import Prediction, Trainee, branches_behind
 from specdec_mlx.loop import speculate
 from specdec_mlx.models import load_model
-from specdec_mlx.rules import Typical
+from specdec_mlx.lab.papers.lossy import Typical
 from specdec_mlx.rules.registry import AutoRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats

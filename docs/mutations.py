@@ -35,7 +35,7 @@ TESTS = {
     "rules/rejection": ["rules/test_acceptance.py"],
     "rules/coins": ["rules/test_acceptance.py"],
     "rules/match": ["rules/test_acceptance.py"],
-    "rules/lossy": ["rules/test_acceptance.py", "rules/test_trees.py"],
+    "lab/papers/lossy": ["rules/test_acceptance.py", "rules/test_trees.py"],
     "sampling/distribution": ["sampling/test_sampling.py"],
     "loop": [
         *("engine/test_loop.py", "engine/test_rounds.py", "test_generation.py"),
@@ -113,15 +113,15 @@ EQUIVALENT: dict[str, str] = {
     "no run of tokens contains it.",
     "rules/block.running_weights: `0` → `1` (again) (again)": "Where a product overflowed before a "
     "0, the run that begins with the 0 has the product 0, which is the smallest.",
-    "rules/lossy.Typical: `True` → `False`": GREEDY,
-    "rules/lossy.Typical: `True` → `False` (again)": FROZEN,
+    "lab/papers/lossy.Typical: `True` → `False`": GREEDY,
+    "lab/papers/lossy.Typical: `True` → `False` (again)": FROZEN,
     "loop.module: `256` → `257`": "How often MLX's buffers are freed changes no text.",
     "sampling/distribution.Sampling: `True` → `False`": FROZEN,
     "loop.Token: `False` → `True`": SHOWN,
     "loop.Token: `False` → `True` (again)": SHOWN,
     "loop.Token: `True` → `False`": "A class without slots does the same.",
-    "rules/lossy.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,
-    "rules/lossy.Typical._is_typical: `(p > self.threshold(target_probs)) * "
+    "lab/papers/lossy.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,
+    "lab/papers/lossy.Typical._is_typical: `(p > self.threshold(target_probs)) * "
     "namespace_of(p).ones_like(p)` → `(p > self.threshold(target_probs)) / "
     "namespace_of(p).ones_like(p)`": ONES,
     "sampling/distribution.Sampling._unnormalized: `0 < self.top_p < 1` → "

@@ -43,7 +43,7 @@ from specdec_mlx.rules.arithmetic import (
 )
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.rules.lossy import Lenient
+from specdec_mlx.lab.papers.lossy import Lenient
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.token_ids import to_ids
 

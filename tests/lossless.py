@@ -29,6 +29,7 @@ from specdec_mlx.verify.exactness import places_of, tree_report
 from specdec_mlx.verify.model_pass import ModelPass
 from specdec_mlx.verify.recurrent_states import recurrent_states_of, ways_back
 from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.tree_passes import takes_trees
 from specdec_mlx.verify.watching import Taps
 
 BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
@@ -339,7 +340,7 @@ class Case:
     def trees(self) -> str:
         """A tree in one pass, across the end of a window and past it."""
         target = ModelPass(self.model, Rollback(make_prompt_cache(self.model)))
-        if not target.rollback.takes_trees():
+        if not takes_trees(target.rollback):
             return "chains"
         deviations = [tree_deviation(self.model, length) for length in TREES_AFTER]
         for place in places_of(self.model):

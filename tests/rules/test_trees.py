@@ -30,7 +30,7 @@ from selection import FULL, in_one_test
 from specdec_mlx.contracts import ROOT, Draft, Outcome
 from specdec_mlx.contracts.trees import chain, first_path, path_to
 from specdec_mlx.lab.proof.enumeration import sources
-from specdec_mlx.rules import Typical
+from specdec_mlx.lab.papers.lossy import Typical
 from specdec_mlx.rules.trees import MultiRound, OwnTokens, remaining_laws
 
 EXACT = 1e-12

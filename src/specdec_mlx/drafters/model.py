@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -33,7 +34,12 @@ from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.exactness import first_inexact
 from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.tree_passes import TreeLayout, next_level
+from specdec_mlx.verify.tree_passes import (
+    TreeLayout,
+    next_level,
+    takes_trees,
+    tree_pass,
+)
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -141,7 +147,7 @@ class ModelSession(WritingSession):
         """True if drafts are to fork, and the model drafts the same in a tree as in chains."""
         rollback = self.rollback  # a level of a tree is wider than narrow passes may be
         may_fork = (
-            super().forks and rollback.takes_trees() and rollback.widest_pass() is None
+            super().forks and takes_trees(rollback) and rollback.widest_pass() is None
         )
         return may_fork and first_inexact(self.model, 0, on_trees=True) is None
 
@@ -194,7 +200,8 @@ class ModelSession(WritingSession):
         width = vocab_size_of(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
-        return self.rollback.forward(self.model, ids, tree)
+        call = None if tree is None else partial(tree_pass, rows=tree)
+        return self.rollback.forward(self.model, ids, call)
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""

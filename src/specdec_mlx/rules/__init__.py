@@ -3,15 +3,12 @@
 from specdec_mlx.rules.arithmetic import acceptance_probability, residual
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.rules.lossy import Lenient, Typical
 from specdec_mlx.rules.rejection import Rejection
 
 __all__ = [
     "Block",
     "CoinRule",
-    "Lenient",
     "Rejection",
-    "Typical",
     "acceptance_probability",
     "residual",
 ]

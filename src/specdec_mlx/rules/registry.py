@@ -23,15 +23,12 @@ from specdec_mlx.contracts import (
     Draft,
     Randomness,
     TargetRows,
-    TreeVerdict,
 )
 from specdec_mlx.errors import UnknownNameError
 from specdec_mlx.options import installed, load, make_with, split_spec, wrong
 from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.lossy import Lenient, Typical
 from specdec_mlx.rules.match import Coupled, Match
 from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.rules.trees import MultiRound, OwnTokens, Traversal, TreeRule
 
 
 @dataclass(frozen=True)
@@ -53,45 +50,16 @@ class AutoRule:
         """Block for drafts drawn at random, else match."""
         return Match() if draft.logprobs is None else Block()
 
-    def decide_tree(
-        self, target: TargetRows, draft: Draft, randomness: Randomness
-    ) -> TreeVerdict:
-        """The target's own tokens, and traversal for drafts drawn at random."""
-        is_drawn = draft.logprobs is not None and target.has_distribution
-        rule: TreeRule = Traversal() if is_drawn else OwnTokens()
-        return rule.decide_tree(target, draft, randomness)
 
-
-ON_TREES: dict[type, TreeRule] = {
-    Match: OwnTokens(),
-    Coupled: OwnTokens(),
-    Rejection: MultiRound(),
-    Block: Traversal(),
-}
-"""The rule for trees that goes with each class of rules for chains."""
-
-
-def tree_rule_for(rule: AcceptanceRule) -> TreeRule | None:
-    """The rule for trees that goes with a rule; None where it decides about chains alone."""
-    return rule if isinstance(rule, TreeRule) else ON_TREES.get(type(rule))
-
-
-LOSSLESS: dict[str, Callable[..., AcceptanceRule]] = {
+RULES: dict[str, Callable[..., AcceptanceRule]] = {
     "auto": AutoRule,
     "match": Match,
     "coupled": Coupled,
     "rejection": Rejection,
     "block": Block,
 }
-"""Rules that leave the target's distribution alone."""
+"""The rules of the library, by name. They leave the target's distribution alone."""
 
-LOSSY: dict[str, Callable[..., AcceptanceRule]] = {
-    "lenient": Lenient,
-    "typical": Typical,
-}
-"""Rules that change it; asked for by name only."""
-
-RULES = {**LOSSLESS, **LOSSY}  # the built-in rules, by name
 GROUP = "specdec_mlx.rules"  # entry points by which packages give their rules a name
 
 

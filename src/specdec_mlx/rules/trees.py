@@ -18,7 +18,13 @@ from typing import Any, Protocol, runtime_checkable
 import mlx.core as mx
 from jaxtyping import Float, Integer
 
-from specdec_mlx.contracts import Draft, Randomness, TargetRows, TreeVerdict
+from specdec_mlx.contracts import (
+    AcceptanceRule,
+    Draft,
+    Randomness,
+    TargetRows,
+    TreeVerdict,
+)
 from specdec_mlx.contracts.trees import ROOT, children_of, path_to
 from specdec_mlx.rules.arithmetic import (
     Array,
@@ -34,6 +40,10 @@ from specdec_mlx.rules.arithmetic import (
     ratio,
     residual,
 )
+from specdec_mlx.rules.block import Block
+from specdec_mlx.rules.match import Coupled, Match
+from specdec_mlx.rules.registry import AutoRule
+from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.token_ids import to_ids
 
 
@@ -236,3 +246,31 @@ class Traversal(TreeCoinRule):
 
         settle(0)
         return xp.stack(weights[1:]), xp.stack(left)
+
+
+@dataclass(frozen=True)
+class AutoTree:
+    """The target's own tokens, and traversal for drafts drawn at random."""
+
+    def decide_tree(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> TreeVerdict:
+        """Pass on to the rule that suits the draft."""
+        is_drawn = draft.logprobs is not None and target.has_distribution
+        rule: TreeRule = Traversal() if is_drawn else OwnTokens()
+        return rule.decide_tree(target, draft, randomness)
+
+
+ON_TREES: dict[type, TreeRule] = {
+    Match: OwnTokens(),
+    Coupled: OwnTokens(),
+    Rejection: MultiRound(),
+    Block: Traversal(),
+    AutoRule: AutoTree(),
+}
+"""The rule for trees that goes with each class of rules for chains."""
+
+
+def tree_rule_for(rule: AcceptanceRule) -> TreeRule | None:
+    """The rule for trees that goes with a rule; None where it decides about chains alone."""
+    return rule if isinstance(rule, TreeRule) else ON_TREES.get(type(rule))

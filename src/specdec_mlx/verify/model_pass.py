@@ -16,7 +16,7 @@ from specdec_mlx.verify.exactness import first_inexact, warn_of_chains
 from specdec_mlx.verify.inputs import CacheOptions
 from specdec_mlx.verify.recurrent_states import recurrent_states_of
 from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.tree_passes import TreeLayout
+from specdec_mlx.verify.tree_passes import TreeLayout, takes_trees, tree_pass
 from specdec_mlx.verify.watching import Taps, anatomy_of, check_readable, keys_values_of
 
 vocab_size_of = PerModel(lambda model: anatomy_of(model).vocab_size)
@@ -79,12 +79,13 @@ class ModelPass:
             self.rollback.states = recurrent_states_of(self.model)
         if self.options.kv_bits is not None:
             self.quantize()
-        tree = None
+        call = None
         if parents is not None:
-            tree = TreeLayout.after(tokens.shape[0] - len(parents), parents)
+            rows = TreeLayout.after(tokens.shape[0] - len(parents), parents)
+            call = partial(tree_pass, rows=rows)
         inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
 
-        run = partial(self.rollback.forward, self.model, tokens, tree, **inputs)
+        run = partial(self.rollback.forward, self.model, tokens, call, **inputs)
         return run() if self.taps is None else self.taps.read(run)
 
     def quantize(self) -> None:
@@ -122,7 +123,7 @@ class ModelPass:
             return False
         end = self.rollback.end
         if (
-            self.rollback.takes_trees()
+            takes_trees(self.rollback)
             and first_inexact(self.model, end, on_trees=True) is None
         ):
             return True

@@ -19,7 +19,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.verify.recurrent_states import RecurrentStates
 from specdec_mlx.verify.strategies import Gathers, Strategy, leaves, strategy_for
-from specdec_mlx.verify.tree_passes import VIEWS, TreeLayout, tree_pass
 
 T = TypeVar("T")
 
@@ -62,16 +61,20 @@ class Rollback:
         self,
         model: nn.Module,
         tokens: mx.array,
-        tree: TreeLayout | None = None,
+        call: Callable[..., mx.array] | None = None,
         **inputs: Any,
     ) -> mx.array:
-        """One pass of a model over tokens [S]; logits [S, V]. Exceptions change no cache."""
+        """One pass of a model over tokens [S]; logits [S, V]. Exceptions change no cache.
+
+        call: a function that calls the model in another way, from (model, tokens [S], caches,
+        **inputs) to logits [S, V].
+        """
         width, states = tokens.shape[0], self.states
         self._chosen = {}
 
         def run() -> mx.array:
-            if tree is not None:
-                return tree_pass(model, tokens, self.caches, tree, **inputs)
+            if call is not None:
+                return call(model, tokens, self.caches, **inputs)
             logits: mx.array = model(tokens[None], cache=self.caches, **inputs).squeeze(
                 0
             )
@@ -90,7 +93,7 @@ class Rollback:
     def checkpoint(self) -> None:
         """Remember this position, before a pass with a draft; of earlier ones the last is kept."""
         saved = [
-            s.save(cache) if s.must_restore else None for cache, s in self._strategies()
+            s.save(cache) if s.must_restore else None for cache, s in self.strategies()
         ]
         self.checkpoints = [*self.checkpoints[-1:], (self.position, saved)]
 
@@ -105,15 +108,8 @@ class Rollback:
 
     def widest_pass(self) -> int | None:
         """Most positions that one pass may have here; None for any number."""
-        limits = (strategy.widest_pass(cache) for cache, strategy in self._strategies())
+        limits = (strategy.widest_pass(cache) for cache, strategy in self.strategies())
         return min((limit for limit in limits if limit is not None), default=None)
-
-    def takes_trees(self) -> bool:
-        """True if a pass over a tree can be made here, and a path of it kept."""
-        pairs = self._strategies()
-        return all(
-            type(cache) in VIEWS and isinstance(s, Gathers) for cache, s in pairs
-        )
 
     @property
     def end(self) -> int:
@@ -134,7 +130,7 @@ class Rollback:
             return self.rewind_to(position + len(kept))
 
         def gather() -> None:
-            for layer, (cache, strategy) in enumerate(self._strategies()):
+            for layer, (cache, strategy) in enumerate(self.strategies()):
                 if not isinstance(strategy, Gathers):
                     raise CacheRollbackError(
                         f"Cache {layer} ({type(cache).__name__}) cannot keep rows {list(kept)} of "
@@ -157,7 +153,7 @@ class Rollback:
             return self.position
 
         def go_back() -> int:
-            pairs = self._strategies()
+            pairs = self.strategies()
             if all(strategy.can_trim(cache, back) for cache, strategy in pairs):
                 self._check(
                     [strategy.trim(cache, back) for cache, strategy in pairs], back
@@ -168,7 +164,7 @@ class Rollback:
         self.position -= self._all_or_nothing(go_back)
         return self.position
 
-    def _strategies(self) -> list[tuple[Any, Strategy]]:
+    def strategies(self) -> list[tuple[Any, Strategy]]:
         """Every cache that holds state, with its strategy; found anew where one was replaced."""
         if [*map(id, self._found_in)] != [*map(id, self.caches)]:
             self._found_in = list(self.caches)
@@ -186,7 +182,7 @@ class Rollback:
         """Put every cache back if a change of them raises; a note says which cannot be."""
         before = [
             (cache, s, vars(cache).copy() if s.saves_by_name else s.save(cache))
-            for cache, s in self._strategies()
+            for cache, s in self.strategies()
         ]
         try:
             return change()
@@ -212,7 +208,7 @@ class Rollback:
         back = self.position - at
         self._chosen = {}
         dropped = []
-        for (cache, strategy), state in zip(self._strategies(), saved, strict=True):
+        for (cache, strategy), state in zip(self.strategies(), saved, strict=True):
             if strategy.must_restore:
                 strategy.restore(cache, state)
             dropped.append(

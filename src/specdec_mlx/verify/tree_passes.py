@@ -21,7 +21,8 @@ import mlx.nn as nn
 
 from specdec_mlx.contracts.trees import chain, depths_of, path_to
 from specdec_mlx.models import PerModel
-from specdec_mlx.verify.strategies import READABLE, parts_of
+from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.verify.strategies import READABLE, Gathers, parts_of
 from specdec_mlx.verify.watching import change_class, held
 
 
@@ -116,6 +117,14 @@ def view_class(kind: type) -> type:
 
 VIEWS = {kind: view_class(kind) for kind in READABLE}
 """Cache classes that a pass over a tree can be made with, and their views."""
+
+
+def takes_trees(rollback: Rollback) -> bool:
+    """True if a pass over a tree can be made with these caches, and a path of it kept."""
+    return all(
+        type(cache) in VIEWS and isinstance(strategy, Gathers)
+        for cache, strategy in rollback.strategies()
+    )
 
 
 class _Shifted:

@@ -19,7 +19,8 @@ from specdec_mlx.contracts import (
     needs_distribution,
     shares_noise,
 )
-from specdec_mlx.rules.registry import make_rule, tree_rule_for
+from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.rules.trees import tree_rule_for
 from specdec_mlx.token_ids import to_ids
 from specdec_mlx.verify.inputs import check_draft
 from specdec_mlx.verify.model_pass import ModelPass

@@ -23,6 +23,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from scipy import stats
 
 import specdec_mlx as sd
+from specdec_mlx.lab.papers.lossy import Lenient
 import tiny
 from command_line import both_ways, run
 from exact import (
@@ -257,7 +258,7 @@ def test_a_draft_cache_out_of_step_changes_no_text_and_is_named() -> None:
 
 def test_a_greedy_text_that_is_not_the_targets_is_a_fault_unless_the_probe_excuses_it() -> None:
     """A lenient rule keeps near misses; logits that move by 100 with the width explain them."""
-    given = subject(None, sd.rules.Lenient(0.01), sampling=GREEDY)
+    given = subject(None, Lenient(0.01), sampling=GREEDY)
     row = replace(probe(model()).rows[0], max_difference=100.0, exact=True)
     part, excused = (check_greedy(given, WORK, p) for p in (None, ProbeReport((), None, (row,))))
     assert part.status == "failed"

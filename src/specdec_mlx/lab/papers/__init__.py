@@ -1,1 +1,1 @@
-"""Systems of papers that no default uses."""
+"""Systems from papers that no default uses."""

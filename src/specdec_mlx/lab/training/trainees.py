@@ -32,7 +32,7 @@ from specdec_mlx.lab.papers.parallel_sampling import (
 from specdec_mlx.lab.training.features import Batch, save_arrays, save_json
 from specdec_mlx.models import explained
 from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.tree_passes import TreeLayout, tree_pass
+from specdec_mlx.verify.tree_passes import TreeLayout, takes_trees, tree_pass
 from specdec_mlx.verify.watching import Anatomy, Taps
 
 NORM_EPS = 1e-5
@@ -201,7 +201,7 @@ def branches_behind(size: int, count: int) -> TreeLayout:
 def look_ahead(recipe: Recipe) -> Trainee:
     """PaSS's embeddings; a pass of the frozen target reads all of them behind every token."""
     target, count = recipe.target, recipe.size.guesses
-    if not Rollback.of(target).takes_trees():
+    if not takes_trees(Rollback.of(target)):
         raise TrainingError(
             "PaSS is trained by passes over trees, which this target's caches do not take. Train "
             "another kind, such as mtp."

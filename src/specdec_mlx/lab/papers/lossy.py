@@ -141,3 +141,7 @@ class Typical(TreeCoinRule, CoinRule):
     ) -> Float[Array, " k"]:
         p = at(target_probs, tokens)
         return (p > self.threshold(target_probs)) * namespace_of(p).ones_like(p)
+
+
+LOSSY: dict[str, type[CoinRule]] = {"lenient": Lenient, "typical": Typical}
+"""The rules by the names that `pyproject.toml` gives them."""
