@@ -7,15 +7,8 @@ from typing import Any
 
 from jaxtyping import Float, Integer
 
-from specdec_mlx.rules.arithmetic import (
-    Array,
-    Law,
-    acceptance_probability,
-    namespace_of,
-    residual,
-)
-from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.rules.trees import MultiRound
+from specdec_mlx.rules import Array, Law, Rejection, acceptance_probability, namespace_of, residual
+from specdec_mlx.trees.rules import MultiRound
 
 HALVINGS = 20  # of the interval of the factor, which is then at most 3e-6 C too large, and exact
 

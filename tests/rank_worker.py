@@ -30,9 +30,9 @@ from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, Features
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.errors import DraftError, RankError
 from specdec_mlx.lab.papers.early_exit import early_exit
+from specdec_mlx.ranks import Ranks
 
 GROUP = mx.distributed.init()
 RANK = GROUP.rank()

@@ -14,20 +14,26 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchResponse, BatchStats, generation_stream, wired_limit
 
+from specdec_mlx.arguments import check_names, whole, wrong
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
-from specdec_mlx.engine.options import Options
-from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
-from specdec_mlx.options import check_names, whole, wrong
-from specdec_mlx.responses import SpeculativeResponse, TextUnderWay, speeds
-from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.generation import (
+    Prompt,
+    SpeculativeResponse,
+    TextUnderWay,
+    choose_sampler,
+    encode,
+    loaded,
+    speeds,
+)
+from specdec_mlx.options import Options, max_tokens_of
+from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stop_strings import StopStrings
-from specdec_mlx.verify.inputs import max_tokens_of
 
 
 @dataclass

@@ -1,17 +1,9 @@
-"""The loop: propose, verify, accept, roll back, emit. The page to read first.
-
-The state is one sequence, prompt + generated tokens, and the target's caches, which hold its first
-`position` tokens. What is not in the caches yet is *pending*: the next pass feeds it in front of
-the draft. Normally that is the last token; after a rejection on recurrent caches a few more.
-
-`Generation.run` is the algorithm. The next pass is always under way before this round's tokens are
-handed out; `pipeline` says when it may even be launched before they are known.
-"""
+"""Host time of a round."""
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +12,8 @@ import mlx.nn as nn
 from jaxtyping import Float
 from mlx_lm.generate import generation_stream
 
+from specdec_mlx.arguments import check_names
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
@@ -27,24 +21,212 @@ from specdec_mlx.contracts import (
     Drafter,
     Origin,
     Outcome,
+    PendingPass,
+    RoundRecord,
     Target,
+    check_drafter_fits,
 )
-from specdec_mlx.engine.assemble import Assembled, assemble
-from specdec_mlx.engine.clock import Round, RoundClock
-from specdec_mlx.engine.drafting import Drafting
-from specdec_mlx.engine.history import history_of, remember
-from specdec_mlx.engine.options import Options
-from specdec_mlx.engine.pipeline import Pipeline
-from specdec_mlx.engine.prompt_reader import PromptReader
-from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
-from specdec_mlx.engine.sequence import SequenceState, bring_caches_to, close_all
-from specdec_mlx.options import check_names
+from specdec_mlx.draft_length.contract import DraftLength, ValuesDrafts
+from specdec_mlx.draft_length.drafting import Drafting
+from specdec_mlx.draft_length.policy import make_draft_length
+from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.options import Options, max_tokens_of
+from specdec_mlx.ranks import Ranks, SharedDrafting, ranks_of, shared_noise
+from specdec_mlx.sampling import Noise, Sampling
+from specdec_mlx.sequence import (
+    PromptReader,
+    SequenceState,
+    bring_caches_to,
+    check_ids,
+    check_prompt,
+    close_all,
+    history_of,
+    remember,
+    split_cache,
+)
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target import NextToken, Verifier, check_model
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.inputs import check_model, split_cache
+
+HARDLY = 0.1
+"""Share of a round's seconds for which the caller may be away, and they count as the round's."""
+
+
+@dataclass(slots=True)
+class Round:
+    """A pass under way, and the host time that it took to get there, in seconds.
+
+    num_drafted: tokens that it verifies. num_pending: those that were known before. is_ahead:
+    launched before the round before it was read.
+    """
+
+    under_way: PendingPass
+    num_drafted: int
+    num_pending: int
+    draft_seconds: float
+    launch_seconds: float
+    is_ahead: bool = False
+    part: str = ""
+
+
+@dataclass
+class RoundClock:
+    """Host time of rounds, in seconds.
+
+    seconds: of the latest round, reading to reading. waited: for its reading. away: the caller's.
+    now: the time.
+    """
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    away: float = 0.0
+    now: Callable[[], float] = field(default_factory=lambda: perf_counter)
+    _read_at: float = 0.0
+    _resumed_at: float = 0.0
+    _draft_began: float | None = None
+    _launch_began: float = 0.0
+    _launching: float = 0.0
+    _finished_at: float | None = None
+
+    def start(self) -> None:
+        """The first round begins."""
+        self._read_at = self._resumed_at = self.now()
+
+    def draft_begins(self) -> None:
+        """A draft is asked for."""
+        self._draft_began = self.now()
+
+    def launch_begins(self) -> None:
+        """A pass is about to be launched."""
+        self._launch_began = self.now()
+
+    def launched(
+        self, under_way: PendingPass, *, is_ahead: bool = False, part: str = ""
+    ) -> Round:
+        """It is under way; part: key of the drafter whose draft it verifies."""
+        began = self._launch_began if self._draft_began is None else self._draft_began
+        self._draft_began = None
+        draft_seconds = self._launch_began - began
+        launch_seconds = self.now() - self._launch_began
+        self._launching += draft_seconds + launch_seconds
+        drafted = len(under_way.draft.tokens)
+        pending = under_way.num_fed - drafted
+        return Round(
+            under_way, drafted, pending, draft_seconds, launch_seconds, is_ahead, part
+        )
+
+    def was_read(self, started: float) -> None:
+        """A round was read; waiting for it began at `started`."""
+        read_at = self.now()
+        self.waited = read_at - started
+        self.seconds = (self._finished_at or read_at) - self._read_at
+        if self._finished_at is not None:
+            self.away = 0.0
+        self._read_at, self._finished_at = self._finished_at or read_at, None
+
+    @property
+    def was_undisturbed(self) -> bool:
+        """True if its seconds are the round's own: the caller was away for less than waited."""
+        return self.away < max(self.waited, HARDLY * self.seconds)
+
+    def record(
+        self, current: Round, outcome: Outcome, ahead: Round | None, context: int
+    ) -> RoundRecord:
+        """The account of the round that was just read.
+
+        outcome: cut at max_tokens. ahead: the pass launched before it was read. context: on the
+        caches.
+        """
+        return RoundRecord(
+            drafted=current.num_drafted,
+            accepted=len(outcome.kept),
+            emitted=len(outcome.tokens),
+            fed=current.under_way.num_fed,
+            tokens=outcome.tokens,
+            seconds=self.seconds,
+            draft_seconds=current.draft_seconds,
+            verify_seconds=current.launch_seconds + self.waited,
+            steady=current.is_ahead == (ahead is not None) and self.was_undisturbed,
+            ahead=current.is_ahead,
+            context=context,
+            part=current.part,
+        )
+
+    def other_seconds(self) -> float:
+        """Host time of this round that was neither waiting nor getting a pass under way."""
+        return self.now() - self._resumed_at - self.waited - self._launching
+
+    def time_if_hidden(self, following: Round | None, values: ValuesDrafts) -> None:
+        """Wait for the pass under way, where a slow caller hides seconds that `values` needs."""
+        if following is not None and values.wants_timing(following.num_drafted):
+            if self.was_undisturbed:
+                return
+            following.under_way.wait()
+            self._finished_at = self.now()
+
+    def resumed(self, handed_over: float) -> None:
+        """The caller came back, and had the tokens from `handed_over` on."""
+        self._resumed_at, self._launching = self.now(), 0.0
+        self.away = self._resumed_at - handed_over
+
+
+HIT_RATE_DECAY = 0.8  # decay of the moving average of "this round's draft was of use"
+
+
+FIRST_HIT_RATE = 0.3  # initial value
+
+
+LOW_HIT_RATE = 0.08
+"""Rate below which pipelined mode pays. A pass that is not overlapped takes longer by what building
+it takes the host, 0.05 of a plain round of SmolLM2 on a CPU and more on a GPU; a draft that has to
+begin one token later loses about 0.6 of one."""
+
+
+@dataclass
+class Pipeline:
+    """Whether the next pass may start before this one's token is known: little chance of a draft.
+
+    A pass launched ahead costs the first token of the next draft; waiting costs the overlap.
+    draft_hit_rate: share of the rounds lately that kept something of a draft.
+    """
+
+    target: Target
+    sequence: SequenceState
+    clock: RoundClock
+    stream: Any
+    is_on: bool = True
+    draft_hit_rate: float = FIRST_HIT_RATE
+
+    def choose(self, found: bool, may_find: bool) -> None:
+        """Choose the mode of the next round: is there a draft, or will one be looked for?"""
+        may_wait = self.draft_hit_rate >= LOW_HIT_RATE and may_find
+        self.is_on = not found and not may_wait
+
+    def record(self, num_accepted: int) -> None:
+        """Learn from a round how likely a draft is of use."""
+        hit = (1 - HIT_RATE_DECAY) * (num_accepted > 0)
+        self.draft_hit_rate = HIT_RATE_DECAY * self.draft_hit_rate + hit
+
+    def verify_ahead(self, current: Round) -> Round | None:
+        """In pipelined mode, start the pass after this one before its token is known."""
+        if (
+            not self.is_on
+            or current.num_drafted
+            or not self.sequence.wants_more(besides=1)
+        ):
+            return None
+        self.clock.launch_begins()
+        with mx.stream(self.stream):
+            token = current.under_way.next_token
+            self.target.extend_history(token)
+            ahead = self.target.launch(token, NO_DRAFT, self.sequence.num_generated + 1)
+        return self.clock.launched(ahead, is_ahead=True)
+
 
 # most tokens of a text that is drafted from its first pass on, since each pass counts
 SHORT = 8
+
+
 CLEAR_CACHE_EVERY = 256
 """Tokens after which MLX's buffer cache is cleared, as in mlx-lm's `generate_step`."""
 
@@ -93,7 +275,7 @@ def speculate(
         prompt_tokens: [n] token ids.
         drafter: None for plain decoding.
         options: how; None makes them of `given`.
-        given: fields of `engine.options.Options`, which lists them, such as `max_tokens`.
+        given: fields of `options.Options`, which lists them, such as `max_tokens`.
 
     Raises:
         PromptError: for what cannot be a prompt of this model.
@@ -366,3 +548,133 @@ def tokens_of(
         origins = [*["draft"] * len(outcome.kept), last]  # type: ignore[list-item]
     for token, origin, row in zip(outcome.tokens, origins, rows, strict=False):
         yield Token(token, origin, stats, current.under_way.logprobs[row], row)
+
+
+@dataclass
+class Assembled:
+    """The parts of a generation.
+
+    target: a `Verifier`, or what else stands for one. context: what the drafter knows of it.
+    """
+
+    target: Any
+    sequence: SequenceState
+    drafting: Drafting
+    stats: SpeculationStats
+    context: DraftContext
+
+
+def assemble(
+    model: nn.Module,
+    prompt_tokens: Any,
+    drafter: Drafter | None,
+    options: Options,
+    caches: list[Any],
+    *,
+    draft_cache: list[Any] | None = None,
+    ranks: Ranks | None = None,
+    length: DraftLength | None = None,
+    num_read: int = 0,
+    num_said: int = 0,
+    history: Sequence[int] = (),
+    stats: SpeculationStats | None = None,
+    of_batch: dict[str, Any] | None = None,
+) -> Assembled:
+    """Put a generation together, and check all that it is made of.
+
+    Args:
+        caches: the target's, which hold the prompt's first `num_read` tokens.
+        draft_cache: a draft model's, kept by the caller.
+        ranks: the ranks that the model is spread over.
+        length: a draft length in the place of the options' own.
+        num_said: the prompt's last tokens that are the text's beginning, written elsewhere.
+        history: [n] tokens that the caches hold before the prompt.
+        stats: an account to go on with.
+        of_batch: fields of the drafter's context that differ where passes are shared.
+
+    Raises:
+        PromptError: for what cannot be a prompt of this model.
+        ValueError: for other bad input.
+    """
+    prompt = check_prompt(prompt_tokens, options.input_embeddings, drafter)
+    prompt, num_read = [*history, *prompt], num_read + len(history)
+    target = verifier_for(
+        model,
+        Rollback(caches, num_read),
+        options,
+        probe=options.probe and drafter is not None,
+        noise=shared_noise(ranks, options.seed),
+    )
+    check_ids(prompt, target.vocab_size())
+    context = target.draft_context(options.tokenizer, draft_cache)
+    context = replace(context, **{"num_unseen": len(history)} | (of_batch or {}))
+    check_drafter_fits(drafter, context)
+    if length is None:
+        tuning = tuning_for(model) if options.tuning is None else options.tuning
+        length = make_draft_length(options.draft_length, tuning)
+    parts = assemble_around(
+        target,
+        prompt,
+        drafter,
+        length,
+        options,
+        context,
+        ranks=ranks,
+        num_said=num_said,
+    )
+    parts.sequence.has_prompt = len(prompt_tokens) > 0
+    parts.sequence.num_history = len(history)
+    parts.drafting.keeps_cache = options.prompt_cache is not None
+    parts.stats = SpeculationStats() if stats is None else stats
+    return parts
+
+
+def assemble_around(
+    target: Target,
+    prompt: list[int],
+    drafter: Drafter | None,
+    length: DraftLength,
+    options: Options,
+    context: DraftContext,
+    *,
+    ranks: Ranks | None = None,
+    num_said: int = 0,
+) -> Assembled:
+    """Put a generation together around a target that is there; arguments as of `assemble`."""
+    sequence = SequenceState(
+        prompt,
+        len(prompt) - num_said,
+        max_tokens_of(options.max_tokens),
+        options.input_embeddings,
+        num_said,
+    )
+    how: dict[str, Any] = {"keeps_cache": False, "stream": options.stream}
+    drafting = (
+        Drafting(drafter, length, target, sequence, **how)
+        if ranks is None
+        else SharedDrafting(ranks, drafter, length, target, sequence, **how)
+    )
+    return Assembled(target, sequence, drafting, SpeculationStats(), context)
+
+
+def verifier_for(
+    model: nn.Module,
+    rollback: Rollback,
+    options: Options,
+    *,
+    probe: bool,
+    noise: Noise,
+) -> Verifier:
+    """The target of a generation: a model with caches, what tokens are drawn from, a rule."""
+    next_token = NextToken(
+        options.sampler or Sampling(), options.logits_processors or (), noise
+    )
+    return Verifier(
+        model,
+        rollback,
+        options,
+        next_token=next_token,
+        given_rule=options.rule,
+        end_tokens=frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ()),
+        probe=probe,
+    )

@@ -14,8 +14,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from selection import in_one_test
-from specdec_mlx.contracts import DraftContext, Evidence
-from specdec_mlx.contracts.drafting import places_class, share_class
+from specdec_mlx.contracts import DraftContext, Evidence, places_class, share_class
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.ngram import NGramCounts, NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter
@@ -25,8 +24,7 @@ from specdec_mlx.lab.papers.stochastic_ngrams import (
     StochasticNGramDrafter,
     StochasticNGramSession,
 )
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.sampling import Noise, Sampling
 
 CONTEXT = DraftContext()
 VOCAB = 7

@@ -21,9 +21,8 @@ from scripted import PROMPT, target
 from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.engine.history import tokens_on
-from specdec_mlx.engine.sequence import SHOWS_PROMPT
 from specdec_mlx.lab.pair import held_out_openings
+from specdec_mlx.sequence import SHOWS_PROMPT, tokens_on
 
 NUM_TOKENS = 24
 BEFORE, LAST = [*PROMPT, *range(30, 50)], [9, 17]

@@ -45,16 +45,22 @@ from exact import (
 from lossless import noisy_copy
 from selection import in_one_test
 from specdec_mlx.contracts import Draft, needs_distribution, shares_noise
+from specdec_mlx.lab.papers.lossy import LOSSY, Lenient, Typical
 from specdec_mlx.lab.proof.enumeration import sources
 from specdec_mlx.lab.proof.subject import total_variation
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
-from specdec_mlx.lab.papers.lossy import LOSSY, Lenient, Typical
-from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
-from specdec_mlx.rules.block import running_weights
-from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.rules.registry import RULES, make_rule, rule_names
-from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.rules import (
+    RULES,
+    CoinRule,
+    Rejection,
+    acceptance_probability,
+    make_rule,
+    point_mass,
+    residual,
+    rule_names,
+    running_weights,
+)
+from specdec_mlx.sampling import Noise
 
 EXACT = 1e-12
 FLOAT32 = 2e-6

@@ -17,7 +17,7 @@ import pytest
 from live import listening
 from selection import in_one_test
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
-from specdec_mlx.server import app
+from specdec_mlx.server import app, receiving
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.requests import (
     Ended,
@@ -221,7 +221,7 @@ def test_a_body_may_come_in_chunks(port: int) -> None:
 
 
 def test_a_body_has_a_bound(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MOST_BYTES", 100)
+    monkeypatch.setattr(receiving, "MOST_BYTES", 100)
     status, reply = post(port, CHAT, {**BODY, "user": "x" * 100})
     assert (status, "more than 100 bytes" in reply["error"]["message"]) == (413, True)
     assert post(port, CHAT, BODY)[0] == 200

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 import specdec_mlx
+from specdec_mlx.arguments import Parser, did_you_mean, installed, load
 from specdec_mlx.errors import LogitsError
-from specdec_mlx.options import Parser, did_you_mean, installed, load
 
 OWN_COMMANDS = {
     "generate": "mlx-lm's generate command, with drafters",

@@ -4,11 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec_mlx.contracts import (
-    Drafter,
-    LogitsProcessor,
-    all_drafters,
-)
+from specdec_mlx.contracts import Drafter, LogitsProcessor, all_drafters
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.drafters.grammar import GrammarDrafter, GrammarProcessor
 

@@ -12,9 +12,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache
 
-from specdec_mlx.contracts import (
-    DraftContext,
-)
+from specdec_mlx.arguments import wrong
+from specdec_mlx.caches import Rollback, states_of, wait_for
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import (
@@ -29,17 +29,10 @@ from specdec_mlx.drafters.writing import (
     check_way_of_writing,
     way_of_writing,
 )
-from specdec_mlx.options import wrong
+from specdec_mlx.exactness.probe import first_inexact
+from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.exactness import first_inexact
-from specdec_mlx.verify.model_pass import vocab_size_of
-from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.tree_passes import (
-    TreeLayout,
-    next_level,
-    takes_trees,
-    tree_pass,
-)
+from specdec_mlx.trees.passes import TreeLayout, next_level, takes_trees, tree_pass
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -205,8 +198,8 @@ class ModelSession(WritingSession):
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""
-        self.rollback.rewind_to(length)
         if self.callers_cache is not None:
+            self.rollback.rewind_to(length)
             self.read_to(length)
             mx.async_eval(states_of(self.rollback.caches))
         super().close(length)

@@ -11,9 +11,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from specdec_mlx.contracts import Draft, DraftContext, Evidence
-from specdec_mlx.contracts.drafting import places_class, share_class
-from specdec_mlx.options import require
+from specdec_mlx.arguments import require
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Evidence,
+    places_class,
+    share_class,
+)
 
 MAX_ORDER = 8
 

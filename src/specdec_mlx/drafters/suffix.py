@@ -14,17 +14,18 @@ from functools import lru_cache
 from math import ldexp
 from operator import itemgetter
 
+from specdec_mlx.arguments import require, require_cap
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
     DraftContext,
     Evidence,
+    places_class,
+    share_class,
 )
-from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context, ContextIndex, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
-from specdec_mlx.options import require, require_cap
 
 LENGTH_LOG2 = 5  # a match longer by one token weighs 2^5 as much
 # tokens before a short match; each that stands there too doubles the weight

@@ -18,6 +18,14 @@ from typing import Any
 
 import mlx.nn as nn
 
+from specdec_mlx.arguments import (
+    Parser,
+    argument,
+    checked,
+    existing_file,
+    installed,
+    load,
+)
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import AUTO, parse_draft_length
 from specdec_mlx.drafters.choosing import registry
@@ -35,16 +43,8 @@ from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.files import read_text
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
-from specdec_mlx.options import (
-    Parser,
-    argument,
-    checked,
-    existing_file,
-    installed,
-    load,
-)
-from specdec_mlx.rules.registry import make_rule, rule_names
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.rules import make_rule, rule_names
+from specdec_mlx.sampling import Sampling
 
 LEARNERS = (
     "specdec_mlx.learners"  # entry points; `online` is what --online makes of a model

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from threading import Thread
 from typing import Any, TypeVar
@@ -69,6 +69,21 @@ def may_call_instead(request: TextRequest, tokenizer: Any) -> bool:
     return has_schema and may_call
 
 
+def reads_calls(request: TextRequest, tokenizer: Any) -> bool:
+    """True if calls are read in the text, between the marks of the model's own format."""
+    if request.grammar is not None and not is_forced(request):
+        return may_call_instead(request, tokenizer)
+    may_call = bool(
+        request.messages and tools_for(request) and tokenizer.has_tool_calling
+    )
+    return may_call and not is_bare_call(request, tokenizer)
+
+
+def has_grammar(request: TextRequest) -> bool:
+    """True if the answer is kept to a grammar."""
+    return request.grammar is not None or is_forced(request)
+
+
 def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """What the text must match: a forced call, or the request's own grammar; None for any text.
 
@@ -78,7 +93,9 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """
     if request.grammar is not None and may_call_instead(request, tokenizer):
         schema = {**json.loads(request.grammar.text), "x-guidance": JSON_STYLE}
-        begins = _as_rule(tokenizer, tokenizer.tool_call_start)
+        begins = _as_rule(
+            tokenizer.tool_call_start, tokenizer.tool_call_start_tokens, tokenizer
+        )
         return Grammar.lark(
             f"start: answer | {begins} <[*]>*\nanswer: %json {json.dumps(schema)}\n"
         )
@@ -98,17 +115,23 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     )
     call = "body"
     if not is_bare:  # between marks, on lines of their own
-        begins = _as_rule(tokenizer, tokenizer.tool_call_start)
-        ends = _as_rule(tokenizer, tokenizer.tool_call_end)
+        begins = _as_rule(
+            tokenizer.tool_call_start, tokenizer.tool_call_start_tokens, tokenizer
+        )
+        ends = _as_rule(
+            tokenizer.tool_call_end, tokenizer.tool_call_end_tokens, tokenizer
+        )
         call = f'{begins} "\\n" body "\\n" {ends} "\\n"?'
     return Grammar.lark(
         f"start: call{'' if is_single else '+'}\ncall: {call}\nbody: {body}\n"
     )
 
 
-def _as_rule(tokenizer: Any, mark: str) -> str:
-    """A mark by its tokens, if it is one or has special ones, which no text makes."""
-    tokens = tokenizer.encode(mark, add_special_tokens=False)
+def _as_rule(mark: str, tokens: Sequence[int], tokenizer: Any) -> str:
+    """A mark by its tokens, if it is one or has special ones, which no text makes.
+
+    Nothing is encoded here: another thread may be using the tokenizer.
+    """
     if len(tokens) == 1 or {*tokens} & {*tokenizer.all_special_ids}:
         return " ".join(f"<[{token}]>" for token in tokens)
     return json.dumps(mark)

@@ -23,7 +23,6 @@ from mlx_lm.models.cache import make_prompt_cache
 from scipy import stats
 
 import specdec_mlx as sd
-from specdec_mlx.lab.papers.lossy import Lenient
 import tiny
 from command_line import both_ways, run
 from exact import (
@@ -44,7 +43,9 @@ from lossless import noisy_copy
 from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.cli import commands as cli
+from specdec_mlx.exactness.probe import ProbeReport, probe
 from specdec_mlx.lab.commands import check as check_command
+from specdec_mlx.lab.papers.lossy import Lenient
 from specdec_mlx.lab.proof import drawn, one_step
 from specdec_mlx.lab.proof import run as run_module
 from specdec_mlx.lab.proof.chi_square import (
@@ -66,10 +67,7 @@ from specdec_mlx.lab.proof.texts import (
     check_widths,
     depends_on_text_alone,
 )
-from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.verify.exactness import ProbeReport, probe
+from specdec_mlx.rules import CoinRule, Rejection, make_rule
 
 V = 12
 PROMPTS = [[3, 1, 2, 3, 1], [7, 7, 4, 7, 7], [5, 9, 8, 2, 5, 9]]  # look-ups find something

@@ -17,16 +17,21 @@ from exact import COIN_RULES, WRONG_RULES
 from selection import cases, each
 from specdec_mlx.contracts import Agreement, Draft, Randomness, TargetRows, Verdict
 from specdec_mlx.lab import check_rule
+from specdec_mlx.lab.papers.lossy import LOSSY
 from specdec_mlx.lab.proof import rule as rule_module
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM
 from specdec_mlx.lab.proof.enumeration import enumerated
 from specdec_mlx.lab.proof.rule import RuleConformance
-from specdec_mlx.rules.arithmetic import at, leading_run, namespace_of
-from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.match import Match
-from specdec_mlx.lab.papers.lossy import LOSSY
-from specdec_mlx.rules.registry import RULES, make_rule
-from specdec_mlx.rules.rejection import Rejection
+from specdec_mlx.rules import (
+    RULES,
+    Block,
+    Match,
+    Rejection,
+    at,
+    leading_run,
+    make_rule,
+    namespace_of,
+)
 
 
 def parts(lines: list[str]) -> list[str]:

@@ -19,11 +19,11 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
 from specdec_mlx.drafters.writing import Parents, WritingSession
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.rollback import Rollback, states_of
-from specdec_mlx.verify.tree_passes import (
+from specdec_mlx.trees.passes import (
     next_level,
     pass_over,
     patch_ropes,

@@ -7,10 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.cli.memory import export_copy, print_facts, tokenizer_of
 from specdec_mlx.lab.papers.ngram_table import NGramTable
 from specdec_mlx.memory.store import texts_of
-from specdec_mlx.options import argument, positive_int
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

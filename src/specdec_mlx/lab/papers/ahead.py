@@ -36,10 +36,11 @@ def _of_model(session: ModelSession, tokens: Sequence[int], limit: int) -> Draft
     end = len(session.tokens)
     if limit <= 0 or not end:
         return NO_DRAFT
-    session.catch_up()
+    # a way back from what is read now, which may not be handed out
     session.rollback.checkpoint()
-    session.tokens += tokens
-    draft = session.propose(min(limit, DRAWN_AT_ONCE))
-    del session.tokens[end:]
-    session.rollback.rewind_to(end - 1)
+    session.catch_up()
+    with session.rollback.undone(end - 1):
+        session.tokens += tokens
+        draft = session.propose(min(limit, DRAWN_AT_ONCE))
+        del session.tokens[end:]
     return draft

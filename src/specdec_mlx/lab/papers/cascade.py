@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.arguments import require, shown
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
@@ -36,7 +37,6 @@ from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import Several, SeveralSession
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab.papers.ahead import begin_ahead, propose_after
-from specdec_mlx.options import require, shown
 from specdec_mlx.token_ids import to_ids, to_list
 
 NUM_FIRST = 4

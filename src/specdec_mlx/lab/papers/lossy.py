@@ -9,12 +9,14 @@ from math import log
 from jaxtyping import Bool, Float, Integer
 
 from specdec_mlx.contracts import Decision, Draft, Randomness, TargetRows, Verdict
-from specdec_mlx.rules.arithmetic import (
+from specdec_mlx.rules import (
     Array,
     Chances,
+    CoinRule,
     Drawn,
     Ids,
     Law,
+    Rejection,
     Rows,
     acceptance_probability,
     at,
@@ -23,10 +25,8 @@ from specdec_mlx.rules.arithmetic import (
     namespace_of,
     row,
 )
-from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.rules.trees import TreeCoinRule, longest
 from specdec_mlx.token_ids import to_ids
+from specdec_mlx.trees.rules import TreeCoinRule, longest
 
 
 @dataclass(frozen=True)

@@ -10,16 +10,9 @@ from dataclasses import dataclass
 from functools import cache
 from heapq import heappop, heappush
 
-from specdec_mlx.contracts import (
-    NO_DRAFT,
-    Draft,
-    DraftContext,
-    Evidence,
-    ValuesDrafts,
-    key_of,
-)
-from specdec_mlx.contracts.branching import TokenPath, draft_of
+from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, key_of
 from specdec_mlx.draft_length.chances import Chances
+from specdec_mlx.draft_length.contract import ValuesDrafts
 from specdec_mlx.drafters.suffix import (
     Path,
     SuffixDrafter,
@@ -27,6 +20,7 @@ from specdec_mlx.drafters.suffix import (
     evidence_of,
     vote,
 )
+from specdec_mlx.trees.drafts import TokenPath, draft_of
 
 
 @cache

@@ -16,13 +16,12 @@ from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     Session,
-    ValuesDrafts,
+    chain,
     is_cheap,
     key_of,
     optional,
 )
-from specdec_mlx.contracts.branching import draft_of, texts_of
-from specdec_mlx.contracts.trees import chain, depths_of
+from specdec_mlx.draft_length.contract import ValuesDrafts
 from specdec_mlx.drafters.first_of import CombinedSession, FirstOf
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.recycling import (
@@ -34,6 +33,8 @@ from specdec_mlx.drafters.suffix import SuffixDrafter, SuffixSession
 from specdec_mlx.lab.papers.suffix_trees import chains_of
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.trees.drafts import draft_of, texts_of
+from specdec_mlx.trees.shape import depths_of
 
 
 @runtime_checkable

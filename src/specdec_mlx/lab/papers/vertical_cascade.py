@@ -13,6 +13,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.arguments import shown
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Agreement,
@@ -32,10 +33,9 @@ from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
 from specdec_mlx.drafters.writing import way_of_writing
+from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.lab.papers.ahead import begin_ahead, propose_after
-from specdec_mlx.options import shown
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.exactness import first_inexact
 
 
 @dataclass(frozen=True, eq=False)

@@ -8,12 +8,12 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.arguments import name_in
 from specdec_mlx.drafters.choosing import registry
 from specdec_mlx.drafters.choosing.choice import NamedModel
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.lab.training.online import OnlineDraftModel, learning_on, stored_plan
-from specdec_mlx.options import name_in
 
 
 class Learner:
