@@ -366,7 +366,8 @@ class BatchGeneration:
                 outcome = text.generation.accept(round_, next_of.get(text.uid))
                 if text.finish_reason is None:
                     text.cut_at(self.stop_tokens, round_, outcome)
-                text.generation.roll_back(round_, outcome)
+                if round_.num_drafted:
+                    text.generation.roll_back(round_, outcome)
             outcomes.append(outcome)
         if self.shared is not None:
             width = max(round_.num_drafted for _, round_ in current)

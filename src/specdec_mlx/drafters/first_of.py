@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from specdec_mlx.contracts import (
@@ -12,6 +12,7 @@ from specdec_mlx.contracts import (
     DraftContext,
     Drafter,
     Session,
+    keeps_draft_cache,
     key_of,
     session_groups,
     session_parts,
@@ -28,10 +29,28 @@ class Several:
         return self
 
     def check(self, context: DraftContext) -> None:
-        """Let each of them refuse the target."""
+        """Let each of them refuse the target; ValueError if two would fill the same caches."""
+        num_keepers = sum(keeps_draft_cache(one, context) for one in self.drafters)
+        if context.draft_cache is not None and num_keepers > 1:
+            raise ValueError(
+                f"prompt_cache holds {len(context.draft_cache)} caches behind the target's, for "
+                f"one draft model, and {num_keepers} drafters of {type(self).__name__} would fill "
+                "them. Give the target's caches alone, or draft with one of these models."
+            )
         for drafter in self.drafters:
             if isinstance(drafter, Checks):
                 drafter.check(context)
+
+    def keeps_draft_cache(self, context: DraftContext) -> bool:
+        """True if one of them does."""
+        return any(keeps_draft_cache(one, context) for one in self.drafters)
+
+
+def context_for(drafter: Drafter, context: DraftContext) -> DraftContext:
+    """The context of a part of a combination: draft caches are for the part that keeps them."""
+    if context.draft_cache is None or keeps_draft_cache(drafter, context):
+        return context
+    return replace(context, draft_cache=None)
 
 
 class SeveralSession:
@@ -86,7 +105,10 @@ class FirstOf(Several):
         """Begin with each of them."""
         return CombinedSession(
             [
-                (key_of(drafter), drafter.begin(list(prompt), context))
+                (
+                    key_of(drafter),
+                    drafter.begin(list(prompt), context_for(drafter, context)),
+                )
                 for drafter in self.drafters
             ]
         )

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -18,6 +19,7 @@ from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import has_grammar, reads_calls, tools_for
 from specdec_mlx.server.models import LONGEST_TEXT
+from specdec_mlx.server.protocols.turns import with_folded_system
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
 # tokens of a template's end in which a thought may begin, as in mlx-lm's server
@@ -142,7 +144,7 @@ def _of_chat(
     going_on = (
         "continue_final_message" if request.continues else "add_generation_prompt"
     )
-    text = rendered(messages, **{going_on: True})
+    text, messages = _accepted(partial(rendered, **{going_on: True}), messages)
     check_length(text, tokenizer, most)
     tokens = encoded(tokenizer, text)
     ends = list[int]()
@@ -167,6 +169,23 @@ def _of_chat(
     if tokenizer.has_thinking and (in_thought or not request.continues):
         thought = thought_of(request, tokenizer, in_thought)
     return ReadPrompt(tokens, ends, in_thought, thought)
+
+
+def _accepted(
+    rendered: Callable[[list[Object]], str], messages: list[Object]
+) -> tuple[str, list[Object]]:
+    """A chat as its template renders it, and the messages that the template accepted.
+
+    Many templates refuse a system message after the first message, and some refuse any. Then each
+    of these becomes a part of the user's turn beside it. Raises what the template raises at last.
+    """
+    with suppress(Exception):
+        return rendered(messages), messages
+    folded = with_folded_system(messages, "system")
+    with suppress(Exception):
+        return rendered(folded), folded
+    folded = with_folded_system(messages, "user")
+    return rendered(folded), folded
 
 
 def thought_of(request: TextRequest, tokenizer: Any, is_open: bool) -> Thought:

@@ -22,7 +22,7 @@ from specdec_mlx.contracts import (
     optional,
 )
 from specdec_mlx.draft_length.contract import ValuesDrafts
-from specdec_mlx.drafters.first_of import CombinedSession, FirstOf
+from specdec_mlx.drafters.first_of import CombinedSession, FirstOf, context_for
 from specdec_mlx.drafters.ngram import NGramDrafter
 from specdec_mlx.drafters.recycling import (
     RecyclingDrafter,
@@ -79,7 +79,8 @@ class TreeOf(FirstOf):
                 # siblings are independent draws; the next seeds are those of other texts
                 own = replace(noise, seed=noise.seed + (i << 48))
                 context = replace(context, noise=own)
-            keyed.append((key_of(drafter), drafter.begin(list(prompt), context)))
+            session = drafter.begin(list(prompt), context_for(drafter, context))
+            keyed.append((key_of(drafter), session))
         is_free = all(is_cheap(session) for _, session in keyed)
         if is_free:
             return LookUpTree(self.key, keyed)

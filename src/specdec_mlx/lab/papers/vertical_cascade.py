@@ -64,10 +64,10 @@ class GuessedDrafter(ModelDrafter):
         return f"GuessedDrafter({fingerprint(self.model)}, {way})"
 
     def check(self, context: DraftContext) -> None:
-        """Raise TokenizerMismatchError for a target with another tokenizer."""
+        """Raise TokenizerMismatchError for a target with another tokenizer; see `ModelDrafter`."""
         if isinstance(self.drafter, Checks):
             self.drafter.check(context)
-        self.shared_with(context)
+        super().check(context)
 
     def shared_with(self, context: DraftContext) -> None:
         """None, as guesses are the target's tokens; raises TokenizerMismatchError."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
@@ -15,7 +16,7 @@ from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
 from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.server.forced import is_bare_call, is_forced, reads_calls, tools_for
-from specdec_mlx.server.requests import Ended, Event, Said, TextRequest
+from specdec_mlx.server.requests import CallBroken, Ended, Event, Said, TextRequest
 from specdec_mlx.server.text.calls import CallReader
 from specdec_mlx.server.text.logprobs import SeenLogprobs, token_logprob
 from specdec_mlx.stop_strings import StopStrings
@@ -52,6 +53,10 @@ def _marks(
     return marks
 
 
+def _without_text(event: Event) -> Event:
+    return replace(event, text="") if isinstance(event, CallBroken) else event
+
+
 NUM_BEFORE = 8  # tokens of the prompt's end that a text is detokenized with
 
 
@@ -61,7 +66,8 @@ class TextState:
     Thoughts are looked for in chats, and calls where tools were given. Where a grammar says what is
     written, only a thought at the beginning is one, and its tokens tell where it ends, as they do
     for the grammar. A call that cannot be one is text, marks and all, that of a tool that is not
-    there too, and one that `max_tokens` cuts. Blanks beside a call are dropped.
+    there too, and one that `max_tokens` cuts, unless it was forced. Blanks beside a call are
+    dropped, and so is all text beside forced calls.
 
     ended: "stop" or "tool_calls" once the end token, a stop string or the last wanted call has
     ended it; tokens after that are not taken.
@@ -81,7 +87,8 @@ class TextState:
         self._tokenizer, self._request = tokenizer, request
         self._tools = tools_for(request)
         self._is_bare = is_bare_call(request, tokenizer)
-        has_schema = request.grammar is not None and not is_forced(request)
+        self._is_forced = is_forced(request)
+        has_schema = request.grammar is not None and not self._is_forced
         is_plain = request.messages is None or has_schema or self._is_bare
         self._has_calls = reads_calls(request, tokenizer)
         self._marks = _marks(tokenizer, self._has_calls, is_plain)
@@ -281,9 +288,9 @@ class TextState:
         return events
 
     def _unblank(self) -> list[Event]:
-        """Show the blanks that an answer begins with."""
+        """Show the blanks that an answer begins with; nothing where only calls are wanted."""
         text, self._blank = self._blank, None
-        if not text:
+        if not text or self._is_forced:
             return []
         return [
             Said(
@@ -303,6 +310,8 @@ class TextState:
         call, self._call = self._call, None
         assert call is not None
         events = call.close(mark, is_whole=is_whole)
+        if self._is_forced:
+            events = [_without_text(event) for event in events]
         self.num_calls += call.num_whole
         self._num_begun = call.index
         if call.is_full:
