@@ -301,12 +301,14 @@ class Rollback:
     """A model's caches, and how many positions they hold of what this object was fed.
 
     caches: the caller's own list, whose entries may be replaced (kv_bits does). states: how
-    recurrences go step by step once the prompt was read, or None.
+    recurrences go step by step once the prompt was read, or None. base: positions of earlier texts,
+    where the caches are kept elsewhere, with those of other texts.
     """
 
     caches: list[Any]
     position: int = 0
     states: RecurrentStates | None = None
+    base: int = 0
     checkpoints: list[tuple[int, list[Any]]] = field(default_factory=list)
     """Positions, and what each cache needs to go back there; None for one that needs nothing."""
     _found: list[tuple[Any, Strategy]] = field(default_factory=list, compare=False)
@@ -397,7 +399,7 @@ class Rollback:
         offsets = (
             cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset")
         )
-        return max(offsets, default=self.position)
+        return max(offsets, default=self.base + self.position)
 
     def keep(self, position: int, kept: Sequence[int]) -> int:
         """Keep some positions of a draft that began at `position`; see `rewind_to`.
