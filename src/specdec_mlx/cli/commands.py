@@ -18,7 +18,8 @@ from typing import Any
 
 import specdec_mlx
 from specdec_mlx.arguments import Parser, did_you_mean, installed, load
-from specdec_mlx.errors import LogitsError
+from specdec_mlx.cli import backends
+from specdec_mlx.errors import LogitsError, MissingBackendError
 
 OWN_COMMANDS = {
     "generate": "mlx-lm's generate command, with drafters",
@@ -51,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
         return 130
-    except (ValueError, RuntimeError, OSError, LogitsError) as error:
+    except (
+        *(ValueError, RuntimeError, OSError),
+        *(LogitsError, MissingBackendError),
+    ) as error:
         if sys.stdout.isatty() and name in ("generate", "chat"):
             print()  # ends the line of a text that was streamed
         print(f"{PROGRAM}: {error}", file=sys.stderr)
@@ -64,6 +68,7 @@ def _run(name: str, flags: Sequence[str]) -> int:
     elif name == "--version":
         print(specdec_mlx.__version__)
     elif name in MLX_LM_COMMANDS:
+        backends.require_mlx()
         from specdec_mlx.mlx_lm_plugin import run_command
 
         run_command(name, flags)
@@ -72,6 +77,7 @@ def _run(name: str, flags: Sequence[str]) -> int:
         if hasattr(module, "run"):
             module.run(flags)
             return 0
+        backends.require_mlx()
         return int(module.main(make_parser(name).parse_args(flags)))
     else:
         wrong = f"there is no command {name!r}.{did_you_mean(name, commands())}"

@@ -2,6 +2,8 @@
 
 Every command of mlx-lm makes an `argparse.ArgumentParser`. Under the name `argparse` its module is
 given a parser that adds our flags and takes their values out again, so that all of mlx-lm's stay.
+
+MLX is imported once the values are used: `--help` and a wrong flag are answered without it.
 """
 
 from __future__ import annotations
@@ -14,37 +16,37 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
-
-import mlx.nn as nn
+from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.arguments import (
-    Parser,
-    argument,
-    checked,
-    existing_file,
-    installed,
-    load,
-)
-from specdec_mlx.contracts import Drafter
-from specdec_mlx.draft_length.policy import AUTO, parse_draft_length
-from specdec_mlx.drafters.choosing import registry
-from specdec_mlx.drafters.choosing.choice import (
-    DrafterChoice,
-    add_lighter_arguments,
-    choice_of,
-)
-from specdec_mlx.drafters.choosing.registry import (
+    AUTO,
     DEFAULT_DRAFTER,
+    DRAFTER_GROUP,
     MODEL_DRAFTER,
     NO_DRAFTER,
+    PROCESS,
+    RULE_GROUP,
+    RULES,
+    Parser,
+    add_lighter_arguments,
+    argument,
+    existing_file,
+    installed,
+    known,
+    load,
+    parse_draft_length,
+    registered_names,
 )
-from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.files import read_text
-from specdec_mlx.memory.store import PROCESS, Memory, as_memory
-from specdec_mlx.rules import make_rule, rule_names
-from specdec_mlx.sampling import Sampling
+
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from specdec_mlx.contracts import Drafter
+    from specdec_mlx.drafters.choosing.choice import DrafterChoice
+    from specdec_mlx.drafters.grammar import Grammar
+    from specdec_mlx.memory.store import Memory
 
 LEARNERS = (
     "specdec_mlx.learners"  # entry points; `online` is what --online makes of a model
@@ -52,11 +54,18 @@ LEARNERS = (
 EVERYBODY, USER, KEY = "all", "user", "key"  # whom a server's memory is for
 
 
+def default_choice() -> DrafterChoice:
+    """The choice where no flag names a drafter or a draft model."""
+    from specdec_mlx.drafters.choosing.choice import DrafterChoice
+
+    return DrafterChoice()
+
+
 @dataclass(frozen=True)
 class Flags:
     """Values of our flags. choice: of --drafter and --draft-model. memory: a file, or "process"."""
 
-    choice: DrafterChoice = field(default_factory=DrafterChoice)
+    choice: DrafterChoice = field(default_factory=default_choice)
     draft_length: int | str = "auto"
     rule: str = "auto"
     stats: bool = False
@@ -84,6 +93,8 @@ class Flags:
     @cached_property
     def remembered(self) -> Memory | None:
         """The memory of all drafters, None for none; raises MemoryFileError."""
+        from specdec_mlx.memory.store import as_memory
+
         return as_memory(self.memory) if self.memory_for == EVERYBODY else None
 
     def save_memory(self) -> None:
@@ -106,14 +117,17 @@ def learners() -> Any:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add our flags, but for those that the parser has already."""
     taken = parser._option_string_actions
+    drafters = sorted(registered_names(DRAFTER_GROUP, NO_DRAFTER))
+    rules = registered_names(RULE_GROUP, *RULES)
     group = parser.add_argument_group("speculative decoding")
     add = group.add_argument
     add(
         "--drafter",
         action="append",
         default=[],
+        type=known("drafter", drafters),
         metavar="NAME[:KEY=VALUE,...]",
-        help=f"Drafter: {', '.join(registry.drafter_names())}; given several times, the first that "
+        help=f"Drafter: {', '.join(drafters)}; given several times, the first that "
         f"has a draft is taken (default: {DEFAULT_DRAFTER}, which with --draft-model competes with "
         f"the model for each draft; {MODEL_DRAFTER}:branches=4 has the model propose trees)",
     )
@@ -132,10 +146,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add(
         "--rule",
-        type=checked(make_rule),
+        type=known("rule", rules),
         default="auto",
         metavar="NAME[:KEY=VALUE,...]",
-        help=f"Acceptance rule: {', '.join(rule_names())}; lenient and typical change the text's "
+        help=f"Acceptance rule: {', '.join(rules)}; lenient and typical change the text's "
         "distribution (default: auto)",
     )
     add(
@@ -179,13 +193,18 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
 
 def grammar_of(kind: str, given: str) -> Grammar:
     """The grammar of a pattern, or of what stands in a file; ValueError for none."""
+    from specdec_mlx.drafters.grammar import Grammar
+
     make: Callable[[str], Grammar] = getattr(Grammar, kind)
     return make(given if kind == "regex" else read_text(existing_file(given)))
 
 
 def take_flags(namespace: argparse.Namespace) -> Flags:
     """Our flags out of the arguments; ValueError and OSError for what cannot be done."""
+    from specdec_mlx.drafters.choosing.choice import choice_of
+
     check_numbers(namespace)
+    check_values(namespace)
     check_files(namespace)
     length = namespace.draft_length
     if length is None:
@@ -228,8 +247,19 @@ def check_numbers(namespace: argparse.Namespace) -> None:
         if value is not None and value < least and not (unlimited and value == -1):
             expected = f"an int >= {least}{', or -1 for no limit' if unlimited else ''}"
             raise ValueError(f"argument --{flag}: {value}: expected {expected}.")
+
+
+def check_values(namespace: argparse.Namespace) -> None:
+    """Raise ValueError for a sampling, or options of a rule, that there cannot be."""
+    from specdec_mlx.rules import make_rule
+    from specdec_mlx.sampling import Sampling
+
     given = {name: getattr(namespace, name, None) for name in vars(Sampling())}
     Sampling(**{name: value for name, value in given.items() if value is not None})
+    try:
+        make_rule(namespace.rule)
+    except ValueError as error:
+        raise ValueError(f"argument --rule: {error}") from error
 
 
 def check_files(namespace: argparse.Namespace) -> None:
