@@ -145,6 +145,7 @@ def listen(
         uvicorn.Config(
             app,
             log_config=None,
+            http=http_protocol(),
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=GRACE,
@@ -166,6 +167,15 @@ def listen(
         )
     signals.end, signals.keep = end, engine.keep
     server.run(sockets=[listener])
+
+
+def http_protocol() -> Any:
+    """The class of connections, by httptools where it is installed; h11 has bounds of its own."""
+    try:
+        from specdec_mlx.server.connections import BoundedConnection
+    except ImportError:
+        return "h11"
+    return BoundedConnection
 
 
 class Signals:
