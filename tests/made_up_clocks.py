@@ -15,7 +15,7 @@ from typing import Any
 from mlx_lm.generate import generation_stream
 
 from benchmarks.recorded_drafts import RecordedDrafter
-from specdec_mlx.contracts import Draft, Evidence, GoesOn, Step
+from specdec_mlx.contracts import Draft, Evidence, GoesOn, RoundRecord, Step
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import MILDEST, Curve
 from specdec_mlx.draft_length.drafting import Drafting
@@ -112,9 +112,9 @@ class MadeUpClock(RoundClock):
 
     machine: Any = None
 
-    def was_read(self, started: float) -> None:
+    def record(self, *round_: Any) -> RoundRecord:
         self.machine.wait_until(self.machine.ends.popleft())
-        super().was_read(started)
+        return super().record(*round_)
 
 
 class TimedTarget(RecordedTarget):

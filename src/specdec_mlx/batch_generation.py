@@ -96,7 +96,8 @@ def batch_stream_generate(
         num_samples: texts of each prompt, which is read once for all of them.
         seed: one for each text, or a number to which the text's place is added, prompt by prompt.
             None takes seeds from MLX's global random state.
-        prompt_caches: caches that each prompt continues; they are not changed.
+        prompt_caches: caches of the target that each prompt continues; they are not changed, and
+            caches of a draft model behind them are not read.
         return_prompt_caches: give each text's caches with its last token.
         completion_batch_size: most texts that are written at a time.
         max_kv_size: positions after which caches rotate; the texts are then written one by one.

@@ -301,12 +301,14 @@ class Rollback:
     """A model's caches, and how many positions they hold of what this object was fed.
 
     caches: the caller's own list, whose entries may be replaced (kv_bits does). states: how
-    recurrences go step by step once the prompt was read, or None.
+    recurrences go step by step once the prompt was read, or None. base: positions of earlier texts,
+    where the caches are kept elsewhere, with those of other texts.
     """
 
     caches: list[Any]
     position: int = 0
     states: RecurrentStates | None = None
+    base: int = 0
     checkpoints: list[tuple[int, list[Any]]] = field(default_factory=list)
     """Positions, and what each cache needs to go back there; None for one that needs nothing."""
     _found: list[tuple[Any, Strategy]] = field(default_factory=list, compare=False)
@@ -397,7 +399,7 @@ class Rollback:
         offsets = (
             cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset")
         )
-        return max(offsets, default=self.position)
+        return max(offsets, default=self.base + self.position)
 
     def keep(self, position: int, kept: Sequence[int]) -> int:
         """Keep some positions of a draft that began at `position`; see `rewind_to`.
@@ -530,3 +532,38 @@ def check_usable(caches: Sequence[Any]) -> None:
                 f"prompt_cache holds a {type(cache).__name__} that is not usable: {reason} Make "
                 "new caches and start from the prompt."
             )
+
+
+def check_caches_fit(model: nn.Module, caches: Sequence[Any]) -> None:
+    """Raise ValueError for a draft model's caches that another model made or filled.
+
+    A pass that is never computed tells which kinds and sizes the model fills.
+    """
+    fresh = make_prompt_cache(model)
+    model(mx.array([[0]]), cache=fresh)
+    given, due = ([_about(cache) for cache in leaves(x)] for x in (caches, fresh))
+    if len(caches) == len(fresh) and len(given) == len(due):
+        pairs = zip(given, due, strict=True)
+        if all(
+            kind is other and (sizes is None or sizes == right)
+            for (kind, sizes), (other, right) in pairs
+        ):
+            return
+    raise ValueError(
+        f"prompt_cache holds {len(caches)} caches behind the target's that are not the draft "
+        f"model's; expected {len(fresh)}, as of mlx_lm.models.cache.make_prompt_cache(model) for "
+        "the draft model, which alone has filled them."
+    )
+
+
+def _about(cache: Any) -> tuple[type, list[Any] | None]:
+    """The class of a cache, and the sizes of what it holds; None where nothing is there."""
+    if isinstance(cache, ArraysCache):
+        is_filled = all(slot is not None for slot in cache.cache)
+        return type(cache), [
+            slot.shape[1:] for slot in cache.cache
+        ] if is_filled else None
+    keys: Any = getattr(cache, "keys", None)
+    is_array = isinstance(keys, mx.array)
+    sizes = [keys.shape[1], keys.shape[-1]] if is_array else None
+    return KVCache if isinstance(cache, READABLE) else type(cache), sizes

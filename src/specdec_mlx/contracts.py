@@ -712,6 +712,9 @@ OPTIONAL: dict[str, Any] = {
     "branches": 1,
     # of a drafter: each machine of a target that is spread over several runs it, not one for all
     "on_every_rank": False,
+    # of a drafter, (context) -> bool: its sessions keep `context.draft_cache` in step with the
+    # text; in a combination no other drafter gets these caches
+    "keeps_draft_cache": None,
     # of a session that costs time: its drafts are trees
     "forks": False,
     # of a look-up's session, (limit, values, may_fork) -> Draft: the chain or tree that is worth
@@ -732,6 +735,12 @@ OPTIONAL: dict[str, Any] = {
 def optional(owner: object, name: str) -> Any:
     """A member of OPTIONAL of a drafter or session, or its default."""
     return getattr(owner, name, OPTIONAL[name])
+
+
+def keeps_draft_cache(drafter: Drafter, context: DraftContext) -> bool:
+    """True if a drafter's sessions keep the caller's caches of a draft model in step."""
+    keeps = optional(drafter, "keeps_draft_cache")
+    return keeps is not None and bool(keeps(context))
 
 
 def is_cheap(session: Session) -> bool:

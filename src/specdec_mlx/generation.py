@@ -249,7 +249,8 @@ def stream_generate(
         temp: temperature; short for `sampler=Sampling(temp=...)`.
         sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler; greedy if None.
         logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
-        prompt_cache: caches of earlier turns, which the prompt continues.
+        prompt_cache: caches of earlier turns, which the prompt continues; those of one draft model
+            may follow, to be kept in step.
         num_draft_tokens: mlx-lm's name for `draft_length`, which it overrides.
         top_p: likeliest tokens to draw from, by the sum of their probabilities; 0 for all.
         min_p: least probability of these, relative to the likeliest token's.

@@ -26,6 +26,7 @@ from specdec_mlx.server.requests import (
     PromptProgress,
     RequestError,
     Said,
+    ServerBusyError,
     ServerEndingError,
     TextRequest,
 )
@@ -342,6 +343,7 @@ ERRORS: list[tuple[Exception, int, str]] = [
     (UnknownNameError("Unknown drafter."), 400, "Unknown drafter."),
     (ModelFolderError("There is no folder."), 404, "There is no folder."),
     (ServerEndingError(), 503, "The server is ending."),
+    (ServerBusyError("Not compiled."), 503, "Not compiled. The machine is busy."),
     (RuntimeError("oh"), 500, "RuntimeError: oh"),
     (ValueError("ours"), 500, "ValueError: ours"),
 ]
@@ -356,8 +358,9 @@ def test_an_error_before_the_first_event_has_its_status(
     for path in (CHAT, MESSAGES, *own):
         for stream in False, True:
             body = own.get(path, BODY) | {"stream": stream}
-            found, text, _ = ask(port, "POST", path, body)
+            found, text, headers = ask(port, "POST", path, body)
             assert (found, words in text or path == MESSAGES) == (status, True), text
+            assert ("retry-after" in headers) == (status == 503)
 
 
 def test_an_error_in_the_middle_ends_the_stream_and_the_other_choices(

@@ -16,7 +16,7 @@ from time import perf_counter
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.batch.passes import SharedPasses, ToVerify, make_passes
+from specdec_mlx.batch.passes import BatchPasses, SharedPasses, ToVerify, make_passes
 from specdec_mlx.batch.schedule import (
     BatchText,
     BatchToken,
@@ -73,7 +73,7 @@ class BatchGeneration:
     clock: PassClock = field(default_factory=PassClock)
     num_rounds: int = 0
     is_pipelined: bool = False
-    passes: SharedPasses = field(init=False)
+    passes: BatchPasses = field(init=False)
     shared: SharedLength | None = field(default=None, init=False)
     _shared_drafts: SharedDrafts = field(default_factory=SharedDrafts)
 
@@ -84,7 +84,7 @@ class BatchGeneration:
         elif self.options.draft_length == "auto":
             self.shared = SharedLength(tuning_for(self.model))
 
-    def make_passes(self) -> SharedPasses:
+    def make_passes(self) -> BatchPasses:
         """The passes over all texts, or over one after the other."""
         with mx.stream(self.options.stream):
             return make_passes(self.model, self.options.max_kv_size, self.drafter)
@@ -101,7 +101,7 @@ class BatchGeneration:
             for text in self.schedule.reading
             for cache in text.reader.caches.caches
         )
-        return self.passes.caches.num_bytes + sum(int(cache.nbytes) for cache in caches)
+        return self.passes.num_bytes + sum(int(cache.nbytes) for cache in caches)
 
     def run(self) -> Generator[BatchToken, None, None]:
         """Write all texts; the tokens of a round come text by text."""
@@ -207,6 +207,9 @@ class BatchGeneration:
         with mx.stream(self.options.stream):
             for text in texts:
                 self.passes.add(text.verifier)
+            assert isinstance(self.passes, SharedPasses), (
+                "to_read_together is empty elsewhere"
+            )
             self.passes.read([text.generation.sequence.tokens[:-1] for text in texts])
         for text in texts:
             text.generation.prefill()
@@ -366,7 +369,8 @@ class BatchGeneration:
                 outcome = text.generation.accept(round_, next_of.get(text.uid))
                 if text.finish_reason is None:
                     text.cut_at(self.stop_tokens, round_, outcome)
-                text.generation.roll_back(round_, outcome)
+                if round_.num_drafted:
+                    text.generation.roll_back(round_, outcome)
             outcomes.append(outcome)
         if self.shared is not None:
             width = max(round_.num_drafted for _, round_ in current)

@@ -15,7 +15,7 @@ import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache
 
 from specdec_mlx.arguments import shown, wrong
-from specdec_mlx.caches import Rollback, states_of, wait_for
+from specdec_mlx.caches import Rollback, check_caches_fit, states_of, wait_for
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Checks,
@@ -116,11 +116,20 @@ class ModelDrafter:
         return f"ModelDrafter({fingerprint(self.model)}, {way})"
 
     def check(self, context: DraftContext) -> None:
-        """Raise TokenizerMismatchError for a target with a tokenizer that is not taken."""
+        """Raise TokenizerMismatchError for a target with a tokenizer that is not taken.
+
+        ValueError for caches of another model in `context.draft_cache`.
+        """
         if isinstance(self.drafter, Checks):
             self.drafter.check(context)
         if (shared := self.shared_with(context)) is not None:
             log_foreign(shared)
+        elif context.draft_cache is not None:
+            check_caches_fit(self.model, context.draft_cache)
+
+    def keeps_draft_cache(self, context: DraftContext) -> bool:
+        """True for a model with the target's tokenizer."""
+        return self.shared_with(context) is None
 
     def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
         """What the model shares with a target of another tokenizer, None for the same one."""

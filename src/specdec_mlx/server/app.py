@@ -45,13 +45,14 @@ from specdec_mlx.server.requests import (
     Failed,
     PromptProgress,
     RequestError,
-    ServerEndingError,
+    UnavailableError,
     Wire,
     Written,
 )
 from specdec_mlx.server.status import METRICS_TYPE, Totals
 from specdec_mlx.server.under_way import Ticket
 
+RETRY_SECONDS = "5"  # after which a request that was not served may be sent again
 SILENCE = 5.0  # seconds without a byte after which a stream says that it lives
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 WIRES: dict[str, Wire] = {
@@ -332,7 +333,10 @@ def encoded(content: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
 
 def refusal(wire: Wire, error: Exception) -> Response:
     """An error in the form of a protocol."""
-    return encoded(wire.error(error, status := status_of(error)), status)
+    response = encoded(wire.error(error, status := status_of(error)), status)
+    if isinstance(error, UnavailableError):
+        response.headers["retry-after"] = RETRY_SECONDS
+    return response
 
 
 def status_of(error: Exception) -> HTTPStatus:
@@ -340,7 +344,7 @@ def status_of(error: Exception) -> HTTPStatus:
 
     The client's are those that are named in `errors` and in `server.requests`.
     """
-    if isinstance(error, ServerEndingError):
+    if isinstance(error, UnavailableError):
         return HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, ModelFolderError):
         return HTTPStatus.NOT_FOUND

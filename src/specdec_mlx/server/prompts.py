@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
@@ -12,11 +13,13 @@ from operator import eq
 from threading import Lock
 from typing import Any
 
+from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.generation import encode
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import is_forced, tools_for
+from specdec_mlx.server.forced import has_grammar, reads_calls, tools_for
 from specdec_mlx.server.models import LONGEST_TEXT
+from specdec_mlx.server.protocols.turns import with_folded_system
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
 # tokens of a template's end in which a thought may begin, as in mlx-lm's server
@@ -36,12 +39,14 @@ class ReadPrompt:
     """A prompt as tokens [n].
 
     ends: ascending positions that later prompts are likely to share. in_thought: what is written
-    next is a thought.
+    next is a thought. thought: the marks of the thought that the text may begin with; None for
+    none.
     """
 
     tokens: list[int]
     ends: Sequence[int] = ()
     in_thought: bool = False
+    thought: Thought | None = None
 
 
 READING = Lock()
@@ -84,11 +89,6 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
     """Token ids of a text that has its special tokens; any thread may ask."""
     with READING:
         return list(tokenizer.encode(text, add_special_tokens=False))
-
-
-def has_grammar(request: TextRequest) -> bool:
-    """True if what is written is kept to a grammar from the first token on: nothing is thought."""
-    return request.grammar is not None or is_forced(request)
 
 
 def read_prompt(
@@ -135,6 +135,7 @@ def _of_chat(
     most: int,
     finds_ends: bool,
 ) -> ReadPrompt:
+    # with a grammar nothing is thought unless the server or the request asks for thoughts
     names: Object = {"enable_thinking": False} if has_grammar(request) else {}
     names |= {**settings.chat_template_args, **request.template}
     if tools := tools_for(request):
@@ -143,7 +144,7 @@ def _of_chat(
     going_on = (
         "continue_final_message" if request.continues else "add_generation_prompt"
     )
-    text = rendered(messages, **{going_on: True})
+    text, messages = _accepted(partial(rendered, **{going_on: True}), messages)
     check_length(text, tokenizer, most)
     tokens = encoded(tokenizer, text)
     ends = list[int]()
@@ -158,8 +159,45 @@ def _of_chat(
                 tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL)
             )
         ends = sorted(end for end in {*ends, len(tokens)} if end > 0)
-    in_thought = not has_grammar(request) and _in_thought(text, request, tokenizer)
-    return ReadPrompt(tokens, ends, in_thought)
+    in_thought = _in_thought(text, request, tokenizer)
+    may_think = request.continues or bool(
+        names.get("enable_thinking") or names.get("thinking")
+    )
+    if has_grammar(request) and not (may_think and tokenizer.has_thinking):
+        return ReadPrompt(tokens, ends)
+    thought = None
+    if tokenizer.has_thinking and (in_thought or not request.continues):
+        thought = thought_of(request, tokenizer, in_thought)
+    return ReadPrompt(tokens, ends, in_thought, thought)
+
+
+def _accepted(
+    rendered: Callable[[list[Object]], str], messages: list[Object]
+) -> tuple[str, list[Object]]:
+    """A chat as its template renders it, and the messages that the template accepted.
+
+    Many templates refuse a system message after the first message, and some refuse any. Then each
+    of these becomes a part of the user's turn beside it. Raises what the template raises at last.
+    """
+    with suppress(Exception):
+        return rendered(messages), messages
+    folded = with_folded_system(messages, "system")
+    with suppress(Exception):
+        return rendered(folded), folded
+    folded = with_folded_system(messages, "user")
+    return rendered(folded), folded
+
+
+def thought_of(request: TextRequest, tokenizer: Any, is_open: bool) -> Thought:
+    """The marks of the thought that a text may begin with. is_open: the prompt has opened it."""
+    return Thought(
+        closes=tokenizer.think_end_tokens,
+        opens=() if is_open else tokenizer.think_start_tokens,
+        calls=tokenizer.tool_call_start_tokens
+        if reads_calls(request, tokenizer)
+        else (),
+        ends=tuple(tokenizer.eos_token_ids),
+    )
 
 
 def _in_thought(text: str, request: TextRequest, tokenizer: Any) -> bool:

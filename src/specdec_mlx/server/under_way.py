@@ -25,14 +25,13 @@ from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.sequence import check_ids
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import grammar_for, within
+from specdec_mlx.server.forced import grammar_for, has_grammar, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.prompts import (
     ReadPrompt,
     check_length,
     encoded,
-    has_grammar,
     read_prompt,
 )
 from specdec_mlx.server.requests import (
@@ -190,12 +189,15 @@ class AskedText:
             if prepared.prediction:
                 self.drafter = predicting(self.drafter, prepared.prediction)
             self.drafter = keeping_caches(self.drafter, draft_caches)
+        thought = None if prepared.grammar is None else self.prompt.thought
         if prepared.grammar is not None:
-            guarded = GuardedGrammar(prepared.grammar, tokenizer, num_tokens)
+            guarded = GuardedGrammar(prepared.grammar, tokenizer, num_tokens, thought)
             self.processors.append(guarded)
             if self.drafter is not None:
                 self.drafter = FirstOf(GrammarDrafter(), self.drafter)
-        self.state = TextState(tokenizer, request, tokens, self.prompt.in_thought)
+        self.state = TextState(
+            tokenizer, request, tokens, self.prompt.in_thought, thought
+        )
 
     @property
     def request(self) -> TextRequest:

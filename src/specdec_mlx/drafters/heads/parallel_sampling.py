@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.caches import check_caches_fit
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import target_ends
@@ -94,6 +95,12 @@ class PaSSDrafter(PardDrafter):
         lent = context.target_caches
         if lent is not None and lent.model is not self.model:
             raise HeadError(f"{self.describe()}: load it for the target of this text.")
+        if context.draft_cache is not None:
+            check_caches_fit(self.model, context.draft_cache)
+
+    def keeps_draft_cache(self, context: DraftContext) -> bool:
+        """False: beside other drafters it drafts on the target's caches, or on its own."""
+        return False
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> PaSSSession:
         """The drafting side of a generation."""

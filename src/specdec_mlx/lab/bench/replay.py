@@ -197,10 +197,15 @@ class ModelledClock(RoundClock):
             prices.clock = lambda: self.draft_seconds * next(ticks)
 
     def record(
-        self, current: Round, outcome: Outcome, ahead: Round | None, context: int
+        self,
+        current: Round,
+        outcome: Outcome,
+        ahead: Round | None,
+        context: int,
+        started: float,
     ) -> RoundRecord:
         """The account of a round, with its modelled seconds."""
-        round_ = super().record(current, outcome, ahead, context)
+        round_ = super().record(current, outcome, ahead, context, started)
         drafting = self.draft_seconds * self._num_steps(round_)
         verifying = self.cost(round_.fed)
         self.total += drafting + verifying
@@ -244,7 +249,7 @@ def replay_text(
     clock = ModelledClock(
         cost=cost, drafting=parts.drafting, draft_seconds=draft_seconds
     )
-    generation.use_clock(clock)
+    generation.clock = clock
     with closing(generation.run(context)) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated

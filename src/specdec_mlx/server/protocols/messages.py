@@ -14,7 +14,6 @@ from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
 
-from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.body import without_surrogates
 from specdec_mlx.server.protocols.turns import (
@@ -266,7 +265,7 @@ class Messages(fields.ItemWire):
         form = config.get("format") or body.get("output_format")
         request.grammar = fields.grammar_in(form)
         thinking = given(body, "thinking", dict).get("type")
-        if thinking and not has_grammar(request):
+        if thinking:
             enabled = {"enable_thinking": thinking != "disabled"}
             request.template = enabled | request.template
         return Asked([request], body, "msg_")
