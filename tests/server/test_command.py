@@ -12,6 +12,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -152,9 +153,9 @@ def test_a_second_signal_ends_the_process_whatever_it_does(
         assert done == ["end", "keep", "exit 0"]
 
 
-@pytest.mark.parametrize("keeps", [lambda: None, threading.Event().wait])
+@pytest.mark.parametrize("keeps", [lambda: None, lambda: threading.Event().wait()])
 def test_the_process_ends_though_nothing_ends_in_it(
-    keeps: Callable[[], object], monkeypatch: pytest.MonkeyPatch
+    keeps: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A while after the first signal, also where nothing can be kept."""
     ended = threading.Event()

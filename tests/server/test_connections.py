@@ -83,7 +83,8 @@ def test_ordinary_headers_are_taken(port: int) -> None:
                 connection.sendall(part.encode())
             received = b""
             while b'"hello"}' not in received:
-                assert (more := connection.recv(2**16)), received
+                more = connection.recv(2**16)
+                assert more, received
                 received += more
 
 
