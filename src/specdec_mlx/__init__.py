@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from specdec_mlx.cli import backends as _backends  # noqa: E402
 
-try:
-    import mlx.core as _mlx_core  # noqa: F401 (all that follows needs it)
-except ImportError as _error:
-    raise _backends.without_mlx(_error) from None
+if _signals.command_line() is None:  # the command imports MLX once its flags are right
+    _backends.require_mlx()
 
 if TYPE_CHECKING:
     from specdec_mlx import drafters as drafters

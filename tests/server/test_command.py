@@ -22,7 +22,7 @@ from on_ranks import free_ports
 from selection import cases
 from serving import until
 from specdec_mlx.server import command
-from specdec_mlx.server.command import Signals
+from specdec_mlx.server.command import Signals, address_of
 from tiny_model_folder import write_model_folder
 
 SECONDS = 240  # after which a test that waits fails
@@ -186,18 +186,85 @@ def test_a_signal_ends_the_command_from_its_first_import_to_its_last_line(
     stub.parent.mkdir(exist_ok=True)
     (stub.parent / "__init__.py").touch()
     stub.write_text(EARLY[module].format(number=int(number)))
+    flags = ["--help"]
+    if module == "mlx/core":  # which is imported once the flags are right
+        flags = ["--port", str(free_ports(1)[0]), "--log-level", "ERROR"]
     program = Path(sys.executable)
     command: list[str | Path] = [program, *start]
     if start[0] != "-m":
         command = [program.parent / start[0], *start[1:]]
     run = subprocess.run(
-        [*command, "--help"],
+        [*command, *flags],
         capture_output=True,
         text=True,
         timeout=SECONDS,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
     assert (run.returncode, run.stderr) == (0, "")
+
+
+POISON = "raise SystemExit('{name} was imported')"
+WRONG = {
+    "--no-such-flag": "unrecognized arguments: --no-such-flag",
+    "--port x": "invalid int value: 'x'",
+    "--temp -1": "argument --temp: -1",
+    "--top-p nan": "argument --top-p: nan",
+    "--drafter eagle": "Unknown drafter 'eagle'",
+    "--rule nothing": "Unknown rule 'nothing'",
+    "--draft-length x": "'x': expected an int >= 0",
+    "--request-models given": "needs --model",
+    "--adapter-path nowhere": "no folder with an adapter_config.json",
+    "--prefill-step-size 0": "expected an int >= 1",
+    "--memory-for user": "needs --memory process",
+}
+
+
+def test_help_wrong_flags_and_a_taken_port_are_answered_without_mlx(tmp_path: Path) -> None:
+    """Nor is anything imported that takes as long. With right flags, a line says what is loaded
+    before MLX is imported.
+    """
+    for name in ("mlx", "mlx_lm", "transformers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(POISON.format(name=name), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(sd.__file__).parent.parent}"}
+
+    def answer(*flags: str, module: str = "specdec_mlx.server") -> tuple[int, str, str]:
+        command = [sys.executable, "-m", *module.split(), *flags]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    for flag in ("--help", "--help-all"):
+        status, said, wrong = answer(flag, module="specdec_mlx server")
+        assert (status, wrong) == (0, "")
+        assert "--draft-model" in said
+    for typed, words in WRONG.items():
+        status, said, wrong = answer(*typed.split())
+        assert (status, said) == (2, ""), wrong
+        assert words in wrong
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        status, _, wrong = answer("--port", port, "--model", "m")
+        assert status == 1
+        assert wrong.startswith(f"specdec-mlx server: Port {port} of 127.0.0.1 is not free (")
+    status, _, wrong = answer("--port", port, "--model", "some/model")
+    first, second = wrong.splitlines()
+    assert first.endswith("Loading some/model ...")
+    assert second == "mlx was imported"
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80/v1"),
+        ("mac.local", "http://mac.local:80/v1"),
+        ("0.0.0.0", "http://127.0.0.1:80/v1"),
+        ("::1", "http://[::1]:80/v1"),
+    ],
+)
+def test_the_address_can_be_copied(host: str, address: str) -> None:
+    assert address_of(host, 80) == address
 
 
 def test_a_port_that_is_taken_is_named_before_the_model_loads() -> None:

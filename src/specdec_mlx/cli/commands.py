@@ -14,7 +14,8 @@ from types import ModuleType
 
 import specdec_mlx
 from specdec_mlx.arguments import Parser, did_you_mean
-from specdec_mlx.errors import LogitsError
+from specdec_mlx.cli import backends
+from specdec_mlx.errors import LogitsError, MissingBackendError
 
 COMMANDS = {
     "demo": "plain against speculative, on real text",
@@ -51,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
         return 130
-    except (ValueError, RuntimeError, OSError, LogitsError) as error:
+    except (
+        *(ValueError, RuntimeError, OSError),
+        *(LogitsError, MissingBackendError),
+    ) as error:
         if sys.stdout.isatty() and name in ("generate", "chat"):
             print()  # ends the line of a text that was streamed
         print(f"{PROGRAM}: {error}", file=sys.stderr)
@@ -64,6 +68,7 @@ def _run(name: str, flags: Sequence[str]) -> int:
     elif name == "--version":
         print(specdec_mlx.__version__)
     elif name in MLX_LM_COMMANDS:
+        backends.require_mlx()
         from specdec_mlx.mlx_lm_plugin import run_command
 
         run_command(name, flags)
@@ -72,6 +77,7 @@ def _run(name: str, flags: Sequence[str]) -> int:
 
         run_server(flags)
     elif name in COMMANDS:
+        backends.require_mlx()
         args = make_parser(name).parse_args(flags)
         return int(_module(name).main(args))
     else:

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
+from specdec_mlx.arguments import DRAFT_LENGTHS as NAMES
+from specdec_mlx.arguments import parse_draft_length as parse_draft_length
 from specdec_mlx.arguments import whole, wrong
 from specdec_mlx.contracts import Draft, RoundRecord
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.contract import DraftLength as DraftLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnknownNameError
-
-NAMES = ("auto", "heuristic")
 
 
 class Fixed:
@@ -60,12 +60,3 @@ def make_draft_length(
     if not isinstance(choice, int | type) and hasattr(choice, "limit"):
         return choice
     return Fixed(choice)  # type: ignore[arg-type]
-
-
-def parse_draft_length(text: str) -> int | str:
-    """Read a draft length as typed on the command line. Raises ValueError for anything else."""
-    if text in NAMES:
-        return text
-    if not text.isdecimal():
-        raise ValueError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}")
-    return int(text)

@@ -15,11 +15,13 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from importlib.util import find_spec
 from math import inf
 from typing import TYPE_CHECKING, Any
 
+from specdec_mlx.cli.backends import require_mlx
 from specdec_mlx.errors import MissingPackageError
 
 if TYPE_CHECKING:
@@ -32,6 +34,9 @@ LONGEST_END = 8.0  # seconds after a signal in which the process has ended
 KEEPING = 2.0  # seconds of them for what is kept, where the process is ended at work
 AT_ONCE = 0.5  # seconds in which a second signal is the first one, sent to a group of processes too
 LOG = "%(asctime)s - %(levelname)s - %(message)s"
+AGENTS = "https://specdec-mlx.github.io/specdec-mlx/agents/"
+RANK_VARIABLES = "MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"
+"""Environment variables that say that this process is one of several ranks."""
 
 
 class PortError(OSError):
@@ -42,23 +47,35 @@ def run_server(arguments: Sequence[str]) -> None:
     """Serve until a signal comes; raises what loading the model raises.
 
     The port is taken first, and answers once the model is loaded. Ends the process with code 1
-    for a port that is not free, and with 2 for a wrong flag.
+    for a port that is not free, and with 2 for a wrong flag. Both come before MLX is imported.
     """
-    with Signals() as signals:
+    with Signals() as signals, ExitStack() as stack:
         try:
             check_packages()
-            from specdec_mlx.server.flags import parse_settings
+            from specdec_mlx.server.flags import parse_flags, settings_of
 
-            settings = parse_settings(arguments)
-            serve(settings, signals)
+            parser, flags = parse_flags(arguments)
+            logging.basicConfig(level=flags.log_level, format=LOG)
+            listener = None
+            if not any(name in os.environ for name in RANK_VARIABLES):
+                listener = stack.enter_context(closing(bound(flags.host, flags.port)))
+                logging.info(
+                    f"Loading {flags.model} ..."
+                    if flags.model
+                    else "Starting without a model: each request names one."
+                )
+            require_mlx()
+            serve(parser.check(partial(settings_of, flags)), signals, listener)
             signals.leave()
         except PortError as error:
             print(f"specdec-mlx server: {error}", file=sys.stderr)
             raise SystemExit(1) from None
 
 
-def serve(settings: ServerSettings, signals: Signals) -> None:
-    """Serve with these settings; see `run_server`."""
+def serve(
+    settings: ServerSettings, signals: Signals, listener: socket.socket | None = None
+) -> None:
+    """Serve with these settings; see `run_server`. listener: has the port already."""
     import mlx.core as mx
 
     from specdec_mlx.server.engine import Engine
@@ -72,7 +89,7 @@ def serve(settings: ServerSettings, signals: Signals) -> None:
         finally:
             engine.join()
         return
-    with closing(bound(settings.host, settings.port)) as listener:
+    with closing(listener or bound(settings.host, settings.port)) as listener:
         engine = Engine(Models(settings), settings)
         try:
             engine.start()
@@ -86,15 +103,12 @@ def serve(settings: ServerSettings, signals: Signals) -> None:
 
 def check_packages() -> None:
     """Raise MissingPackageError without the packages that carry the server."""
-    try:
-        import msgspec  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise MissingPackageError(
-            f"The server needs {error.name}, which is not installed. Use: "
-            "pip install 'specdec-mlx[server]'"
-        ) from error
+    for name in ("msgspec", "starlette", "uvicorn"):
+        if find_spec(name) is None:
+            raise MissingPackageError(
+                f"The server needs {name}, which is not installed. Use: "
+                "pip install 'specdec-mlx[server]'"
+            )
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -110,6 +124,13 @@ def bound(host: str, port: int) -> socket.socket:
     except (OSError, OverflowError) as error:
         raise busy(host, port, error) from error
     return listener
+
+
+def address_of(host: str, port: int) -> str:
+    """The address that clients on this machine are given."""
+    if host in ("", "0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
 
 
 def busy(host: str, port: int, error: Exception) -> PortError:
@@ -149,6 +170,7 @@ def listen(
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=GRACE,
+            access_log=False,
         )
     )
 
@@ -159,7 +181,8 @@ def listen(
         listener.listen()
     except OSError as error:  # another server took it while the model was loaded
         raise busy(settings.host, settings.port, error) from error
-    logging.info("Listening at %s on port %d", settings.host, listener.getsockname()[1])
+    address = address_of(settings.host, listener.getsockname()[1])
+    logging.info("Ready: %s (how agents are set up: %s)", address, AGENTS)
     if settings.api_key is None and not is_loopback(settings.host):
         logging.warning(
             "This server has no key: whoever reaches it may use it. Set %s to have one.",

@@ -19,7 +19,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.arguments import argument, make_with, name_in, positive_int, split_spec
+from specdec_mlx.arguments import add_lighter_arguments as add_lighter_arguments
+from specdec_mlx.arguments import make_with, name_in, split_spec
 from specdec_mlx.contracts import Drafter, check_is_drafter
 from specdec_mlx.drafters.choosing.registry import (
     DEFAULT_DRAFTER,
@@ -221,14 +222,6 @@ def found_for(model: str | None, given: Any, say: Callable[[str], object]) -> An
     for line in choice.lines:
         say(f"specdec_mlx: {line}")
     return choice.found
-
-
-def add_lighter_arguments(parser: Any) -> None:
-    """The flags that make a draft model lighter, for a parser, or group, with --draft-model."""
-    how = {"type": argument(positive_int), "metavar": "N"}
-    parser.add_argument(
-        "--draft-layers", help="Draft with its first layers only.", **how
-    )
 
 
 def named_model(arguments: argparse.Namespace) -> NamedModel:

@@ -14,19 +14,19 @@ from typing import Any
 
 import mlx.nn as nn
 
+from specdec_mlx.arguments import DEFAULT_DRAFTER as DEFAULT_DRAFTER
+from specdec_mlx.arguments import DRAFTER_GROUP as GROUP
+from specdec_mlx.arguments import MODEL_DRAFTER as MODEL_DRAFTER
+from specdec_mlx.arguments import NO_DRAFTER as NO_DRAFTER
 from specdec_mlx.arguments import help_on, installed, load, make_with, split_spec
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.errors import UnknownNameError
 
-GROUP = "specdec_mlx.drafters"
-DEFAULT_DRAFTER = "auto"  # the drafter of commands that are told none
-MODEL_DRAFTER = "model"  # the name of a draft model, wherever it comes from
 WITH_MODEL = (MODEL_DRAFTER, "cascade")
 """Names of drafters that a draft model, or a trained head, is a part of."""
 REMEMBERING = (DEFAULT_DRAFTER, "suffix")
 """Names of drafters that take `memory=`; the first is the default where a memory is given."""
-NO_DRAFTER = "none"  # the name of plain decoding
 
 
 def drafter_names() -> list[str]:
