@@ -243,8 +243,8 @@ def test_without_the_extra_the_command_names_it(tmp_path: Path) -> None:
     """In one line, of whatever package is missing."""
     script = (
         "import sys; sys.modules['uvicorn'] = None\n"
-        "from specdec_mlx.server.command import run_server\n"
-        "run_server([])"
+        "from specdec_mlx.server.command import run\n"
+        "run([])"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     words = (

@@ -1,6 +1,7 @@
-"""`specdec-mlx server`: its start, and its end in every state.
+"""`specdec-mlx server`: a server for agents and chats.
 
-All that takes a while is imported where signals are awaited already.
+Here are its start, and its end in every state. All that takes a while is imported where signals are
+awaited already.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ class PortError(OSError):
     """The port cannot be listened on."""
 
 
-def run_server(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str]) -> None:
     """Serve until a signal comes; raises what loading the model raises.
 
     The port is taken first, and answers once the model is loaded. Ends the process with code 1
@@ -68,7 +69,7 @@ def run_server(arguments: Sequence[str]) -> None:
 def serve(
     settings: ServerSettings, signals: Signals, listener: socket.socket | None = None
 ) -> None:
-    """Serve with these settings; see `run_server`. listener: has the port already."""
+    """Serve with these settings; see `run`. listener: has the port already."""
     import mlx.core as mx
 
     from specdec_mlx.server.engine import Engine

@@ -23,7 +23,7 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.choosing.registry import WITH_MODEL, first_of
+from specdec_mlx.drafters.choosing.registry import first_of, takes_model
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.loop import Generation, Token, assemble, speculate
@@ -363,7 +363,7 @@ class Engine:
         split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
         heavy = [
-            part for name, part in self.models.defaults(loaded) if name in WITH_MODEL
+            part for name, part in self.models.defaults(loaded) if takes_model(name)
         ]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)
