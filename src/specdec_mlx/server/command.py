@@ -5,7 +5,6 @@ All that takes a while is imported where signals are awaited already.
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import signal
@@ -135,6 +134,8 @@ def listen(
     engine: Engine, settings: ServerSettings, listener: socket.socket, signals: Signals
 ) -> None:
     """Answer requests until a signal comes; all replies are ended then."""
+    import asyncio
+
     import uvicorn
 
     from specdec_mlx.server.app import make_app
