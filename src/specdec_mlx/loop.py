@@ -25,7 +25,7 @@ from jaxtyping import Float
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.arguments import check_names
-from specdec_mlx.caches import Rollback
+from specdec_mlx.caches import Rollback, note_other_thread
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
@@ -216,6 +216,9 @@ class Generation:
                 yield from self.emit(current, outcome, following)
                 current = following or self.verify(self.propose())
                 emits_first = self.drafting.is_shared
+        except RuntimeError as error:
+            note_other_thread(error)
+            raise
         finally:
             self.finish()
 

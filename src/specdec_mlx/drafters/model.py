@@ -15,7 +15,13 @@ import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache
 
 from specdec_mlx.arguments import shown, wrong
-from specdec_mlx.caches import Rollback, check_caches_fit, states_of, wait_for
+from specdec_mlx.caches import (
+    Rollback,
+    check_caches_fit,
+    refused_after_failure,
+    states_of,
+    wait_for,
+)
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Checks,
@@ -259,9 +265,10 @@ class ModelSession(WritingSession):
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""
         if self.callers_cache is not None:
-            self.rollback.rewind_to(length)
-            self.read_to(length)
-            mx.async_eval(states_of(self.rollback.caches))
+            with refused_after_failure(self.callers_cache):
+                self.rollback.rewind_to(length)
+                self.read_to(length)
+                mx.async_eval(states_of(self.callers_cache))
         super().close(length)
 
 
