@@ -248,7 +248,7 @@ def _length(given: Any) -> int | str | None:
         length = parse_draft_length("" if isinstance(given, bool) else str(given))
     except ValueError:
         raise RequestError(
-            f"draft_length must be an int >= 0 (at most {LONGEST_DRAFT} count), auto or heuristic, "
+            f"draft_length must be an int >= 0 (at most {LONGEST_DRAFT} count) or auto, "
             f"not {given!r}"
         ) from None
     return length if isinstance(length, str) else min(length, LONGEST_DRAFT)
