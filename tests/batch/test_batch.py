@@ -309,7 +309,9 @@ def test_what_cannot_be_rows_is_written_one_by_one() -> None:
         features = Features(caches=(0,))
 
     with pytest.warns(UserWarning, match="Reader reads the target's caches"):
-        make_passes(model("qwen2"), None, Reader(lambda prompt: ScriptedSession(lambda *_: [])))
+        make_passes(
+            model("qwen2"), Options(), Reader(lambda prompt: ScriptedSession(lambda *_: []))
+        )
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_next", "gemma3n"])

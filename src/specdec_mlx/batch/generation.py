@@ -87,7 +87,7 @@ class BatchGeneration:
     def make_passes(self) -> BatchPasses:
         """The passes over all texts, or over one after the other."""
         with mx.stream(self.options.stream):
-            return make_passes(self.model, self.options.max_kv_size, self.drafter)
+            return make_passes(self.model, self.options, self.drafter)
 
     def insert(self, request: Request) -> int:
         """Add a text; returns the uid that its tokens come with."""
