@@ -614,7 +614,7 @@ def assemble(
     check_drafter_fits(drafter, context)
     if length is None:
         tuning = tuning_for(model) if options.tuning is None else options.tuning
-        length = make_draft_length(options.draft_length, tuning)
+        length = make_draft_length(options.num_draft_tokens, tuning)
     parts = assemble_around(
         target,
         prompt,

@@ -91,7 +91,7 @@ class Options:
             opaque samplers and deterministic drafts. For drafts drawn at random it takes coupled
             with a seed, and block, which accepts more, without. "lenient" and "typical" change the
             text's distribution.
-        draft_length: most tokens to draft a round, K. "auto" takes what pays, 0 included, from
+        num_draft_tokens: most tokens to draft a round, K. "auto" takes what pays, 0 included, from
             measured cost and acceptance.
         tuning: what "auto" has learned and goes on learning; None takes the loaded model's own.
         logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
@@ -129,7 +129,7 @@ class Options:
     sampler: Sampler | Sampling | None = None
     seed: int | None = None
     rule: str | AcceptanceRule = "auto"
-    draft_length: int | str | DraftLength = "auto"
+    num_draft_tokens: int | str | DraftLength = "auto"
     tuning: Tuning | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
     stop: str | Iterable[str] = ()
@@ -175,7 +175,7 @@ class BatchArguments(TypedDict, total=False):
     top_k: int
     sampler: Sampler | Sampling | None
     rule: str | AcceptanceRule
-    draft_length: int | str | DraftLength
+    num_draft_tokens: int | str | DraftLength
     tuning: Tuning | None
     logits_processors: Sequence[LogitsProcessor] | None
     stop: str | Iterable[str]

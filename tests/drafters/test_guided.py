@@ -53,7 +53,7 @@ class Follows:
 
 def run(drafter: Any, processor: Any) -> tuple[list[int], Any]:
     given = tiny_text.model(), tiny_text.tokenizer(), PROMPT, 40
-    how: Any = {"drafter": drafter, "draft_length": 4, "logits_processors": [processor]}
+    how: Any = {"drafter": drafter, "num_draft_tokens": 4, "logits_processors": [processor]}
     responses = list(sd.stream_generate(*given, **how))
     return [response.token for response in responses], responses[-1].stats
 

@@ -147,7 +147,7 @@ def test_caches_end_with_the_last_token_that_was_handed_out(kind: str, name: str
         caches = own + (make_prompt_cache(small) if small else [])
         tokens = sd.speculate(
             model, PROMPT, drafter, max_tokens=NUM_TOKENS + 4, prompt_cache=caches,
-            draft_length="auto" if place % 4 == 0 else 4,
+            num_draft_tokens="auto" if place % 4 == 0 else 4,
         )  # fmt: skip
         taken, stats = left_after(place, ("close", "throw", "drop")[place % 3], tokens)
         del tokens

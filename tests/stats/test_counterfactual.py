@@ -161,7 +161,12 @@ def run(counterfactual: bool, drafter: str = "model", **options: Any) -> tuple[l
         "sharper model": sd.ModelDrafter(draft(), draft_temp=0.6),
         "n-gram": sd.NGramDrafter(min_order=1),
     }
-    how: Any = {"sampler": sd.Sampling(temp=1.0), "seed": 1, "draft_length": 3, "max_tokens": 40}
+    how: Any = {
+        "sampler": sd.Sampling(temp=1.0),
+        "seed": 1,
+        "num_draft_tokens": 3,
+        "max_tokens": 40,
+    }
     how |= options | {"counterfactual": counterfactual}
     items = list(sd.speculate(target(), [3, 1, 2], drafters[drafter], **how))
     return [item.token for item in items], items[-1].stats
@@ -201,7 +206,7 @@ AS_EXPECTED = [("rejection", "sharper model"), ("coupled", "model")]
 @pytest.mark.parametrize(("rule", "drafter"), cases(AS_EXPECTED, AS_EXPECTED[0]))
 def test_what_was_observed_is_what_was_expected(rule, drafter):
     """At the first position and by round: within 4 standard errors on 200 tokens, K = 2."""
-    _, stats = run(True, drafter, rule=rule, max_tokens=200, draft_length=2)
+    _, stats = run(True, drafter, rule=rule, max_tokens=200, num_draft_tokens=2)
     account = stats.counterfactual
     first = account.positions[0]
     error = np.sqrt(first.observed.mean * (1 - first.observed.mean) / first.reached)
