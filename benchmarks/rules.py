@@ -25,11 +25,11 @@ from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, named_mo
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab.bench.prompts import Task, choose, encode_chat, read_prompts
 from specdec_mlx.lab.bench.record import describe_machine
+from specdec_mlx.lab.counterfactual import BY_ROUND, Counterfactual
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.loop import speculate
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.sampling import Sampling
-from specdec_mlx.stats.counterfactual import BY_ROUND, Counterfactual
 from specdec_mlx.views.html import markdown_table
 
 REFERENCES = ("rejection", "match")
@@ -98,18 +98,13 @@ def account_of(
             max_tokens=max_tokens,
             sampler=Sampling(temp),
             seed=seed,
-            rule="rejection",
+            rule=account.counting("rejection", is_seeded=True),
             num_draft_tokens=num_draft_tokens,
-            counterfactual=True,
         )
-        stats = None
         with closing(stream):
             for token in stream:
-                stats = token.stats
                 if token.token in end_tokens:
                     break
-        if stats is not None and stats.counterfactual is not None:
-            account.merge(stats.counterfactual)
         on_text()
     return account
 
@@ -191,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tasks,
             max_tokens=args.max_tokens,
             temp=args.temp,
-            num_draft_tokens=args.num_draft_tokens,
+            num_draft_tokens=args.draft_length,
             seed=args.seed,
             end_tokens=tokenizer.eos_token_ids,
             on_text=bar.update,

@@ -17,8 +17,7 @@ import mlx.nn as nn
 from mlx_lm.generate import generate_step
 
 import tiny
-from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession, RoundRecord
-from specdec_mlx.draft_length.policy import Fixed
+from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.trees.shape import depths_of, path_to
 
@@ -183,12 +182,3 @@ class OracleTrees:
             own = coming[depth] if depth < len(coming) else 0
             tokens.append(own if node in path else (own + 1 + node) % self.vocab_size)
         return Draft(tokens, parents=TREE)
-
-
-class ByTheLastVerdict(Fixed):
-    """A draft length that changes each round: two more after a draft accepted whole, else one less."""
-
-    def record(self, round_: RoundRecord) -> None:
-        if round_.drafted:
-            is_whole = round_.accepted == round_.drafted
-            self.length = self.length + 2 if is_whole else max(1, self.length - 1)

@@ -426,7 +426,7 @@ def test_errors_name_a_model_and_do_not_print_it() -> None:
     model: Any = scripted.target()
     held = sd.ModelDrafter(model)
     for call in (
-        lambda: sd.Cascade(sd.PromptLookupDrafter(), then=held),
+        lambda: lab.Cascade(sd.PromptLookupDrafter(), then=held),
         lambda: generated(rule=model),
         lambda: generated(drafter=model),
     ):
@@ -511,7 +511,7 @@ def test_options_are_numbers_words_for_values_or_text(text: str, values: list[An
         ("model:layers=2", r"Drafter 'model': .*help\(\w+Drafter\)"),
         ("prompt-lookup:max_ngram=2.5", "max_ngram is 2.5, expected int"),
         ("prompt-lookup:num_draft=x", r"num_draft is 'x', expected int \| None"),
-        ("ngram:stochastic=3", "stochastic is 3, expected bool"),
+        ("auto:recycling=3", "recycling is 3, expected bool"),
         ("ngram:max_order=99", "max_order"),
     ],
 )

@@ -359,7 +359,9 @@ class Rollback:
         saved = [
             s.save(cache) if s.must_restore else None for cache, s in self.strategies()
         ]
-        earlier = [point for point in self.checkpoints if point[0] < self.position]
+        earlier = self.checkpoints
+        while earlier and earlier[-1][0] >= self.position:
+            earlier = earlier[:-1]
         self.checkpoints = [*earlier[-1:], (self.position, saved)]
 
     @contextmanager
@@ -519,6 +521,43 @@ def mark_unusable(caches: Sequence[Any], reason: str) -> None:
     for cache in leaves(caches):
         with suppress(TypeError):  # of a class that cannot be referred to weakly
             _unusable[cache] = reason
+
+
+OTHER_THREAD = (
+    "was read on or closed in another thread than the one that began it, and MLX computes an array "
+    "only in the thread that made it. Read and close a generation in one thread."
+)
+
+
+def is_of_other_thread(error: BaseException) -> bool:
+    """True if MLX refused to compute here what another thread has begun."""
+    return isinstance(error, RuntimeError) and "in current thread" in str(error)
+
+
+def note_other_thread(error: BaseException) -> None:
+    """Say on MLX's error about threads what the caller did."""
+    if is_of_other_thread(error):
+        error.add_note(f"This generation {OTHER_THREAD}")
+
+
+@contextmanager
+def refused_after_failure(caches: Sequence[Any]) -> Iterator[None]:
+    """Have caches refused from now on if this block, which brings them in order, fails.
+
+    Raises CacheRollbackError in the place of MLX's error about threads.
+    """
+    try:
+        yield
+    except BaseException as failure:
+        if is_of_other_thread(failure):
+            mark_unusable(caches, f"a generation {OTHER_THREAD}")
+            raise CacheRollbackError(f"This generation {OTHER_THREAD}") from failure
+        reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
+        mark_unusable(
+            caches,
+            f"a generation was interrupted and could not be undone ({reason}).",
+        )
+        raise
 
 
 def check_usable(caches: Sequence[Any]) -> None:

@@ -111,8 +111,6 @@ class Options:
         tokenizer: the target's, for drafters that compare it.
         probe: measure once, for each loaded model, whether passes over several positions are exact,
             and do not draft where they are not.
-        counterfactual: also work out, in `stats.counterfactual`, what every rule would have
-            accepted.
         prefill_stops: ascending positions of the prompt at which a pass ends, for the progress
             callback to take the caches as they are there.
         stream: MLX's stream to run on.
@@ -144,7 +142,6 @@ class Options:
     input_embeddings: mx.array | None = None
     tokenizer: Any = None
     probe: bool = True
-    counterfactual: bool = False
     prefill_stops: Sequence[int] = ()
     stream: Any = generation_stream
 
@@ -185,7 +182,6 @@ class BatchArguments(TypedDict, total=False):
     kv_group_size: int
     quantized_kv_start: int
     probe: bool
-    counterfactual: bool
     stream: Any
 
 

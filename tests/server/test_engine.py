@@ -25,6 +25,7 @@ from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
 from specdec_mlx.sequence import PromptReader
+from specdec_mlx.server import engine as engine_module
 from specdec_mlx.server import models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
@@ -480,6 +481,35 @@ def test_who_waits_for_another_model_costs_those_that_are_served_nothing(
     assert len(looked_up) <= 2
 
 
+def test_a_name_that_means_another_model_by_now_leaves_the_texts_under_way_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a model comes into the cache while its request waits: the model that writes stays
+    until its texts have ended."""
+    second = str(write_model_folder(tmp_path, "llama", seed=5))
+    with running(folder, flags=with_flags(), any_model_name=True) as engine:
+        expected = told(begin(engine, 0, max_tokens=200).wait())
+        names_of, is_there = engine.models.names_of, threading.Event()
+
+        def names_by_now(request: TextRequest) -> tuple[str, str | None]:
+            is_new = request.model == "new" and is_there.is_set()
+            return (second, None) if is_new else names_of(request)
+
+        monkeypatch.setattr(engine.models, "names_of", names_by_now)
+        first = begin(engine, 0, max_tokens=200)
+        first.until_text()
+        submit_prepared = engine._queue
+
+        def queued(ticket: Any) -> None:
+            is_there.set()
+            submit_prepared(ticket)
+
+        monkeypatch.setattr(engine, "_queue", queued)
+        other = begin(engine, 1, model="new", max_tokens=5)
+        assert told(first.wait()) == expected
+        assert other.wait().text == plain(Path(second), prompt_of(1), 5)
+
+
 def test_max_tokens_is_the_least_of_what_is_asked_and_what_fits(tmp_path: Path) -> None:
     """Only a prompt that does not fit is refused, with both numbers."""
     folder = write_model_folder(tmp_path, max_position_embeddings=64)
@@ -635,6 +665,32 @@ def test_num_tokens_is_that_of_the_prompt_for_any_thread(engine: Engine) -> None
     text = ask(engine)
     assert text.ended
     assert engine.num_tokens(TextRequest(messages=ASKED)) == text.ended.num_prompt
+
+
+def test_the_process_may_end_at_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits is told, and what was learned is kept, while a model is loaded for minutes."""
+    monkeypatch.setattr(engine_module, "GRACE", 0.1)
+    loads, may_load, kept = threading.Event(), threading.Event(), list[bool]()
+    load = Models.load
+
+    def slow(self: Models, request: TextRequest) -> Any:
+        if request.model:
+            loads.set()
+            assert may_load.wait(60)
+        return load(self, request)
+
+    monkeypatch.setattr(Models, "load", slow)
+    monkeypatch.setattr(Models, "keep", lambda self: kept.append(True))
+    with running(folder, flags=with_flags()) as engine:
+        clients = [submit(engine, model="other", prompt=PROMPT), begin(engine, 0)]
+        assert loads.wait(60)
+        engine.end()
+        num_kept = len(kept)
+        may_load.set()
+        for client in clients:
+            with pytest.raises(ServerEndingError):
+                client.wait()
+        assert num_kept == 1
 
 
 STATES = ["not started", "idle", "loading", "reading", "writing", "written together", "waiting"]

@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 import specdec_mlx as sd
 import tiny
 import tiny_text
-from scripted import ByTheLastVerdict, OracleDrafter
+from scripted import OracleDrafter
 from selection import in_one_test
 from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.lab.bench.cost import linear_cost
@@ -74,7 +74,7 @@ def text() -> sd.generation.Text:
     """A generation of an oracle that errs, with every origin in it."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     plain = sd.generate(model, tokenizer, [1, 2, 3], drafter=None, max_tokens=40)
-    options: dict[str, Any] = {"max_tokens": 40, "num_draft_tokens": ByTheLastVerdict(5)}
+    options: dict[str, Any] = {"max_tokens": 40, "num_draft_tokens": 5}
     drafter = OracleDrafter(plain.tokens, 32, wrong=0.4)
     text = sd.generate(model, tokenizer, [1, 2, 3], drafter=drafter, **options)
     assert text == plain

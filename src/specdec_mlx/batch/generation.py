@@ -25,6 +25,7 @@ from specdec_mlx.batch.schedule import (
     Rounds,
     Schedule,
 )
+from specdec_mlx.caches import note_other_thread
 from specdec_mlx.contracts import NO_DRAFT, Draft, Drafter, Outcome
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
@@ -112,6 +113,9 @@ class BatchGeneration:
         """Write all texts, as `run`; None where a part of a prompt was read."""
         try:
             yield from self._steps()
+        except RuntimeError as error:
+            note_other_thread(error)
+            raise
         finally:
             if left := self.schedule.clear():
                 self.passes.verifiers = []

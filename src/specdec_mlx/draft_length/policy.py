@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from specdec_mlx.arguments import whole, wrong
+from specdec_mlx.arguments import AUTO, whole, wrong
+from specdec_mlx.arguments import parse_draft_length as parse_draft_length
 from specdec_mlx.contracts import Draft, RoundRecord
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.contract import DraftLength as DraftLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnknownNameError
-
-AUTO = "auto"  # the one policy that has a name
 
 
 class Fixed:
@@ -33,7 +32,7 @@ class Fixed:
 def make_draft_length(
     choice: int | str | DraftLength, tuning: Tuning | None = None
 ) -> DraftLength:
-    """Policy for a caller's `num_draft_tokens`; "auto" goes on with the tuning, if there is one.
+    """Policy for what a caller passed as `draft_length`; "auto" goes on with the tuning, if any.
 
     Raises UnknownNameError, or ValueError for what is no int >= 0, no policy or no tuning.
     """
@@ -50,12 +49,3 @@ def make_draft_length(
     if not isinstance(choice, int | type) and hasattr(choice, "limit"):
         return choice
     return Fixed(choice)  # type: ignore[arg-type]
-
-
-def parse_draft_length(text: str) -> int | str:
-    """Read a draft length as typed on the command line. Raises ValueError for anything else."""
-    if text == AUTO:
-        return text
-    if not text.isdecimal():
-        raise ValueError(f"{text!r}: expected an int >= 0, or {AUTO}")
-    return int(text)
