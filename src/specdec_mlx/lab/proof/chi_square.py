@@ -16,6 +16,7 @@ FALSE_ALARM = 5e-5
 
 # false alarms of conformance tests; with fixed seeds one fails always or never
 RARE_ALARM = 1e-6
+MOST_GROWTH = 2.0**24
 LEAST_EXPECTED = 8.0  # expected count below which cells are joined
 
 
@@ -55,6 +56,21 @@ def power(wrong: Counts, right: Counts) -> float:
         return float(1 - unseen)
     missed = noncentral_cdf(_limit(test.freedom), test.freedom, test.statistic)
     return float(1 - unseen * missed)
+
+
+def growth_for(wrong: Counts, right: Counts, chance: float) -> float:
+    """How many times as many samples are needed to find wrong counts [cells] with this chance.
+
+    The same cells are taken for more samples, which could be sorted into finer ones.
+    """
+    low, high = 0.0, 1.0
+    while high < MOST_GROWTH and power(high * wrong, high * right) < chance:
+        low, high = high, 2 * high
+    while high - low > 0.01 * high:
+        middle = (low + high) / 2
+        is_enough = power(middle * wrong, middle * right) >= chance
+        low, high = (low, middle) if is_enough else (middle, high)
+    return high
 
 
 def survival(freedom: int, statistic: float) -> float:
