@@ -29,7 +29,7 @@ NO_DRAFTER = "none"  # the name of plain decoding
 PROCESS = (
     "process"  # a memory that ends with its process, where a file's name could stand
 )
-DRAFT_LENGTHS = ("auto", "heuristic")
+AUTO = "auto"  # the draft length that is chosen by what pays
 RULES = ("auto", "match", "coupled", "rejection", "block")
 """Names of the library's own rules."""
 DRAFTER_GROUP, RULE_GROUP = "specdec_mlx.drafters", "specdec_mlx.rules"
@@ -237,12 +237,10 @@ class _HelpAll(argparse.Action):
 
 def parse_draft_length(text: str) -> int | str:
     """Read a draft length as typed on the command line. Raises ValueError for anything else."""
-    if text in DRAFT_LENGTHS:
+    if text == AUTO:
         return text
     if not text.isdecimal():
-        raise ValueError(
-            f"{text!r}: expected an int >= 0, {' or '.join(DRAFT_LENGTHS)}"
-        )
+        raise ValueError(f"{text!r}: expected an int >= 0, or {AUTO}")
     return int(text)
 
 

@@ -24,14 +24,15 @@ import tiny
 from heads import HEADS, random_head
 from scripted import plain
 from selection import cases
+from specdec_mlx import lab
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.caches import check_usable, leaves
-from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.early_exit import early_exit
-from specdec_mlx.drafters.heads.parallel_sampling import LookAhead, PaSSDrafter
 from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.lab.papers.cascade import Cascade
+from specdec_mlx.lab.papers.early_exit import early_exit
+from specdec_mlx.lab.papers.parallel_sampling import LookAhead, PaSSDrafter
 from specdec_mlx.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore:specdec_mlx")
@@ -78,22 +79,22 @@ DRAFTERS: dict[str, Callable[[str], Made]] = {
     "pass of trees": lambda name: (pass_(name, branches=2), None),
     "pass after look-up": lambda name: (sd.FirstOf(sd.PromptLookupDrafter(), pass_(name)), None),
     "pass beside a model": lambda name: (
-        sd.TreeOf(pass_(name), sd.ModelDrafter(near(name))),
+        lab.TreeOf(pass_(name), sd.ModelDrafter(near(name))),
         None,
     ),
     "pass before look-up": lambda name: (Cascade(pass_(name)), None),
-    "lookahead": lambda name: (sd.LookaheadDrafter(), None),
+    "lookahead": lambda name: (lab.LookaheadDrafter(), None),
     "recycling": lambda name: (sd.RecyclingDrafter(), None),
     "early exit": lambda name: (made := early_exit(target(name), 2), made.model),
     "model": lambda name: (sd.ModelDrafter(near(name)), near(name)),
     "model of trees": lambda name: (sd.ModelDrafter(near(name), branches=2), near(name)),
     "model before look-up": lambda name: (Cascade(sd.ModelDrafter(near(name))), near(name)),
     "guessed by look-up": lambda name: (
-        sd.ModelDrafter(near(name), drafter="suffix"),
+        lab.GuessedDrafter(near(name), drafter="suffix"),
         near(name),
     ),
     "guessed by a model": lambda name: (
-        sd.ModelDrafter(near(name), drafter=sd.ModelDrafter(target(name))),
+        lab.GuessedDrafter(near(name), drafter=sd.ModelDrafter(target(name))),
         near(name),
     ),
     "pard": lambda name: (PardDrafter(near(name), mask_token=1), near(name)),

@@ -9,7 +9,6 @@ MLX is imported once the values are used: `--help` and a wrong flag are answered
 from __future__ import annotations
 
 import argparse
-import atexit
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,8 +19,8 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.arguments import (
+    AUTO,
     DEFAULT_DRAFTER,
-    DRAFT_LENGTHS,
     DRAFTER_GROUP,
     MODEL_DRAFTER,
     NO_DRAFTER,
@@ -32,21 +31,26 @@ from specdec_mlx.arguments import (
     add_lighter_arguments,
     argument,
     existing_file,
+    installed,
     known,
-    name_in,
+    load,
     parse_draft_length,
     registered_names,
 )
+from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.files import read_text
 
 if TYPE_CHECKING:
     import mlx.nn as nn
 
     from specdec_mlx.contracts import Drafter
-    from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+    from specdec_mlx.drafters.choosing.choice import DrafterChoice
     from specdec_mlx.drafters.grammar import Grammar
     from specdec_mlx.memory.store import Memory
 
+LEARNERS = (
+    "specdec_mlx.learners"  # entry points; `online` is what --online makes of a model
+)
 EVERYBODY, USER, KEY = "all", "user", "key"  # whom a server's memory is for
 
 
@@ -83,7 +87,7 @@ class Flags:
     @cached_property
     def drafting(self) -> DrafterChoice:
         """The choice with the memory, and with what learns on."""
-        learner = Learner(str(self.choice.model.name)).drafter if self.online else None
+        learner = learners()(self.choice.model).drafter if self.online else None
         return replace(self.choice, memory=self.remembered, learner=learner)
 
     @cached_property
@@ -99,66 +103,15 @@ class Flags:
             self.remembered.save()
 
 
-class Learner:
-    """What learns on with `--online`, a trained head or a draft model, for a target at a time."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self._latest: Any = None
-        atexit.register(self.save)
-
-    def drafter(self, target: Any, spec: str) -> Any:
-        """The drafter of a spec for a target; raises as `learning_on`, ValueError for options."""
-        from specdec_mlx.drafters.choosing import registry
-        from specdec_mlx.drafters.heads.loading import is_head
-        from specdec_mlx.lab.training.online import OnlineDraftModel, learning_on
-
-        if name_in(spec) != MODEL_DRAFTER:
-            return registry.make_drafter(
-                spec, draft_model=self.drafter(target, MODEL_DRAFTER)
-            )
-        if spec != MODEL_DRAFTER and is_head(self.folder):
-            raise ValueError(
-                f"Drafter {spec!r}: with --online a trained head takes no options."
-            )
-        if self._latest is None or self._latest.trainer.target is not target:
-            self.save()
-            self._latest = learning_on(self.folder, target)
-        latest = self._latest
-        if not isinstance(latest, OnlineDraftModel):
-            return latest
-        pair = {
-            "draft_model": latest.model,
-            "draft_tokenizer": latest.drafter.tokenizer,
-        }
-        chosen: Any = registry.make_drafter(spec, **pair)
-        return latest.drafting_as(chosen)
-
-    def save(self) -> None:
-        """Write what was learned, if anything was."""
-        if self._latest is not None:
-            self._latest.save()
-
-
-def check_learns(model: NamedModel) -> None:
-    """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
-    import mlx.core as mx
-
-    from specdec_mlx.lab.training.online import stored_plan
-
-    wrong = ""
-    if model.name is None:
-        wrong = "expected --draft-model, a head or a draft model that `specdec-mlx train` made."
-    elif model.flags:
-        others = ", ".join(model.flags)
-        wrong = f"{others} drafts with another model than the one that learns. Leave one out."
-    elif mx.distributed.init().size() > 1:
-        wrong = (
-            "a target that is spread over ranks cannot be learnt from. Use one machine."
+def learners() -> Any:
+    """The class that `--online` makes of a draft model; raises MissingPackageError without it."""
+    entry = installed(LEARNERS, "learner").get("online")
+    if entry is None:
+        raise MissingPackageError(
+            "argument --online: the installation does not know specdec_mlx.lab. Install "
+            "specdec-mlx again."
         )
-    if wrong:
-        raise ValueError(f"argument --online: {wrong}")
-    stored_plan(Path(str(model.name)).expanduser())
+    return load(entry, "learner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -189,7 +142,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-length",
         type=argument(parse_draft_length),
         metavar="K",
-        help=f"Most tokens to draft in a round, or {' or '.join(DRAFT_LENGTHS)} (default: auto)",
+        help=f"Most tokens to draft in a round, or {AUTO} (default)",
     )
     add(
         "--rule",
@@ -266,7 +219,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         **{name: getattr(namespace, name) for name in same},
     )
     if flags.online:
-        check_learns(flags.choice.model)
+        learners().check(flags.choice.model)
     namespace.draft_model = None
     return flags
 

@@ -85,6 +85,7 @@ class TextRequest:
         seed: None draws one.
         num_logprobs: alternatives to report beside each token; None reports nothing.
         grammar: what the answer must match; None for any text.
+        thought_budget: most tokens of the thought before an answer; None for any number.
         prediction: a text that the answer is expected to resemble.
         echo: give the prompt back before the text.
         drafters: names to try in order; None for the server's own choice.
@@ -109,6 +110,7 @@ class TextRequest:
     seed: int | None = None
     num_logprobs: int | None = None
     grammar: Grammar | None = None
+    thought_budget: int | None = None
     prediction: str = ""
     echo: bool = False
     drafters: Sequence[str] | None = None

@@ -114,7 +114,7 @@ def best_of_everything() -> sd.BestOf:
         model_drafter(),
         sd.SuffixDrafter(min_match=2),
         sd.RecyclingDrafter(num_draft=2),
-        sd.NGramDrafter(min_order=1, stochastic=True),
+        lab.StochasticNGramDrafter(min_order=1),
     )
 
 
@@ -123,9 +123,9 @@ RIGHT = {
     "model, greedy": (lambda: model_drafter(greedy=True), "block"),
     "model, sharper": (lambda: model_drafter(draft_temp=0.6), "rejection"),
     "model, flatter, coupled": (lambda: model_drafter(draft_temp=1.6), "coupled"),
-    "n-gram, drawn": (lambda: sd.NGramDrafter(min_order=1, stochastic=True), "auto"),
+    "n-gram, drawn": (lambda: lab.StochasticNGramDrafter(min_order=1), "auto"),
     "prompt lookup": (lambda: sd.PromptLookupDrafter(min_ngram=1), "match"),
-    "cascade, coupled": (lambda: sd.Cascade(model_drafter(), LOOK_UP, 1), "coupled"),
+    "cascade, coupled": (lambda: lab.Cascade(model_drafter(), LOOK_UP, 1), "coupled"),
     "best of everything": (best_of_everything, "auto"),
 }
 """Every kind of drafter and every rule: neither knows the other."""
@@ -569,7 +569,7 @@ def test_flags_reach_the_check(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "Hello."}) + "\n")
     flags = "--drafter ngram:max_order=3 --temp 0.7 --top-p 0.9 --min-p 0.1 --top-k 5 --seed 2"
-    flags += " --rule coupled --draft-length 3 --budget 7"
+    flags += " --rule coupled --draft-length 3 --budget 7 --texts 9000"
     assert cli.main(["check", *f"--model {folder} --prompts {prompts} {flags}".split()]) == 1
     assert check.call_args.kwargs == {
         "drafter": sd.NGramDrafter(max_order=3),
@@ -578,6 +578,7 @@ def test_flags_reach_the_check(
         "draft_length": 3,
         "prompts": ["Hello."],
         "budget": 7.0,
+        "texts": 9000,
         "seed": 2,
         "progress": True,
     }
