@@ -161,10 +161,10 @@ def passes_and_has_drafted(parts: Sequence[Part]) -> None:
     assert 20 < joint["accepted"] < joint["draft_tokens"] - 20
 
 
-def two_models(**options: Any) -> sd.TreeOf:
+def two_models(**options: Any) -> lab.TreeOf:
     """Drafts that fork at the first token, and go on."""
     drafters = (sd.ModelDrafter(model(noise), **options) for noise in (0.3, 0.6))
-    return sd.TreeOf(*drafters)
+    return lab.TreeOf(*drafters)
 
 
 TREES = {

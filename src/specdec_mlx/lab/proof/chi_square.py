@@ -16,7 +16,6 @@ FALSE_ALARM = 5e-5
 
 # false alarms of conformance tests; with fixed seeds one fails always or never
 RARE_ALARM = 1e-6
-MOST_GROWTH = 2.0**24
 LEAST_EXPECTED = 8.0  # expected count below which cells are joined
 
 
@@ -64,7 +63,7 @@ def growth_for(wrong: Counts, right: Counts, chance: float) -> float:
     The same cells are taken for more samples, which could be sorted into finer ones.
     """
     low, high = 0.0, 1.0
-    while high < MOST_GROWTH and power(high * wrong, high * right) < chance:
+    while high < 1e8 and power(high * wrong, high * right) < chance:
         low, high = high, 2 * high
     while high - low > 0.01 * high:
         middle = (low + high) / 2
