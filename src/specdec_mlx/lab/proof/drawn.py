@@ -65,7 +65,6 @@ NUM_DRAFT = 2  # so that the bonus token is among the three
 NUM_CONTEXTS = 3
 NUM_IN_TREE = 4  # draft tokens where drafts are trees: levels, and siblings on them
 TEXTS_PER_CONTEXT = 2000
-BIAS = 0.01  # chance that is moved from the likeliest token to the next, at each place
 UNDRAFTED = -1  # draft tokens left to verify in a round that has none
 OTHER = -1  # last token of the cells that texts share
 ROUNDING = 1e-12
@@ -327,18 +326,12 @@ def _draft_length(num_tokens: int) -> int:
     return min(NUM_DRAFT, NUM_TOKENS - num_tokens - 1) or UNDRAFTED
 
 
-def biased_by(share: float) -> Variant:
-    """A fault that moves this much of the chance from the likeliest token to the next."""
-
-    def variant(p: Probs, q: Probs) -> Masses:
-        moved, (first, second) = p.copy(), np.argsort(-p)[:2]
-        share_moved = min(share, p[first])
-        moved[first] -= share_moved
-        moved[second] += share_moved
-        kept = np.minimum(moved, q)
-        return rejecting(moved, q, kept)
-
-    return variant
+def biased(p: Probs, q: Probs) -> Masses:
+    """A fault that moves 1% of the chance from the likeliest token to the next."""
+    moved, (first, second) = p.copy(), np.argsort(-p)[:2]
+    share = min(0.01, p[first])
+    moved[[first, second]] += [-share, share]
+    return rejecting(moved, q, np.minimum(moved, q))
 
 
 def check_joint(
@@ -380,12 +373,11 @@ def check_joint(
         "draft_tokens": sum(group.drafted for group in groups),
         "accepted": sum(group.accepted for group in groups),
     }
-    biased = np.concatenate([one.expected(biased_by(BIAS)) for one in cells])
+    off = np.concatenate([one.expected(biased) for one in cells])
     numbers |= {
         "trees": sum(group.trees for group in groups),
-        "bias": BIAS,
-        "power_against_bias": power(biased, right),
-        "texts_to_find_bias": math.ceil(count * growth_for(biased, right, SURE)),
+        "power_against_bias": power(off, right),
+        "texts_to_find_bias": math.ceil(count * growth_for(off, right, SURE)),
     }
     samples, aim = f"{count} texts of {NUM_TOKENS} tokens", "the target's distribution"
     diagnosis = partial(_diagnosis, cells, seen, faults)
