@@ -224,7 +224,7 @@ class Texts:
         self.forks = session.propose(NUM_IN_TREE).parents is not None
         length = NUM_IN_TREE if self.forks else NUM_DRAFT
         self.drawing: Subject = replace(
-            given, model=self.target, drafter=alone, draft_length=length
+            given, model=self.target, drafter=alone, num_draft_tokens=length
         )
 
     def add(self, draft: Draft, limit: int) -> None:
