@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,7 +21,8 @@ import specdec_mlx as sd
 from on_ranks import free_ports
 from selection import cases
 from serving import until
-from specdec_mlx.server.command import address_of
+from specdec_mlx.server import command
+from specdec_mlx.server.command import Signals, address_of
 from tiny_model_folder import write_model_folder
 
 SECONDS = 240  # after which a test that waits fails
@@ -132,6 +135,40 @@ def test_a_signal_ends_the_server_whatever_it_does(
         assert len(sd.Memory.load(memory)) > 20
 
 
+def test_a_second_signal_ends_the_process_whatever_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is kept is written first. A signal to a group of processes may come twice at once."""
+    done: list[str] = []
+    monkeypatch.setattr(command, "LONGEST_END", 1e6)
+    monkeypatch.setattr(os, "_exit", lambda code: done.append(f"exit {code}"))
+    signals = Signals()
+    signals.end, signals.keep = lambda: done.append("end"), lambda: done.append("keep")
+    with signals:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert done == ["end"]
+        monkeypatch.setattr(command, "AT_ONCE", 0.0)
+        signal.raise_signal(signal.SIGINT)
+        assert done == ["end", "keep", "exit 0"]
+
+
+@pytest.mark.parametrize("keeps", [lambda: None, lambda: threading.Event().wait()])
+def test_the_process_ends_though_nothing_ends_in_it(
+    keeps: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A while after the first signal, also where nothing can be kept."""
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(command, "LONGEST_END", 0.01)
+    monkeypatch.setattr(command, "KEEPING", 0.01)
+    signals = Signals()
+    signals.end, signals.keep = lambda: None, keeps
+    with signals:
+        signal.raise_signal(signal.SIGTERM)
+        assert ended.wait(SECONDS)
+
+
 STARTS = [["-m", "specdec_mlx.server"], ["-m", "specdec_mlx", "server"], ["specdec-mlx", "server"]]
 KILL = "import os, time\nos.kill(os.getpid(), {number})\ntime.sleep(30)\n"
 AT_EXIT = "import atexit, os\natexit.register(os.kill, os.getpid(), {number})\n"
@@ -174,7 +211,7 @@ WRONG = {
     "--top-p nan": "argument --top-p: nan",
     "--drafter eagle": "Unknown drafter 'eagle'",
     "--rule nothing": "Unknown rule 'nothing'",
-    "--draft-length x": "'x': expected an int >= 0",
+    "--num-draft-tokens x": "'x': expected an int >= 0",
     "--request-models given": "needs --model",
     "--adapter-path nowhere": "no folder with an adapter_config.json",
     "--prefill-step-size 0": "expected an int >= 1",

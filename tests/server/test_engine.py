@@ -25,6 +25,7 @@ from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
 from specdec_mlx.sequence import PromptReader
+from specdec_mlx.server import engine as engine_module
 from specdec_mlx.server import models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
@@ -83,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    with running(folder, flags=with_flags(draft_length=2)) as engine:
+    with running(folder, flags=with_flags(num_draft_tokens=2)) as engine:
         yield engine
 
 
@@ -199,7 +200,7 @@ def test_a_text_goes_on_without_a_seam_when_others_come(
 def test_texts_of_recurrent_and_windowed_models_go_on_as_rows(name: str, tmp_path: Path) -> None:
     """What was written is read again where caches cannot be shortened, and the text is the same."""
     folder = write_model_folder(tmp_path, name, max_position_embeddings=8192)
-    with running(folder, flags=with_flags(draft_length=2), prefill_step_size=16) as engine:
+    with running(folder, flags=with_flags(num_draft_tokens=2), prefill_step_size=16) as engine:
         client = begin(engine, 0, max_tokens=60)
         for _ in range(20):
             client.next()
@@ -388,7 +389,7 @@ def test_the_prompt_of_several_choices_is_read_once(
             fed.append(ids.shape[1])
         return call(self, ids, *args, **kwargs)
 
-    with running(folder, flags=with_flags(draft_length=2)) as engine:
+    with running(folder, flags=with_flags(num_draft_tokens=2)) as engine:
         monkeypatch.setattr(qwen2.Model, "__call__", counted)
         kind = {"prompt": f"!{TEXT * 8}", "max_tokens": 2, "sampling": {"temp": 1.0}}
         clients = [submit(engine, seed=i, **kind) for i in range(4)]
@@ -413,13 +414,13 @@ def test_texts_are_those_alone_however_they_are_drafted_for(
     """`auto` measures; a draft model has caches for each row; without rows one is served after the
     other, which is said once."""
     kinds = [MIXED[i] for i in ((0, 0, 3, 5) if how in WAYS[:2] else (0, 3))]
-    flags = with_flags() if how == "the automatic length" else with_flags(draft_length=2)
+    flags = with_flags() if how == "the automatic length" else with_flags(num_draft_tokens=2)
     settings: dict[str, Any] = {}
     if how == "a draft model":  # whose rejected drafts may change what a seed draws
         kinds = kinds[:2] * 2
         draft = write_model_folder(folder.parent / "draft", "llama", seed=3)
         choice = DrafterChoice(model=NamedModel(str(draft)))
-        flags = with_flags(draft_length=2, choice=choice)
+        flags = with_flags(num_draft_tokens=2, choice=choice)
     if how == "quantized caches":
         folder = write_model_folder(tmp_path, max_position_embeddings=8192, **WIDE_HEADS)
         settings = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
@@ -478,6 +479,35 @@ def test_who_waits_for_another_model_costs_those_that_are_served_nothing(
         first.wait()
         other.wait()
     assert len(looked_up) <= 2
+
+
+def test_a_name_that_means_another_model_by_now_leaves_the_texts_under_way_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a model comes into the cache while its request waits: the model that writes stays
+    until its texts have ended."""
+    second = str(write_model_folder(tmp_path, "llama", seed=5))
+    with running(folder, flags=with_flags(), any_model_name=True) as engine:
+        expected = told(begin(engine, 0, max_tokens=200).wait())
+        names_of, is_there = engine.models.names_of, threading.Event()
+
+        def names_by_now(request: TextRequest) -> tuple[str, str | None]:
+            is_new = request.model == "new" and is_there.is_set()
+            return (second, None) if is_new else names_of(request)
+
+        monkeypatch.setattr(engine.models, "names_of", names_by_now)
+        first = begin(engine, 0, max_tokens=200)
+        first.until_text()
+        submit_prepared = engine._queue
+
+        def queued(ticket: Any) -> None:
+            is_there.set()
+            submit_prepared(ticket)
+
+        monkeypatch.setattr(engine, "_queue", queued)
+        other = begin(engine, 1, model="new", max_tokens=5)
+        assert told(first.wait()) == expected
+        assert other.wait().text == plain(Path(second), prompt_of(1), 5)
 
 
 def test_max_tokens_is_the_least_of_what_is_asked_and_what_fits(tmp_path: Path) -> None:
@@ -637,6 +667,32 @@ def test_num_tokens_is_that_of_the_prompt_for_any_thread(engine: Engine) -> None
     assert engine.num_tokens(TextRequest(messages=ASKED)) == text.ended.num_prompt
 
 
+def test_the_process_may_end_at_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits is told, and what was learned is kept, while a model is loaded for minutes."""
+    monkeypatch.setattr(engine_module, "GRACE", 0.1)
+    loads, may_load, kept = threading.Event(), threading.Event(), list[bool]()
+    load = Models.load
+
+    def slow(self: Models, request: TextRequest) -> Any:
+        if request.model:
+            loads.set()
+            assert may_load.wait(60)
+        return load(self, request)
+
+    monkeypatch.setattr(Models, "load", slow)
+    monkeypatch.setattr(Models, "keep", lambda self: kept.append(True))
+    with running(folder, flags=with_flags()) as engine:
+        clients = [submit(engine, model="other", prompt=PROMPT), begin(engine, 0)]
+        assert loads.wait(60)
+        engine.end()
+        num_kept = len(kept)
+        may_load.set()
+        for client in clients:
+            with pytest.raises(ServerEndingError):
+                client.wait()
+        assert num_kept == 1
+
+
 STATES = ["not started", "idle", "loading", "reading", "writing", "written together", "waiting"]
 
 
@@ -717,7 +773,7 @@ def test_what_is_measured_once_is_measured_before_requests_come(
         counts = []
         for first in ("A", "B"):
             passes[0] = 0
-            ask(engine, prompt=f"{first} cat", drafters=["prompt-lookup"], draft_length=2)
+            ask(engine, prompt=f"{first} cat", drafters=["prompt-lookup"], num_draft_tokens=2)
             settled(engine)
             counts.append(passes[0])
         assert counts[0] <= 26

@@ -7,16 +7,19 @@ awaited already.
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from functools import partial
 from importlib.util import find_spec
+from math import inf
 from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.cli.backends import require_mlx
@@ -28,6 +31,9 @@ if TYPE_CHECKING:
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 GRACE = 5  # seconds that clients have to take the last of their replies
+LONGEST_END = 8.0  # seconds after a signal in which the process has ended
+KEEPING = 2.0  # seconds of them for what is kept, where the process is ended at work
+AT_ONCE = 0.5  # seconds in which a second signal is the first one, sent to a group of processes too
 LOG = "%(asctime)s - %(levelname)s - %(message)s"
 AGENTS = "https://specdec-mlx.github.io/specdec-mlx/agents/"
 RANK_VARIABLES = "MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"
@@ -61,6 +67,7 @@ def run(arguments: Sequence[str]) -> None:
                 )
             require_mlx()
             serve(parser.check(partial(settings_of, flags)), signals, listener)
+            signals.leave()
         except PortError as error:
             print(f"specdec-mlx server: {error}", file=sys.stderr)
             raise SystemExit(1) from None
@@ -88,8 +95,11 @@ def serve(
         try:
             engine.start()
             listen(engine, settings, listener, signals)
-        finally:
-            engine.stop()  # its thread must not be at work when the process ends
+        except BaseException:
+            engine.stop()  # its thread must not be at work when Python ends
+            raise
+        engine.end()
+        signals.may_leave = not engine.ranks.are_several
 
 
 def check_packages() -> None:
@@ -149,7 +159,7 @@ def listen(
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """End the texts, so that their clients are told, and then the connections."""
             await asyncio.gather(
-                asyncio.to_thread(engine.stop), super().shutdown(sockets)
+                asyncio.to_thread(engine.end), super().shutdown(sockets)
             )
 
     app = make_app(engine, settings)
@@ -157,6 +167,7 @@ def listen(
         uvicorn.Config(
             app,
             log_config=None,
+            http=http_protocol(),
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=GRACE,
@@ -165,7 +176,6 @@ def listen(
     )
 
     def end() -> None:
-        signals.end = lambda: None
         server.should_exit = True
 
     try:
@@ -179,19 +189,32 @@ def listen(
             "This server has no key: whoever reaches it may use it. Set %s to have one.",
             KEY_VARIABLE,
         )
-    signals.end = end
+    signals.end, signals.keep = end, engine.keep
     server.run(sockets=[listener])
+
+
+def http_protocol() -> Any:
+    """The class of connections, by httptools where it is installed; h11 has bounds of its own."""
+    try:
+        from specdec_mlx.server.connections import BoundedConnection
+    except ImportError:
+        return "h11"
+    return BoundedConnection
 
 
 class Signals:
     """SIGINT and SIGTERM end the server, with exit code 0.
 
     Until requests are served that is at once: the model may be half loaded, by a thread that cannot
-    be stopped, and nothing is there to be kept. Later ones, while it ends already, are ignored.
+    be stopped, and nothing is there to be kept. Then the first signal ends all texts in peace. The
+    second one, or `LONGEST_END` seconds, ends the process whatever it does. `keep` writes what is
+    kept to its files.
     """
 
     def __init__(self) -> None:
         self.end: Callable[[], None] = partial(os._exit, 0)
+        self.keep: Callable[[], None] = lambda: None
+        self.may_leave, self._come_at = False, inf
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -206,4 +229,28 @@ class Signals:
             signal.signal(number, handler)
 
     def _take(self, number: int, frame: Any) -> None:
-        self.end()
+        now = time.monotonic()
+        if self._come_at == inf:
+            self._come_at = now
+            watch = threading.Timer(LONGEST_END, self._leave_soon)
+            watch.daemon = True
+            watch.start()
+            self.end()
+        elif now - self._come_at > AT_ONCE:
+            self._leave_soon()
+
+    def _leave_soon(self) -> None:
+        """End the process, whatever other threads do."""
+        keeper = threading.Thread(target=self.keep, daemon=True)
+        keeper.start()
+        keeper.join(KEEPING)
+        os._exit(0)
+
+    def leave(self) -> None:
+        """End the process if a signal has come and all is kept: Python need not free anything."""
+        if self._come_at < inf and self.may_leave:
+            atexit._run_exitfuncs()
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)

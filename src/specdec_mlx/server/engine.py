@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -17,6 +18,7 @@ from functools import partial
 from threading import Event as Flag
 from threading import Thread
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
@@ -41,6 +43,9 @@ from specdec_mlx.server.rows import BatchRows
 from specdec_mlx.server.under_way import AskedText, Ticket, prepare
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
+# A pass that is under way when the process ends is waited for so many seconds, or until so many of
+# the processor were spent on it: it may be of a long prompt, or a model that is loaded.
+GRACE, GRACE_OF_PROCESSOR = 5.0, 0.4
 
 
 class _JoinedError(Exception):
@@ -60,7 +65,9 @@ class Engine:
             self.draft_caches = Prefixes(settings.prompt_cache_size)
         self.running = 0
         self._waiting: deque[Ticket] = deque()
+        self._tickets = WeakSet[Ticket]()
         self._has_news, self._has_ended, self._is_ending = Flag(), Flag(), False
+        self._has_kept = Flag()
         self._is_ready: Future[None] = Future()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -85,6 +92,7 @@ class Engine:
         Raises RequestError and ModelFolderError for the name of no model.
         """
         ticket = Ticket(request, put, self.models.names_of(request))
+        self._tickets.add(ticket)
         loaded = self.models.loaded
         if loaded is not None and loaded.names == ticket.names:
             Thread(target=self._prepare, args=(ticket, loaded), daemon=True).start()
@@ -122,6 +130,33 @@ class Engine:
         if self._thread.is_alive():
             self.join()
 
+    def end(self) -> None:
+        """End all texts because the process ends: what was learned is kept, and nothing freed.
+
+        What takes longer than a grace period is left as it is; its clients are told all the same.
+        """
+        self._is_ending = self.ranks.is_first
+        self._has_news.set()
+        if self.ranks.are_several:  # which wait for each other
+            self._has_kept.wait()
+        begun, spent = time.monotonic(), time.process_time()
+        while not self._has_kept.wait(0.02):
+            if (
+                time.monotonic() - begun > GRACE
+                or time.process_time() - spent > GRACE_OF_PROCESSOR
+            ):
+                self.keep()
+                break
+        for ticket in list(self._tickets):
+            ticket.fail(ServerEndingError())
+
+    def keep(self) -> None:
+        """Write what was learned to its files."""
+        try:
+            self.models.keep()
+        except Exception as error:
+            logging.error("What was learned is not kept.", exc_info=error)
+
     def join(self) -> None:
         """Wait until nothing is served any more."""
         self._has_ended.wait()
@@ -142,10 +177,9 @@ class Engine:
             self._is_ending = True
             while self._waiting:
                 self._waiting.popleft().fail(ServerEndingError())
-            try:
-                self.models.close()
-            except Exception as error:
-                logging.error("What was learned is not kept.", exc_info=error)
+            self.keep()
+            self._has_kept.set()
+            self.models.reset()
             self.prefixes.trim_to(0)
             self.draft_caches.trim_to(0)
             mx.clear_streams()
@@ -216,11 +250,17 @@ class Engine:
         return text.loaded.has_rows and self._next_is_row()
 
     def _next_is_row(self) -> bool:
-        """True if the next request is for the loaded model."""
+        """True if the next request is for the loaded model, also by what its name means now.
+
+        To load another model would free the model whose texts are written.
+        """
         ticket, loaded = self._first_waiting(), self.models.loaded
-        if ticket is None or loaded is None:
+        if ticket is None or loaded is None or ticket.names != loaded.names:
             return False
-        return ticket.names == loaded.names
+        try:
+            return self.models.names_of(ticket.request) == loaded.names
+        except ValueError:  # its client is told when its turn comes
+            return False
 
     def _write_together(self, text: AskedText) -> None:
         """Write a text, and those that join it, until all have ended."""
@@ -288,7 +328,7 @@ class Engine:
             sampler=text.sampling,
             seed=text.request.seed,
             rule=text.rule,
-            draft_length=text.draft_length,
+            num_draft_tokens=text.num_draft_tokens,
             logits_processors=text.processors,
             prefill_stops=text.prompt.ends,
             prompt_cache=own,
@@ -361,7 +401,9 @@ class Engine:
         ]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)
-        short = replace(options, max_tokens=WARM_TOKENS, draft_length=4, tuning=tuning)
+        short = replace(
+            options, max_tokens=WARM_TOKENS, num_draft_tokens=4, tuning=tuning
+        )
         try:
             _ = self.settings.kv_bits is None and loaded.has_rows
             for drafter in (None, first_of([PromptLookupDrafter(), *heavy])):

@@ -136,7 +136,7 @@ class Loaded:
 class Models:
     """The models that requests may name, one of them loaded at a time.
 
-    `load`, `drafter` and `close` belong to the engine's thread; all else to any.
+    `load`, `drafter` and `reset` belong to the engine's thread; all else to any.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -382,9 +382,10 @@ class Models:
         gc.collect()
         mx.clear_cache()
 
-    def close(self) -> None:
-        """Free the model, and write the memory to its file."""
-        self.reset()
+    def keep(self) -> None:
+        """Write what was learned, and the memory, to their files."""
+        if (loaded := self.loaded) is not None:
+            loaded.closing.close()
         self.flags.save_memory()
 
     def listed(self) -> list[dict[str, Any]]:
