@@ -53,7 +53,12 @@ CORE = tuple(
 )
 """What one call passes through: who has read it understands the whole."""
 
-TOKENS = {"core": 28_900, "library": 122_500, "lab": 72_500, "server": 40_000}
+TOKENS = {
+    "core": 28_900,
+    "library": 122_500,
+    "lab": 72_500,
+    "server": 41_000,
+}
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
