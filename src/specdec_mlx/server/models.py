@@ -175,7 +175,7 @@ class Models:
         if name in ("", DEFAULT_MODEL):
             raise RequestError("This server was started without --model. Name a model.")
         if not self.settings.allows_model(name):
-            raise ModelFolderError(f"{refused('model', name)} {ANY_NAME}")
+            raise ModelFolderError(f"{refused('model', name)}{self._hint}")
         return name, request.adapter
 
     def _is_given(self, name: str) -> bool:
@@ -206,9 +206,15 @@ class Models:
             with explained(name):
                 yield
         except ModelFolderError as error:
-            if self.settings.model in (None, name):
+            if self.settings.model == name:
                 raise
-            raise ModelFolderError(f"{error} {ANY_NAME}") from error
+            raise ModelFolderError(f"{error}{self._hint}") from error
+
+    @property
+    def _hint(self) -> str:
+        """What to do about a name of no model, where a flag is left that helps."""
+        is_taken = self.settings.model is None or self.settings.any_model_name
+        return "" if is_taken else f" {ANY_NAME}"
 
     def _load(self, name: str, adapter: str | None) -> Loaded:
         try:
@@ -382,6 +388,15 @@ class Models:
         gc.collect()
         mx.clear_cache()
 
+    def unload(self) -> None:
+        """Free the model and its draft models; the next request loads them again."""
+        self.reset()
+        for name in filter(takes_model, list(self._made)):
+            del self._made[name]
+        self.choice.model.forget()
+        gc.collect()
+        mx.clear_cache()
+
     def keep(self) -> None:
         """Write what was learned, and the memory, to their files."""
         if (loaded := self.loaded) is not None:
@@ -390,20 +405,38 @@ class Models:
 
     def listed(self) -> list[dict[str, Any]]:
         """The models that a client may name: `id`, `created`, and `context_length` if loaded."""
-        given = self.settings.model
+        given, loaded = self.settings.model, self.loaded
         names = sorted(filter(self.settings.allows_model, cached_names()))
+        own = None if loaded is None else loaded.name
+        if own not in (None, given, *names):
+            names.insert(0, str(own))
         if given is not None:
             folder = Path(given).expanduser()
-            given = str(folder.resolve()) if folder.exists() else given
-            names = [given, *(name for name in names if name != given)]
-        models = [{"id": name, "created": self.created} for name in names]
-        if (
-            models
-            and (loaded := self.loaded) is not None
-            and loaded.name == self.settings.model
-        ):
-            models[0]["context_length"] = loaded.longest_text
-        return models
+            listed = str(folder.resolve()) if folder.exists() else given
+            names = [listed, *(name for name in names if name != listed)]
+            own = listed if own == given else own
+        return [self._entry(name, loaded if name == own else None) for name in names]
+
+    def _entry(self, name: str, loaded: Loaded | None) -> dict[str, Any]:
+        about = {} if loaded is None else {"context_length": loaded.longest_text}
+        return {"id": name, "created": self.created, **about}
+
+    def named(self, name: str) -> dict[str, Any]:
+        """The entry, by this name, of the model that a request with it gets.
+
+        Raises RequestError and ModelFolderError for the name of no model that is here.
+        """
+        for entry in self.listed():
+            if entry["id"].strip("/") == name.strip("/"):
+                return entry
+        own = self.names_of(TextRequest(model=name))[0]
+        if own != self.settings.model:
+            with self._explained(own):
+                if not is_in_cache(own) and not Path(own).expanduser().exists():
+                    raise ModelFolderError(f"There is no model {name!r} here.")
+        loaded = self.loaded
+        is_loaded = loaded is not None and loaded.name == own
+        return self._entry(name, loaded if is_loaded else None)
 
 
 def path_of(name: str) -> str:
