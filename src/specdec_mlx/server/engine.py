@@ -296,11 +296,19 @@ class Engine:
         return text.loaded.has_rows and self._next_is_row()
 
     def _next_is_row(self) -> bool:
-        """True if the next request is for the loaded model."""
+        """True if the next request is for the loaded model, also by what its name means now.
+
+        To load another model would free the model whose texts are written.
+        """
         ticket, loaded = self._first_waiting(), self.models.loaded
         if ticket is None or loaded is None or self._unloading:
             return False
-        return ticket.names == loaded.names
+        if ticket.names != loaded.names:
+            return False
+        try:
+            return self.models.names_of(ticket.request) == loaded.names
+        except ValueError:  # its client is told when its turn comes
+            return False
 
     def _write_together(self, text: AskedText) -> None:
         """Write a text, and those that join it, until all have ended."""
