@@ -43,7 +43,13 @@ from specdec_mlx.mlx_lm_plugin.generation_config import (
     described,
     recommended_sampling,
 )
-from specdec_mlx.models.loading import explained, folder_of, is_in_cache, load_on_ranks
+from specdec_mlx.models.loading import (
+    check_folder,
+    explained,
+    folder_of,
+    is_in_cache,
+    load_on_ranks,
+)
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
@@ -65,6 +71,13 @@ ANY_NAME = (
     "A server that is started with --any-model-name takes any unknown name for its own "
     "model."
 )
+
+NOT_HERE = "this server has no such model that it can load. Its log says why."
+NO_ADAPTER = (
+    "model, adapters: this server cannot load them together. An adapter is a folder with an "
+    "adapter_config.json, as mlx_lm.lora makes one. The log of the server says why."
+)
+PATH_STARTS = "/", ".", "~"  # of names that can only be paths
 
 MLX_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 """Files of a repository in the Hugging Face cache that is listed, as mlx-lm's server does."""
@@ -164,7 +177,11 @@ class Models:
         spells its name.
         """
         name, given = request.model, self.settings.model
-        check_name(name)
+        if not can_be_looked_up(name):
+            raise self._no_model()
+        own = None if self.loaded is None else self.loaded.name
+        if own not in (None, given) and name == public_name(str(own)):
+            return str(own), request.adapter
         if given is not None and self._is_given(name):
             return (
                 given,
@@ -175,18 +192,20 @@ class Models:
         if name in ("", DEFAULT_MODEL):
             raise RequestError("This server was started without --model. Name a model.")
         if not self.settings.allows_model(name):
-            raise ModelFolderError(f"{refused('model', name)}{self._hint}")
+            hint = "" if self.settings.any_model_name else f" {ANY_NAME}"
+            raise ModelFolderError(f"{refused('model', name)}{hint}")
         return name, request.adapter
 
     def _is_given(self, name: str) -> bool:
         """True for a name of the model that was given at the start."""
         given = str(self.settings.model)
-        if name in ("", DEFAULT_MODEL, given):
+        if name in ("", DEFAULT_MODEL, given, public_name(given)):
             return True
         folder = Path(name).expanduser()
         if folder.exists():
             return folder.resolve() == Path(given).expanduser().resolve()
-        return self.settings.any_model_name and not is_in_cache(name)
+        is_free = not name.startswith(PATH_STARTS) and not is_in_cache(name)
+        return self.settings.any_model_name and is_free
 
     def load(self, request: TextRequest) -> Loaded:
         """The model for a request, loaded; the one before is freed once all of it was looked at.
@@ -196,30 +215,39 @@ class Models:
         self.settings.check(request)
         names, loaded = self.names_of(request), self.loaded
         if loaded is None or loaded.names != names:
-            loaded = self._load(*names)
+            with self._private(request):
+                loaded = self._looked_at(*names)
+            self._replace(loaded)
         return loaded
 
     @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
-        """As `explained`, with the flag for names that agents make up."""
+    def _private(self, request: TextRequest) -> Iterator[None]:
+        """Log the reason why a model cannot be loaded, and tell the client only that it cannot.
+
+        The reason would tell which files are on this machine.
+        """
         try:
-            with explained(name):
-                yield
-        except ModelFolderError as error:
-            if self.settings.model == name:
-                raise
-            raise ModelFolderError(f"{error}{self._hint}") from error
+            yield
+        except (ValueError, OSError, RuntimeError) as error:
+            is_start = self.loaded is None and self.settings.model is not None
+            if not is_start:  # there the error itself is shown
+                logging.warning("A request's model cannot be loaded: %s", error)
+            if request.adapter is not None:
+                raise RequestError(NO_ADAPTER) from error
+            is_given = self.names_of(request)[0] == self.settings.model
+            raise self._no_model(is_given) from error
 
-    @property
-    def _hint(self) -> str:
-        """What to do about a name of no model, where a flag is left that helps."""
-        is_taken = self.settings.model is None or self.settings.any_model_name
-        return "" if is_taken else f" {ANY_NAME}"
+    def _no_model(self, is_given: bool = False) -> ModelFolderError:
+        """The error for the name of a model. For a path it is the same, whatever is there."""
+        takes_any = self.settings.any_model_name or self.settings.model is None
+        hint = "" if takes_any or is_given else f" {ANY_NAME}"
+        return ModelFolderError(f"model: {NOT_HERE}{hint}")
 
-    def _load(self, name: str, adapter: str | None) -> Loaded:
+    def _looked_at(self, name: str, adapter: str | None) -> Loaded:
+        """A model whose files are all there and can be read; its weights are not read yet."""
         try:
             check_adapter(adapter)
-            with self._explained(name):
+            with explained(name):
                 model, tokenizer, about = self._read(name, adapter)
         except ModelFolderError:
             raise
@@ -232,14 +260,16 @@ class Models:
         files = tuple(state for one in named for state in states_of_files(one))
         tokenizer = self._with_template(tokenizer)
         sampling = self._sampling_of(name)
-        loaded = Loaded(name, adapter, model, tokenizer, about, files, sampling)
+        return Loaded(name, adapter, model, tokenizer, about, files, sampling)
+
+    def _replace(self, loaded: Loaded) -> None:
+        """Free the model that is loaded, and read this one's weights; raises what does not fit."""
         self._check_drafters(loaded)
         self.reset()
-        mx.eval(model.parameters())
+        mx.eval(loaded.model.parameters())
         self.loaded = loaded
         if self.flags.keeps_tuning:
-            loaded.closing.enter_context(kept_tuning(model, name, adapter))
-        return loaded
+            loaded.closing.enter_context(kept_tuning(loaded.model, *loaded.names))
 
     def _sampling_of(self, name: str) -> dict[str, Any]:
         """Arguments of `Sampling` that a model's generation config recommends, also logged."""
@@ -319,7 +349,7 @@ class Models:
         names, loaded = self.names_of(request), self.loaded
         if loaded is not None and loaded.names == names:
             return loaded.tokenizer
-        with self._explained(names[0]):
+        with self._private(request), explained(names[0]):
             return self._tokenizer_of(names[0])
 
     def drafter(
@@ -329,7 +359,8 @@ class Models:
         if request.draft_model not in (None, DEFAULT_MODEL, self.choice.model.name):
             if request.drafters is not None:
                 raise RequestError("Give drafter or draft_model, not both.")
-            check_name(str(request.draft_model))
+            if not can_be_looked_up(request.draft_model):
+                raise ModelFolderError(f"draft_model: {NOT_HERE}")
             return self._own_drafter(str(request.draft_model), loaded), MODEL_DRAFTER
         names = list(self._specs) if request.drafters is None else request.drafters
         names = [name for name in names if name != NO_DRAFTER]
@@ -364,16 +395,20 @@ class Models:
         """
         if loaded.named[0] != name:
             model = NamedModel(name)
-            if not model.is_head:
-                with explained(name):
-                    pass
-            loaded.named = "", None  # it is freed before the next one is there
-            loaded.named = (
-                name,
-                load_head(name, loaded.model, torch_files=False)
-                if model.is_head
-                else model.make(MODEL_DRAFTER),
-            )
+            try:
+                if not model.is_head:
+                    with explained(name):
+                        pass
+                loaded.named = "", None  # it is freed before the next one is there
+                drafter = (
+                    load_head(name, loaded.model, torch_files=False)
+                    if model.is_head
+                    else model.make(MODEL_DRAFTER)
+                )
+            except (ValueError, OSError, RuntimeError) as error:
+                logging.warning("The draft model of a request is not loaded: %s", error)
+                raise ModelFolderError(f"draft_model: {NOT_HERE}") from error
+            loaded.named = name, drafter
         return loaded.named[1]
 
     def reset(self) -> None:
@@ -407,14 +442,12 @@ class Models:
         """The models that a client may name: `id`, `created`, and `context_length` if loaded."""
         given, loaded = self.settings.model, self.loaded
         names = sorted(filter(self.settings.allows_model, cached_names()))
-        own = None if loaded is None else loaded.name
-        if own not in (None, given, *names):
-            names.insert(0, str(own))
+        own = None if loaded is None else public_name(loaded.name)
+        if own is not None and own not in names:
+            names.insert(0, own)
         if given is not None:
-            folder = Path(given).expanduser()
-            listed = str(folder.resolve()) if folder.exists() else given
+            listed = public_name(given)
             names = [listed, *(name for name in names if name != listed)]
-            own = listed if own == given else own
         return [self._entry(name, loaded if name == own else None) for name in names]
 
     def _entry(self, name: str, loaded: Loaded | None) -> dict[str, Any]:
@@ -430,10 +463,9 @@ class Models:
             if entry["id"].strip("/") == name.strip("/"):
                 return entry
         own = self.names_of(TextRequest(model=name))[0]
-        if own != self.settings.model:
-            with self._explained(own):
-                if not is_in_cache(own) and not Path(own).expanduser().exists():
-                    raise ModelFolderError(f"There is no model {name!r} here.")
+        if own != self.settings.model and not is_in_cache(own):
+            with self._private(TextRequest(model=name)):
+                check_folder(Path(own).expanduser())
         loaded = self.loaded
         is_loaded = loaded is not None and loaded.name == own
         return self._entry(name, loaded if is_loaded else None)
@@ -445,12 +477,20 @@ def path_of(name: str) -> str:
     return str(folder) if folder.exists() else name
 
 
-def check_name(name: str) -> None:
-    """Raise RequestError for a name that no file system takes."""
+def public_name(name: str) -> str:
+    """The name under which clients see a model: of a folder the last part, which tells no more."""
+    folder = Path(name).expanduser()
+    return folder.resolve().name if folder.exists() else name
+
+
+def can_be_looked_up(name: str) -> bool:
+    """True for a name that this user can look for, whether a folder has it or not."""
     try:
         Path(name).expanduser().exists()
     except (OSError, RuntimeError) as error:
-        raise RequestError(f"{name!s:.99} names no model: {error!s:.99}") from error
+        logging.warning("%.99s names no model: %s", name, error)
+        return False
+    return True
 
 
 def cached_names() -> Sequence[str]:
