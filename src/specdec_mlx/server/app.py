@@ -27,6 +27,7 @@ from specdec_mlx import errors
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
+from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
 from specdec_mlx.server.protocols.fields import read_body
@@ -176,7 +177,7 @@ class Endpoints:
         return Answer(self.engine, self.totals, wire, asked)
 
     async def read(self, wire: Wire, request: Request, more: dict[str, Any]) -> Asked:
-        """Read the body; raises RequestError. A grammar takes a while, which others do not wait."""
+        """Read the body; raises RequestError. A grammar, and pictures, take a while: others go on."""
         raw = bytearray()
         async for part in request.stream():
             raw += part
@@ -192,6 +193,7 @@ class Endpoints:
             )
             for one in asked.requests:
                 one.key = key
+                take_pictures(one, self.engine.models.can_see)
             return asked
 
         return await run_in_threadpool(read)

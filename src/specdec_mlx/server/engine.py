@@ -111,9 +111,9 @@ class Engine:
 
     def num_tokens(self, request: TextRequest) -> int:
         """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
-        tokenizer = self.models.tokenizer_for(request)
+        tokenizer, sight = self.models.tokenizer_for(request)
         with self._reading:
-            return len(read_prompt(request, tokenizer, self.settings).tokens)
+            return len(read_prompt(request, tokenizer, self.settings, sight=sight).tokens)
 
     def stop(self) -> None:
         """End all texts, whatever is done at the moment, and wait for the thread's end.
@@ -220,11 +220,11 @@ class Engine:
         return text.loaded.has_rows and self._next_is_row()
 
     def _next_is_row(self) -> bool:
-        """True if the next request is for the loaded model."""
+        """True if the next request is for the loaded model, as it is loaded."""
         ticket, loaded = self._first_waiting(), self.models.loaded
         if ticket is None or loaded is None:
             return False
-        return ticket.names == loaded.names
+        return ticket.names == loaded.names and not ticket.request.pictures
 
     def _write_together(self, text: AskedText) -> None:
         """Write a text, and those that join it, until all have ended."""
@@ -266,8 +266,8 @@ class Engine:
             logging.warning(f"The caches of a text are not kept: {error}")
         else:
             held = generation.target.rollback
-            tokens = text.tokens[: held.position]
-            self.prefixes.insert_cache(text.loaded.place, tokens, held.caches)
+            keys = text.keys[: held.position]
+            self.prefixes.insert_cache(text.loaded.place, keys, held.caches)
         if not text.has_ended and not joined:
             text.ticket.check()
             raise ServerEndingError
@@ -296,6 +296,7 @@ class Engine:
             logits_processors=text.processors,
             prefill_stops=text.prompt.ends,
             prompt_cache=own,
+            input_embeddings=text.embeddings(own),
             prompt_progress_callback=partial(self._was_read, text, own),
         )
         ranks = ranks_of(model, options.stream)
@@ -346,7 +347,7 @@ class Engine:
         joined = self._others_join(text)
         ends = joined or self._is_told_to_end(text)
         if self.settings.kv_bits is None and (ends or text.loaded.is_stateful):
-            held, kept = text.prompt.tokens[:done], copy.deepcopy(caches)
+            held, kept = text.prompt.keys[:done], copy.deepcopy(caches)
             self.prefixes.insert_cache(text.loaded.place, held, kept, has_ended=False)
         text.ticket.check()
         if self._is_ending:

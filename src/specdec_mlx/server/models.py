@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from huggingface_hub import scan_cache_dir
+from huggingface_hub import scan_cache_dir, try_to_load_from_cache
 from huggingface_hub.errors import CacheNotFound
-from mlx_lm.utils import hf_repo_to_path, load_tokenizer
+from mlx_lm.utils import hf_repo_to_path, load_config, load_tokenizer
 
+from specdec_mlx import vision
 from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing import registry
@@ -34,6 +37,7 @@ from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
 from specdec_mlx.models import explained, is_in_cache, load_on_ranks
 from specdec_mlx.options import name_in
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
+from specdec_mlx.server.pictures import Sight
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
 from specdec_mlx.verify.exactness import can_hold_rows
@@ -65,6 +69,7 @@ MLX_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.js
 class Loaded:
     """A model that is loaded. files: what was read, with sizes and times.
 
+    sight: how pictures are shown to it; None for a model that was loaded without what sees.
     drafters: those that were made for it, by their names. named: of the draft model that a request
     named last. closing: what is due at its end.
     """
@@ -77,6 +82,7 @@ class Loaded:
     files: tuple[str, ...]
     drafters: dict[str, Drafter | None] = field(default_factory=dict)
     named: tuple[str, Drafter | None] = ("", None)
+    sight: Sight | None = None
     closing: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -87,7 +93,7 @@ class Loaded:
     @property
     def place(self) -> tuple[Any, ...]:
         """Key of its caches: no other model, and no other content of its files, has it."""
-        return *self.names, self.files
+        return *self.names, self.files, self.sight is not None
 
     @cached_property
     def has_rows(self) -> bool:
@@ -137,6 +143,7 @@ class Models:
         self._specs = {name_in(str(spec)): str(spec) for spec in self.choice.ordered}
         self._made: dict[str, Drafter | None] = {}
         self._tokenizer_of = lru_cache(1)(self._load_tokenizer)
+        self._blind = set[str]()  # vision models that could not be loaded with what sees
         self._memory_of = lru_cache(MOST_MEMORIES)(lambda who: Memory())
         for name in self._specs:
             if not self._waits(name):
@@ -184,8 +191,9 @@ class Models:
         """
         self.settings.check(request)
         names, loaded = self.names_of(request), self.loaded
-        if loaded is None or loaded.names != names:
-            loaded = self._load(*names)
+        sees = bool(request.pictures) and self._may_see(*names)
+        if loaded is None or loaded.names != names or (sees and loaded.sight is None):
+            loaded = self._load(*names, sees)
             try:
                 self._check_drafters(loaded)
             except ValueError:
@@ -204,12 +212,25 @@ class Models:
                 raise
             raise ModelFolderError(f"{error} {ANY_NAME}") from error
 
-    def _load(self, name: str, adapter: str | None) -> Loaded:
+    def can_see(self, request: TextRequest) -> bool:
+        """True if the model for a request may be shown pictures; raises RequestError for none.
+
+        Any thread may ask.
+        """
+        return self._may_see(*self.names_of(request))
+
+    def _may_see(self, name: str, adapter: str | None) -> bool:
+        """True for a vision model that mlx-vlm may read, with these settings."""
+        may_see = adapter is None and self.settings.kv_bits is None and name not in self._blind
+        may_see = may_see and mx.distributed.init().size() == 1
+        return may_see and has_mlx_vlm() and is_vision_model(name)
+
+    def _load(self, name: str, adapter: str | None, sees: bool) -> Loaded:
         try:
             check_adapter(adapter)
             self.reset()
             with self._explained(name):
-                model, tokenizer, about = self._read(name, adapter)
+                model, tokenizer, about, sight = self._read(name, adapter, sees)
         except ModelFolderError:
             raise
         except (ValueError, OSError) as error:
@@ -217,7 +238,9 @@ class Models:
         named = filter(None, (name, adapter))
         files = tuple(state for one in named for state in states_of_files(one))
         tokenizer = self._with_template(tokenizer)
-        self.loaded = Loaded(name, adapter, model, tokenizer, about, files)
+        self.loaded = Loaded(
+            name, adapter, model, tokenizer, about, files, sight=sight
+        )
         if self.flags.keeps_tuning:
             self.loaded.closing.enter_context(kept_tuning(model, name, adapter))
         return self.loaded
@@ -238,7 +261,45 @@ class Models:
             load_tokenizer(path_of(name), self._tokenizer_config)
         )
 
-    def _read(self, name: str, adapter: str | None) -> Any:
+    def _read(self, name: str, adapter: str | None, sees: bool) -> Any:
+        """Model, tokenizer, configuration, and the sight of a model that is to see pictures.
+
+        A vision model is loaded without what sees until a request has a picture: its texts then are
+        written sooner, and together. One that mlx-lm does not know is loaded with it at once.
+        """
+        if sees:
+            logging.info(f"{name} is loaded anew, by mlx-vlm: a request has pictures.")
+            try:
+                return self._read_seeing(name)
+            except Exception as error:  # as where a conversion left out what sees
+                self._blind.add(name)
+                logging.warning(f"{name} is shown no pictures: {error}")
+        try:
+            read = self._read_text(name, adapter)
+        except ValueError:
+            if not self._may_see(name, adapter):
+                raise
+            return self._read_seeing(name)
+        if is_vision_model(name) and not has_mlx_vlm():
+            logging.info(
+                f"{name} is a vision model. Its pictures are named, and not shown, until mlx-vlm is "
+                "installed: pip install 'specdec-mlx[vision]'"
+            )
+        return *read, None
+
+    def _read_seeing(self, name: str) -> Any:
+        """As `_read`, by mlx-vlm; raises what mlx-vlm raises."""
+        trusts = self.settings.trust_remote_code
+        model, processor = vision.load(name, trust_remote_code=trusts)
+        folder = Path(path_of(name))
+        about = load_config(folder if folder.exists() else hf_repo_to_path(name))
+        config = self._tokenizer_config
+        if isinstance(template := getattr(processor, "chat_template", None), str):
+            config = {"chat_template": template, **config}
+        tokenizer = load_tokenizer(path_of(name), config, about.get("eos_token_id"))
+        return model, tokenizer, about, Sight(model, processor, tokenizer)
+
+    def _read_text(self, name: str, adapter: str | None) -> Any:
         """Model, tokenizer and configuration; spread over all ranks, if there are several."""
         how: dict[str, Any] = {
             "tokenizer_config": self._tokenizer_config,
@@ -275,30 +336,36 @@ class Models:
 
     def defaults(self, loaded: Loaded) -> list[tuple[str, Drafter | None]]:
         """The drafters of a request that names none, by their names."""
-        return [(name, self._make(name, loaded)) for name in self._specs]
+        return [(name, self._make(name, loaded)) for name in self._fitting(self._specs, loaded)]
 
-    def tokenizer_for(self, request: TextRequest) -> Any:
-        """The tokenizer of the model for a request, which need not be loaded; raises RequestError.
+    def _fitting(self, names: Iterable[str], loaded: Loaded) -> list[str]:
+        """Names of drafters that draft for a model: no draft model sees what it sees."""
+        left_out = {NO_DRAFTER, *(() if loaded.sight is None else WITH_MODEL)}
+        return [name for name in names if name not in left_out]
 
-        Any thread may ask.
+    def tokenizer_for(self, request: TextRequest) -> tuple[Any, Sight | None]:
+        """The tokenizer of the model for a request, which need not be loaded, and its sight if it is.
+
+        Raises RequestError. Any thread may ask.
         """
         names, loaded = self.names_of(request), self.loaded
         if loaded is not None and loaded.names == names:
-            return loaded.tokenizer
+            return loaded.tokenizer, loaded.sight
         with self._explained(names[0]):
-            return self._tokenizer_of(names[0])
+            return self._tokenizer_of(names[0]), None
 
     def drafter(
         self, request: TextRequest, loaded: Loaded
     ) -> tuple[Drafter | None, str]:
         """Who drafts for a request, and its name; raises ValueError and MissingPackageError."""
-        if request.draft_model not in (None, DEFAULT_MODEL, self.choice.model.name):
+        sees = loaded.sight is not None
+        if not sees and request.draft_model not in (None, DEFAULT_MODEL, self.choice.model.name):
             if request.drafters is not None:
                 raise RequestError("Give drafter or draft_model, not both.")
             check_name(str(request.draft_model))
             return self._own_drafter(str(request.draft_model), loaded), MODEL_DRAFTER
         names = list(self._specs) if request.drafters is None else request.drafters
-        names = [name for name in names if name != NO_DRAFTER]
+        names = self._fitting(names, loaded)
         who = {USER: request.user, KEY: request.key}.get(self.flags.memory_for, "")
         # one for all, or nobody is named
         memory = self._memory_of(who) if who else None
@@ -372,6 +439,22 @@ class Models:
         ):
             models[0]["context_length"] = loaded.longest_text
         return models
+
+
+def has_mlx_vlm() -> bool:
+    """True if mlx-vlm is installed."""
+    return find_spec("mlx_vlm") is not None
+
+
+def is_vision_model(name: str) -> bool:
+    """True if the configuration of a model, in a folder or the Hugging Face cache, has vision."""
+    folder = Path(name).expanduser()
+    try:
+        cached = None if folder.exists() else try_to_load_from_cache(name, "config.json")
+        path = Path(cached) if isinstance(cached, str) else folder / "config.json"
+        return "vision_config" in json.loads(path.read_text("utf-8"))
+    except (OSError, ValueError, TypeError):  # loading says what is wrong
+        return False
 
 
 def path_of(name: str) -> str:

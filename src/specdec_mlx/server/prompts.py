@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from operator import eq
@@ -14,6 +14,7 @@ from typing import Any
 from specdec_mlx.generation import encode
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import is_forced, tools_for
+from specdec_mlx.server.pictures import SeenPrompt, Sight, named_only
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
 # tokens of a template's end in which a thought may begin, as in mlx-lm's server
@@ -29,12 +30,18 @@ class ReadPrompt:
     """A prompt as tokens [n].
 
     ends: ascending positions that later prompts are likely to share. in_thought: what is written
-    next is a thought.
+    next is a thought. seen: the prompt with its pictures, if it has any.
     """
 
     tokens: list[int]
     ends: Sequence[int] = ()
     in_thought: bool = False
+    seen: SeenPrompt | None = None
+
+    @property
+    def keys(self) -> list[int]:
+        """What the prompt's caches are kept by, [n]: its tokens, and the pictures among them."""
+        return self.tokens if self.seen is None else self.seen.keys
 
 
 def has_grammar(request: TextRequest) -> bool:
@@ -48,10 +55,11 @@ def read_prompt(
     settings: ServerSettings,
     *,
     finds_ends: bool = False,
+    sight: Sight | None = None,
 ) -> ReadPrompt:
     """The prompt of a request; raises RequestError, also for what its template raises.
 
-    finds_ends: for caches that go back to some positions only.
+    finds_ends: for caches that go back to some positions only. sight: of a model that sees pictures.
     """
     try:
         messages = [
@@ -60,10 +68,12 @@ def read_prompt(
         if request.messages is None:
             prompt = ReadPrompt(encode(tokenizer, request.prompt))
         elif tokenizer.has_chat_template:
-            prompt = _of_chat(request, messages, tokenizer, settings, finds_ends)
+            prompt = _of_chat(request, messages, tokenizer, settings, finds_ends, sight)
         else:
             text = _without_template(request, messages)
-            prompt = ReadPrompt(encode(tokenizer, text))
+            prompt = _with_pictures(text, request, sight) or ReadPrompt(
+                encode(tokenizer, named_only(text))
+            )
     except Exception as error:  # a template is a program
         raise RequestError(f"The prompt cannot be read: {error}") from error
     if not prompt.tokens:
@@ -77,19 +87,25 @@ def _of_chat(
     tokenizer: Any,
     settings: ServerSettings,
     finds_ends: bool,
+    sight: Sight | None,
 ) -> ReadPrompt:
     names: Object = {"enable_thinking": False} if has_grammar(request) else {}
     names |= {**settings.chat_template_args, **request.template}
     if tools := tools_for(request):
         names["tools"] = tools
     encoded = partial(tokenizer.encode, add_special_tokens=False)
-    rendered = partial(tokenizer.apply_chat_template, tokenize=False, **names)
+    template = partial(tokenizer.apply_chat_template, tokenize=False, **names)
+
+    def rendered(messages: list[Object], **how: Any) -> str:
+        return str(template(messages if sight is None else sight.contents(messages), **how))
+
     going_on = (
         "continue_final_message" if request.continues else "add_generation_prompt"
     )
     text = rendered(messages, **{going_on: True})
-    tokens = encoded(text)
-    ends = list[int]()
+    with_pictures = _with_pictures(text, request, sight)
+    prompt = with_pictures or ReadPrompt(encoded(named_only(text)))
+    tokens, ends = prompt.tokens, list[int]()
     if finds_ends:
         system = [*takewhile(lambda message: message["role"] == "system", messages)]
         if 0 < len(system) < len(messages):
@@ -101,7 +117,15 @@ def _of_chat(
             )
         ends = sorted(end for end in {*ends, len(tokens)} if end > 0)
     in_thought = not has_grammar(request) and _in_thought(text, request, tokenizer)
-    return ReadPrompt(tokens, ends, in_thought)
+    return replace(prompt, ends=ends, in_thought=in_thought)
+
+
+def _with_pictures(
+    text: str, request: TextRequest, sight: Sight | None
+) -> ReadPrompt | None:
+    """A rendered prompt that has pictures, if the model sees them."""
+    seen = None if sight is None else sight.read(text, request.pictures)
+    return None if seen is None else ReadPrompt(seen.tokens, seen=seen)
 
 
 def _in_thought(text: str, request: TextRequest, tokenizer: Any) -> bool:

@@ -39,6 +39,7 @@ from specdec_mlx.server.text.state import TextState
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.verify.inputs import check_ids
 from specdec_mlx.verify.model_pass import vocab_size_of
+from specdec_mlx.vision.prompts import embed
 
 T = TypeVar("T")
 
@@ -133,7 +134,11 @@ class AskedText:
         self.is_begun = self.is_batched = False
         request, tokenizer, settings = ticket.request, loaded.tokenizer, models.settings
         self.prompt = read_prompt(
-            request, tokenizer, settings, finds_ends=loaded.is_stateful
+            request,
+            tokenizer,
+            settings,
+            finds_ends=loaded.is_stateful,
+            sight=loaded.sight,
         )
         tokens, vocab_size = self.prompt.tokens, vocab_size_of(loaded.model)
         check_ids(tokens, vocab_size)
@@ -173,6 +178,11 @@ class AskedText:
         """Prompt and text so far."""
         return [*self.prompt.tokens, *self.written]
 
+    @property
+    def keys(self) -> list[int]:
+        """What caches of prompt and text so far are kept by."""
+        return [*self.prompt.keys, *self.written]
+
     @cached_property
     def may_end_early(self) -> bool:
         """True if it may end at another token than the end token."""
@@ -182,14 +192,25 @@ class AskedText:
             or has_grammar(self.request)
         )
 
+    def embeddings(self, caches: list[Any]) -> mx.array | None:
+        """What a vision model reads in the place of the prompt's tokens, [n, D]; else None.
+
+        Of a prompt without pictures too, whose caches may come from a prompt that had some.
+        """
+        if self.loaded.sight is None:
+            return None
+        seen = self.prompt.seen
+        inputs = {"input_ids": mx.array([self.prompt.tokens])} if seen is None else seen.inputs
+        return embed(self.loaded.model, caches, inputs)
+
     def begin(self, prefixes: Prefixes) -> tuple[list[Any] | None, int]:
         """The caches that are kept of the text, or None, and how much of it they hold.
 
         The client is told, the first time, how much of its prompt need not be read.
         """
-        tokens = self.tokens
-        caches, rest = prefixes.fetch_nearest_cache(self.loaded.place, tokens)
-        num_read = len(tokens) - len(rest)
+        keys = self.keys
+        caches, rest = prefixes.fetch_nearest_cache(self.loaded.place, keys)
+        num_read = len(keys) - len(rest)
         if not self.is_begun:
             self.is_begun, self.num_cached = True, num_read
             self.show_progress(num_read)
