@@ -34,11 +34,11 @@ from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import draft_path, head_path
 from specdec_mlx.loop import speculate
 from specdec_mlx.models import load_model
-from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.rules.registry import AutoRule
 from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.views.html import markdown_table
 
 SIZES = (4, 8, 16, "auto")
 TEMPS = (0.0, 0.7, 1.0)

@@ -8,9 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.replay import Modelled, greedy_context, right_path, top_rows
 from specdec_mlx.contracts import (
     Closes,
     Drafter,
@@ -22,6 +19,9 @@ from specdec_mlx.contracts import (
     session_parts,
 )
 from specdec_mlx.engine.drafting import proposing
+from specdec_mlx.lab.bench.cost import CostCurve
+from specdec_mlx.lab.bench.record import RecordedText
+from specdec_mlx.lab.bench.replay import Modelled, greedy_context, right_path, top_rows
 
 LENGTH_ORACLE, TEXT_ORACLE = "length oracle", "text oracle"
 LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured

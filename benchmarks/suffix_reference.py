@@ -16,14 +16,14 @@ from importlib import import_module
 from itertools import product
 from typing import Any
 
-from specdec_mlx.bench.cost import linear_cost
-from specdec_mlx.bench.record import Record, RecordedText
-from specdec_mlx.bench.replay import record_of_sessions, right_path, score_record
-from specdec_mlx.bench.summary import ALL
 from specdec_mlx.contracts import ROOT, Draft
 from specdec_mlx.drafters.suffix import SuffixDrafter
+from specdec_mlx.lab.bench.cost import linear_cost
+from specdec_mlx.lab.bench.record import Record, RecordedText
+from specdec_mlx.lab.bench.replay import record_of_sessions, right_path, score_record
+from specdec_mlx.lab.bench.summary import ALL
 from specdec_mlx.memory.store import Memory
-from specdec_mlx.notebook.views import markdown_table
+from specdec_mlx.views.html import markdown_table
 
 MOST_CONTEXT = 64  # its default depth
 

@@ -27,7 +27,6 @@ from specdec_mlx.contracts import Draft
 from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.lab import target_path
 from specdec_mlx.models import load_model
-from specdec_mlx.notebook.views import markdown_table
 from specdec_mlx.options import argument, positive_int
 from specdec_mlx.rules.match import Match
 from specdec_mlx.sampling.distribution import Sampling
@@ -35,6 +34,7 @@ from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.verify.next_token import NextToken
 from specdec_mlx.verify.rollback import Rollback
 from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.views.html import markdown_table
 
 SIZES = (4, 8, 16)
 CONTEXTS = (128, 1024)

@@ -15,8 +15,6 @@ from typing import Any
 from mlx_lm.generate import generation_stream
 
 from benchmarks.recorded_drafts import RecordedDrafter
-from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.replay import RecordedTarget, greedy_context
 from specdec_mlx.contracts import Draft, Evidence, GoesOn, Step
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import MILDEST, Curve
@@ -25,6 +23,8 @@ from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.engine.clock import RoundClock
 from specdec_mlx.engine.drafting import Drafting
 from specdec_mlx.engine.sequence import SequenceState
+from specdec_mlx.lab.bench.record import RecordedText
+from specdec_mlx.lab.bench.replay import RecordedTarget, greedy_context
 from specdec_mlx.loop import Generation
 from specdec_mlx.stats.account import SpeculationStats
 

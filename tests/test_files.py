@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from specdec_mlx.bench.prompts import read_prompts
-from specdec_mlx.bench.record import read_sessions
 from specdec_mlx.files import json_lines, read_text, replacing, text_lines
+from specdec_mlx.lab.bench.prompts import read_prompts
+from specdec_mlx.lab.bench.record import read_sessions
+from specdec_mlx.lab.training import texts
 from specdec_mlx.mlx_lm_plugin.flags import grammar_of
-from specdec_mlx.training import texts
 
 ROOT = Path(__file__).parent.parent
 OTHER_SEPARATORS = "\x0b\x0c\x1c\x1d\x1e\x85\u2028\u2029"

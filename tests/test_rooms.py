@@ -42,36 +42,22 @@ TOTALS = {
 """At most so much of each. These only go down, or the commit says what paid for it; the calls a
 token takes are in test_host_time."""
 
-TOKENS = {
-    "all": 224_107,
-    "batch": 4_769,
-    "beams": 2_814,
-    "bench": 10_593,
-    "checks": 10_365,
-    "cli": 8_663,
-    "contracts": 4_655,
-    "draft_length": 8_615,
-    "drafters": 48_891,
-    "engine": 8_188,
-    "lab": 2_669,
-    "memory": 5_644,
-    "mlx_lm_plugin": 5_447,
-    "notebook": 3_426,
-    "rules": 4_723,
-    "sampling": 2_366,
-    "server": 34_796,
-    "stats": 3_789,
-    "testing": 8_999,
-    "top": 10_296,
-    "training": 11_339,
-    "verify": 21_359,
-    "vision": 1_787,
-}
-"""At most so many tokens of code in all, and in each room; what stands beside the rooms is "top".
-Tokens, since lines can be saved by writing densely and tokens only by saying less."""
+WINGS = "lab", "server"
 
-TOKENS_A_LINE = 8.58
-"""At most so many tokens in a line of code, on average: a dense line may be broken for nothing."""
+CORE = (
+    *("__init__.py", "generation.py", "responses.py", "loop.py", "contracts/", "sampling/"),
+    *(f"engine/{name}.py" for name in ("assemble", "clock", "drafting", "features", "history")),
+    *(f"engine/{name}.py" for name in ("options", "pipeline", "prompt_reader", "sequence")),
+    *(f"verify/{name}.py" for name in ("inputs", "model_pass", "next_token", "passes")),
+    *(f"verify/{name}.py" for name in ("verifier", "rollback", "strategies")),
+    *(f"rules/{name}.py" for name in ("arithmetic", "block", "coins", "match", "registry")),
+    *("rules/rejection.py", "rules/__init__.py"),
+)
+"""What one call passes through: who has read it understands the whole."""
+
+TOKENS = {"core": 28_900, "library": 136_000, "lab": 60_000, "server": 36_500}
+"""At most so many tokens of code in the core, in the library with its core, and in each wing.
+Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
 NO_CODE = {
     *(tokenize.COMMENT, tokenize.NL, tokenize.NEWLINE),
@@ -112,7 +98,9 @@ WRONG_IMPORTS = [
     ("layers", "draft_length.auto", "verify.rollback"),
     ("layers", "verify.passes", "drafters.model"),
     ("layers", "drafters.ngram", "engine.clock"),
-    ("layers", "server.requests", "cli.commands"),
+    ("layers", "drafters.model", "lab.pair"),
+    ("layers", "server.engine", "lab.bench.run"),
+    ("layers", "lab.bench.run", "server.engine"),
     ("circles", "rules.arithmetic", "stats.theory"),
     ("circles", "drafters.drawing", "drafters.model"),
     ("pure", "rules.coins", "mlx_lm"),
@@ -121,8 +109,8 @@ WRONG_IMPORTS = [
     ("loop", "engine.drafting", "drafters.model"),
     ("loop", "verify.passes", "rules.match"),
     ("loop", "draft_length.auto", "drafters.model"),
-    ("notebook", "notebook.views", "engine.clock"),
-    ("notebook", "stats.account", "verify.rollback"),
+    ("views", "views.html", "engine.clock"),
+    ("views", "stats.account", "verify.rollback"),
 ]
 
 
@@ -241,18 +229,15 @@ def code_of(name: str) -> list[tokenize.TokenInfo]:
     return code
 
 
-def test_no_room_grows_heavier() -> None:
-    """In tokens of code; each room has a bound, and each bound a room."""
-    code = {name: code_of(name) for name in MODULES}
+def test_neither_the_library_nor_a_wing_grows_too_heavy() -> None:
+    """In tokens of code; the core is a part of the library, and all that it names is there."""
+    code = {name: len(code_of(name)) for name in MODULES}
+    assert not [part for part in CORE if not any(name.startswith(part) for name in code)]
     found = dict.fromkeys(TOKENS, 0)
     for name, tokens in code.items():
-        room = name.partition("/")[0] if "/" in name else "top"
-        found[room] = found.get(room, 0) + len(tokens)
-    found["all"] = sum(map(len, code.values()))
-    assert found.keys() == TOKENS.keys()
-    assert not {room: n for room, n in found.items() if not 0 < n <= TOKENS[room]}, found
-    num_lines = sum(len({token.start[0] for token in tokens}) for tokens in code.values())
-    assert found["all"] / num_lines <= TOKENS_A_LINE
+        found["core"] += tokens if name.startswith(CORE) else 0
+        found[room if (room := name.partition("/")[0]) in WINGS else "library"] += tokens
+    assert not {part: n for part, n in found.items() if not 0 < n <= TOKENS[part]}, found
 
 
 def test_what_is_no_code_weighs_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

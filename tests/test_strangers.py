@@ -19,10 +19,10 @@ import scripted
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
+from specdec_mlx.lab import check_rule, check_strategy
 from specdec_mlx.rules import arithmetic
 from specdec_mlx.rules import registry as rule_registry
 from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.testing import check_rule, check_strategy
 from specdec_mlx.verify.strategies import STRATEGIES
 from test_docs import DOCS, blocks
 

@@ -26,10 +26,10 @@ from specdec_mlx.contracts import Draft
 from specdec_mlx.contracts.trees import ROOT
 from specdec_mlx.engine.options import Options
 from specdec_mlx.lab import load_pair
+from specdec_mlx.lab.proof.enumeration import sources
 from specdec_mlx.loop import SHORT, Token
 from specdec_mlx.rules.block import Block
 from specdec_mlx.rules.trees import Traversal
-from specdec_mlx.testing.enumeration import sources
 from specdec_mlx.verify.verifier import Verifier
 
 VOCAB = 128

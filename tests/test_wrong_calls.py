@@ -27,11 +27,11 @@ import tiny
 import tiny_text
 from selection import in_one_test
 from specdec_mlx import lab
-from specdec_mlx.beams.generation import BeamSearchResponse
-from specdec_mlx.bench.timing import Settings
 from specdec_mlx.draft_length.policy import Heuristic
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import GROUP, drafter_names, first_of, make_drafter
+from specdec_mlx.lab.beams.generation import BeamSearchResponse
+from specdec_mlx.lab.bench.timing import Settings
 from specdec_mlx.options import installed, load, parse_options
 
 PROMPT = "a b c a b"
@@ -62,7 +62,7 @@ def speculated(*, prompt: Any = (1, 2, 3, 1, 2), **options: Any) -> Any:
 
 
 def beams(*, prompt: Any = PROMPT, **options: Any) -> Any:
-    return sd.beam_search(*pair(), prompt, **{"num_beams": 2} | options)
+    return lab.beam_search(*pair(), prompt, **{"num_beams": 2} | options)
 
 
 CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
@@ -70,7 +70,7 @@ CALLS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "stream_generate": (streamed, sd.stream_generate),
     "batch_generate": (batch_generated, sd.batch_stream_generate),
     "speculate": (speculated, sd.speculate),
-    "beam_search": (beams, sd.beam_search),
+    "beam_search": (beams, lab.beam_search),
 }
 """By name: what makes a call, and the function whose arguments it takes. A stream that is returned
 is never asked for a token: what is wrong is refused where it is given."""

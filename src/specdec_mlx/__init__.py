@@ -31,8 +31,6 @@ if TYPE_CHECKING:
     from specdec_mlx.batch_generation import (
         batch_stream_generate as batch_stream_generate,
     )
-    from specdec_mlx.beams.generation import beam_search as beam_search
-    from specdec_mlx.checks import check as check
     from specdec_mlx.contracts import AcceptanceRule as AcceptanceRule
     from specdec_mlx.contracts import Draft as Draft
     from specdec_mlx.contracts import DraftContext as DraftContext
@@ -86,8 +84,6 @@ _PLACES = {
     "Tuning": "draft_length.store",
     "batch_generate": "batch_generation",
     "batch_stream_generate": "batch_generation",
-    "beam_search": "beams.generation",
-    "check": "checks",
     "generate": "generation",
     "install": "mlx_lm_plugin",
     "installed": "mlx_lm_plugin",

@@ -14,10 +14,10 @@ from mlx_lm.generate import GenerationResponse, wired_limit
 
 from specdec_mlx.contracts import Origin
 from specdec_mlx.loop import Token as Token
-from specdec_mlx.notebook.views import Piece, text_html
 from specdec_mlx.progress import progress_bar
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stop_strings import StopStrings
+from specdec_mlx.views.html import Piece, text_html
 
 
 @dataclass

@@ -16,11 +16,6 @@ import specdec_mlx as sd
 import tiny
 import tiny_text
 from selection import in_one_test
-from specdec_mlx.beams.search import Beam, BeamDrafting
-from specdec_mlx.bench.cost import linear_cost
-from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.replay import replay_text
-from specdec_mlx.checks.subject import Alone
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
@@ -34,8 +29,13 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.engine.drafting import proposing
+from specdec_mlx.lab.beams.search import Beam, BeamDrafting
+from specdec_mlx.lab.bench.cost import linear_cost
+from specdec_mlx.lab.bench.record import RecordedText
+from specdec_mlx.lab.bench.replay import replay_text
+from specdec_mlx.lab.proof.drafter import DrafterConformance
+from specdec_mlx.lab.proof.subject import Alone
 from specdec_mlx.mlx_lm_plugin.conversation import Wrapper
-from specdec_mlx.testing.drafter import DrafterConformance
 from specdec_mlx.token_ids import to_list
 
 PROMPT = [5, 17, 99, 3]

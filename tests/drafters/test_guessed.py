@@ -24,8 +24,8 @@ from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, GoesO
 from specdec_mlx.drafters.drawing import ChainDraws
 from specdec_mlx.drafters.model import GuessedSession
 from specdec_mlx.errors import TokenizerMismatchError
+from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.verify.rollback import Rollback
 

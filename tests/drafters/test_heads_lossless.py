@@ -28,14 +28,15 @@ import specdec_mlx as sd
 import tiny
 from scripted import OracleDrafter
 from selection import FULL, cases, in_one_test
-from specdec_mlx.checks import texts
-from specdec_mlx.checks.report import Finding
-from specdec_mlx.checks.subject import Subject, Work
-from specdec_mlx.checks.texts import check_state, check_variations
+from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSession
 from specdec_mlx.drafters.heads.mtp import FAMILIES
+from specdec_mlx.lab.proof import texts
+from specdec_mlx.lab.proof.report import Finding
+from specdec_mlx.lab.proof.subject import Subject, Work
+from specdec_mlx.lab.proof.texts import check_state, check_variations
 from specdec_mlx.rules.block import Block
 from specdec_mlx.sampling.noise import Noise
 from specdec_mlx.token_ids import to_list
@@ -319,7 +320,7 @@ def test_the_other_order_is_found() -> None:
     head: Any = drafter.head
     halves = mx.split(head.projection.weight, 2, axis=1)
     head.projection.weight = mx.concatenate(halves[::-1], axis=1)
-    report = sd.check(model, None, drafter=drafter, prompts=PROMPTS[:1], budget=20, progress=False)
+    report = lab.check(model, None, drafter=drafter, prompts=PROMPTS[:1], budget=20, progress=False)
     assert report["greedy text"].status == "passed"
     assert "with the other order of state and embedding" in report["head's variants"].verdict
 

@@ -40,9 +40,9 @@ from specdec_mlx.drafters.drawing import ChainDraws, Pace, draft_while, truncate
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, HeadDrafter, target_ends
 from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.lab import check_drafter
+from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing import check_drafter
-from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
 
 target = cache(heads.target)

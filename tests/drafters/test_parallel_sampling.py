@@ -32,11 +32,11 @@ from specdec_mlx.drafters.heads.parallel_sampling import (
     looking_ahead,
 )
 from specdec_mlx.errors import HeadError, TrainingError
+from specdec_mlx.lab.proof.enumeration import Tokens, state_after
+from specdec_mlx.lab.training.features import live_batch
+from specdec_mlx.lab.training.trainees import KINDS, Recipe, Size
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing.enumeration import Tokens, state_after
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.training.features import live_batch
-from specdec_mlx.training.trainees import KINDS, Recipe, Size
 from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.verify.rollback import Rollback
 

@@ -25,7 +25,7 @@ from specdec_mlx.drafters.shared_vocabulary import (
     Spelling,
     shared_between,
 )
-from specdec_mlx.testing import check_drafter
+from specdec_mlx.lab import check_drafter
 from specdec_mlx.token_ids import to_list
 from tiny_text import SPECIAL, bpe, plain, sentencepiece
 

@@ -19,6 +19,7 @@ from specdec_mlx.contracts.branching import texts_of
 from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, paths_of, trie, vote, weigh
+from specdec_mlx.lab import check_drafter
 from specdec_mlx.memory.index import (
     KNOWN,
     MAX_MATCH,
@@ -28,7 +29,6 @@ from specdec_mlx.memory.index import (
     ContextIndex,
     GrowingIndex,
 )
-from specdec_mlx.testing import check_drafter
 
 CONTEXT = DraftContext()
 EVERYTHING = 10_000

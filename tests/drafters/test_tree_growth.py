@@ -22,9 +22,6 @@ import tiny
 from benchmarks.recorded_tops import with_tops
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from selection import FULL, cases, in_one_test
-from specdec_mlx.bench.cost import linear_cost
-from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.replay import RecordedTarget, replay_text
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence, Features, RoundRecord
 from specdec_mlx.contracts.branching import merged, texts_of
 from specdec_mlx.draft_length.auto import Auto
@@ -39,7 +36,10 @@ from specdec_mlx.engine.clock import RoundClock
 from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.errors import UnreadableError
-from specdec_mlx.testing import check_drafter
+from specdec_mlx.lab import check_drafter
+from specdec_mlx.lab.bench.cost import linear_cost
+from specdec_mlx.lab.bench.record import RecordedText
+from specdec_mlx.lab.bench.replay import RecordedTarget, replay_text
 from specdec_mlx.verify.verifier import Verifier
 
 FREE = linear_cost(0.0)

@@ -25,8 +25,8 @@ from specdec_mlx.contracts import ROOT, Draft, DraftContext
 from specdec_mlx.contracts.branching import side_by_side
 from specdec_mlx.contracts.trees import chain, path_to
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.lab.proof.enumeration import Tokens
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing.enumeration import Tokens
 from specdec_mlx.token_ids import to_list
 
 EXACT = 1e-12

@@ -36,9 +36,9 @@ from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.engine import clock
 from specdec_mlx.engine.drafting import Drafting
 from specdec_mlx.engine.sequence import SequenceState
+from specdec_mlx.lab import check_drafter
 from specdec_mlx.loop import Generation
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.testing import check_drafter
 from specdec_mlx.verify.rollback import Rollback
 
 VOCAB = 128

@@ -44,8 +44,9 @@ from exact import (
 )
 from lossless import noisy_copy
 from selection import in_one_test
-from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.contracts import Draft, needs_distribution, shares_noise
+from specdec_mlx.lab.proof.enumeration import sources
+from specdec_mlx.lab.proof.subject import total_variation
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
 from specdec_mlx.rules import Lenient, Typical
 from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
@@ -54,7 +55,6 @@ from specdec_mlx.rules.coins import CoinRule
 from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
 from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing.enumeration import sources
 
 EXACT = 1e-12
 FLOAT32 = 2e-6

@@ -35,6 +35,8 @@ COMMANDS = {
 MLX_LM_COMMANDS = "generate", "chat", "benchmark"
 """Commands that take all of mlx-lm's flags, and ours beside them."""
 
+LAB_COMMANDS = "demo", "check", "probe", "bench", "replay", "train", "new-drafter"
+
 PROGRAM = "specdec-mlx"
 
 
@@ -101,4 +103,5 @@ def make_parser(name: str) -> Parser:
 
 
 def _module(name: str) -> ModuleType:
-    return import_module(f"specdec_mlx.cli.{name.replace('-', '_')}")
+    place = "lab.commands" if name in LAB_COMMANDS else "cli"
+    return import_module(f"specdec_mlx.{place}.{name.replace('-', '_')}")

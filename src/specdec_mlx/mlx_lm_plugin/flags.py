@@ -95,7 +95,7 @@ class Learner:
 
     def drafter(self, target: Any, spec: str) -> Any:
         """The drafter of a spec for a target; raises as `learning_on`, ValueError for options."""
-        from specdec_mlx.training.online import OnlineDraftModel, learning_on
+        from specdec_mlx.lab.training.online import OnlineDraftModel, learning_on
 
         if name_in(spec) != MODEL_DRAFTER:
             return registry.make_drafter(
@@ -126,7 +126,7 @@ class Learner:
 
 def check_learns(model: NamedModel) -> None:
     """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
-    from specdec_mlx.training.online import stored_plan
+    from specdec_mlx.lab.training.online import stored_plan
 
     wrong = ""
     if model.name is None:

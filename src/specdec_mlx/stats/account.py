@@ -258,12 +258,12 @@ class SpeculationStats(Rows):
 
     def plot(self) -> Figure:
         """Draw histogram, acceptance by position and tokens per pass; needs matplotlib."""
-        plots: Any = import_module("specdec_mlx.notebook.plots")
+        plots: Any = import_module("specdec_mlx.lab.plots")
         figure: Figure = plots.plot_stats(self)
         return figure
 
     def _repr_html_(self) -> str:
-        views: Any = import_module("specdec_mlx.notebook.views")
+        views: Any = import_module("specdec_mlx.views.html")
         return str(views.stats_html(self))
 
 

@@ -202,7 +202,7 @@ STRATEGIES: dict[type, Strategy] = {
     ArraysCache: Snapshot(),
 }
 """Cache class -> its strategy. Register one of your own here: `STRATEGIES[MyCache] = MyStrategy()`;
-`specdec_mlx.testing.check_strategy` holds it to the contract."""
+`specdec_mlx.lab.check_strategy` holds it to the contract."""
 
 
 READABLE = (KVCache, RotatingKVCache, QuantizedKVCache)
