@@ -1,4 +1,4 @@
-"""Pictures that clients send reach the model: its text is the vision model's own, in all protocols."""
+"""Pictures that clients send reach the model: the text is its own, in all protocols."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ from engines import ask, running, settled, with_flags
 from live import listening
 from specdec_mlx.server import models
 from specdec_mlx.server.app import make_app
-from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.models import Models
 
 pytestmark = pytest.mark.full
@@ -96,7 +95,11 @@ PROTOCOLS: dict[str, tuple[str, dict[str, Any], str]] = {
                     "content": [{"type": "tool_use", "id": "1", "name": "see", "input": {}}],
                 },
                 user(
-                    {"type": "tool_result", "tool_use_id": "1", "content": [text(SEE), anthropic(0)]}
+                    {
+                        "type": "tool_result",
+                        "tool_use_id": "1",
+                        "content": [text(SEE), anthropic(0)],
+                    }
                 ),
             ]
         },
@@ -173,7 +176,10 @@ def post(port: int, path: str, body: dict[str, Any]) -> tuple[str, int]:
 def expected(served: Any, prompt: str, seeds: Sequence[int] = (0, 1)) -> str:
     """The text of the vision model after a rendered prompt with pictures, without drafts."""
     name, engine, _ = served
-    model, processor = vision.VisionModel(tiny_vision.build(name)), engine.models.loaded.sight.processor
+    model, processor = (
+        vision.VisionModel(tiny_vision.build(name)),
+        engine.models.loaded.sight.processor,
+    )
     images = [tiny_vision.image(seed) for seed in seeds[: prompt.count(MARK)]]
     tokens, options = vision.read_prompt(model, processor, prompt, images)
     written = sd.speculate(model, tokens, None, max_tokens=NUM_TOKENS, **options)

@@ -177,7 +177,7 @@ class Endpoints:
         return Answer(self.engine, self.totals, wire, asked)
 
     async def read(self, wire: Wire, request: Request, more: dict[str, Any]) -> Asked:
-        """Read the body; raises RequestError. A grammar, and pictures, take a while: others go on."""
+        """Read the body; raises RequestError. Others do not wait for its grammar or pictures."""
         raw = bytearray()
         async for part in request.stream():
             raw += part

@@ -113,7 +113,9 @@ class Engine:
         """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
         tokenizer, sight = self.models.tokenizer_for(request)
         with self._reading:
-            return len(read_prompt(request, tokenizer, self.settings, sight=sight).tokens)
+            return len(
+                read_prompt(request, tokenizer, self.settings, sight=sight).tokens
+            )
 
     def stop(self) -> None:
         """End all texts, whatever is done at the moment, and wait for the thread's end.

@@ -143,7 +143,9 @@ class Models:
         self._specs = {name_in(str(spec)): str(spec) for spec in self.choice.ordered}
         self._made: dict[str, Drafter | None] = {}
         self._tokenizer_of = lru_cache(1)(self._load_tokenizer)
-        self._blind = set[str]()  # vision models that could not be loaded with what sees
+        self._blind = set[
+            str
+        ]()  # vision models that could not be loaded with what sees
         self._memory_of = lru_cache(MOST_MEMORIES)(lambda who: Memory())
         for name in self._specs:
             if not self._waits(name):
@@ -221,7 +223,11 @@ class Models:
 
     def _may_see(self, name: str, adapter: str | None) -> bool:
         """True for a vision model that mlx-vlm may read, with these settings."""
-        may_see = adapter is None and self.settings.kv_bits is None and name not in self._blind
+        may_see = (
+            adapter is None
+            and self.settings.kv_bits is None
+            and name not in self._blind
+        )
         may_see = may_see and mx.distributed.init().size() == 1
         return may_see and has_mlx_vlm() and is_vision_model(name)
 
@@ -238,9 +244,7 @@ class Models:
         named = filter(None, (name, adapter))
         files = tuple(state for one in named for state in states_of_files(one))
         tokenizer = self._with_template(tokenizer)
-        self.loaded = Loaded(
-            name, adapter, model, tokenizer, about, files, sight=sight
-        )
+        self.loaded = Loaded(name, adapter, model, tokenizer, about, files, sight=sight)
         if self.flags.keeps_tuning:
             self.loaded.closing.enter_context(kept_tuning(model, name, adapter))
         return self.loaded
@@ -282,8 +286,8 @@ class Models:
             return self._read_seeing(name)
         if is_vision_model(name) and not has_mlx_vlm():
             logging.info(
-                f"{name} is a vision model. Its pictures are named, and not shown, until mlx-vlm is "
-                "installed: pip install 'specdec-mlx[vision]'"
+                f"{name} is a vision model. Pictures are named, and not shown to it, until mlx-vlm "
+                "is installed: pip install 'specdec-mlx[vision]'"
             )
         return *read, None
 
@@ -336,7 +340,10 @@ class Models:
 
     def defaults(self, loaded: Loaded) -> list[tuple[str, Drafter | None]]:
         """The drafters of a request that names none, by their names."""
-        return [(name, self._make(name, loaded)) for name in self._fitting(self._specs, loaded)]
+        return [
+            (name, self._make(name, loaded))
+            for name in self._fitting(self._specs, loaded)
+        ]
 
     def _fitting(self, names: Iterable[str], loaded: Loaded) -> list[str]:
         """Names of drafters that draft for a model: no draft model sees what it sees."""
@@ -344,7 +351,7 @@ class Models:
         return [name for name in names if name not in left_out]
 
     def tokenizer_for(self, request: TextRequest) -> tuple[Any, Sight | None]:
-        """The tokenizer of the model for a request, which need not be loaded, and its sight if it is.
+        """The tokenizer of the model for a request, which need not be loaded, and its sight.
 
         Raises RequestError. Any thread may ask.
         """
@@ -359,7 +366,11 @@ class Models:
     ) -> tuple[Drafter | None, str]:
         """Who drafts for a request, and its name; raises ValueError and MissingPackageError."""
         sees = loaded.sight is not None
-        if not sees and request.draft_model not in (None, DEFAULT_MODEL, self.choice.model.name):
+        if not sees and request.draft_model not in (
+            None,
+            DEFAULT_MODEL,
+            self.choice.model.name,
+        ):
             if request.drafters is not None:
                 raise RequestError("Give drafter or draft_model, not both.")
             check_name(str(request.draft_model))
@@ -450,7 +461,9 @@ def is_vision_model(name: str) -> bool:
     """True if the configuration of a model, in a folder or the Hugging Face cache, has vision."""
     folder = Path(name).expanduser()
     try:
-        cached = None if folder.exists() else try_to_load_from_cache(name, "config.json")
+        cached = (
+            None if folder.exists() else try_to_load_from_cache(name, "config.json")
+        )
         path = Path(cached) if isinstance(cached, str) else folder / "config.json"
         return "vision_config" in json.loads(path.read_text("utf-8"))
     except (OSError, ValueError, TypeError):  # loading says what is wrong

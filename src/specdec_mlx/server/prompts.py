@@ -59,7 +59,7 @@ def read_prompt(
 ) -> ReadPrompt:
     """The prompt of a request; raises RequestError, also for what its template raises.
 
-    finds_ends: for caches that go back to some positions only. sight: of a model that sees pictures.
+    finds_ends: for caches that go back to some positions only. sight: of a model that has it.
     """
     try:
         messages = [
@@ -97,7 +97,9 @@ def _of_chat(
     template = partial(tokenizer.apply_chat_template, tokenize=False, **names)
 
     def rendered(messages: list[Object], **how: Any) -> str:
-        return str(template(messages if sight is None else sight.contents(messages), **how))
+        return str(
+            template(messages if sight is None else sight.contents(messages), **how)
+        )
 
     going_on = (
         "continue_final_message" if request.continues else "add_generation_prompt"

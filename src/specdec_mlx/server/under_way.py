@@ -200,7 +200,11 @@ class AskedText:
         if self.loaded.sight is None:
             return None
         seen = self.prompt.seen
-        inputs = {"input_ids": mx.array([self.prompt.tokens])} if seen is None else seen.inputs
+        inputs = (
+            {"input_ids": mx.array([self.prompt.tokens])}
+            if seen is None
+            else seen.inputs
+        )
         return embed(self.loaded.model, caches, inputs)
 
     def begin(self, prefixes: Prefixes) -> tuple[list[Any] | None, int]:
