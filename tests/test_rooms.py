@@ -34,7 +34,7 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 207,
+    "files": 210,
     "numeric constants": 170,
     "protocols": 21,
     "public names": 31,

@@ -137,6 +137,14 @@ def explained(name: Path | str) -> Iterator[None]:
         ) from error
 
 
+def folder_of(name: Path | str) -> Path:
+    """Folder of a model that was loaded by its folder or Hugging Face name."""
+    folder = Path(name).expanduser()
+    if not folder.exists() and is_in_cache(str(name)):
+        folder = Path(str(try_to_load_from_cache(str(name), "config.json"))).parent
+    return folder
+
+
 def is_in_cache(name: str) -> bool:
     """True for a model in the Hugging Face cache, False for what can be no name there."""
     try:

@@ -289,6 +289,44 @@ def test_chat_answers_as_mlx_lms_and_ends_with_its_input(folders: Path) -> None:
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
 
 
+def test_sampling_is_as_the_models_makers_recommend_unless_a_flag_says_otherwise(
+    folders: Path, tmp_path: Path
+) -> None:
+    """In `generate` and in `chat`, which has flags for all of it: the text of those flags, and a
+    line that says so. A wrong value is named and ignored.
+    """
+    own = shutil.copytree(folders / "model", tmp_path / "model")
+    values = {"temperature": 1.3, "top_p": 0.8, "top_k": 9, "min_p": 0.02, "do_sample": True}
+    config = own / "generation_config.json"
+    flags = ["--temp", "1.3", "--top-p", "0.8", "--top-k", "9", "--min-p", "0.02"]
+    more = {"generate": ("--prompt", PROMPT, "--verbose", "False"), "chat": ()}
+
+    def said_by(command: str, *flags: str) -> tuple[str, str]:
+        typed = (command, "--model", own, "--max-tokens", "30", "--seed", "3", *more[command])
+        done = run(*typed, *flags, stdin=f"{PROMPT}\nq\n")
+        assert done.returncode == 0, done.stderr
+        return re.sub("[0-9.]+ tok/s", "", done.stdout), done.stderr
+
+    for command in more:
+        config.unlink(missing_ok=True)
+        expected, greedy = said_by(command, *flags), said_by(command)
+        assert "Sampling" not in expected[1] + greedy[1]
+        for alone in (("--top-k", "1"), ("--min-p", "1")):
+            assert said_by(command, "--temp", "1.3", *alone)[0] == greedy[0]
+        config.write_text(json.dumps(values), encoding="utf-8")
+        drawn, said = said_by(command)
+        assert "Sampling: temperature 1.3, top-p 0.8, top-k 9, min-p 0.02 (the model's" in said
+        assert drawn == expected[0]
+        assert said_by(command, "--temp", "0")[0] == greedy[0] != drawn
+        drawn, said = said_by(command, "--temp", "1.3", "--top-k", "9")
+        assert drawn == expected[0]
+        assert "Sampling: top-p 0.8, min-p 0.02 (" in said
+        config.write_text(json.dumps({"do_sample": False, "top_k": -1}), encoding="utf-8")
+        again, said = said_by(command)
+        assert again == greedy[0]
+        assert "top_k -1 is ignored" in said
+
+
 @in_one_test("name", sorted(COMMANDS))
 def test_all_of_mlx_lms_flags_are_there(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The parser is mlx-lm's own with ours added, so later flags come by themselves."""

@@ -76,7 +76,8 @@ def connected(port: int, server: subprocess.Popen[bytes]) -> socket.socket:
 def posted(port: int, server: subprocess.Popen[bytes], body: dict[str, object]) -> socket.socket:
     """A connection on which a completion was asked for."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     connection = connected(port, server)
     connection.sendall(head.encode() + data)
     return connection

@@ -22,7 +22,6 @@ from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
 from specdec_mlx.engine.prompt_reader import PromptReader
-from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.server import models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
@@ -54,23 +53,23 @@ OBJECT = Grammar.json_schema(
 NUMBERS = Grammar.json_schema(
     {"type": "array", "items": {"type": "integer"}, "minItems": 24, "maxItems": 24}
 )
-DRAWN = Sampling(temp=0.8)
+DRAWN = {"temp": 0.8}
 
 MIXED: list[dict[str, Any]] = [
     {},
     {"drafters": ["ngram"], "draft_length": 2},
     {"drafters": ["none"]},
     {"seed": 3, "sampling": DRAWN},
-    {"seed": 4, "sampling": Sampling(temp=1.2, top_p=0.9), "rule": "coupled"},
+    {"seed": 4, "sampling": {"temp": 1.2, "top_p": 0.9}, "rule": "coupled"},
     {"grammar": OBJECT},
-    {"grammar": OBJECT, "seed": 5, "sampling": Sampling(temp=1.0)},
+    {"grammar": OBJECT, "seed": 5, "sampling": {"temp": 1.0}},
     {"num_logprobs": 0},
     {"num_logprobs": 3},
     {"stop": ["zz", "e"]},
     {"penalties": {"repetition_penalty": 1.3}},
     {"prediction": TEXT * 3},
     {"penalties": {"logit_bias": {100: 2.0}}},
-    {"seed": 6, "sampling": Sampling(temp=1.0, top_k=500_000)},  # all of the tokens
+    {"seed": 6, "sampling": {"temp": 1.0, "top_k": 500_000}},  # all of the tokens
 ]
 """What a request may ask for; each of another prompt, two of a length of their own."""
 
@@ -390,7 +389,7 @@ def test_the_prompt_of_several_choices_is_read_once(
 
     with running(folder, flags=with_flags(draft_length=2)) as engine:
         monkeypatch.setattr(qwen2.Model, "__call__", counted)
-        kind = {"prompt": f"!{TEXT * 8}", "max_tokens": 2, "sampling": Sampling(temp=1.0)}
+        kind = {"prompt": f"!{TEXT * 8}", "max_tokens": 2, "sampling": {"temp": 1.0}}
         clients = [submit(engine, seed=i, **kind) for i in range(4)]
         written = [client.wait() for client in clients]
     assert len({one.text for one in written}) > 1

@@ -288,3 +288,46 @@ def test_the_old_models_weights_are_freed_before_the_new_ones_load(tmp_path: Pat
         for folder in (two, one, two):
             ask(engine, model=str(folder))
             assert mx.get_active_memory() < 1.1 * loaded
+
+
+MAKERS = {"temperature": 1.3, "top_p": 0.8, "top_k": 9, "min_p": 0.02}
+
+
+def test_what_a_request_leaves_out_is_as_the_makers_of_its_model_recommend(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each value by itself, after the request and the flags; each model has its own, and a seed is
+    one text with any drafter. A wrong value is ignored, and temperature 0 is greedy.
+    """
+    caplog.set_level("INFO")
+    first, second = (write_model_folder(tmp_path / name) for name in ("first", "second"))
+    config = {**MAKERS, "top_k": -9}
+    (first / "generation_config.json").write_text(json.dumps(MAKERS), encoding="utf-8")
+    (second / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
+    makers = {"temp": 1.3, "top_p": 0.8, "top_k": 9, "min_p": 0.02}
+    without = {name: value for name, value in makers.items() if name != "top_k"}
+    plain_folder = write_model_folder(tmp_path / "plain")
+    wanted = [makers, {**makers, "temp": 2.0}, {**makers, "top_k": 3}, without, {"temp": 0}]
+    with running(plain_folder, flags=with_flags()) as engine:
+        texts = [ask(engine, seed=5, sampling=sampling).text for sampling in wanted]
+        greedy = ask(engine).text
+    assert texts[-1] == greedy
+    assert len(set(texts)) == len(texts)
+    with running(first, flags=with_flags()) as engine:
+        asked = [{}, {"temp": 2.0}, {"top_k": 3}]
+        assert [ask(engine, seed=5, sampling=one).text for one in asked] == texts[:3]
+        assert ask(engine, seed=5, drafters=["none"]).text == texts[0]
+        assert ask(engine, seed=5, sampling={"temp": 0.0}).text == greedy
+        assert ask(engine, seed=5, model=str(second)).text == texts[3]
+        assert ask(engine, seed=5, model=str(plain_folder)).text == greedy
+        assert ask(engine, seed=5).text == texts[0]
+    settings = parse_settings(["--model", str(first), "--top-k", "3", "--no-tuning"])
+    assert settings.sampling == {"top_k": 3}
+    with running(first, flags=with_flags(), top_k=3) as engine:
+        pass
+    said = [record.getMessage() for record in caplog.records]
+    sentence = "Sampling where a request gives none: temperature 1.3, top-p 0.8, "
+    file = "(the model's generation_config.json)."
+    assert f"{sentence}top-k 9, min-p 0.02 {file}" in said
+    assert f"{sentence}min-p 0.02 {file}" == said[-1]
+    assert any("top_k -9 is ignored" in line for line in said)

@@ -189,7 +189,7 @@ def test_all_other_fields_reach_the_engine() -> None:
         some_field_of_next_year=[1],
     )
     assert (request.model, request.max_tokens, request.num_logprobs) == ("m", 50, 3)
-    assert (request.sampling.temp, request.sampling.top_p) == (0.5, 0.9)
+    assert request.sampling == {"temp": 0.5, "top_p": 0.9}
     assert not request.parallel_calls
     assert request.template == {"enable_thinking": False}
     forced = read(reasoning={"effort": "low"}, tools=[READ], tool_choice="required")

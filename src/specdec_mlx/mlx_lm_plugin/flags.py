@@ -268,8 +268,8 @@ def check_numbers(namespace: argparse.Namespace) -> None:
         if value is not None and value < least and not (unlimited and value == -1):
             expected = f"an int >= {least}{', or -1 for no limit' if unlimited else ''}"
             raise ValueError(f"argument --{flag}: {value}: expected {expected}.")
-    named = vars(Sampling()).keys() & vars(namespace).keys()
-    Sampling(**{name: getattr(namespace, name) for name in named})
+    given = {name: getattr(namespace, name, None) for name in vars(Sampling())}
+    Sampling(**{name: value for name, value in given.items() if value is not None})
 
 
 def check_files(namespace: argparse.Namespace) -> None:

@@ -25,6 +25,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec_mlx import errors
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
+from specdec_mlx.server.access import guarded, keyed, origins_of
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.pictures import take_pictures
@@ -76,12 +77,15 @@ class HungUpError(ConnectionError):
 
 def make_app(engine: Engine, settings: ServerSettings) -> ASGIApp:
     """The application over an engine that has started."""
-    return CORSMiddleware(
-        with_paths(Endpoints(engine, settings).app()),
-        allow_origins=settings.allowed_origins,
+    app = keyed(Endpoints(engine, settings).app(), settings, no_access)
+    with_headers = CORSMiddleware(
+        app,
+        allow_origin_regex=origins_of(settings).pattern,
         allow_methods=["*"],
         allow_headers=["*"],
+        allow_private_network=True,
     )
+    return with_paths(guarded(with_headers, settings, no_access))
 
 
 def with_paths(app: ASGIApp) -> ASGIApp:
@@ -363,10 +367,20 @@ def status_of(error: Exception) -> HTTPStatus:
 
 async def unknown(request: Request, error: Exception) -> Response:
     """The answer on a path, or to a method, that is none."""
-    words = f"There is no {request.method} {request.url.path} here."
+    words = f"There is no {request.method} {request.scope['path']} here."
     status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
     response = encoded(wire_of(request).error(RequestError(words), status), status)
     response.headers.update(getattr(error, "headers", None) or {})
+    return response
+
+
+def no_access(scope: Scope, status: HTTPStatus, words: str) -> Response:
+    """The answer to a request without the key, or of a foreign web page."""
+    is_keyless = status == HTTPStatus.UNAUTHORIZED
+    error = RequestError(words, "invalid_api_key" if is_keyless else None)
+    response = encoded(wire_of(Request(scope)).error(error, status), status)
+    if is_keyless:
+        response.headers["WWW-Authenticate"] = "Bearer"
     return response
 
 
@@ -379,7 +393,7 @@ async def no_socket(request: Request) -> Response:
 
 def wire_of(request: Request) -> Wire:
     """The protocol of a client on a path that several have: OpenAI's or Anthropic's."""
-    is_path = request.url.path.startswith("/messages")
+    is_path = request.scope["path"].startswith("/messages")
     is_anthropic = is_path or "anthropic-version" in request.headers
     return MESSAGES if is_anthropic else CHAT
 

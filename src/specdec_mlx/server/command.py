@@ -117,6 +117,7 @@ def listen(
     import uvicorn
 
     from specdec_mlx.server.app import make_app
+    from specdec_mlx.server.flags import KEY_VARIABLE, is_loopback
 
     class Server(uvicorn.Server):
         @contextmanager
@@ -149,6 +150,11 @@ def listen(
     except OSError as error:  # another server took it while the model was loaded
         raise busy(settings.host, settings.port, error) from error
     logging.info("Listening at %s on port %d", settings.host, listener.getsockname()[1])
+    if settings.api_key is None and not is_loopback(settings.host):
+        logging.warning(
+            "This server has no key: whoever reaches it may use it. Set %s to have one.",
+            KEY_VARIABLE,
+        )
     signals.end = end
     server.run(sockets=[listener])
 

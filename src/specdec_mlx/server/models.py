@@ -34,7 +34,12 @@ from specdec_mlx.memory import Memory
 from specdec_mlx.memory.kept import KeptFile
 from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
-from specdec_mlx.models import explained, is_in_cache, load_on_ranks
+from specdec_mlx.mlx_lm_plugin.generation_config import (
+    ARGUMENTS,
+    described,
+    recommended_sampling,
+)
+from specdec_mlx.models import explained, folder_of, is_in_cache, load_on_ranks
 from specdec_mlx.options import name_in
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.pictures import Sight
@@ -69,6 +74,7 @@ MLX_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.js
 class Loaded:
     """A model that is loaded. files: what was read, with sizes and times.
 
+    sampling: arguments of `Sampling` that its generation config recommends.
     sight: how pictures are shown to it; None for a model that was loaded without what sees.
     drafters: those that were made for it, by their names. named: of the draft model that a request
     named last. closing: what is due at its end.
@@ -80,6 +86,7 @@ class Loaded:
     tokenizer: Any
     config: dict[str, Any]
     files: tuple[str, ...]
+    sampling: dict[str, Any] = field(default_factory=dict)
     drafters: dict[str, Drafter | None] = field(default_factory=dict)
     named: tuple[str, Drafter | None] = ("", None)
     sight: Sight | None = None
@@ -244,10 +251,24 @@ class Models:
         named = filter(None, (name, adapter))
         files = tuple(state for one in named for state in states_of_files(one))
         tokenizer = self._with_template(tokenizer)
-        self.loaded = Loaded(name, adapter, model, tokenizer, about, files, sight=sight)
+        sampling = self._sampling_of(name)
+        self.loaded = Loaded(
+            name, adapter, model, tokenizer, about, files, sampling, sight=sight
+        )
         if self.flags.keeps_tuning:
             self.loaded.closing.enter_context(kept_tuning(model, name, adapter))
         return self.loaded
+
+    def _sampling_of(self, name: str) -> dict[str, Any]:
+        """Arguments of `Sampling` that a model's generation config recommends, also logged."""
+        sampling, problems = recommended_sampling(folder_of(name))
+        for problem in problems:
+            logging.warning(problem)
+        by_flags = {ARGUMENTS[field] for field in self.settings.sampling}
+        used = {name: sampling[name] for name in sampling if name not in by_flags}
+        if used:
+            logging.info(f"Sampling where a request gives none: {described(used)}.")
+        return sampling
 
     @property
     def _tokenizer_config(self) -> dict[str, Any]:

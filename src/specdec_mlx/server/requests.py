@@ -14,7 +14,6 @@ from typing import Any
 from uuid import uuid4
 
 from specdec_mlx.drafters.grammar import Grammar
-from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.stats.account import SpeculationStats
 
 Object = dict[str, Any]
@@ -68,7 +67,8 @@ class TextRequest:
         continues: the last message is the assistant's, and the text goes on in it.
         max_tokens: None for as many as fit.
         stop: the text ends before the first of these.
-        sampling: temperature and filters, as mlx-lm applies them.
+        sampling: arguments of `Sampling` that the request or a flag gives; the model's own
+            generation config gives the rest.
         penalties: keyword arguments of `mlx_lm.sample_utils.make_logits_processors`.
         seed: None draws one.
         num_logprobs: alternatives to report beside each token; None reports nothing.
@@ -93,7 +93,7 @@ class TextRequest:
     continues: bool = False
     max_tokens: int | None = None
     stop: Sequence[str] = ()
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Object = field(default_factory=dict)
     penalties: Object = field(default_factory=dict)
     seed: int | None = None
     num_logprobs: int | None = None

@@ -150,7 +150,9 @@ class AskedText:
         self.max_tokens = min(given(wanted, room), room)
         self.draft_length = given(request.draft_length, self.flags.draft_length)
         self.rule = given(request.rule, self.flags.rule)
-        self.sampling = sampling_for(request.sampling, tokenizer, vocab_size)
+        self.sampling = sampling_for(
+            Sampling(**{**loaded.sampling, **request.sampling}), tokenizer, vocab_size
+        )
         self.processors: list[LogitsProcessor] = make_logits_processors(
             **request.penalties
         )

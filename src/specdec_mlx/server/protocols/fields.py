@@ -20,7 +20,7 @@ from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.options import split_spec
 from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.sampling.distribution import TEMPS, Sampling, is_temp
+from specdec_mlx.sampling.distribution import TEMPS, is_temp
 from specdec_mlx.server.forced import grammar_of
 from specdec_mlx.server.protocols.turns import expect, parts_in
 from specdec_mlx.server.requests import (
@@ -231,12 +231,11 @@ FIELDS |= dict.fromkeys(SIZES, number(int, 0)) | dict.fromkeys(LENGTHS, number(i
 """The fields that all protocols have in common, but for those that have a form."""
 
 
-def _sampling(given: Object) -> Sampling:
+def _sampling(given: Object) -> Object:
+    """Arguments of `Sampling`, of the fields that are there."""
     names = "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold"
-    return Sampling(
-        temp=given.get("temperature", 0.0),
-        **{name: given[name] for name in names if name in given},
-    )
+    fields = {"temperature": "temp", **dict(zip(names, names, strict=True))}
+    return {own: given[name] for name, own in fields.items() if name in given}
 
 
 def _penalties(given: Object) -> Object:
