@@ -55,7 +55,7 @@ CORE = (
 )
 """What one call passes through: who has read it understands the whole."""
 
-TOKENS = {"core": 28_900, "library": 136_000, "lab": 60_000, "server": 36_500}
+TOKENS = {"core": 28_900, "library": 136_000, "lab": 60_000, "server": 39_100}
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 

@@ -156,12 +156,19 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
             yield name, engine, port
 
 
-def post(port: int, path: str, body: dict[str, Any]) -> tuple[str, int]:
-    """The text of an answer, and how many tokens of the prompt were not read again."""
+def post(
+    port: int, path: str, body: dict[str, Any], drafted: list[int] | None = None
+) -> tuple[str, int]:
+    """The text of an answer, and how many tokens of the prompt were not read again.
+
+    drafted: takes how many tokens were drafted.
+    """
     data = json.dumps({"max_tokens": NUM_TOKENS, "temperature": 0, **body}).encode()
     asked = urllib.request.Request(f"http://127.0.0.1:{port}{path}", data)
     with urllib.request.urlopen(asked, timeout=240) as reply:
         said = json.load(reply)
+    if drafted is not None:
+        drafted.append(said["usage"]["speculation"]["drafted"])
     match said:
         case {"choices": [{"message": message}], "usage": usage}:
             return message["content"], usage["prompt_tokens_details"]["cached_tokens"]
@@ -173,7 +180,9 @@ def post(port: int, path: str, body: dict[str, Any]) -> tuple[str, int]:
     raise AssertionError(said)
 
 
-def expected(served: Any, prompt: str, seeds: Sequence[int] = (0, 1)) -> str:
+def expected(
+    served: Any, prompt: str, seeds: Sequence[int] = (0, 1), num_tokens: int = NUM_TOKENS
+) -> str:
     """The text of the vision model after a rendered prompt with pictures, without drafts."""
     name, engine, _ = served
     model, processor = (
@@ -182,7 +191,7 @@ def expected(served: Any, prompt: str, seeds: Sequence[int] = (0, 1)) -> str:
     )
     images = [tiny_vision.image(seed) for seed in seeds[: prompt.count(MARK)]]
     tokens, options = vision.read_prompt(model, processor, prompt, images)
-    written = sd.speculate(model, tokens, None, max_tokens=NUM_TOKENS, **options)
+    written = sd.speculate(model, tokens, None, max_tokens=num_tokens, **options)
     tokenizer = engine.models.loaded.tokenizer
     detokenizer = tokenizer.detokenizer
     for token in written:
@@ -245,6 +254,15 @@ def test_a_text_without_pictures_is_the_same_after_one_with(served: Any) -> None
         settled(engine)
 
 
+def test_a_text_after_a_picture_is_drafted_for(served: Any) -> None:
+    """By look-up, in the words that it repeats, and the text is the same."""
+    words = "the other one, or the other one, or the other one, or"
+    body = {"messages": [user(openai(60), text(words))], "drafter": "ngram", "max_tokens": 48}
+    said = post(served[2], "/v1/chat/completions", body, drafted := [])[0]
+    assert said == expected(served, f"{SHOWN}{words}<|bos|>", [60], 48)
+    assert sum(drafted) > 0
+
+
 def test_words_for_pictures_in_a_text_are_no_pictures(served: Any) -> None:
     """As in the files of one who works on vision models."""
     written = f"A mark is {MARK}"
@@ -303,6 +321,36 @@ def test_a_conversion_without_what_sees_has_its_pictures_named(
             assert chat(port, user(openai(0), text(LOOK)))[0] == chat(port, named)[0]
         assert engine.models.loaded.sight is None
     assert caplog.text.count("is shown no pictures") == 1
+
+
+def test_files_keep_no_caches_of_pictures(tmp_path: Path) -> None:
+    """They would not tell which pictures their tokens stand for, nor where a text goes on."""
+    folder, kept = tiny_vision.write_folder(tmp_path), tmp_path / "kept"
+    with (
+        running(folder, flags=with_flags(), prompt_cache=kept) as engine,
+        listening(make_app(engine, engine.settings), lifespan="off") as port,
+    ):
+        chat(port, user(text(LOOK)))
+        settled(engine)
+        files = list(kept.iterdir())
+        for seed in (0, 1):
+            chat(port, user(openai(seed), text(LOOK)))
+            settled(engine)
+    assert files == list(kept.iterdir()) != []
+
+
+def test_code_in_a_models_folder_is_not_run(tmp_path: Path) -> None:
+    """mlx-vlm would; mlx-lm asks for a flag."""
+    folder = tiny_vision.write_folder(tmp_path)
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | {"model_file": "model.py"}))
+    (folder / "model.py").write_text(f"open({str(folder / 'was_run')!r}, 'w')")
+    with running(None, flags=with_flags()) as engine:
+        with pytest.raises(sd.server.requests.RequestError, match="trust_remote_code"):
+            ask(engine, model=str(folder))
+        with pytest.raises(sd.server.requests.RequestError, match="trust_remote_code"):
+            ask(engine, model=str(folder), pictures={"0": b""})
+    assert not (folder / "was_run").exists()
 
 
 def test_settings_that_a_vision_model_does_not_take_have_pictures_named(tmp_path: Path) -> None:

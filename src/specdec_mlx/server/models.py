@@ -18,7 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 import mlx_lm
-from huggingface_hub import scan_cache_dir, try_to_load_from_cache
+from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import hf_repo_to_path, load_config, load_tokenizer
 
@@ -150,9 +150,8 @@ class Models:
         self._specs = {name_in(str(spec)): str(spec) for spec in self.choice.ordered}
         self._made: dict[str, Drafter | None] = {}
         self._tokenizer_of = lru_cache(1)(self._load_tokenizer)
-        self._blind = set[
-            str
-        ]()  # vision models that could not be loaded with what sees
+        # vision models that could not be loaded with what sees
+        self._blind = set[str]()
         self._memory_of = lru_cache(MOST_MEMORIES)(lambda who: Memory())
         for name in self._specs:
             if not self._waits(name):
@@ -316,8 +315,7 @@ class Models:
         """As `_read`, by mlx-vlm; raises what mlx-vlm raises."""
         trusts = self.settings.trust_remote_code
         model, processor = vision.load(name, trust_remote_code=trusts)
-        folder = Path(path_of(name))
-        about = load_config(folder if folder.exists() else hf_repo_to_path(name))
+        about = load_config(folder_of(name))
         config = self._tokenizer_config
         if isinstance(template := getattr(processor, "chat_template", None), str):
             config = {"chat_template": template, **config}
@@ -479,14 +477,13 @@ def has_mlx_vlm() -> bool:
 
 
 def is_vision_model(name: str) -> bool:
-    """True if the configuration of a model, in a folder or the Hugging Face cache, has vision."""
-    folder = Path(name).expanduser()
+    """True for a vision model, in a folder or the Hugging Face cache, by its configuration.
+
+    False for a model that brings code of its own: mlx-vlm runs that code without asking.
+    """
     try:
-        cached = (
-            None if folder.exists() else try_to_load_from_cache(name, "config.json")
-        )
-        path = Path(cached) if isinstance(cached, str) else folder / "config.json"
-        return "vision_config" in json.loads(path.read_text("utf-8"))
+        config = json.loads((folder_of(name) / "config.json").read_text("utf-8"))
+        return "vision_config" in config and "model_file" not in config
     except (OSError, ValueError, TypeError):  # loading says what is wrong
         return False
 
