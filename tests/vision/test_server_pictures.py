@@ -15,11 +15,13 @@ import mlx.core as mx
 import pytest
 
 import specdec_mlx as sd
-from engines import ask, running, settled, with_flags
+from engines import Client, ask, running, settled, submit, with_flags
 from live import listening
 from specdec_mlx.server import models
 from specdec_mlx.server.app import make_app
 from specdec_mlx.server.models import Models
+from specdec_mlx.server.pictures import take_pictures
+from specdec_mlx.server.protocols.chat import CHAT
 
 pytestmark = pytest.mark.full
 mlx_vlm = pytest.importorskip("mlx_vlm")
@@ -302,6 +304,21 @@ def test_a_model_is_loaded_with_what_sees_when_a_picture_comes(
             chat(port, user(openai(1)))
         assert engine.models.loaded is loaded
     assert caplog.text.count("is loaded anew, by mlx-vlm") == 1
+
+
+def test_a_picture_waits_for_the_texts_that_are_written(tmp_path: Path) -> None:
+    """It has the model loaded anew, which they would lose."""
+    long = {"prompt": LOOK, "max_tokens": 100}
+    with running(tiny_vision.write_folder(tmp_path), flags=with_flags()) as engine:
+        alone = ask(engine, **long).text
+        first, second = submit(engine, **long), Client()
+        first.until_text()
+        (request,) = CHAT.read({"messages": [user(openai(0))], "max_tokens": 4}).requests
+        take_pictures(request, engine.models.can_see)
+        second.ticket = engine.submit(request, second.queue.put)
+        assert first.wait().text == alone
+        assert second.wait().ended
+        assert engine.models.loaded.sight is not None
 
 
 def test_a_conversion_without_what_sees_has_its_pictures_named(
