@@ -21,9 +21,9 @@ from jaxtyping import Int
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.contracts import DraftContext, Drafter
+from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
-from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.store import join

@@ -27,6 +27,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
+from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.contracts import Drafter, LogitsProcessor
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import draft_path, head_path, target_path
@@ -37,9 +38,8 @@ from specdec_mlx.lab.training.online import OnlineDraftModel, OnlineTrainer, lea
 from specdec_mlx.lab.training.run import PLAN
 from specdec_mlx.lab.training.trainees import Recipe, draft_model
 from specdec_mlx.loop import speculate
-from specdec_mlx.models import load_model
-from specdec_mlx.options import argument, positive_int
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.views.html import markdown_table
 

@@ -18,7 +18,7 @@ from specdec_mlx.contracts import (
     session_groups,
     session_parts,
 )
-from specdec_mlx.engine.drafting import proposing
+from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.bench.replay import Modelled, greedy_context, right_path, top_rows

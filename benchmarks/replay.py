@@ -26,12 +26,12 @@ from benchmarks.oracles import (
 )
 from benchmarks.recorded_drafts import load_drafts
 from benchmarks.recorded_rows import RowsScore, format_rows, score_rows
+from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.record import Record
 from specdec_mlx.lab.bench.replay import Score, Scores, score_record, scores_of
 from specdec_mlx.lab.commands import replay
-from specdec_mlx.options import argument, positive_int
 
 Drafters = Mapping[str, Callable[[], Drafter | None]]
 

@@ -27,8 +27,8 @@ from specdec_mlx.lab.bench.prompts import Task, choose, encode_chat, read_prompt
 from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.loop import speculate
-from specdec_mlx.models import load_model
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats.counterfactual import BY_ROUND, Counterfactual
 from specdec_mlx.views.html import markdown_table
 

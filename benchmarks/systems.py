@@ -25,8 +25,8 @@ from specdec_mlx.lab import head, load_pair
 from specdec_mlx.lab.bench.cost import CostCurve, parse_cost
 from specdec_mlx.lab.pair import held_out_openings
 from specdec_mlx.loop import speculate
-from specdec_mlx.rules.registry import AutoRule
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.rules import AutoRule
+from specdec_mlx.sampling import Sampling
 from specdec_mlx.views.html import markdown_table
 
 CHIPS = ("m3-max", "m5-max-70b")

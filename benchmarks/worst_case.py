@@ -39,8 +39,8 @@ from specdec_mlx.lab.bench.timing import (
     run_interleaved,
     time_generation,
 )
-from specdec_mlx.models import load_model
-from specdec_mlx.verify.model_pass import vocab_size_of
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.models.loading import load_model
 from specdec_mlx.views.html import markdown_table
 
 NO_DRAFTER, ALWAYS_WRONG, RANDOM_WORDS = "no drafter", "always wrong", "random words"

@@ -34,7 +34,7 @@ from exact import (  # noqa: E402
 )
 from specdec_mlx.lab import load_pair  # noqa: E402
 from specdec_mlx.lab.pair import split_topics  # noqa: E402
-from specdec_mlx.rules.registry import make_rule  # noqa: E402
+from specdec_mlx.rules import make_rule  # noqa: E402
 from specdec_mlx.stats.counterfactual import BY_TOKEN, chances  # noqa: E402
 
 ZERO = 1e-12

@@ -17,14 +17,8 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from specdec_mlx.contracts import (
-    Agreement,
-    Draft,
-    DraftContext,
-    Drafter,
-    DraftSession,
-    Verdict,
-)
+from specdec_mlx.contracts import Agreement, Draft, DraftContext, Drafter, DraftSession, Verdict
+from specdec_mlx.lab.papers.lossy import Lenient
 from specdec_mlx.lab.proof.enumeration import NUM_STATES as NUM_STATES
 from specdec_mlx.lab.proof.enumeration import Source as Source
 from specdec_mlx.lab.proof.enumeration import Tokens
@@ -33,7 +27,10 @@ from specdec_mlx.lab.proof.enumeration import state_after as state_after
 from specdec_mlx.lab.proof.one_step import ends
 from specdec_mlx.lab.proof.rule import to_mlx as to_mlx
 from specdec_mlx.lab.proof.subject import total_variation
-from specdec_mlx.rules.arithmetic import (
+from specdec_mlx.rules import (
+    Block,
+    CoinRule,
+    Rejection,
     acceptance_probability,
     at,
     leading_run,
@@ -41,10 +38,6 @@ from specdec_mlx.rules.arithmetic import (
     point_mass,
     residual,
 )
-from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.rules.lossy import Lenient
-from specdec_mlx.rules.rejection import Rejection
 from specdec_mlx.token_ids import to_ids
 
 # chance of each (tokens emitted [n + 1], n) of a round

@@ -31,8 +31,8 @@ from specdec_mlx.contracts import Draft, Features
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.heads.early_exit import early_exit
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.errors import DraftError, RankError
+from specdec_mlx.ranks import Ranks
 
 GROUP = mx.distributed.init()
 RANK = GROUP.rank()

@@ -32,7 +32,7 @@ from specdec_mlx import lab
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.choosing.candidates import KNOWN
 from specdec_mlx.lab.bench.summary import ALL
-from specdec_mlx.rules.registry import rule_names
+from specdec_mlx.rules import rule_names
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -109,7 +109,7 @@ def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
     monkeypatch.setattr(lab, "check", quick, raising=False)
     monkeypatch.chdir(tmp_path)
     if page.name in DRAFTED:  # whatever a pass costs on this machine
-        make_draft_length = "specdec_mlx.engine.assemble.make_draft_length"
+        make_draft_length = "specdec_mlx.loop.make_draft_length"
         monkeypatch.setattr(make_draft_length, lambda *given: Fixed(4))
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look themselves up there

@@ -25,16 +25,16 @@ sys.path.insert(0, str(ROOT / "docs"))
 
 import generate_map  # noqa: E402
 
-LONGEST_MODULE, LONGEST_FUNCTION = 3_400, 640
+LONGEST_MODULE, LONGEST_FUNCTION = 5_600, 640
 """At most so many tokens of code: breaking a line makes nothing longer."""
 
-MOST_AT_THE_TOP = 13
+MOST_AT_THE_TOP = 21
 
 MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "GenerationBatch"}
-KNOW_MLX_LM_TYPES = ("generation.py", "responses.py", "mlx_lm_plugin", "cli")
+KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 210,
+    "files": 211,
     "numeric constants": 170,
     "protocols": 21,
     "public names": 31,
@@ -44,18 +44,16 @@ token takes are in test_host_time."""
 
 WINGS = "lab", "server"
 
-CORE = (
-    *("__init__.py", "generation.py", "responses.py", "loop.py", "contracts/", "sampling/"),
-    *(f"engine/{name}.py" for name in ("assemble", "clock", "drafting", "features", "history")),
-    *(f"engine/{name}.py" for name in ("options", "pipeline", "prompt_reader", "sequence")),
-    *(f"verify/{name}.py" for name in ("inputs", "model_pass", "next_token", "passes")),
-    *(f"verify/{name}.py" for name in ("verifier", "rollback", "strategies")),
-    *(f"rules/{name}.py" for name in ("arithmetic", "block", "coins", "match", "registry")),
-    *("rules/rejection.py", "rules/__init__.py"),
+CORE = tuple(
+    f"{name}.py"
+    for name in (
+        *("__init__", "generation", "options", "loop", "sequence"),
+        *("contracts", "target", "caches", "rules", "sampling"),
+    )
 )
 """What one call passes through: who has read it understands the whole."""
 
-TOKENS = {"core": 28_900, "library": 136_000, "lab": 60_000, "server": 39_100}
+TOKENS = {"core": 28_900, "library": 136_000, "lab": 60_000, "server": 41_300}
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
@@ -94,23 +92,23 @@ def test_imports_keep_to_the_layers_and_run_in_no_circle(monkeypatch, capsys):
 
 
 WRONG_IMPORTS = [
-    ("layers", "verify.passes", "draft_length.costs"),
-    ("layers", "draft_length.auto", "verify.rollback"),
-    ("layers", "verify.passes", "drafters.model"),
-    ("layers", "drafters.ngram", "engine.clock"),
+    ("layers", "caches", "draft_length.costs"),
+    ("layers", "draft_length.auto", "target"),
+    ("layers", "exactness.probe", "drafters.model"),
+    ("layers", "drafters.ngram", "loop"),
     ("layers", "drafters.model", "lab.pair"),
     ("layers", "server.engine", "lab.bench.run"),
     ("layers", "lab.bench.run", "server.engine"),
-    ("circles", "rules.arithmetic", "stats.theory"),
+    ("circles", "rules", "stats.counterfactual"),
     ("circles", "drafters.drawing", "drafters.model"),
-    ("pure", "rules.coins", "mlx_lm"),
+    ("pure", "rules", "mlx_lm"),
     ("pure", "stats.theory", "mlx_lm.models.cache"),
-    ("loop", "loop", "rules.match"),
-    ("loop", "engine.drafting", "drafters.model"),
-    ("loop", "verify.passes", "rules.match"),
+    ("loop", "loop", "rules"),
+    ("loop", "draft_length.drafting", "drafters.model"),
+    ("loop", "caches", "rules"),
     ("loop", "draft_length.auto", "drafters.model"),
-    ("views", "views.html", "engine.clock"),
-    ("views", "stats.account", "verify.rollback"),
+    ("views", "views.html", "loop"),
+    ("views", "stats.account", "caches"),
 ]
 
 
@@ -150,7 +148,7 @@ def test_few_know_mlx_lms_types_of_a_generation() -> None:
         for found in imported(name)
         if found.startswith("mlx_lm.") and found.rpartition(".")[2] in MLX_LM_TYPES
     }
-    assert "responses.py" in knowing
+    assert "generation.py" in knowing
     assert not [name for name in knowing if not name.startswith(KNOW_MLX_LM_TYPES)]
 
 

@@ -1,6 +1,6 @@
 """Speculative decoding for mlx-lm: the same text, sooner.
 
-Errors are in `errors`, results of a generation in `responses`, further drafters, rules and
+Errors are in `errors`, results of a generation in `generation`, further drafters, rules and
 statistics in `drafters`, `rules` and `stats`, models that read images in `vision`. A module is
 imported when a name of it is used.
 """
@@ -23,7 +23,7 @@ except ImportError as _error:
 if TYPE_CHECKING:
     from specdec_mlx import drafters as drafters
     from specdec_mlx import errors as errors
-    from specdec_mlx import responses as responses
+    from specdec_mlx import generation as generation
     from specdec_mlx import rules as rules
     from specdec_mlx import stats as stats
     from specdec_mlx import vision as vision
@@ -51,7 +51,6 @@ if TYPE_CHECKING:
     )
     from specdec_mlx.drafters.recycling import RecyclingDrafter as RecyclingDrafter
     from specdec_mlx.drafters.suffix import SuffixDrafter as SuffixDrafter
-    from specdec_mlx.engine.history import remember as remember
     from specdec_mlx.generation import generate as generate
     from specdec_mlx.generation import stream_generate as stream_generate
     from specdec_mlx.loop import speculate as speculate
@@ -59,7 +58,8 @@ if TYPE_CHECKING:
     from specdec_mlx.mlx_lm_plugin import install as install
     from specdec_mlx.mlx_lm_plugin import installed as installed
     from specdec_mlx.mlx_lm_plugin import uninstall as uninstall
-    from specdec_mlx.sampling.distribution import Sampling as Sampling
+    from specdec_mlx.sampling import Sampling as Sampling
+    from specdec_mlx.sequence import remember as remember
 
 __version__ = "0.1.0"
 
@@ -78,7 +78,7 @@ _PLACES = {
     "NGramDrafter": "drafters.ngram",
     "PromptLookupDrafter": "drafters.prompt_lookup",
     "RecyclingDrafter": "drafters.recycling",
-    "Sampling": "sampling.distribution",
+    "Sampling": "sampling",
     "SuffixDrafter": "drafters.suffix",
     "TreeOf": "drafters.first_of",
     "Tuning": "draft_length.store",
@@ -89,12 +89,12 @@ _PLACES = {
     "installed": "mlx_lm_plugin",
     "load_head": "drafters.heads.loading",
     "make_drafter": "drafters.choosing.registry",
-    "remember": "engine.history",
+    "remember": "sequence",
     "speculate": "loop",
     "stream_generate": "generation",
     "uninstall": "mlx_lm_plugin",
 }
-_ROOMS = ("drafters", "errors", "responses", "rules", "stats", "vision")
+_ROOMS = ("drafters", "errors", "generation", "rules", "stats", "vision")
 
 __all__ = [*_PLACES]
 
@@ -110,7 +110,7 @@ def __getattr__(name: str) -> Any:
         return value
     raise AttributeError(
         f"module 'specdec_mlx' has no attribute {name!r}. Errors are in specdec_mlx.errors; other "
-        "drafters, rules, statistics and responses in its drafters, rules, stats and responses."
+        "drafters, rules, statistics and responses in its drafters, rules, stats and generation."
     )
 
 

@@ -28,13 +28,13 @@ import tiny
 import tiny_text
 from scripted import OracleDrafter, ScriptedSession
 from selection import cases
+from specdec_mlx import batch_caches as row_caches
 from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.passes import SharedPasses, make_passes
 from specdec_mlx.batch.schedule import BatchToken, OwnDrafting, Request, Schedule
 from specdec_mlx.contracts import DraftContext, Drafter, Features
-from specdec_mlx.engine.options import Options
-from specdec_mlx.engine.prompt_reader import PromptReader
-from specdec_mlx.verify import row_caches
-from specdec_mlx.verify.row_pass import SharedPasses, make_passes
+from specdec_mlx.options import Options
+from specdec_mlx.sequence import PromptReader
 
 BLOCK = [5, 17, 99, 3, 41, 8]
 PROMPTS = [

@@ -23,7 +23,7 @@ from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.mlx_lm_plugin.commands import COMMANDS
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
-from specdec_mlx.models import explained, load_model
+from specdec_mlx.models.loading import explained, load_model
 from specdec_mlx.progress import progress_bar
 from tiny_model_folder import write_model_folder
 
@@ -454,7 +454,7 @@ def test_probe_says_whether_drafting_is_exact(
     assert done.returncode == 0, done.stderr
     assert "exact" in done.stdout.splitlines()[-1]
     assert "caches: KVCache" in done.stdout
-    module = importlib.import_module("specdec_mlx.verify.exactness")
+    module = importlib.import_module("specdec_mlx.exactness.probe")
     monkeypatch.setattr(module, "probe", lambda model: SimpleNamespace(exact=False))
     assert cli.main(["probe", "--model", str(folder)]) == 1
 

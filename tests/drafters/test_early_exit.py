@@ -31,9 +31,9 @@ from specdec_mlx.drafters.heads.early_exit import (
 )
 from specdec_mlx.drafters.lighter import first_layers as cut
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.engine.options import Options
-from specdec_mlx.verify.exactness import first_inexact
-from specdec_mlx.verify.watching import keys_values_of
+from specdec_mlx.exactness.probe import first_inexact
+from specdec_mlx.models.anatomy import keys_values_of
+from specdec_mlx.options import Options
 
 COPIES = ("qwen2", "qwen3", "gemma2", "gpt2", "deepseek_v3")
 READS = {"llama": 2, "gemma3_text": 2, "mamba2": 1}

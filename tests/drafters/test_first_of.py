@@ -27,8 +27,8 @@ from specdec_mlx.contracts import (
     session_groups,
 )
 from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.engine.drafting import proposing
 from specdec_mlx.lab.beams.search import Beam, BeamDrafting
 from specdec_mlx.lab.bench.cost import linear_cost
 from specdec_mlx.lab.bench.record import RecordedText
@@ -183,7 +183,7 @@ def test_the_memory_limit_counts_models_inside(monkeypatch: pytest.MonkeyPatch) 
     assert models_of(None) == models_of(sd.PromptLookupDrafter(min_ngram=1)) == []
     wired: list[Any] = []
     monkeypatch.setattr(
-        importlib.import_module("specdec_mlx.responses"),
+        importlib.import_module("specdec_mlx.generation"),
         "wired_limit",
         lambda models, streams: wired.append(models) or nullcontext(),
     )

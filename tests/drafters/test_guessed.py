@@ -20,14 +20,14 @@ import tiny_text
 from exact import COIN_RULES, TARGET, ByRule, Rounds, rolled
 from lossless import PROMPT
 from selection import cases, in_one_test
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, GoesOn, Step, key_of
 from specdec_mlx.drafters.drawing import ChainDraws
 from specdec_mlx.drafters.model import GuessedSession
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.lab.proof.enumeration import Tokens, state_after
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.verify.rollback import Rollback
 
 EXACT = 1e-12
 MODEL = rolled([0.2, 0.7, 0.1])

@@ -14,14 +14,12 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from selection import in_one_test
-from specdec_mlx.contracts import DraftContext, Evidence
-from specdec_mlx.contracts.drafting import places_class, share_class
+from specdec_mlx.contracts import DraftContext, Evidence, places_class, share_class
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.ngram import NGramDrafter, StochasticNGramSession
 from specdec_mlx.drafters.ngram_table import DISCOUNT, NGramCounts
 from specdec_mlx.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.sampling import Noise, Sampling
 
 CONTEXT = DraftContext()
 VOCAB = 7

@@ -23,6 +23,7 @@ from exact import DRAFT, TARGET, Rounds, Source
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from scripted import OracleDrafter
 from selection import cases, in_one_test
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft, DraftContext, GoesOn, RoundRecord
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.heads.parallel_sampling import (
@@ -35,10 +36,9 @@ from specdec_mlx.errors import HeadError, TrainingError
 from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.lab.training.features import live_batch
 from specdec_mlx.lab.training.trainees import KINDS, Recipe, Size
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.verify.model_pass import vocab_size_of
-from specdec_mlx.verify.rollback import Rollback
 
 NUM_ROWS, NUM_TOKENS = 4, 40  # past the windows of the tiny models
 EXACT = 1e-12

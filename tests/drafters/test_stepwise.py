@@ -32,7 +32,7 @@ from specdec_mlx.drafters.model import ModelSession
 from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
 from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.bench.replay import Modelled, replay_text
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.sampling import Noise
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]

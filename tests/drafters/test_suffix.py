@@ -14,9 +14,15 @@ from mlx_lm.sample_utils import make_logits_processors
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
-from specdec_mlx.contracts import Draft, DraftContext, Evidence, OffersSeveral, key_of
-from specdec_mlx.contracts.branching import texts_of
-from specdec_mlx.contracts.drafting import places_class, share_class
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Evidence,
+    OffersSeveral,
+    key_of,
+    places_class,
+    share_class,
+)
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, paths_of, trie, vote, weigh
 from specdec_mlx.lab import check_drafter
@@ -29,6 +35,7 @@ from specdec_mlx.memory.index import (
     ContextIndex,
     GrowingIndex,
 )
+from specdec_mlx.trees.drafts import texts_of
 
 CONTEXT = DraftContext()
 EVERYTHING = 10_000

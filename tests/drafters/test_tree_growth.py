@@ -23,24 +23,24 @@ from benchmarks.recorded_tops import with_tops
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from selection import FULL, cases, in_one_test
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence, Features, RoundRecord
-from specdec_mlx.contracts.branching import merged, texts_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import PRIORS, Chances, classes_of
 from specdec_mlx.draft_length.costs import Curve
+from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.first_of import TreeOf
 from specdec_mlx.drafters.recycling import SuccessorTable
-from specdec_mlx.engine.clock import RoundClock
-from specdec_mlx.engine.drafting import proposing
-from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab import check_drafter
 from specdec_mlx.lab.bench.cost import linear_cost
 from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.bench.replay import RecordedTarget, replay_text
-from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.loop import RoundClock
+from specdec_mlx.ranks import Ranks
+from specdec_mlx.target import Verifier
+from specdec_mlx.trees.drafts import merged, texts_of
 
 FREE = linear_cost(0.0)
 
@@ -203,7 +203,7 @@ class OfFreePasses(Auto):
         super().record(replace(round_, seconds=seconds, draft_seconds=0.0, verify_seconds=seconds))
 
 
-def narrow_text(model: Any, drafter: Any, **options: Any) -> list[sd.responses.Token]:
+def narrow_text(model: Any, drafter: Any, **options: Any) -> list[sd.generation.Token]:
     """A text of 6 tokens only, drafted as if positions were free."""
     options = {
         "draft_length": OfFreePasses(),

@@ -21,13 +21,13 @@ from heads import HEADS, random_head
 from lossless import PROMPT
 from scripted import ScriptedDrafter
 from selection import cases, in_one_test
-from specdec_mlx.contracts import ROOT, Draft, DraftContext
-from specdec_mlx.contracts.branching import side_by_side
-from specdec_mlx.contracts.trees import chain, path_to
+from specdec_mlx.contracts import ROOT, Draft, DraftContext, chain
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.lab.proof.enumeration import Tokens
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.trees.drafts import side_by_side
+from specdec_mlx.trees.shape import path_to
 
 EXACT = 1e-12
 MODELS = rolled([0.2, 0.7, 0.1]), rolled([0.5, 0.1, 0.4])

@@ -22,9 +22,9 @@ import tiny
 from lossless import noisy_copy
 from scripted import PROMPT, plain, target
 from selection import FULL, cases, in_one_test
-from specdec_mlx.engine.options import Options
-from specdec_mlx.verify import passes
-from specdec_mlx.verify.exactness import places_of
+from specdec_mlx import target as passes
+from specdec_mlx.exactness.probe import places_of
+from specdec_mlx.options import Options
 
 VOCAB = 128
 NUM_TOKENS = 24

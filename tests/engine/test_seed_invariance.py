@@ -24,8 +24,8 @@ from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import Draft, RoundRecord
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.engine.options import Options
-from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.options import Options
+from specdec_mlx.rules import make_rule
 
 NUM_TOKENS = 16
 LENGTHS = (1, 2, 3, 6, "auto", "heuristic")

@@ -17,7 +17,7 @@ import pytest
 from live import listening
 from selection import in_one_test
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
-from specdec_mlx.server import app
+from specdec_mlx.server import app, receiving
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.requests import (
     Ended,
@@ -26,6 +26,7 @@ from specdec_mlx.server.requests import (
     PromptProgress,
     RequestError,
     Said,
+    ServerBusyError,
     ServerEndingError,
     TextRequest,
 )
@@ -221,7 +222,7 @@ def test_a_body_may_come_in_chunks(port: int) -> None:
 
 
 def test_a_body_has_a_bound(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MOST_BYTES", 100)
+    monkeypatch.setattr(receiving, "MOST_BYTES", 100)
     status, reply = post(port, CHAT, {**BODY, "user": "x" * 100})
     assert (status, "more than 100 bytes" in reply["error"]["message"]) == (413, True)
     assert post(port, CHAT, BODY)[0] == 200
@@ -342,6 +343,7 @@ ERRORS: list[tuple[Exception, int, str]] = [
     (UnknownNameError("Unknown drafter."), 400, "Unknown drafter."),
     (ModelFolderError("There is no folder."), 404, "There is no folder."),
     (ServerEndingError(), 503, "The server is ending."),
+    (ServerBusyError("Not compiled."), 503, "Not compiled. The machine is busy."),
     (RuntimeError("oh"), 500, "RuntimeError: oh"),
     (ValueError("ours"), 500, "ValueError: ours"),
 ]
@@ -356,8 +358,9 @@ def test_an_error_before_the_first_event_has_its_status(
     for path in (CHAT, MESSAGES, *own):
         for stream in False, True:
             body = own.get(path, BODY) | {"stream": stream}
-            found, text, _ = ask(port, "POST", path, body)
+            found, text, headers = ask(port, "POST", path, body)
             assert (found, words in text or path == MESSAGES) == (status, True), text
+            assert ("retry-after" in headers) == (status == 503)
 
 
 def test_an_error_in_the_middle_ends_the_stream_and_the_other_choices(

@@ -16,8 +16,8 @@ from live import Script, openai_at
 from selection import in_one_test
 from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.protocols import fields
+from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.chat import CHAT
-from specdec_mlx.server.protocols.fields import read_body
 from specdec_mlx.server.requests import (
     CallArguments,
     CallBegan,

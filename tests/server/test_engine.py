@@ -16,12 +16,15 @@ import pytest
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 
+import tiny_model_folder
 from engines import ASKED, PROMPT, Client, ask, running, settled, submit, with_flags
 from selection import cases, in_one_test
+from specdec_mlx.batch.passes import SharedPasses
+from specdec_mlx.batch_caches import BatchCaches, SlotCache
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
-from specdec_mlx.engine.prompt_reader import PromptReader
+from specdec_mlx.sequence import PromptReader
 from specdec_mlx.server import models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
@@ -37,9 +40,7 @@ from specdec_mlx.server.requests import (
     Written,
 )
 from specdec_mlx.server.text.state import TextState
-from specdec_mlx.verify.row_caches import BatchCaches, SlotCache
-from specdec_mlx.verify.row_pass import SharedPasses
-from tiny_model_folder import make_tokenizer, write_model_folder
+from tiny_model_folder import CHAT_TEMPLATE, make_tokenizer, write_model_folder
 
 TEXT = "the cat in the hat and the other cat in the hat and "
 OBJECT = Grammar.json_schema(
@@ -533,6 +534,71 @@ def test_a_grammar_is_compiled_apart_from_the_texts(
         assert begin(engine, 1).wait().text
         may_end.set()
         assert json.loads(waits.wait().text).keys() == {"cat", "hat"}
+
+
+PICK = {
+    "type": "function",
+    "function": {
+        "name": "pick",
+        "parameters": {
+            "type": "object",
+            "properties": {"which": {"enum": ["cat", "hat"]}},
+            "required": ["which"],
+        },
+    },
+}
+TOOLS_TOO = CHAT_TEMPLATE + "{# <tool_call> tool_call.name #}"  # so that a parser is found
+PREPARED: list[dict[str, Any]] = [
+    {"tools": [PICK], "tool_choice": "required", "parallel_calls": False},
+    {"tools": [PICK], "tool_choice": "pick"},
+    {"tools": [PICK], "grammar": OBJECT},
+    {"grammar": OBJECT},
+    {"stop": ["e"], "penalties": {"logit_bias": {40: 3.0}}},
+    {"prediction": TEXT, "seed": 3, "sampling": DRAWN},
+]
+"""Requests for which something is made of the tokenizer or the model before the first token."""
+
+
+def test_what_is_prepared_for_one_model_is_made_anew_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models of different vocabularies in turn: each request gets the text that it gets of a
+    server that has only its model. So does a request that comes while the other model is loaded,
+    and that is served after it."""
+    monkeypatch.setattr(tiny_model_folder, "CHAT_TEMPLATE", TOOLS_TOO)
+    special, merges = tiny_model_folder.SPECIAL, tiny_model_folder.MERGES
+    vocabularies = {
+        "small": ([*special, "<tool_call>", "</tool_call>"], merges[:1]),
+        "large": (
+            [*special, *map("<|{}|>".format, range(90)), "</tool_call>", "<tool_call>"],
+            merges,
+        ),
+    }
+    folders: dict[str, str] = {}
+    alone: dict[str, list[Any]] = {}
+    for name, (marks, pairs) in vocabularies.items():
+        monkeypatch.setattr(tiny_model_folder, "SPECIAL", marks)
+        monkeypatch.setattr(tiny_model_folder, "MERGES", pairs)
+        folders[name] = str(write_model_folder(tmp_path / name, max_position_embeddings=4096))
+        with running(folders[name], flags=with_flags()) as engine:
+            alone[name] = [seen(ask(engine, max_tokens=60, **kind)) for kind in PREPARED]
+    with running(folders["large"], flags=with_flags()) as engine:
+        for i, kind in enumerate(PREPARED):
+            for name in ("small", "large"):
+                text = ask(engine, max_tokens=60, model=folders[name], **kind)
+                assert seen(text) == alone[name][i], (name, kind)
+        for i, kind in enumerate(PREPARED):  # all wait while the one before is served
+            order = "small", "large", "small"
+            clients = [submit(engine, max_tokens=60, model=folders[name], **kind) for name in order]
+            for name, client in zip(order, clients, strict=True):
+                assert seen(client.wait()) == alone[name][i], (name, kind)
+
+
+def seen(text: Written) -> tuple[Any, ...]:
+    """What a client sees of a text, but for the ids of its calls."""
+    assert text.ended
+    calls = [(call["name"], call["arguments"]) for call in text.calls]
+    return text.text, calls, text.ended.reason
 
 
 def test_log_probabilities_are_the_tokens_own(folder: Path, engine: Engine) -> None:

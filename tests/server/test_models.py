@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -164,6 +164,53 @@ def test_the_list_says_how_long_a_text_may_be(folder: Path) -> None:
         (listed, *_) = engine.models.listed()
         assert listed["context_length"] == engine.models.load(TextRequest()).longest_text
         assert isinstance(listed["created"], int)
+
+
+def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """A change of a file in a model's folder."""
+
+    def changed(folder: Path) -> None:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return changed
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "another config": rewrite("config.json", lambda raw: b"[]"),
+    "an unknown type": rewrite("config.json", lambda raw: raw.replace(b"qwen2", b"qwen99")),
+    "other shapes": rewrite(
+        "config.json", lambda raw: raw.replace(b'"hidden_size": 64', b'"hidden_size": 8')
+    ),
+    "a damaged config": rewrite("config.json", lambda raw: raw[:-1]),
+    "damaged weights": rewrite("model.safetensors", lambda raw: b"x" * len(raw)),
+    "cut weights": rewrite("model.safetensors", lambda raw: raw[:-8]),
+    "a damaged tokenizer": rewrite("tokenizer.json", lambda raw: b"{}"),
+}
+
+
+def test_a_name_of_no_model_leaves_the_loaded_one_where_it_is(folder: Path, tmp_path: Path) -> None:
+    """Whatever part of the other one is missing or damaged, and the one of a draft model too."""
+    wrong: list[dict[str, Any]] = [{"model": "/etc"}, {"model": str(tmp_path)}]
+    wrong += [{"adapter": str(folder)}, {"draft_model": "/etc"}]
+    for name, damage in DAMAGES.items():
+        other = write_model_folder(tmp_path / name)
+        damage(other)
+        wrong.append({"model": str(other)})
+    draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
+    with running(folder, flags=with_flags(draft_length=3)) as engine:
+        expected = ask(engine, draft_model=str(draft)).text
+        loaded = engine.models.loaded
+        assert loaded is not None
+        drafter = loaded.named[1]
+        for request in wrong:
+            with pytest.raises((RequestError, ModelFolderError)):
+                ask(engine, **request)
+            assert engine.models.loaded is loaded, request
+            assert loaded.named[1] is drafter, request
+        assert ask(engine).text == expected
 
 
 def drafted(text: Written) -> int:

@@ -193,7 +193,7 @@ def test_all_other_fields_reach_the_engine() -> None:
     assert not request.parallel_calls
     assert request.template == {"enable_thinking": False}
     forced = read(reasoning={"effort": "low"}, tools=[READ], tool_choice="required")
-    assert forced.template == {}  # nothing is thought before a call that must come
+    assert forced.template == {"enable_thinking": True, "reasoning_effort": "low"}
     plain = read()
     assert (plain.max_tokens, plain.num_logprobs, plain.template) == (None, None, {})
     assert plain.parallel_calls

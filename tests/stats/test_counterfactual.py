@@ -34,6 +34,7 @@ from exact import (
 )
 from lossless import noisy_copy
 from selection import cases, in_one_test
+from specdec_mlx import target as passes
 from specdec_mlx.stats.counterfactual import (
     BY_ROUND,
     BY_TOKEN,
@@ -43,7 +44,6 @@ from specdec_mlx.stats.counterfactual import (
     coupled_probs,
     kept_by_token,
 )
-from specdec_mlx.verify import passes
 
 EXACT = 1e-12
 COUNT = len(BY_TOKEN)

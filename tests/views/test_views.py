@@ -70,7 +70,7 @@ def stats_of(*rounds: tuple[int, int]) -> SpeculationStats:
 
 
 @pytest.fixture(scope="module")
-def text() -> sd.responses.Text:
+def text() -> sd.generation.Text:
     """A generation of an oracle that errs, with every origin in it."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     plain = sd.generate(model, tokenizer, [1, 2, 3], drafter=None, max_tokens=40)
@@ -82,7 +82,7 @@ def text() -> sd.responses.Text:
     return text
 
 
-def test_a_generated_text_is_a_str_that_knows_its_tokens(text: sd.responses.Text):
+def test_a_generated_text_is_a_str_that_knows_its_tokens(text: sd.generation.Text):
     """Its pieces joined; JSON, slices and sums are those of a str."""
     assert isinstance(text, str)
     assert text == "".join(piece.text for piece in text.pieces)
@@ -92,7 +92,7 @@ def test_a_generated_text_is_a_str_that_knows_its_tokens(text: sd.responses.Text
     assert text.drafter == "OracleDrafter"
 
 
-def test_every_token_is_shown_with_its_origin(text: sd.responses.Text):
+def test_every_token_is_shown_with_its_origin(text: sd.generation.Text):
     """One element a token, of the origin's own kind, whose title names the drafter; a legend."""
     page = Checker(text._repr_html_())
     titles = [attrs.get("title") or "" for _, attrs in page.tags]
@@ -113,7 +113,7 @@ def test_every_token_is_shown_with_its_origin(text: sd.responses.Text):
     assert "plain, 1 token: no draft was there" in Checker(plain).text
 
 
-def test_code_is_shown_as_it_is_and_nothing_of_a_text_is_html(text: sd.responses.Text):
+def test_code_is_shown_as_it_is_and_nothing_of_a_text_is_html(text: sd.generation.Text):
     """Monospaced, every space and underscore kept, nothing drawn beneath; escaped, on hover too.
 
     No style sheet, no script, no fixed colour of text: the theme's colours are left alone.

@@ -303,7 +303,7 @@ def test_a_model_is_loaded_with_what_sees_when_a_picture_comes(
             chat(port, user(text(LOOK)))
             chat(port, user(openai(1)))
         assert engine.models.loaded is loaded
-    assert caplog.text.count("is loaded anew, by mlx-vlm") == 1
+    assert caplog.text.count("is loaded by mlx-vlm") == 1
 
 
 def test_a_picture_waits_for_the_texts_that_are_written(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ from time import perf_counter
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.batch.passes import SharedPasses, ToVerify, make_passes
 from specdec_mlx.batch.schedule import (
     BatchText,
     BatchToken,
@@ -29,12 +30,9 @@ from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.drafters.shared_drafts import SharedDrafts
-from specdec_mlx.engine.assemble import assemble
-from specdec_mlx.engine.options import Options
-from specdec_mlx.engine.sequence import close_all
-from specdec_mlx.loop import Generation
-from specdec_mlx.verify.inputs import split_cache
-from specdec_mlx.verify.row_pass import SharedPasses, ToVerify, make_passes
+from specdec_mlx.loop import Generation, assemble
+from specdec_mlx.options import Options
+from specdec_mlx.sequence import close_all, split_cache
 
 
 @dataclass
@@ -368,7 +366,8 @@ class BatchGeneration:
                 outcome = text.generation.accept(round_, next_of.get(text.uid))
                 if text.finish_reason is None:
                     text.cut_at(self.stop_tokens, round_, outcome)
-                text.generation.roll_back(round_, outcome)
+                if round_.num_drafted:
+                    text.generation.roll_back(round_, outcome)
             outcomes.append(outcome)
         if self.shared is not None:
             width = max(round_.num_drafted for _, round_ in current)

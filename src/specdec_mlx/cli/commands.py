@@ -13,8 +13,8 @@ from importlib import import_module
 from types import ModuleType
 
 import specdec_mlx
+from specdec_mlx.arguments import Parser, did_you_mean
 from specdec_mlx.errors import LogitsError
-from specdec_mlx.options import Parser, did_you_mean
 
 COMMANDS = {
     "demo": "plain against speculative, on real text",

@@ -9,13 +9,13 @@ from typing import Any
 
 from mlx_lm.utils import load_tokenizer
 
+from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.drafters.ngram_table import NGramTable
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.file import read_header
 from specdec_mlx.memory.kept import KeptFile
 from specdec_mlx.memory.store import texts_of
-from specdec_mlx.models import explained
-from specdec_mlx.options import argument, positive_int
+from specdec_mlx.models.loading import explained
 
 MOST_TOKENS = 4_000_000  # bound of a memory that is built from files
 

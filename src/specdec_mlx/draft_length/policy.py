@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
+from specdec_mlx.arguments import whole, wrong
 from specdec_mlx.contracts import Draft, RoundRecord
-from specdec_mlx.contracts import DraftLength as DraftLength
 from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.contract import DraftLength as DraftLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.options import whole, wrong
 
 NAMES = ("auto", "heuristic")
 

@@ -28,7 +28,7 @@ from specdec_mlx.draft_length.costs import (
     prior_for,
 )
 from specdec_mlx.files import cache_root, read_text, replacing
-from specdec_mlx.models import PerModel
+from specdec_mlx.models.loading import PerModel
 
 # of a drafter that costs time at first, in plain rounds; gains double it at most
 BUDGET = 2.0

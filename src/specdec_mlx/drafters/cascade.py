@@ -14,6 +14,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.arguments import require, shown
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
@@ -33,9 +34,8 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.drafters.choosing.registry import make_drafter
-from specdec_mlx.drafters.first_of import Several, SeveralSession
+from specdec_mlx.drafters.first_of import Several, SeveralSession, context_for
 from specdec_mlx.drafters.model import ModelDrafter, begin_ahead
-from specdec_mlx.options import require, shown
 from specdec_mlx.token_ids import to_ids, to_list
 
 NUM_FIRST = 4
@@ -89,8 +89,8 @@ class Cascade(Several):
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
         first, then = self.drafters
         return CascadeSession(
-            first.begin(list(prompt), context),
-            begin_ahead(self, then, prompt, context),
+            first.begin(list(prompt), context_for(first, context)),
+            begin_ahead(self, then, prompt, context_for(then, context)),
             self.num_first,
         )
 

@@ -13,16 +13,8 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.contracts import (
-    Agreement,
-    Draft,
-    DraftContext,
-    Evidence,
-    GoesOn,
-    Step,
-)
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import MOST_NUMBERS
+from specdec_mlx.contracts import Agreement, Draft, DraftContext, Evidence, GoesOn, Step
+from specdec_mlx.sampling import MOST_NUMBERS, Sampling
 from specdec_mlx.token_ids import to_ids, to_list
 
 NextLogits = Callable[[mx.array | None], mx.array]

@@ -16,13 +16,14 @@ from specdec_mlx.contracts import (
     Drafter,
     Session,
     is_cheap,
+    keeps_draft_cache,
     key_of,
     optional,
     session_groups,
     session_parts,
 )
-from specdec_mlx.contracts.branching import merged, side_by_side
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.trees.drafts import merged, side_by_side
 
 
 class Several:
@@ -31,10 +32,28 @@ class Several:
     drafters: Sequence[Drafter]
 
     def check(self, context: DraftContext) -> None:
-        """Let each of them refuse the target."""
+        """Let each of them refuse the target; ValueError if two would fill the same caches."""
+        num_keepers = sum(keeps_draft_cache(one, context) for one in self.drafters)
+        if context.draft_cache is not None and num_keepers > 1:
+            raise ValueError(
+                f"prompt_cache holds {len(context.draft_cache)} caches behind the target's, for "
+                f"one draft model, and {num_keepers} drafters of {type(self).__name__} would fill "
+                "them. Give the target's caches alone, or draft with one of these models."
+            )
         for drafter in self.drafters:
             if isinstance(drafter, Checks):
                 drafter.check(context)
+
+    def keeps_draft_cache(self, context: DraftContext) -> bool:
+        """True if one of them does."""
+        return any(keeps_draft_cache(one, context) for one in self.drafters)
+
+
+def context_for(drafter: Drafter, context: DraftContext) -> DraftContext:
+    """The context of a part of a combination: draft caches are for the part that keeps them."""
+    if context.draft_cache is None or keeps_draft_cache(drafter, context):
+        return context
+    return replace(context, draft_cache=None)
 
 
 class SeveralSession:
@@ -94,7 +113,10 @@ class FirstOf(Several):
         """Begin with each of them."""
         return CombinedSession(
             [
-                (key_of(drafter), drafter.begin(list(prompt), context))
+                (
+                    key_of(drafter),
+                    drafter.begin(list(prompt), context_for(drafter, context)),
+                )
                 for drafter in self.drafters
             ]
         )
@@ -147,12 +169,13 @@ class TreeOf(FirstOf):
                 # siblings are independent draws; the next seeds are those of other texts
                 own = replace(noise, seed=noise.seed + (i << 48))
                 context = replace(context, noise=own)
-            keyed.append((key_of(drafter), drafter.begin(list(prompt), context)))
+            session = drafter.begin(list(prompt), context_for(drafter, context))
+            keyed.append((key_of(drafter), session))
         is_free = all(is_cheap(session) for _, session in keyed)
-        session = CombinedSession(keyed) if is_free else TreeSession(keyed)
-        session.groups = [[(self.key, session)]]
-        session.is_coupled = context.coupled
-        return session
+        tree = CombinedSession(keyed) if is_free else TreeSession(keyed)
+        tree.groups = [[(self.key, tree)]]
+        tree.is_coupled = context.coupled
+        return tree
 
 
 class TreeSession(CombinedSession):

@@ -24,6 +24,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
+from specdec_mlx.arguments import require
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
@@ -31,18 +32,12 @@ from specdec_mlx.contracts import (
     Evidence,
     FeatureRows,
     Features,
-    ValuesDrafts,
     key_of,
 )
-from specdec_mlx.contracts.branching import (
-    TokenPath,
-    best_of_chains,
-    draft_of,
-    texts_of,
-)
+from specdec_mlx.draft_length.contract import ValuesDrafts
 from specdec_mlx.drafters.recycling import SuccessorTable
-from specdec_mlx.options import require
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.trees.drafts import TokenPath, best_of_chains, draft_of, texts_of
 
 MOST_OF_A_TOKEN = 16  # n-grams that the pool keeps of each first token
 

@@ -6,6 +6,7 @@ import copy
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from importlib import import_module
 from typing import Any
 
@@ -13,6 +14,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache
 
+from specdec_mlx.arguments import shown, wrong
+from specdec_mlx.caches import Rollback, check_caches_fit, states_of, wait_for
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Checks,
@@ -45,12 +48,10 @@ from specdec_mlx.drafters.writing import (
     check_way_of_writing,
     way_of_writing,
 )
-from specdec_mlx.options import shown, wrong
+from specdec_mlx.exactness.probe import first_inexact
+from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.exactness import first_inexact
-from specdec_mlx.verify.model_pass import vocab_size_of
-from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.tree_passes import TreeLayout, next_level
+from specdec_mlx.trees.passes import TreeLayout, next_level, takes_trees, tree_pass
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -115,11 +116,20 @@ class ModelDrafter:
         return f"ModelDrafter({fingerprint(self.model)}, {way})"
 
     def check(self, context: DraftContext) -> None:
-        """Raise TokenizerMismatchError for a target with a tokenizer that is not taken."""
+        """Raise TokenizerMismatchError for a target with a tokenizer that is not taken.
+
+        ValueError for caches of another model in `context.draft_cache`.
+        """
         if isinstance(self.drafter, Checks):
             self.drafter.check(context)
         if (shared := self.shared_with(context)) is not None:
             log_foreign(shared)
+        elif context.draft_cache is not None:
+            check_caches_fit(self.model, context.draft_cache)
+
+    def keeps_draft_cache(self, context: DraftContext) -> bool:
+        """True for a model with the target's tokenizer."""
+        return self.shared_with(context) is None
 
     def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
         """What the model shares with a target of another tokenizer, None for the same one."""
@@ -176,7 +186,7 @@ class ModelSession(WritingSession):
         """True if drafts are to fork, and the model drafts the same in a tree as in chains."""
         rollback = self.rollback  # a level of a tree is wider than narrow passes may be
         may_fork = (
-            super().forks and rollback.takes_trees() and rollback.widest_pass() is None
+            super().forks and takes_trees(rollback) and rollback.widest_pass() is None
         )
         return may_fork and first_inexact(self.model, 0, on_trees=True) is None
 
@@ -203,12 +213,13 @@ class ModelSession(WritingSession):
         end = len(self.tokens)
         if limit <= 0 or not end:
             return NO_DRAFT
-        self.catch_up()
+        # a way back from what is read now, which may not be handed out
         self.rollback.checkpoint()
-        self.tokens += tokens
-        draft = self.propose(min(limit, DRAWN_AT_ONCE))
-        del self.tokens[end:]
-        self.rollback.rewind_to(end - 1)
+        self.catch_up()
+        with self.rollback.undone(end - 1):
+            self.tokens += tokens
+            draft = self.propose(min(limit, DRAWN_AT_ONCE))
+            del self.tokens[end:]
         return draft
 
     def fork(self) -> ModelSession:
@@ -242,12 +253,13 @@ class ModelSession(WritingSession):
         width = vocab_size_of(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
-        return self.rollback.forward(self.model, ids, tree)
+        call = None if tree is None else partial(tree_pass, rows=tree)
+        return self.rollback.forward(self.model, ids, call)
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""
-        self.rollback.rewind_to(length)
         if self.callers_cache is not None:
+            self.rollback.rewind_to(length)
             self.read_to(length)
             mx.async_eval(states_of(self.rollback.caches))
         super().close(length)

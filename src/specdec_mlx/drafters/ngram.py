@@ -14,8 +14,14 @@ import mlx.core as mx
 import numpy as np
 from jaxtyping import Float
 
-from specdec_mlx.contracts import Draft, DraftContext, Evidence
-from specdec_mlx.contracts.drafting import places_class, share_class
+from specdec_mlx.arguments import require
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Evidence,
+    places_class,
+    share_class,
+)
 from specdec_mlx.drafters.ngram_table import (
     Context,
     Continuation,
@@ -23,7 +29,6 @@ from specdec_mlx.drafters.ngram_table import (
     NGramTable,
 )
 from specdec_mlx.memory.kept import opened
-from specdec_mlx.options import require
 
 MAX_ORDER = 8
 

@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from specdec_mlx.arguments import require
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
@@ -17,11 +18,10 @@ from specdec_mlx.contracts import (
     Evidence,
     FeatureRows,
     Features,
+    share_class,
 )
-from specdec_mlx.contracts.branching import TokenPath
-from specdec_mlx.contracts.drafting import share_class
 from specdec_mlx.memory.kept import fingerprint_of
-from specdec_mlx.options import require
+from specdec_mlx.trees.drafts import TokenPath
 
 TOP = 8  # successors that are kept of each token, as in the paper
 BRANCHES = 4  # successors of the last token that a tree goes on from

@@ -15,21 +15,22 @@ from heapq import heappop, heappush
 from math import ldexp
 from operator import itemgetter
 
+from specdec_mlx.arguments import require, require_cap
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
     DraftContext,
     Evidence,
-    ValuesDrafts,
     key_of,
+    places_class,
+    share_class,
 )
-from specdec_mlx.contracts.branching import TokenPath, best_of_chains, draft_of
-from specdec_mlx.contracts.drafting import places_class, share_class
 from specdec_mlx.draft_length.chances import Chances
+from specdec_mlx.draft_length.contract import ValuesDrafts
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context, ContextIndex, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
-from specdec_mlx.options import require, require_cap
+from specdec_mlx.trees.drafts import TokenPath, best_of_chains, draft_of
 
 LENGTH_LOG2 = 5  # a match longer by one token weighs 2^5 as much
 # tokens before a short match; each that stands there too doubles the weight

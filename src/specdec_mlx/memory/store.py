@@ -14,10 +14,10 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from specdec_mlx.arguments import whole, wrong
 from specdec_mlx.memory.file import Integers
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import KeptFile, opened
-from specdec_mlx.options import whole, wrong
 from specdec_mlx.progress import progress_bar
 
 # beside hidden ones

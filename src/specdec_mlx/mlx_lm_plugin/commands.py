@@ -30,8 +30,8 @@ from specdec_mlx.mlx_lm_plugin.generation_config import (
     recommended_sampling,
 )
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, check_version, in_force
-from specdec_mlx.models import explained, folder_of, load_on_ranks
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.models.loading import explained, folder_of, load_on_ranks
+from specdec_mlx.sampling import Sampling
 
 COMMANDS = "generate", "chat", "benchmark"  # of mlx-lm, run with our flags
 

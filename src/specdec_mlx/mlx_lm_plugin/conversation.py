@@ -17,7 +17,7 @@ from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.shared_drafts import SharedModelSession
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.models import PerModel
+from specdec_mlx.models.loading import PerModel
 
 
 class Wrapper(Several):

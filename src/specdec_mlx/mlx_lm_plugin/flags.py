@@ -20,6 +20,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.arguments import Parser, argument, checked, existing_file, name_in
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
 from specdec_mlx.drafters.choosing import registry
@@ -38,9 +39,8 @@ from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.heads.loading import is_head
 from specdec_mlx.files import read_text
 from specdec_mlx.memory.store import PROCESS, Memory, as_memory
-from specdec_mlx.options import Parser, argument, checked, existing_file, name_in
-from specdec_mlx.rules.registry import make_rule, rule_names
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.rules import make_rule, rule_names
+from specdec_mlx.sampling import Sampling
 
 EVERYBODY, USER, KEY = "all", "user", "key"  # whom a server's memory is for
 

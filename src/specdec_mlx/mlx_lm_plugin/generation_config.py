@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from specdec_mlx.files import read_text
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sampling import Sampling
 
 FILE = "generation_config.json"
 ARGUMENTS = {

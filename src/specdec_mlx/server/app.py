@@ -18,7 +18,7 @@ import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
@@ -29,11 +29,16 @@ from specdec_mlx.server.access import guarded, keyed, origins_of
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.pictures import take_pictures
+from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
-from specdec_mlx.server.protocols.fields import read_body
 from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.protocols.responses import RESPONSES
+from specdec_mlx.server.receiving import (
+    BodyError,
+    closing_after_early_replies,
+    received,
+)
 from specdec_mlx.server.requests import (
     Asked,
     Ended,
@@ -41,15 +46,15 @@ from specdec_mlx.server.requests import (
     Failed,
     PromptProgress,
     RequestError,
-    ServerEndingError,
+    UnavailableError,
     Wire,
     Written,
 )
 from specdec_mlx.server.status import METRICS_TYPE, Totals
 from specdec_mlx.server.under_way import Ticket
 
+RETRY_SECONDS = "5"  # after which a request that was not served may be sent again
 SILENCE = 5.0  # seconds without a byte after which a stream says that it lives
-MOST_BYTES = 2**26  # of a body
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 WIRES: dict[str, Wire] = {
     "/chat/completions": CHAT,
@@ -62,13 +67,6 @@ VERSIONS = re.compile(r"^(/v1)+(?=/|$)")
 
 Events = Sequence[tuple[int, Event]]  # with the index of their choice
 NEWS = PromptProgress | Ended | Failed  # of a text as a whole
-
-
-class BodyTooLargeError(RequestError):
-    """A body has more bytes than are read."""
-
-    def __init__(self) -> None:
-        super().__init__(f"The body of the request has more than {MOST_BYTES} bytes.")
 
 
 class HungUpError(ConnectionError):
@@ -85,7 +83,8 @@ def make_app(engine: Engine, settings: ServerSettings) -> ASGIApp:
         allow_headers=["*"],
         allow_private_network=True,
     )
-    return with_paths(guarded(with_headers, settings, no_access))
+    guarded_app = guarded(with_headers, settings, no_access)
+    return closing_after_early_replies(with_paths(guarded_app))
 
 
 def with_paths(app: ASGIApp) -> ASGIApp:
@@ -182,19 +181,13 @@ class Endpoints:
 
     async def read(self, wire: Wire, request: Request, more: dict[str, Any]) -> Asked:
         """Read the body; raises RequestError. Others do not wait for its grammar or pictures."""
-        raw = bytearray()
-        async for part in request.stream():
-            raw += part
-            if len(raw) > MOST_BYTES:
-                raise BodyTooLargeError
+        raw = await received(request)
         key = request.headers.get("authorization") or request.headers.get(
             "x-api-key", ""
         )
 
         def read() -> Asked:
-            asked = wire.read(
-                {**self.settings.sampling, **more, **read_body(bytes(raw))}
-            )
+            asked = wire.read({**self.settings.sampling, **more, **read_body(raw)})
             for one in asked.requests:
                 one.key = key
                 take_pictures(one, self.engine.models.can_see)
@@ -342,7 +335,10 @@ def encoded(content: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
 
 def refusal(wire: Wire, error: Exception) -> Response:
     """An error in the form of a protocol."""
-    return encoded(wire.error(error, status := status_of(error)), status)
+    response = encoded(wire.error(error, status := status_of(error)), status)
+    if isinstance(error, UnavailableError):
+        response.headers["retry-after"] = RETRY_SECONDS
+    return response
 
 
 def status_of(error: Exception) -> HTTPStatus:
@@ -350,12 +346,14 @@ def status_of(error: Exception) -> HTTPStatus:
 
     The client's are those that are named in `errors` and in `server.requests`.
     """
-    if isinstance(error, ServerEndingError):
+    if isinstance(error, UnavailableError):
         return HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, ModelFolderError):
         return HTTPStatus.NOT_FOUND
-    if isinstance(error, BodyTooLargeError):
-        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    if isinstance(error, BodyError):
+        return error.status
+    if isinstance(error, ClientDisconnect):  # nobody reads the reply
+        return HTTPStatus.BAD_REQUEST
     is_named = (
         isinstance(error, RequestError) or type(error).__module__ == errors.__name__
     )

@@ -15,7 +15,7 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from threading import Event as Flag
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any
 
 import mlx.core as mx
@@ -25,21 +25,20 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.registry import WITH_MODEL, first_of
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.engine.assemble import assemble
-from specdec_mlx.engine.options import Options
-from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.loop import Generation, Token, speculate
+from specdec_mlx.loop import Generation, Token, assemble, speculate
+from specdec_mlx.options import Options
+from specdec_mlx.ranks import SharedDrafting, ranks_of
+from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes, prefixes_for
-from specdec_mlx.server.prompts import has_grammar, read_prompt
+from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
 from specdec_mlx.server.rows import BatchRows
-from specdec_mlx.server.under_way import AskedText, Ticket, compile_grammar
-from specdec_mlx.verify.inputs import split_cache
+from specdec_mlx.server.under_way import AskedText, Ticket, prepare
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
 
@@ -64,7 +63,6 @@ class Engine:
         self._has_news, self._has_ended, self._is_ending = Flag(), Flag(), False
         self._is_ready: Future[None] = Future()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
-        self._reading = Lock()  # tokenizers are no friends of threads
 
     @property
     def waiting(self) -> int:
@@ -87,17 +85,21 @@ class Engine:
         Raises RequestError and ModelFolderError for the name of no model.
         """
         ticket = Ticket(request, put, self.models.names_of(request))
-        if has_grammar(request) and (loaded := self.models.loaded) is not None:
-            given = ticket, loaded.tokenizer
-            Thread(target=self._compile, args=given, daemon=True).start()
+        loaded = self.models.loaded
+        if (
+            loaded is not None
+            and loaded.names == ticket.names
+            and (loaded.sight is not None or not request.pictures)
+        ):
+            Thread(target=self._prepare, args=(ticket, loaded), daemon=True).start()
         else:
             self._queue(ticket)
         return ticket
 
-    def _compile(self, ticket: Ticket, tokenizer: Any) -> None:
-        """Compile a grammar beside the texts that are written, which keeps it for its text."""
+    def _prepare(self, ticket: Ticket, loaded: Loaded) -> None:
+        """Prepare a request beside the texts that are written, and queue it."""
         try:
-            ticket.grammar = compile_grammar(ticket.request, tokenizer)
+            ticket.prepared = prepare(ticket.request, loaded, self.settings)
         except Exception as error:
             ticket.fail(error)
         else:
@@ -112,10 +114,7 @@ class Engine:
     def num_tokens(self, request: TextRequest) -> int:
         """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
         tokenizer, sight = self.models.tokenizer_for(request)
-        with self._reading:
-            return len(
-                read_prompt(request, tokenizer, self.settings, sight=sight).tokens
-            )
+        return len(read_prompt(request, tokenizer, self.settings, sight=sight).tokens)
 
     def stop(self) -> None:
         """End all texts, whatever is done at the moment, and wait for the thread's end.
@@ -203,9 +202,8 @@ class Engine:
     def _prepared(self, ticket: Ticket) -> AskedText | None:
         """The text of a request, before its first token; None if there is nothing to write."""
         try:
-            with self._reading:
-                loaded = self.models.load(ticket.request)
-                text = AskedText(ticket, loaded, self.models, self.draft_caches)
+            loaded = self.models.load(ticket.request)
+            text = AskedText(ticket, loaded, self.models, self.draft_caches)
             if ticket.request.echo:
                 ticket.tell([echo(text, self.settings.prefill_step_size)])
             if not text.has_ended:

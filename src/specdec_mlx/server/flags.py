@@ -15,6 +15,7 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
+from specdec_mlx.arguments import Parser, argument
 from specdec_mlx.memory.store import PROCESS
 from specdec_mlx.mlx_lm_plugin.flags import (
     EVERYBODY,
@@ -25,7 +26,6 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     add_arguments,
     take_flags,
 )
-from specdec_mlx.options import Parser, argument
 from specdec_mlx.server.requests import RequestError, TextRequest
 
 ANY, TARGETS, GIVEN = "any", "targets", "given"  # values of --request-models

@@ -7,7 +7,7 @@ import json
 import logging
 import time
 import warnings
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
@@ -23,6 +23,8 @@ from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import hf_repo_to_path, load_config, load_tokenizer
 
 from specdec_mlx import vision
+from specdec_mlx.arguments import name_in
+from specdec_mlx.caches import leaves_of
 from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing import registry
@@ -30,6 +32,7 @@ from specdec_mlx.drafters.choosing.choice import NamedModel
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
+from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.kept import KeptFile
 from specdec_mlx.memory.store import state_of
@@ -39,14 +42,11 @@ from specdec_mlx.mlx_lm_plugin.generation_config import (
     described,
     recommended_sampling,
 )
-from specdec_mlx.models import explained, folder_of, is_in_cache, load_on_ranks
-from specdec_mlx.options import name_in
+from specdec_mlx.models.loading import explained, folder_of, is_in_cache, load_on_ranks
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.pictures import Sight
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
-from specdec_mlx.verify.exactness import can_hold_rows
-from specdec_mlx.verify.strategies import leaves_of
 
 # users or keys whose memories are kept; the least recently used are forgotten
 MOST_MEMORIES = 64
@@ -193,20 +193,26 @@ class Models:
         return self.settings.any_model_name and not is_in_cache(name)
 
     def load(self, request: TextRequest) -> Loaded:
-        """The model for a request, loaded; the one before is freed.
+        """The model for a request, loaded; the one before is freed once all of it was looked at.
 
-        Raises RequestError, ModelFolderError and FileNotFoundError for what cannot be loaded.
+        Raises RequestError and ModelFolderError for what cannot be loaded.
         """
         self.settings.check(request)
         names, loaded = self.names_of(request), self.loaded
-        sees = bool(request.pictures) and self._may_see(*names)
-        if loaded is None or loaded.names != names or (sees and loaded.sight is None):
-            loaded = self._load(*names, sees)
+        has_pictures = bool(request.pictures) and self._may_see(*names)
+        if has_pictures and (
+            loaded is None or loaded.names != names or loaded.sight is None
+        ):
+            logging.info(f"{names[0]} is loaded by mlx-vlm: a request has pictures.")
             try:
-                self._check_drafters(loaded)
-            except ValueError:
-                self.reset()
-                raise
+                return self._load(*names, self._read_seeing)
+            except (RequestError, ModelFolderError) as error:
+                # as where a conversion left out what sees
+                self._blind.add(names[0])
+                logging.warning(f"{names[0]} is shown no pictures: {error}")
+                loaded = self.loaded
+        if loaded is None or loaded.names != names:
+            loaded = self._load(*names, self._read)
         return loaded
 
     @contextmanager
@@ -237,26 +243,34 @@ class Models:
         may_see = may_see and mx.distributed.init().size() == 1
         return may_see and has_mlx_vlm() and is_vision_model(name)
 
-    def _load(self, name: str, adapter: str | None, sees: bool) -> Loaded:
+    def _load(
+        self, name: str, adapter: str | None, read: Callable[[str, str | None], Any]
+    ) -> Loaded:
         try:
             check_adapter(adapter)
-            self.reset()
             with self._explained(name):
-                model, tokenizer, about, sight = self._read(name, adapter, sees)
+                model, tokenizer, about, sight = read(name, adapter)
         except ModelFolderError:
             raise
         except (ValueError, OSError) as error:
             raise RequestError(str(error)) from error
+        except Exception as error:  # of files that only look like a model's
+            logging.error("%s cannot be loaded.", name, exc_info=error)
+            raise ModelFolderError(f"{name} is no model that mlx-lm loads.") from error
         named = filter(None, (name, adapter))
         files = tuple(state for one in named for state in states_of_files(one))
         tokenizer = self._with_template(tokenizer)
         sampling = self._sampling_of(name)
-        self.loaded = Loaded(
+        loaded = Loaded(
             name, adapter, model, tokenizer, about, files, sampling, sight=sight
         )
+        self._check_drafters(loaded)
+        self.reset()
+        mx.eval(model.parameters())
+        self.loaded = loaded
         if self.flags.keeps_tuning:
-            self.loaded.closing.enter_context(kept_tuning(model, name, adapter))
-        return self.loaded
+            loaded.closing.enter_context(kept_tuning(model, name, adapter))
+        return loaded
 
     def _sampling_of(self, name: str) -> dict[str, Any]:
         """Arguments of `Sampling` that a model's generation config recommends, also logged."""
@@ -285,25 +299,18 @@ class Models:
             load_tokenizer(path_of(name), self._tokenizer_config)
         )
 
-    def _read(self, name: str, adapter: str | None, sees: bool) -> Any:
-        """Model, tokenizer, configuration, and the sight of a model that is to see pictures.
+    def _read(self, name: str, adapter: str | None) -> Any:
+        """Model, tokenizer, configuration, and the sight of a model that is shown pictures.
 
         A vision model is loaded without what sees until a request has a picture: its texts then are
         written sooner, and together. One that mlx-lm does not know is loaded with it at once.
         """
-        if sees:
-            logging.info(f"{name} is loaded anew, by mlx-vlm: a request has pictures.")
-            try:
-                return self._read_seeing(name)
-            except Exception as error:  # as where a conversion left out what sees
-                self._blind.add(name)
-                logging.warning(f"{name} is shown no pictures: {error}")
         try:
             read = self._read_text(name, adapter)
         except ValueError:
             if not self._may_see(name, adapter):
                 raise
-            return self._read_seeing(name)
+            return self._read_seeing(name, adapter)
         if is_vision_model(name) and not has_mlx_vlm():
             logging.info(
                 f"{name} is a vision model. Pictures are named, and not shown to it, until mlx-vlm "
@@ -311,10 +318,10 @@ class Models:
             )
         return *read, None
 
-    def _read_seeing(self, name: str) -> Any:
+    def _read_seeing(self, name: str, adapter: str | None) -> Any:
         """As `_read`, by mlx-vlm; raises what mlx-vlm raises."""
         trusts = self.settings.trust_remote_code
-        model, processor = vision.load(name, trust_remote_code=trusts)
+        model, processor = vision.load(name, lazy=True, trust_remote_code=trusts)
         about = load_config(folder_of(name))
         config = self._tokenizer_config
         if isinstance(template := getattr(processor, "chat_template", None), str):
@@ -323,7 +330,10 @@ class Models:
         return model, tokenizer, about, Sight(model, processor, tokenizer)
 
     def _read_text(self, name: str, adapter: str | None) -> Any:
-        """Model, tokenizer and configuration; spread over all ranks, if there are several."""
+        """Model, tokenizer and configuration; spread over all ranks, if there are several.
+
+        On one rank the weights are looked at, and read when they are evaluated.
+        """
         how: dict[str, Any] = {
             "tokenizer_config": self._tokenizer_config,
             "return_config": True,
@@ -331,7 +341,8 @@ class Models:
         }
         group = mx.distributed.init()
         if group.size() == 1:
-            return mlx_lm.load(path_of(name), adapter_path=adapter, **how)
+            return mlx_lm.load(path_of(name), adapter_path=adapter, lazy=True, **how)
+        self.reset()  # a model that is spread is read at once
         how["pipeline_group"] = group if self.settings.pipeline else None
         return load_on_ranks(path_of(name), adapter_path=adapter, **how)
 
@@ -426,8 +437,11 @@ class Models:
         A head's files are read as safetensors only: others are programs.
         """
         if loaded.named[0] != name:
-            loaded.named = "", None  # it is freed before the next one is there
             model = NamedModel(name)
+            if not model.is_head:
+                with explained(name):
+                    pass
+            loaded.named = "", None  # it is freed before the next one is there
             loaded.named = (
                 name,
                 load_head(name, loaded.model, torch_files=False)

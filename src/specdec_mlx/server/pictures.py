@@ -14,7 +14,10 @@ from hashlib import sha256
 from io import BytesIO
 from itertools import chain, repeat, takewhile
 from secrets import token_hex
+from threading import Lock
 from typing import Any
+
+import mlx.core as mx
 
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 from specdec_mlx.vision.model import VisionModel
@@ -157,7 +160,7 @@ class Sight:
     """
 
     def __init__(self, model: VisionModel, processor: Any, tokenizer: Any) -> None:
-        """Raises ValueError, or what mlx-vlm raises, for a model that cannot be shown a picture."""
+        """Raises ValueError for a model that cannot be shown a picture."""
         self.processor, self.config = processor, model.model.config
         ids = (
             getattr(self.config, name, None)
@@ -176,18 +179,24 @@ class Sight:
             token,
             *(word for word in words if isinstance(word, str) and word),
         }
+        self._reading = Lock()  # processors are no friends of threads
         self._num_tokens: dict[str, int] = {}  # of pictures, by their digests
         self._check(model)
 
     def _check(self, model: VisionModel) -> None:
-        """Put a small picture into a prompt; raises what is raised where that is not possible."""
+        """Raise ValueError unless a small picture can be put into a prompt."""
         from PIL import Image
 
         Image.new("RGB", (PROBE_SIZE, PROBE_SIZE)).save(file := BytesIO(), "PNG")
-        seen = self.read(f"{_BEGIN}{_PROBE}{_END}", {_PROBE: file.getvalue()})
-        if seen is None or self.token not in seen.tokens:
+        try:
+            seen = self.read(self.mark, [_PROBE], {_PROBE: file.getvalue()})
+            embed(model, model.make_cache(), seen.inputs)
+        except (
+            Exception
+        ) as error:  # of many kinds, as where a conversion left out what sees
+            raise ValueError(f"mlx-vlm cannot show it a picture: {error}") from error
+        if self.token not in seen.tokens:
             raise ValueError("no token of its prompts stands for a picture")
-        embed(model, model.make_cache(), seen.inputs)
 
     def contents(self, messages: Sequence[Object]) -> list[Object]:
         """Messages as the model's template takes them."""
@@ -196,13 +205,13 @@ class Sight:
         parts = [[{"type": "text", "text": m.get("content") or ""}] for m in messages]
         return [{**m, "content": part} for m, part in zip(messages, parts, strict=True)]
 
-    def read(self, text: str, pictures: dict[str, bytes]) -> SeenPrompt | None:
-        """A rendered prompt, with the pictures at their marks; None for one without marks.
+    def placed(self, text: str) -> tuple[str, list[str]]:
+        """A rendered prompt with the model's words for its pictures, and their digests in order.
 
-        What a text itself says of the model's words for pictures is broken by a space.
+        Where a text itself has such a word, and there are pictures, a space breaks the word.
         """
         if _BEGIN not in text:
-            return None
+            return text, []
         for word in self._words:
             text = text.replace(word, f"{word[0]} {word[1:]}")
         digests = list[str]()
@@ -211,11 +220,20 @@ class Sight:
             digests.append(digest)
             return self.mark
 
-        text = _replaced(text, place)
+        return _replaced(text, place), digests
+
+    def read(
+        self, text: str, digests: list[str], pictures: dict[str, bytes]
+    ) -> SeenPrompt:
+        """The prompt of what `placed` returns; any thread may ask."""
         images = [image_of(pictures[digest]) for digest in digests]
-        inputs = encode(self.processor, text, images, self.config)
-        tokens = inputs["input_ids"][0].tolist()
-        return SeenPrompt(tokens, self._keys(tokens, digests, images), inputs)
+        with self._reading:
+            inputs = encode(self.processor, text, images, self.config)
+            tokens = inputs["input_ids"][0].tolist()
+            keys = self._keys(tokens, digests, images)
+        # a thread's arrays are computed before it ends
+        mx.eval([value for value in inputs.values() if isinstance(value, mx.array)])
+        return SeenPrompt(tokens, keys, inputs)
 
     def _keys(
         self, tokens: list[int], digests: list[str], images: list[Any]

@@ -4,21 +4,31 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from operator import eq
+from threading import Lock
 from typing import Any
 
+from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.generation import encode
+from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import is_forced, tools_for
+from specdec_mlx.server.forced import has_grammar, reads_calls, tools_for
+from specdec_mlx.server.models import LONGEST_TEXT
 from specdec_mlx.server.pictures import SeenPrompt, Sight, named_only
+from specdec_mlx.server.protocols.turns import with_folded_system
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
 # tokens of a template's end in which a thought may begin, as in mlx-lm's server
 LONGEST_TAIL = 11
+
+# Characters of a text that are tokenized at a time where its length is only estimated. In each such
+# piece `JOINT` tokens may be due to the cuts, which split words.
+PIECE, JOINT = 2**14, 64
 
 ROLES = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}
 """What a message begins with where there is no chat template, as in mlx-lm's server; `role_mapping`
@@ -30,12 +40,14 @@ class ReadPrompt:
     """A prompt as tokens [n].
 
     ends: ascending positions that later prompts are likely to share. in_thought: what is written
-    next is a thought. seen: the prompt with its pictures, if it has any.
+    next is a thought. thought: the marks of the thought that the text may begin with; None for
+    none. seen: the prompt with its pictures, if it has any.
     """
 
     tokens: list[int]
     ends: Sequence[int] = ()
     in_thought: bool = False
+    thought: Thought | None = None
     seen: SeenPrompt | None = None
 
     @property
@@ -44,9 +56,52 @@ class ReadPrompt:
         return self.tokens if self.seen is None else self.seen.keys
 
 
-def has_grammar(request: TextRequest) -> bool:
-    """True if what is written is kept to a grammar from the first token on: nothing is thought."""
-    return request.grammar is not None or is_forced(request)
+READING = Lock()
+"""Held while a tokenizer reads: tokenizers are no friends of threads."""
+
+longest_token = PerModel(
+    lambda tokenizer: max(map(len, tokenizer.get_vocab()), default=1)
+)
+"""Characters of a tokenizer's longest token."""
+
+
+def too_long(num_tokens: int, most: int, what: str = "prompt") -> RequestError:
+    """The error for a text with at least so many tokens, more than a model has positions."""
+    words = f"The {what} has at least {num_tokens} tokens; there are {most} positions for a text."
+    return RequestError(words, "context_length_exceeded", num_tokens, most)
+
+
+def check_length(text: str, tokenizer: Any, most: int, what: str = "prompt") -> None:
+    """Raise RequestError for a text that surely has more than `most` tokens.
+
+    Only as much of the text is tokenized as is needed to tell.
+    """
+    if (least := len(text) // longest_token(tokenizer)) > most:
+        raise too_long(least, most, what)
+    if len(text) <= most:
+        return
+    least = 0
+    for start in range(0, len(text), PIECE):
+        piece = text[start : start + PIECE]
+        with READING:
+            num_tokens = len(tokenizer.encode(piece, add_special_tokens=False))
+        if start == 0 and num_tokens * len(text) <= most * PIECE:
+            return  # as far as the beginning tells, the text fits
+        least += max(0, num_tokens - JOINT)
+        if least > most:
+            raise too_long(least, most, what)
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that has its special tokens; any thread may ask."""
+    with READING:
+        return list(tokenizer.encode(text, add_special_tokens=False))
+
+
+def with_special(tokenizer: Any, prompt: str | list[int]) -> list[int]:
+    """Token ids of a text that lacks its special tokens; any thread may ask."""
+    with READING:
+        return encode(tokenizer, prompt)
 
 
 def read_prompt(
@@ -54,26 +109,32 @@ def read_prompt(
     tokenizer: Any,
     settings: ServerSettings,
     *,
+    most: int = LONGEST_TEXT,
     finds_ends: bool = False,
     sight: Sight | None = None,
 ) -> ReadPrompt:
     """The prompt of a request; raises RequestError, also for what its template raises.
 
+    most: tokens that the model has positions for; a prompt with far more is not read to its end.
     finds_ends: for caches that go back to some positions only. sight: of a model that has it.
     """
     try:
         messages = [
             as_template_takes_it(each, tokenizer) for each in request.messages or ()
         ]
-        if request.messages is None:
-            prompt = ReadPrompt(encode(tokenizer, request.prompt))
-        elif tokenizer.has_chat_template:
-            prompt = _of_chat(request, messages, tokenizer, settings, finds_ends, sight)
-        else:
-            text = _without_template(request, messages)
-            prompt = _with_pictures(text, request, sight) or ReadPrompt(
-                encode(tokenizer, named_only(text))
+        if request.messages is not None and tokenizer.has_chat_template:
+            prompt = _of_chat(
+                request, messages, tokenizer, settings, most, finds_ends, sight
             )
+        elif request.messages is not None:
+            text = _without_template(request, messages)
+            prompt = _read(text, request, tokenizer, most, sight, with_special)
+        else:
+            if isinstance(request.prompt, str):
+                check_length(request.prompt, tokenizer, most)
+            prompt = ReadPrompt(with_special(tokenizer, request.prompt))
+    except RequestError:
+        raise
     except Exception as error:  # a template is a program
         raise RequestError(f"The prompt cannot be read: {error}") from error
     if not prompt.tokens:
@@ -86,48 +147,97 @@ def _of_chat(
     messages: list[Object],
     tokenizer: Any,
     settings: ServerSettings,
+    most: int,
     finds_ends: bool,
     sight: Sight | None,
 ) -> ReadPrompt:
+    # with a grammar nothing is thought unless the server or the request asks for thoughts
     names: Object = {"enable_thinking": False} if has_grammar(request) else {}
     names |= {**settings.chat_template_args, **request.template}
     if tools := tools_for(request):
         names["tools"] = tools
-    encoded = partial(tokenizer.encode, add_special_tokens=False)
     template = partial(tokenizer.apply_chat_template, tokenize=False, **names)
 
     def rendered(messages: list[Object], **how: Any) -> str:
-        return str(
-            template(messages if sight is None else sight.contents(messages), **how)
-        )
+        taken = messages if sight is None else sight.contents(messages)
+        return str(template(taken, **how))
 
-    going_on = (
-        "continue_final_message" if request.continues else "add_generation_prompt"
-    )
-    text = rendered(messages, **{going_on: True})
-    with_pictures = _with_pictures(text, request, sight)
-    prompt = with_pictures or ReadPrompt(encoded(named_only(text)))
+    way_on = "continue_final_message" if request.continues else "add_generation_prompt"
+    how: Object = {way_on: True}
+    text, messages = _accepted(partial(rendered, **how), messages)
+    prompt = _read(text, request, tokenizer, most, sight)
     tokens, ends = prompt.tokens, list[int]()
     if finds_ends:
         system = [*takewhile(lambda message: message["role"] == "system", messages)]
         if 0 < len(system) < len(messages):
-            alone = encoded(rendered([*system, {"role": "user", "content": ""}]))
+            begin = rendered([*system, {"role": "user", "content": ""}])
+            alone = encoded(tokenizer, begin)
             ends.append(len([*takewhile(bool, map(eq, alone, tokens))]))
         if tokenizer.has_thinking and not request.continues:
             ends.append(
                 tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL)
             )
         ends = sorted(end for end in {*ends, len(tokens)} if end > 0)
-    in_thought = not has_grammar(request) and _in_thought(text, request, tokenizer)
-    return replace(prompt, ends=ends, in_thought=in_thought)
+    in_thought = _in_thought(text, request, tokenizer)
+    may_think = request.continues or bool(
+        names.get("enable_thinking") or names.get("thinking")
+    )
+    prompt = replace(prompt, ends=ends)
+    if has_grammar(request) and not (may_think and tokenizer.has_thinking):
+        return prompt
+    thought = None
+    if tokenizer.has_thinking and (in_thought or not request.continues):
+        thought = thought_of(request, tokenizer, in_thought)
+    return replace(prompt, in_thought=in_thought, thought=thought)
 
 
-def _with_pictures(
-    text: str, request: TextRequest, sight: Sight | None
-) -> ReadPrompt | None:
-    """A rendered prompt that has pictures, if the model sees them."""
-    seen = None if sight is None else sight.read(text, request.pictures)
-    return None if seen is None else ReadPrompt(seen.tokens, seen=seen)
+def _read(
+    text: str,
+    request: TextRequest,
+    tokenizer: Any,
+    most: int,
+    sight: Sight | None,
+    encode: Callable[[Any, str], list[int]] = encoded,
+) -> ReadPrompt:
+    """A rendered prompt, read: with its pictures if the model sees them, else with their names."""
+    if sight is None:
+        text, digests = named_only(text), list[str]()
+    else:
+        text, digests = sight.placed(text)
+    check_length(text, tokenizer, most)
+    if sight is not None and digests:
+        seen = sight.read(text, digests, request.pictures)
+        return ReadPrompt(seen.tokens, seen=seen)
+    return ReadPrompt(encode(tokenizer, text))
+
+
+def _accepted(
+    rendered: Callable[[list[Object]], str], messages: list[Object]
+) -> tuple[str, list[Object]]:
+    """A chat as its template renders it, and the messages that the template accepted.
+
+    Many templates refuse a system message after the first message, and some refuse any. Then each
+    of these becomes a part of the user's turn beside it. Raises what the template raises at last.
+    """
+    with suppress(Exception):
+        return rendered(messages), messages
+    folded = with_folded_system(messages, "system")
+    with suppress(Exception):
+        return rendered(folded), folded
+    folded = with_folded_system(messages, "user")
+    return rendered(folded), folded
+
+
+def thought_of(request: TextRequest, tokenizer: Any, is_open: bool) -> Thought:
+    """The marks of the thought that a text may begin with. is_open: the prompt has opened it."""
+    return Thought(
+        closes=tokenizer.think_end_tokens,
+        opens=() if is_open else tokenizer.think_start_tokens,
+        calls=tokenizer.tool_call_start_tokens
+        if reads_calls(request, tokenizer)
+        else (),
+        ends=tuple(tokenizer.eos_token_ids),
+    )
 
 
 def _in_thought(text: str, request: TextRequest, tokenizer: Any) -> bool:

@@ -40,7 +40,18 @@ class RequestError(ValueError):
         self.code, self.num_tokens, self.most = code, num_tokens, most
 
 
-class ServerEndingError(RuntimeError):
+class UnavailableError(RuntimeError):
+    """A request that could be served at another time."""
+
+
+class ServerBusyError(UnavailableError):
+    """The machine has no time for a request."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(f"{words} The machine is busy. Send the request again later.")
+
+
+class ServerEndingError(UnavailableError):
     """A request is ended because the server is."""
 
     def __init__(self) -> None:

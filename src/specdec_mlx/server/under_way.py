@@ -21,11 +21,19 @@ from specdec_mlx.drafters.grammar import (
 )
 from specdec_mlx.loop import Token
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches, predicting
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.server.forced import grammar_for, within
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.sampling import Sampling
+from specdec_mlx.sequence import check_ids
+from specdec_mlx.server.flags import ServerSettings
+from specdec_mlx.server.forced import grammar_for, has_grammar, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.prompts import has_grammar, read_prompt
+from specdec_mlx.server.prompts import (
+    ReadPrompt,
+    check_length,
+    encoded,
+    read_prompt,
+)
 from specdec_mlx.server.requests import (
     Ended,
     Event,
@@ -37,24 +45,33 @@ from specdec_mlx.server.requests import (
 )
 from specdec_mlx.server.text.state import TextState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.verify.inputs import check_ids
-from specdec_mlx.verify.model_pass import vocab_size_of
 from specdec_mlx.vision.prompts import embed
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What of a request is made for a loaded model before its turn, beside the texts that are
+    written. prediction: token ids of the request's own one."""
+
+    loaded: Loaded
+    prompt: ReadPrompt
+    prediction: list[int]
+    grammar: Grammar | None
 
 
 @dataclass(eq=False)
 class Ticket:
     """A request and the way to its client; `cancel` may be called by any thread.
 
-    names: of its model and adapter. grammar: of the text, once it was compiled.
+    names: of its model and adapter. prepared: None until the request is prepared.
     """
 
     request: TextRequest
     put: Callable[[Event], None]
     names: tuple[str, str | None] = ("", None)
-    grammar: Grammar | None = None
+    prepared: Prepared | None = None
     is_cancelled: bool = False
     has_ended: bool = False
 
@@ -113,6 +130,25 @@ def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
     return within(make) if has_grammar(request) else None
 
 
+def prepare(request: TextRequest, loaded: Loaded, settings: ServerSettings) -> Prepared:
+    """Read the prompt of a request, and compile its grammar; raises what is wrong with them.
+
+    Any thread may do so, while other texts are written.
+    """
+    tokenizer, most = loaded.tokenizer, loaded.longest_text
+    prompt = read_prompt(
+        request,
+        tokenizer,
+        settings,
+        most=most,
+        finds_ends=loaded.is_stateful,
+        sight=loaded.sight,
+    )
+    check_length(request.prediction, tokenizer, most, "prediction")
+    prediction = encoded(tokenizer, request.prediction)
+    return Prepared(loaded, prompt, prediction, compile_grammar(request, tokenizer))
+
+
 class AskedText:
     """A request that is being served.
 
@@ -123,7 +159,7 @@ class AskedText:
     def __init__(
         self, ticket: Ticket, loaded: Loaded, models: Models, draft_caches: Prefixes
     ) -> None:
-        """Read the prompt, and make all that the text is written with; raises what is wrong.
+        """Make all that the text is written with; raises what is wrong.
 
         draft_caches: where draft models keep theirs.
         """
@@ -133,13 +169,10 @@ class AskedText:
         self.num_cached = 0
         self.is_begun = self.is_batched = False
         request, tokenizer, settings = ticket.request, loaded.tokenizer, models.settings
-        self.prompt = read_prompt(
-            request,
-            tokenizer,
-            settings,
-            finds_ends=loaded.is_stateful,
-            sight=loaded.sight,
-        )
+        prepared, ticket.prepared = ticket.prepared, None
+        if prepared is None or prepared.loaded is not loaded:
+            prepared = prepare(request, loaded, settings)
+        self.prompt = prepared.prompt
         tokens, vocab_size = self.prompt.tokens, vocab_size_of(loaded.model)
         check_ids(tokens, vocab_size)
         num_tokens, most = len(tokens), loaded.longest_text
@@ -159,16 +192,18 @@ class AskedText:
         check_bias(request.penalties.get("logit_bias"), vocab_size)
         self.drafter, self.drafter_name = models.drafter(request, loaded)
         if self.drafter is not None:
-            if request.prediction:
-                ids = tokenizer.encode(request.prediction, add_special_tokens=False)
-                self.drafter = predicting(self.drafter, ids)
+            if prepared.prediction:
+                self.drafter = predicting(self.drafter, prepared.prediction)
             self.drafter = keeping_caches(self.drafter, draft_caches)
-        grammar = ticket.grammar or compile_grammar(request, tokenizer)
-        if grammar is not None:
-            self.processors.append(GuardedGrammar(grammar, tokenizer, num_tokens))
+        thought = None if prepared.grammar is None else self.prompt.thought
+        if prepared.grammar is not None:
+            guarded = GuardedGrammar(prepared.grammar, tokenizer, num_tokens, thought)
+            self.processors.append(guarded)
             if self.drafter is not None:
                 self.drafter = FirstOf(GrammarDrafter(), self.drafter)
-        self.state = TextState(tokenizer, request, tokens, self.prompt.in_thought)
+        self.state = TextState(
+            tokenizer, request, tokens, self.prompt.in_thought, thought
+        )
 
     @property
     def request(self) -> TextRequest:

@@ -33,17 +33,17 @@ from specdec_mlx.contracts import (
     Outcome,
     Randomness,
     TargetRows,
+    shares_noise,
 )
-from specdec_mlx.contracts.verdicts import shares_noise
-from specdec_mlx.rules.arithmetic import (
+from specdec_mlx.rules import (
     Array,
     acceptance_probability,
     at,
+    make_rule,
     namespace_of,
     point_mass,
+    running_weights,
 )
-from specdec_mlx.rules.block import running_weights
-from specdec_mlx.rules.registry import make_rule
 from specdec_mlx.token_ids import to_ids
 
 Z = 1.959964  # Half-width of a 95% interval, in standard errors

@@ -22,8 +22,8 @@ from specdec_mlx.contracts import (
     RoundRecord,
     all_drafters,
     key_of,
+    share_class,
 )
-from specdec_mlx.contracts.drafting import share_class
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.lookahead import LookaheadSession
@@ -38,12 +38,12 @@ def target(name: str) -> nn.Module:
     return tiny.build(name)
 
 
-def text_of(name: str, drafter: Any, **options: Any) -> list[sd.responses.Token]:
+def text_of(name: str, drafter: Any, **options: Any) -> list[sd.generation.Token]:
     options = {"max_tokens": 40, "draft_length": 3, **options}
     return list(sd.speculate(target(name), PROMPT, drafter, **options))
 
 
-def ids(items: Sequence[sd.responses.Token]) -> list[int]:
+def ids(items: Sequence[sd.generation.Token]) -> list[int]:
     return [item.token for item in items]
 
 

@@ -30,7 +30,7 @@ from specdec_mlx.lab.beams.search import (
     guess_length_for,
     next_beams,
 )
-from specdec_mlx.verify.model_pass import vocab_size_of
+from specdec_mlx.models.anatomy import vocab_size_of
 
 PROMPT = [5, 17, 99, 3, 41, 8, 5, 17, 99]
 STEPS = 12

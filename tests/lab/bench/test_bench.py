@@ -59,7 +59,7 @@ from specdec_mlx.lab.bench.timing import (
 from specdec_mlx.lab.commands import bench as bench_command
 from specdec_mlx.lab.pair import head_path, load_pair
 from specdec_mlx.stats.counterfactual import ratio_of
-from specdec_mlx.verify.passes import LazyPass
+from specdec_mlx.target import LazyPass
 
 SETTINGS = Settings(max_tokens=24, repeats=2)
 ONCE = Settings(max_tokens=24)

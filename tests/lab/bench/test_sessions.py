@@ -96,7 +96,7 @@ def test_the_command_replays_sessions(
 ) -> None:
     """Texts come from the sessions, measured costs from the record, a table for each curve."""
     monkeypatch.setattr(replay, "load_tokenizer", lambda name: Bytes())
-    monkeypatch.setattr("specdec_mlx.models.check_folder", lambda folder: None)
+    monkeypatch.setattr("specdec_mlx.models.loading.check_folder", lambda folder: None)
     cost = dataclasses.replace(linear_cost(0.1), name="measured")
     record, scores = tmp_path / "record.json", tmp_path / "scores.json"
     save_record(Record("", {}, {}, [], cost=cost, results=[], differences=[]), record)

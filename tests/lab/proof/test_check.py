@@ -43,7 +43,9 @@ from lossless import noisy_copy
 from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.cli import commands as cli
+from specdec_mlx.exactness.probe import ProbeReport, probe
 from specdec_mlx.lab.commands import check as check_command
+from specdec_mlx.lab.papers.lossy import Lenient
 from specdec_mlx.lab.proof import drawn, one_step
 from specdec_mlx.lab.proof import run as run_module
 from specdec_mlx.lab.proof.chi_square import (
@@ -65,10 +67,7 @@ from specdec_mlx.lab.proof.texts import (
     check_widths,
     depends_on_text_alone,
 )
-from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.verify.exactness import ProbeReport, probe
+from specdec_mlx.rules import CoinRule, Rejection, make_rule
 
 V = 12
 PROMPTS = [[3, 1, 2, 3, 1], [7, 7, 4, 7, 7], [5, 9, 8, 2, 5, 9]]  # look-ups find something
@@ -257,7 +256,7 @@ def test_a_draft_cache_out_of_step_changes_no_text_and_is_named() -> None:
 
 def test_a_greedy_text_that_is_not_the_targets_is_a_fault_unless_the_probe_excuses_it() -> None:
     """A lenient rule keeps near misses; logits that move by 100 with the width explain them."""
-    given = subject(None, sd.rules.Lenient(0.01), sampling=GREEDY)
+    given = subject(None, Lenient(0.01), sampling=GREEDY)
     row = replace(probe(model()).rows[0], max_difference=100.0, exact=True)
     part, excused = (check_greedy(given, WORK, p) for p in (None, ProbeReport((), None, (row,))))
     assert part.status == "failed"

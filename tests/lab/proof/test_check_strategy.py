@@ -18,9 +18,7 @@ from mlx_lm.models.cache import (
 )
 
 from selection import cases, in_one_test
-from specdec_mlx.lab import check_strategy
-from specdec_mlx.lab.proof.strategy import Feed, StrategyConformance, attend
-from specdec_mlx.verify.strategies import (
+from specdec_mlx.caches import (
     STRATEGIES,
     Chunks,
     Gathers,
@@ -34,6 +32,8 @@ from specdec_mlx.verify.strategies import (
     TrimToPath,
     Unknown,
 )
+from specdec_mlx.lab import check_strategy
+from specdec_mlx.lab.proof.strategy import Feed, StrategyConformance, attend
 
 WINDOW = 8
 

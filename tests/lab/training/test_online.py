@@ -31,7 +31,7 @@ from specdec_mlx.lab.training.run import PLAN, Data, Plan, train
 from specdec_mlx.lab.training.trainees import Size, Trainee
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.mlx_lm_plugin.flags import Flags, Learner
-from specdec_mlx.models import load_model
+from specdec_mlx.models.loading import load_model
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.requests import TextRequest

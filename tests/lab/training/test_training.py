@@ -36,7 +36,7 @@ from specdec_mlx.lab.training.online import Bounds, learning_on
 from specdec_mlx.lab.training.run import Data, Plan, train
 from specdec_mlx.lab.training.texts import answers, learnt, padded, read_documents, read_prompts
 from specdec_mlx.lab.training.trainees import KINDS, Recipe, Size, Trainee, mtp
-from specdec_mlx.models import load_model
+from specdec_mlx.models.loading import load_model
 from tiny_model_folder import write_model_folder
 
 WORDS = "the tin hat on another ant then in the end an other hen ran on and on "

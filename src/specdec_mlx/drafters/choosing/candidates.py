@@ -27,7 +27,7 @@ from specdec_mlx.drafters.heads.mtp import text_part
 from specdec_mlx.drafters.shared_vocabulary import shared_between
 from specdec_mlx.errors import HeadError, ModelFolderError, TokenizerMismatchError
 from specdec_mlx.files import read_text
-from specdec_mlx.models import check_folder, is_path
+from specdec_mlx.models.loading import check_folder, is_path
 from specdec_mlx.stats.theory import best_draft_length, expected_speedup
 
 KNOWN = Path(__file__).with_name("known.txt")

@@ -19,7 +19,8 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.contracts import Drafter
+from specdec_mlx.arguments import argument, make_with, name_in, positive_int, split_spec
+from specdec_mlx.contracts import Drafter, check_is_drafter
 from specdec_mlx.drafters.choosing.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
@@ -35,9 +36,7 @@ from specdec_mlx.drafters.heads.loading import is_head, named_head
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.memory.store import Memory
-from specdec_mlx.models import load_model
-from specdec_mlx.options import argument, make_with, name_in, positive_int, split_spec
-from specdec_mlx.verify.inputs import check_is_drafter
+from specdec_mlx.models.loading import load_model
 
 AUTO = "auto"
 

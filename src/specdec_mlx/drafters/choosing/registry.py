@@ -14,10 +14,10 @@ from typing import Any
 
 import mlx.nn as nn
 
+from specdec_mlx.arguments import help_on, installed, load, make_with, split_spec
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.options import help_on, installed, load, make_with, split_spec
 
 GROUP = "specdec_mlx.drafters"
 DEFAULT_DRAFTER = "auto"  # the drafter of commands that are told none

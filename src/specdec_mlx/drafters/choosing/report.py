@@ -27,7 +27,7 @@ from specdec_mlx.drafters.heads.mtp import (
     text_part,
 )
 from specdec_mlx.errors import ModelFolderError
-from specdec_mlx.models import is_path
+from specdec_mlx.models.loading import is_path
 
 GAINS = Path(__file__).with_name("gains.tsv")
 """Lines of a chip's curve, and what to expect with it, as docs/generate_gains.py writes them."""

@@ -18,13 +18,13 @@ from mlx_lm.models.base import create_attention_mask
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from mlx_lm.models.qwen2 import MLP
 
+from specdec_mlx.caches import leaves
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.errors import HeadError
-from specdec_mlx.verify.strategies import leaves
-from specdec_mlx.verify.watching import anatomy_of, held
+from specdec_mlx.models.anatomy import anatomy_of, held
 
 EXIT_LAYER = "exit_layer"  # keys of a trained exit's config: layers before it,
 WINDOW = "conv_kernel"  # and positions that its convolution reads

@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
+from specdec_mlx.arguments import make_with, split_spec, whole
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.heads.drafter import (
     Config,
@@ -45,10 +46,9 @@ from specdec_mlx.drafters.heads.one_pass import DFlash, DFlash2, DSpark, Medusa
 from specdec_mlx.drafters.heads.parallel_sampling import load_pass
 from specdec_mlx.drafters.heads.pard import PardDrafter
 from specdec_mlx.errors import HeadError, ModelFolderError
-from specdec_mlx.models import load_model
-from specdec_mlx.options import make_with, split_spec, whole
-from specdec_mlx.sampling.distribution import check_draft_temp
-from specdec_mlx.verify.watching import Anatomy
+from specdec_mlx.models.anatomy import Anatomy
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.sampling import check_draft_temp
 
 Tensors = dict[str, mx.array]
 

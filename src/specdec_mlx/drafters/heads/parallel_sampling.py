@@ -18,6 +18,7 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.caches import check_caches_fit
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.heads.drafter import target_ends
@@ -25,7 +26,7 @@ from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.pard import PardDrafter, PardSession
 from specdec_mlx.drafters.writing import WritingSession, way_of_writing
 from specdec_mlx.errors import HeadError
-from specdec_mlx.verify.watching import anatomy_of, change_class, held
+from specdec_mlx.models.anatomy import anatomy_of, change_class, held
 
 LOOK_AHEAD = "look_ahead"  # key of a config: number of embeddings
 
@@ -94,6 +95,12 @@ class PaSSDrafter(PardDrafter):
         lent = context.target_caches
         if lent is not None and lent.model is not self.model:
             raise HeadError(f"{self.describe()}: load it for the target of this text.")
+        if context.draft_cache is not None:
+            check_caches_fit(self.model, context.draft_cache)
+
+    def keeps_draft_cache(self, context: DraftContext) -> bool:
+        """False: beside other drafters it drafts on the target's caches, or on its own."""
+        return False
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> PaSSSession:
         """The drafting side of a generation."""
@@ -117,14 +124,17 @@ class PaSSSession(PardSession):
         lent = self.context.target_caches
         return lent is not None and lent.rollback is self.rollback
 
-    @property
-    def num_read(self) -> int:
-        """Tokens of the text that its caches keep: of the target's the last is fed to verify."""
-        return len(self.tokens) - self.is_lent
-
     def begin_draft(self, limit: int) -> int:
         """One pass, for at most L + 1 tokens; none for one alone: plain decoding has it sooner."""
         return super().begin_draft(min(limit, 1 + len(self.rows)) if limit > 1 else 0)
+
+    def make_guesses(self, pending: Sequence[int], length: int) -> None:
+        """Make the logits of a draft; lent caches are as they were afterwards."""
+        if self.is_lent:
+            with self.rollback.undone():
+                self.logits = self.guesses(pending, length - 1)[-length:]
+        else:
+            super().make_guesses(pending, length)
 
     def guesses(self, pending: Sequence[int], number: int) -> mx.array:
         """Logits [n + number, V] of the pending tokens, and of embeddings behind them."""

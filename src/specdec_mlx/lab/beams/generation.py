@@ -10,7 +10,14 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
-from specdec_mlx.contracts import DraftContext, Drafter, ReadsTarget, all_drafters
+from specdec_mlx.arguments import whole
+from specdec_mlx.contracts import (
+    DraftContext,
+    Drafter,
+    ReadsTarget,
+    all_drafters,
+    check_drafter_fits,
+)
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.errors import UnreadableError
@@ -22,14 +29,9 @@ from specdec_mlx.lab.beams.search import (
     BeamSearch,
     guess_length_for,
 )
-from specdec_mlx.options import whole
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.verify.inputs import (
-    check_drafter_fits,
-    check_ids,
-    check_prompt,
-)
-from specdec_mlx.verify.model_pass import vocab_size_of
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.sampling import Sampling
+from specdec_mlx.sequence import check_ids, check_prompt
 
 
 @dataclass

@@ -18,30 +18,31 @@ import numpy as np
 from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.batch_caches import BatchCaches
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
     Drafter,
-    DraftLength,
     RoundRecord,
     Session,
+    begin_session,
     key_of,
     optional,
 )
-from specdec_mlx.contracts.branching import texts_of
 from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.contract import DraftLength
+from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.draft_length.policy import Fixed, make_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.engine.drafting import proposing
-from specdec_mlx.engine.prompt_reader import PromptReader
 from specdec_mlx.errors import LogitsError, RowsError
-from specdec_mlx.models import PerModel
+from specdec_mlx.exactness.probe import can_hold_rows
+from specdec_mlx.models.anatomy import top_tokens
+from specdec_mlx.models.loading import PerModel
+from specdec_mlx.sequence import PromptReader
+from specdec_mlx.target import check_draft
 from specdec_mlx.token_ids import read_all
-from specdec_mlx.verify.exactness import can_hold_rows
-from specdec_mlx.verify.inputs import begin_session, check_draft
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.row_caches import BatchCaches
-from specdec_mlx.verify.watching import top_tokens
+from specdec_mlx.trees.drafts import texts_of
 
 Tokens = tuple[int, ...]
 

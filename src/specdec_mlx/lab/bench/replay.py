@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import mlx.core as mx
 from mlx_lm.utils import load_tokenizer
 
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
@@ -27,9 +28,9 @@ from specdec_mlx.contracts import (
     PendingPass,
     RoundRecord,
 )
-from specdec_mlx.contracts.trees import depths_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import CURVES, MILDEST
+from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.parts import Model
 from specdec_mlx.draft_length.policy import (
     DraftLength,
@@ -37,24 +38,20 @@ from specdec_mlx.draft_length.policy import (
     parse_draft_length,
 )
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.engine.assemble import assemble_around
-from specdec_mlx.engine.clock import Round, RoundClock
-from specdec_mlx.engine.drafting import Drafting
-from specdec_mlx.engine.options import Options
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab.bench.cost import MEASURED, CostCurve
 from specdec_mlx.lab.bench.record import Record, RecordedText, or_dash, read_sessions
 from specdec_mlx.lab.bench.summary import ALL
 from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.loop import Generation
-from specdec_mlx.models import explained
+from specdec_mlx.loop import Generation, Round, RoundClock, assemble_around
+from specdec_mlx.models.loading import explained
+from specdec_mlx.options import Options
 from specdec_mlx.progress import progress_bar
-from specdec_mlx.rules.trees import walk
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.sampling import Noise, Sampling
 from specdec_mlx.stats.account import Row, Rows
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.trees.rules import walk
+from specdec_mlx.trees.shape import depths_of
 from specdec_mlx.views.html import markdown_table, table_html
 
 if TYPE_CHECKING:
@@ -200,10 +197,15 @@ class ModelledClock(RoundClock):
             prices.clock = lambda: self.draft_seconds * next(ticks)
 
     def record(
-        self, current: Round, outcome: Outcome, ahead: Round | None, context: int
+        self,
+        current: Round,
+        outcome: Outcome,
+        ahead: Round | None,
+        context: int,
+        started: float,
     ) -> RoundRecord:
         """The account of a round, with its modelled seconds."""
-        round_ = super().record(current, outcome, ahead, context)
+        round_ = super().record(current, outcome, ahead, context, started)
         drafting = self.draft_seconds * self._num_steps(round_)
         verifying = self.cost(round_.fed)
         self.total += drafting + verifying
@@ -247,7 +249,7 @@ def replay_text(
     clock = ModelledClock(
         cost=cost, drafting=parts.drafting, draft_seconds=draft_seconds
     )
-    generation.use_clock(clock)
+    generation.clock = clock
     with closing(generation.run(context)) as tokens:
         emitted = list(islice(tokens, len(text.generated)))
     assert [token.token for token in emitted] == text.generated

@@ -16,11 +16,11 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.generate import generate_step
 
+from specdec_mlx.exactness.probe import probe
+from specdec_mlx.exactness.rounding import near_tie
 from specdec_mlx.lab.bench.prompts import Task
 from specdec_mlx.lab.bench.timing import PLAIN, Sample, Way
 from specdec_mlx.stats.counterfactual import ratio_of
-from specdec_mlx.verify.exactness import probe
-from specdec_mlx.verify.rounding import near_tie
 
 ALL = "all"
 

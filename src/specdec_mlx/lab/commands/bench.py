@@ -14,6 +14,13 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
+from specdec_mlx.arguments import (
+    argument,
+    checked,
+    existing_file,
+    new_file,
+    positive_int,
+)
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
@@ -23,9 +30,8 @@ from specdec_mlx.lab.bench.record import format_record, read_sessions, save_reco
 from specdec_mlx.lab.bench.run import make_tasks, run_bench
 from specdec_mlx.lab.bench.timing import Contender, Settings, make_contenders
 from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.models import load_target
-from specdec_mlx.options import argument, checked, existing_file, new_file, positive_int
-from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.models.loading import load_target
+from specdec_mlx.rules import make_rule
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

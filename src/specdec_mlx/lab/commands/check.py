@@ -8,15 +8,15 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.arguments import argument, existing_file, new_file
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.bench.prompts import read_prompts
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.lab.proof.run import BUDGET, check
-from specdec_mlx.models import load_target
-from specdec_mlx.options import argument, existing_file, new_file
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.models.loading import load_target
+from specdec_mlx.sampling import Sampling
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -25,6 +25,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 
+from specdec_mlx.arguments import argument, checked, positive_int
 from specdec_mlx.cli.blas import (
     REFERENCE_BLAS,
     THREADS,
@@ -38,7 +39,7 @@ from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.generation import stream_generate
+from specdec_mlx.generation import SpeculativeResponse, stream_generate
 from specdec_mlx.lab import demo_model
 from specdec_mlx.lab.bench.prompts import Task, encode_chat
 from specdec_mlx.lab.bench.record import describe_dtype, describe_machine
@@ -55,9 +56,7 @@ from specdec_mlx.lab.bench.timing import (
     take_turns,
 )
 from specdec_mlx.lab.pair import held_out_openings, load_pair
-from specdec_mlx.models import load_model
-from specdec_mlx.options import argument, checked, positive_int
-from specdec_mlx.responses import SpeculativeResponse
+from specdec_mlx.models.loading import load_model
 
 CODE = """\
 import math

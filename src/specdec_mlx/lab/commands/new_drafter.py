@@ -6,8 +6,8 @@ import argparse
 import re
 from pathlib import Path
 
+from specdec_mlx.arguments import argument
 from specdec_mlx.drafters.choosing.registry import drafter_names
-from specdec_mlx.options import argument
 
 TEMPLATE = Path(__file__).parent / "template"
 PLACES = {

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import argparse
 
+from specdec_mlx.exactness import probe as exactness
 from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.models import load_model
-from specdec_mlx.verify import exactness
+from specdec_mlx.models.loading import load_model
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

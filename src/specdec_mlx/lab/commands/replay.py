@@ -7,13 +7,13 @@ import json
 from collections.abc import Callable
 from functools import partial
 
+from specdec_mlx.arguments import argument, existing_file, new_file
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.lab.bench.cost import MEASURED, CostCurve, parse_cost
 from specdec_mlx.lab.bench.record import Record, load_record
 from specdec_mlx.lab.bench.replay import Scores, record_of_sessions, score_record
-from specdec_mlx.options import argument, existing_file, new_file
 
 DEFAULT_LENGTHS = ("auto",)
 DEFAULT_SLOPE = "linear:0.24"

@@ -8,12 +8,12 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from specdec_mlx.arguments import argument, checked, existing_file, positive_int
 from specdec_mlx.lab.training.fitting import LOSSES, Updates
 from specdec_mlx.lab.training.run import Data, Plan, train
 from specdec_mlx.lab.training.trainees import KINDS, TYPES, Size
-from specdec_mlx.models import load_model
-from specdec_mlx.options import argument, checked, existing_file, positive_int
-from specdec_mlx.sampling.distribution import is_temp
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.sampling import is_temp
 
 PROMPTS = "what the target answers: a question a line, or .jsonl with turns, messages or prompt"
 TEXTS = "a document each, or .jsonl in mlx-lm's formats for fine-tuning"

@@ -24,23 +24,18 @@ from specdec_mlx.contracts import (
     DraftContext,
     Drafter,
     Session,
+    begin_session,
+    check_drafter_fits,
+    check_is_drafter,
     is_cheap,
     key_of,
 )
-from specdec_mlx.engine.drafting import proposing
+from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.lab.proof.conformance import Conformance
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.sampling import Noise, Sampling
+from specdec_mlx.target import check_distribution, check_draft, check_drafted
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.inputs import (
-    begin_session,
-    check_draft,
-    check_drafted,
-    check_drafter_fits,
-    check_is_drafter,
-)
-from specdec_mlx.verify.passes import check_distribution
 
 LIMITS = (3, 1, 5, 2, 4, 8)
 NUM_ROUNDS = 14

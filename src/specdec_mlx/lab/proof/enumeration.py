@@ -16,7 +16,7 @@ import numpy as np
 
 from specdec_mlx.lab.proof.one_step import ends
 from specdec_mlx.lab.proof.subject import total_variation
-from specdec_mlx.rules.coins import CoinRule
+from specdec_mlx.rules import CoinRule
 
 NUM_STATES = 7
 SHAPES = ((2, 1), (2, 3), (3, 2), (3, 3), (4, 2), (5, 1))

@@ -25,8 +25,7 @@ from specdec_mlx.lab.proof.subject import (
     total_variation,
     walk,
 )
-from specdec_mlx.rules.arithmetic import capped_ratio, residual
-from specdec_mlx.rules.coins import CoinRule
+from specdec_mlx.rules import CoinRule, capped_ratio, residual
 
 Masses = tuple[Probs, Probs, Probs]
 Variant = Callable[[Probs, Probs], Masses]

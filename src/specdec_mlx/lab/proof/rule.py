@@ -38,11 +38,10 @@ from specdec_mlx.lab.proof.enumeration import (
     sources,
     state_after,
 )
-from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.rules import CoinRule
+from specdec_mlx.sampling import Noise, Sampling
+from specdec_mlx.target import NextToken, RoundNoise, RoundPositions
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.next_token import NextToken, RoundNoise, RoundPositions
 
 AT_ONE, GREEDY = Sampling(temp=1.0), Sampling()
 NUM_DRAFT, VOCAB_SIZE, LENGTH = 2, 3, 3  # K, V and tokens of the texts that are drawn

@@ -12,24 +12,23 @@ import mlx.nn as nn
 from mlx_lm.generate import generation_stream, wired_limit
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
+from specdec_mlx.arguments import whole
 from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.engine.ranks import ranks_of
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
+from specdec_mlx.exactness.probe import ProbeReport
 from specdec_mlx.lab.bench.prompts import encode_chat, read_prompts
 from specdec_mlx.lab.proof import drawn, one_step, texts
 from specdec_mlx.lab.proof.report import CheckReport, Finding, Part
 from specdec_mlx.lab.proof.subject import Place, Subject, Work
-from specdec_mlx.options import whole
+from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.progress import progress_bar
-from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.sampling.distribution import Sampler, Sampling
-from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
-from specdec_mlx.verify.exactness import ProbeReport
-from specdec_mlx.verify.model_pass import vocab_size_of
+from specdec_mlx.ranks import ranks_of
+from specdec_mlx.rules import make_rule
+from specdec_mlx.sampling import Sampler, Sampling, read_sampler
 
 BUDGET = 300.0
 PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")

@@ -17,11 +17,10 @@ from mlx.utils import tree_flatten
 from mlx_lm.models.base import create_attention_mask, scaled_dot_product_attention
 from mlx_lm.models.cache import ArraysCache
 
+from specdec_mlx.caches import STRATEGIES, Gathers, Rollback, Strategy, window_of
 from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.exactness.rounding import ROUNDING, shortens_products
 from specdec_mlx.lab.proof.conformance import Conformance
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.rounding import ROUNDING, shortens_products
-from specdec_mlx.verify.strategies import STRATEGIES, Gathers, Strategy, window_of
 
 Feed = Callable[[Any, mx.array], mx.array]
 """(cache, tokens [S]) -> rows [S, D]: one pass over S positions, which the cache then holds."""
@@ -62,7 +61,7 @@ def attend(cache: Any, tokens: mx.array) -> mx.array:
 def check_strategy(
     strategy: Strategy, make_cache: Callable[[], Any], feed: Feed = attend
 ) -> list[str]:
-    """Hold a rollback strategy to the contract of `specdec_mlx.verify.strategies`.
+    """Hold a rollback strategy to the contract of `specdec_mlx.caches`.
 
     Args:
         strategy: an instance; it need not be registered.
@@ -95,7 +94,7 @@ class StrategyConformance(Conformance):
     """One strategy under test. The text is 0, 1, 2, ..., so that no two tokens are alike."""
 
     properties = {  # noqa: RUF012
-        "protocol": "Give an instance of a class of verify.strategies.Strategy's kind",
+        "protocol": "Give an instance of a class of caches.Strategy's kind",
         "widths": "Passes that are not what single tokens are have to be narrower: widest_pass",
         "restore": "Put back all that a pass changes, whether or not it came to its end, and never "
         "write to what save() returned",

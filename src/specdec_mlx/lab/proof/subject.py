@@ -22,6 +22,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from numpy.typing import NDArray
 
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import (
     AcceptanceRule,
     Closes,
@@ -34,16 +35,14 @@ from specdec_mlx.contracts import (
     key_of,
     shares_noise,
 )
-from specdec_mlx.engine.drafting import proposing
-from specdec_mlx.engine.features import FeatureFeed
-from specdec_mlx.engine.ranks import Ranks
+from specdec_mlx.draft_length.drafting import proposing
+from specdec_mlx.exactness.features import FeatureFeed
 from specdec_mlx.loop import Token, speculate
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.ranks import Ranks
+from specdec_mlx.sampling import Noise, Sampling
+from specdec_mlx.target import ModelPass, check_drafted
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.inputs import check_drafted
-from specdec_mlx.verify.model_pass import ModelPass, vocab_size_of
-from specdec_mlx.verify.rollback import Rollback
 
 Item = TypeVar("Item")
 

@@ -17,7 +17,7 @@ from mlx_lm.models.cache import make_prompt_cache
 from specdec_mlx.contracts import FeatureRows, Features
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.files import replacing
-from specdec_mlx.verify.watching import Taps
+from specdec_mlx.models.anatomy import Taps
 
 
 def save_arrays(

@@ -16,6 +16,7 @@ from mlx.utils import tree_flatten, tree_map
 from mlx_lm.models import llama
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, target_ends
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3
@@ -30,10 +31,9 @@ from specdec_mlx.drafters.heads.parallel_sampling import (
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import TrainingError
 from specdec_mlx.lab.training.features import Batch, save_arrays, save_json
-from specdec_mlx.models import explained
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.tree_passes import TreeLayout, tree_pass
-from specdec_mlx.verify.watching import Anatomy, Taps
+from specdec_mlx.models.anatomy import Anatomy, Taps
+from specdec_mlx.models.loading import explained
+from specdec_mlx.trees.passes import TreeLayout, takes_trees, tree_pass
 
 NORM_EPS = 1e-5
 LLAMA = {"hidden_act": "silu", "rms_norm_eps": NORM_EPS, "rope_theta": 10000.0}
@@ -201,7 +201,7 @@ def branches_behind(size: int, count: int) -> TreeLayout:
 def look_ahead(recipe: Recipe) -> Trainee:
     """PaSS's embeddings; a pass of the frozen target reads all of them behind every token."""
     target, count = recipe.target, recipe.size.guesses
-    if not Rollback.of(target).takes_trees():
+    if not takes_trees(Rollback.of(target)):
         raise TrainingError(
             "PaSS is trained by passes over trees, which this target's caches do not take. Train "
             "another kind, such as mtp."

@@ -6,7 +6,6 @@ Beside OpenAI's there are mlx-lm's (min_p, repetition_penalty, chat_template_kwa
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,12 +15,13 @@ from typing import Any
 
 import msgspec
 
+from specdec_mlx.arguments import split_spec
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.grammar import Grammar
-from specdec_mlx.options import split_spec
-from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.sampling.distribution import TEMPS, is_temp
+from specdec_mlx.rules import make_rule
+from specdec_mlx.sampling import TEMPS, is_temp
 from specdec_mlx.server.forced import grammar_of
+from specdec_mlx.server.protocols.body import without_nulls
 from specdec_mlx.server.protocols.turns import expect, parts_in
 from specdec_mlx.server.requests import (
     Asked,
@@ -60,39 +60,6 @@ PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 SIZES = [name.replace("penalty", "context_size") for name in PENALTIES]
 LENGTHS = "max_completion_tokens", "max_output_tokens", "max_tokens"
 """Names of the most tokens of an answer; the first one that is there counts."""
-
-
-def read_body(raw: bytes) -> Object:
-    """A body as an object without null fields; raises RequestError.
-
-    A number that is whole is an int, as in languages that have no others.
-    """
-    try:
-        body = without_surrogates(json.loads(raw.decode("utf-8-sig")))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body of the request is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError(
-            f"The body of the request must be a JSON object, not {body!r}"
-        )
-    return {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value
-        for name, value in without_nulls(body).items()
-    }
-
-
-def without_surrogates(value: Any) -> Any:
-    """What was read from JSON; halves of surrogate pairs, of texts that were cut, are replaced."""
-    text = json.dumps(value)
-    if "\\ud" not in text:
-        return value
-    units = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
-    return json.loads(units.decode("utf-16-le", "replace"))
-
-
-def without_nulls(body: Object) -> Object:
-    """An object without its null fields, which are absent ones."""
-    return {name: value for name, value in body.items() if value is not None}
 
 
 def base(body: Object) -> TextRequest:

@@ -15,8 +15,8 @@ from importlib.resources import files
 from typing import Any
 
 from specdec_mlx.server.pictures import mark, unseen
-from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
+from specdec_mlx.server.protocols.body import without_surrogates
 from specdec_mlx.server.protocols.turns import (
     Turns,
     as_result,
@@ -188,9 +188,9 @@ class MessageStream(fields.ItemStream):
     def close(self, status: str) -> Sent:
         """End a block; the whole reply has a call's input as an object."""
         if self.item["type"] == "tool_use":
-            with suppress(ValueError):  # of a call that broke
+            with suppress(ValueError, RecursionError):  # of a call that broke
                 called = json.loads(self.text)
-                self.item["input"] = fields.without_surrogates(called)
+                self.item["input"] = without_surrogates(called)
         if self.item["type"] == "thinking":
             self.item["signature"] = SIGNATURE
             yield self._delta("signature_delta", "signature", SIGNATURE)
@@ -265,7 +265,7 @@ class Messages(fields.ItemWire):
         form = config.get("format") or body.get("output_format")
         request.grammar = fields.grammar_in(form)
         thinking = given(body, "thinking", dict).get("type")
-        if thinking and not has_grammar(request):
+        if thinking:
             enabled = {"enable_thinking": thinking != "disabled"}
             request.template = enabled | request.template
         return Asked([request], body, "msg_")

@@ -15,7 +15,6 @@ from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
-from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     Turns,
@@ -355,8 +354,7 @@ class Responses(fields.OpenAIWire, fields.ItemWire):
         form = given(given(body, "text", dict), "format", dict)
         request.grammar = fields.grammar_in(form or None)
         effort = given(given(body, "reasoning", dict), "effort", str)
-        if effort and not has_grammar(request):
-            request.template = fields.thinking(effort) | request.template
+        request.template = fields.thinking(effort or None) | request.template
         if LOGPROBS in given(body, "include", list) or body.get("top_logprobs"):
             request.num_logprobs = max(0, body.get("top_logprobs") or 0)
         return Asked([request], body, "resp_", offered)

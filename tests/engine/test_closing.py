@@ -1,0 +1,161 @@
+"""A text that is left inside a round: the caches end with the last token that was handed out.
+
+While the tokens of a round are handed out, the next draft is made and verified. A drafter that runs
+passes over caches, the target's own or those that the caller keeps for a draft model, must leave
+the way back to each of these tokens open.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import pytest
+from mlx.utils import tree_map
+from mlx_lm.models.cache import make_prompt_cache
+
+import specdec_mlx as sd
+import tiny
+from heads import HEADS, random_head
+from scripted import plain
+from selection import cases
+from specdec_mlx.caches import leaves
+from specdec_mlx.drafters.cascade import Cascade
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.early_exit import early_exit
+from specdec_mlx.drafters.heads.parallel_sampling import LookAhead, PaSSDrafter
+from specdec_mlx.drafters.heads.pard import PardDrafter
+
+pytestmark = pytest.mark.filterwarnings("ignore:specdec_mlx")
+
+VOCAB = 6  # small, so that drafts by chance are right at several places in a row
+PROMPT = [1, 2, 3, 1, 2, 3, 1, 2] * 3  # past the windows of the tiny models
+NUM_TOKENS = 14
+
+target = functools.cache(functools.partial(tiny.build, vocab_size=VOCAB))
+
+
+@functools.cache
+def near(name: str) -> nn.Module:
+    """A draft model that is right at many places, and wrong at others."""
+    model = tiny.build(name, vocab_size=VOCAB)
+    mx.random.seed(1)
+
+    def shifted(weight: mx.array) -> mx.array:
+        if weight.ndim < 2 or not mx.issubdtype(weight.dtype, mx.floating):
+            return weight
+        return weight + 0.03 * mx.std(weight) * mx.random.normal(weight.shape)
+
+    model.update(tree_map(shifted, model.parameters()))
+    mx.eval(model.parameters())
+    return model
+
+
+def pass_(name: str, **options: Any) -> PaSSDrafter:
+    model = target(name)
+    head = LookAhead(model, 3)
+    head.rows = mx.random.normal(head.rows.shape, key=mx.random.key(2))
+    return PaSSDrafter(model, None, head=head, **options)
+
+
+def head(kind: str, name: str) -> HeadDrafter:
+    return HeadDrafter(random_head(HEADS[kind], target(name)))
+
+
+Made = tuple[Any, nn.Module | None]
+"""A drafter, and its model if the caller keeps that one's caches."""
+
+DRAFTERS: dict[str, Callable[[str], Made]] = {
+    "pass": lambda name: (pass_(name), None),
+    "pass of trees": lambda name: (pass_(name, branches=2), None),
+    "pass after look-up": lambda name: (sd.FirstOf(sd.PromptLookupDrafter(), pass_(name)), None),
+    "pass beside a model": lambda name: (
+        sd.TreeOf(pass_(name), sd.ModelDrafter(near(name))),
+        None,
+    ),
+    "pass before look-up": lambda name: (Cascade(pass_(name)), None),
+    "lookahead": lambda name: (sd.LookaheadDrafter(), None),
+    "recycling": lambda name: (sd.RecyclingDrafter(), None),
+    "early exit": lambda name: (made := early_exit(target(name), 2), made.model),
+    "model": lambda name: (sd.ModelDrafter(near(name)), near(name)),
+    "model of trees": lambda name: (sd.ModelDrafter(near(name), branches=2), near(name)),
+    "model before look-up": lambda name: (Cascade(sd.ModelDrafter(near(name))), near(name)),
+    "guessed by look-up": lambda name: (
+        sd.ModelDrafter(near(name), drafter="suffix"),
+        near(name),
+    ),
+    "guessed by a model": lambda name: (
+        sd.ModelDrafter(near(name), drafter=sd.ModelDrafter(target(name))),
+        near(name),
+    ),
+    "pard": lambda name: (PardDrafter(near(name), mask_token=1), near(name)),
+    "eagle3": lambda name: (head("eagle3", name), None),
+    "medusa": lambda name: (head("medusa", name), None),
+}
+TARGETS = ("llama", "gemma3_text", "qwen3_next", "falcon_h1", "mamba2")
+"""Windows, hybrids, and recurrences alone."""
+
+ALL_TARGETS = ("pass", "model", "guessed by a model")
+
+CASES = [
+    (kind, name)
+    for kind in DRAFTERS
+    for name in (TARGETS if kind in ALL_TARGETS else ("llama", "falcon_h1"))
+]
+IN_SHORT = [
+    ("pass", "llama"),
+    ("pass", "qwen3_next"),
+    ("pass before look-up", "falcon_h1"),
+    ("guessed by a model", "mamba2"),
+    ("model", "gemma3_text"),
+]
+
+
+def left_after(num_tokens: int, way: str, tokens: Any) -> tuple[list[int], Any]:
+    """Take so many tokens, and leave: by `close`, by an exception, or by dropping the generator."""
+    taken = [next(tokens) for _ in range(num_tokens)]
+    if way == "close":
+        tokens.close()
+    elif way == "throw":
+        with suppress(ZeroDivisionError):
+            tokens.throw(ZeroDivisionError("the caller"))
+    return [item.token for item in taken], taken[-1].stats
+
+
+def check_holds(model: nn.Module, caches: list[Any], text: list[int]) -> None:
+    """Hold caches to those of a fresh reading of the text: positions, and the next logits."""
+    fresh = make_prompt_cache(model)
+    model(mx.array([text]), cache=fresh)
+    ends, due = ([getattr(c, "offset", None) for c in leaves(x)] for x in (caches, fresh))
+    assert ends == due
+    logits, right = (model(mx.array([[4]]), cache=x)[0, -1] for x in (caches, fresh))
+    assert mx.allclose(logits, right, atol=1e-3)
+
+
+@pytest.mark.parametrize(("kind", "name"), cases(CASES, *IN_SHORT))
+def test_caches_end_with_the_last_token_that_was_handed_out(kind: str, name: str) -> None:
+    """Left after each number of tokens, with drafts of a fixed length and of the automatic one."""
+    model, (drafter, small) = target(name), DRAFTERS[kind](name)
+    written = plain(NUM_TOKENS, PROMPT, model)
+    rounds: list[tuple[int, int]] = []
+    for place in range(1, NUM_TOKENS):
+        own = make_prompt_cache(model)
+        caches = own + (make_prompt_cache(small) if small else [])
+        tokens = sd.speculate(
+            model, PROMPT, drafter, max_tokens=NUM_TOKENS + 4, prompt_cache=caches,
+            draft_length="auto" if place % 4 == 0 else 4,
+        )  # fmt: skip
+        taken, stats = left_after(place, ("close", "throw", "drop")[place % 3], tokens)
+        del tokens
+        rounds += stats.rounds
+        assert taken == written[:place]
+        text, num_own = [*PROMPT, *taken], len(own)
+        for owner, held in ((model, caches[:num_own]), (small, caches[num_own:])):
+            if owner is not None:
+                check_holds(owner, held, text)
+    if kind not in HEADS:
+        assert any(num_accepted for _, num_accepted in rounds), "no round has a middle"
