@@ -7,7 +7,7 @@ Its wheel has no tests, its source package has:
     python -m benchmarks.mlx_lm_tests mlx_lm-0.32.2/tests
 
 All run three times, each time in a process of its own: as they are, under `install()`, and under
-`install("auto:trees=true,recycling=true")`, which is in force before they import anything. The one
+`install("trees:recycling=true")`, which is in force before they import anything. The one
 model that most of them load from the Hub is stood in for by another, quantized as its name says. A
 test that wants other files of the Hub, or words of that very model, fails in the first column too,
 and has to fail with the same in the others. The exit status is 1 if a column differs from the first
@@ -44,7 +44,7 @@ CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 )
 STOCK = "stock"
-TREES = "auto:trees=true,recycling=true"
+TREES = "trees:recycling=true"
 COLUMNS: dict[str, Callable[[], Any]] = {
     STOCK: lambda: None,
     "install()": mlx_lm_plugin.install,

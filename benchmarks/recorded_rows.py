@@ -15,9 +15,8 @@ from typing import TypeVar, cast
 import mlx.nn as nn
 
 from specdec_mlx.batch.generation import BatchGeneration, PassClock
-from specdec_mlx.batch.passes import OneByOne, SharedPasses
+from specdec_mlx.batch.passes import BatchPasses, OneByOne
 from specdec_mlx.batch.schedule import BatchText, Request, Rounds, Schedule
-from specdec_mlx.batch_caches import BatchCaches
 from specdec_mlx.contracts import Draft, Drafter
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
@@ -92,9 +91,9 @@ class RecordedBatch(BatchGeneration):
     texts: Sequence[RecordedText] = field(kw_only=True)
     clock: BilledPasses = field(kw_only=True)
 
-    def make_passes(self) -> SharedPasses:
+    def make_passes(self) -> BatchPasses:
         """Passes that know what comes."""
-        return RecordedRows(self.model, BatchCaches([]))
+        return RecordedRows()
 
     def begin_text(self, uid: int, request: Request) -> BatchText:
         """A text before anything is generated."""

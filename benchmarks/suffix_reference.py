@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from itertools import product
 from typing import Any
@@ -22,6 +21,7 @@ from specdec_mlx.lab.bench.cost import linear_cost
 from specdec_mlx.lab.bench.record import Record, RecordedText
 from specdec_mlx.lab.bench.replay import record_of_sessions, right_path, score_record
 from specdec_mlx.lab.bench.summary import ALL
+from specdec_mlx.lab.papers.suffix_trees import SuffixTreeDrafter
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.views.html import markdown_table
 
@@ -66,7 +66,7 @@ def reference(record: Record, size: int, *, trees: bool, keeps: bool) -> float:
 
 def ours(record: Record, size: int, *, trees: bool, keeps: bool) -> float:
     """Tokens a pass of `SuffixDrafter` on all texts."""
-    make = partial(SuffixDrafter, trees=trees)
+    make = SuffixTreeDrafter if trees else SuffixDrafter
     drafter = make(Memory()) if keeps else make()
     scores = score_record(record, {"ours": drafter}, [str(size)], linear_cost(0.0))
     return next(score.tokens_per_pass for score in scores if score.category == ALL)

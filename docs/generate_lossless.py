@@ -33,9 +33,9 @@ from exact import (  # noqa: E402
     up_to,
 )
 from specdec_mlx.lab import load_pair  # noqa: E402
+from specdec_mlx.lab.counterfactual import BY_TOKEN, chances  # noqa: E402
 from specdec_mlx.lab.pair import split_topics  # noqa: E402
 from specdec_mlx.rules import make_rule  # noqa: E402
-from specdec_mlx.stats.counterfactual import BY_TOKEN, chances  # noqa: E402
 
 ZERO = 1e-12
 LOSSY_EXAMPLES = ("lenient:lenience=0.8", "typical:epsilon=0.3,delta=0.6")

@@ -34,8 +34,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 211,
-    "numeric constants": 170,
+    "files": 222,
+    "numeric constants": 173,
     "protocols": 21,
     "public names": 31,
 }
@@ -53,7 +53,7 @@ CORE = tuple(
 )
 """What one call passes through: who has read it understands the whole."""
 
-TOKENS = {"core": 28_900, "library": 136_000, "lab": 60_000, "server": 41_300}
+TOKENS = {"core": 28_900, "library": 122_900, "lab": 69_500, "server": 42_900}
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
@@ -99,7 +99,7 @@ WRONG_IMPORTS = [
     ("layers", "drafters.model", "lab.pair"),
     ("layers", "server.engine", "lab.bench.run"),
     ("layers", "lab.bench.run", "server.engine"),
-    ("circles", "rules", "stats.counterfactual"),
+    ("circles", "errors", "arguments"),
     ("circles", "drafters.drawing", "drafters.model"),
     ("pure", "rules", "mlx_lm"),
     ("pure", "stats.theory", "mlx_lm.models.cache"),

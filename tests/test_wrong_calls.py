@@ -28,7 +28,7 @@ import tiny_text
 from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.arguments import installed, load, parse_options
-from specdec_mlx.draft_length.policy import Heuristic
+from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import GROUP, drafter_names, first_of, make_drafter
 from specdec_mlx.lab.beams.generation import BeamSearchResponse
@@ -103,9 +103,9 @@ ARGUMENTS: list[Case] = [
     ({"seed": "a"}, f"seed='a': {AN_INT}"),
     ({"max_tokens": 2.5}, rf"max_tokens=2\.5: {AN_INT}"),
     ({"max_tokens": True}, f"max_tokens=True: {AN_INT}"),
-    ({"draft_length": Heuristic}, "draft_length=Heuristic.*auto"),
+    ({"draft_length": Fixed}, "draft_length=Fixed.*auto"),
     ({"logits_processors": 5}, "logits_processors=5: expected a list"),
-    ({"logits_processors": Heuristic.cut}, r"cut.*expected a list.*\[cut\]"),
+    ({"logits_processors": Fixed.cut}, r"cut.*expected a list.*\[cut\]"),
     ({"sampler": sd.Sampling}, r"sampler=Sampling: expected a sampler"),
     ({"prompt": None}, f"prompt=None: {IDS}"),
     ({"prompt": mx.array([[1, 2]])}, IDS),
@@ -428,7 +428,7 @@ def test_errors_name_a_model_and_do_not_print_it() -> None:
     model: Any = scripted.target()
     held = sd.ModelDrafter(model)
     for call in (
-        lambda: sd.Cascade(sd.PromptLookupDrafter(), then=held),
+        lambda: lab.Cascade(sd.PromptLookupDrafter(), then=held),
         lambda: generated(rule=model),
         lambda: generated(drafter=model),
     ):
@@ -513,7 +513,7 @@ def test_options_are_numbers_words_for_values_or_text(text: str, values: list[An
         ("model:layers=2", r"Drafter 'model': .*help\(\w+Drafter\)"),
         ("prompt-lookup:max_ngram=2.5", "max_ngram is 2.5, expected int"),
         ("prompt-lookup:num_draft=x", r"num_draft is 'x', expected int \| None"),
-        ("ngram:stochastic=3", "stochastic is 3, expected bool"),
+        ("auto:recycling=3", "recycling is 3, expected bool"),
         ("ngram:max_order=99", "max_order"),
     ],
 )

@@ -1,8 +1,8 @@
 """Speculative decoding for mlx-lm: the same text, sooner.
 
 Errors are in `errors`, results of a generation in `generation`, further drafters, rules and
-statistics in `drafters`, `rules` and `stats`, models that read images in `vision`. A module is
-imported when a name of it is used.
+statistics in `drafters`, `rules` and `stats`, models that read images in `vision`; `lab` has
+instruments, proofs, training and systems of papers. A module is imported when a name of it is used.
 """
 
 # first, since the imports below take a while, in which a server may be told to end
@@ -15,10 +15,8 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from specdec_mlx.cli import backends as _backends  # noqa: E402
 
-try:
-    import mlx.core as _mlx_core  # noqa: F401 (all that follows needs it)
-except ImportError as _error:
-    raise _backends.without_mlx(_error) from None
+if _signals.command_line() is None:  # the command imports MLX once its flags are right
+    _backends.require_mlx()
 
 if TYPE_CHECKING:
     from specdec_mlx import drafters as drafters
@@ -37,13 +35,10 @@ if TYPE_CHECKING:
     from specdec_mlx.contracts import Drafter as Drafter
     from specdec_mlx.contracts import DraftSession as DraftSession
     from specdec_mlx.draft_length.store import Tuning as Tuning
-    from specdec_mlx.drafters.cascade import Cascade as Cascade
     from specdec_mlx.drafters.choosing.registry import make_drafter as make_drafter
     from specdec_mlx.drafters.first_of import BestOf as BestOf
     from specdec_mlx.drafters.first_of import FirstOf as FirstOf
-    from specdec_mlx.drafters.first_of import TreeOf as TreeOf
     from specdec_mlx.drafters.heads.loading import load_head as load_head
-    from specdec_mlx.drafters.lookahead import LookaheadDrafter as LookaheadDrafter
     from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
     from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
     from specdec_mlx.drafters.prompt_lookup import (
@@ -66,13 +61,11 @@ __version__ = "0.1.0"
 _PLACES = {
     "AcceptanceRule": "contracts",
     "BestOf": "drafters.first_of",
-    "Cascade": "drafters.cascade",
     "Draft": "contracts",
     "DraftContext": "contracts",
     "DraftSession": "contracts",
     "Drafter": "contracts",
     "FirstOf": "drafters.first_of",
-    "LookaheadDrafter": "drafters.lookahead",
     "Memory": "memory",
     "ModelDrafter": "drafters.model",
     "NGramDrafter": "drafters.ngram",
@@ -80,7 +73,6 @@ _PLACES = {
     "RecyclingDrafter": "drafters.recycling",
     "Sampling": "sampling",
     "SuffixDrafter": "drafters.suffix",
-    "TreeOf": "drafters.first_of",
     "Tuning": "draft_length.store",
     "batch_generate": "batch_generation",
     "batch_stream_generate": "batch_generation",

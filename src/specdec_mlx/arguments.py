@@ -23,6 +23,18 @@ T = TypeVar("T")
 
 OWN_PACKAGE = "specdec-mlx"
 
+DEFAULT_DRAFTER = "auto"  # the drafter of commands that are told none
+MODEL_DRAFTER = "model"  # the name of a draft model, wherever it comes from
+NO_DRAFTER = "none"  # the name of plain decoding
+PROCESS = (
+    "process"  # a memory that ends with its process, where a file's name could stand
+)
+AUTO = "auto"  # the draft length that is chosen by what pays
+RULES = ("auto", "match", "coupled", "rejection", "block")
+"""Names of the library's own rules."""
+DRAFTER_GROUP, RULE_GROUP = "specdec_mlx.drafters", "specdec_mlx.rules"
+"""Groups of entry points by which packages give their drafters and rules a name."""
+
 
 WORDS = {"true": True, "false": False, "none": None}
 
@@ -187,6 +199,13 @@ class Parser(argparse.ArgumentParser):
             self.error(refusal(unknown, self._option_string_actions))
         return namespace
 
+    def check(self, make: Callable[[], T]) -> T:
+        """What `make` returns; its ValueError and OSError end the process as a wrong flag does."""
+        try:
+            return make()
+        except (ValueError, OSError) as error:
+            self.error(str(error))
+
     def print_help(self, file: Any = None) -> None:
         """Print `format_help` without the rare flags."""
         for action in self._actions:
@@ -214,6 +233,52 @@ class _HelpAll(argparse.Action):
     def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
         print(parser.format_help(), end="")
         parser.exit()
+
+
+def parse_draft_length(text: str) -> int | str:
+    """Read a draft length as typed on the command line. Raises ValueError for anything else."""
+    if text == AUTO:
+        return text
+    if not text.isdecimal():
+        raise ValueError(f"{text!r}: expected an int >= 0, or {AUTO}")
+    return int(text)
+
+
+def registered_names(group: str, *own: str) -> list[str]:
+    """Our own names, and those that installed packages register, none of which is imported."""
+    return list(dict.fromkeys([*own, *sorted(entry_points(group=group).names)]))
+
+
+def known(what: str, names: Sequence[str]) -> Callable[[str], str]:
+    """The `type` of a flag that takes NAME or NAME:key=value,... with one of these names."""
+
+    def parse(spec: str) -> None:
+        if (name := name_in(spec)) not in names:
+            raise ValueError(f"Unknown {what} {name!r}. Known: {', '.join(names)}.")
+
+    return checked(parse)
+
+
+def number(
+    kind: Callable[[str], Any], least: float, most: float
+) -> Callable[[str], Any]:
+    """The `type` of a flag that takes a number within bounds; `kind` is int or float."""
+
+    @functools.wraps(kind)
+    def parse(text: str) -> Any:
+        if not least <= (value := kind(text)) <= most:
+            raise ValueError(f"{text}: expected a number from {least:g} to {most:g}.")
+        return value
+
+    return argument(parse)
+
+
+def add_lighter_arguments(parser: Any) -> None:
+    """The flags that make a draft model lighter, for a parser, or group, with --draft-model."""
+    how = {"type": argument(positive_int), "metavar": "N"}
+    parser.add_argument(
+        "--draft-layers", help="Draft with its first layers only.", **how
+    )
 
 
 def existing_file(text: str) -> Path:

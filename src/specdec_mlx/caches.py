@@ -301,12 +301,14 @@ class Rollback:
     """A model's caches, and how many positions they hold of what this object was fed.
 
     caches: the caller's own list, whose entries may be replaced (kv_bits does). states: how
-    recurrences go step by step once the prompt was read, or None.
+    recurrences go step by step once the prompt was read, or None. base: positions of earlier texts,
+    where the caches are kept elsewhere, with those of other texts.
     """
 
     caches: list[Any]
     position: int = 0
     states: RecurrentStates | None = None
+    base: int = 0
     checkpoints: list[tuple[int, list[Any]]] = field(default_factory=list)
     """Positions, and what each cache needs to go back there; None for one that needs nothing."""
     _found: list[tuple[Any, Strategy]] = field(default_factory=list, compare=False)
@@ -357,7 +359,9 @@ class Rollback:
         saved = [
             s.save(cache) if s.must_restore else None for cache, s in self.strategies()
         ]
-        earlier = [point for point in self.checkpoints if point[0] < self.position]
+        earlier = self.checkpoints
+        while earlier and earlier[-1][0] >= self.position:
+            earlier = earlier[:-1]
         self.checkpoints = [*earlier[-1:], (self.position, saved)]
 
     @contextmanager
@@ -397,7 +401,7 @@ class Rollback:
         offsets = (
             cache.offset for cache in leaves(self.caches) if hasattr(cache, "offset")
         )
-        return max(offsets, default=self.position)
+        return max(offsets, default=self.base + self.position)
 
     def keep(self, position: int, kept: Sequence[int]) -> int:
         """Keep some positions of a draft that began at `position`; see `rewind_to`.
@@ -517,6 +521,43 @@ def mark_unusable(caches: Sequence[Any], reason: str) -> None:
     for cache in leaves(caches):
         with suppress(TypeError):  # of a class that cannot be referred to weakly
             _unusable[cache] = reason
+
+
+OTHER_THREAD = (
+    "was read on or closed in another thread than the one that began it, and MLX computes an array "
+    "only in the thread that made it. Read and close a generation in one thread."
+)
+
+
+def is_of_other_thread(error: BaseException) -> bool:
+    """True if MLX refused to compute here what another thread has begun."""
+    return isinstance(error, RuntimeError) and "in current thread" in str(error)
+
+
+def note_other_thread(error: BaseException) -> None:
+    """Say on MLX's error about threads what the caller did."""
+    if is_of_other_thread(error):
+        error.add_note(f"This generation {OTHER_THREAD}")
+
+
+@contextmanager
+def refused_after_failure(caches: Sequence[Any]) -> Iterator[None]:
+    """Have caches refused from now on if this block, which brings them in order, fails.
+
+    Raises CacheRollbackError in the place of MLX's error about threads.
+    """
+    try:
+        yield
+    except BaseException as failure:
+        if is_of_other_thread(failure):
+            mark_unusable(caches, f"a generation {OTHER_THREAD}")
+            raise CacheRollbackError(f"This generation {OTHER_THREAD}") from failure
+        reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
+        mark_unusable(
+            caches,
+            f"a generation was interrupted and could not be undone ({reason}).",
+        )
+        raise
 
 
 def check_usable(caches: Sequence[Any]) -> None:

@@ -643,14 +643,6 @@ class Target(Protocol):
         """Rows of the latest `feed`, and its number of positions."""
 
 
-@runtime_checkable
-class OffersSeveral(Protocol):
-    """A session that has several drafts at once; default: what it proposes."""
-
-    def candidates(self, limit: int) -> Sequence[Draft]:
-        """Point-mass chains of 1 to `limit` tokens, the likeliest first; microseconds of work."""
-
-
 # rows that a session reads after the first token; 16 kB each, if large
 # from so many on they are read for keys and values alone
 MOST_WAITING = 2048
@@ -720,9 +712,6 @@ OPTIONAL: dict[str, Any] = {
     # of a look-up's session, (limit, values, may_fork) -> Draft: the chain or tree that is worth
     # most to `values`, a `ValuesDrafts`; may_fork() is asked if a tree is best
     "propose_tree": None,
-    # of a look-up's session in a `Cascade`, (tokens [n], limit) -> Draft: point masses after tokens
-    # that may be rejected
-    "propose_after": None,
     # of a session that reads the target, (tokens [n], rows): draft tokens that were not kept, and
     # their rows, after `see` was shown the others
     "see_rejected": None,

@@ -25,7 +25,7 @@ from jaxtyping import Float
 from mlx_lm.generate import generation_stream
 
 from specdec_mlx.arguments import check_names
-from specdec_mlx.caches import Rollback
+from specdec_mlx.caches import Rollback, note_other_thread
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
@@ -57,7 +57,6 @@ from specdec_mlx.sequence import (
     split_cache,
 )
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.stats.counterfactual import Counterfactual
 from specdec_mlx.target import NextToken, Verifier, check_model
 from specdec_mlx.token_ids import to_ids
 
@@ -216,6 +215,9 @@ class Generation:
                 yield from self.emit(current, outcome, following)
                 current = following or self.verify(self.propose())
                 emits_first = self.drafting.is_shared
+        except RuntimeError as error:
+            note_other_thread(error)
+            raise
         finally:
             self.finish()
 
@@ -594,10 +596,6 @@ def assemble(
     """
     prompt = check_prompt(prompt_tokens, options.input_embeddings, drafter)
     prompt, num_read = [*history, *prompt], num_read + len(history)
-    account = Counterfactual() if options.counterfactual else None
-    if account is not None:
-        rule = account.counting(options.rule, is_seeded=options.seed is not None)
-        options = replace(options, rule=rule)
     target = verifier_for(
         model,
         Rollback(caches, num_read),
@@ -625,7 +623,7 @@ def assemble(
     parts.sequence.has_prompt = len(prompt_tokens) > 0
     parts.sequence.num_history = len(history)
     parts.drafting.keeps_cache = options.prompt_cache is not None
-    parts.stats = SpeculationStats(counterfactual=account) if stats is None else stats
+    parts.stats = SpeculationStats() if stats is None else stats
     return parts
 
 

@@ -90,7 +90,7 @@ class Options(CacheOptions):
             and block, which accepts more, without. "lenient" and "typical" change the text's
             distribution.
         draft_length: most tokens to draft a round, K; "auto" takes what pays, 0 included, from
-            measured cost and acceptance; "heuristic" follows the last verdict.
+            measured cost and acceptance.
         tuning: what "auto" has learned and goes on learning; None takes the loaded model's own.
         logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
         prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a draft
@@ -107,8 +107,6 @@ class Options(CacheOptions):
         tokenizer: the target's, for drafters that compare it.
         probe: measure once, for each loaded model, whether passes over several positions are exact,
             and do not draft where they are not.
-        counterfactual: also work out, in `stats.counterfactual`, what every rule would have
-            accepted.
         prefill_stops: ascending positions of the prompt at which a pass ends, for the progress
             callback to take the caches as they are there.
         stream: MLX's stream to run on.
@@ -127,6 +125,5 @@ class Options(CacheOptions):
     input_embeddings: mx.array | None = None
     tokenizer: Any = None
     probe: bool = True
-    counterfactual: bool = False
     prefill_stops: Sequence[int] = ()
     stream: Any = generation_stream

@@ -22,7 +22,14 @@ import mlx.core as mx
 import numpy as np
 from jaxtyping import Bool, Float, Integer
 
-from specdec_mlx.arguments import installed, load, make_with, split_spec, wrong
+from specdec_mlx.arguments import (
+    RULE_GROUP,
+    installed,
+    load,
+    make_with,
+    split_spec,
+    wrong,
+)
 from specdec_mlx.contracts import (
     AcceptanceRule,
     Agreement,
@@ -361,9 +368,6 @@ RULES: dict[str, Callable[..., AcceptanceRule]] = {
 """The rules of the library, by name. They leave the target's distribution alone."""
 
 
-GROUP = "specdec_mlx.rules"  # entry points by which packages give their rules a name
-
-
 def rule_names() -> list[str]:
     """Names that `rule=` takes: the built-in ones, and those of installed packages."""
     return [*RULES, *_installed()]
@@ -400,4 +404,4 @@ def make_rule(
 
 @functools.cache
 def _installed() -> dict[str, EntryPoint]:
-    return installed(GROUP, "rule", RULES)
+    return installed(RULE_GROUP, "rule", RULES)

@@ -22,7 +22,7 @@ from specdec_mlx.caches import (
     Rollback,
     check_usable,
     leaves,
-    mark_unusable,
+    refused_after_failure,
     states_of,
     wait_for,
 )
@@ -228,18 +228,12 @@ def bring_caches_to(
         return
     caches = target.rollback
     try:
-        caches.rewind_to(end)
-        while (left := end - caches.position) > 0:
-            feed(left)
-        target.quantize()
-        mx.async_eval(states_of(caches.caches))
-    except BaseException as failure:
-        reason = f"{type(failure).__name__}: {failure}".rstrip(": ")
-        mark_unusable(
-            caches.caches,
-            f"a generation was interrupted and could not be undone ({reason}).",
-        )
-        raise
+        with refused_after_failure(caches.caches):
+            caches.rewind_to(end)
+            while (left := end - caches.position) > 0:
+                feed(left)
+            target.quantize()
+            mx.async_eval(states_of(caches.caches))
     finally:
         callers_cache[: len(caches.caches)] = caches.caches
 

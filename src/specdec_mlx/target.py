@@ -142,7 +142,7 @@ class NextToken:
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
         """Add emitted tokens to the processors' history, which need not be the whole text."""
-        if self.processors and len(tokens):
+        if len(tokens):
             new = to_ids(tokens)
             seen = new if self.history is None else mx.concatenate([self.history, new])
             self.history = seen if self._window is None else seen[-self._window :]
@@ -151,8 +151,6 @@ class NextToken:
         self, logits: mx.array, drafted: mx.array, parents: Sequence[int] | None = None
     ) -> mx.array:
         """Run pure processors over rows [K+1, V], each with the history that it would have."""
-        if not self.processors:
-            return logits
         rows = []
         for i in range(logits.shape[0]):
             before = (
@@ -354,7 +352,8 @@ class LazyPass:
                 # what came before is handed out; the next round finds this row as its first
                 outcome = Outcome(outcome.kept[:i], outcome.tokens[:i])
                 break
-        _check_next_token(outcome.tokens[-1], vocab_size)
+        if not 0 <= outcome.tokens[-1] < vocab_size:
+            raise wrong_next_token(outcome.tokens[-1], vocab_size)
         if "masses" in numbers:
             check_distribution(numbers["masses"], numbers["own"])
         return outcome
@@ -415,7 +414,8 @@ class StepwisePass:
                 return Outcome(range(row), tokens)
             tokens.append(token_id)
             self.logprobs.append(logprobs)
-        _check_next_token(tokens[-1], self.logits.shape[-1])
+        if not 0 <= tokens[-1] < self.logits.shape[-1]:
+            raise wrong_next_token(tokens[-1], self.logits.shape[-1])
         return Outcome(range(len(tokens) - 1), tokens)
 
     def _row(self, row: int, before: list[int]) -> tuple[mx.array, mx.array, mx.array]:
@@ -426,13 +426,12 @@ class StepwisePass:
         return token, ~mx.isfinite(scale[0]).astype(mx.bool_), logits - scale
 
 
-def _check_next_token(token: int, vocab_size: int) -> None:
-    """Raise VerdictError for a token that the target does not have: it would be fed next."""
-    if not 0 <= token < vocab_size:
-        raise VerdictError(
-            f"The next token is {token}; the target has 0 to {vocab_size - 1}. Have your own "
-            "sampler, or rule, draw it from the target's rows."
-        )
+def wrong_next_token(token: int, vocab_size: int) -> VerdictError:
+    """The error for a token that the target does not have: it would be fed next."""
+    return VerdictError(
+        f"The next token is {token}; the target has 0 to {vocab_size - 1}. Have your own sampler "
+        "or rule draw it from the target's rows."
+    )
 
 
 def check_distribution(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:
@@ -585,7 +584,8 @@ class Verifier(ModelPass):
 
     def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
         """Add tokens of the text to what logits processors see."""
-        self.next_token.extend_history(tokens)
+        if self.next_token.processors:
+            self.next_token.extend_history(tokens)
 
     def show_end(self, logprobs: mx.array) -> None:
         """Show processors the text when no pass comes after it; logprobs: [1, V], any."""
@@ -659,12 +659,9 @@ class Verifier(ModelPass):
             return StepwisePass(
                 draft, num_fed, logits, target, position, self.end_tokens
             )
-        rows = RoundPositions(
-            target.process(logits, drafted, draft.parents),
-            target,
-            position,
-            draft.parents,
-        )
+        if target.processors:
+            logits = target.process(logits, drafted, draft.parents)
+        rows = RoundPositions(logits, target, position, draft.parents)
         if not len(draft.tokens):
             return LazyPass(
                 NO_DRAFT,

@@ -164,14 +164,14 @@ def test_without_a_seed_generate_takes_the_rule_that_accepts_most(folders: Path)
 
 
 WRONG: dict[str, str] = {
-    "generate --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, ",
+    "generate --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, guessed-model",
     "generate --drafter ngram:nothing=1": "unexpected keyword argument 'nothing'",
     "generate --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
     "generate --drafter model": "--draft-model",
     "generate --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
     "server --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
     "generate --draft-model nowhere/at/all": "There is no folder nowhere/",
-    "generate --draft-length -1": "expected an int >= 0, auto or heuristic",
+    "generate --draft-length -1": "expected an int >= 0, or auto",
     "generate --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
     "generate --max-tokens -5": "--max-tokens: -5: expected an int >= 1, or -1 for no limit",
     "chat --max-tokens 0": "--max-tokens: 0: expected an int >= 1",
@@ -190,7 +190,7 @@ WRONG: dict[str, str] = {
         for command in ("generate", "probe")
     },
     "bench --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
-    "bench --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, ",
+    "bench --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, guessed-model",
     "bench --drafter model": "it needs --draft-model MODEL",
     "bench --draft-model nowhere/at/all": "There is no folder nowhere/at/all",
     "bench --temp -1": "temp",

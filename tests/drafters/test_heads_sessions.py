@@ -26,6 +26,7 @@ import tiny
 from exact import TARGET, Rounds, Source
 from heads import HEADS, VOCAB, Shown, states
 from selection import FULL, cases, in_one_test
+from specdec_mlx import lab
 from specdec_mlx.contracts import (
     MANY_WAITING,
     MOST_WAITING,
@@ -51,7 +52,7 @@ MASK = VOCAB - 1
 
 WHOLE: dict[str, Callable[[], Any]] = {
     "pard": lambda: PardDrafter(small(), mask_token=MASK),
-    "early exit": lambda: sd.drafters.early_exit(target(), 2),
+    "early exit": lambda: lab.early_exit(target(), 2),
 }
 """Drafters that read tokens, as models do."""
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from typing import Any
 
+import mlx.core as mx
 import mlx_lm
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.generate import generate_step
 
 import specdec_mlx as sd
 from scripted import OracleDrafter, OracleTrees
 from selection import in_one_test
-from specdec_mlx.drafters.thoughts import Thought
+from specdec_mlx.drafters.thoughts import Thought, ThoughtBudget
 from tiny_model_folder import write_model_folder
 
 PROMPT = "the cat in the hat and the other cat in the hat"
@@ -137,3 +139,97 @@ def test_a_thought_may_be_opened_or_left_out(pair: tuple[Any, Any]) -> None:
     assert allowed(answers[1]) == {begins}
     assert place.forced()[:1] == [begins]
     assert allowed([]) == {begins, opens[0]}  # and back again
+
+
+# Budgets
+
+
+def closed_by_hand(
+    pair: tuple[Any, Any], thought: Thought, most: int, num_tokens: int
+) -> list[int]:
+    """The greedy text with a thought of at most so many tokens, by mlx-lm and plain Python."""
+    model, tokenizer = pair
+    text: list[int] = []
+    start = len(tokenizer.encode(PROMPT))
+
+    def processor(tokens: mx.array, logits: mx.array) -> mx.array:
+        text = tokens[start:].tolist()
+        is_open = text[: len(thought.opens)] == [*thought.opens]
+        body = text[len(thought.opens) :]
+        for place in range(len(body) + 1):
+            before = body[:place]
+            if any(
+                mark and (*before[-len(mark) :],) == mark
+                for mark in (thought.closes, thought.calls)
+            ):
+                is_open = False
+        if not is_open or len(body) < most:
+            return logits
+        begun = max(
+            i for i in range(len(thought.closes)) if body[len(body) - i :] == [*thought.closes[:i]]
+        )
+        return mx.where(mx.arange(logits.shape[-1]) == thought.closes[begun], 0.0, -mx.inf)[None]
+
+    for token, _ in generate_step(
+        mx.array(tokenizer.encode(PROMPT)),
+        model,
+        max_tokens=num_tokens,
+        logits_processors=[processor],
+    ):
+        text.append(int(token))
+    return text
+
+
+def test_a_thought_is_closed_when_its_budget_is_used(pair: tuple[Any, Any]) -> None:
+    """Greedy, by mlx-lm's own loop with the rule written out: marks of one and of several tokens,
+    thoughts that end in time, by a call too, and texts that do not begin with a thought."""
+    tokenizer = pair[1]
+    free = tokens_of(pair, None, [], max_tokens=40)
+    new = next(free[i] for i in range(4, 30) if free[i] not in free[:i])
+    unseen = next(token for token in range(40, 200) if token not in free)
+    other = (*tokenizer.encode("Qz#"),)
+    assert len(other) > 1
+    thoughts = [
+        Thought((unseen,)),
+        Thought(other),
+        Thought((new,)),
+        Thought((free[12], *other)),  # a mark that the text has begun by itself
+        Thought((unseen,), calls=(new,)),
+        Thought(other, opens=(*free[:2],)),
+        Thought(other, opens=(unseen,)),
+    ]
+    for thought in thoughts:
+        for most in (0, 1, 5, 12, 13, 39):
+            expected = closed_by_hand(pair, thought, most, 40)
+            ours = tokens_of(pair, None, [ThoughtBudget(thought, most)], max_tokens=40)
+            assert ours == expected[: len(ours)], (thought, most)
+    assert expected[:39] == free[:39]
+
+
+@pytest.mark.parametrize("how", [{}, SAMPLED], ids=["greedy", "seed"])
+def test_a_budget_gives_one_text_whatever_is_drafted(
+    how: dict[str, Any], pair: tuple[Any, Any]
+) -> None:
+    """Drafts run over the place where the thought is closed, and a grammar may come after it."""
+    tokenizer, size = pair[1], pair[0].args.vocab_size
+    thought = Thought((*tokenizer.encode("Qz"),), ends=(tokenizer.eos_token_id,))
+    free = tokens_of(pair, None, [], **how)
+    for most in (3, 10):
+        for grammar in (None, NUMBERS):
+
+            def processors(most: int = most, grammar: Any = grammar) -> list[Any]:
+                budget = ThoughtBudget(thought, most)
+                if grammar is None:
+                    return [budget]
+                given = {"thought": thought}
+                return [budget, sd.drafters.GrammarProcessor(grammar, tokenizer, **given)]
+
+            expected = tokens_of(pair, None, processors(), **how)
+            end = most + len(thought.closes)
+            assert expected[:end] == [*free[:most], *thought.closes]
+            drafters: list[Any] = [OracleDrafter(expected, size, wrong) for wrong in (0, 0.3, 1.1)]
+            drafters += [OracleDrafter(free, size), OracleTrees(expected, size)]
+            drafters += [sd.ModelDrafter(pair[0]), sd.PromptLookupDrafter(min_ngram=1)]
+            for drafter in drafters:
+                ours = tokens_of(pair, drafter, processors(), draft_length=6, **how)
+                assert ours == expected, (most, grammar, drafter)

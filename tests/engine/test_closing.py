@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from typing import Any
 
@@ -23,12 +24,16 @@ import tiny
 from heads import HEADS, random_head
 from scripted import plain
 from selection import cases
-from specdec_mlx.caches import leaves
-from specdec_mlx.drafters.cascade import Cascade
+from specdec_mlx import lab
+from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.schedule import Request, Schedule
+from specdec_mlx.caches import check_usable, leaves
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.drafters.heads.early_exit import early_exit
-from specdec_mlx.drafters.heads.parallel_sampling import LookAhead, PaSSDrafter
 from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.lab.papers.cascade import Cascade
+from specdec_mlx.lab.papers.early_exit import early_exit
+from specdec_mlx.lab.papers.parallel_sampling import LookAhead, PaSSDrafter
+from specdec_mlx.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore:specdec_mlx")
 
@@ -74,22 +79,22 @@ DRAFTERS: dict[str, Callable[[str], Made]] = {
     "pass of trees": lambda name: (pass_(name, branches=2), None),
     "pass after look-up": lambda name: (sd.FirstOf(sd.PromptLookupDrafter(), pass_(name)), None),
     "pass beside a model": lambda name: (
-        sd.TreeOf(pass_(name), sd.ModelDrafter(near(name))),
+        lab.TreeOf(pass_(name), sd.ModelDrafter(near(name))),
         None,
     ),
     "pass before look-up": lambda name: (Cascade(pass_(name)), None),
-    "lookahead": lambda name: (sd.LookaheadDrafter(), None),
+    "lookahead": lambda name: (lab.LookaheadDrafter(), None),
     "recycling": lambda name: (sd.RecyclingDrafter(), None),
     "early exit": lambda name: (made := early_exit(target(name), 2), made.model),
     "model": lambda name: (sd.ModelDrafter(near(name)), near(name)),
     "model of trees": lambda name: (sd.ModelDrafter(near(name), branches=2), near(name)),
     "model before look-up": lambda name: (Cascade(sd.ModelDrafter(near(name))), near(name)),
     "guessed by look-up": lambda name: (
-        sd.ModelDrafter(near(name), drafter="suffix"),
+        lab.GuessedDrafter(near(name), drafter="suffix"),
         near(name),
     ),
     "guessed by a model": lambda name: (
-        sd.ModelDrafter(near(name), drafter=sd.ModelDrafter(target(name))),
+        lab.GuessedDrafter(near(name), drafter=sd.ModelDrafter(target(name))),
         near(name),
     ),
     "pard": lambda name: (PardDrafter(near(name), mask_token=1), near(name)),
@@ -159,3 +164,70 @@ def test_caches_end_with_the_last_token_that_was_handed_out(kind: str, name: str
                 check_holds(owner, held, text)
     if kind not in HEADS:
         assert any(num_accepted for _, num_accepted in rounds), "no round has a middle"
+
+
+def raised_by(call: Callable[[], object], *, elsewhere: bool = False) -> BaseException | None:
+    """What a call raises, here or in another thread."""
+    if elsewhere:
+        with ThreadPoolExecutor(1) as threads:
+            return threads.submit(call).exception()
+    try:
+        call()
+    except Exception as error:
+        return error
+    return None
+
+
+def told(error: BaseException) -> str:
+    return " ".join([str(error), *getattr(error, "__notes__", ())])
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+@pytest.mark.parametrize("way", ["close", "collect", "next"])
+def test_caches_left_to_another_thread_hold_the_text_or_are_refused_with_the_reason(
+    way: str,
+) -> None:
+    """MLX computes an array only in the thread that made it: whatever of the target's or a draft
+    model's caches is not computed yet cannot be brought in order from another thread.
+    """
+    model, small = target("qwen3_next"), near("qwen3_next")
+    num_refused = num_held = 0
+    for place in range(1, NUM_TOKENS):
+        own = make_prompt_cache(model)
+        drafter = sd.ModelDrafter(small) if place % 2 else sd.SuffixDrafter()
+        caches = own + (make_prompt_cache(small) if place % 2 else [])
+        left = [
+            sd.speculate(model, PROMPT, drafter, max_tokens=40, prompt_cache=caches, draft_length=4)
+        ]
+        taken = [next(left[0]).token for _ in range(place)]
+
+        def leave(left: Any = left, taken: Any = taken) -> None:
+            if way == "next":
+                taken += [next(left[0]).token for _ in range(3)]
+            if way != "collect":
+                left[0].close()
+            left.clear()
+
+        error = raised_by(leave, elsewhere=True)
+        assert error is None or "in another thread than the one that began it" in told(error)
+        if (refusal := raised_by(functools.partial(check_usable, caches))) is not None:
+            assert "in another thread than the one that began it" in str(refusal)
+            num_refused += 1
+        else:
+            mx.eval([cache.state for cache in caches])
+            check_holds(model, caches[: len(own)], [*PROMPT, *taken])
+            num_held += 1
+    assert num_held > 0
+    assert num_refused > 0
+
+
+@pytest.mark.parametrize("name", cases(("llama", "qwen3_next"), "qwen3_next"))
+def test_caches_of_a_batch_can_be_read_in_another_thread(name: str) -> None:
+    options = Options(draft_length=3)
+    batch = BatchGeneration(target(name), None, options, Schedule(2), returns_caches=True)
+    for prompt in (PROMPT, PROMPT[:9]):
+        batch.insert(Request(prompt, 5))
+    ended = [row.prompt_cache for row in batch.run() if row.finish_reason is not None]
+    assert len(ended) == 2
+    reading = functools.partial(list, (mx.eval([c.state for c in one]) for one in ended))
+    assert raised_by(reading, elsewhere=True) is None

@@ -21,9 +21,9 @@ from scripted import PROMPT, target
 from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.drafters.cascade import Cascade
-from specdec_mlx.drafters.heads.parallel_sampling import LookAhead, PaSSDrafter
 from specdec_mlx.lab.pair import held_out_openings
+from specdec_mlx.lab.papers.cascade import Cascade
+from specdec_mlx.lab.papers.parallel_sampling import LookAhead, PaSSDrafter
 from specdec_mlx.sequence import SHOWS_PROMPT, tokens_on
 
 NUM_TOKENS = 24
@@ -259,7 +259,7 @@ def test_turns_need_no_name() -> None:
 COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
     "first of": lambda one, other: sd.FirstOf(sd.SuffixDrafter(), one, other),
     "best of": lambda one, other: sd.BestOf(one, other),
-    "tree of": lambda one, other: sd.TreeOf(one, other),
+    "tree of": lambda one, other: lab.TreeOf(one, other),
     "nested": lambda one, other: sd.FirstOf(Cascade(one), sd.BestOf(sd.SuffixDrafter(), other)),
 }
 

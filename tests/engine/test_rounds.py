@@ -309,7 +309,7 @@ def test_passes_run_ahead_where_looking_is_free_and_finds_nothing() -> None:
 
 
 @pytest.mark.parametrize("which", ["look-up", "model", "look-up, then model"])
-@in_one_test(("temp", "length"), product([0.0, 1.0], [4, "auto", "heuristic"]))
+@in_one_test(("temp", "length"), product([0.0, 1.0], [4, "auto"]))
 def test_no_drafter_is_asked_and_no_draft_model_runs_before_the_first_token(
     which: str, temp: float, length: int | str, monkeypatch: pytest.MonkeyPatch
 ) -> None:

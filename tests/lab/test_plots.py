@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import sys
 from dataclasses import fields, replace
 from io import BytesIO
@@ -58,7 +59,7 @@ def every_plot() -> dict[str, plots.Plot]:
     stats = stats_of(ROUNDS)
     results = [result("mlx-lm", "", "a", 1), result("ngram", "4", "a", 2)]
     return {
-        "stats": stats.plot(),
+        "stats": plots.plot_stats(stats),
         "cost": plots.cost_curve(linear_cost(0.24)),
         "by text": plots.speed_by_text(results),
         "modelled": Scores([score("ngram", "a", 1.5), score("ngram", "all", 1.2)]).plot(),
@@ -91,7 +92,7 @@ LONG = [(63, n) for n in range(64)]
 
 def test_long_drafts_are_shown_in_ranges_of_positions():
     """As the table has them: 63 bars would be a blot; no round and no position is left out."""
-    histogram, by_position, _ = stats_of(LONG + ROUNDS).plot().axes[:3]
+    histogram, by_position, _ = plots.plot_stats(stats_of(LONG + ROUNDS)).axes[:3]
     bars = [patch.get_height() for patch in histogram.patches]
     assert [label.get_text() for label in histogram.get_xticklabels()] == [
         *"01234",
@@ -108,7 +109,7 @@ def test_titles_stand_in_their_panels_and_the_legend_in_its_figure():
     """With long names, nothing is cut at an edge."""
     name = "prompt-lookup:max_ngram=4,min_ngram=2,window=1024,case=false"
     scores = [score(f"{name}{i}", "a", 1.5) for i in range(7)]
-    for plot in (stats_of(LONG).plot(), Scores(scores).plot()):
+    for plot in (plots.plot_stats(stats_of(LONG)), Scores(scores).plot()):
         plot.canvas.draw()
         for ax in plot.axes:
             boxes = [ax.title.get_window_extent()]
@@ -136,4 +137,4 @@ def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.axes", None)
     monkeypatch.delitem(sys.modules, "specdec_mlx.lab.plots")
     with pytest.raises(sd.errors.MissingPackageError, match=r"pip install \"specdec-mlx\[plot\]\""):
-        stats_of(ROUNDS).plot()
+        importlib.import_module("specdec_mlx.lab.plots")

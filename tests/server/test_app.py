@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,6 +30,7 @@ from specdec_mlx.server.requests import (
     ServerEndingError,
     TextRequest,
 )
+from specdec_mlx.server.status import Totals
 from specdec_mlx.stats.account import SpeculationStats
 
 SECONDS = 60  # after which a test that waits fails
@@ -428,3 +429,42 @@ def test_totals_count_what_was_written(port: int, engine: StandIn) -> None:
     at = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
     assert [grown[at % place] for place in range(4)] == [2, 1, 0, 0]
     assert "<td>x</td><td>5 of 8 (62%)</td>" in ask(port, "GET", "/")[1]
+
+
+def test_a_request_is_one_line_of_the_log(
+    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model, tokens read, reused and written, tokens a pass, and seconds; of all its choices.
+    How far a prompt is read is told once that has taken two seconds. A refusal is a line too.
+    """
+    caplog.set_level("INFO")
+    now = [100.0]
+    monkeypatch.setattr(app, "monotonic", lambda: now[0])
+    stats = SpeculationStats(target_passes=2, accepted=4, cut=1)
+    ended = replace(ENDED, model="m", stats=stats)
+
+    def lines(*events: tuple[float, int, Event], choices: int = 1) -> list[str]:
+        """What is logged for events, each at a time and of a choice."""
+        now[0] = 100.0
+        caplog.clear()
+        asked: Any = SimpleNamespace(requests=[TextRequest()] * choices)
+        answer = app.Answer(Any, Totals(), app.CHAT, asked)  # type: ignore[arg-type]
+        for seconds, choice, event in events:
+            now[0] = 100.0 + seconds
+            answer.counted([(choice, event)])
+        return [record.getMessage() for record in caplog.records]
+
+    progress = [PromptProgress(done, 7, 2) for done in range(8)]
+    assert lines((0.5, 0, progress[2]), (2.4, 0, progress[7]), (3.0, 0, ended)) == [
+        "m: 5 tokens read, 2 reused, 3 written, 2.50 a pass, 3.0 s"
+    ]
+    told = lines(*((float(i), 0, one) for i, one in enumerate(progress[:5])), (9.0, 0, ended))
+    assert told[:-1] == ["Prompt: 3 of 7 tokens", "Prompt: 4 of 7 tokens"]
+    both = lines(
+        (0.5, 0, progress[2]), (3.0, 1, progress[2]), (4.0, 0, ended), (5.0, 1, ended), choices=2
+    )
+    assert both == ["m: 10 tokens read, 4 reused, 6 written, 2.50 a pass, 5.0 s"]
+    caplog.clear()
+    post(port, CHAT, {**BODY, "temperature": -1})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "root"]
+    assert line.startswith("Refused with 400: temperature must be ")

@@ -25,6 +25,7 @@ from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
 from specdec_mlx.sequence import PromptReader
+from specdec_mlx.server import engine as engine_module
 from specdec_mlx.server import models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
@@ -635,6 +636,32 @@ def test_num_tokens_is_that_of_the_prompt_for_any_thread(engine: Engine) -> None
     text = ask(engine)
     assert text.ended
     assert engine.num_tokens(TextRequest(messages=ASKED)) == text.ended.num_prompt
+
+
+def test_the_process_may_end_at_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits is told, and what was learned is kept, while a model is loaded for minutes."""
+    monkeypatch.setattr(engine_module, "GRACE", 0.1)
+    loads, may_load, kept = threading.Event(), threading.Event(), list[bool]()
+    load = Models.load
+
+    def slow(self: Models, request: TextRequest) -> Any:
+        if request.model:
+            loads.set()
+            assert may_load.wait(60)
+        return load(self, request)
+
+    monkeypatch.setattr(Models, "load", slow)
+    monkeypatch.setattr(Models, "keep", lambda self: kept.append(True))
+    with running(folder, flags=with_flags()) as engine:
+        clients = [submit(engine, model="other", prompt=PROMPT), begin(engine, 0)]
+        assert loads.wait(60)
+        engine.end()
+        num_kept = len(kept)
+        may_load.set()
+        for client in clients:
+            with pytest.raises(ServerEndingError):
+                client.wait()
+        assert num_kept == 1
 
 
 STATES = ["not started", "idle", "loading", "reading", "writing", "written together", "waiting"]

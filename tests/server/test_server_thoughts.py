@@ -3,16 +3,24 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from written_texts import CALL, END, TOOLS, UNCALL, cut, events_of, said, tokenizer, written
 
-from live import Script, post
+import tiny_model_folder
+from engines import ask, running, submit, with_flags
+from live import TEMPLATE, Script, post
 from selection import in_one_test
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.drafters.thoughts import Thought
-from specdec_mlx.server.requests import Written
+from specdec_mlx.server.protocols import fields
+from specdec_mlx.server.protocols.chat import CHAT
+from specdec_mlx.server.protocols.messages import MESSAGES as MESSAGES_WIRE
+from specdec_mlx.server.protocols.responses import RESPONSES as RESPONSES_WIRE
+from specdec_mlx.server.requests import RequestError, Wire, Written
+from tiny_model_folder import write_model_folder
 from wires import chat_of, events_in, message_of, response_of
 
 USER: list[Any] = [{"role": "user", "content": "go"}]
@@ -220,3 +228,111 @@ def test_a_thought_before_a_grammar_ends_with_its_token() -> None:
     for event in events_of([*cut("a"), *pieces, *cut(text)], **given):
         whole.add(event)
     assert said(whole)[:4] == ('{"a": "one"}', "a</think> b", [], "stop")
+
+
+# Budgets
+
+EFFORTS: list[tuple[Wire, dict[str, Any], int | None]] = [
+    (CHAT, {"reasoning_effort": "minimal"}, 512),
+    (CHAT, {"reasoning_effort": "low"}, 1024),
+    (CHAT, {"reasoning_effort": "xhigh"}, None),
+    (CHAT, {"reasoning_effort": "none"}, None),
+    (CHAT, {}, None),
+    (RESPONSES_WIRE, {"reasoning": {"effort": "medium"}}, 8192),
+    (RESPONSES_WIRE, {"reasoning": {"summary": "auto"}}, None),
+    (MESSAGES_WIRE, {"thinking": {"type": "enabled", "budget_tokens": 2000}}, 2000),
+    (MESSAGES_WIRE, {"thinking": {"type": "adaptive"}, "output_config": {"effort": "high"}}, 24576),
+    (
+        MESSAGES_WIRE,
+        {"thinking": {"type": "enabled", "budget_tokens": 9}, "output_config": {"effort": "low"}},
+        9,
+    ),
+    (MESSAGES_WIRE, {"output_config": {"effort": "max"}}, None),
+]
+
+
+@in_one_test(("wire", "body", "expected"), EFFORTS)
+def test_an_effort_stands_for_a_budget(wire: Wire, body: dict[str, Any], expected: Any) -> None:
+    base = {"model": "m", "messages": USER, "input": "go", "max_tokens": 9}
+    assert wire.read({**base, **body}).requests[0].thought_budget == expected
+
+
+@in_one_test("budget", [-1, "9", True, 1.5, [9]])
+def test_a_budget_that_is_none_is_refused(budget: Any) -> None:
+    body = {
+        "max_tokens": 9,
+        "messages": USER,
+        "thinking": {"type": "enabled", "budget_tokens": budget},
+    }
+    with pytest.raises(RequestError, match="budget_tokens must be an int from 0 on"):
+        MESSAGES_WIRE.read(body)
+
+
+@pytest.mark.parametrize("wire", [CHATS, MESSAGES, RESPONSES], ids=lambda wire: wire["path"][4:])
+def test_a_thought_ends_with_its_budget(
+    wire: dict[str, Any], url: str, script: Script, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whole and streamed, with drafts that go on thinking; a shorter thought is left as it is."""
+    monkeypatch.setattr(fields, "BUDGETS", {"low": 5})
+    thinks = {"thinking": {"type": "enabled", "budget_tokens": 5}}
+    thinks = thinks if wire is MESSAGES else wire["thinks"][0]
+    for text, expected in (
+        ("ABCDEFGHIJ", ("ABCDE", "GHIJ", [])),  # the mark stands in the place of F
+        ("ABC</think>XYZ", ("ABC", "XYZ", [])),
+        ("ABCDE</think>XYZ", ("ABCDE", "XYZ", [])),
+    ):
+        for stream in False, True:
+            script.texts = [text]
+            more = {"draft_length": 4, "prediction": {"type": "content", "content": text}}
+            body = {**wire["body"], **thinks, **more, "stream": stream}
+            assert asked(url, wire["path"], body) == expected
+
+
+THINKS: dict[str, Any] = {"template": {"enable_thinking": True}, "max_tokens": 60}
+LIMITED: list[dict[str, Any]] = [
+    {"thought_budget": 7},
+    {"thought_budget": 20, "draft_length": 6, "drafters": ["ngram"]},
+    {"thought_budget": 11, "seed": 3, "sampling": {"temp": 0.9}},
+    {"thought_budget": 9, **SCHEMED},
+    {"thought_budget": 15, **SCHEMED, "seed": 4, "sampling": {"temp": 1.0}},
+    {"thought_budget": 12, "penalties": {"repetition_penalty": 1.3}},
+    {"thought_budget": 3, "tools": TOOLS, "tool_choice": "required"},
+    {"thought_budget": 50, "drafters": ["none"]},
+    {"thought_budget": 500},
+]
+
+
+def test_thoughts_are_closed_in_rows_of_a_batch_as_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each request gets the text that it gets alone and without a drafter: greedy, with a seed,
+    with a schema after the thought."""
+    marks = "<think>", "</think>"
+    special = [*dict.fromkeys([*tiny_model_folder.SPECIAL, *marks])]
+    monkeypatch.setattr(tiny_model_folder, "SPECIAL", special)
+    monkeypatch.setattr(tiny_model_folder, "CHAT_TEMPLATE", TEMPLATE)
+    folder = write_model_folder(tmp_path, "llama", max_position_embeddings=4096)
+
+    def kind(i: int) -> dict[str, Any]:
+        prompt = f"{chr(65 + i)} the cat in the hat and the other cat in the hat"
+        return {"messages": [{"role": "user", "content": prompt}], **THINKS, **LIMITED[i]}
+
+    def told(text: Written) -> tuple[Any, ...]:
+        assert text.ended
+        return *said(text), text.ended.num_written, text.ended.num_thought
+
+    with running(folder, flags=with_flags(draft_length=3)) as engine:
+        plain = [
+            told(ask(engine, **{**kind(i), "drafters": ["none"]})) for i in range(len(LIMITED))
+        ]
+        assert [told(ask(engine, **kind(i))) for i in range(len(LIMITED))] == plain
+        clients = [submit(engine, **kind(i)) for i in range(len(LIMITED))]
+        texts = [client.wait() for client in clients]
+        assert [*map(told, texts)] == plain
+        assert any(text.ended.is_batched for text in texts if text.ended)
+    for i, asked_for in enumerate(LIMITED):
+        budget, (text, _, calls, _, _, _, num_thought) = asked_for["thought_budget"], plain[i]
+        assert num_thought == min(budget + 1, 60)  # with the mark
+        if "grammar" in asked_for:
+            assert json.loads(text)["a"] in ("one", "two")
+        assert bool(calls) == ("tools" in asked_for)

@@ -74,7 +74,7 @@ def text() -> sd.generation.Text:
     """A generation of an oracle that errs, with every origin in it."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     plain = sd.generate(model, tokenizer, [1, 2, 3], drafter=None, max_tokens=40)
-    options: dict[str, Any] = {"max_tokens": 40, "draft_length": "heuristic"}
+    options: dict[str, Any] = {"max_tokens": 40, "draft_length": 5}
     drafter = OracleDrafter(plain.tokens, 32, wrong=0.4)
     text = sd.generate(model, tokenizer, [1, 2, 3], drafter=drafter, **options)
     assert text == plain

@@ -16,7 +16,7 @@ from time import perf_counter
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.batch.passes import SharedPasses, ToVerify, make_passes
+from specdec_mlx.batch.passes import BatchPasses, SharedPasses, ToVerify, make_passes
 from specdec_mlx.batch.schedule import (
     BatchText,
     BatchToken,
@@ -25,6 +25,7 @@ from specdec_mlx.batch.schedule import (
     Rounds,
     Schedule,
 )
+from specdec_mlx.caches import note_other_thread
 from specdec_mlx.contracts import NO_DRAFT, Draft, Drafter, Outcome
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
@@ -73,7 +74,7 @@ class BatchGeneration:
     clock: PassClock = field(default_factory=PassClock)
     num_rounds: int = 0
     is_pipelined: bool = False
-    passes: SharedPasses = field(init=False)
+    passes: BatchPasses = field(init=False)
     shared: SharedLength | None = field(default=None, init=False)
     _shared_drafts: SharedDrafts = field(default_factory=SharedDrafts)
 
@@ -84,7 +85,7 @@ class BatchGeneration:
         elif self.options.draft_length == "auto":
             self.shared = SharedLength(tuning_for(self.model))
 
-    def make_passes(self) -> SharedPasses:
+    def make_passes(self) -> BatchPasses:
         """The passes over all texts, or over one after the other."""
         with mx.stream(self.options.stream):
             return make_passes(self.model, self.options.max_kv_size, self.drafter)
@@ -101,7 +102,7 @@ class BatchGeneration:
             for text in self.schedule.reading
             for cache in text.reader.caches.caches
         )
-        return self.passes.caches.num_bytes + sum(int(cache.nbytes) for cache in caches)
+        return self.passes.num_bytes + sum(int(cache.nbytes) for cache in caches)
 
     def run(self) -> Generator[BatchToken, None, None]:
         """Write all texts; the tokens of a round come text by text."""
@@ -112,6 +113,9 @@ class BatchGeneration:
         """Write all texts, as `run`; None where a part of a prompt was read."""
         try:
             yield from self._steps()
+        except RuntimeError as error:
+            note_other_thread(error)
+            raise
         finally:
             if left := self.schedule.clear():
                 self.passes.verifiers = []
@@ -207,6 +211,9 @@ class BatchGeneration:
         with mx.stream(self.options.stream):
             for text in texts:
                 self.passes.add(text.verifier)
+            assert isinstance(self.passes, SharedPasses), (
+                "to_read_together is empty elsewhere"
+            )
             self.passes.read([text.generation.sequence.tokens[:-1] for text in texts])
         for text in texts:
             text.generation.prefill()

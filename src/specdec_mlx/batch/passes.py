@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import warnings
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar, NamedTuple
@@ -21,26 +22,6 @@ from specdec_mlx.target import Verifier
 from specdec_mlx.token_ids import to_ids
 
 
-@dataclass
-class DeferredRollback(Rollback):
-    """A row's place in its text: notes a rewind; `apply_rewinds` does all of them together.
-
-    base: positions of earlier texts in the caches.
-    """
-
-    base: int = 0
-
-    def rewind_to(self, position: int) -> int:
-        """Note the position to go back to; `SharedPasses.apply_rewinds` goes there."""
-        self.position = min(self.position, position)
-        return self.position
-
-    @property
-    def end(self) -> int:
-        """Where the row's caches are to end."""
-        return self.base + self.position
-
-
 class ToVerify(NamedTuple):
     """One row of a pass: pending tokens, at least one, a draft that was checked, its position."""
 
@@ -50,25 +31,68 @@ class ToVerify(NamedTuple):
 
 
 @dataclass
-class SharedPasses:
-    """The target of several texts at once: caches and passes of all, and a verifier of each."""
+class BatchPasses(ABC):
+    """Passes over several texts, which have a verifier each.
+
+    is_together: one pass is over all texts.
+    """
+
+    verifiers: list[Verifier] = field(default_factory=list, kw_only=True)
+    is_together: ClassVar[bool]
+
+    @abstractmethod
+    def add(self, verifier: Verifier) -> None:
+        """Take over a text that was read alone."""
+
+    @abstractmethod
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these texts, in this order, and drop the others."""
+
+    @abstractmethod
+    def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
+        """Start a pass over each text."""
+
+    @abstractmethod
+    def apply_rewinds(self) -> None:
+        """Take the rejected positions of all texts back out of the caches."""
+
+    @abstractmethod
+    def extract(self, row: int) -> Rollback:
+        """The caches of one text."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of the caches of all texts."""
+
+
+@dataclass
+class SharedPasses(BatchPasses):
+    """One pass over all texts, as rows; each text's `Rollback` has no caches of its own.
+
+    A text that rewinds moves its position alone. `apply_rewinds` then rewinds all rows together.
+    """
 
     model: nn.Module
     caches: BatchCaches
-    verifiers: list[Verifier] = field(default_factory=list)
     is_together: ClassVar[bool] = True
 
     @property
-    def places(self) -> list[Any]:
-        """Where the rows are in their texts, as `DeferredRollback`s."""
+    def places(self) -> list[Rollback]:
+        """Where the rows are in their texts."""
         return [verifier.rollback for verifier in self.verifiers]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the caches of all texts."""
+        return self.caches.num_bytes
 
     def add(self, verifier: Verifier) -> None:
         """Take over a text that was read alone; from now on it goes with the others."""
         alone = verifier.rollback
         self.caches.add(alone.caches, alone.end)
         base = alone.end - alone.position
-        verifier.rollback = DeferredRollback([], alone.position, base=base)
+        verifier.rollback = Rollback([], alone.position, base=base)
         self.verifiers.append(verifier)
 
     def keep(self, rows: Sequence[int]) -> None:
@@ -129,10 +153,17 @@ class SharedPasses:
         return Rollback(caches, self.places[row].position)
 
 
-class OneByOne(SharedPasses):
-    """Passes of each text alone, for what cannot be rows; `BatchGeneration` then writes one."""
+@dataclass
+class OneByOne(BatchPasses):
+    """A pass over each text alone, for what cannot be rows; `BatchGeneration` then writes one."""
 
-    is_together = False
+    is_together: ClassVar[bool] = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the caches of all texts."""
+        caches = (cache for v in self.verifiers for cache in v.rollback.caches)
+        return sum(int(cache.nbytes) for cache in caches)
 
     def add(self, verifier: Verifier) -> None:
         """Take over a text with its caches."""
@@ -169,13 +200,13 @@ def reads_caches(drafter: Drafter) -> bool:
 
 def make_passes(
     model: nn.Module, max_kv_size: int | None, drafter: Drafter | None
-) -> SharedPasses:
+) -> BatchPasses:
     """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
     readers = [part for part in all_drafters(drafter) if reads_caches(part)]
     if readers:
         reason = f"{type(readers[0]).__name__} reads the target's caches, of one text at a time"
     elif not can_hold_rows(model):
-        return OneByOne(model, BatchCaches([]))
+        return OneByOne()
     elif caches := BatchCaches.like(make_prompt_cache(model, max_kv_size=max_kv_size)):
         return SharedPasses(model, caches)
     else:
@@ -184,4 +215,4 @@ def make_passes(
         f"specdec_mlx: {reason}. The texts are written one by one.",
         stacklevel=5,
     )
-    return OneByOne(model, BatchCaches([]))
+    return OneByOne()

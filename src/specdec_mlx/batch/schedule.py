@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
-from specdec_mlx.caches import Rollback
+from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor, Outcome
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.loop import Generation, Round, Token, tokens_of
@@ -133,6 +133,8 @@ class BatchText:
             and (left := len(self.generation.sequence.tokens) - alone.position) > 0
         ):
             self.generation.feed(left)
+        # so that other threads can read them
+        mx.async_eval(states_of(alone.caches))
         self.prompt_cache, self.num_cached = alone.caches, alone.position
 
     def cut_at(

@@ -5,7 +5,6 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import KW_ONLY, dataclass, replace
-from functools import partial
 from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import mlx.core as mx
@@ -17,7 +16,6 @@ from specdec_mlx.contracts import (
     DraftContext,
     Drafter,
     DraftSession,
-    OffersSeveral,
     RoundRecord,
     Session,
     SessionGroups,
@@ -27,7 +25,6 @@ from specdec_mlx.contracts import (
     session_groups,
 )
 from specdec_mlx.draft_length.contract import DraftLength, ValuesDrafts
-from specdec_mlx.trees.drafts import merged
 
 if TYPE_CHECKING:
     from specdec_mlx.sequence import SequenceState
@@ -101,35 +98,10 @@ class Selection(ABC):
             self.judge = Auto()
 
     def _way_to(self, key: str, session: Session) -> Callable[[int], Draft]:
-        if isinstance(session, SessionGroups) and not isinstance(session, DraftSession):
-            return partial(self._tree, key, session.parts)
-        return (
-            self.values.begin(key, session, self._may_fork)
-            if self.values
-            else session.propose
-        )
-
-    def _tree(
-        self, key: str, parts: Sequence[tuple[str, DraftSession]], limit: int
-    ) -> Draft:
-        """What all of these propose, as the tree, or the chain, that is worth most."""
-        values, drafts = self.values, list[Proposal]()
-        for part_key, part in parts:
-            most = min(limit, values.limit(part_key, True)) if values else limit
-            several = (
-                part.candidates(most)
-                if values and isinstance(part, OffersSeveral)
-                else ()
-            )
-            proposed = several or [part.propose(most)]
-            drafts += [(part_key, draft) for draft in proposed if len(draft)]
-        certain = [(key, draft) for key, draft in drafts if draft.logprobs is None]
-        if values is not None:
-            chains = [(key, draft.first_chain()) for key, draft in certain]
-            return values.best_tree(key, chains, self._may_fork)
-        if len(drafts) > 1 and drafts[0][1].logprobs is None:
-            return merged([draft for _, draft in certain]).head(limit)
-        return drafts[0][1] if drafts else NO_DRAFT
+        assert isinstance(session, DraftSession)
+        if self.values is None:
+            return session.propose
+        return self.values.begin(key, session, self._may_fork)
 
     def select(self) -> Proposal:
         """The best draft of the first group of sessions that has one, and its drafter's key."""

@@ -1,7 +1,7 @@
 """Drafts from what the target itself thought of next (Token Recycling, Luo et al. 2024).
 
 At every position computed, rejected ones too, the likeliest next tokens are noted. A draft is a
-chain of likeliest successors; a tree, as the paper has it, branches to the others (`TreeOf`).
+chain of likeliest successors; a tree, as the paper has it, branches to the others.
 """
 
 from __future__ import annotations
@@ -174,13 +174,10 @@ class RecyclingSession:
 
     def propose(self, limit: int) -> Draft:
         """Follow the table from the last token."""
-        return next(self._chains(limit), NO_DRAFT)
+        return next(self.chains(limit), NO_DRAFT)
 
-    def candidates(self, limit: int) -> list[Draft]:
+    def chains(self, limit: int) -> Iterator[Draft]:
         """The chains through the likeliest successors of the last token."""
-        return list(self._chains(limit))
-
-    def _chains(self, limit: int) -> Iterator[Draft]:
         length, width = min(limit, self.config.num_draft), self.config.context
         return self.table.drafts(self.tokens, length, width)
 

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec_mlx.lab.beams.generation import beam_search as beam_search
+    from specdec_mlx.lab.counterfactual import Counterfactual as Counterfactual
     from specdec_mlx.lab.demo_model import demo_model_path as demo_model_path
     from specdec_mlx.lab.pair import HEADS as HEADS
     from specdec_mlx.lab.pair import Pair as Pair
@@ -26,14 +27,40 @@ if TYPE_CHECKING:
     from specdec_mlx.lab.pair import head_path as head_path
     from specdec_mlx.lab.pair import load_pair as load_pair
     from specdec_mlx.lab.pair import target_path as target_path
+    from specdec_mlx.lab.papers.cascade import Cascade as Cascade
+    from specdec_mlx.lab.papers.early_exit import early_exit as early_exit
+    from specdec_mlx.lab.papers.lookahead import LookaheadDrafter as LookaheadDrafter
+    from specdec_mlx.lab.papers.ngram_table import NGramTable as NGramTable
+    from specdec_mlx.lab.papers.ngram_table import (
+        TabledNGramDrafter as TabledNGramDrafter,
+    )
+    from specdec_mlx.lab.papers.parallel_sampling import PaSSDrafter as PaSSDrafter
+    from specdec_mlx.lab.papers.stochastic_ngrams import (
+        StochasticNGramDrafter as StochasticNGramDrafter,
+    )
+    from specdec_mlx.lab.papers.suffix_trees import (
+        SuffixTreeDrafter as SuffixTreeDrafter,
+    )
+    from specdec_mlx.lab.papers.trees_of_several import TreeOf as TreeOf
+    from specdec_mlx.lab.papers.vertical_cascade import GuessedDrafter as GuessedDrafter
     from specdec_mlx.lab.proof import check as check
     from specdec_mlx.lab.proof.drafter import check_drafter as check_drafter
     from specdec_mlx.lab.proof.rule import check_rule as check_rule
     from specdec_mlx.lab.proof.strategy import check_strategy as check_strategy
 
 _PLACES = {
+    "Cascade": "papers.cascade",
+    "Counterfactual": "counterfactual",
+    "GuessedDrafter": "papers.vertical_cascade",
     "HEADS": "pair",
+    "LookaheadDrafter": "papers.lookahead",
+    "NGramTable": "papers.ngram_table",
+    "PaSSDrafter": "papers.parallel_sampling",
     "Pair": "pair",
+    "StochasticNGramDrafter": "papers.stochastic_ngrams",
+    "SuffixTreeDrafter": "papers.suffix_trees",
+    "TabledNGramDrafter": "papers.ngram_table",
+    "TreeOf": "papers.trees_of_several",
     "beam_search": "beams.generation",
     "check": "proof",
     "check_drafter": "proof.drafter",
@@ -41,6 +68,7 @@ _PLACES = {
     "check_strategy": "proof.strategy",
     "demo_model_path": "demo_model",
     "draft_path": "pair",
+    "early_exit": "papers.early_exit",
     "head": "pair",
     "head_path": "pair",
     "load_pair": "pair",

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.lab.counterfactual import wilson
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.stats.counterfactual import wilson
 from specdec_mlx.views.html import (
     BLUE,
     COLOURS,

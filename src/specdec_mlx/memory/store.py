@@ -14,6 +14,7 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from specdec_mlx.arguments import PROCESS as PROCESS
 from specdec_mlx.arguments import whole, wrong
 from specdec_mlx.memory.file import Integers
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
@@ -273,10 +274,6 @@ class Memory(KeptFile):
         while older and len(older[-1]) <= max(YOUNG, 2 * len(youngest)):
             youngest = older.pop().ids + youngest
         self.indexes = _bounded((*older, ContextIndex(youngest)), self.max_tokens)
-
-
-# a memory that ends with its process, where a file's name could stand
-PROCESS = "process"
 
 
 def as_memory(memory: Memory | Path | str | None) -> Memory | None:

@@ -12,6 +12,7 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
+from time import monotonic
 from typing import Any
 
 import msgspec
@@ -53,6 +54,7 @@ from specdec_mlx.server.requests import (
 from specdec_mlx.server.status import METRICS_TYPE, Totals
 from specdec_mlx.server.under_way import Ticket
 
+LONG_READING = 2.0  # seconds after which the log says how far a prompt is read
 RETRY_SECONDS = "5"  # after which a request that was not served may be sent again
 SILENCE = 5.0  # seconds without a byte after which a stream says that it lives
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
@@ -251,6 +253,9 @@ class Answer:
     ) -> None:
         self.engine, self.totals, self.wire, self.asked = engine, totals, wire, asked
         self.num_open = len(asked.requests)
+        self.began_at = monotonic()
+        self.read_since: dict[int, float] = {}  # choice -> time
+        self.ended: list[Ended] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the texts, and send them."""
@@ -264,7 +269,8 @@ class Answer:
                 inbox, send
             )
         except HungUpError:
-            logging.info("Client hung up.")
+            seconds = monotonic() - self.began_at
+            logging.info(f"{self.asked.model}: client hung up after {seconds:.1f} s.")
             return
         except Exception as error:
             response = refusal(self.wire, error)
@@ -313,19 +319,36 @@ class Answer:
         await send({"type": "http.response.body", "body": data})
 
     def counted(self, events: Events) -> Events:
-        """Count events, and log how far prompts are; raises the error of one that failed."""
-        for _, event in events:
+        """Count events, and log what they tell; raises the error of one that failed."""
+        for choice, event in events:
             match event:
                 case Failed():
                     raise event.error
                 case PromptProgress():
-                    logging.info(
-                        "Prompt processing progress: %d/%d", event.done, event.total
-                    )
+                    since = self.read_since.setdefault(choice, monotonic())
+                    if monotonic() - since > LONG_READING:
+                        logging.info(f"Prompt: {event.done} of {event.total} tokens")
                 case Ended():
                     self.num_open -= 1
                     self.totals.add(event)
+                    self.ended.append(event)
+                    if not self.num_open:
+                        logging.info(account(self.ended, monotonic() - self.began_at))
         return events
+
+
+def account(ended: Sequence[Ended], seconds: float) -> str:
+    """A line about a request: its model, tokens read, reused and written, and the time it took."""
+    reused = sum(text.num_cached for text in ended)
+    read = sum(text.num_prompt for text in ended) - reused
+    written = sum(text.num_written for text in ended)
+    stats = [text.stats for text in ended if text.stats is not None]
+    passes = sum(one.target_passes for one in stats)
+    speed = sum(one.emitted for one in stats) / max(1, passes)
+    return (
+        f"{ended[0].model}: {read} tokens read, {reused} reused, {written} written, "
+        f"{speed:.2f} a pass, {seconds:.1f} s"
+    )
 
 
 def encoded(content: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
@@ -334,8 +357,10 @@ def encoded(content: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
 
 
 def refusal(wire: Wire, error: Exception) -> Response:
-    """An error in the form of a protocol."""
-    response = encoded(wire.error(error, status := status_of(error)), status)
+    """An error in the form of a protocol; logged."""
+    status = status_of(error)
+    logging.info(f"Refused with {status}: {error!s:.200}")
+    response = encoded(wire.error(error, status), status)
     if isinstance(error, UnavailableError):
         response.headers["retry-after"] = RETRY_SECONDS
     return response

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -17,13 +18,14 @@ from functools import partial
 from threading import Event as Flag
 from threading import Thread
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.choosing.registry import WITH_MODEL, first_of
+from specdec_mlx.drafters.choosing.registry import first_of, takes_model
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.errors import CacheRollbackError
 from specdec_mlx.loop import Generation, Token, assemble, speculate
@@ -41,6 +43,9 @@ from specdec_mlx.server.rows import BatchRows
 from specdec_mlx.server.under_way import AskedText, Ticket, prepare
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
+# A pass that is under way when the process ends is waited for so many seconds, or until so many of
+# the processor were spent on it: it may be of a long prompt, or a model that is loaded.
+GRACE, GRACE_OF_PROCESSOR = 5.0, 0.4
 
 
 class _JoinedError(Exception):
@@ -60,7 +65,9 @@ class Engine:
             self.draft_caches = Prefixes(settings.prompt_cache_size)
         self.running = 0
         self._waiting: deque[Ticket] = deque()
+        self._tickets = WeakSet[Ticket]()
         self._has_news, self._has_ended, self._is_ending = Flag(), Flag(), False
+        self._has_kept = Flag()
         self._is_ready: Future[None] = Future()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
 
@@ -85,6 +92,7 @@ class Engine:
         Raises RequestError and ModelFolderError for the name of no model.
         """
         ticket = Ticket(request, put, self.models.names_of(request))
+        self._tickets.add(ticket)
         loaded = self.models.loaded
         if (
             loaded is not None
@@ -126,6 +134,33 @@ class Engine:
         if self._thread.is_alive():
             self.join()
 
+    def end(self) -> None:
+        """End all texts because the process ends: what was learned is kept, and nothing freed.
+
+        What takes longer than a grace period is left as it is; its clients are told all the same.
+        """
+        self._is_ending = self.ranks.is_first
+        self._has_news.set()
+        if self.ranks.are_several:  # which wait for each other
+            self._has_kept.wait()
+        begun, spent = time.monotonic(), time.process_time()
+        while not self._has_kept.wait(0.02):
+            if (
+                time.monotonic() - begun > GRACE
+                or time.process_time() - spent > GRACE_OF_PROCESSOR
+            ):
+                self.keep()
+                break
+        for ticket in list(self._tickets):
+            ticket.fail(ServerEndingError())
+
+    def keep(self) -> None:
+        """Write what was learned to its files."""
+        try:
+            self.models.keep()
+        except Exception as error:
+            logging.error("What was learned is not kept.", exc_info=error)
+
     def join(self) -> None:
         """Wait until nothing is served any more."""
         self._has_ended.wait()
@@ -146,10 +181,9 @@ class Engine:
             self._is_ending = True
             while self._waiting:
                 self._waiting.popleft().fail(ServerEndingError())
-            try:
-                self.models.close()
-            except Exception as error:
-                logging.error("What was learned is not kept.", exc_info=error)
+            self.keep()
+            self._has_kept.set()
+            self.models.reset()
             self.prefixes.trim_to(0)
             self.draft_caches.trim_to(0)
             mx.clear_streams()
@@ -362,7 +396,7 @@ class Engine:
         split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
         heavy = [
-            part for name, part in self.models.defaults(loaded) if name in WITH_MODEL
+            part for name, part in self.models.defaults(loaded) if takes_model(name)
         ]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)

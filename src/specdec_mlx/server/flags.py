@@ -7,16 +7,15 @@ import ipaddress
 import json
 import os
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from inspect import signature
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from specdec_mlx.arguments import Parser, argument
-from specdec_mlx.memory.store import PROCESS
+from specdec_mlx.arguments import PROCESS, Parser, argument, number
 from specdec_mlx.mlx_lm_plugin.flags import (
     EVERYBODY,
     KEY,
@@ -24,6 +23,8 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     USER,
     Flags,
     add_arguments,
+    check_files,
+    check_numbers,
     take_flags,
 )
 from specdec_mlx.server.requests import RequestError, TextRequest
@@ -34,10 +35,6 @@ DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model given at the star
 
 VARIABLES = {"kwargs", "documents", "continue_final_message", "role_mapping"}
 """Names beside the template's own variables that any request may set."""
-TEMPLATE_ARGUMENTS = signature(
-    PreTrainedTokenizerBase.apply_chat_template
-).parameters.keys()
-"""Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
 
 RARE_HERE = (
     "allowed-origins chat-template chat-template-args decode-concurrency log-level "
@@ -118,16 +115,24 @@ class ServerSettings:
         metavar="JSON",
     )
     temp: float | None = flag(
-        None, "Default temperature (default: the model's own, or 0)", type=float
+        None,
+        "Default temperature (default: the model's own, or 0)",
+        type=number(float, 0, 1e30),
     )
     top_p: float | None = flag(
-        None, "Default top-p (default: the model's own, or off)", type=float
+        None,
+        "Default top-p (default: the model's own, or off)",
+        type=number(float, 0, 1),
     )
     top_k: int | None = flag(
-        None, "Default top-k (default: the model's own, or off)", type=int
+        None,
+        "Default top-k (default: the model's own, or off)",
+        type=number(int, 0, inf),
     )
     min_p: float | None = flag(
-        None, "Default min-p (default: the model's own, or off)", type=float
+        None,
+        "Default min-p (default: the model's own, or off)",
+        type=number(float, 0, 1),
     )
     max_tokens: int | None = flag(
         None, "Most tokens of an answer (default: as many as fit)", type=int
@@ -232,7 +237,7 @@ class ServerSettings:
         if self.request_models == GIVEN and not given_adapter:
             raise refused("adapters", request.adapter)
         free = VARIABLES | ({"chat_template"} if self.allow_chat_templates else set())
-        if wrong := (TEMPLATE_ARGUMENTS - free) & request.template.keys():
+        if wrong := (template_arguments() - free) & request.template.keys():
             raise RequestError(
                 f"chat_template_kwargs: {', '.join(sorted(wrong))} cannot be set by a request. "
                 "A server that is started with --allow-chat-templates takes a chat_template."
@@ -242,6 +247,14 @@ class ServerSettings:
         """True if a request may have this model loaded, or see it in the list."""
         own = ("", DEFAULT_MODEL, self.model, str(Path(self.model or "").resolve()))
         return self.request_models != GIVEN or name in own
+
+
+@cache
+def template_arguments() -> Set[str]:
+    """Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
+    from transformers import PreTrainedTokenizerBase
+
+    return signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 
 def refused(name: str, value: Any) -> RequestError:
@@ -254,16 +267,25 @@ def refused(name: str, value: Any) -> RequestError:
 
 def parse_settings(arguments: Sequence[str]) -> ServerSettings:
     """The settings of a command line; ends the process, with one line, for a wrong one."""
+    parser, namespace = parse_flags(arguments)
+    return parser.check(partial(settings_of, namespace))
+
+
+def parse_flags(arguments: Sequence[str]) -> tuple[Parser, argparse.Namespace]:
+    """The parser and the values of a command line, checked as far as that needs no MLX.
+
+    Ends the process, with one line, for a wrong flag.
+    """
     parser = make_parser()
     namespace = parser.parse_args(arguments)
-    try:
-        return settings_of(namespace)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    parser.check(partial(complete, namespace))
+    return parser, namespace
 
 
-def settings_of(namespace: argparse.Namespace) -> ServerSettings:
-    """The settings of parsed arguments; raises ValueError and OSError for what cannot be done."""
+def complete(namespace: argparse.Namespace) -> None:
+    """Fill in what depends on other flags; raises ValueError and OSError for wrong flags."""
+    check_numbers(namespace)
+    check_files(namespace)
     is_local = is_loopback(namespace.host)
     if namespace.request_models == GIVEN and namespace.model is None:
         raise ValueError(f"argument --request-models: {GIVEN} needs --model.")
@@ -275,17 +297,19 @@ def settings_of(namespace: argparse.Namespace) -> ServerSettings:
     )
     if namespace.any_model_name is None:
         namespace.any_model_name = is_local and namespace.model is not None
-    has_memory = namespace.memory is not None
     whose = namespace.memory_for
     if whose != EVERYBODY and namespace.memory != PROCESS:
         raise ValueError(
             f"argument --memory-for: {whose} needs --memory {PROCESS}, got {namespace.memory}. A "
             "file is for everybody who may write to it."
         )
-    flags = replace(take_flags(namespace), memory_for=whose)
-    if is_local and not has_memory:
-        flags = replace(flags, memory=PROCESS)  # one person's
-    namespace.flags = flags
+    if is_local and namespace.memory is None:
+        namespace.memory = PROCESS  # one person's
+
+
+def settings_of(namespace: argparse.Namespace) -> ServerSettings:
+    """The settings of parsed arguments; raises ValueError and OSError for what cannot be done."""
+    namespace.flags = replace(take_flags(namespace), memory_for=namespace.memory_for)
     names = [setting.name for setting in fields(ServerSettings)]
     return ServerSettings(**{name: getattr(namespace, name) for name in names})
 

@@ -29,7 +29,11 @@ from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing import registry
 from specdec_mlx.drafters.choosing.choice import NamedModel
-from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
+from specdec_mlx.drafters.choosing.registry import (
+    MODEL_DRAFTER,
+    NO_DRAFTER,
+    takes_model,
+)
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
 from specdec_mlx.exactness.probe import can_hold_rows
@@ -138,7 +142,7 @@ class Loaded:
 class Models:
     """The models that requests may name, one of them loaded at a time.
 
-    `load`, `drafter` and `close` belong to the engine's thread; all else to any.
+    `load`, `drafter` and `reset` belong to the engine's thread; all else to any.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -159,7 +163,7 @@ class Models:
 
     def _waits(self, name: str) -> bool:
         """True for a drafter that is made anew for each target."""
-        return self.flags.waits_for_target and name in WITH_MODEL
+        return self.flags.waits_for_target and takes_model(name)
 
     def names_of(self, request: TextRequest) -> tuple[str, str | None]:
         """Name and adapter of the model for a request; raises RequestError for none.
@@ -462,9 +466,10 @@ class Models:
         gc.collect()
         mx.clear_cache()
 
-    def close(self) -> None:
-        """Free the model, and write the memory to its file."""
-        self.reset()
+    def keep(self) -> None:
+        """Write what was learned, and the memory, to their files."""
+        if (loaded := self.loaded) is not None:
+            loaded.closing.close()
         self.flags.save_memory()
 
     def listed(self) -> list[dict[str, Any]]:

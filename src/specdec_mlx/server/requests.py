@@ -10,11 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from specdec_mlx.drafters.grammar import Grammar
-from specdec_mlx.stats.account import SpeculationStats
+if TYPE_CHECKING:
+    from specdec_mlx.drafters.grammar import Grammar
+    from specdec_mlx.stats.account import SpeculationStats
+
 
 Object = dict[str, Any]
 """A JSON object."""
@@ -84,6 +86,7 @@ class TextRequest:
         seed: None draws one.
         num_logprobs: alternatives to report beside each token; None reports nothing.
         grammar: what the answer must match; None for any text.
+        thought_budget: most tokens of the thought before an answer; None for any number.
         prediction: a text that the answer is expected to resemble.
         echo: give the prompt back before the text.
         drafters: names to try in order; None for the server's own choice.
@@ -109,6 +112,7 @@ class TextRequest:
     seed: int | None = None
     num_logprobs: int | None = None
     grammar: Grammar | None = None
+    thought_budget: int | None = None
     prediction: str = ""
     echo: bool = False
     drafters: Sequence[str] | None = None
@@ -182,7 +186,8 @@ class CallBroken:
 class Ended:
     """The text's end. reason: "stop", "length" or "tool_calls". stop: the stop string that ended
     it. num_written: tokens of the text, the end token among them; accepted, rejected: drafted ones
-    among those, and those that were not kept. drafter, is_batched, stats: how it was written."""
+    among those, and those that were not kept. model, drafter, is_batched, stats: how it was
+    written."""
 
     reason: str
     stop: str | None = None
@@ -192,6 +197,7 @@ class Ended:
     num_thought: int = 0
     accepted: int = 0
     rejected: int = 0
+    model: str = ""
     drafter: str = ""
     is_batched: bool = False
     stats: SpeculationStats | None = None

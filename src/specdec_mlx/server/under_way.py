@@ -19,6 +19,7 @@ from specdec_mlx.drafters.grammar import (
     GrammarProcessor,
     compiled_tokenizer,
 )
+from specdec_mlx.drafters.thoughts import ThoughtBudget
 from specdec_mlx.loop import Token
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches, predicting
 from specdec_mlx.models.anatomy import vocab_size_of
@@ -195,7 +196,11 @@ class AskedText:
             if prepared.prediction:
                 self.drafter = predicting(self.drafter, prepared.prediction)
             self.drafter = keeping_caches(self.drafter, draft_caches)
-        thought = None if prepared.grammar is None else self.prompt.thought
+        thought, budget = self.prompt.thought, request.thought_budget
+        if thought is not None and budget is not None and budget < self.max_tokens:
+            self.processors.append(ThoughtBudget(thought, budget, num_tokens))
+        elif prepared.grammar is None:
+            thought = None  # the text alone tells where it ends
         if prepared.grammar is not None:
             guarded = GuardedGrammar(prepared.grammar, tokenizer, num_tokens, thought)
             self.processors.append(guarded)
@@ -298,6 +303,7 @@ class AskedText:
             num_prompt=len(self.prompt.tokens),
             num_cached=self.num_cached,
             rejected=max(0, drafted - ended.accepted),
+            model=self.loaded.name,
             drafter=self.drafter_name,
             is_batched=self.is_batched,
             stats=self.stats,

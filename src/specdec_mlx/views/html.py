@@ -90,12 +90,6 @@ def stats_html(stats: SpeculationStats) -> str:
     if stats.drafted:
         rows.append(("by position", _bars(stats)))
         rows.append(("rounds by tokens accepted", _histogram(stats.rounds)))
-    if stats.counterfactual is not None:
-        kept = stats.counterfactual.accepted_per_round
-        rules = ", ".join(
-            f"{rule} {estimate.mean:.2f}" for rule, estimate in kept.items()
-        )
-        rows.append(("kept in a round, by rule", escape(rules)))
     names = {
         "drafting": "draft",
         "verifying": "verify",

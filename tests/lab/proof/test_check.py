@@ -112,7 +112,7 @@ def best_of_everything() -> sd.BestOf:
         model_drafter(),
         sd.SuffixDrafter(min_match=2),
         sd.RecyclingDrafter(num_draft=2),
-        sd.NGramDrafter(min_order=1, stochastic=True),
+        lab.StochasticNGramDrafter(min_order=1),
     )
 
 
@@ -121,9 +121,9 @@ RIGHT = {
     "model, greedy": (lambda: model_drafter(greedy=True), "block"),
     "model, sharper": (lambda: model_drafter(draft_temp=0.6), "rejection"),
     "model, flatter, coupled": (lambda: model_drafter(draft_temp=1.6), "coupled"),
-    "n-gram, drawn": (lambda: sd.NGramDrafter(min_order=1, stochastic=True), "auto"),
+    "n-gram, drawn": (lambda: lab.StochasticNGramDrafter(min_order=1), "auto"),
     "prompt lookup": (lambda: sd.PromptLookupDrafter(min_ngram=1), "match"),
-    "cascade, coupled": (lambda: sd.Cascade(model_drafter(), LOOK_UP, 1), "coupled"),
+    "cascade, coupled": (lambda: lab.Cascade(model_drafter(), LOOK_UP, 1), "coupled"),
     "best of everything": (best_of_everything, "auto"),
 }
 """Every kind of drafter and every rule: neither knows the other."""

@@ -18,6 +18,7 @@ import pytest
 import specdec_mlx as sd
 import tiny
 from selection import cases, each
+from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.lab import check_drafter
 from specdec_mlx.lab.proof.drafter import DrafterConformance
@@ -34,10 +35,10 @@ OURS: dict[str, Callable[[], sd.Drafter]] = {
     "prompt lookup": sd.PromptLookupDrafter,
     "prompt lookup, earliest": lambda: sd.PromptLookupDrafter(occurrence="earliest", num_draft=2),
     "suffix": sd.SuffixDrafter,
-    "n-gram, drawn": lambda: sd.NGramDrafter(min_order=1, stochastic=True),
+    "n-gram, drawn": lambda: lab.StochasticNGramDrafter(min_order=1),
     "model": model_drafter,
     "recurrent model": lambda: sd.ModelDrafter(tiny.build("mamba", vocab_size=V)),
-    "cascade": lambda: sd.Cascade(model_drafter(), "prompt-lookup:min_ngram=1", num_first=2),
+    "cascade": lambda: lab.Cascade(model_drafter(), "prompt-lookup:min_ngram=1", num_first=2),
     "best of": lambda: sd.BestOf(sd.PromptLookupDrafter(min_ngram=3), sd.NGramDrafter()),
 }
 AS_MODEL_DRAWS = ("recurrent model", "cascade")

@@ -26,11 +26,12 @@ from specdec_mlx.errors import TokenizerMismatchError, TrainingError
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM
 from specdec_mlx.lab.training import online
 from specdec_mlx.lab.training.fitting import Updates
+from specdec_mlx.lab.training.learner import Learner
 from specdec_mlx.lab.training.online import Bounds, OnlineDraftModel, OnlineTrainer, learning_on
 from specdec_mlx.lab.training.run import PLAN, Data, Plan, train
 from specdec_mlx.lab.training.trainees import Size, Trainee
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
-from specdec_mlx.mlx_lm_plugin.flags import Flags, Learner
+from specdec_mlx.mlx_lm_plugin.flags import Flags
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded, Models
@@ -335,8 +336,8 @@ def test_a_command_learns_and_saves_at_its_end(folder, draft):
 
 def test_a_server_learns_from_one_conversation_to_the_next(folder, draft, monkeypatch):
     """Its texts are plain decoding's, also on the caches of an earlier turn."""
-    learner = Learner(str(draft))
-    monkeypatch.setattr("specdec_mlx.mlx_lm_plugin.flags.Learner", lambda folder: learner)
+    learner = Learner(NamedModel(draft))
+    monkeypatch.setattr("specdec_mlx.mlx_lm_plugin.flags.learners", lambda: lambda model: learner)
     before = weights_of(load_model(draft)[0])
     messages: list[Any] = [{"role": "user", "content": TEXT}]
     flags = ("--model", str(folder), "--draft-model", str(draft), "--online", "--draft-length", "3")

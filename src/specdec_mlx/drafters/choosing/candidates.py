@@ -15,9 +15,9 @@ from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.loading import (
-    FORMATS,
     VOCABULARY_MARGIN,
     config_of,
+    formats,
     is_head,
     kind_of,
     refusal,
@@ -105,7 +105,7 @@ def choose_for(
         if fault is None and not _is_for(one, name, known):
             fault = "nothing says that it was made for this model; name it to take it"
         if fault is None and found is None:
-            found, label = str(place), FORMATS[kind_of(config) or "mtp"].label
+            found, label = str(place), formats()[kind_of(config) or "mtp"].label
             lines.insert(0, f"{one} drafts: {label} for {name}.")
         else:
             lines.append(f"{one} is left out: {fault or 'one head is enough'}.")
@@ -171,7 +171,7 @@ def _is_for(head: str, model: str, known: Iterable[str]) -> bool:
 
 def why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     """Why a head cannot serve a target, by their configs; None if it can."""
-    if not FORMATS[kind_of(config) or "mtp"].loads:
+    if not formats()[kind_of(config) or "mtp"].loads:
         return "cannot be loaded yet"
     try:
         model = text_part(target)

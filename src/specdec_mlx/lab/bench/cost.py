@@ -16,10 +16,10 @@ from mlx_lm.generate import generation_stream
 from specdec_mlx.caches import Rollback, wait_for
 from specdec_mlx.contracts import Draft
 from specdec_mlx.draft_length.costs import CURVES, Curve
+from specdec_mlx.lab.counterfactual import median_of
 from specdec_mlx.loop import verifier_for
 from specdec_mlx.options import Options
 from specdec_mlx.sampling import Noise
-from specdec_mlx.stats.counterfactual import median_of
 
 WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
 MEASURED = "measured"

@@ -20,7 +20,7 @@ from specdec_mlx.exactness.probe import probe
 from specdec_mlx.exactness.rounding import near_tie
 from specdec_mlx.lab.bench.prompts import Task
 from specdec_mlx.lab.bench.timing import PLAIN, Sample, Way
-from specdec_mlx.stats.counterfactual import ratio_of
+from specdec_mlx.lab.counterfactual import ratio_of
 
 ALL = "all"
 

@@ -1,4 +1,4 @@
-"""`specdec-mlx bench`: flags, and the report."""
+"""`specdec-mlx bench`: speed and identity on many prompts, interleaved."""
 
 from __future__ import annotations
 

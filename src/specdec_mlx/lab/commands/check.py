@@ -1,4 +1,4 @@
-"""`specdec-mlx check`: flags, and the report."""
+"""`specdec-mlx check`: is it lossless on this model, machine and setting?"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The demo: the same texts by plain mlx-lm and by speculation, side by side, within a given time.
+"""`specdec-mlx demo`: plain against speculative, on real text.
 
 It shows `draft_length="auto"` where it gains (an edit, a summary, the trained pair) and where
 nothing can be gained (a chat), beside a fixed length, in turns of a few tokens.

@@ -1,4 +1,4 @@
-"""`specdec-mlx new-drafter NAME`: a package with a drafter, its entry point and its tests."""
+"""`specdec-mlx new-drafter`: a package for a drafter of your own."""
 
 from __future__ import annotations
 

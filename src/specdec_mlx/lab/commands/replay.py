@@ -1,4 +1,4 @@
-"""`specdec-mlx replay`: flags, and a table for each cost curve."""
+"""`specdec-mlx replay`: score drafters on recorded texts, offline."""
 
 from __future__ import annotations
 

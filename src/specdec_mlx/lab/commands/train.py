@@ -1,4 +1,4 @@
-"""`specdec-mlx train`: flags, and what is printed."""
+"""`specdec-mlx train`: train a head or a draft model for a target."""
 
 from __future__ import annotations
 

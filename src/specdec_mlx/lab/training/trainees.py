@@ -20,16 +20,16 @@ from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, target_ends
 from specdec_mlx.drafters.heads.eagle import IDS_KEY, Eagle3
-from specdec_mlx.drafters.heads.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm
 from specdec_mlx.drafters.heads.mtp import FAMILIES, MTPHead
 from specdec_mlx.drafters.heads.one_pass import Medusa
-from specdec_mlx.drafters.heads.parallel_sampling import (
+from specdec_mlx.drafters.lighter import first_layers
+from specdec_mlx.errors import TrainingError
+from specdec_mlx.lab.papers.early_exit import EXIT_LAYER, WINDOW, Exit, final_norm
+from specdec_mlx.lab.papers.parallel_sampling import (
     LOOK_AHEAD,
     LookAhead,
     looking_ahead,
 )
-from specdec_mlx.drafters.lighter import first_layers
-from specdec_mlx.errors import TrainingError
 from specdec_mlx.lab.training.features import Batch, save_arrays, save_json
 from specdec_mlx.models.anatomy import Anatomy, Taps
 from specdec_mlx.models.loading import explained

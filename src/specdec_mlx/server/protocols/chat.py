@@ -229,9 +229,7 @@ class Chat(ChunkWire):
         request.tool_choice = tool_choice(choice, request.tools)
         if choice == REQUIRED and not request.tools:
             raise RequestError("tool_choice: required needs tools.")
-        request.template = (
-            fields.thinking(body.get("reasoning_effort")) | request.template
-        )
+        fields.think(request, body.get("reasoning_effort"))
         if (role_mapping := body.get("role_mapping")) is not None:
             request.template["role_mapping"] = role_mapping
         last = request.template.pop(

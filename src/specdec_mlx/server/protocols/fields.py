@@ -58,6 +58,9 @@ LEAST_LOGPROB = -9999.0  # said for a token that cannot be drawn; JSON has no in
 
 PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 SIZES = [name.replace("penalty", "context_size") for name in PENALTIES]
+BUDGETS = {"minimal": 512, "low": 1024, "medium": 8192, "high": 24576}
+"""Most tokens of a thought, by the effort of reasoning; other efforts have no bound."""
+
 LENGTHS = "max_completion_tokens", "max_output_tokens", "max_tokens"
 """Names of the most tokens of an answer; the first one that is there counts."""
 
@@ -115,11 +118,18 @@ def several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def thinking(effort: Any) -> Object:
-    """Names for the chat template that an effort of reasoning stands for."""
-    if effort is None or effort == "none":
-        return {} if effort is None else {"enable_thinking": False}
-    return {"enable_thinking": True, "reasoning_effort": effort}
+def think(request: TextRequest, effort: Any) -> None:
+    """Let a request think with an effort of reasoning: as its template says, and within a budget.
+
+    What the request says to its template itself has the last word.
+    """
+    if not effort:
+        return
+    names: Object = {"enable_thinking": False}
+    if effort != "none":
+        names = {"enable_thinking": True, "reasoning_effort": effort}
+    request.template = names | request.template
+    request.thought_budget = BUDGETS.get(effort)
 
 
 def grammar_in(wanted: Any) -> Grammar | None:
@@ -238,7 +248,7 @@ def _length(given: Any) -> int | str | None:
         length = parse_draft_length("" if isinstance(given, bool) else str(given))
     except ValueError:
         raise RequestError(
-            f"draft_length must be an int >= 0 (at most {LONGEST_DRAFT} count), auto or heuristic, "
+            f"draft_length must be an int >= 0 (at most {LONGEST_DRAFT} count) or auto, "
             f"not {given!r}"
         ) from None
     return length if isinstance(length, str) else min(length, LONGEST_DRAFT)

@@ -264,10 +264,17 @@ class Messages(fields.ItemWire):
         config = given(body, "output_config", dict)
         form = config.get("format") or body.get("output_format")
         request.grammar = fields.grammar_in(form)
-        thinking = given(body, "thinking", dict).get("type")
-        if thinking:
-            enabled = {"enable_thinking": thinking != "disabled"}
+        thinking = given(body, "thinking", dict)
+        if kind := thinking.get("type"):
+            enabled = {"enable_thinking": kind != "disabled"}
             request.template = enabled | request.template
+        budget = fields.BUDGETS.get(given(config, "effort", str))
+        request.thought_budget = thinking.get("budget_tokens", budget)
+        fits, expected = fields.number(int, 0)
+        if request.thought_budget is not None and not fits(request.thought_budget):
+            raise RequestError(
+                f"thinking: budget_tokens must be {expected}, not {request.thought_budget!r}"
+            )
         return Asked([request], body, "msg_")
 
     def error(self, error: Exception, status: HTTPStatus) -> Object:

@@ -353,8 +353,7 @@ class Responses(fields.OpenAIWire, fields.ItemWire):
         request.tool_choice = tool_choice(choice, request.tools)
         form = given(given(body, "text", dict), "format", dict)
         request.grammar = fields.grammar_in(form or None)
-        effort = given(given(body, "reasoning", dict), "effort", str)
-        request.template = fields.thinking(effort or None) | request.template
+        fields.think(request, given(given(body, "reasoning", dict), "effort", str))
         if LOGPROBS in given(body, "include", list) or body.get("top_logprobs"):
             request.num_logprobs = max(0, body.get("top_logprobs") or 0)
         return Asked([request], body, "resp_", offered)

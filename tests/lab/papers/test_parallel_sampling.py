@@ -26,13 +26,13 @@ from selection import cases, in_one_test
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft, DraftContext, GoesOn, RoundRecord
 from specdec_mlx.draft_length.policy import Fixed
-from specdec_mlx.drafters.heads.parallel_sampling import (
+from specdec_mlx.errors import HeadError, TrainingError
+from specdec_mlx.lab.papers.parallel_sampling import (
     LookAhead,
     PaSSDrafter,
     PaSSSession,
     looking_ahead,
 )
-from specdec_mlx.errors import HeadError, TrainingError
 from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.lab.training.features import live_batch
 from specdec_mlx.lab.training.trainees import KINDS, Recipe, Size

@@ -154,15 +154,8 @@ class PaSSSession(PardSession):
             super().observe(tokens)
 
 
-def load_pass(
-    files: HeadFiles, target: nn.Module, variant: Sequence[Any], **options: Any
-) -> PaSSDrafter:
-    """The drafter of trained look-ahead embeddings; variant: options that it cannot have."""
-    if any(option is not None for option in variant):
-        raise HeadError(
-            f"{files.name} is a PaSS head, which has no matrices and reads no states: leave "
-            "draft_bits, layers, pre_norm and norms_less_one out."
-        )
+def load_pass(files: HeadFiles, target: nn.Module, **options: Any) -> PaSSDrafter:
+    """The drafter of trained look-ahead embeddings; options: of `ModelDrafter`."""
     head = LookAhead(target, int(files.config[LOOK_AHEAD]))
     files.load_into(head, head.rows.dtype)
     return PaSSDrafter(target, None, head=head, name=files.name, **options)

@@ -19,19 +19,20 @@ import heads
 import specdec_mlx as sd
 import tiny
 from selection import cases, in_one_test
+from specdec_mlx import lab
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.drafters.heads.early_exit import (
+from specdec_mlx.drafters.lighter import first_layers as cut
+from specdec_mlx.drafters.model import ModelSession
+from specdec_mlx.exactness.probe import first_inexact
+from specdec_mlx.lab.papers.early_exit import (
     WINDOW,
     Exit,
     ExitDrafter,
     ExitModel,
     fills_alike,
 )
-from specdec_mlx.drafters.lighter import first_layers as cut
-from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.exactness.probe import first_inexact
 from specdec_mlx.models.anatomy import keys_values_of
 from specdec_mlx.options import Options
 
@@ -45,7 +46,7 @@ PROMPT = [5, 17, 40, 3, 64, 17, 40, 42] * 5
 def exit_of(model: nn.Module, layers: int = 1, window: int | None = None) -> ExitDrafter:
     """An exit with the target's own norm; for a window one with random weights."""
     if window is None:
-        drafter = sd.drafters.early_exit(model, layers)
+        drafter = lab.early_exit(model, layers)
         assert isinstance(drafter, ExitDrafter)
         return drafter
     width = model.args.hidden_size
@@ -96,9 +97,9 @@ def test_an_exit_that_is_none_is_refused() -> None:
     """Before the first layer, after the last, or of a model that has two lists of layers."""
     for layers in (0, 9, -1):
         with pytest.raises(sd.errors.DraftModelError, match="expected a number from 1 to 8"):
-            sd.drafters.early_exit(heads.target(), layers)
+            lab.early_exit(heads.target(), layers)
     with pytest.raises(sd.errors.DraftModelError, match="no single list of layers"):
-        sd.drafters.early_exit(tiny.build("afm7"), 1)
+        lab.early_exit(tiny.build("afm7"), 1)
 
 
 TABLE = [*((name, None) for name in COPIES), *(("qwen2", w) for w in (1, 8, 64))]

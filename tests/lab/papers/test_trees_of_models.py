@@ -21,12 +21,13 @@ from heads import HEADS, random_head
 from lossless import PROMPT
 from scripted import ScriptedDrafter
 from selection import cases, in_one_test
+from specdec_mlx import lab
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, chain
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.lab.papers.trees_of_several import side_by_side
 from specdec_mlx.lab.proof.enumeration import Tokens
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.trees.drafts import side_by_side
 from specdec_mlx.trees.shape import path_to
 
 EXACT = 1e-12
@@ -126,9 +127,9 @@ def trees(name: str) -> dict[str, Any]:
     """Trees of which the second part is right: the target itself."""
     target, other = tiny.build(name), sd.ModelDrafter(tiny.build(name, seed=6))
     return {
-        "models": sd.TreeOf(other, sd.ModelDrafter(target), sd.SuffixDrafter()),
-        "a tree in it": sd.TreeOf(sd.ModelDrafter(target, branches=2), other),
-        "a cascade in it": sd.TreeOf(other, sd.ModelDrafter(target, drafter="suffix")),
+        "models": lab.TreeOf(other, sd.ModelDrafter(target), sd.SuffixDrafter()),
+        "a tree in it": lab.TreeOf(sd.ModelDrafter(target, branches=2), other),
+        "a cascade in it": lab.TreeOf(other, lab.GuessedDrafter(target, drafter="suffix")),
     }
 
 
@@ -155,8 +156,8 @@ def test_heads_take_part() -> None:
     """A head reads the target's states of whatever was kept, also of the draft model's branch."""
     model = tiny.build("qwen2")
     head = HeadDrafter(random_head(HEADS["eagle3"], model))
-    alone = sd.TreeOf(head, sd.SuffixDrafter())
-    for tree in (sd.TreeOf(head, sd.ModelDrafter(model)), alone):
+    alone = lab.TreeOf(head, sd.SuffixDrafter())
+    for tree in (lab.TreeOf(head, sd.ModelDrafter(model)), alone):
         for length in (6, "auto"):
             how: Any = {"max_tokens": 30, "draft_length": length}
             plain, both = (list(sd.speculate(model, PROMPT, one, **how)) for one in (None, tree))
@@ -173,7 +174,7 @@ def test_each_is_told_what_was_kept_of_its_own_draft() -> None:
         begun.observe = lambda new: told[name].append(list(new))  # type: ignore
         return type("Begun", (), {"begin": lambda self, prompt, context: begun, "key": name})()
 
-    tree = sd.TreeOf(drafter("a", 1, 2, 3), drafter("b", 1, 7, 8))
+    tree = lab.TreeOf(drafter("a", 1, 2, 3), drafter("b", 1, 7, 8))
     session: Any = tree.begin([0], DraftContext())
     draft = session.propose(6)
     assert (to_list(draft.tokens), draft.parents) == ([1, 2, 7, 3, 8], [ROOT, 0, 0, 1, 2])
@@ -189,7 +190,7 @@ def test_siblings_are_independent_draws() -> None:
     have; with the noise of coupling they are one.
     """
     model = distribution.tiny_llama(distribution.DRAFT)
-    tree: Any = sd.TreeOf(sd.ModelDrafter(model), sd.ModelDrafter(model))
+    tree: Any = lab.TreeOf(sd.ModelDrafter(model), sd.ModelDrafter(model))
     sampling, vocab_size = sd.Sampling(temp=1.0), 6
     seen, of_texts = np.zeros((vocab_size,) * 2), np.zeros((vocab_size,) * 2)
     latest = None
@@ -216,7 +217,7 @@ def test_texts_with_drawn_trees_follow_the_targets_law(rule: str) -> None:
     """Chi-square of the joint of three tokens of a model with six; false alarms 1e-6."""
     model = distribution.tiny_llama(distribution.TARGET)
     draft = sd.ModelDrafter(distribution.tiny_llama(distribution.DRAFT))
-    tree, seen, kept = sd.TreeOf(draft, sd.ModelDrafter(model)), np.zeros((6,) * 3), 0
+    tree, seen, kept = lab.TreeOf(draft, sd.ModelDrafter(model)), np.zeros((6,) * 3), 0
     sampling = sd.Sampling(temp=1.0)
     for seed in range(150):
         how: Any = {"max_tokens": 5, "seed": seed, "rule": rule, "draft_length": 4}
@@ -231,4 +232,4 @@ def test_a_drafter_on_every_rank_is_refused() -> None:
     """Ranks would have to agree on the trees of all."""
     drafter = sd.ModelDrafter(narrow.model(), on_every_rank=True)
     with pytest.raises(ValueError, match="on every rank"):
-        sd.TreeOf(drafter, sd.SuffixDrafter()).begin(PROMPT, DraftContext())
+        lab.TreeOf(drafter, sd.SuffixDrafter()).begin(PROMPT, DraftContext())

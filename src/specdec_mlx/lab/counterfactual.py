@@ -13,6 +13,10 @@ Two estimates, from the distributions p and q at the positions of each draft:
   2024); averaged over the token at position i, that is sum min(w_(i-1) p, q).
 
 Another rule would have begun its rounds elsewhere. For point-mass drafts q is a one-hot.
+
+    account = Counterfactual()
+    generate(model, tokenizer, prompt, draft_model=small, rule=account.counting("block"))
+    print(account)
 """
 
 from __future__ import annotations
@@ -170,8 +174,15 @@ class Counterfactual:
     _tables: list[np.ndarray] = field(default_factory=list)
     _accepted: list[int] = field(default_factory=list)
 
-    def counting(self, rule: str | AcceptanceRule, *, is_seeded: bool) -> Counting:
-        """A rule, as `make_rule` takes it, whose rounds join this account."""
+    def counting(
+        self, rule: str | AcceptanceRule = "auto", *, is_seeded: bool = False
+    ) -> Counting:
+        """The rule that decides as another rule does, and adds each round to this account.
+
+        Args:
+            rule: a rule, or its name with options; chains only.
+            is_seeded: the generation gets a seed, with which "auto" is coupled.
+        """
         return Counting(make_rule(rule, is_seeded=is_seeded), self)
 
     def record(self, table: Float[np.ndarray, "k columns"], num_accepted: int) -> None:
@@ -247,8 +258,8 @@ class Counting:
 
     @property
     def name(self) -> str:
-        """The rule's own name, and the option that asks for the account."""
-        return f"{self.rule.name}, counterfactual=True"
+        """The rule's own name, and that it is counted."""
+        return f"{self.rule.name}, with a counterfactual account"
 
     @property
     def shares_noise(self) -> bool:

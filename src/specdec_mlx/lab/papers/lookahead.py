@@ -36,8 +36,9 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.contract import ValuesDrafts
 from specdec_mlx.drafters.recycling import SuccessorTable
+from specdec_mlx.lab.papers.suffix_trees import best_of_chains
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.trees.drafts import TokenPath, best_of_chains, draft_of, texts_of
+from specdec_mlx.trees.drafts import TokenPath, draft_of, texts_of
 
 MOST_OF_A_TOKEN = 16  # n-grams that the pool keeps of each first token
 
@@ -151,7 +152,7 @@ class LookaheadSession:
         self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
     ) -> Draft:
         """The part of the pool that is worth verifying, and rows where they cost little."""
-        draft = best_of_chains(self, self._key, limit, values, may_fork)
+        draft = best_of_chains(self.candidates, self._key, limit, values, may_fork)
         least = values.price(len(draft))
         for num_columns in range(self._config.window, 0, -1):
             tree = self._with_rows(draft, limit, num_columns)

@@ -7,8 +7,8 @@ drawn before it: each later token is a point mass, given those.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import mlx.core as mx
@@ -35,7 +35,8 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.drafters.choosing.registry import make_drafter
 from specdec_mlx.drafters.first_of import Several, SeveralSession, context_for
-from specdec_mlx.drafters.model import ModelDrafter, begin_ahead
+from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.lab.papers.ahead import begin_ahead, propose_after
 from specdec_mlx.token_ids import to_ids, to_list
 
 NUM_FIRST = 4
@@ -85,6 +86,10 @@ class Cascade(Several):
         """The keys of both, and the number of first tokens."""
         return f"Cascade({', '.join(map(key_of, self.drafters))}, num_first={self.num_first})"
 
+    def with_each(self, change: Callable[[Drafter], Drafter]) -> Cascade:
+        """This cascade, of a changed model; its look-up stays."""
+        return replace(self, first=change(self.first))
+
     def begin(self, prompt: Sequence[int], context: DraftContext) -> CascadeSession:
         """Begin with both; ValueError for a look-up that cannot be asked ahead."""
         first, then = self.drafters
@@ -115,7 +120,7 @@ class CascadeSession(SeveralSession):
     """One generation of both, with the optional members of the first one's session but trees."""
 
     def __init__(self, first: Session, then: Any, num_first: int) -> None:
-        """then: has `propose_after`. num_first: most tokens of a draft by the first."""
+        """then: of `begin_ahead`. num_first: most tokens of a draft by the first."""
         self.then, self.num_first, self.sessions = then, num_first, (first, then)
         # in a wrapper, which is told of the end
         ((_, asked),) = session_parts(first, "")
@@ -143,7 +148,7 @@ class CascadeSession(SeveralSession):
         if not len(draft) or not room:
             return draft
         written = to_list(draft.tokens)
-        found: Draft = self.then.propose_after(written, room)
+        found = propose_after(self.then, written, room)
         assert found.logprobs is None, "a look-up's draft is a point mass"
         evidence = [_evidence(each) for each in draft.evidence or ()]
         tail: list[int] = []

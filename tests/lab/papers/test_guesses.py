@@ -15,6 +15,7 @@ import pytest
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
+from specdec_mlx import lab
 from specdec_mlx.contracts import (
     DraftContext,
     Evidence,
@@ -26,8 +27,8 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.lookahead import LookaheadSession
 from specdec_mlx.drafters.recycling import BRANCHES, TOP, SuccessorTable
+from specdec_mlx.lab.papers.lookahead import LookaheadSession
 from specdec_mlx.token_ids import to_list
 
 PROMPT = [5, 17, 99, 3]
@@ -47,14 +48,14 @@ def ids(items: Sequence[sd.generation.Token]) -> list[int]:
     return [item.token for item in items]
 
 
-LOOKAHEAD = sd.LookaheadDrafter(window=4)
+LOOKAHEAD = lab.LookaheadDrafter(window=4)
 DRAFTERS: dict[str, Callable[[], Any]] = {
     "lookahead": lambda: LOOKAHEAD,
-    "lookahead, with others": lambda: sd.TreeOf(sd.PromptLookupDrafter(min_ngram=1), LOOKAHEAD),
+    "lookahead, with others": lambda: lab.TreeOf(sd.PromptLookupDrafter(min_ngram=1), LOOKAHEAD),
     "recycling": lambda: sd.RecyclingDrafter(table=SuccessorTable()),
     "recycling of pairs": lambda: sd.RecyclingDrafter(table=SuccessorTable(), context=2),
     "auto": lambda: sd.make_drafter("auto:recycling=true"),
-    "auto with trees": lambda: sd.make_drafter("auto:recycling=true,trees=true"),
+    "auto with trees": lambda: sd.make_drafter("trees:recycling=true"),
 }
 
 SEEDED = {"sampler": sd.Sampling(0.8), "seed": 11, "rule": "coupled"}
@@ -79,7 +80,7 @@ def test_the_text_is_the_targets_own(
     tables = [getattr(part, "table", None) for part in all_drafters(one)]
     assert all(table.successors for table in tables if isinstance(table, SuccessorTable))
     if "auto" in drafter:
-        assert isinstance(one, sd.TreeOf if "trees" in drafter else sd.BestOf)
+        assert isinstance(one, lab.TreeOf if "trees" in drafter else sd.BestOf)
         assert sum(isinstance(table, SuccessorTable) for table in tables) == 2
 
 
@@ -161,7 +162,7 @@ def test_n_grams_end_with_what_the_target_says_after_them() -> None:
                     assert n_gram[-1] in [mx.argmax(row).item() for row in rows]
                     checked.append(n_gram)
 
-    class Drafter(sd.LookaheadDrafter):
+    class Drafter(lab.LookaheadDrafter):
         def begin(self, prompt: Sequence[int], context: DraftContext) -> LookaheadSession:
             return Watched(self, prompt)
 
@@ -170,7 +171,7 @@ def test_n_grams_end_with_what_the_target_says_after_them() -> None:
 
 
 def session(**options: Any) -> LookaheadSession:
-    return sd.LookaheadDrafter(**options).begin([5, 6, 7], DraftContext())
+    return lab.LookaheadDrafter(**options).begin([5, 6, 7], DraftContext())
 
 
 def test_n_grams_of_the_pool_come_first_and_then_the_rows() -> None:
@@ -219,7 +220,7 @@ def test_what_is_said_after_rejected_rows_is_noted(
     assert [level[: len(window[0])] for level in begun._window.levels] == window
 
 
-KEY = key_of(sd.LookaheadDrafter())
+KEY = key_of(lab.LookaheadDrafter())
 
 
 @in_one_test(("slope", "are_rows"), [(0.0, True), (0.005, True), (0.1, False), (None, False)])

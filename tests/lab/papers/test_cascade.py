@@ -23,8 +23,8 @@ from scripted import ScriptedDrafter
 from selection import cases, in_one_test
 from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, DraftContext, Step, key_of
-from specdec_mlx.drafters.cascade import CascadeSession
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.lab.papers.cascade import CascadeSession
 from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.sampling import Noise
@@ -105,7 +105,7 @@ def test_greedy_text_is_the_targets_own(kind: str, length: int | str) -> None:
     pair = lab.load_pair()
     prompt = pair.tokenizer.encode("for i in range(10):\n    print(i)\nfor i in range(20):\n")
     first = sd.ModelDrafter(pair.draft) if kind == "model" else lab.head(kind, pair.target)
-    both = sd.Cascade(first, "prompt-lookup:min_ngram=1", num_first=2)
+    both = lab.Cascade(first, "prompt-lookup:min_ngram=1", num_first=2)
     expected, tokens = (
         list(sd.speculate(pair.target, prompt, one, max_tokens=48, draft_length=length))
         for one in (None, both)
@@ -119,7 +119,7 @@ def test_the_first_tokens_are_the_models_the_later_ones_what_look_up_finds(temp:
     """As each would draft by itself, in a text that has every token."""
     own, context = sd.ModelDrafter(target("llama", 1)), context_of(temp)
     text = list(range(tiny.CONFIGS["llama"]["vocab_size"]))
-    tokens = to_list(sd.Cascade(own, "suffix", 2).begin(text, context).propose(6).tokens)
+    tokens = to_list(lab.Cascade(own, "suffix", 2).begin(text, context).propose(6).tokens)
     assert tokens[:2] == to_list(own.begin(text, context).propose(2).tokens)
     found = sd.SuffixDrafter().begin(text, DraftContext()).propose_after(tokens[:2], 4)
     assert tokens[2:] == to_list(found.tokens) != []
@@ -135,7 +135,7 @@ def test_the_model_runs_for_the_first_tokens_alone() -> None:
     are the draft where nothing is found, or where it is full.
     """
     model = Counting(target("llama"))
-    drafter = sd.Cascade(sd.ModelDrafter(model), "prompt-lookup:min_ngram=1", num_first=2)
+    drafter = lab.Cascade(sd.ModelDrafter(model), "prompt-lookup:min_ngram=1", num_first=2)
     tokens = list(sd.speculate(model.model, PROMPT, drafter, max_tokens=120, draft_length=8))
     stats = tokens[-1].stats
     assert stats.drafted > 3 * stats.target_passes
@@ -152,8 +152,8 @@ def test_it_has_a_name_where_there_is_a_draft_model() -> None:
     model = target("llama")
     drafter = sd.make_drafter("cascade:then=prompt-lookup,num_first=3", draft_model=model)
     assert drafter is not None
-    assert key_of(drafter) == key_of(sd.Cascade(sd.ModelDrafter(model), "prompt-lookup", 3))
-    assert key_of(drafter) != key_of(sd.Cascade(sd.ModelDrafter(model), "prompt-lookup", 2))
+    assert key_of(drafter) == key_of(lab.Cascade(sd.ModelDrafter(model), "prompt-lookup", 3))
+    assert key_of(drafter) != key_of(lab.Cascade(sd.ModelDrafter(model), "prompt-lookup", 2))
     assert DrafterChoice(["cascade"], NamedModel("M")).ordered == ["cascade"]
     with pytest.raises(ValueError, match="draft-model"):
         sd.make_drafter("cascade")
@@ -162,7 +162,7 @@ def test_it_has_a_name_where_there_is_a_draft_model() -> None:
 def test_a_server_keeps_the_draft_models_caches_for_the_next_turn() -> None:
     """The draft model of a cascade reads what is new alone, and what is drafted is the same."""
     model = Counting(target("llama", 1))
-    drafter = sd.Cascade(sd.ModelDrafter(model), "suffix", num_first=2)
+    drafter = lab.Cascade(sd.ModelDrafter(model), "suffix", num_first=2)
     kept = keeping_caches(drafter, LRUPromptCache())
     assert key_of(kept) == key_of(drafter)
     context = replace(context_of(0.0), prefill_step_size=4)
@@ -196,4 +196,4 @@ def test_what_cannot_be_put_together_is_refused(options: dict[str, Any], message
     """In words that say what to do."""
     given = {"first": sd.NGramDrafter()} | options
     with pytest.raises(ValueError, match=message):
-        sd.Cascade(**given).begin(PROMPT, context_of(0.0))
+        lab.Cascade(**given).begin(PROMPT, context_of(0.0))

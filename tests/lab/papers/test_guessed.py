@@ -20,11 +20,11 @@ import tiny_text
 from exact import COIN_RULES, TARGET, ByRule, Rounds, rolled
 from lossless import PROMPT
 from selection import cases, in_one_test
+from specdec_mlx import lab
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Evidence, GoesOn, Step, key_of
-from specdec_mlx.drafters.drawing import ChainDraws
-from specdec_mlx.drafters.model import GuessedSession
 from specdec_mlx.errors import TokenizerMismatchError
+from specdec_mlx.lab.papers.vertical_cascade import GuessedDraws, GuessedSession
 from specdec_mlx.lab.proof.enumeration import Tokens, state_after
 from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
@@ -34,7 +34,7 @@ MODEL = rolled([0.2, 0.7, 0.1])
 LONGEST = 4
 
 
-class GivenDraws(ChainDraws):
+class GivenDraws(GuessedDraws):
     """Draws that are given in advance by place, the likeliest wherever none is; `laws`: of each."""
 
     def __init__(self, session: OnSource, script: dict[int, int], *, one_by_one: bool) -> None:
@@ -83,7 +83,7 @@ class OnSource(GuessedSession):
     def num_guesses(self, most: int, num_pending: int) -> int:
         return most
 
-    def draws(self, at_once: int = 1) -> ChainDraws:
+    def draws(self, at_once: int = 1) -> GuessedDraws:
         return self.scripted
 
     def feed(self, ids: mx.array, tree: Any = None) -> mx.array:
@@ -146,7 +146,7 @@ ENDS: dict[str, GoesOn] = {
 class KeepsWhatFollowed(OnSource):
     """Wrong: rows that follow a wrong guess are drawn from, too."""
 
-    def draws(self, at_once: int = 1) -> ChainDraws:
+    def draws(self, at_once: int = 1) -> GuessedDraws:
         given = self.scripted
         given.draw_guessed = (
             lambda rows, guesses: (  # type: ignore
@@ -192,7 +192,7 @@ INNER: dict[str, Callable[[str], Any]] = {
     "prompt-lookup": lambda name: "prompt-lookup:min_ngram=1",
     "model": lambda name: sd.ModelDrafter(tiny.build(name, seed=6)),
     "itself": lambda name: sd.ModelDrafter(tiny.build(name, seed=5)),
-    "three levels": lambda name: sd.ModelDrafter(tiny.build(name, seed=5), drafter="suffix"),
+    "three levels": lambda name: lab.GuessedDrafter(tiny.build(name, seed=5), drafter="suffix"),
 }
 IN_SHORT = [("llama", "suffix"), ("gemma3_text", "three levels")]
 TABLE = [*IN_SHORT, ("qwen3_5", "itself"), ("mamba2", "prompt-lookup"), ("gemma3_text", "model")]
@@ -211,7 +211,7 @@ def test_texts_are_those_with_the_draft_model_alone(name: str, inner: str) -> No
         drafters = [
             None,
             sd.ModelDrafter(draft),
-            sd.ModelDrafter(draft, drafter=INNER[inner](name)),
+            lab.GuessedDrafter(draft, drafter=INNER[inner](name)),
         ]
         plain, alone, both = (
             [t.token for t in sd.speculate(model, PROMPT, one, **options)] for one in drafters
@@ -228,7 +228,8 @@ def test_the_draft_model_makes_fewer_passes(temp: float) -> None:
     how: Any = {"sampler": sd.Sampling(temp=temp), "seed": 1, "max_tokens": 60}
     for drafter in (None, "suffix"):
         counting.num_passes = 0
-        one = sd.ModelDrafter(counting, drafter=drafter)
+        own = sd.ModelDrafter(counting)
+        one = own if drafter is None else lab.GuessedDrafter(counting, drafter=drafter)
         tokens = list(sd.speculate(narrow.model(), PROMPT, one, draft_length=8, **how))
         passes.append(counting.num_passes / max(1, tokens[-1].stats.drafted))
     assert passes[1] < 0.85 * passes[0]
@@ -239,7 +240,7 @@ def test_a_smaller_model_guesses_with_the_same_noise() -> None:
     tokens, of which one checks five.
     """
     counting = narrow.Counting(tiny.build("llama", seed=5))
-    drafter = sd.ModelDrafter(counting, drafter=sd.ModelDrafter(tiny.build("llama", seed=5)))
+    drafter = lab.GuessedDrafter(counting, drafter=sd.ModelDrafter(tiny.build("llama", seed=5)))
     vocab_size = tiny.CONFIGS["llama"]["vocab_size"]
     for coupled in (False, True):
         sampling = sd.Sampling(temp=1.0)
@@ -256,12 +257,11 @@ def test_a_smaller_model_guesses_with_the_same_noise() -> None:
 
 
 def test_it_has_a_name_and_a_key() -> None:
-    """`model:drafter=suffix`; "none" is the model alone; a copy for beams is not guessed for."""
+    """`guessed-model:drafter=suffix`; a copy for beams is not guessed for."""
     model = tiny.build("llama")
-    drafter = sd.make_drafter("model:drafter=suffix", draft_model=model)
-    assert key_of(drafter) == key_of(sd.ModelDrafter(model, drafter=sd.SuffixDrafter()))
-    assert key_of(drafter) != key_of(sd.ModelDrafter(model, drafter="none"))
-    assert key_of(sd.ModelDrafter(model, drafter="none")) == key_of(sd.ModelDrafter(model))
+    drafter = sd.make_drafter("guessed-model:drafter=suffix", draft_model=model)
+    assert key_of(drafter) == key_of(lab.GuessedDrafter(model, drafter=sd.SuffixDrafter()))
+    assert key_of(drafter) != key_of(sd.ModelDrafter(model))
     session: Any = drafter.begin(PROMPT, DraftContext(vocab_size=128))
     copied = session.fork()
     assert to_list(copied.propose(4).tokens) == to_list(session.propose(4).tokens)
@@ -278,16 +278,15 @@ def test_it_has_a_name_and_a_key() -> None:
         ({"drafter": sd.ModelDrafter(nn.Linear(1, 1), branches=2)}, "drafts trees"),
         ({"drafter": "ngram"}, "propose_after"),
         ({"drafter": sd.BestOf(sd.SuffixDrafter())}, "propose_after"),
+        ({"drafter": "none"}, "guesses nothing"),
         ({"drafter": "nothing-like-it"}, "Unknown drafter"),
     ],
 )
 def test_what_cannot_be_put_together_is_refused(options: dict[str, Any], message: str) -> None:
-    """In words that say what to do; so are models that draft in a way of their own."""
+    """In words that say what to do."""
     given = {"drafter": "suffix"} | options
     with pytest.raises(ValueError, match=message):
-        sd.ModelDrafter(tiny.build("llama"), **given).begin(PROMPT, DraftContext())
-    with pytest.raises(ValueError, match="PARD"):
-        sd.drafters.PardDrafter(tiny.build("llama"), drafter="suffix")
+        lab.GuessedDrafter(tiny.build("llama"), **given).begin(PROMPT, DraftContext())
 
 
 def test_guesses_are_tokens_of_the_target() -> None:
@@ -295,17 +294,19 @@ def test_guesses_are_tokens_of_the_target() -> None:
     model, own = tiny_text.model(), tiny_text.tokenizer()
     other = tiny_text.tokenizer(tiny_text.bpe((), tiny_text.SPECIAL[:2]))
     inner = sd.ModelDrafter(model, other)
-    outer = [sd.ModelDrafter(model, other, drafter="suffix")]
-    for drafter in [*outer, sd.ModelDrafter(model, own, drafter=inner)]:
+    outer = [lab.GuessedDrafter(model, other, drafter="suffix")]
+    for drafter in [*outer, lab.GuessedDrafter(model, own, drafter=inner)]:
         with pytest.raises(TokenizerMismatchError, match="tokenizer is not the target's"):
             drafter.check(DraftContext(tokenizer=own))
 
 
 def test_nothing_is_guessed_where_a_pass_may_not_be_wide(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that is not exact over several positions is asked token by token."""
-    monkeypatch.setattr("specdec_mlx.drafters.model.first_inexact", lambda model, place: 0)
+    monkeypatch.setattr(
+        "specdec_mlx.lab.papers.vertical_cascade.first_inexact", lambda model, place: 0
+    )
     counting = narrow.Counting(tiny.build("llama", seed=5))
-    session: Any = sd.ModelDrafter(counting, drafter="prompt-lookup:min_ngram=1").begin(
+    session: Any = lab.GuessedDrafter(counting, drafter="prompt-lookup:min_ngram=1").begin(
         [*PROMPT, *PROMPT], replace(DraftContext(), vocab_size=128)
     )
     session.propose(1)

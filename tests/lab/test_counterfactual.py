@@ -35,7 +35,7 @@ from exact import (
 from lossless import noisy_copy
 from selection import cases, in_one_test
 from specdec_mlx import target as passes
-from specdec_mlx.stats.counterfactual import (
+from specdec_mlx.lab.counterfactual import (
     BY_ROUND,
     BY_TOKEN,
     COLUMNS,
@@ -155,14 +155,18 @@ target = cache(partial(tiny.build, "llama"))
 draft = cache(partial(noisy_copy, "llama", 0.4))
 
 
-def run(counterfactual: bool, drafter: str = "model", **options: Any) -> tuple[list[int], Any]:
+def run(
+    account: Counterfactual | None, drafter: str = "model", **options: Any
+) -> tuple[list[int], Any]:
     drafters = {
         "model": sd.ModelDrafter(draft()),
         "sharper model": sd.ModelDrafter(draft(), draft_temp=0.6),
         "n-gram": sd.NGramDrafter(min_order=1),
     }
     how: Any = {"sampler": sd.Sampling(temp=1.0), "seed": 1, "draft_length": 3, "max_tokens": 40}
-    how |= options | {"counterfactual": counterfactual}
+    how |= options
+    if account is not None:
+        how["rule"] = account.counting(how.get("rule", "auto"), is_seeded=True)
     items = list(sd.speculate(target(), [3, 1, 2], drafters[drafter], **how))
     return [item.token for item in items], items[-1].stats
 
@@ -171,14 +175,13 @@ def run(counterfactual: bool, drafter: str = "model", **options: Any) -> tuple[l
 @in_one_test("drafter", ["model", "n-gram"])
 @in_one_test("rule", ["auto", "coupled", "lenient"])
 def test_the_text_stays_the_same(drafter, rule):
-    """Token by token, as do all counts; without being asked for there is no account."""
-    text, stats = run(True, drafter, rule=rule, max_tokens=20)
-    plain, others = run(False, drafter, rule=rule, max_tokens=20)
+    """Token by token, as do all counts."""
+    account = Counterfactual()
+    text, stats = run(account, drafter, rule=rule, max_tokens=20)
+    plain, others = run(None, drafter, rule=rule, max_tokens=20)
     assert text == plain
     assert stats.rounds == others.rounds
-    assert others.counterfactual is None
-    json.dumps(stats.as_dict())
-    account = stats.counterfactual
+    json.dumps(account.as_dict())
     assert account.observed.mean == pytest.approx(stats.accepted / account.rounds)
     for i, position in enumerate(account.positions):
         assert position.reached == sum(d > i and a >= i for d, a in stats.rounds)
@@ -189,10 +192,10 @@ def test_it_costs_no_synchronisation(monkeypatch):
     """What it needs is read with the round's other numbers: one wait a round."""
     read_all = Mock(side_effect=passes.read_all)
     monkeypatch.setattr(passes, "read_all", read_all)
-    _, stats = run(True, sampler=sd.Sampling(temp=0.8, top_p=0.9))
+    _, stats = run(Counterfactual(), sampler=sd.Sampling(temp=0.8, top_p=0.9))
     assert read_all.call_count == stats.target_passes
-    with pytest.raises(ValueError, match=r"counterfactual=True.* needs"):
-        run(True, sampler=lambda x: mx.argmax(x, axis=-1))
+    with pytest.raises(ValueError, match=r"with a counterfactual account.* needs"):
+        run(Counterfactual(), sampler=lambda x: mx.argmax(x, axis=-1))
 
 
 AS_EXPECTED = [("rejection", "sharper model"), ("coupled", "model")]
@@ -201,8 +204,8 @@ AS_EXPECTED = [("rejection", "sharper model"), ("coupled", "model")]
 @pytest.mark.parametrize(("rule", "drafter"), cases(AS_EXPECTED, AS_EXPECTED[0]))
 def test_what_was_observed_is_what_was_expected(rule, drafter):
     """At the first position and by round: within 4 standard errors on 200 tokens, K = 2."""
-    _, stats = run(True, drafter, rule=rule, max_tokens=200, draft_length=2)
-    account = stats.counterfactual
+    account = Counterfactual()
+    run(account, drafter, rule=rule, max_tokens=200, draft_length=2)
     first = account.positions[0]
     error = np.sqrt(first.observed.mean * (1 - first.observed.mean) / first.reached)
     assert abs(first.observed.mean - first.expected[rule].mean) < 4 * error
