@@ -381,8 +381,10 @@ class Models:
 
     def _fitting(self, names: Iterable[str], loaded: Loaded) -> list[str]:
         """Names of drafters that draft for a model: no draft model sees what it sees."""
-        left_out = {NO_DRAFTER, *(() if loaded.sight is None else WITH_MODEL)}
-        return [name for name in names if name not in left_out]
+        drafting = [name for name in names if name != NO_DRAFTER]
+        if loaded.sight is None:
+            return drafting
+        return [name for name in drafting if not takes_model(name)]
 
     def tokenizer_for(self, request: TextRequest) -> tuple[Any, Sight | None]:
         """The tokenizer of the model for a request, which need not be loaded, and its sight.
