@@ -35,7 +35,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
     "files": 222,
-    "numeric constants": 173,
+    "numeric constants": 174,
     "protocols": 21,
     "public names": 31,
 }
@@ -53,7 +53,7 @@ CORE = tuple(
 )
 """What one call passes through: who has read it understands the whole."""
 
-TOKENS = {"core": 28_900, "library": 122_900, "lab": 69_500, "server": 42_900}
+TOKENS = {"core": 28_900, "library": 123_000, "lab": 69_500, "server": 42_900}
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 

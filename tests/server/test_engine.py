@@ -481,6 +481,35 @@ def test_who_waits_for_another_model_costs_those_that_are_served_nothing(
     assert len(looked_up) <= 2
 
 
+def test_a_name_that_means_another_model_by_now_leaves_the_texts_under_way_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a model comes into the cache while its request waits: the model that writes stays
+    until its texts have ended."""
+    second = str(write_model_folder(tmp_path, "llama", seed=5))
+    with running(folder, flags=with_flags(), any_model_name=True) as engine:
+        expected = told(begin(engine, 0, max_tokens=200).wait())
+        names_of, is_there = engine.models.names_of, threading.Event()
+
+        def names_by_now(request: TextRequest) -> tuple[str, str | None]:
+            is_new = request.model == "new" and is_there.is_set()
+            return (second, None) if is_new else names_of(request)
+
+        monkeypatch.setattr(engine.models, "names_of", names_by_now)
+        first = begin(engine, 0, max_tokens=200)
+        first.until_text()
+        submit_prepared = engine._queue
+
+        def queued(ticket: Any) -> None:
+            is_there.set()
+            submit_prepared(ticket)
+
+        monkeypatch.setattr(engine, "_queue", queued)
+        other = begin(engine, 1, model="new", max_tokens=5)
+        assert told(first.wait()) == expected
+        assert other.wait().text == plain(Path(second), prompt_of(1), 5)
+
+
 def test_max_tokens_is_the_least_of_what_is_asked_and_what_fits(tmp_path: Path) -> None:
     """Only a prompt that does not fit is refused, with both numbers."""
     folder = write_model_folder(tmp_path, max_position_embeddings=64)

@@ -254,11 +254,19 @@ class Engine:
         return text.loaded.has_rows and self._next_is_row()
 
     def _next_is_row(self) -> bool:
-        """True if the next request is for the loaded model, as it is loaded."""
+        """True if the next request is for the loaded model, also by what its name means now.
+
+        To load another model, or this one with what sees pictures, would free the model whose texts
+        are written.
+        """
         ticket, loaded = self._first_waiting(), self.models.loaded
-        if ticket is None or loaded is None:
+        if ticket is None or loaded is None or ticket.names != loaded.names:
             return False
-        return ticket.names == loaded.names and not ticket.request.pictures
+        try:
+            names = self.models.names_of(ticket.request)
+        except ValueError:  # its client is told when its turn comes
+            return False
+        return names == loaded.names and not ticket.request.pictures
 
     def _write_together(self, text: AskedText) -> None:
         """Write a text, and those that join it, until all have ended."""
