@@ -211,7 +211,7 @@ WRONG = {
     "--top-p nan": "argument --top-p: nan",
     "--drafter eagle": "Unknown drafter 'eagle'",
     "--rule nothing": "Unknown rule 'nothing'",
-    "--draft-length x": "'x': expected an int >= 0",
+    "--num-draft-tokens x": "'x': expected an int >= 0",
     "--request-models given": "needs --model",
     "--adapter-path nowhere": "no folder with an adapter_config.json",
     "--prefill-step-size 0": "expected an int >= 1",

@@ -200,7 +200,7 @@ def test_a_name_of_no_model_leaves_the_loaded_one_where_it_is(folder: Path, tmp_
         damage(other)
         wrong.append({"model": str(other)})
     draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
-    with running(folder, flags=with_flags(draft_length=3)) as engine:
+    with running(folder, flags=with_flags(num_draft_tokens=3)) as engine:
         expected = ask(engine, draft_model=str(draft)).text
         loaded = engine.models.loaded
         assert loaded is not None
@@ -223,7 +223,7 @@ def test_a_request_may_name_its_draft_model_or_head(folder: Path, tmp_path: Path
     """The text is plain decoding's; another one, and none, come after it."""
     draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
     expected = plain(folder)
-    with running(folder, flags=with_flags(draft_length=3)) as engine:
+    with running(folder, flags=with_flags(num_draft_tokens=3)) as engine:
         for name in (str(draft), "default_model", str(folder), None):
             text = ask(engine, draft_model=name)
             assert text.text == expected
@@ -241,7 +241,7 @@ def test_a_request_may_name_its_draft_model_or_head(folder: Path, tmp_path: Path
 @pytest.fixture(scope="module")
 def with_head() -> Iterator[Engine]:
     choice = DrafterChoice(model=NamedModel(str(lab.head_path("mtp"))))
-    with running(lab.target_path(), flags=with_flags(choice=choice, draft_length=3)) as engine:
+    with running(lab.target_path(), flags=with_flags(choice=choice, num_draft_tokens=3)) as engine:
         yield engine
 
 
@@ -276,7 +276,7 @@ def test_a_draft_model_reads_a_conversation_once(folder: Path, tmp_path: Path) -
     """Its caches are kept beside the target's."""
     draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
     choice = DrafterChoice(model=NamedModel(str(draft)))
-    with running(folder, flags=with_flags(choice=choice, draft_length=2)) as engine:
+    with running(folder, flags=with_flags(choice=choice, num_draft_tokens=2)) as engine:
         first = ask(engine, prompt=PROMPT)
         places = [entry.place for entry in settled(engine).prefixes.entries]
         assert sum(place[0] == "draft model" for place in places if isinstance(place, tuple)) == 1
@@ -292,7 +292,7 @@ def test_a_draft_model_reads_a_conversation_once(folder: Path, tmp_path: Path) -
 @in_one_test("whose", [USER, KEY, "all"])
 def test_a_memory_is_for_all_or_for_one(whose: str, folder: Path) -> None:
     """What was written for one is drafted for the same one, and for another if it is for all."""
-    flags = with_flags(memory=PROCESS, memory_for=whose, draft_length=8)
+    flags = with_flags(memory=PROCESS, memory_for=whose, num_draft_tokens=8)
     prompt = list(range(10, 40))  # nothing in it repeats
     with running(folder, flags=flags) as engine:
 

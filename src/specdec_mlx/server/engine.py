@@ -334,7 +334,7 @@ class Engine:
             sampler=text.sampling,
             seed=text.request.seed,
             rule=text.rule,
-            draft_length=text.draft_length,
+            num_draft_tokens=text.num_draft_tokens,
             logits_processors=text.processors,
             prefill_stops=text.prompt.ends,
             prompt_cache=own,
@@ -408,7 +408,9 @@ class Engine:
         ]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)
-        short = replace(options, max_tokens=WARM_TOKENS, draft_length=4, tuning=tuning)
+        short = replace(
+            options, max_tokens=WARM_TOKENS, num_draft_tokens=4, tuning=tuning
+        )
         try:
             _ = self.settings.kv_bits is None and loaded.has_rows
             for drafter in (None, first_of([PromptLookupDrafter(), *heavy])):

@@ -344,9 +344,6 @@ def make_parser() -> Parser:
         groups[group] = groups.get(group) or parser.add_argument_group(group)
         name = f"--{setting.name.replace('_', '-')}"
         groups[group].add_argument(name, **setting.metadata["how"])
-    parser.add_argument(
-        "--num-draft-tokens", type=int, help="mlx-lm's name for --draft-length."
-    )
     groups[REQUESTS].add_argument(
         "--memory-for",
         choices=(EVERYBODY, USER, KEY),

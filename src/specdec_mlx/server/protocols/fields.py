@@ -1,7 +1,8 @@
 """Fields that the protocols share: their checks, with words that name the field, and their forms.
 
 Beside OpenAI's there are mlx-lm's (min_p, repetition_penalty, chat_template_kwargs, ...) and ours
-(drafter, draft_length, rule, draft_model, adapters). Below them stands what replies have in common.
+(drafter, num_draft_tokens, rule, draft_model, adapters). Below them stands what replies have in
+common.
 """
 
 from __future__ import annotations
@@ -92,7 +93,9 @@ def base(body: Object) -> TextRequest:
         seed=None if seed is None else seed % NUM_SEEDS,
         prediction=_prediction(given.get("prediction")),
         drafters=None if drafters is None else several(drafters),
-        draft_length=_length(given.get("draft_length", given.get("num_draft_tokens"))),
+        num_draft_tokens=_length(
+            given.get("num_draft_tokens", given.get("draft_length"))
+        ),
         rule=_rule(given.get("rule")),
         user=str(given.get("user") or ""),
     )
@@ -248,7 +251,7 @@ def _length(given: Any) -> int | str | None:
         length = parse_draft_length("" if isinstance(given, bool) else str(given))
     except ValueError:
         raise RequestError(
-            f"draft_length must be an int >= 0 (at most {LONGEST_DRAFT} count) or auto, "
+            f"num_draft_tokens must be an int >= 0 (at most {LONGEST_DRAFT} count) or auto, "
             f"not {given!r}"
         ) from None
     return length if isinstance(length, str) else min(length, LONGEST_DRAFT)
