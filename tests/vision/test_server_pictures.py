@@ -152,7 +152,7 @@ def served(request: Any, tmp_path_factory: pytest.TempPathFactory) -> Iterator[A
             patch.setattr(vision, "load", load)
             patch.setattr(models.mlx_lm, "load", load_text)
         with (
-            running(folder, flags=with_flags(draft_length=4)) as engine,
+            running(folder, flags=with_flags(num_draft_tokens=4)) as engine,
             listening(make_app(engine, engine.settings), lifespan="off") as port,
         ):
             yield name, engine, port
