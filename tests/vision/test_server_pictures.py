@@ -17,6 +17,7 @@ import pytest
 import specdec_mlx as sd
 from engines import Client, ask, running, settled, submit, with_flags
 from live import listening
+from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.server import models
 from specdec_mlx.server.app import make_app
 from specdec_mlx.server.models import Models
@@ -363,10 +364,9 @@ def test_code_in_a_models_folder_is_not_run(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps(config | {"model_file": "model.py"}))
     (folder / "model.py").write_text(f"open({str(folder / 'was_run')!r}, 'w')")
     with running(None, flags=with_flags()) as engine:
-        with pytest.raises(sd.server.requests.RequestError, match="trust_remote_code"):
-            ask(engine, model=str(folder))
-        with pytest.raises(sd.server.requests.RequestError, match="trust_remote_code"):
-            ask(engine, model=str(folder), pictures={"0": b""})
+        for pictures in ({}, {"0": b""}):
+            with pytest.raises(ModelFolderError):
+                ask(engine, model=str(folder), pictures=pictures)
     assert not (folder / "was_run").exists()
 
 

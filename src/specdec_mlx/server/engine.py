@@ -27,7 +27,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.registry import first_of, takes_model
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.errors import CacheRollbackError, ModelFolderError
 from specdec_mlx.loop import Generation, Token, assemble, speculate
 from specdec_mlx.options import Options
 from specdec_mlx.ranks import SharedDrafting, ranks_of
@@ -170,7 +170,7 @@ class Engine:
             try:
                 maybe_set_recommended_wired_limit()
                 if self.settings.model is not None:
-                    self._warm_up(self.models.load(TextRequest()))
+                    self._warm_up(self._load_given())
                 self._is_ready.set_result(None)
             except BaseException as error:
                 self._is_ready.set_exception(error)
@@ -191,6 +191,13 @@ class Engine:
             # MLX frees the functions that it compiled for a thread once that has ended, and needs
             # Python for it: a process that ends meanwhile aborts. So the thread stays.
             Flag().wait()
+
+    def _load_given(self) -> Loaded:
+        """Load the model that was given at the start; raises the reason, which no client gets."""
+        try:
+            return self.models.load(TextRequest())
+        except ModelFolderError as error:
+            raise error.__cause__ or error from None
 
     def _next(self) -> Ticket | None:
         """The request that has waited the longest, on all ranks; None where the server ends."""

@@ -7,6 +7,7 @@ common.
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -321,11 +322,19 @@ def logprob(written: TokenLogprob) -> Object:
 
 
 def words_of(error: Exception, status: HTTPStatus) -> str:
-    """An error in words for the client, with its kind if it is ours."""
-    is_ours = status == HTTPStatus.INTERNAL_SERVER_ERROR
-    return (f"{type(error).__name__}: {error}" if is_ours else str(error))[
+    """An error in words for the client, with its kind if it is ours.
+
+    The system's errors name files, and other errors may: neither they nor the home folder are told.
+    """
+    words = str(error)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        if isinstance(error, OSError):
+            words = "The server's log says why."
+        words = f"{type(error).__name__}: {words}"
+    home = os.path.expanduser("~")
+    return (words if len(home) < 2 else words.replace(home, "~"))[
         :LONGEST_ANSWER
-    ]
+    ]  # not of "/"
 
 
 def server_sent(data: Any, event: str | None = None) -> bytes:
