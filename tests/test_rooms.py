@@ -53,7 +53,7 @@ CORE = tuple(
 )
 """What one call passes through: who has read it understands the whole."""
 
-TOKENS = {"core": 28_900, "library": 124_100, "lab": 69_500, "server": 43_200}
+TOKENS = {"core": 28_900, "library": 124_100, "lab": 70_000, "server": 43_200}
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 
