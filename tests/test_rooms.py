@@ -35,7 +35,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
     "files": 222,
-    "numeric constants": 174,
+    "numeric constants": 178,
     "protocols": 21,
     "public names": 31,
 }
