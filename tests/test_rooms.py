@@ -34,8 +34,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 222,
-    "numeric constants": 178,
+    "files": 206,
+    "numeric constants": 173,
     "protocols": 21,
     "public names": 31,
 }
@@ -53,7 +53,12 @@ CORE = tuple(
 )
 """What one call passes through: who has read it understands the whole."""
 
-TOKENS = {"core": 28_900, "library": 124_100, "lab": 70_000, "server": 43_200}
+TOKENS = {
+    "core": 28_900,
+    "library": 122_600,
+    "lab": 73_000,
+    "server": 43_900,
+}
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 

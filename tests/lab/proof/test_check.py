@@ -113,7 +113,7 @@ def best_of_everything() -> sd.BestOf:
         sd.PromptLookupDrafter(min_ngram=2),
         model_drafter(),
         sd.SuffixDrafter(min_match=2),
-        sd.RecyclingDrafter(num_draft=2),
+        lab.RecyclingDrafter(num_draft=2),
         lab.StochasticNGramDrafter(min_order=1),
     )
 

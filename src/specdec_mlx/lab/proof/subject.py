@@ -36,9 +36,9 @@ from specdec_mlx.contracts import (
     key_of,
     shares_noise,
 )
-from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.exactness.features import FeatureFeed
 from specdec_mlx.exactness.probe import places_of
+from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.ranks import Ranks
