@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -45,6 +45,7 @@ from specdec_mlx.server.requests import (
     Ended,
     Event,
     Failed,
+    Object,
     PromptProgress,
     RequestError,
     UnavailableError,
@@ -52,6 +53,7 @@ from specdec_mlx.server.requests import (
     Written,
 )
 from specdec_mlx.server.status import METRICS_TYPE, Totals
+from specdec_mlx.server.tokens import apply_template, detokenize, tokenize
 from specdec_mlx.server.under_way import Ticket
 
 LONG_READING = 2.0  # seconds after which the log says how far a prompt is read
@@ -63,6 +65,12 @@ WIRES: dict[str, Wire] = {
     "/completions": COMPLETIONS,
     "/messages": MESSAGES,
     "/responses": RESPONSES,
+}
+
+TOKENS = {
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+    "/apply-template": apply_template,
 }
 
 VERSIONS = re.compile(r"^(/v1)+(?=/|$)")
@@ -115,6 +123,10 @@ class Endpoints:
         ]
         routes += [
             Route("/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            *(
+                Route(path, partial(self.read_tokens, answer), methods=["POST"])
+                for path, answer in TOKENS.items()
+            ),
             Route("/", self.page),
             Route("/metrics", self.metrics),
             Route("/health", self.health),
@@ -172,6 +184,17 @@ class Endpoints:
         except Exception as error:
             return refusal(MESSAGES, error)
         return encoded({"input_tokens": number})
+
+    async def read_tokens(
+        self, answer: Callable[[Engine, Object], Object], request: Request
+    ) -> Response:
+        """Tokens of a text, or the text of tokens."""
+        try:
+            raw = await received(request)
+            reply = await run_in_threadpool(lambda: answer(self.engine, read_body(raw)))
+            return encoded(reply)
+        except Exception as error:
+            return refusal(CHAT, error)
 
     async def answer(self, wire: Wire, request: Request) -> Any:
         """The reply to a request for texts."""
