@@ -104,7 +104,9 @@ def engine(served: tuple[StandIn, int]) -> StandIn:
                 return entry
         raise ModelFolderError(f"There is no model {name!r} here.")
 
-    engine.models = SimpleNamespace(listed=lambda: listed, named=named)
+    engine.models = SimpleNamespace(
+        listed=lambda: listed, named=named, can_see=lambda request: False
+    )
     return engine
 
 
