@@ -1,4 +1,4 @@
-"""What is typed as text: NAME:key=value,key=value, what it makes, and the parser of flags."""
+"""Arguments: their checks and errors, NAME:key=value as typed, and the parser of flags."""
 
 from __future__ import annotations
 

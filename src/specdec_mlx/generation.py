@@ -1,4 +1,4 @@
-"""Results of a generation: mlx-lm's responses with their account, and a text that shows it."""
+"""Text in, text out: `mlx_lm.stream_generate` and `mlx_lm.generate` with one argument more."""
 
 from __future__ import annotations
 
