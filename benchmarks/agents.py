@@ -79,10 +79,10 @@ def write_target(folder: Path) -> Path:
     config = {"model_type": "scripted", "model_file": "model.py", "num_hidden_layers": 1}
     config |= {"vocab_size": tokenizer.get_vocab_size(), "max_position_embeddings": CONTEXT}
     config["eos_token_id"] = tokenizer.token_to_id(END)
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     how: dict[str, Any] = {"chat_template": TEMPLATE, "eos_token": END}
     how |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(how))
+    (folder / "tokenizer_config.json").write_text(json.dumps(how), encoding="utf-8")
     return folder
 
 
@@ -97,7 +97,9 @@ def make_tokenizer() -> Tokenizer:
         show_progress=False,
     )
     texts = [*(ROOT / "docs").glob("*.md"), *(ROOT / "src").rglob("*.py")]
-    tokenizer.train_from_iterator((text.read_text() for text in sorted(texts)), trainer)
+    tokenizer.train_from_iterator(
+        (text.read_text(encoding="utf-8") for text in sorted(texts)), trainer
+    )
     tokenizer.add_special_tokens([AddedToken(token, special=True) for token in (END, *ROLES)])
     tokenizer.add_tokens([AddedToken(token) for token in ("<tool_call>", "</tool_call>")])
     return tokenizer
@@ -170,7 +172,7 @@ def counting(url: str, traffic: Traffic, log: Path) -> Iterator[str]:
                 traffic.errors.append(f"{what}: {status} {answer[-200:].decode(errors='replace')}")
             sent, came = (one.decode(errors="replace") for one in (body, answer))
             line = {"request": what, "headers": dict(self.headers), "body": sent}
-            with log.open("a") as file:
+            with log.open("a", encoding="utf-8") as file:
                 file.write(json.dumps(line | {"status": status, "answer": came}) + "\n")
 
         def log_message(self, *_: Any) -> None:
@@ -326,7 +328,7 @@ def install(client: Client, scratch: Path) -> tuple[Path, str]:
         version = next(x for x in lines.splitlines() if x.startswith("Version:")).split()[1]
     else:
         package = folder / "node_modules" / client.package / "package.json"
-        version = json.loads(package.read_text())["version"]
+        version = json.loads(package.read_text(encoding="utf-8"))["version"]
     return programs, version
 
 
@@ -364,8 +366,8 @@ def try_client(client: Client, url: str, scratch: Path) -> Outcome:
     home, work = here / "home", here / "work"
     for folder in (home, work):
         folder.mkdir(parents=True)
-    (work / FILE).write_text(PROGRAM)
-    (work / "check.py").write_text(CHECK)
+    (work / FILE).write_text(PROGRAM, encoding="utf-8")
+    (work / "check.py").write_text(CHECK, encoding="utf-8")
     task = (
         f"The area in {work / FILE} is wrong. Read the file, correct it, then run `{TEST}` in "
         f"{work} and tell me what it prints."
@@ -374,7 +376,7 @@ def try_client(client: Client, url: str, scratch: Path) -> Outcome:
     with counting(url, traffic, here / "traffic.jsonl") as address:
         for path, content in client.files(address).items():
             (home / path).parent.mkdir(parents=True, exist_ok=True)
-            (home / path).write_text(content)
+            (home / path).write_text(content, encoding="utf-8")
         places = f"{programs}{os.pathsep}{os.environ['PATH']}"
         env = {"PATH": places, "HOME": str(home), "TERM": "dumb", "LANG": "C.UTF-8"}
         env |= client.settings(address)
@@ -382,13 +384,13 @@ def try_client(client: Client, url: str, scratch: Path) -> Outcome:
             finished(client.before(address), work, env, here / "before.txt")
         status = finished(client.command(address, task), work, env, here / "output.txt")
     runs = work / "runs.txt"
-    last = (runs.read_text().split() if runs.exists() else []) or ["False", "none"]
-    output = (here / "output.txt").read_text(errors="replace")
+    last = (runs.read_text(encoding="utf-8").split() if runs.exists() else []) or ["False", "none"]
+    output = (here / "output.txt").read_text(errors="replace", encoding="utf-8")
     return Outcome(
         version,
         status,
         traffic.has_read,
-        (work / FILE).read_text() == PROGRAM.replace(WRONG, mended(WRONG)),
+        (work / FILE).read_text(encoding="utf-8") == PROGRAM.replace(WRONG, mended(WRONG)),
         last[-2] == "True",
         f"All checks pass: {last[-1]}" in output,
         traffic,

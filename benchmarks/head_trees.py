@@ -26,6 +26,7 @@ from benchmarks.heads import (
     target_and_prompts,
     tokens_a_pass,
 )
+from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
@@ -33,12 +34,11 @@ from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import draft_path, head_path
 from specdec_mlx.loop import speculate
-from specdec_mlx.models import load_model
-from specdec_mlx.notebook.views import markdown_table
-from specdec_mlx.options import argument, positive_int
-from specdec_mlx.rules.registry import AutoRule
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.rules import AutoRule
+from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.views.html import markdown_table
 
 SIZES = (4, 8, 16, "auto")
 TEMPS = (0.0, 0.7, 1.0)

@@ -23,8 +23,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.bench.prompts import Prompt, read_prompts
-from specdec_mlx.bench.record import describe_machine
+from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
@@ -32,13 +31,14 @@ from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import HEADS, draft_path, head_path, target_path
 from specdec_mlx.lab import pair as pair_module
+from specdec_mlx.lab.bench.prompts import Prompt, read_prompts
+from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.loop import Token, speculate
-from specdec_mlx.models import load_model
-from specdec_mlx.notebook.views import markdown_table
-from specdec_mlx.options import argument, positive_int
-from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.rules import make_rule
+from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.views.html import markdown_table
 
 Begin = Callable[..., Iterable[Token]]
 

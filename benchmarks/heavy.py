@@ -19,11 +19,11 @@ import mlx.core as mx
 import mlx.nn as nn
 
 from specdec_mlx import lab
-from specdec_mlx.bench.prompts import Prompt
-from specdec_mlx.bench.record import format_record, save_record
-from specdec_mlx.bench.run import make_tasks, run_bench
-from specdec_mlx.bench.timing import Settings, make_contenders
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
+from specdec_mlx.lab.bench.prompts import Prompt
+from specdec_mlx.lab.bench.record import format_record, save_record
+from specdec_mlx.lab.bench.run import make_tasks, run_bench
+from specdec_mlx.lab.bench.timing import Settings, make_contenders
 from specdec_mlx.lab.pair import held_out_openings
 
 WIDTH, GROUP = 4096, 64

@@ -126,8 +126,8 @@ def model_folder(folder: Path) -> Path:
     if not place.exists():
         shutil.copytree(lab.target_path(), place)
         config = place / "tokenizer_config.json"
-        settings = json.loads(config.read_text()) | {"chat_template": TEMPLATE}
-        config.write_text(json.dumps(settings))
+        settings = json.loads(config.read_text(encoding="utf-8")) | {"chat_template": TEMPLATE}
+        config.write_text(json.dumps(settings), encoding="utf-8")
     return place
 
 
@@ -139,7 +139,9 @@ def environment(host: Host, folder: Path) -> str:
         run(sys.executable, "-m", "venv", "--without-pip", str(place))
         here = json.dumps([path for path in sys.path if path.endswith("site-packages")])
         sites = next((place / "lib").glob("python*")) / "site-packages"
-        (sites / "shared.pth").write_text(f"import site; [*map(site.addsitedir, {here})]\n")
+        (sites / "shared.pth").write_text(
+            f"import site; [*map(site.addsitedir, {here})]\n", encoding="utf-8"
+        )
         if host.packages:
             run(str(python), "-m", "pip", "install", "--quiet", *host.packages)
         (place / "is-complete").touch()
@@ -158,7 +160,7 @@ def run_block(host: Host, python: str, source: str, how: str) -> tuple[str, Any]
     """The text of a block of Python, and the account where it has one; how: "ours" or "stock"."""
     with tempfile.TemporaryDirectory() as folder:
         program = Path(folder, "block.py")
-        program.write_text(BEFORE + source + AFTER)
+        program.write_text(BEFORE + source + AFTER, encoding="utf-8")
         out = run(python, str(program), how, host.module, HF_HUB_OFFLINE="1", PYTHONPATH=str(ROOT))
     text, told = json.loads(out.splitlines()[-1])
     return text, told
@@ -215,7 +217,7 @@ def servers(model: Path) -> Iterator[Serve]:
 
 def try_host(host: Host, python: str, model: Path, serve: Serve) -> Result:
     """Run a program's block with us and without; RuntimeError where one fails."""
-    source = block_of(host, PAGE.read_text()).replace(MODEL, str(model))
+    source = block_of(host, PAGE.read_text(encoding="utf-8")).replace(MODEL, str(model))
     if host.way == "plugin":
         return run_shell(host, python, source, model)
     run_it = partial(run_block, host, python)

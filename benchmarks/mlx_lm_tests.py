@@ -7,7 +7,7 @@ Its wheel has no tests, its source package has:
     python -m benchmarks.mlx_lm_tests mlx_lm-0.32.2/tests
 
 All run three times, each time in a process of its own: as they are, under `install()`, and under
-`install("auto:trees=true,recycling=true")`, which is in force before they import anything. The one
+`install("trees:recycling=true")`, which is in force before they import anything. The one
 model that most of them load from the Hub is stood in for by another, quantized as its name says. A
 test that wants other files of the Hub, or words of that very model, fails in the first column too,
 and has to fail with the same in the others. The exit status is 1 if a column differs from the first
@@ -37,14 +37,14 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from specdec_mlx import lab, mlx_lm_plugin
-from specdec_mlx.notebook.views import markdown_table
+from specdec_mlx.views.html import markdown_table
 
 HUB_NAME = "mlx-community/Qwen1.5-0.5B-Chat-4bit"
 CHAT_TEMPLATE = (
     "{% for m in messages %}{{ m['role'] }}: {{ m['content'] }}\n{% endfor %}assistant: "
 )
 STOCK = "stock"
-TREES = "auto:trees=true,recycling=true"
+TREES = "trees:recycling=true"
 COLUMNS: dict[str, Callable[[], Any]] = {
     STOCK: lambda: None,
     "install()": mlx_lm_plugin.install,
@@ -144,7 +144,7 @@ def run_column(column: str, tests: Path, pattern: str, outcomes: Path) -> None:
     """
     speculation = COLUMNS[column]()
     suite = unittest.defaultTestLoader.discover(str(tests), pattern)
-    with outcomes.open("w") as file:
+    with outcomes.open("w", encoding="utf-8") as file:
         recorder = Recorder(file, speculation)
         suite.run(recorder)
         print(json.dumps(["", recorder.speculated]), file=file)
@@ -162,13 +162,16 @@ def compare(tests: Path, pattern: str, model: Path) -> tuple[dict[str, Outcomes]
             command = [sys.executable, "-m", "benchmarks.mlx_lm_tests", str(tests)]
             command += ["--files", pattern, "--column", column, "--outcomes", str(outcomes)]
             print(f"{column} ...", file=sys.stderr, flush=True)
-            with log.open("w") as said:
+            with log.open("w", encoding="utf-8") as said:
                 done = subprocess.run(
                     command, env=environment, stdout=said, stderr=subprocess.STDOUT, check=False
                 )
             if done.returncode:
-                print(f"{column} ended with {done.returncode}:\n{log.read_text()}", file=sys.stderr)
-            pairs = dict(map(json.loads, outcomes.read_text().splitlines()))
+                print(
+                    f"{column} ended with {done.returncode}:\n{log.read_text(encoding='utf-8')}",
+                    file=sys.stderr,
+                )
+            pairs = dict(map(json.loads, outcomes.read_text(encoding="utf-8").splitlines()))
             speculated[column] = pairs.pop("", 0)
             found[column] = pairs
     return found, speculated
@@ -180,10 +183,10 @@ def stand_in(model: Path, hub: Path) -> dict[str, str]:
     snapshot = folder / "snapshots" / "stand-in"
     for made in (folder / "refs", snapshot.parent):
         made.mkdir(parents=True)
-    (folder / "refs" / "main").write_text(snapshot.name)
+    (folder / "refs" / "main").write_text(snapshot.name, encoding="utf-8")
     mlx_lm.convert(str(model), str(snapshot), quantize=True, q_bits=4, q_group_size=64)
     if AutoTokenizer.from_pretrained(snapshot).chat_template is None:
-        (snapshot / "chat_template.jinja").write_text(CHAT_TEMPLATE)
+        (snapshot / "chat_template.jinja").write_text(CHAT_TEMPLATE, encoding="utf-8")
     return {"HF_HOME": str(hub), "HF_HUB_OFFLINE": "1"}
 
 

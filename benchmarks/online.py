@@ -27,21 +27,21 @@ import mlx.nn as nn
 import numpy as np
 from mlx_lm.sample_utils import make_logits_processors
 
-from specdec_mlx.bench.prompts import read_prompts
-from specdec_mlx.bench.record import describe_machine
+from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.contracts import Drafter, LogitsProcessor
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import draft_path, head_path, target_path
+from specdec_mlx.lab.bench.prompts import read_prompts
+from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.pair import held_out_openings
+from specdec_mlx.lab.training.online import OnlineDraftModel, OnlineTrainer, learning_on
+from specdec_mlx.lab.training.run import PLAN
+from specdec_mlx.lab.training.trainees import Recipe, draft_model
 from specdec_mlx.loop import speculate
-from specdec_mlx.models import load_model
-from specdec_mlx.notebook.views import markdown_table
-from specdec_mlx.options import argument, positive_int
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.training.online import OnlineDraftModel, OnlineTrainer, learning_on
-from specdec_mlx.training.run import PLAN
-from specdec_mlx.training.trainees import Recipe, draft_model
+from specdec_mlx.views.html import markdown_table
 
 WAYS = ("not learning", "learning")
 EVERY = 100  # tokens of a long text that are counted together
@@ -196,7 +196,9 @@ def main() -> None:
             name = Path(args.model).name if args.model else "The lab’s target"
             title = f"{name}, temperature {args.temp:g}"
             ways = dict(zip(WAYS, counts.tolist(), strict=True))
-            args.json.write_text(json.dumps({"title": title, "every": EVERY, **ways}) + "\n")
+            args.json.write_text(
+                json.dumps({"title": title, "every": EVERY, **ways}) + "\n", encoding="utf-8"
+            )
         print(format_hundreds(counts))
         return
     draft = args.draft_model or draft_path()

@@ -8,20 +8,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.replay import Modelled, greedy_context, right_path, top_rows
 from specdec_mlx.contracts import (
     Closes,
     Drafter,
-    OffersSeveral,
     SeesTarget,
     Session,
-    SessionGroups,
     session_groups,
     session_parts,
 )
-from specdec_mlx.engine.drafting import proposing
+from specdec_mlx.draft_length.drafting import proposing
+from specdec_mlx.lab.bench.cost import CostCurve
+from specdec_mlx.lab.bench.record import RecordedText
+from specdec_mlx.lab.bench.replay import Modelled, greedy_context, right_path, top_rows
+from specdec_mlx.lab.papers.trees_of_several import candidates_of
 
 LENGTH_ORACLE, TEXT_ORACLE = "length oracle", "text oracle"
 LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured
@@ -77,11 +76,11 @@ def length_oracle(
 def _num_right(session: Session, most: int, coming: Sequence[int]) -> int:
     """How many of the coming tokens a session proposes, or guesses one after the other."""
     whole = [one for group in session_groups(session, "") for _, one in group]
-    if not any(hasattr(one, "propose_tree") or isinstance(one, SessionGroups) for one in whole):
+    if not any(hasattr(one, "propose_tree") for one in whole):
         return len(right_path(proposing(session, "")(most), coming))
     drafts = [part.propose(most) for _, part in session_parts(session, "")]
     for _, part in session_parts(session, ""):
-        drafts += part.candidates(most) if isinstance(part, OffersSeveral) else ()
+        drafts += candidates_of(part, most)
     return max(len(right_path(draft, coming)) for draft in drafts)
 
 

@@ -33,17 +33,17 @@ from specdec_mlx.drafters.heads.drafter import target_ends
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.lab import draft_path, head_path, target_path
 from specdec_mlx.lab.pair import split_topics
+from specdec_mlx.lab.papers.lossy import Typical
+from specdec_mlx.lab.training.features import Batch, live_batch
+from specdec_mlx.lab.training.fitting import LOSSES, update
+from specdec_mlx.lab.training.trainees import Prediction, Trainee, branches_behind
 from specdec_mlx.loop import speculate
-from specdec_mlx.models import load_model
-from specdec_mlx.notebook.views import markdown_table
-from specdec_mlx.rules import Typical
-from specdec_mlx.rules.registry import AutoRule
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.rules import AutoRule
+from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.training.features import Batch, live_batch
-from specdec_mlx.training.fitting import LOSSES, update
-from specdec_mlx.training.trainees import Prediction, Trainee, branches_behind
-from specdec_mlx.verify.tree_passes import tree_pass
+from specdec_mlx.trees.passes import tree_pass
+from specdec_mlx.views.html import markdown_table
 
 MASK = 255  # a byte that no text of UTF-8 has
 LENGTHS = (1, 2, 4)
@@ -216,8 +216,8 @@ def train_pard(target: nn.Module, tokenizer: Any, folder: Path, seconds: float) 
         if len(losses) % 50 == 0:
             print(f"{done:.2f} {len(losses)} updates, loss {np.mean(losses[-50:]):.3f}", flush=True)
     shutil.copytree(draft_path(), folder, dirs_exist_ok=True)
-    config = json.loads((folder / "config.json").read_text()) | {"pard_token": MASK}
-    (folder / "config.json").write_text(json.dumps(config))
+    config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"pard_token": MASK}
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     trainee.save_weights(folder, "float32")
 
 

@@ -21,9 +21,9 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.sample_utils import make_sampler
 
-from specdec_mlx.bench.timing import Contender, Counts, Emitted
-from specdec_mlx.cli import bench
 from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.lab.bench.timing import Contender, Counts, Emitted
+from specdec_mlx.lab.commands import bench
 
 MLX_DSPARK = "mlx-dspark"
 MLX_OPTIQ = "mlx-optiq"

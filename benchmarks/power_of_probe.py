@@ -23,8 +23,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
 
-from specdec_mlx.notebook.views import markdown_table
-from specdec_mlx.verify.exactness import first_inexact, probe
+from specdec_mlx.exactness.probe import first_inexact, probe
+from specdec_mlx.views.html import markdown_table
 
 Sees = Callable[[mx.array, mx.array, int], mx.array]
 
@@ -102,21 +102,23 @@ def shortened(array: mx.array) -> mx.array:
     return (((bits + 0x1000) >> 13) << 13).view(mx.float32)
 
 
-class RoughLinear(nn.Linear):
+class RoughLinear(nn.Linear):  # type: ignore[misc]
     """Several rows as a GPU computes them, a single row as it is."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """See MLX's."""
-        return super().__call__(x) if is_alone(x) else in_parts(x, self.weight)
+        product: mx.array = super().__call__(x) if is_alone(x) else in_parts(x, self.weight)
+        return product
 
 
-class RoughQuantized(nn.QuantizedLinear):
+class RoughQuantized(nn.QuantizedLinear):  # type: ignore[misc]
     """The same with quantized weights."""
 
     def __call__(self, x: mx.array) -> mx.array:
         """See MLX's."""
         if is_alone(x):
-            return super().__call__(x)
+            product: mx.array = super().__call__(x)
+            return product
         how = {"group_size": self.group_size, "bits": self.bits}
         return in_parts(x, mx.dequantize(self.weight, self.scales, self.biases, **how))
 
@@ -161,7 +163,7 @@ def verdicts(kind: str, num_layers: int, seed: int, device: str, fault: Any = No
         plant(model, *fault)
     is_short = device == "simulated"
     with (
-        patch("specdec_mlx.verify.rounding.shortens_products", lambda: is_short),
+        patch("specdec_mlx.exactness.rounding.shortens_products", lambda: is_short),
         warnings.catch_warnings(),
     ):
         warnings.simplefilter("ignore")
@@ -189,7 +191,7 @@ def row(kind: str, device: str, depths: Sequence[int], layers: int, seeds: int) 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Print the table."""
-    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])  # type: ignore[union-attr]
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--depths", type=int, nargs="+", default=[2, 8, 16], help="of the models")
     parser.add_argument("--layers", type=int, default=3, help="a model that faults are planted in")
     parser.add_argument("--seeds", type=int, default=5, help="models of each kind")
@@ -201,7 +203,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         rows.append(row(kind, device, args.depths, args.layers, args.seeds))
         print(rows[-1], file=sys.stderr, flush=True)
     print(f"{args.seeds} seeds; layers {[sampled(d, args.layers) for d in args.depths]}")
-    print(markdown_table(rows))
+    print(markdown_table([*rows[0]], [[*each.values()] for each in rows], 2))
     return 0
 
 

@@ -15,9 +15,6 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from specdec_mlx.bench.cost import CostCurve, linear_cost
-from specdec_mlx.bench.record import Record, load_record
-from specdec_mlx.bench.replay import record_of_sessions, replay_text
 from specdec_mlx.contracts import Evidence
 from specdec_mlx.draft_length.chances import (
     NUM_WEIGHTS,
@@ -30,6 +27,9 @@ from specdec_mlx.draft_length.chances import (
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Learned, Tuning
 from specdec_mlx.drafters.choosing.registry import make_drafter
+from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
+from specdec_mlx.lab.bench.record import Record, load_record
+from specdec_mlx.lab.bench.replay import record_of_sessions, replay_text
 
 DEFAULT_DRAFTERS = ("prompt-lookup", "suffix:memory=process", "ngram")
 

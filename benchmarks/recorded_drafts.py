@@ -22,10 +22,10 @@ from mlx_lm import load
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from tqdm import tqdm
 
-from specdec_mlx.bench.record import RecordedText, load_record
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, Step
+from specdec_mlx.lab.bench.record import RecordedText, load_record
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.rollback import Rollback
 
 LONGEST_CHAIN = 16
 

@@ -15,22 +15,21 @@ from typing import TypeVar, cast
 import mlx.nn as nn
 
 from specdec_mlx.batch.generation import BatchGeneration, PassClock
+from specdec_mlx.batch.passes import BatchPasses, OneByOne
 from specdec_mlx.batch.schedule import BatchText, Request, Rounds, Schedule
-from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.prompts import spread
-from specdec_mlx.bench.record import Record, RecordedText
-from specdec_mlx.bench.replay import Modelled, RecordedTarget, greedy_context
 from specdec_mlx.contracts import Draft, Drafter
+from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.policy import DraftLength, parse_draft_length
-from specdec_mlx.engine.drafting import Drafting
-from specdec_mlx.engine.options import Options
-from specdec_mlx.engine.sequence import SequenceState
+from specdec_mlx.lab.bench.cost import CostCurve
+from specdec_mlx.lab.bench.prompts import spread
+from specdec_mlx.lab.bench.record import Record, RecordedText
+from specdec_mlx.lab.bench.replay import Modelled, RecordedTarget, greedy_context
 from specdec_mlx.loop import Generation
-from specdec_mlx.notebook.views import markdown_table
+from specdec_mlx.options import Options
+from specdec_mlx.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.verify.row_caches import BatchCaches
-from specdec_mlx.verify.row_pass import OneByOne, SharedPasses
-from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.target import Verifier
+from specdec_mlx.views.html import markdown_table
 
 Kind = TypeVar("Kind")
 
@@ -92,9 +91,9 @@ class RecordedBatch(BatchGeneration):
     texts: Sequence[RecordedText] = field(kw_only=True)
     clock: BilledPasses = field(kw_only=True)
 
-    def make_passes(self) -> SharedPasses:
+    def make_passes(self) -> BatchPasses:
         """Passes that know what comes."""
-        return RecordedRows(self.model, BatchCaches([]))
+        return RecordedRows()
 
     def begin_text(self, uid: int, request: Request) -> BatchText:
         """A text before anything is generated."""

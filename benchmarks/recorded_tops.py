@@ -20,8 +20,8 @@ import mlx.core as mx
 import mlx.nn as nn
 from tqdm import tqdm
 
-from specdec_mlx.bench.record import RecordedText, load_record, save_record
-from specdec_mlx.models import load_model
+from specdec_mlx.lab.bench.record import RecordedText, load_record, save_record
+from specdec_mlx.models.loading import load_model
 
 TOP = 8  # tokens that are recorded of each place
 

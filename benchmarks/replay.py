@@ -26,12 +26,12 @@ from benchmarks.oracles import (
 )
 from benchmarks.recorded_drafts import load_drafts
 from benchmarks.recorded_rows import RowsScore, format_rows, score_rows
-from specdec_mlx.bench.cost import CostCurve
-from specdec_mlx.bench.record import Record
-from specdec_mlx.bench.replay import Score, Scores, score_record, scores_of
-from specdec_mlx.cli import replay
+from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.contracts import Drafter
-from specdec_mlx.options import argument, positive_int
+from specdec_mlx.lab.bench.cost import CostCurve
+from specdec_mlx.lab.bench.record import Record
+from specdec_mlx.lab.bench.replay import Score, Scores, score_record, scores_of
+from specdec_mlx.lab.commands import replay
 
 Drafters = Mapping[str, Callable[[], Drafter | None]]
 
@@ -97,7 +97,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
         everything += scores
         print(f"{scores}\n")
     if args.json:
-        args.json.write_text(json.dumps([asdict(score) for score in everything], indent=1))
+        args.json.write_text(
+            json.dumps([asdict(score) for score in everything], indent=1), encoding="utf-8"
+        )
     if args.plot:
         replay.draw(args.plot, Scores(s for s in everything if isinstance(s, Score)))
     return 0

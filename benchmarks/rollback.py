@@ -19,9 +19,9 @@ import mlx.nn as nn
 from mlx_lm import load
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.caches import Rollback
+from specdec_mlx.exactness.recurrent_states import recurrent_states_of
 from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.verify.recurrent_states import recurrent_states_of
-from specdec_mlx.verify.rollback import Rollback
 
 
 def time_rounds(

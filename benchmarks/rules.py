@@ -20,17 +20,17 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.bench.prompts import Task, choose, encode_chat, read_prompts
-from specdec_mlx.bench.record import describe_machine
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, named_model
 from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.lab.bench.prompts import Task, choose, encode_chat, read_prompts
+from specdec_mlx.lab.bench.record import describe_machine
+from specdec_mlx.lab.counterfactual import BY_ROUND, Counterfactual
 from specdec_mlx.lab.demo_model import demo_model_path
 from specdec_mlx.loop import speculate
-from specdec_mlx.models import load_model
-from specdec_mlx.notebook.views import markdown_table
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.stats.counterfactual import BY_ROUND, Counterfactual
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.sampling import Sampling
+from specdec_mlx.views.html import markdown_table
 
 REFERENCES = ("rejection", "match")
 NOTE = (
@@ -98,18 +98,13 @@ def account_of(
             max_tokens=max_tokens,
             sampler=Sampling(temp),
             seed=seed,
-            rule="rejection",
+            rule=account.counting("rejection", is_seeded=True),
             draft_length=draft_length,
-            counterfactual=True,
         )
-        stats = None
         with closing(stream):
             for token in stream:
-                stats = token.stats
                 if token.token in end_tokens:
                     break
-        if stats is not None and stats.counterfactual is not None:
-            account.merge(stats.counterfactual)
         on_text()
     return account
 

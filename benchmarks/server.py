@@ -26,10 +26,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from specdec_mlx.bench.prompts import choose, read_prompts
-from specdec_mlx.bench.record import describe_machine
 from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, named_model
 from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.lab.bench.prompts import choose, read_prompts
+from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.demo_model import demo_model_path
 
 STOCK, OURS = "mlx_lm.server", "specdec-mlx server"
@@ -280,8 +280,8 @@ def time_library(
     """
     import mlx_lm
 
-    from specdec_mlx.bench.prompts import encode_chat
     from specdec_mlx.generation import stream_generate
+    from specdec_mlx.lab.bench.prompts import encode_chat
 
     loaded, tokenizer = mlx_lm.load(model)[:2]
     calls: list[Callable[[list[int]], Any]] = [
@@ -388,7 +388,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         figures["library"] = time_library(model, texts[: args.num], args.max_tokens, length)
         print(f"The library itself, on the prompts of the first phase: {figures['library']:.2f}")
     if args.json is not None:
-        args.json.write_text(json.dumps(figures, indent=1))
+        args.json.write_text(json.dumps(figures, indent=1), encoding="utf-8")
     failed = any(sum(phase.num_errors.values()) for phase in phases)
     return 1 if failed or phases[0].num_same < len(phases[0].answers[OURS]) else 0
 

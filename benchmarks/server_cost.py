@@ -68,17 +68,17 @@ def write_model(folder: Path) -> Path:
     following = [pieces[chr(FIRST)]] * tokenizer.get_vocab_size()
     for byte in range(FIRST, LAST):
         following[pieces[chr(byte)]] = pieces[chr(byte + 1)]
-    (folder / "model.py").write_text(SOURCE)
+    (folder / "model.py").write_text(SOURCE, encoding="utf-8")
     mx.save_safetensors(str(folder / "model.safetensors"), {"one": mx.ones(1)}, {"format": "mlx"})
     config: dict[str, Any] = {"model_type": "nothing", "model_file": "model.py"}
     config |= {"following": following}
     config |= {"vocab_size": len(following), "num_hidden_layers": 1}
     config |= {"max_position_embeddings": 2**20, "eos_token_id": tokenizer.token_to_id(END)}
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
     how: dict[str, Any] = {"chat_template": template, "eos_token": END}
     how |= {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
-    (folder / "tokenizer_config.json").write_text(json.dumps(how))
+    (folder / "tokenizer_config.json").write_text(json.dumps(how), encoding="utf-8")
     return folder
 
 

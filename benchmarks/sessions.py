@@ -26,6 +26,7 @@ import mlx.core as mx
 import mlx_lm
 
 from benchmarks.server import MODULES, OURS, STOCK, serving
+from specdec_mlx.files import json_lines
 from specdec_mlx.lab.demo_model import demo_model_path
 
 FORCED = 1e4  # logit of the token that the script has next
@@ -82,7 +83,7 @@ def scripted(model: Any, script: Sequence[int]) -> Any:
 def serve(name: str, script: Path, arguments: Sequence[str]) -> None:
     """Run a server whose model says what the script has."""
     stock: Any = importlib.import_module("mlx_lm.server")
-    load, tokens = mlx_lm.load, json.loads(script.read_text())
+    load, tokens = mlx_lm.load, json.loads(script.read_text(encoding="utf-8"))
 
     def loading(*args: Any, **options: Any) -> Any:
         model, *rest = load(*args, **options)
@@ -145,8 +146,8 @@ def main() -> int:
     add("--free", action="store_true", help="let the model say what it likes")
     add("--flag", action="append", default=[], help="for our server, as --flag=--drafter=suffix")
     args = parser.parse_args()
-    sessions = map(json.loads, args.sessions.read_text().splitlines())
-    messages = next(one["messages"] for one in sessions if one["id"] == args.id)
+    sessions = json_lines(args.sessions)
+    messages = next(one["messages"] for _, one in sessions if one["id"] == args.id)
     messages = [m | {"content": m["content"][: args.most_characters]} for m in messages]
     model = str(args.model or demo_model_path())
     with ExitStack() as stack, tempfile.NamedTemporaryFile("w", suffix=".json") as script:

@@ -11,19 +11,19 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Iterator, Sequence
-from functools import partial
 from importlib import import_module
 from itertools import product
 from typing import Any
 
-from specdec_mlx.bench.cost import linear_cost
-from specdec_mlx.bench.record import Record, RecordedText
-from specdec_mlx.bench.replay import record_of_sessions, right_path, score_record
-from specdec_mlx.bench.summary import ALL
 from specdec_mlx.contracts import ROOT, Draft
 from specdec_mlx.drafters.suffix import SuffixDrafter
+from specdec_mlx.lab.bench.cost import linear_cost
+from specdec_mlx.lab.bench.record import Record, RecordedText
+from specdec_mlx.lab.bench.replay import record_of_sessions, right_path, score_record
+from specdec_mlx.lab.bench.summary import ALL
+from specdec_mlx.lab.papers.suffix_trees import SuffixTreeDrafter
 from specdec_mlx.memory.store import Memory
-from specdec_mlx.notebook.views import markdown_table
+from specdec_mlx.views.html import markdown_table
 
 MOST_CONTEXT = 64  # its default depth
 
@@ -66,7 +66,7 @@ def reference(record: Record, size: int, *, trees: bool, keeps: bool) -> float:
 
 def ours(record: Record, size: int, *, trees: bool, keeps: bool) -> float:
     """Tokens a pass of `SuffixDrafter` on all texts."""
-    make = partial(SuffixDrafter, trees=trees)
+    make = SuffixTreeDrafter if trees else SuffixDrafter
     drafter = make(Memory()) if keeps else make()
     scores = score_record(record, {"ours": drafter}, [str(size)], linear_cost(0.0))
     return next(score.tokens_per_pass for score in scores if score.category == ALL)

@@ -15,19 +15,21 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import make_prompt_cache
 
-from specdec_mlx.bench.cost import CostCurve, parse_cost
 from specdec_mlx.contracts import Drafter, RoundRecord
 from specdec_mlx.draft_length.policy import Fixed
-from specdec_mlx.drafters.first_of import BestOf, TreeOf
+from specdec_mlx.drafters.first_of import BestOf
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
 from specdec_mlx.lab import head, load_pair
+from specdec_mlx.lab.bench.cost import CostCurve, parse_cost
 from specdec_mlx.lab.pair import held_out_openings
+from specdec_mlx.lab.papers.trees_of_several import TreeOf
+from specdec_mlx.lab.papers.vertical_cascade import GuessedDrafter
 from specdec_mlx.loop import speculate
-from specdec_mlx.notebook.views import markdown_table
-from specdec_mlx.rules.registry import AutoRule
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.rules import AutoRule
+from specdec_mlx.sampling import Sampling
+from specdec_mlx.views.html import markdown_table
 
 CHIPS = ("m3-max", "m5-max-70b")
 
@@ -97,8 +99,8 @@ def ways(
     smaller = ModelDrafter(small)
     cascades: dict[str, Callable[[], Drafter]] = {
         "model": lambda: alone,
-        "model:drafter=suffix": lambda: ModelDrafter(draft, drafter="suffix"),
-        "model, its first layer guesses": lambda: ModelDrafter(draft, drafter=smaller),
+        "guessed-model:drafter=suffix": lambda: GuessedDrafter(draft, drafter="suffix"),
+        "model, its first layer guesses": lambda: GuessedDrafter(draft, drafter=smaller),
         "BestOf(suffix, model)": lambda: BestOf(SuffixDrafter(), alone),
     }
     trees: dict[str, Callable[[], Drafter]] = {

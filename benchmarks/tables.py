@@ -22,8 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from specdec_mlx import lab
-from specdec_mlx.bench.summary import ALL
-from specdec_mlx.notebook.views import markdown_table
+from specdec_mlx.lab.bench.summary import ALL
+from specdec_mlx.views.html import markdown_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- tables: benchmarks/tables.py -->", "<!-- end of tables -->"

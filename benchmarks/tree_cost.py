@@ -23,18 +23,16 @@ from mlx_lm.generate import generation_stream
 from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx import loop
+from specdec_mlx.arguments import argument, positive_int
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft
-from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.lab import target_path
-from specdec_mlx.models import load_model
-from specdec_mlx.notebook.views import markdown_table
-from specdec_mlx.options import argument, positive_int
-from specdec_mlx.rules.match import Match
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.verify.next_token import NextToken
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.rules import Match
+from specdec_mlx.sampling import Noise, Sampling
+from specdec_mlx.target import NextToken, Verifier
+from specdec_mlx.trees.shape import path_to
+from specdec_mlx.views.html import markdown_table
 
 SIZES = (4, 8, 16)
 CONTEXTS = (128, 1024)
@@ -182,7 +180,9 @@ def main() -> None:
     costs = list(measure(model, tokens, repeats=args.repeats))
     print(format_costs(costs))
     if args.json:
-        args.json.write_text(json.dumps([asdict(cost) for cost in costs], indent=1))
+        args.json.write_text(
+            json.dumps([asdict(cost) for cost in costs], indent=1), encoding="utf-8"
+        )
 
 
 if __name__ == "__main__":

@@ -22,10 +22,14 @@ import mlx.nn as nn
 from mlx.utils import tree_map
 
 from specdec_mlx import lab
-from specdec_mlx.bench.prompts import Task, encode_chat, read_prompts
-from specdec_mlx.bench.record import or_dash
-from specdec_mlx.bench.summary import ALL, Result, summarise
-from specdec_mlx.bench.timing import (
+from specdec_mlx.contracts import Draft, DraftContext, Evidence
+from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.lab.bench.prompts import Task, encode_chat, read_prompts
+from specdec_mlx.lab.bench.record import or_dash
+from specdec_mlx.lab.bench.summary import ALL, Result, summarise
+from specdec_mlx.lab.bench.timing import (
     PLAIN,
     Contender,
     Emitted,
@@ -35,13 +39,9 @@ from specdec_mlx.bench.timing import (
     run_interleaved,
     time_generation,
 )
-from specdec_mlx.contracts import Draft, DraftContext, Evidence
-from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.models import load_model
-from specdec_mlx.notebook.views import markdown_table
-from specdec_mlx.verify.model_pass import vocab_size_of
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.views.html import markdown_table
 
 NO_DRAFTER, ALWAYS_WRONG, RANDOM_WORDS = "no drafter", "always wrong", "random words"
 NEVER_ASKED, PAUSED = "draft model, never asked", "draft model, paused"

@@ -21,12 +21,12 @@ from math import log2
 from pathlib import Path
 from typing import Any
 
-from specdec_mlx.bench.record import read_cost, read_result
-from specdec_mlx.bench.summary import ALL, Result
 from specdec_mlx.draft_length.costs import CURVES
-from specdec_mlx.notebook import plots
-from specdec_mlx.notebook.plots import Plot, label_axes, legend
-from specdec_mlx.notebook.views import BLUE, GREEN, GREY, ORANGE, VERMILLION
+from specdec_mlx.lab import plots
+from specdec_mlx.lab.bench.record import read_cost, read_result
+from specdec_mlx.lab.bench.summary import ALL, Result
+from specdec_mlx.lab.plots import Plot, label_axes, legend
+from specdec_mlx.views.html import BLUE, GREEN, GREY, ORANGE, VERMILLION
 
 DOCS = Path(__file__).parent
 DATA = {name: DOCS / "data" / f"{name}.json" for name in ("benchmark", "greedy", "sampled")}

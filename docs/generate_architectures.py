@@ -20,4 +20,4 @@ if __name__ == "__main__":
     rows = [Case(name).row for name in tqdm(names)]
     halves = [in_16_bits(name) for name in tqdm(names) if name not in tiny.CANNOT_RUN]
     path = ROOT / "docs" / "architectures.md"
-    path.write_text(page(path.read_text(), rows, halves))
+    path.write_text(page(path.read_text(encoding="utf-8"), rows, halves), encoding="utf-8")

@@ -21,7 +21,7 @@ and the same ones of ours. The other commands are ours; `server` takes the flags
 
 def page() -> str:
     """The whole page."""
-    from specdec_mlx.cli.commands import COMMANDS, MLX_LM_COMMANDS, make_parser, overview
+    from specdec_mlx.cli.commands import MLX_LM_COMMANDS, commands, make_parser, overview
     from specdec_mlx.mlx_lm_plugin import flags
     from specdec_mlx.server.flags import make_parser as make_server_parser
 
@@ -34,7 +34,7 @@ def page() -> str:
         section("Ours for generate and chat", added_by(flags.add_grammar_arguments)),
         section("specdec-mlx server", make_server_parser().format_help()),
     ]
-    for name in COMMANDS:
+    for name in sorted(commands()):
         if name not in (*MLX_LM_COMMANDS, "server"):
             command = make_parser(name)
             parts.append(section(f"specdec-mlx {name}", command.format_help()))

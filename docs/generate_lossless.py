@@ -33,9 +33,9 @@ from exact import (  # noqa: E402
     up_to,
 )
 from specdec_mlx.lab import load_pair  # noqa: E402
+from specdec_mlx.lab.counterfactual import BY_TOKEN, chances  # noqa: E402
 from specdec_mlx.lab.pair import split_topics  # noqa: E402
-from specdec_mlx.rules.registry import make_rule  # noqa: E402
-from specdec_mlx.stats.counterfactual import BY_TOKEN, chances  # noqa: E402
+from specdec_mlx.rules import make_rule  # noqa: E402
 
 ZERO = 1e-12
 LOSSY_EXAMPLES = ("lenient:lenience=0.8", "typical:epsilon=0.3,delta=0.6")
@@ -115,7 +115,7 @@ def replaced(page: str, name: str, table: str) -> str:
 
 
 if __name__ == "__main__":
-    page = replaced(PAGE.read_text(), "enumerated", enumerated())
+    page = replaced(PAGE.read_text(encoding="utf-8"), "enumerated", enumerated())
     if "--measure" in sys.argv:
         page = replaced(page, "draft-temp", measured())
-    PAGE.write_text(page)
+    PAGE.write_text(page, encoding="utf-8")

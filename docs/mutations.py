@@ -1,6 +1,6 @@
 """Does a test fail for each small error in the rules, the sampling, the loop? Writes mutations.md.
 
-    python docs/mutations.py [--module rules/block] [--part 1/4] [--results results.json]
+    python docs/mutations.py [--module rules] [--part 1/4] [--results results.json]
 
 Every operator, comparison, number, truth value, condition and choice of function in a module is
 changed, one at a time, each `where` takes one side for all, and the module's tests run until the
@@ -30,13 +30,9 @@ from tqdm import tqdm
 
 ROOT = Path(__file__).parent.parent
 TESTS = {
-    "rules/arithmetic": ["rules/test_acceptance.py", "rules/test_trees.py"],
-    "rules/block": ["rules/test_acceptance.py"],
-    "rules/rejection": ["rules/test_acceptance.py"],
-    "rules/coins": ["rules/test_acceptance.py"],
-    "rules/match": ["rules/test_acceptance.py"],
-    "rules/lossy": ["rules/test_acceptance.py", "rules/test_trees.py"],
-    "sampling/distribution": ["sampling/test_sampling.py"],
+    "rules": ["rules/test_acceptance.py", "rules/test_trees.py"],
+    "lab/papers/lossy": ["rules/test_acceptance.py", "rules/test_trees.py"],
+    "sampling": ["sampling/test_sampling.py"],
     "loop": [
         *("engine/test_loop.py", "engine/test_rounds.py", "test_generation.py"),
         *(
@@ -48,7 +44,7 @@ TESTS = {
     ],
 }
 """The modules that are changed, and the files whose tests are to find it."""
-ONLY = {"rules/block": "block", "rules/rejection": "rejection"}
+ONLY: dict[str, str] = {}
 """Of tests that are parametrised over all rules: those whose name has this word."""
 SLOW = {
     "rules/test_acceptance.py": (
@@ -99,35 +95,33 @@ FROZEN = "Nobody assigns to it."
 SHOWN = "What `repr` shows."
 ONES = "Times one is divided by one."
 EQUIVALENT: dict[str, str] = {
-    "rules/arithmetic.point_mass: `-1` → `+1`": TWO_AXES,
-    "rules/arithmetic.log_where_positive: `1` → `2`": "What it yields for p = 0 is multiplied by "
-    "p.",
-    "rules/arithmetic.at: `-1` → `+1`": TWO_AXES,
-    "rules/arithmetic.with_zero_row: `-1` → `+1`": TWO_AXES,
-    "rules/block.Block.accept_probs: `-1` → `+1`": TWO_AXES,
-    "rules/block.Block: `True` → `False`": GREEDY,
-    "rules/rejection.Rejection: `True` → `False`": GREEDY,
-    "rules/block.Block: `True` → `False` (again)": FROZEN,
-    "rules/coins.CoinRule: `False` → `True`": "Every rule of ours says it for itself.",
-    "rules/block.running_weights: `xp.ones_like` → `xp.zeros_like`": "It keeps the place of p_0; "
+    "rules.point_mass: `-1` → `+1`": TWO_AXES,
+    "rules.log_where_positive: `1` → `2`": "What it yields for p = 0 is multiplied by p.",
+    "rules.at: `-1` → `+1`": TWO_AXES,
+    "rules.with_zero_row: `-1` → `+1`": TWO_AXES,
+    "rules.Block.accept_probs: `-1` → `+1`": TWO_AXES,
+    "rules.Block: `True` → `False`": GREEDY,
+    "rules.Rejection: `True` → `False`": GREEDY,
+    "rules.Block: `True` → `False` (again)": FROZEN,
+    "rules.CoinRule: `False` → `True`": "Every rule of ours says it for itself.",
+    "rules.running_weights: `xp.ones_like` → `xp.zeros_like`": "It keeps the place of p_0; "
     "no run of tokens contains it.",
-    "rules/block.running_weights: `0` → `1` (again) (again)": "Where a product overflowed before a "
+    "rules.running_weights: `0` → `1` (again) (again)": "Where a product overflowed before a "
     "0, the run that begins with the 0 has the product 0, which is the smallest.",
-    "rules/lossy.Typical: `True` → `False`": GREEDY,
-    "rules/lossy.Typical: `True` → `False` (again)": FROZEN,
+    "lab/papers/lossy.Typical: `True` → `False`": GREEDY,
+    "lab/papers/lossy.Typical: `True` → `False` (again)": FROZEN,
     "loop.module: `256` → `257`": "How often MLX's buffers are freed changes no text.",
-    "sampling/distribution.Sampling: `True` → `False`": FROZEN,
+    "sampling.Sampling: `True` → `False`": FROZEN,
     "loop.Token: `False` → `True`": SHOWN,
     "loop.Token: `False` → `True` (again)": SHOWN,
     "loop.Token: `True` → `False`": "A class without slots does the same.",
-    "rules/lossy.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,
-    "rules/lossy.Typical._is_typical: `(p > self.threshold(target_probs)) * "
+    "lab/papers/lossy.Lenient.nearly_matches: `-1` → `+1` (again)": TWO_AXES,
+    "lab/papers/lossy.Typical._is_typical: `(p > self.threshold(target_probs)) * "
     "namespace_of(p).ones_like(p)` → `(p > self.threshold(target_probs)) / "
     "namespace_of(p).ones_like(p)`": ONES,
-    "sampling/distribution.Sampling._unnormalized: `0 < self.top_p < 1` → "
+    "sampling.Sampling._unnormalized: `0 < self.top_p < 1` → "
     "`0 < self.top_p <= 1`": "mlx-lm's filter keeps every token with mass at top_p = 1.",
-    "sampling/distribution.Sampling._unnormalized: `1` → `2`": "As above: it only lets top_p = 1 "
-    "through.",
+    "sampling.Sampling._unnormalized: `1` → `2`": "As above: it only lets top_p = 1 through.",
 }
 """Mutants that no test can tell from the original, and why; by their name in the page."""
 
@@ -304,7 +298,11 @@ def run_tests(module: str) -> int:
     for name, loaded in list(sys.modules.items()):
         if str(getattr(loaded, "__file__", None)).startswith(str(ROOT / "tests")):
             del sys.modules[name]
-    with open(os.devnull, "w") as silence, redirect_stdout(silence), redirect_stderr(silence):
+    with (
+        open(os.devnull, "w", encoding="utf-8") as silence,
+        redirect_stdout(silence),
+        redirect_stderr(silence),
+    ):
         return int(pytest.main(arguments_for(module), plugins=[ORDER]))
 
 
@@ -389,7 +387,11 @@ def main() -> None:
     ORDER.max_examples = arguments.examples
     part, parts = map(int, arguments.part.split("/"))
     everything = {module: mutants(module) for module in TESTS}
-    results = json.loads(arguments.results.read_text()) if arguments.results.exists() else {}
+    results = (
+        json.loads(arguments.results.read_text(encoding="utf-8"))
+        if arguments.results.exists()
+        else {}
+    )
     for module in [arguments.module] if arguments.module else TESTS:
         importlib.import_module(imported_as(module))  # before pytest wraps it to check shapes
         if run_tests(module) != 0:
@@ -397,7 +399,7 @@ def main() -> None:
         for mutant in tqdm(everything[module][part - 1 :: parts], desc=module):
             if mutant.name not in results:
                 results[mutant.name] = is_found(mutant, module)
-                arguments.results.write_text(json.dumps(results, indent=1))
+                arguments.results.write_text(json.dumps(results, indent=1), encoding="utf-8")
     names = [mutant.name for module in everything.values() for mutant in module]
     known = {name: results[name] for name in names if name in results}
     (ROOT / "docs" / "mutations.md").write_text(page(known), encoding="utf-8")

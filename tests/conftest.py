@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -18,6 +19,11 @@ import shapes
 
 if TYPE_CHECKING:
     from live import Script
+
+TESTS_END_AT = float(os.environ.get("TESTS_END_AT", "inf"))
+"""No test starts after this time, in seconds since 1970. Only `.ci/run` sets it."""
+
+NO_TIME_LEFT = "left out, because no time was left"
 
 shapes.install()  # before anything of the package is imported
 
@@ -72,3 +78,19 @@ def url(script: Script, tmp_path_factory: pytest.TempPathFactory) -> Iterator[st
 
     with served(script, tmp_path_factory.mktemp("models") / "model") as url:
         yield url
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Leave a test out, its fixtures included, when the time for all tests is over."""
+    if time.time() >= TESTS_END_AT:
+        pytest.skip(NO_TIME_LEFT)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Print the name of each test that was left out."""
+    skipped = terminalreporter.getreports("skipped")
+    left_out = sorted(r.nodeid for r in skipped if NO_TIME_LEFT in str(r.longrepr))
+    if left_out:
+        terminalreporter.section(f"{len(left_out)} tests {NO_TIME_LEFT}")
+        terminalreporter.write_line("\n".join(left_out))

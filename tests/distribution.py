@@ -19,9 +19,9 @@ from mlx_lm.models.cache import make_prompt_cache
 
 import specdec_mlx as sd
 import tiny
-from specdec_mlx.checks.chi_square import ChiSquare
+from specdec_mlx.lab.proof.chi_square import ChiSquare
 from specdec_mlx.loop import SHORT
-from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.rules import make_rule
 
 V = 6
 LENGTH = 3

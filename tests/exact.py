@@ -1,4 +1,4 @@
-"""Exact distributions of rounds: what the tests add to `specdec_mlx.testing.enumeration`.
+"""Exact distributions of rounds: what the tests add to `specdec_mlx.lab.proof.enumeration`.
 
 Several rounds in a row, match and its coupled form, drafts made in several ways; and named wrong
 rules, each of which the same tests have to reject.
@@ -17,17 +17,20 @@ import mlx.core as mx
 import mlx.nn as nn
 import numpy as np
 
-from specdec_mlx.checks.one_step import ends
-from specdec_mlx.checks.subject import total_variation
-from specdec_mlx.contracts import (
-    Agreement,
-    Draft,
-    DraftContext,
-    Drafter,
-    DraftSession,
-    Verdict,
-)
-from specdec_mlx.rules.arithmetic import (
+from specdec_mlx.contracts import Agreement, Draft, DraftContext, Drafter, DraftSession, Verdict
+from specdec_mlx.lab.papers.lossy import Lenient
+from specdec_mlx.lab.proof.enumeration import NUM_STATES as NUM_STATES
+from specdec_mlx.lab.proof.enumeration import Source as Source
+from specdec_mlx.lab.proof.enumeration import Tokens
+from specdec_mlx.lab.proof.enumeration import continued as continued
+from specdec_mlx.lab.proof.enumeration import state_after as state_after
+from specdec_mlx.lab.proof.one_step import ends
+from specdec_mlx.lab.proof.rule import to_mlx as to_mlx
+from specdec_mlx.lab.proof.subject import total_variation
+from specdec_mlx.rules import (
+    Block,
+    CoinRule,
+    Rejection,
     acceptance_probability,
     at,
     leading_run,
@@ -35,16 +38,6 @@ from specdec_mlx.rules.arithmetic import (
     point_mass,
     residual,
 )
-from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.rules.lossy import Lenient
-from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.testing.enumeration import NUM_STATES as NUM_STATES
-from specdec_mlx.testing.enumeration import Source as Source
-from specdec_mlx.testing.enumeration import Tokens
-from specdec_mlx.testing.enumeration import continued as continued
-from specdec_mlx.testing.enumeration import state_after as state_after
-from specdec_mlx.testing.rule import to_mlx as to_mlx
 from specdec_mlx.token_ids import to_ids
 
 # chance of each (tokens emitted [n + 1], n) of a round

@@ -12,10 +12,12 @@ from typing import Any
 import numpy as np
 
 from exact import Outcomes, Rounds, Source
-from specdec_mlx.contracts.trees import ROOT, children_of, path_to
-from specdec_mlx.rules.arithmetic import acceptance_probability, capped_ratio, point_mass, residual
-from specdec_mlx.rules.trees import KSequential, MultiRound, Traversal, TreeCoinRule, remaining_laws
-from specdec_mlx.testing.enumeration import Tokens
+from k_sequential import KSequential
+from specdec_mlx.contracts import ROOT
+from specdec_mlx.lab.proof.enumeration import Tokens
+from specdec_mlx.rules import acceptance_probability, capped_ratio, point_mass, residual
+from specdec_mlx.trees.rules import MultiRound, Traversal, TreeCoinRule, remaining_laws
+from specdec_mlx.trees.shape import children_of, path_to
 
 TREE_RULES: dict[str, TreeCoinRule] = {
     "multi-round": MultiRound(),

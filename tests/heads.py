@@ -28,9 +28,9 @@ from specdec_mlx.drafters.heads.eagle import FLAGS, Eagle3, eagle1_family
 from specdec_mlx.drafters.heads.gemma4_assistant import Gemma4Assistant
 from specdec_mlx.drafters.heads.mtp import FAMILIES, SLIDING, MTPFamily, MTPHead
 from specdec_mlx.drafters.heads.one_pass import DFlash, Medusa
-from specdec_mlx.training import trainees
-from specdec_mlx.training.trainees import Recipe, Size
-from specdec_mlx.verify.watching import Anatomy
+from specdec_mlx.lab.training import trainees
+from specdec_mlx.lab.training.trainees import Recipe, Size
+from specdec_mlx.models.anatomy import Anatomy
 from tiny_model_folder import write_model_folder
 
 FIXTURES = Path(__file__).parent / "fixtures"

@@ -21,15 +21,16 @@ from mlx_lm.models.cache import CacheList, make_prompt_cache
 import tiny
 from scripted import TREE, OracleDrafter, always_wrong, scripted_model
 from specdec_mlx import Drafter, PromptLookupDrafter, speculate
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import FeatureRows, Features
-from specdec_mlx.contracts.trees import path_to
 from specdec_mlx.errors import UnreadableError
+from specdec_mlx.exactness.probe import places_of, tree_report
+from specdec_mlx.exactness.recurrent_states import recurrent_states_of, ways_back
 from specdec_mlx.loop import Token
-from specdec_mlx.verify.exactness import places_of, tree_report
-from specdec_mlx.verify.model_pass import ModelPass
-from specdec_mlx.verify.recurrent_states import recurrent_states_of, ways_back
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.watching import Taps
+from specdec_mlx.models.anatomy import Taps
+from specdec_mlx.target import ModelPass
+from specdec_mlx.trees.passes import takes_trees
+from specdec_mlx.trees.shape import path_to
 
 BLOCK = [(7 * i * i + 3 * i + 1) % 97 + 3 for i in range(8)]
 PROMPT = BLOCK + BLOCK[:6]
@@ -339,7 +340,7 @@ class Case:
     def trees(self) -> str:
         """A tree in one pass, across the end of a window and past it."""
         target = ModelPass(self.model, Rollback(make_prompt_cache(self.model)))
-        if not target.rollback.takes_trees():
+        if not takes_trees(target.rollback):
             return "chains"
         deviations = [tree_deviation(self.model, length) for length in TREES_AFTER]
         for place in places_of(self.model):

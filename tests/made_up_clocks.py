@@ -15,17 +15,16 @@ from typing import Any
 from mlx_lm.generate import generation_stream
 
 from benchmarks.recorded_drafts import RecordedDrafter
-from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.replay import RecordedTarget, greedy_context
-from specdec_mlx.contracts import Draft, Evidence, GoesOn, Step
+from specdec_mlx.contracts import Draft, Evidence, GoesOn, RoundRecord, Step
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import MILDEST, Curve
+from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.engine.clock import RoundClock
-from specdec_mlx.engine.drafting import Drafting
-from specdec_mlx.engine.sequence import SequenceState
-from specdec_mlx.loop import Generation
+from specdec_mlx.lab.bench.record import RecordedText
+from specdec_mlx.lab.bench.replay import RecordedTarget, greedy_context
+from specdec_mlx.loop import Generation, RoundClock
+from specdec_mlx.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
 
 Pace = Callable[[float], tuple[float, float]]
@@ -113,9 +112,9 @@ class MadeUpClock(RoundClock):
 
     machine: Any = None
 
-    def was_read(self, started: float) -> None:
+    def record(self, *round_: Any) -> RoundRecord:
         self.machine.wait_until(self.machine.ends.popleft())
-        super().was_read(started)
+        return super().record(*round_)
 
 
 class TimedTarget(RecordedTarget):

@@ -29,17 +29,17 @@ from scripted import ScriptedSession
 from specdec_mlx import lab
 from specdec_mlx.contracts import Draft, Features
 from specdec_mlx.drafters.choosing.registry import make_drafter
-from specdec_mlx.drafters.heads.early_exit import early_exit
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.errors import DraftError, RankError
+from specdec_mlx.lab.papers.early_exit import early_exit
+from specdec_mlx.ranks import Ranks
 
 GROUP = mx.distributed.init()
 RANK = GROUP.rank()
 HEADS = ("mtp", "eagle3")
 DRAFTERS = (
     *("prompt-lookup", "ngram", "suffix", "recycling", "lookahead", "auto", "model", "cascade"),
-    *("auto:trees=true,recycling=true", "first of", *HEADS),
+    *("trees:recycling=true", "first of", *HEADS),
 )
 WAYS = list(product(((0.0, "auto"), (1.0, "coupled")), ("auto", 4)))
 DRAWN = {"sampler": sd.Sampling(temp=1.0), "seed": 5}

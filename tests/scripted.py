@@ -18,8 +18,8 @@ from mlx_lm.generate import generate_step
 
 import tiny
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, DraftSession
-from specdec_mlx.contracts.trees import depths_of, path_to
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.trees.shape import depths_of, path_to
 
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 

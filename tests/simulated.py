@@ -6,7 +6,8 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from specdec_mlx.contracts import Draft, DraftLength, RoundRecord
+from specdec_mlx.contracts import Draft, RoundRecord
+from specdec_mlx.draft_length.contract import DraftLength
 from specdec_mlx.draft_length.store import Learned
 
 WRONG = -1

@@ -22,7 +22,7 @@ from selection import FULL
 from specdec_mlx import lab
 from specdec_mlx.errors import MissingPackageError
 from specdec_mlx.loop import Token
-from specdec_mlx.models import load_model
+from specdec_mlx.models.loading import load_model
 from tiny_model_folder import write_model_folder
 
 ROOT = Path(__file__).parent.parent

@@ -29,7 +29,7 @@ from specdec_mlx.contracts import (
     Features,
     Verdict,
 )
-from specdec_mlx.verify.watching import Taps
+from specdec_mlx.models.anatomy import Taps
 
 VOCAB = 128
 WRONG = next(token for token in range(VOCAB) if token not in plain(40))

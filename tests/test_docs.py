@@ -29,10 +29,10 @@ from PIL import Image
 import specdec_mlx
 from selection import FULL, cases, in_one_test
 from specdec_mlx import lab
-from specdec_mlx.bench.summary import ALL
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.choosing.candidates import KNOWN
-from specdec_mlx.rules.registry import rule_names
+from specdec_mlx.lab.bench.summary import ALL
+from specdec_mlx.rules import rule_names
 
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
@@ -71,6 +71,7 @@ def blocks(page: Path) -> list[Block]:
 
 AS_A_READER_HAS_THEM = {
     "sd": specdec_mlx,
+    "lab": lab,
     "prompt": "The same text, the same text,",
     "schema": '{"type": "array", "items": {"type": "boolean"}, "maxItems": 3}',
 }
@@ -103,12 +104,12 @@ def test_code_in_pages_runs(page: Path, monkeypatch: pytest.MonkeyPatch, tmp_pat
         is_small = re.search(r"0\.\dB|135M-4bit|draft|small", name)
         return (pair.draft if is_small else pair.target), pair.tokenizer
 
-    quick = partial(specdec_mlx.check, budget=5, prompts=["The text,"], progress=False)
+    quick = partial(lab.check, budget=5, prompts=["The text,"], progress=False)
     monkeypatch.setattr(mlx_lm, "load", load)
-    monkeypatch.setattr(specdec_mlx, "check", quick)
+    monkeypatch.setattr(lab, "check", quick, raising=False)
     monkeypatch.chdir(tmp_path)
     if page.name in DRAFTED:  # whatever a pass costs on this machine
-        make_draft_length = "specdec_mlx.engine.assemble.make_draft_length"
+        make_draft_length = "specdec_mlx.loop.make_draft_length"
         monkeypatch.setattr(make_draft_length, lambda *given: Fixed(4))
     module = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", module)  # dataclasses look themselves up there
@@ -366,7 +367,7 @@ def shown_by(cell: Any) -> str:
 
 
 SHORTER = """
-from specdec_mlx.bench import timing
+from specdec_mlx.lab.bench import timing
 
 timing.Settings.__init__.__defaults__ = (32, *timing.Settings.__init__.__defaults__[1:])
 """

@@ -40,7 +40,7 @@ def theirs(prompt: Any = PROMPT, tok: Any = None, **kwargs: Any) -> list[Generat
 
 def ours(
     prompt: Any = PROMPT, tok: Any = None, **kwargs: Any
-) -> list[sd.responses.SpeculativeResponse]:
+) -> list[sd.generation.SpeculativeResponse]:
     kwargs.setdefault("max_tokens", NUM_TOKENS)
     return list(sd.stream_generate(tiny_text.model(), tok or tokenizer(), prompt, **kwargs))
 

@@ -24,6 +24,9 @@ from benchmarks import host_time
 from benchmarks.host_time import Kind, Table, generate, kinds, prompt_of
 from scripted import ScriptedDrafter
 from specdec_mlx import loop
+from specdec_mlx import target as passes
+from specdec_mlx import target as verifier
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import RoundRecord, key_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
@@ -32,9 +35,7 @@ from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.loop import speculate
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.verify import passes, verifier
-from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.sampling import Sampling
 
 K = 4
 KINDS = {kind.name: kind for kind in kinds(K)}

@@ -18,6 +18,7 @@ from mlx_lm.models.cache import LRUPromptCache
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
+from specdec_mlx import lab
 from specdec_mlx.contracts import Drafter, key_of
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.fingerprint import fingerprint
@@ -90,7 +91,7 @@ DIFFERENT: list[Callable[[], Any]] = [
     sd.PromptLookupDrafter,
     lambda: sd.PromptLookupDrafter(max_ngram=4),
     sd.NGramDrafter,
-    lambda: sd.NGramDrafter(stochastic=True),
+    lambda: lab.StochasticNGramDrafter(),
     lambda: sd.ModelDrafter(tiny.build("qwen2"), tokenizer=object()),
     lambda: sd.ModelDrafter(MODEL, greedy=True),
     lambda: sd.ModelDrafter(MODEL, draft_temp=0.5),

@@ -20,7 +20,7 @@ from packaging.utils import canonicalize_name
 
 import specdec_mlx
 from specdec_mlx.cli.backends import EXTRAS
-from specdec_mlx.cli.commands import COMMANDS, main
+from specdec_mlx.cli.commands import commands, main
 from specdec_mlx.mlx_lm_plugin.installation import NEXT, OLDEST
 
 ROOT = Path(__file__).parent.parent
@@ -117,11 +117,11 @@ def test_workflows_and_forms_for_issues_name_what_there_is() -> None:
     said = "\n".join(command for workflow in workflows().values() for command in runs(workflow))
     called = set(re.findall(r"^ *make ([\w-]+)", said, re.M))
     assert {"test", "docs"} <= called <= targets
-    assert set(re.findall(r"specdec-mlx (\w[\w-]*)", said)) <= COMMANDS.keys()
+    assert set(re.findall(r"specdec-mlx (\w[\w-]*)", said)) <= commands().keys()
     folder = ROOT / ".github" / "ISSUE_TEMPLATE"
     texts = {path.stem: path.read_text("utf-8") for path in folder.glob("*.yml")}
     asked = set(re.findall(r"`specdec-mlx ([\w-]+)", "\n".join(texts.values())))
-    assert {"doctor", "bench"} <= asked <= COMMANDS.keys()
+    assert {"doctor", "bench"} <= asked <= commands().keys()
     assert texts.keys() == {"bug", "benchmark", "idea", "config"}
     for form in (yaml.safe_load(text) for name, text in texts.items() if name != "config"):
         assert all(form[name] for name in ("name", "description"))

@@ -32,9 +32,9 @@ import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from specdec_mlx.cli.commands import main
-from specdec_mlx.engine.sequence import SHOWS_PROMPT
 from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, installed, uninstall
-from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
+from specdec_mlx.sampling import read_sampler
+from specdec_mlx.sequence import SHOWS_PROMPT
 from tiny_model_folder import write_model_folder
 
 steps: Any = importlib.import_module("mlx_lm.generate")

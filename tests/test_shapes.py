@@ -8,7 +8,7 @@ import pytest
 from jaxtyping import TypeCheckError
 
 from selection import in_one_test
-from specdec_mlx.rules.block import Block
+from specdec_mlx.rules import Block
 
 K, V = 3, 5
 

@@ -19,11 +19,10 @@ import scripted
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
-from specdec_mlx.rules import arithmetic
-from specdec_mlx.rules import registry as rule_registry
-from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.testing import check_rule, check_strategy
-from specdec_mlx.verify.strategies import STRATEGIES
+from specdec_mlx import rules
+from specdec_mlx.caches import STRATEGIES
+from specdec_mlx.lab import check_rule, check_strategy
+from specdec_mlx.rules import CoinRule
 from test_docs import DOCS, blocks
 
 VOCAB = 128
@@ -39,16 +38,16 @@ class Reluctant(CoinRule):
     share: float = 0.5
 
     def accept_probs(self, target_probs: Any, draft_tokens: Any, draft_probs: Any) -> Any:
-        chances = arithmetic.acceptance_probability(target_probs[:-1], draft_probs, draft_tokens)
+        chances = rules.acceptance_probability(target_probs[:-1], draft_probs, draft_tokens)
         return self.share * chances
 
     def next_probs(
         self, target_probs: Any, draft_tokens: Any, draft_probs: Any, num_accepted: Any
     ) -> Any:
-        minimum = arithmetic.namespace_of(draft_probs).minimum
-        kept = arithmetic.with_zero_row(self.share * minimum(target_probs[:-1], draft_probs))
-        rows = (arithmetic.row(probs, num_accepted) for probs in (target_probs, kept))
-        return arithmetic.residual(*rows)
+        minimum = rules.namespace_of(draft_probs).minimum
+        kept = rules.with_zero_row(self.share * minimum(target_probs[:-1], draft_probs))
+        rows = (rules.row(probs, num_accepted) for probs in (target_probs, kept))
+        return rules.residual(*rows)
 
 
 @pytest.fixture
@@ -59,19 +58,19 @@ def installed(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     found = [EntryPoint(name, value, "specdec_mlx.rules") for name, value in values.items()]
     for entry in found:
         vars(entry)["dist"] = SimpleNamespace(name="strangers")
-    monkeypatch.setattr("specdec_mlx.options.entry_points", lambda group: found)
-    rule_registry._installed.cache_clear()  # looked through once in a process; here it changes
+    monkeypatch.setattr("specdec_mlx.arguments.entry_points", lambda group: found)
+    rules._installed.cache_clear()  # looked through once in a process; here it changes
     with pytest.warns(UserWarning, match="rule 'block' of strangers is left out, since specdec-ml"):
-        rule_registry.rule_names()
+        rules.rule_names()
     yield
-    rule_registry._installed.cache_clear()
+    rules._installed.cache_clear()
 
 
 @pytest.mark.full
 @pytest.mark.usefixtures("installed")
 def test_a_rule_of_an_installed_package_has_a_name_with_options() -> None:
     """It keeps the contract, and is asked at any temperature; names of ours stay ours."""
-    assert rule_registry.make_rule("reluctant:share=0.25") == Reluctant(0.25)
+    assert rules.make_rule("reluctant:share=0.25") == Reluctant(0.25)
     assert "total variation at most" in check_rule(Reluctant())[-1]
     drafter = sd.ModelDrafter(model := tiny.build("qwen2"))
     for share, least, most in ((1.0, 0.999, 1.0), (0.5, 0.2, 0.8), (0.0, 0.0, 0.0)):
@@ -80,9 +79,9 @@ def test_a_rule_of_an_installed_package_has_a_name_with_options() -> None:
             items = text(model, drafter, rule=f"reluctant:share={share}", sampler=sampler)
             assert items[-1].stats.drafted > 0
             assert least <= items[-1].stats.acceptance_rate <= most
-    assert "reluctant" in rule_registry.rule_names()
-    assert rule_registry.rule_names().count("block") == 1
-    assert rule_registry.make_rule("block") == sd.rules.Block()
+    assert "reluctant" in rules.rule_names()
+    assert rules.rule_names().count("block") == 1
+    assert rules.make_rule("block") == sd.rules.Block()
 
 
 @pytest.mark.usefixtures("installed")
@@ -98,7 +97,7 @@ def test_a_rule_of_an_installed_package_has_a_name_with_options() -> None:
 def test_what_is_wrong_with_a_name_is_said(choice: str, error: type, words: str) -> None:
     """Unknown, with an option too many, of a package that is broken, of something else."""
     with pytest.raises(error, match=words):
-        rule_registry.make_rule(choice)
+        rules.make_rule(choice)
 
 
 @pytest.mark.parametrize("temp", [0.0, 1.0])
@@ -128,6 +127,6 @@ def test_the_documentations_strategy_drafts_losslessly(
     assert {cache.offset for cache in caches} == {len(PROMPT) + NUM_TOKENS}
 
 
-def text(model: nn.Module, drafter: Any, **options: Any) -> list[sd.responses.Token]:
+def text(model: nn.Module, drafter: Any, **options: Any) -> list[sd.generation.Token]:
     options = {"max_tokens": NUM_TOKENS, "draft_length": 4, "seed": 3} | options
     return list(sd.speculate(model, PROMPT, drafter, **options))

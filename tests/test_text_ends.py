@@ -22,15 +22,14 @@ from scripted import PROMPT, OracleTrees, ScriptedDrafter, plain, target
 from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request
-from specdec_mlx.contracts import Draft
-from specdec_mlx.contracts.trees import ROOT
-from specdec_mlx.engine.options import Options
+from specdec_mlx.contracts import ROOT, Draft
 from specdec_mlx.lab import load_pair
+from specdec_mlx.lab.proof.enumeration import sources
 from specdec_mlx.loop import SHORT, Token
-from specdec_mlx.rules.block import Block
-from specdec_mlx.rules.trees import Traversal
-from specdec_mlx.testing.enumeration import sources
-from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.options import Options
+from specdec_mlx.rules import Block
+from specdec_mlx.target import Verifier
+from specdec_mlx.trees.rules import Traversal
 
 VOCAB = 128
 PAIR = load_pair()

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 from benchmarks.lab import byte_tokens
 from specdec_mlx.lab import pair as pair_module
-from specdec_mlx.training.fitting import forward_kl, rates, total_variation
+from specdec_mlx.lab.training.fitting import forward_kl, rates, total_variation
 
 TARGET_SHAPE = {"hidden_size": 256, "intermediate_size": 768, "num_hidden_layers": 4}
 DRAFT_SHAPE = {"hidden_size": 160, "intermediate_size": 480, "num_hidden_layers": 1}

@@ -8,7 +8,9 @@ llm -m specdec/Qwen3-8B-4bit "Why is the sky blue?"
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -25,11 +27,48 @@ def registry() -> Path:
     return Path(llm.user_dir()) / "specdec.json"
 
 
-def added() -> dict[str, str]:
-    """Models by the name that stands behind `specdec/`."""
+def read_registry() -> tuple[dict[str, str], str]:
+    """Models by the name that stands behind `specdec/`, and why the file cannot be read, or ""."""
+    try:
+        models = json.loads(registry().read_text(encoding="utf-8-sig"))
+    except FileNotFoundError:
+        return {}, ""
+    except (OSError, ValueError, RecursionError) as error:
+        return {}, str(error)
+    if isinstance(models, dict) and all(isinstance(source, str) for source in models.values()):
+        return models, ""
+    return {}, "expected an object of names and sources"
+
+
+def write_registry(models: dict[str, str]) -> None:
+    """Write the file whole or not at all; a file that cannot be read is kept as `.damaged`."""
     path = registry()
-    models: dict[str, str] = json.loads(path.read_text()) if path.exists() else {}
+    part = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        part.write_text(json.dumps(models, indent=2), encoding="utf-8")
+        if read_registry()[1]:
+            os.replace(path, f"{path}.damaged")
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
+
+
+def added() -> dict[str, str]:
+    """Models by the name that stands behind `specdec/`; a warning for a file that is damaged."""
+    models, problem = read_registry()
+    if problem:
+        warn(
+            f"llm-specdec: {registry()} cannot be read ({problem}), so the models that were added "
+            "are not known. Correct the file, or add the models again: llm specdec add MODEL. "
+            f"The damaged file is then kept as {registry().name}.damaged."
+        )
     return models
+
+
+@cache
+def warn(text: str) -> None:
+    """Print a warning, once in a process."""
+    click.echo(text, err=True)
 
 
 @llm.hookimpl
@@ -55,7 +94,7 @@ def register_commands(cli: Any) -> None:
         folder = Path(model).expanduser()
         source = str(folder.resolve()) if folder.is_dir() else model
         name = name or Path(source).name
-        registry().write_text(json.dumps({**added(), name: source}, indent=2))
+        write_registry({**added(), name: source})
         click.echo(f"Added: llm -m {PREFIX}{name}")
 
     @specdec.command(name="list")
@@ -72,7 +111,7 @@ def register_commands(cli: Any) -> None:
         if models.pop(name.removeprefix(PREFIX), None) is None:
             known = ", ".join(models) or "none"
             raise click.ClickException(f"There is no model {name!r}. Known: {known}.")
-        registry().write_text(json.dumps(models, indent=2))
+        write_registry(models)
 
 
 class Specdec(llm.Model):

@@ -1,8 +1,8 @@
 """Speculative decoding for mlx-lm: the same text, sooner.
 
-Errors are in `errors`, results of a generation in `responses`, further drafters, rules and
-statistics in `drafters`, `rules` and `stats`, models that read images in `vision`. A module is
-imported when a name of it is used.
+Errors are in `errors`, results of a generation in `generation`, further drafters, rules and
+statistics in `drafters`, `rules` and `stats`, models that read images in `vision`; `lab` has
+instruments, proofs, training and systems of papers. A module is imported when a name of it is used.
 """
 
 # first, since the imports below take a while, in which a server may be told to end
@@ -15,15 +15,13 @@ from typing import TYPE_CHECKING, Any  # noqa: E402
 
 from specdec_mlx.cli import backends as _backends  # noqa: E402
 
-try:
-    import mlx.core as _mlx_core  # noqa: F401 (all that follows needs it)
-except ImportError as _error:
-    raise _backends.without_mlx(_error) from None
+if _signals.command_line() is None:  # the command imports MLX once its flags are right
+    _backends.require_mlx()
 
 if TYPE_CHECKING:
     from specdec_mlx import drafters as drafters
     from specdec_mlx import errors as errors
-    from specdec_mlx import responses as responses
+    from specdec_mlx import generation as generation
     from specdec_mlx import rules as rules
     from specdec_mlx import stats as stats
     from specdec_mlx import vision as vision
@@ -31,21 +29,16 @@ if TYPE_CHECKING:
     from specdec_mlx.batch_generation import (
         batch_stream_generate as batch_stream_generate,
     )
-    from specdec_mlx.beams.generation import beam_search as beam_search
-    from specdec_mlx.checks import check as check
     from specdec_mlx.contracts import AcceptanceRule as AcceptanceRule
     from specdec_mlx.contracts import Draft as Draft
     from specdec_mlx.contracts import DraftContext as DraftContext
     from specdec_mlx.contracts import Drafter as Drafter
     from specdec_mlx.contracts import DraftSession as DraftSession
     from specdec_mlx.draft_length.store import Tuning as Tuning
-    from specdec_mlx.drafters.cascade import Cascade as Cascade
     from specdec_mlx.drafters.choosing.registry import make_drafter as make_drafter
     from specdec_mlx.drafters.first_of import BestOf as BestOf
     from specdec_mlx.drafters.first_of import FirstOf as FirstOf
-    from specdec_mlx.drafters.first_of import TreeOf as TreeOf
     from specdec_mlx.drafters.heads.loading import load_head as load_head
-    from specdec_mlx.drafters.lookahead import LookaheadDrafter as LookaheadDrafter
     from specdec_mlx.drafters.model import ModelDrafter as ModelDrafter
     from specdec_mlx.drafters.ngram import NGramDrafter as NGramDrafter
     from specdec_mlx.drafters.prompt_lookup import (
@@ -53,7 +46,6 @@ if TYPE_CHECKING:
     )
     from specdec_mlx.drafters.recycling import RecyclingDrafter as RecyclingDrafter
     from specdec_mlx.drafters.suffix import SuffixDrafter as SuffixDrafter
-    from specdec_mlx.engine.history import remember as remember
     from specdec_mlx.generation import generate as generate
     from specdec_mlx.generation import stream_generate as stream_generate
     from specdec_mlx.loop import speculate as speculate
@@ -61,44 +53,40 @@ if TYPE_CHECKING:
     from specdec_mlx.mlx_lm_plugin import install as install
     from specdec_mlx.mlx_lm_plugin import installed as installed
     from specdec_mlx.mlx_lm_plugin import uninstall as uninstall
-    from specdec_mlx.sampling.distribution import Sampling as Sampling
+    from specdec_mlx.sampling import Sampling as Sampling
+    from specdec_mlx.sequence import remember as remember
 
 __version__ = "0.1.0"
 
 _PLACES = {
     "AcceptanceRule": "contracts",
     "BestOf": "drafters.first_of",
-    "Cascade": "drafters.cascade",
     "Draft": "contracts",
     "DraftContext": "contracts",
     "DraftSession": "contracts",
     "Drafter": "contracts",
     "FirstOf": "drafters.first_of",
-    "LookaheadDrafter": "drafters.lookahead",
     "Memory": "memory",
     "ModelDrafter": "drafters.model",
     "NGramDrafter": "drafters.ngram",
     "PromptLookupDrafter": "drafters.prompt_lookup",
     "RecyclingDrafter": "drafters.recycling",
-    "Sampling": "sampling.distribution",
+    "Sampling": "sampling",
     "SuffixDrafter": "drafters.suffix",
-    "TreeOf": "drafters.first_of",
     "Tuning": "draft_length.store",
     "batch_generate": "batch_generation",
     "batch_stream_generate": "batch_generation",
-    "beam_search": "beams.generation",
-    "check": "checks",
     "generate": "generation",
     "install": "mlx_lm_plugin",
     "installed": "mlx_lm_plugin",
     "load_head": "drafters.heads.loading",
     "make_drafter": "drafters.choosing.registry",
-    "remember": "engine.history",
+    "remember": "sequence",
     "speculate": "loop",
     "stream_generate": "generation",
     "uninstall": "mlx_lm_plugin",
 }
-_ROOMS = ("drafters", "errors", "responses", "rules", "stats", "vision")
+_ROOMS = ("drafters", "errors", "generation", "rules", "stats", "vision")
 
 __all__ = [*_PLACES]
 
@@ -114,7 +102,7 @@ def __getattr__(name: str) -> Any:
         return value
     raise AttributeError(
         f"module 'specdec_mlx' has no attribute {name!r}. Errors are in specdec_mlx.errors; other "
-        "drafters, rules, statistics and responses in its drafters, rules, stats and responses."
+        "drafters, rules, statistics and responses in its drafters, rules, stats and generation."
     )
 
 

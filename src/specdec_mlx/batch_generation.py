@@ -14,20 +14,26 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.generate import BatchResponse, BatchStats, generation_stream, wired_limit
 
+from specdec_mlx.arguments import check_names, whole, wrong
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
-from specdec_mlx.engine.options import Options
-from specdec_mlx.generation import Prompt, choose_sampler, encode, loaded
-from specdec_mlx.options import check_names, whole, wrong
-from specdec_mlx.responses import SpeculativeResponse, TextUnderWay, speeds
-from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.generation import (
+    Prompt,
+    SpeculativeResponse,
+    TextUnderWay,
+    choose_sampler,
+    encode,
+    loaded,
+    speeds,
+)
+from specdec_mlx.options import Options, max_tokens_of
+from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stop_strings import StopStrings
-from specdec_mlx.verify.inputs import max_tokens_of
 
 
 @dataclass
@@ -90,7 +96,8 @@ def batch_stream_generate(
         num_samples: texts of each prompt, which is read once for all of them.
         seed: one for each text, or a number to which the text's place is added, prompt by prompt.
             None takes seeds from MLX's global random state.
-        prompt_caches: caches that each prompt continues; they are not changed.
+        prompt_caches: caches of the target that each prompt continues; they are not changed, and
+            caches of a draft model behind them are not read.
         return_prompt_caches: give each text's caches with its last token.
         completion_batch_size: most texts that are written at a time.
         max_kv_size: positions after which caches rotate; the texts are then written one by one.

@@ -1,17 +1,21 @@
 """The loop: propose, verify, accept, roll back, emit. The page to read first.
 
 The state is one sequence, prompt + generated tokens, and the target's caches, which hold its first
-`position` tokens. What is not in the caches yet is *pending*: the next pass feeds it in front of
-the draft. Normally that is the last token; after a rejection on recurrent caches a few more.
+`position` tokens. Tokens that are not in the caches yet are *pending*: the next pass feeds them in
+front of the draft. Normally only the last token is pending. After a rejection on recurrent caches
+a few more are.
 
-`Generation.run` is the algorithm. The next pass is always under way before this round's tokens are
-handed out; `pipeline` says when it may even be launched before they are known.
+`Generation.run` is the algorithm. The next pass is always under way before the tokens of a round
+are handed out. Where drafts are rare, the loop works like mlx-lm's own: it launches the next pass
+before it knows the token of this one, so that the device never waits for Python. That is *pipelined
+mode*. A pass launched ahead cannot verify a draft, so a draft that is found meanwhile begins one
+token later.
 """
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Generator, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from time import perf_counter
 from typing import Any
 
@@ -20,6 +24,8 @@ import mlx.nn as nn
 from jaxtyping import Float
 from mlx_lm.generate import generation_stream
 
+from specdec_mlx.arguments import check_names
+from specdec_mlx.caches import Rollback, note_other_thread
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
@@ -27,26 +33,51 @@ from specdec_mlx.contracts import (
     Drafter,
     Origin,
     Outcome,
+    PendingPass,
+    RoundRecord,
     Target,
+    check_drafter_fits,
 )
-from specdec_mlx.engine.assemble import Assembled, assemble
-from specdec_mlx.engine.clock import Round, RoundClock
-from specdec_mlx.engine.drafting import Drafting
-from specdec_mlx.engine.history import history_of, remember
-from specdec_mlx.engine.options import Options
-from specdec_mlx.engine.pipeline import Pipeline
-from specdec_mlx.engine.prompt_reader import PromptReader
-from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
-from specdec_mlx.engine.sequence import SequenceState, bring_caches_to, close_all
-from specdec_mlx.options import check_names
+from specdec_mlx.draft_length.contract import DraftLength, ValuesDrafts
+from specdec_mlx.draft_length.drafting import Drafting
+from specdec_mlx.draft_length.policy import make_draft_length
+from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.options import Options, max_tokens_of
+from specdec_mlx.ranks import Ranks, SharedDrafting, ranks_of, shared_noise
+from specdec_mlx.sampling import Noise, Sampling
+from specdec_mlx.sequence import (
+    PromptReader,
+    SequenceState,
+    bring_caches_to,
+    check_ids,
+    check_prompt,
+    close_all,
+    history_of,
+    remember,
+    split_cache,
+)
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.target import NextToken, Verifier, check_model
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.inputs import check_model, split_cache
 
-# most tokens of a text that is drafted from its first pass on, since each pass counts
-SHORT = 8
+SHORT = 8  # texts of at most so many tokens are drafted from their first pass on
+
 CLEAR_CACHE_EVERY = 256
 """Tokens after which MLX's buffer cache is cleared, as in mlx-lm's `generate_step`."""
+
+HIT_RATE_DECAY = (
+    0.8  # decay of the moving average of "this round kept something of its draft"
+)
+
+FIRST_HIT_RATE = 0.3  # initial value of that average
+
+LOW_HIT_RATE = 0.08
+"""Rate below which pipelined mode pays. A pass that is not overlapped takes longer by the time that
+Python needs to build it: 0.05 of a plain round of SmolLM2 on a CPU, and more on a GPU. A draft that
+has to begin one token later loses about 0.6 of a round."""
+
+HARDLY = 0.1
+"""Share of a round's seconds for which the caller may be away, and they count as the round's."""
 
 
 @dataclass(slots=True)
@@ -93,7 +124,7 @@ def speculate(
         prompt_tokens: [n] token ids.
         drafter: None for plain decoding.
         options: how; None makes them of `given`.
-        given: fields of `engine.options.Options`, which lists them, such as `max_tokens`.
+        given: fields of `options.Options`, which lists them, such as `max_tokens`.
 
     Raises:
         PromptError: for what cannot be a prompt of this model.
@@ -140,19 +171,16 @@ class Generation:
     stream: Any = generation_stream
     callers_cache: list[Any] | None = None
     reading: dict[str, Any] = field(default_factory=dict)
-    clock: RoundClock = field(default_factory=RoundClock)
+    clock: RoundClock = field(default_factory=lambda: RoundClock())
+    is_pipelined: bool = True
+    hit_rate: float = FIRST_HIT_RATE
     is_prefilled: bool = False
     failure: Exception | None = None
 
     def __post_init__(self) -> None:
-        self.pipeline = Pipeline(self.target, self.sequence, self.clock, self.stream)
         prompt = self.sequence.tokens[: self.sequence.prompt_length]
         caches, how = self.target.rollback, self.reading
         self.reader = PromptReader(prompt, caches, self.feed, stream=self.stream, **how)
-
-    def use_clock(self, clock: RoundClock) -> None:
-        """Take the time of rounds from another clock."""
-        self.clock = self.pipeline.clock = clock
 
     @classmethod
     def of(
@@ -177,29 +205,19 @@ class Generation:
             self.drafting.begin(context)
             self.prefill()
             current = self.verify(self.propose() if self.may_draft else NO_DRAFT)
-            has_session = self.drafting.session is not None
-            waits = self.drafting.is_shared or (
-                has_session and not self.target.remembers
-            )
+            emits_first = self.emits_first_token_at_once
             while current is not None:
-                following = ahead = (
-                    None if waits else self.pipeline.verify_ahead(current)
-                )
+                ahead = None if emits_first else self.verify_ahead(current)
                 outcome = self.accept(current, ahead)
-                self.roll_back(current, outcome)
-                try:
-                    self.observe(current, outcome)
-                    # as for the first token: it is handed out before any drafting
-                    if not waits:
-                        following = self.stay_ahead(ahead) or self.verify(
-                            self.propose()
-                        )
-                # of the drafter; what was accepted is emitted first
-                except Exception as error:
-                    self.failure = error
+                if current.num_drafted:
+                    self.roll_back(current, outcome)
+                following = self.next_round(current, outcome, ahead, emits_first)
                 yield from self.emit(current, outcome, following)
                 current = following or self.verify(self.propose())
-                waits = self.drafting.is_shared
+                emits_first = self.drafting.is_shared
+        except RuntimeError as error:
+            note_other_thread(error)
+            raise
         finally:
             self.finish()
 
@@ -228,6 +246,15 @@ class Generation:
         sequence = self.sequence
         return sequence.num_generated > 0 or 0 < sequence.max_tokens <= SHORT
 
+    @property
+    def emits_first_token_at_once(self) -> bool:
+        """True if the first token is handed out before a drafter is asked for the next ones.
+
+        On several ranks every round is: they meet after the tokens were handed out.
+        """
+        has_session = self.drafting.session is not None
+        return self.drafting.is_shared or (has_session and not self.target.remembers)
+
     def propose(self) -> Draft:
         """A draft for the text so far, no longer than is worth verifying."""
         self.clock.draft_begins()
@@ -237,7 +264,7 @@ class Generation:
         """Start the pass over the pending tokens and the draft; None when enough is known."""
         if not self.sequence.wants_more():
             return None
-        self.pipeline.choose(len(draft.tokens) > 0, self.drafting.may_find)
+        self.choose_mode(len(draft.tokens) > 0)
         self.clock.launch_begins()
         start = self.target.rollback.position
         pending = self.sequence.tokens[start:]
@@ -249,60 +276,95 @@ class Generation:
         self.drafting.is_under_way = True
         return self.clock.launched(under_way, part=self.drafting.part)
 
+    def verify_ahead(self, current: Round) -> Round | None:
+        """In pipelined mode, start the pass after this one before its token is known."""
+        is_plain = self.is_pipelined and not current.num_drafted
+        if not is_plain or not self.sequence.wants_more(besides=1):
+            return None
+        self.clock.launch_begins()
+        with mx.stream(self.stream):
+            token = current.under_way.next_token
+            self.target.extend_history(token)
+            ahead = self.target.launch(token, NO_DRAFT, self.sequence.num_generated + 1)
+        return self.clock.launched(ahead, is_ahead=True)
+
+    def choose_mode(self, has_draft: bool) -> None:
+        """Choose pipelined mode if there is no draft and little chance of one after the next token.
+
+        A pass launched ahead costs the first token of the next draft; waiting costs the overlap.
+        """
+        may_wait = self.hit_rate >= LOW_HIT_RATE and self.drafting.may_find
+        self.is_pipelined = not has_draft and not may_wait
+
     def accept(self, current: Round, ahead: Round | None) -> Outcome:
-        """Wait for a pass; what the rule kept of its draft, and the token after, join the text."""
+        """Wait for a pass; the tokens kept of its draft, and the token after, join the text."""
+        sequence, drafting = self.sequence, self.drafting
         started = self.clock.now()
         with mx.stream(self.stream):
             outcome = current.under_way.read()
-        self.clock.was_read(started)
-        if self.sequence.num_generated == 0:
-            self.reader.on_progress(
-                self.sequence.prompt_length, self.sequence.prompt_length
-            )
-        context = len(self.sequence.tokens) - current.num_pending
-        outcome.tokens = self.sequence.append(outcome.tokens)
+        if sequence.num_generated == 0:
+            self.reader.on_progress(sequence.prompt_length, sequence.prompt_length)
+        context = len(sequence.tokens) - current.num_pending
+        outcome.tokens = sequence.append(outcome.tokens)
         if ahead is None:
             self.target.extend_history(outcome.tokens)
-        record = self.clock.record(current, outcome, ahead, context)
-        if self.drafting.drafter is not None:
-            self.drafting.record(record)
-        self.pipeline.record(record.accepted)
+        record = self.clock.record(current, outcome, ahead, context, started)
+        if drafting.drafter is not None:
+            drafting.record(record)
+        hit = (1 - HIT_RATE_DECAY) * (record.accepted > 0)
+        self.hit_rate = HIT_RATE_DECAY * self.hit_rate + hit
         self.stats.record(record)
-        self.stats.why_none = self.drafting.why_none
+        self.stats.why_none = drafting.why_none
         return outcome
 
     def roll_back(self, current: Round, outcome: Outcome) -> None:
         """Take the rejected positions back out of the caches."""
-        if current.num_drafted:
-            kept = outcome.kept[: len(outcome.tokens) - 1]
-            draft_began = len(self.sequence.tokens) - len(outcome.tokens)
-            self.target.rollback.keep(draft_began, kept)
+        kept = outcome.kept[: len(outcome.tokens) - 1]
+        draft_began = len(self.sequence.tokens) - len(outcome.tokens)
+        self.target.rollback.keep(draft_began, kept)
+
+    def next_round(
+        self,
+        current: Round,
+        outcome: Outcome,
+        ahead: Round | None,
+        emits_first: bool,
+    ) -> Round | None:
+        """The round after this one, its pass launched; None if this one's tokens are to go first.
+
+        An exception of the drafter is raised once the tokens that were accepted are handed out.
+        """
+        drafting = self.drafting
+        if drafting.drafter is None:
+            return ahead or (None if emits_first else self.verify(NO_DRAFT))
+        try:
+            self.observe(current, outcome)
+            if emits_first:
+                return None
+            if ahead is None:
+                return self.verify(self.propose())
+            self.choose_mode(drafting.has_draft())
+        except Exception as error:
+            self.failure = error
+        return ahead
 
     def observe(self, current: Round, outcome: Outcome) -> None:
         """Tell the drafter what became of its draft."""
         if self.drafting.features is not None:
-            start = (
-                len(self.sequence.tokens) - len(outcome.tokens) - current.num_pending
-            )
+            num_known = len(self.sequence.tokens) - len(outcome.tokens)
+            start = num_known - current.num_pending
             self.drafting.features.show_round(current, outcome, start)
         if self.drafting.drafter is not None:
             self.drafting.observe()
-
-    def stay_ahead(self, ahead: Round | None) -> Round | None:
-        """If a pass runs ahead, see whether there is something to draft again after it."""
-        if ahead is not None:
-            found = self.drafting.drafter is not None and self.drafting.has_draft()
-            self.pipeline.choose(found, self.drafting.may_find)
-        return ahead
 
     def emit(
         self, current: Round, outcome: Outcome, following: Round | None
     ) -> Iterator[Token]:
         """Hand out the tokens of a round, while the next one is under way."""
-        self.stats.other_seconds += self.clock.other_seconds()
         if self.drafting.values is not None:
             self.clock.time_if_hidden(following, self.drafting.values)
         started = self.clock.now()
+        self.stats.other_seconds += self.clock.other_seconds(started)
         tokens = tokens_of(current, outcome, self.stats)
         for n, token in enumerate(tokens, start=1):
             if self.target.remembers and n == len(outcome.tokens) > len(outcome.kept):
@@ -314,11 +376,8 @@ class Generation:
         self.clock.resumed(started)
         if self.failure is not None:
             raise self.failure
-        if (
-            self.drafting.drafter is not None
-            and following
-            and not following.num_drafted
-        ):
+        has_drafter = self.drafting.drafter is not None
+        if has_drafter and following and not following.num_drafted:
             self.target.rollback.drop_checkpoints()
 
     def step_ahead(self, current: Round, following: Round | None) -> None:
@@ -355,14 +414,265 @@ class Generation:
             )
 
 
-def tokens_of(
-    current: Round, outcome: Outcome, stats: SpeculationStats
-) -> Iterator[Token]:
+def tokens_of(current: Round, outcome: Outcome, stats: SpeculationStats) -> list[Token]:
     """Each token of a round with where it came from, and the row of its log-probabilities."""
     rows, origins = [0], list[Origin](["plain"])
     if current.num_drafted:
         rows = [0, *[node + 1 for node in outcome.kept]]
         last: Origin = "correction" if len(rows) <= current.num_drafted else "bonus"
         origins = [*["draft"] * len(outcome.kept), last]  # type: ignore[list-item]
-    for token, origin, row in zip(outcome.tokens, origins, rows, strict=False):
-        yield Token(token, origin, stats, current.under_way.logprobs[row], row)
+    logprobs = current.under_way.logprobs
+    return [
+        Token(token, origin, stats, logprobs[row], row)
+        for token, origin, row in zip(outcome.tokens, origins, rows, strict=False)
+    ]
+
+
+@dataclass(slots=True)
+class Round:
+    """A pass under way, and the host time that it took to get there, in seconds.
+
+    num_drafted: tokens that it verifies. num_pending: those that were known before. is_ahead:
+    launched before the round before it was read.
+    """
+
+    under_way: PendingPass
+    num_drafted: int
+    num_pending: int
+    draft_seconds: float
+    launch_seconds: float
+    is_ahead: bool = False
+    part: str = ""
+
+
+@dataclass
+class RoundClock:
+    """Host time of rounds, in seconds.
+
+    seconds: of the latest round, reading to reading. waited: for its reading. away: the caller's.
+    now: the time.
+    """
+
+    seconds: float = 0.0
+    waited: float = 0.0
+    away: float = 0.0
+    now: Callable[[], float] = field(default_factory=lambda: perf_counter)
+    _read_at: float = 0.0
+    _resumed_at: float = 0.0
+    _draft_began: float | None = None
+    _launch_began: float = 0.0
+    _launching: float = 0.0
+    _finished_at: float | None = None
+
+    def start(self) -> None:
+        """The first round begins."""
+        self._read_at = self._resumed_at = self.now()
+
+    def draft_begins(self) -> None:
+        """A draft is asked for."""
+        self._draft_began = self.now()
+
+    def launch_begins(self) -> None:
+        """A pass is about to be launched."""
+        self._launch_began = self.now()
+
+    def launched(
+        self, under_way: PendingPass, *, is_ahead: bool = False, part: str = ""
+    ) -> Round:
+        """It is under way; part: key of the drafter whose draft it verifies."""
+        began = self._launch_began if self._draft_began is None else self._draft_began
+        self._draft_began = None
+        draft_seconds = self._launch_began - began
+        launch_seconds = self.now() - self._launch_began
+        self._launching += draft_seconds + launch_seconds
+        drafted = len(under_way.draft.tokens)
+        pending = under_way.num_fed - drafted
+        return Round(
+            under_way, drafted, pending, draft_seconds, launch_seconds, is_ahead, part
+        )
+
+    @property
+    def was_undisturbed(self) -> bool:
+        """True if its seconds are the round's own: the caller was away for less than waited."""
+        return self.away < max(self.waited, HARDLY * self.seconds)
+
+    def record(
+        self,
+        current: Round,
+        outcome: Outcome,
+        ahead: Round | None,
+        context: int,
+        started: float,
+    ) -> RoundRecord:
+        """The account of the round that was just read.
+
+        outcome: cut at max_tokens. ahead: the pass launched before it was read. context: positions
+        on the caches. started: when waiting for it began.
+        """
+        read_at = self.now()
+        self.waited = read_at - started
+        self.seconds = (self._finished_at or read_at) - self._read_at
+        if self._finished_at is not None:
+            self.away = 0.0
+        self._read_at, self._finished_at = self._finished_at or read_at, None
+        return RoundRecord(
+            drafted=current.num_drafted,
+            accepted=len(outcome.kept),
+            emitted=len(outcome.tokens),
+            fed=current.under_way.num_fed,
+            tokens=outcome.tokens,
+            seconds=self.seconds,
+            draft_seconds=current.draft_seconds,
+            verify_seconds=current.launch_seconds + self.waited,
+            steady=current.is_ahead == (ahead is not None) and self.was_undisturbed,
+            ahead=current.is_ahead,
+            context=context,
+            part=current.part,
+        )
+
+    def other_seconds(self, now: float) -> float:
+        """Host time of this round that was neither waiting nor getting a pass under way."""
+        return now - self._resumed_at - self.waited - self._launching
+
+    def time_if_hidden(self, following: Round | None, values: ValuesDrafts) -> None:
+        """Wait for the pass under way, where a slow caller hides seconds that `values` needs."""
+        if following is not None and values.wants_timing(following.num_drafted):
+            if self.was_undisturbed:
+                return
+            following.under_way.wait()
+            self._finished_at = self.now()
+
+    def resumed(self, handed_over: float) -> None:
+        """The caller came back, and had the tokens from `handed_over` on."""
+        self._resumed_at, self._launching = self.now(), 0.0
+        self.away = self._resumed_at - handed_over
+
+
+@dataclass
+class Assembled:
+    """The parts of a generation.
+
+    target: a `Verifier`, or what else stands for one. context: what the drafter knows of it.
+    """
+
+    target: Any
+    sequence: SequenceState
+    drafting: Drafting
+    stats: SpeculationStats
+    context: DraftContext
+
+
+def assemble(
+    model: nn.Module,
+    prompt_tokens: Any,
+    drafter: Drafter | None,
+    options: Options,
+    caches: list[Any],
+    *,
+    draft_cache: list[Any] | None = None,
+    ranks: Ranks | None = None,
+    length: DraftLength | None = None,
+    num_read: int = 0,
+    num_said: int = 0,
+    history: Sequence[int] = (),
+    stats: SpeculationStats | None = None,
+    of_batch: dict[str, Any] | None = None,
+) -> Assembled:
+    """Put a generation together, and check all that it is made of.
+
+    Args:
+        caches: the target's, which hold the prompt's first `num_read` tokens.
+        draft_cache: a draft model's, kept by the caller.
+        ranks: the ranks that the model is spread over.
+        length: a draft length in the place of the options' own.
+        num_said: the prompt's last tokens that are the text's beginning, written elsewhere.
+        history: [n] tokens that the caches hold before the prompt.
+        stats: an account to go on with.
+        of_batch: fields of the drafter's context that differ where passes are shared.
+
+    Raises:
+        PromptError: for what cannot be a prompt of this model.
+        ValueError: for other bad input.
+    """
+    prompt = check_prompt(prompt_tokens, options.input_embeddings, drafter)
+    prompt, num_read = [*history, *prompt], num_read + len(history)
+    target = verifier_for(
+        model,
+        Rollback(caches, num_read),
+        options,
+        probe=options.probe and drafter is not None,
+        noise=shared_noise(ranks, options.seed),
+    )
+    check_ids(prompt, target.vocab_size())
+    context = target.draft_context(options.tokenizer, draft_cache)
+    context = replace(context, **{"num_unseen": len(history)} | (of_batch or {}))
+    check_drafter_fits(drafter, context)
+    if length is None:
+        tuning = tuning_for(model) if options.tuning is None else options.tuning
+        length = make_draft_length(options.draft_length, tuning)
+    parts = assemble_around(
+        target,
+        prompt,
+        drafter,
+        length,
+        options,
+        context,
+        ranks=ranks,
+        num_said=num_said,
+    )
+    parts.sequence.has_prompt = len(prompt_tokens) > 0
+    parts.sequence.num_history = len(history)
+    parts.drafting.keeps_cache = options.prompt_cache is not None
+    parts.stats = SpeculationStats() if stats is None else stats
+    return parts
+
+
+def assemble_around(
+    target: Target,
+    prompt: list[int],
+    drafter: Drafter | None,
+    length: DraftLength,
+    options: Options,
+    context: DraftContext,
+    *,
+    ranks: Ranks | None = None,
+    num_said: int = 0,
+) -> Assembled:
+    """Put a generation together around a target that is there; arguments as of `assemble`."""
+    sequence = SequenceState(
+        prompt,
+        len(prompt) - num_said,
+        max_tokens_of(options.max_tokens),
+        options.input_embeddings,
+        num_said,
+    )
+    how: dict[str, Any] = {"keeps_cache": False, "stream": options.stream}
+    drafting = (
+        Drafting(drafter, length, target, sequence, **how)
+        if ranks is None
+        else SharedDrafting(ranks, drafter, length, target, sequence, **how)
+    )
+    return Assembled(target, sequence, drafting, SpeculationStats(), context)
+
+
+def verifier_for(
+    model: nn.Module,
+    rollback: Rollback,
+    options: Options,
+    *,
+    probe: bool,
+    noise: Noise,
+) -> Verifier:
+    """The target of a generation: a model with caches, what tokens are drawn from, a rule."""
+    next_token = NextToken(
+        options.sampler or Sampling(), options.logits_processors or (), noise
+    )
+    return Verifier(
+        model,
+        rollback,
+        options,
+        next_token=next_token,
+        given_rule=options.rule,
+        end_tokens=frozenset(getattr(options.tokenizer, "eos_token_ids", None) or ()),
+        probe=probe,
+    )

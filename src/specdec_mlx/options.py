@@ -1,336 +1,129 @@
-"""What is typed as text: NAME:key=value,key=value, what it makes, and the parser of flags."""
+"""How a text is generated: the arguments of `speculate` besides model, prompt and drafter."""
 
 from __future__ import annotations
 
-import argparse
-import difflib
-import functools
-import inspect
-import operator
-import re
-import reprlib
-import warnings
-from collections.abc import Callable, Iterable, Sequence
-from importlib.metadata import EntryPoint, entry_points
-from pathlib import Path
-from types import NoneType, UnionType
-from typing import Any, NoReturn, TypeVar, get_args
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
 
-from specdec_mlx.errors import MissingPackageError
-
-T = TypeVar("T")
-
-OWN_PACKAGE = "specdec-mlx"
-
-WORDS = {"true": True, "false": False, "none": None}
-_INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
-_FLOAT = re.compile(
-    r"[+-]?(\d{1,18}\.?\d{0,18}|\.\d{1,18})(e[+-]?\d{1,3})?", re.ASCII | re.I
+import mlx.core as mx
+from mlx_lm.generate import (
+    DEFAULT_QUANTIZED_KV_START,
+    generation_stream,
 )
-FOREIGN = re.compile(r"--.*(spec|draft|lookup|assistant|ngram)")
-"""Flags that other programs have for speculation."""
-_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+
+from specdec_mlx.arguments import shown, whole, wrong
+from specdec_mlx.contracts import (
+    AcceptanceRule,
+    LogitsProcessor,
+)
+from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.sampling import Noise, Sampler, Sampling
 
 
-def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
-    """Name and options out of NAME:key=value,...; raises ValueError."""
-    return name_in(spec), parse_options(spec.partition(":")[2])
+@dataclass(frozen=True, kw_only=True)
+class CacheOptions:
+    """How the target's caches are made and filled, as in mlx-lm's `generate_step`.
 
-
-def name_in(spec: str) -> str:
-    """The name in NAME:key=value,..."""
-    return spec.partition(":")[0]
-
-
-def parse_options(text: str) -> dict[str, Any]:
-    """Options out of `key=value,key=value`, never evaluated; raises ValueError.
-
-    Values are numbers, true, false or none; else text, with or without quotes.
+    Raises ValueError for what cannot be.
     """
-    options: dict[str, Any] = {}
-    for part in filter(None, text.split(",")):
-        key, separator, value = part.partition("=")
-        if not separator:
-            raise ValueError(f"Option {part!r}: expected key=value.")
-        options[key.strip().replace("-", "_")] = _value(value.strip())
-    return options
+
+    max_kv_size: int | None = None
+    prefill_step_size: int = 2048
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
+
+    def __post_init__(self) -> None:
+        for field in fields(CacheOptions):
+            value, least = (
+                getattr(self, field.name),
+                int(field.name != "quantized_kv_start"),
+            )
+            if value is not None or field.default is not None:
+                object.__setattr__(self, field.name, whole(field.name, value, least))
 
 
-def _value(text: str) -> int | float | bool | str | None:
-    if text.lower() in WORDS:
-        return WORDS[text.lower()]
-    if _INT.fullmatch(text):
-        return int(text)
-    if _FLOAT.fullmatch(text):
-        return float(text)
-    return text[1:-1] if _QUOTED.fullmatch(text) else text
-
-
-def positive_int(text: str) -> int:
-    """An int of at least 1; raises ValueError."""
-    number = int(text) if _INT.fullmatch(text) else 0
-    if number < 1:
-        raise ValueError(f"{text!r}: expected an int >= 1.")
-    return number
-
-
-def shown(value: object) -> str:
-    """A value for an error: short, and on one line; of a model, or what holds one, its class."""
-    name = getattr(value, "__name__", None)
-    if isinstance(name, str):
-        return name
-    is_plain = (
-        isinstance(value, Sequence)
-        or hasattr(value, "tolist")
-        or "\n" not in repr(value)
+def max_tokens_of(given: Any, least: int = 0) -> int:
+    """A number of tokens to write, -1 for no limit; ValueError for anything else."""
+    return (
+        -1 if given == -1 else whole("max_tokens", given, least, ", or -1 for no limit")
     )
-    return " ".join(reprlib.repr(value).split()) if is_plain else type(value).__name__
 
 
-def wrong(name: str, value: object, expected: str) -> ValueError:
-    """The error that names an argument, its value, and what it takes."""
-    return ValueError(f"{name}={shown(value)}: expected {expected}.")
+def noise_of(seed: int | None) -> Noise:
+    """The noise of a seed, of MLX's global state for None; ValueError for anything else."""
+    return Noise.from_global_state() if seed is None else Noise(whole("seed", seed))
 
 
-def require(owner: object, holds: bool, name: str, expected: str) -> None:
-    """Raise ValueError, with the name of an object's attribute and its value, unless `holds`."""
-    if not holds:
-        got = f"{type(owner).__name__}({name}={shown(getattr(owner, name))})"
-        raise ValueError(f"{got}: expected {expected}.")
-
-
-def require_cap(owner: Any) -> None:
-    """Raise ValueError unless an object's `num_draft` is a length, or None."""
-    some = "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
-    holds = owner.num_draft is None or owner.num_draft >= 1
-    require(owner, holds, "num_draft", some)
-
-
-def whole(name: str, value: Any, least: int | None = None, or_else: str = "") -> int:
-    """An argument that is an int, NumPy's too; ValueError for others, and less than `least`."""
-    try:
-        number = None if isinstance(value, bool) else operator.index(value)
-    except TypeError:
-        number = None
-    if number is None or (least is not None and number < least):
+def check_sampler(sampler: object) -> None:
+    """Raise ValueError for a sampler that cannot be called."""
+    if not callable(sampler) or isinstance(sampler, type):
+        how = "a sampler, such as specdec_mlx.Sampling(temp=...)"
         raise wrong(
-            name, value, f"an int{'' if least is None else f' >= {least}'}{or_else}"
+            "sampler", sampler, f"{how}. For a temperature give temp={shown(sampler)}"
         )
-    return number
 
 
-def did_you_mean(name: str, known: Iterable[str]) -> str:
-    """A question with the most similar of the known names; "" where none is similar."""
-    return "".join(
-        f" Did you mean {near}?" for near in difflib.get_close_matches(name, known, 1)
+def processors_of(given: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
+    """The logits processors; ValueError for anything but a list of them."""
+    if isinstance(given, Sequence) and all(map(callable, given)):
+        return list(given)
+    raise wrong(
+        "logits_processors", given, f"a list of processors, such as [{shown(given)}]"
     )
 
 
-def check_names(
-    given: Iterable[str], called: Callable[..., Any], *takers: Callable[..., Any]
-) -> None:
-    """Raise TypeError for an argument that neither what was called nor what it calls takes."""
-    known = {
-        name for one in (called, *takers) for name in inspect.signature(one).parameters
-    }
-    for name in given:
-        if name not in known:
-            raise TypeError(
-                f"{called.__name__}() got an unexpected keyword argument {name!r}."
-                f"{did_you_mean(name, known)}"
-            )
+@dataclass(frozen=True, kw_only=True)
+class Options(CacheOptions):
+    """How a text is generated.
 
-
-def refusal(unknown: Sequence[str], known: Iterable[str] = ()) -> str:
-    """The error for unknown arguments, values included, with the flag that may be meant.
-
-    For another program's flag for speculation it names ours.
+    Args:
+        max_tokens: tokens to generate, -1 for no limit.
+        sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler; greedy if None.
+        seed: one text for each, whatever drafts, unless another rule than "auto", "match" and
+            "coupled" is named; None takes one from MLX's global random state, and what a draft
+            model drafts then has a say in the text.
+        rule: acceptance rule, by name or as an object. "auto" takes match for greedy decoding,
+            opaque samplers and point-mass drafts; for drafts drawn at random coupled with a seed,
+            and block, which accepts more, without. "lenient" and "typical" change the text's
+            distribution.
+        draft_length: most tokens to draft a round, K; "auto" takes what pays, 0 included, from
+            measured cost and acceptance.
+        tuning: what "auto" has learned and goes on learning; None takes the loaded model's own.
+        logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
+        prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a draft
+            model's; None makes new ones.
+        history: [n] tokens that prompt_cache holds already, for drafters to draw on; None for what
+            is known of it, from earlier calls or by `specdec_mlx.remember`.
+        max_kv_size: positions after which new caches rotate; None for no limit.
+        prefill_step_size: most positions of the prompt in one pass.
+        kv_bits: bits of quantized caches, None for none.
+        kv_group_size: their group size.
+        quantized_kv_start: the position from which on caches are quantized.
+        prompt_progress_callback: called with (positions read, positions in all).
+        input_embeddings: [n, D] to feed in place of the prompt's tokens.
+        tokenizer: the target's, for drafters that compare it.
+        probe: measure once, for each loaded model, whether passes over several positions are exact,
+            and do not draft where they are not.
+        prefill_stops: ascending positions of the prompt at which a pass ends, for the progress
+            callback to take the caches as they are there.
+        stream: MLX's stream to run on.
     """
-    flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
-    for flag in flags:
-        if FOREIGN.match(flag):
-            return (
-                f"{flag} is not known here; speculation is set by --drafter NAME, --draft-model "
-                "MODEL and --draft-length N"
-            )
-    near = "".join(did_you_mean(flag, known) for flag in flags)
-    return f"unrecognized arguments: {' '.join(unknown)}{near and '.' + near}"
 
-
-class Parser(argparse.ArgumentParser):
-    """argparse's, with errors of two lines and a `--help` of the flags that most people need."""
-
-    rare: frozenset[str] = frozenset()
-    """Flags that `--help-all` alone explains."""
-
-    def add_help_all(self, rare: Iterable[str]) -> None:
-        """Leave these flags, given without dashes, to `--help-all`."""
-        self.rare = frozenset(f"--{name}" for name in rare)
-        self.add_argument(
-            "--help-all", action=_HelpAll, nargs=0, help="explain all flags and exit"
-        )
-
-    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
-        """The arguments as a namespace; ends the process for what is not known."""
-        namespace, unknown = self.parse_known_args(args, namespace)
-        if unknown:
-            self.error(refusal(unknown, self._option_string_actions))
-        return namespace
-
-    def print_help(self, file: Any = None) -> None:
-        """Print `format_help` without the rare flags."""
-        for action in self._actions:
-            if self.rare.intersection(action.option_strings):
-                action.help = argparse.SUPPRESS
-        super().print_help(file)
-
-    def error(self, message: str) -> NoReturn:
-        """End the process with status 2: what is wrong, and where to read on."""
-        more = "--help-all" if self.rare else "--help"
-        self.exit(2, f"{self.prog}: {message}\nAll flags: {self.prog} {more}\n")
-
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
-        if action.choices is not None and value not in action.choices:
-            known = [str(choice) for choice in action.choices]
-            near = did_you_mean(str(value), known)
-            raise argparse.ArgumentError(
-                action, f"{value!r} is none of {', '.join(known)}.{near}"
-            )
-
-
-class _HelpAll(argparse.Action):
-    """Print the help on all flags, and end the process."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
-        print(parser.format_help(), end="")
-        parser.exit()
-
-
-def existing_file(text: str) -> Path:
-    """The path of a file that is there; raises ValueError that says where it was looked for."""
-    path = Path(text).expanduser()
-    if not path.is_file():
-        raise ValueError(f"there is no file {path.absolute()}.")
-    return path
-
-
-def new_file(text: str) -> Path:
-    """The path of a file to write, found out at once if it cannot be; raises OSError."""
-    path = Path(text)
-    path.touch()
-    return path
-
-
-def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """`parse` as the `type` of a flag, with the words of its ValueError for the user."""
-
-    @functools.wraps(parse)
-    def parsed(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed
-
-
-def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
-    """Like `argument`, but the flag keeps the text as it was typed."""
-
-    @functools.wraps(parse)
-    def kept(text: str) -> str:
-        argument(parse)(text)
-        return text
-
-    return kept
-
-
-def installed(
-    group: str, what: str, taken: Iterable[str] = ()
-) -> dict[str, EntryPoint]:
-    """The entry points of a group by name: our own first, then those of packages by their name.
-
-    A UserWarning names packages that want a name that another has, or one of `taken`, ours.
-    """
-    owners = dict.fromkeys(taken, OWN_PACKAGE)
-    known: dict[str, EntryPoint] = {}
-    found = [(package_of(entry), entry) for entry in entry_points(group=group)]
-    for package, entry in sorted(
-        found, key=lambda one: (one[0] != OWN_PACKAGE, one[0])
-    ):
-        owner = owners.setdefault(entry.name, package)
-        if owner == package:
-            known.setdefault(entry.name, entry)
-            continue
-        warnings.warn(
-            f"specdec_mlx: {what} {entry.name!r} of {package} is left out, since {owner} has one "
-            f"of that name. Uninstall one of them, or give the {what} itself instead of its name.",
-            stacklevel=2,
-        )
-    return known
-
-
-def package_of(entry: EntryPoint) -> str:
-    """Name of the distribution that an entry point came with."""
-    return entry.dist.name if entry.dist is not None else entry.module
-
-
-def load(entry: EntryPoint, what: str) -> Callable[..., Any]:
-    """The class, or function, of an entry point; MissingPackageError if it cannot be imported."""
-    try:
-        kind: Callable[..., Any] = entry.load()
-    except (ImportError, AttributeError) as error:
-        raise MissingPackageError(
-            f"{what.capitalize()} {entry.name!r} of {package_of(entry)} cannot be loaded: {error}"
-        ) from error
-    return kind
-
-
-def make_with(
-    what: str, name: str, kind: Callable[..., T], options: dict[str, Any]
-) -> T:
-    """`kind(**options)`, of options that were typed; `what` and `name` are for the error.
-
-    Raises ValueError for an option that it does not take, or of another type than annotated.
-    """
-    hints = _annotations(kind)
-    try:
-        return kind(
-            **{
-                key: _fitted(key, value, hints.get(key))
-                for key, value in options.items()
-            }
-        )
-    except TypeError as error:
-        near = "".join(
-            did_you_mean(option, hints) for option in options if option not in hints
-        )
-        said = f"{error}.{near}" if hints else f"{name} takes no options ({error})."
-        raise ValueError(
-            f"{what.capitalize()} {name!r}: {said} {help_on(kind)}"
-        ) from error
-
-
-def help_on(kind: Callable[..., Any]) -> str:
-    """Where the options of a class or function are explained."""
-    made_by = kind.func if isinstance(kind, functools.partial) else kind
-    return f"See help({getattr(made_by, '__name__', made_by)})."
-
-
-def _annotations(kind: Callable[..., Any]) -> dict[str, Any]:
-    """Annotations of arguments, as far as they can be read."""
-    try:
-        parameters = inspect.signature(kind, eval_str=True).parameters.values()
-    except Exception:  # names that are there for type checkers only
-        return {}
-    return {parameter.name: parameter.annotation for parameter in parameters}
-
-
-def _fitted(option: str, value: Any, hint: Any) -> Any:
-    """A number or text as the annotated type, an int for a float too; else a TypeError."""
-    kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
-    if not kinds <= {int, float, bool, str, NoneType} or type(value) in kinds:
-        return value
-    if type(value) is int and float in kinds:
-        return float(value)
-    raise TypeError(f"{option} is {value!r}, expected {inspect.formatannotation(hint)}")
+    max_tokens: int = 256
+    sampler: Sampler | Sampling | None = None
+    seed: int | None = None
+    rule: str | AcceptanceRule = "auto"
+    draft_length: int | str | DraftLength = "auto"
+    tuning: Tuning | None = None
+    logits_processors: Sequence[LogitsProcessor] | None = None
+    prompt_cache: list[Any] | None = None
+    history: Sequence[int] | mx.array | None = None
+    prompt_progress_callback: Callable[[int, int], None] | None = None
+    input_embeddings: mx.array | None = None
+    tokenizer: Any = None
+    probe: bool = True
+    prefill_stops: Sequence[int] = ()
+    stream: Any = generation_stream

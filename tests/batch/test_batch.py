@@ -28,13 +28,14 @@ import tiny
 import tiny_text
 from scripted import OracleDrafter, ScriptedSession
 from selection import cases
+from specdec_mlx import batch_caches as row_caches
+from specdec_mlx import lab
 from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.passes import SharedPasses, make_passes
 from specdec_mlx.batch.schedule import BatchToken, OwnDrafting, Request, Schedule
 from specdec_mlx.contracts import DraftContext, Drafter, Features
-from specdec_mlx.engine.options import Options
-from specdec_mlx.engine.prompt_reader import PromptReader
-from specdec_mlx.verify import row_caches
-from specdec_mlx.verify.row_pass import SharedPasses, make_passes
+from specdec_mlx.options import Options
+from specdec_mlx.sequence import PromptReader
 
 BLOCK = [5, 17, 99, 3, 41, 8]
 PROMPTS = [
@@ -130,7 +131,7 @@ def test_each_greedy_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("rule", ["match", "coupled"])
-@pytest.mark.parametrize("drafter", [sd.PromptLookupDrafter(), sd.NGramDrafter(stochastic=True)])
+@pytest.mark.parametrize("drafter", [sd.PromptLookupDrafter(), lab.StochasticNGramDrafter()])
 def test_a_seeds_text_is_what_it_is_alone(rule: str, drafter: Drafter) -> None:
     """The target's own draws are keyed by the row's own seed and its own positions."""
     target, sampling = narrow.model(), sd.Sampling(temp=1.0)
@@ -148,7 +149,7 @@ def test_a_seeds_text_is_what_it_is_alone(rule: str, drafter: Drafter) -> None:
 def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_other() -> None:
     """At temperature 1: each row's first two tokens, and the pair of both rows' second ones."""
     target, num_pairs, prompts = narrow.model(), 200, [[1, 2, 3, 1, 2], [3, 0, 3]]
-    drafter = sd.NGramDrafter(stochastic=True)
+    drafter = lab.StochasticNGramDrafter()
     how = Options(rule="rejection", draft_length=2)
     batch = BatchGeneration(target, drafter, how, Schedule(2))
     sampling = sd.Sampling(temp=1.0)

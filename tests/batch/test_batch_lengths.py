@@ -22,16 +22,16 @@ from benchmarks.recorded_rows import BilledPasses, RecordedBatch, replay_rows
 from selection import in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
-from specdec_mlx.bench.cost import CostCurve, linear_cost
-from specdec_mlx.bench.prompts import Task
-from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.replay import Modelled
 from specdec_mlx.contracts import Draft, DraftContext, Drafter, Evidence
 from specdec_mlx.draft_length.costs import WIDTHS, Curve
 from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import BUDGET, Account, Tuning
-from specdec_mlx.engine.options import Options
+from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
+from specdec_mlx.lab.bench.prompts import Task
+from specdec_mlx.lab.bench.record import RecordedText
+from specdec_mlx.lab.bench.replay import Modelled
+from specdec_mlx.options import Options
 
 SLOPED = linear_cost(0.1)
 

@@ -9,7 +9,7 @@ import mlx.core as mx
 import pytest
 
 from specdec_mlx.batch.schedule import MOST_AT_ONCE, BatchText, Request, Schedule
-from specdec_mlx.engine.prompt_reader import PromptReader
+from specdec_mlx.sequence import PromptReader
 
 STEP = 10
 

@@ -18,8 +18,8 @@ import pytest
 
 import specdec_mlx
 from selection import in_one_test
-from specdec_mlx.bench.record import REFERENCE_BLAS, blas_in
 from specdec_mlx.cli import backends, blas, doctor
+from specdec_mlx.cli.blas import REFERENCE_BLAS, blas_in
 from specdec_mlx.cli.commands import main
 from specdec_mlx.errors import MissingBackendError
 
@@ -204,7 +204,7 @@ def test_the_matrix_library_is_read_off_what_is_loaded(file: str) -> None:
 @pytest.mark.skipif(sys.platform != "linux", reason="an ELF library is loaded")
 def test_the_wheels_library_multiplies_for_mlx(tmp_path: Path) -> None:
     """In a process with these variables MLX's CPU backend has OpenBLAS in place of its own."""
-    code = "import mlx.core as mx; from specdec_mlx.bench.record import blas_name\n"
+    code = "import mlx.core as mx; from specdec_mlx.cli.blas import blas_name\n"
     code += "x = mx.ones((4, 4)); print(blas_name(), (x @ x).sum().item())"
     (variables,) = filter(None, [blas.find_openblas()])
     environment = {**os.environ, "SPECDEC_MLX_CACHE": str(tmp_path), **variables}

@@ -23,7 +23,7 @@ from specdec_mlx.cli import commands as cli
 from specdec_mlx.errors import ModelFolderError
 from specdec_mlx.mlx_lm_plugin.commands import COMMANDS
 from specdec_mlx.mlx_lm_plugin.flags import argparse_with_flags, replaced_names
-from specdec_mlx.models import explained, load_model
+from specdec_mlx.models.loading import explained, load_model
 from specdec_mlx.progress import progress_bar
 from tiny_model_folder import write_model_folder
 
@@ -164,14 +164,14 @@ def test_without_a_seed_generate_takes_the_rule_that_accepts_most(folders: Path)
 
 
 WRONG: dict[str, str] = {
-    "generate --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, ",
+    "generate --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, guessed-model",
     "generate --drafter ngram:nothing=1": "unexpected keyword argument 'nothing'",
     "generate --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
     "generate --drafter model": "--draft-model",
     "generate --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
     "server --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
     "generate --draft-model nowhere/at/all": "There is no folder nowhere/",
-    "generate --draft-length -1": "expected an int >= 0, auto or heuristic",
+    "generate --draft-length -1": "expected an int >= 0, or auto",
     "generate --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
     "generate --max-tokens -5": "--max-tokens: -5: expected an int >= 1, or -1 for no limit",
     "chat --max-tokens 0": "--max-tokens: 0: expected an int >= 1",
@@ -190,7 +190,7 @@ WRONG: dict[str, str] = {
         for command in ("generate", "probe")
     },
     "bench --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
-    "bench --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, lookahead, ",
+    "bench --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, guessed-model",
     "bench --drafter model": "it needs --draft-model MODEL",
     "bench --draft-model nowhere/at/all": "There is no folder nowhere/at/all",
     "bench --temp -1": "temp",
@@ -287,6 +287,44 @@ def test_chat_answers_as_mlx_lms_and_ends_with_its_input(folders: Path) -> None:
     assert all(accepted == drafted != "0" for _, accepted, drafted, _ in accounts)
     ended = run(*arguments, stdin="the cat\n")
     assert (ended.returncode, "Traceback" in ended.stderr) == (0, False)
+
+
+def test_sampling_is_as_the_models_makers_recommend_unless_a_flag_says_otherwise(
+    folders: Path, tmp_path: Path
+) -> None:
+    """In `generate` and in `chat`, which has flags for all of it: the text of those flags, and a
+    line that says so. A wrong value is named and ignored.
+    """
+    own = shutil.copytree(folders / "model", tmp_path / "model")
+    values = {"temperature": 1.3, "top_p": 0.8, "top_k": 9, "min_p": 0.02, "do_sample": True}
+    config = own / "generation_config.json"
+    flags = ["--temp", "1.3", "--top-p", "0.8", "--top-k", "9", "--min-p", "0.02"]
+    more = {"generate": ("--prompt", PROMPT, "--verbose", "False"), "chat": ()}
+
+    def said_by(command: str, *flags: str) -> tuple[str, str]:
+        typed = (command, "--model", own, "--max-tokens", "30", "--seed", "3", *more[command])
+        done = run(*typed, *flags, stdin=f"{PROMPT}\nq\n")
+        assert done.returncode == 0, done.stderr
+        return re.sub("[0-9.]+ tok/s", "", done.stdout), done.stderr
+
+    for command in more:
+        config.unlink(missing_ok=True)
+        expected, greedy = said_by(command, *flags), said_by(command)
+        assert "Sampling" not in expected[1] + greedy[1]
+        for alone in (("--top-k", "1"), ("--min-p", "1")):
+            assert said_by(command, "--temp", "1.3", *alone)[0] == greedy[0]
+        config.write_text(json.dumps(values), encoding="utf-8")
+        drawn, said = said_by(command)
+        assert "Sampling: temperature 1.3, top-p 0.8, top-k 9, min-p 0.02 (the model's" in said
+        assert drawn == expected[0]
+        assert said_by(command, "--temp", "0")[0] == greedy[0] != drawn
+        drawn, said = said_by(command, "--temp", "1.3", "--top-k", "9")
+        assert drawn == expected[0]
+        assert "Sampling: top-p 0.8, min-p 0.02 (" in said
+        config.write_text(json.dumps({"do_sample": False, "top_k": -1}), encoding="utf-8")
+        again, said = said_by(command)
+        assert again == greedy[0]
+        assert "top_k -1 is ignored" in said
 
 
 @in_one_test("name", sorted(COMMANDS))
@@ -416,7 +454,7 @@ def test_probe_says_whether_drafting_is_exact(
     assert done.returncode == 0, done.stderr
     assert "exact" in done.stdout.splitlines()[-1]
     assert "caches: KVCache" in done.stdout
-    module = importlib.import_module("specdec_mlx.verify.exactness")
+    module = importlib.import_module("specdec_mlx.exactness.probe")
     monkeypatch.setattr(module, "probe", lambda model: SimpleNamespace(exact=False))
     assert cli.main(["probe", "--model", str(folder)]) == 1
 

@@ -23,7 +23,7 @@ from specdec_mlx.contracts import Draft, Evidence
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.costs import CURVES, WIDTHS, Curve
 from specdec_mlx.draft_length.parts import LENGTHS, LONGEST
-from specdec_mlx.draft_length.policy import Fixed, Heuristic, make_draft_length, parse_draft_length
+from specdec_mlx.draft_length.policy import Fixed, make_draft_length, parse_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnknownNameError
 
@@ -305,20 +305,16 @@ def test_the_loop_cuts_point_masses_only_and_asks_for_the_limit_first(drawn: boo
     assert len(last.stats.drafted_at) == (4 if drawn else 2)
 
 
-# Fixed and heuristic lengths, and what callers pass ----------------------------------------------
+# Fixed lengths, and what callers pass ------------------------------------------------------------
 
 
-def test_two_more_after_a_whole_draft_and_one_less_otherwise() -> None:
-    """The schedule of Hugging Face's assisted generation, never below 1; fixed lengths stay."""
-    rounds = [(5, 5), (7, 6), (6, 0), (0, 0), (5, 5), *[(7, 0)] * 8, (1, 1)]
-    expected = [5, 7, 6, 5, 5, 7, 6, 5, 4, 3, 2, 1, 1, 1, 3]
-    for policy, lengths in ((Heuristic(5), expected), (Fixed(0), [0] * 15), (Fixed(7), [7] * 15)):
-        found = [policy.limit("it", True)]
-        for num, accepted in rounds:
+def test_a_fixed_length_stays() -> None:
+    """Whatever was accepted, and whichever drafter asks."""
+    for length in (0, 7):
+        policy = Fixed(length)
+        for num, accepted in ((7, 7), (7, 0), (0, 0)):
             policy.record(verdict(num, accepted, 1.0))
-            found.append(policy.limit("it", True))
-            assert policy.limit("another", False) == found[-1]
-        assert found == lengths
+            assert policy.limit("it", True) == policy.limit("another", False) == length
         assert policy.cut("it", Draft([1, 2, 3])) == 3
 
 
@@ -330,13 +326,12 @@ def test_what_a_caller_passes_or_types_makes_a_policy_or_is_refused_in_one_sente
     world.run(policy, 100)
     assert set(tuning.drafters) == {"it"}
     assert world.run(make_draft_length("auto", tuning), 1)[0].drafted > 3
-    assert isinstance(make_draft_length("heuristic"), Heuristic)
     assert make_draft_length(policy) is policy
-    for choice in (0, 4, "auto", "heuristic"):
+    for choice in (0, 4, "auto"):
         assert parse_draft_length(str(choice)) == choice
     for wrong in (-1, True, 2.5, "automatic"):
         with pytest.raises((ValueError, UnknownNameError), match=r"an int >= 0.*auto|plain decod"):
             make_draft_length(wrong)
     for text in ("", "-1", "2.5", "automatic", "4 5", "True", "Auto"):
-        with pytest.raises(ValueError, match=r"^'.*': expected an int >= 0, auto or heuristic$"):
+        with pytest.raises(ValueError, match=r"^'.*': expected an int >= 0, or auto$"):
             parse_draft_length(text)

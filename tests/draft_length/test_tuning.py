@@ -316,7 +316,7 @@ def test_an_interrupted_save_leaves_the_old_file(tmp_path, monkeypatch):
     path = tmp_path / "tuning.json"
     learned().save(path)
     before = path.read_text()
-    monkeypatch.setattr(Path, "replace", Mock(side_effect=OSError("disk full")))
+    monkeypatch.setattr("os.replace", Mock(side_effect=OSError("disk full")))
     with pytest.raises(OSError, match="disk full"):
         Tuning().save(path)
     assert path.read_text() == before
@@ -336,7 +336,7 @@ def damaged(text: str) -> Iterator[bytes]:
     saved = json.loads(text)
     for tree, key in list(places(saved)):
         right = tree[key]
-        for tree[key] in ("x", float("nan"), float("inf"), [], {}, [[]], None):
+        for tree[key] in ("x", float("nan"), float("inf"), 10**400, [], {}, [[]], None):
             yield json.dumps(saved).encode()
         tree[key] = right
 
@@ -345,7 +345,7 @@ def test_a_damaged_file_is_an_error_that_names_it_or_does_no_harm(tmp_path: Path
     """As is one of another kind: ValueError, or answers that are numbers."""
     path = tmp_path / "damaged.json"
     learned().save(path)
-    others = [b"", b"not json", b"[1, 2]", b"3", b"{}", b"\xff\xfe\x00"]
+    others = [b"", b"not json", b"[1, 2]", b"3", b"{}", b"\xff\xfe\x00", b"[" * 10**5]
     contents = [*others, *damaged(path.read_text())]
     refused = {}
     for content in contents:

@@ -15,12 +15,12 @@ import specdec_mlx as sd
 from serving import drafter_of
 from specdec_mlx.cli.commands import main
 from specdec_mlx.contracts import DraftContext, Drafter
+from specdec_mlx.draft_length import drafting
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.model import ModelDrafter
-from specdec_mlx.engine import drafting
 from specdec_mlx.mlx_lm_plugin import flags
-from specdec_mlx.models import load_model
+from specdec_mlx.models.loading import load_model
 
 MEANINGS = [
     pytest.param([], "BestOf(SuffixDrafter, ModelDrafter)", id="it competes with look-up"),

@@ -13,8 +13,7 @@ import specdec_mlx as sd
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.heads.loading import kind_of
 from specdec_mlx.errors import HeadError
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.sampling import Noise, Sampling
 from specdec_mlx.token_ids import to_list
 
 READ = (1, 3, 5)  # layers that the rows of the fixtures are of

@@ -20,8 +20,7 @@ from heads import HEADS, mtp, random_head
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from selection import FULL, cases, in_one_test
 from specdec_mlx import ModelDrafter, Sampling, speculate
-from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence
-from specdec_mlx.contracts.trees import chain, children_of, depths_of, path_to
+from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence, chain
 from specdec_mlx.draft_length.chances import (
     EDGES,
     NUM_WEIGHTS,
@@ -35,10 +34,11 @@ from specdec_mlx.drafters.growing import TreeDraws
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.writing import places_after
 from specdec_mlx.errors import HeadError
-from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing.enumeration import continued, sources
+from specdec_mlx.lab.proof.enumeration import continued, sources
+from specdec_mlx.models.anatomy import Taps
+from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.verify.watching import Taps
+from specdec_mlx.trees.shape import children_of, depths_of, path_to
 
 BRANCHES, SIZE = 3, 10
 

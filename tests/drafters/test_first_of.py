@@ -16,11 +16,7 @@ import specdec_mlx as sd
 import tiny
 import tiny_text
 from selection import in_one_test
-from specdec_mlx.beams.search import Beam, BeamDrafting
-from specdec_mlx.bench.cost import linear_cost
-from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.replay import replay_text
-from specdec_mlx.checks.subject import Alone
+from specdec_mlx import lab
 from specdec_mlx.contracts import (
     Draft,
     DraftContext,
@@ -32,10 +28,15 @@ from specdec_mlx.contracts import (
     session_groups,
 )
 from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.engine.drafting import proposing
+from specdec_mlx.lab.beams.search import Beam, BeamDrafting
+from specdec_mlx.lab.bench.cost import linear_cost
+from specdec_mlx.lab.bench.record import RecordedText
+from specdec_mlx.lab.bench.replay import replay_text
+from specdec_mlx.lab.proof.drafter import DrafterConformance
+from specdec_mlx.lab.proof.subject import Alone
 from specdec_mlx.mlx_lm_plugin.conversation import Wrapper
-from specdec_mlx.testing.drafter import DrafterConformance
 from specdec_mlx.token_ids import to_list
 
 PROMPT = [5, 17, 99, 3]
@@ -183,7 +184,7 @@ def test_the_memory_limit_counts_models_inside(monkeypatch: pytest.MonkeyPatch) 
     assert models_of(None) == models_of(sd.PromptLookupDrafter(min_ngram=1)) == []
     wired: list[Any] = []
     monkeypatch.setattr(
-        importlib.import_module("specdec_mlx.responses"),
+        importlib.import_module("specdec_mlx.generation"),
         "wired_limit",
         lambda models, streams: wired.append(models) or nullcontext(),
     )
@@ -329,7 +330,7 @@ def test_who_asks_outside_of_the_loop_gets_the_loops_choice(model: Any, text: li
 
 def test_combinations_leave_the_choice_to_the_loop() -> None:
     """They say who is asked; none of them has a `propose` that could answer otherwise."""
-    for kind in (sd.FirstOf, sd.BestOf, sd.TreeOf):
+    for kind in (sd.FirstOf, sd.BestOf):
         session = kind(sd.SuffixDrafter(), sd.NGramDrafter()).begin(PROMPT, DraftContext())
         assert isinstance(session, SessionGroups)
         assert not hasattr(session, "propose")
@@ -393,7 +394,7 @@ def test_groups_are_asked_in_order(model: Any, text: list[int]) -> None:
     drafting = [r.part for r in length.records if r.drafted]
     assert drafting.index("a") == drafting.count("first") > 0
     assert best.key not in (sd.FirstOf(*best.drafters).key, drafter.key)
-    tree = sd.TreeOf(sd.SuffixDrafter(), sd.NGramDrafter())
+    tree = lab.TreeOf(sd.SuffixDrafter(), sd.NGramDrafter())
     groups = session_groups(sd.BestOf(tree, best).begin(PROMPT, DraftContext()), "")
     assert [key for key, _ in groups[0]] == [tree.key, "a", "b"]
     with pytest.raises(ValueError, match=r"BestOf\(\) has nothing"):

@@ -23,7 +23,7 @@ import specdec_mlx as sd
 import tiny
 from selection import cases, in_one_test
 from serving import drafter_of
-from specdec_mlx.cli import check, commands
+from specdec_mlx.cli import commands
 from specdec_mlx.drafters.choosing import candidates
 from specdec_mlx.drafters.choosing.candidates import known_repositories
 from specdec_mlx.drafters.choosing.choice import (
@@ -39,6 +39,7 @@ from specdec_mlx.drafters.heads.loading import FORMATS, is_head, kind_of
 from specdec_mlx.drafters.heads.mtp import FAMILIES, OTHER_FORMULAS, MTPHead, one_layer_model
 from specdec_mlx.drafters.heads.one_pass import block_layers
 from specdec_mlx.errors import HeadError
+from specdec_mlx.lab.commands import check
 from specdec_mlx.mlx_lm_plugin.flags import Flags
 from tiny_model_folder import write_model_folder
 

@@ -28,20 +28,20 @@ import specdec_mlx as sd
 import tiny
 from scripted import OracleDrafter
 from selection import FULL, cases, in_one_test
-from specdec_mlx.checks import texts
-from specdec_mlx.checks.report import Finding
-from specdec_mlx.checks.subject import Subject, Work
-from specdec_mlx.checks.texts import check_state, check_variations
+from specdec_mlx import lab
+from specdec_mlx.caches import Rollback, leaves
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.gemma4_assistant import AssistantSession
 from specdec_mlx.drafters.heads.mtp import FAMILIES
-from specdec_mlx.rules.block import Block
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.lab.proof import texts
+from specdec_mlx.lab.proof.report import Finding
+from specdec_mlx.lab.proof.subject import Subject, Work
+from specdec_mlx.lab.proof.texts import check_state, check_variations
+from specdec_mlx.models.anatomy import Taps, keys_values_of
+from specdec_mlx.rules import Block
+from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.strategies import leaves
-from specdec_mlx.verify.watching import Taps, keys_values_of
 
 KINDS = ("eagle3", "eagle1", "dflash", "medusa", "assistant")
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
@@ -319,7 +319,7 @@ def test_the_other_order_is_found() -> None:
     head: Any = drafter.head
     halves = mx.split(head.projection.weight, 2, axis=1)
     head.projection.weight = mx.concatenate(halves[::-1], axis=1)
-    report = sd.check(model, None, drafter=drafter, prompts=PROMPTS[:1], budget=20, progress=False)
+    report = lab.check(model, None, drafter=drafter, prompts=PROMPTS[:1], budget=20, progress=False)
     assert report["greedy text"].status == "passed"
     assert "with the other order of state and embedding" in report["head's variants"].verdict
 

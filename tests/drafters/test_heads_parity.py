@@ -20,6 +20,7 @@ import pytest
 
 import heads
 from selection import each, in_one_test
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import DraftContext, KeysValues
 from specdec_mlx.drafters import drawing
 from specdec_mlx.drafters.heads import gemma4_assistant, mtp
@@ -28,7 +29,6 @@ from specdec_mlx.drafters.heads.one_pass import CorrectedSession, DSpark, Groupe
 from specdec_mlx.drafters.heads.session import Level
 from specdec_mlx.drafters.writing import places_after
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.verify.rollback import Rollback
 
 TOLERANCE = 1e-4  # of the largest logit
 

@@ -26,6 +26,7 @@ import tiny
 from exact import TARGET, Rounds, Source
 from heads import HEADS, VOCAB, Shown, states
 from selection import FULL, cases, in_one_test
+from specdec_mlx import lab
 from specdec_mlx.contracts import (
     MANY_WAITING,
     MOST_WAITING,
@@ -40,9 +41,9 @@ from specdec_mlx.drafters.drawing import ChainDraws, Pace, draft_while, truncate
 from specdec_mlx.drafters.heads import session as head_session
 from specdec_mlx.drafters.heads.drafter import DraftVocabulary, HeadDrafter, target_ends
 from specdec_mlx.drafters.heads.pard import PardDrafter
-from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing import check_drafter
-from specdec_mlx.testing.enumeration import Tokens, state_after
+from specdec_mlx.lab import check_drafter
+from specdec_mlx.lab.proof.enumeration import Tokens, state_after
+from specdec_mlx.sampling import Noise
 from specdec_mlx.token_ids import to_list
 
 target = cache(heads.target)
@@ -51,7 +52,7 @@ MASK = VOCAB - 1
 
 WHOLE: dict[str, Callable[[], Any]] = {
     "pard": lambda: PardDrafter(small(), mask_token=MASK),
-    "early exit": lambda: sd.drafters.early_exit(target(), 2),
+    "early exit": lambda: lab.early_exit(target(), 2),
 }
 """Drafters that read tokens, as models do."""
 

@@ -14,14 +14,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from selection import in_one_test
-from specdec_mlx.contracts import DraftContext, Evidence
-from specdec_mlx.contracts.drafting import places_class, share_class
+from specdec_mlx.contracts import DraftContext, Evidence, places_class, share_class
 from specdec_mlx.drafters.choosing.registry import make_drafter
-from specdec_mlx.drafters.ngram import NGramDrafter, StochasticNGramSession
-from specdec_mlx.drafters.ngram_table import DISCOUNT, NGramCounts
+from specdec_mlx.drafters.ngram import NGramCounts, NGramDrafter
 from specdec_mlx.drafters.prompt_lookup import MAX_MATCH, PromptLookupDrafter
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.lab.papers import stochastic_ngrams
+from specdec_mlx.lab.papers.stochastic_ngrams import (
+    DISCOUNT,
+    StochasticNGramDrafter,
+    StochasticNGramSession,
+)
+from specdec_mlx.sampling import Noise, Sampling
 
 CONTEXT = DraftContext()
 VOCAB = 7
@@ -121,11 +124,11 @@ def test_the_contexts_not_seen_for_longest_are_forgotten() -> None:
     counts = NGramCounts(min_order=2, max_order=3, max_entries=2)
     for context, token in (((0, 1), 2), ((5,), 6), ((5,), 4)):  # too short for order 3, but one
         counts.learn(context, token)
-    law = counts.distribution((0, 1), VOCAB)
+    law = stochastic_ngrams.smoothed(counts, (0, 1), VOCAB)
     assert law is not None
     assert law.tolist() == [0, 0, 1, 0, 0, 0, 0]
     assert counts.continuation((0, 1)) == (2, 2, 1, 1)
-    assert counts.distribution((1,), VOCAB) is None
+    assert stochastic_ngrams.smoothed(counts, (1,), VOCAB) is None
 
 
 @pytest.mark.full
@@ -214,7 +217,7 @@ def test_draws_are_of_the_smoothed_counts(
     """
     min_order, max_order = orders
     context = sampled(seed)
-    drafter = NGramDrafter(max_order, min_order, num_draft, stochastic=True)
+    drafter = StochasticNGramDrafter(max_order, min_order, num_draft)
     session, text = drafter.begin(text, context), [*text, *emitted]
     session.observe(emitted)
     draft = session.propose(3)
@@ -239,7 +242,7 @@ def test_draws_are_of_the_smoothed_counts(
     [CONTEXT, sampled(temp=0.0, vocab_size=None), DraftContext(Sampling(1.0), vocab_size=VOCAB)],
 )
 def test_nothing_is_drawn_without_temperature_or_noise(context: DraftContext) -> None:
-    session = NGramDrafter(stochastic=True).begin([0, 1, 2, 0, 1, 3, 0, 1], context)
+    session = StochasticNGramDrafter().begin([0, 1, 2, 0, 1, 3, 0, 1], context)
     assert not isinstance(session, StochasticNGramSession)
 
 

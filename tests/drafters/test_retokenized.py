@@ -25,7 +25,7 @@ from specdec_mlx.drafters.shared_vocabulary import (
     Spelling,
     shared_between,
 )
-from specdec_mlx.testing import check_drafter
+from specdec_mlx.lab import check_drafter
 from specdec_mlx.token_ids import to_list
 from tiny_text import SPECIAL, bpe, plain, sentencepiece
 
@@ -192,7 +192,7 @@ def model(seed: int, name: str = "qwen2", vocab_size: int = VOCAB) -> nn.Module:
     return tiny.build(name, seed=seed, **shape | {"vocab_size": vocab_size})
 
 
-def run(target: nn.Module, drafter: Any, **options: Any) -> list[sd.responses.Token]:
+def run(target: nn.Module, drafter: Any, **options: Any) -> list[sd.generation.Token]:
     prompt = options["tokenizer"].encode(PROMPT)
     return list(sd.speculate(target, prompt, drafter, **{"max_tokens": 24} | options))
 

@@ -16,7 +16,8 @@ import specdec_mlx as sd
 import tiny_text
 from selection import cases, in_one_test
 from serving import complete, serving, text_of
-from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, WITH_MODEL
+from specdec_mlx import lab
+from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, takes_model
 from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.kept import fingerprint_of
@@ -48,7 +49,7 @@ ORDERS = [(wide, narrow, wide, narrow), (narrow, wide, narrow, wide)]
 
 def named(name: str, **options: Any) -> Any:
     """The drafter of a name, with a draft model where it needs one."""
-    if name.partition(":")[0] in WITH_MODEL:
+    if takes_model(name.partition(":")[0]):
         model, tokenizer = wide()
         options = {"draft_model": model, "draft_tokenizer": tokenizer} | options
     return sd.make_drafter(name, **options)
@@ -58,12 +59,14 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "auto": partial(named, "auto"),
     "lookahead": partial(named, "lookahead"),
     "model without a tokenizer": lambda: sd.ModelDrafter(tiny_text.model(5)),
-    "auto with all": lambda: named("auto:memory=process,recycling=true,trees=true"),
-    "a kept table": lambda: sd.NGramDrafter(table=sd.drafters.NGramTable()),
+    "auto with all": lambda: named("trees:memory=process,recycling=true"),
+    "a kept table": lambda: lab.TabledNGramDrafter(table=lab.NGramTable()),
     "kept successors of pairs": lambda: sd.RecyclingDrafter(table=SuccessorTable(), context=2),
-    "tree of": lambda: sd.TreeOf(sd.SuffixDrafter(sd.Memory()), sd.NGramDrafter()),
+    "tree of": lambda: lab.TreeOf(sd.SuffixDrafter(sd.Memory()), sd.NGramDrafter()),
     "best of": lambda: sd.BestOf(sd.SuffixDrafter(sd.Memory()), named(MODEL_DRAFTER)),
-    "cascade, remembering": lambda: sd.Cascade(named(MODEL_DRAFTER), sd.SuffixDrafter(sd.Memory())),
+    "cascade, remembering": lambda: lab.Cascade(
+        named(MODEL_DRAFTER), sd.SuffixDrafter(sd.Memory())
+    ),
     "as a server has it": lambda: keeping_caches(named(MODEL_DRAFTER), Prefixes(10)),
 }
 """Whatever is kept from text to text, alone or in a combination, and a draft model."""
@@ -107,10 +110,10 @@ def test_two_models_in_turn_get_their_own_texts(name: str, order: Any, knows: bo
 @in_one_test("order", ORDERS)
 def test_what_is_kept_of_the_first_tokenizer_is_not_changed_by_another(order: Any) -> None:
     """Its texts, counts and successors are the same after a text of the other one."""
-    memory, counts, successors = sd.Memory(), sd.drafters.NGramTable(), SuccessorTable()
+    memory, counts, successors = sd.Memory(), lab.NGramTable(), SuccessorTable()
     drafter = sd.FirstOf(
         sd.SuffixDrafter(memory),
-        sd.NGramDrafter(table=counts),
+        lab.TabledNGramDrafter(table=counts),
         sd.RecyclingDrafter(table=successors),
     )
 

@@ -34,7 +34,7 @@ from specdec_mlx.drafters.shared_drafts import (
     SharedHeadSession,
     SharedModelSession,
 )
-from specdec_mlx.engine.options import Options
+from specdec_mlx.options import Options
 
 PROMPTS = [[9], [5, 17, 99, 3, 41, 8, 7], [11, 12, 13], [30, 31] * 20]
 LENGTHS = [75, 12, 66, 50]

@@ -21,9 +21,6 @@ from benchmarks.recorded_drafts import Chain, RecordedDrafter, RecordedDrafts, r
 from exact import COIN_RULES, ByCoupling, ByRule, Deciding, Source
 from selection import in_one_test
 from simulated import know
-from specdec_mlx.bench.cost import CostCurve, linear_cost
-from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.replay import Modelled, replay_text
 from specdec_mlx.contracts import Draft, Evidence, GoesOn, RoundRecord, Step
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import Chances
@@ -32,7 +29,10 @@ from specdec_mlx.draft_length.parts import LENGTHS, LONGEST, PAUSE, READING, Mod
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import BUDGET, EXPLORATION, Tuning
 from specdec_mlx.drafters.model import ModelSession
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.lab.bench.cost import CostCurve, linear_cost
+from specdec_mlx.lab.bench.record import RecordedText
+from specdec_mlx.lab.bench.replay import Modelled, replay_text
+from specdec_mlx.sampling import Noise
 
 VOCAB = 128
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]

@@ -14,11 +14,12 @@ from mlx_lm.sample_utils import make_logits_processors
 import specdec_mlx as sd
 import tiny
 from selection import in_one_test
-from specdec_mlx.contracts import Draft, DraftContext, Evidence, OffersSeveral, key_of
-from specdec_mlx.contracts.branching import texts_of
-from specdec_mlx.contracts.drafting import places_class, share_class
+from specdec_mlx import lab
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, key_of, places_class, share_class
 from specdec_mlx.draft_length.chances import Chances
-from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, paths_of, trie, vote, weigh
+from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, paths_of, vote, weigh
+from specdec_mlx.lab import check_drafter
+from specdec_mlx.lab.papers.suffix_trees import chains_of, trie
 from specdec_mlx.memory.index import (
     KNOWN,
     MAX_MATCH,
@@ -28,7 +29,7 @@ from specdec_mlx.memory.index import (
     ContextIndex,
     GrowingIndex,
 )
-from specdec_mlx.testing import check_drafter
+from specdec_mlx.trees.drafts import texts_of
 
 CONTEXT = DraftContext()
 EVERYTHING = 10_000
@@ -267,20 +268,20 @@ def test_a_trie_holds_the_likeliest_of_all_that_is_voted_for(
 def test_what_was_outvoted_is_offered_and_drafted_as_a_tree() -> None:
     """The winner's chain is what is drafted alone; a tree and the chains hold the same tokens."""
     text = [1, 5, 6, 1, 5, 8, 1]
-    session, tree = (sd.SuffixDrafter(trees=trees).begin(text, CONTEXT) for trees in (False, True))
-    assert isinstance(session, OffersSeveral)
-    first, *others = session.candidates(16)
+    drafters = sd.SuffixDrafter(), lab.SuffixTreeDrafter()
+    session, tree = (drafter.begin(text, CONTEXT) for drafter in drafters)
+    first, *others = chains_of(session, 16)
     assert first == session.propose(16)
     draft = tree.propose(16)
     assert draft.parents is not None
     offered = {each for one in others for each in texts_of(one)}
     assert {(5, 6), (5, 8)} <= set(texts_of(draft)) == offered
     assert len(tree.propose(3)) == 3
-    for none in (session.candidates(0), sd.SuffixDrafter().begin([1, 2], CONTEXT).candidates(4)):
-        assert none == []
-    short = sd.SuffixDrafter(num_draft=2, trees=True).begin(text, CONTEXT)
+    assert chains_of(session, 0) == []
+    assert chains_of(sd.SuffixDrafter().begin([1, 2], CONTEXT), 4) == []
+    short = lab.SuffixTreeDrafter(num_draft=2).begin(text, CONTEXT)
     assert short.propose(8).tokens == [5, 8]
-    assert key_of(sd.SuffixDrafter(trees=True)) != key_of(sd.SuffixDrafter())
+    assert key_of(lab.SuffixTreeDrafter()) != key_of(sd.SuffixDrafter())
     assert sd.SuffixDrafter().begin([1, 2], CONTEXT).propose(4) == Draft()
 
 
@@ -293,7 +294,7 @@ def test_text_with_a_tree_of_places_is_plain_text(name: str, length: int | str) 
     how: Any = {"logits_processors": make_logits_processors(logit_bias=few), "max_tokens": 60}
     plain, text = (
         list(sd.speculate(model, [1, 2, 3, 1, 2], one, draft_length=length, **how))
-        for one in (None, sd.SuffixDrafter(trees=True))
+        for one in (None, lab.SuffixTreeDrafter())
     )
     assert [token.token for token in text] == [token.token for token in plain]
     assert length == "auto" or text[-1].stats.accepted > 10

@@ -23,7 +23,7 @@ import tiny
 import tiny_text
 from selection import in_one_test
 from specdec_mlx.drafters.shared_vocabulary import check_same_tokenizer
-from specdec_mlx.models import PerModel
+from specdec_mlx.models.loading import PerModel
 from tiny_text import BYTES, MERGES, SPECIAL, bpe, tokenizer
 
 NUM_TOKENS = 24
@@ -122,7 +122,7 @@ def widths(target_width: int, draft_width: int) -> tuple[nn.Module, nn.Module]:
 
 def run(
     model: nn.Module, drafter: Any, prompt: list[int] = PROMPT, **options: Any
-) -> list[sd.responses.Token]:
+) -> list[sd.generation.Token]:
     options = {"max_tokens": NUM_TOKENS, "draft_length": 4} | options
     return list(sd.speculate(model, prompt, drafter, **options))
 

@@ -22,25 +22,24 @@ import tiny
 from benchmarks.recorded_tops import with_tops
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from selection import FULL, cases, in_one_test
-from specdec_mlx.bench.cost import linear_cost
-from specdec_mlx.bench.record import RecordedText
-from specdec_mlx.bench.replay import RecordedTarget, replay_text
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence, Features, RoundRecord
-from specdec_mlx.contracts.branching import merged, texts_of
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import PRIORS, Chances, classes_of
 from specdec_mlx.draft_length.costs import Curve
+from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.default import default_drafter
-from specdec_mlx.drafters.first_of import TreeOf
 from specdec_mlx.drafters.recycling import SuccessorTable
-from specdec_mlx.engine.clock import RoundClock
-from specdec_mlx.engine.drafting import proposing
-from specdec_mlx.engine.ranks import Ranks
 from specdec_mlx.errors import UnreadableError
-from specdec_mlx.testing import check_drafter
-from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.lab import check_drafter
+from specdec_mlx.lab.bench.cost import linear_cost
+from specdec_mlx.lab.bench.record import RecordedText
+from specdec_mlx.lab.bench.replay import RecordedTarget, replay_text
+from specdec_mlx.lab.papers.trees_of_several import TreeOf, default_trees, merged
+from specdec_mlx.loop import RoundClock
+from specdec_mlx.ranks import Ranks
+from specdec_mlx.target import Verifier
+from specdec_mlx.trees.drafts import texts_of
 
 FREE = linear_cost(0.0)
 
@@ -203,7 +202,7 @@ class OfFreePasses(Auto):
         super().record(replace(round_, seconds=seconds, draft_seconds=0.0, verify_seconds=seconds))
 
 
-def narrow_text(model: Any, drafter: Any, **options: Any) -> list[sd.responses.Token]:
+def narrow_text(model: Any, drafter: Any, **options: Any) -> list[sd.generation.Token]:
     """A text of 6 tokens only, drafted as if positions were free."""
     options = {
         "draft_length": OfFreePasses(),
@@ -237,7 +236,7 @@ TARGETS = ["llama", "gemma3_text", "deepseek_v3", "mamba2"]
 @pytest.mark.parametrize("name", cases(TARGETS, "llama", "mamba2"))
 def test_text_with_the_default_trees_is_plain_text(name: str) -> None:
     """Of few tokens, so that there is much to look up; a target that takes none is given none."""
-    model, trees, shapes = tiny.build(name), default_drafter(trees=True), Shapes()
+    model, trees, shapes = tiny.build(name), default_trees(), Shapes()
     plain = narrow_text(model, None)
     items = narrow_text(model, trees, draft_length=shapes)
     assert spoken(items).deviation(spoken(plain)) < TOLERANCE
@@ -252,7 +251,7 @@ def test_ranks_never_ask_whether_trees_are_exact(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(Verifier, "takes_trees", pytest.fail)
     one = Ranks(mx.distributed.init(), generation_stream)
     monkeypatch.setattr("specdec_mlx.loop.ranks_of", lambda model, stream: one)
-    shapes, trees = Shapes(), default_drafter(trees=True)
+    shapes, trees = Shapes(), default_trees()
     narrow_text(tiny.build("llama"), trees, draft_length=shapes)
     assert shapes.num_asked
     assert not shapes.has_forked

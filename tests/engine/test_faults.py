@@ -32,13 +32,13 @@ from heads import HEADS, random_head
 from selection import FULL, each
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
-from specdec_mlx.beams.search import BeamDrafting, BeamRows, BeamSearch
+from specdec_mlx.caches import check_usable
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.engine.options import Options
-from specdec_mlx.verify.exactness import can_hold_rows
-from specdec_mlx.verify.rollback import check_usable
+from specdec_mlx.exactness.probe import can_hold_rows
+from specdec_mlx.lab.beams.search import BeamDrafting, BeamRows, BeamSearch
+from specdec_mlx.options import Options
 
 pytestmark = pytest.mark.filterwarnings("ignore:specdec_mlx")
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
@@ -21,9 +21,10 @@ from scripted import PROMPT, target
 from selection import in_one_test
 from specdec_mlx import lab
 from specdec_mlx.contracts import DraftContext
-from specdec_mlx.engine.history import tokens_on
-from specdec_mlx.engine.sequence import SHOWS_PROMPT
 from specdec_mlx.lab.pair import held_out_openings
+from specdec_mlx.lab.papers.cascade import Cascade
+from specdec_mlx.lab.papers.parallel_sampling import LookAhead, PaSSDrafter
+from specdec_mlx.sequence import SHOWS_PROMPT, tokens_on
 
 NUM_TOKENS = 24
 BEFORE, LAST = [*PROMPT, *range(30, 50)], [9, 17]
@@ -253,3 +254,41 @@ def test_turns_need_no_name() -> None:
     text = sd.generate(model, tokenizer, [5, 6], **how)
     assert noting.told == [*first, *said, 5, 6]
     assert text.stats.num_unnamed == 0
+
+
+COMBINATIONS: dict[str, Callable[[Any, Any], Any]] = {
+    "first of": lambda one, other: sd.FirstOf(sd.SuffixDrafter(), one, other),
+    "best of": lambda one, other: sd.BestOf(one, other),
+    "tree of": lambda one, other: lab.TreeOf(one, other),
+    "nested": lambda one, other: sd.FirstOf(Cascade(one), sd.BestOf(sd.SuffixDrafter(), other)),
+}
+
+
+@in_one_test("kind", COMBINATIONS)
+def test_draft_caches_belong_to_one_model(kind: str) -> None:
+    """Beside drafters without caches, the one draft model keeps them in step. Two that would fill
+    them are refused before any text, and so are caches that are another model's.
+    """
+    model, small, combine = target(), tiny.build("qwen2", seed=7), COMBINATIONS[kind]
+    other = tiny.build("qwen2", seed=7, num_key_value_heads=1)
+    one = sd.ModelDrafter(small)
+    alone = [*make_prompt_cache(model), *make_prompt_cache(small)]
+    expected, _ = run(model, LAST, one, prompt_cache=alone)
+    pass_ = PaSSDrafter(model, None, head=LookAhead(model, 2))
+    for beside in (sd.RecyclingDrafter(), pass_):
+        caches = [*make_prompt_cache(model), *make_prompt_cache(small)]
+        assert run(model, LAST, combine(one, beside), prompt_cache=caches)[0] == expected
+        assert {cache.offset for cache in caches} == {len(LAST) + NUM_TOKENS}
+        kept = caches[len(caches) // 2].keys[..., : len(LAST) + NUM_TOKENS - 1, :]
+        right = alone[len(caches) // 2].keys[..., : len(LAST) + NUM_TOKENS - 1, :]
+        assert mx.allclose(kept, right, atol=1e-5)
+    for second in (sd.ModelDrafter(model), sd.ModelDrafter(other)):
+        caches = [*make_prompt_cache(model), *make_prompt_cache(small)]
+        with pytest.raises(ValueError, match=r"2 drafters of \w+ would fill them"):
+            sd.speculate(model, LAST, combine(one, second), prompt_cache=caches)
+        assert not any(cache.offset for cache in caches)
+    filled = make_prompt_cache(other)
+    other(mx.array([LAST]), cache=filled)
+    for wrong in (filled, filled[:1], make_prompt_cache(target("mamba2"))[:2]):
+        with pytest.raises(ValueError, match="not the draft model's; expected"):
+            sd.speculate(model, LAST, one, prompt_cache=[*make_prompt_cache(model), *wrong])

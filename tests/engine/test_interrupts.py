@@ -15,9 +15,8 @@ from mlx_lm.models.cache import KVCache, make_prompt_cache
 import scripted
 import specdec_mlx as sd
 import tiny
+from specdec_mlx.caches import STRATEGIES, Trim, check_usable
 from specdec_mlx.mlx_lm_plugin.commands import terminated_as_interrupted
-from specdec_mlx.verify.rollback import check_usable
-from specdec_mlx.verify.strategies import STRATEGIES, Trim
 
 PROMPT = [5, 17, 99, 3, 64, 17, 99, 42]
 

@@ -22,9 +22,10 @@ import tiny
 from lossless import noisy_copy
 from scripted import PROMPT, plain, target
 from selection import FULL, cases, in_one_test
-from specdec_mlx.engine.options import Options
-from specdec_mlx.verify import passes
-from specdec_mlx.verify.exactness import places_of
+from specdec_mlx import lab
+from specdec_mlx import target as passes
+from specdec_mlx.exactness.probe import places_of
+from specdec_mlx.options import Options
 
 VOCAB = 128
 NUM_TOKENS = 24
@@ -43,18 +44,18 @@ def oracle(wrong: float = 0.0, num_tokens: int = NUM_TOKENS + 10) -> scripted.Or
 def best_of_everything(model: nn.Module) -> Any:
     look_ups = sd.PromptLookupDrafter(min_ngram=1), sd.NGramDrafter()
     draft_model = sd.ModelDrafter(tiny.build("qwen2", seed=7))
-    return sd.BestOf(*look_ups, sd.NGramDrafter(stochastic=True), draft_model)
+    return sd.BestOf(*look_ups, lab.StochasticNGramDrafter(), draft_model)
 
 
 DRAFTERS: dict[str, Callable[[nn.Module], Any]] = {
     "none": lambda model: None,
     "prompt lookup": lambda model: sd.PromptLookupDrafter(min_ngram=1),
     "suffix": lambda model: sd.SuffixDrafter(sd.Memory()),
-    "stochastic n-gram": lambda model: sd.NGramDrafter(stochastic=True),
+    "stochastic n-gram": lambda model: lab.StochasticNGramDrafter(),
     "itself": sd.ModelDrafter,
     "another model": lambda model: sd.ModelDrafter(tiny.build("qwen2", seed=7)),
     "best of everything": best_of_everything,
-    "cascade": lambda model: sd.Cascade(sd.ModelDrafter(model), "suffix", num_first=1),
+    "cascade": lambda model: lab.Cascade(sd.ModelDrafter(model), "suffix", num_first=1),
 }
 """Every kind of built-in drafter, made for a target."""
 

@@ -20,15 +20,16 @@ from heads import HEADS, random_head
 from lossless import noisy_copy
 from scripted import OracleDrafter, always_wrong
 from selection import FULL, in_one_test
+from specdec_mlx import lab
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request
 from specdec_mlx.contracts import Draft, RoundRecord
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
-from specdec_mlx.engine.options import Options
-from specdec_mlx.rules.registry import make_rule
+from specdec_mlx.options import Options
+from specdec_mlx.rules import make_rule
 
 NUM_TOKENS = 16
-LENGTHS = (1, 2, 3, 6, "auto", "heuristic")
+LENGTHS = (1, 2, 3, 6, "auto")
 VOCAB_SIZE = tiny.CONFIGS["llama"]["vocab_size"]
 
 
@@ -69,7 +70,7 @@ def drafters(coming: list[int]) -> dict[str, Any]:
     return {
         "none": None,
         "n-gram": sd.NGramDrafter(min_order=1),
-        "n-gram, drawn": sd.NGramDrafter(min_order=1, stochastic=True),
+        "n-gram, drawn": lab.StochasticNGramDrafter(min_order=1),
         "prompt lookup": sd.PromptLookupDrafter(min_ngram=1),
         "model": sd.ModelDrafter(draft()),
         "model, flatter": sd.ModelDrafter(draft(), draft_temp=2.0),
@@ -124,8 +125,8 @@ DRAWING = {
     "tree of a model": lambda: sd.ModelDrafter(draft(), branches=3),
     "head": lambda: HeadDrafter(random_head(HEADS["eagle3"], target())),
     "tree of a head": lambda: HeadDrafter(random_head(HEADS["eagle3"], target()), branches=3),
-    "n-gram": lambda: sd.NGramDrafter(min_order=1, stochastic=True),
-    "cascade": lambda: sd.Cascade(sd.ModelDrafter(draft()), "prompt-lookup:min_ngram=1", 1),
+    "n-gram": lambda: lab.StochasticNGramDrafter(min_order=1),
+    "cascade": lambda: lab.Cascade(sd.ModelDrafter(draft()), "prompt-lookup:min_ngram=1", 1),
     "best of two": lambda: sd.BestOf(sd.PromptLookupDrafter(), sd.ModelDrafter(draft())),
 }
 """Drafters whose drafts are drawn at random."""

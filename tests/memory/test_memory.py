@@ -23,6 +23,7 @@ import tiny_text
 from command_line import both_ways, run
 from selection import cases, in_one_test
 from serving import serving
+from specdec_mlx import lab
 from specdec_mlx.cli.commands import main
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
 from specdec_mlx.memory import file as memory_file
@@ -32,7 +33,7 @@ from specdec_mlx.memory.store import as_memory
 from tiny_model_folder import write_model_folder
 
 CONTEXT = sd.DraftContext()
-table = sd.drafters.NGramTable
+table = lab.NGramTable
 some_texts = st.lists(st.lists(st.integers(0, 3), min_size=2, max_size=12), max_size=12)
 
 
@@ -395,7 +396,7 @@ def test_each_user_or_key_of_a_server_has_a_memory(whom: str, model: Path) -> No
 # Counts instead of texts --------------------------------------------------------------------------
 
 
-def counted(texts: Sequence[Sequence[int]]) -> sd.drafters.NGramTable:
+def counted(texts: Sequence[Sequence[int]]) -> lab.NGramTable:
     made = table(max_order=3)
     for text in texts:
         made.add(text)
@@ -443,7 +444,7 @@ def test_two_that_save_one_file_lose_and_double_nothing(kind, content, expected,
 def test_a_table_is_drafted_from_and_written_to() -> None:
     """Where the text's own counts know no context as long; prompts are not counted."""
     kept = counted([[1, 2, 3, 4, 5]])
-    drafter = sd.NGramDrafter(table=kept)
+    drafter = lab.TabledNGramDrafter(table=kept)
     key = repr(drafter)
     assert drafter.begin([1, 2], CONTEXT).propose(3).tokens == [3, 4, 5]
     session = drafter.begin([9, 2, 7, 8, 2], CONTEXT)
@@ -461,7 +462,7 @@ def test_a_table_is_drafted_from_and_written_to() -> None:
 def test_a_table_may_be_named_by_its_path(tmp_path: Path) -> None:
     """It is made with the drafter's orders, one for the whole process; a memory is refused."""
     path = tmp_path / "table"
-    one, other = (sd.NGramDrafter(max_order=3, table=str(path)) for _ in range(2))
+    one, other = (lab.TabledNGramDrafter(max_order=3, table=str(path)) for _ in range(2))
     assert one.table is other.table
     one.table.add([1, 2, 1])
     one.table.save()
@@ -474,8 +475,6 @@ def test_a_table_may_be_named_by_its_path(tmp_path: Path) -> None:
     ):
         with pytest.raises(MemoryFileError, match=f"holds '{got}'"):
             take(str(file))
-    with pytest.raises(ValueError, match="stochastic"):
-        sd.NGramDrafter(table=table(), stochastic=True)
     with pytest.raises(ValueError, match="orders 3 to 2"):
         table(max_order=2, min_order=3)
 

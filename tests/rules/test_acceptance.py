@@ -44,17 +44,23 @@ from exact import (
 )
 from lossless import noisy_copy
 from selection import in_one_test
-from specdec_mlx.checks.subject import total_variation
 from specdec_mlx.contracts import Draft, needs_distribution, shares_noise
+from specdec_mlx.lab.papers.lossy import LOSSY, Lenient, Typical
+from specdec_mlx.lab.proof.enumeration import sources
+from specdec_mlx.lab.proof.subject import total_variation
 from specdec_mlx.mlx_lm_plugin.flags import add_arguments
-from specdec_mlx.rules import Lenient, Typical
-from specdec_mlx.rules.arithmetic import acceptance_probability, point_mass, residual
-from specdec_mlx.rules.block import running_weights
-from specdec_mlx.rules.coins import CoinRule
-from specdec_mlx.rules.registry import LOSSLESS, LOSSY, make_rule, rule_names
-from specdec_mlx.rules.rejection import Rejection
-from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.testing.enumeration import sources
+from specdec_mlx.rules import (
+    RULES,
+    CoinRule,
+    Rejection,
+    acceptance_probability,
+    make_rule,
+    point_mass,
+    residual,
+    rule_names,
+    running_weights,
+)
+from specdec_mlx.sampling import Noise
 
 EXACT = 1e-12
 FLOAT32 = 2e-6
@@ -130,7 +136,7 @@ def test_decide_is_coins_then_a_token(name, block, data):
 
 def test_rules_say_what_they_need() -> None:
     """Auto and match take samplers that can only be called; coupled alone shares its noise."""
-    rules = [make() for make in (*LOSSLESS.values(), *LOSSY.values())]
+    rules = [make() for make in (*RULES.values(), *LOSSY.values())]
     assert {rule.name for rule in rules} == set(rule_names())
     assert [rule.name for rule in rules if not needs_distribution(rule)] == ["auto", "match"]
     assert [rule.name for rule in rules if shares_noise(rule)] == ["coupled"]

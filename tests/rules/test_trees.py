@@ -27,11 +27,11 @@ from exact_trees import (
     shapes,
 )
 from selection import FULL, in_one_test
-from specdec_mlx.contracts import ROOT, Draft, Outcome
-from specdec_mlx.contracts.trees import chain, first_path, path_to
-from specdec_mlx.rules import Typical
-from specdec_mlx.rules.trees import MultiRound, OwnTokens, remaining_laws
-from specdec_mlx.testing.enumeration import sources
+from specdec_mlx.contracts import ROOT, Draft, Outcome, chain, first_path
+from specdec_mlx.lab.papers.lossy import Typical
+from specdec_mlx.lab.proof.enumeration import sources
+from specdec_mlx.trees.rules import MultiRound, OwnTokens, remaining_laws
+from specdec_mlx.trees.shape import path_to
 
 EXACT = 1e-12
 SMALL = [shape for size in range(1, 5) for shape in shapes(size)]

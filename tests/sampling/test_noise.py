@@ -19,7 +19,7 @@ from scipy.stats import chi2_contingency, gumbel_r, kstest
 
 from selection import in_one_test
 from specdec_mlx import DraftContext
-from specdec_mlx.sampling.noise import MOST_NUMBERS, GumbelRows, Noise
+from specdec_mlx.sampling import MOST_NUMBERS, GumbelRows, Noise
 
 FALSE_ALARM = 1e-6
 COUNT = 4000

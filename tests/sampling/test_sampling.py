@@ -19,9 +19,7 @@ from scipy.stats import chisquare
 import strategies
 from selection import in_one_test
 from specdec_mlx import Sampling
-from specdec_mlx.sampling.distribution import check_draft_temp, sampling_of_drafts
-from specdec_mlx.sampling.mlx_lm_samplers import read_sampler
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.sampling import Noise, check_draft_temp, read_sampler, sampling_of_drafts
 
 FLOAT32 = 1e-5
 TINY = 1e-37  # the mixture over XTC's coin is formed in float32, which ends here

@@ -8,7 +8,7 @@ import json
 import socket
 import threading
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -17,7 +17,7 @@ import pytest
 from live import listening
 from selection import in_one_test
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
-from specdec_mlx.server import app
+from specdec_mlx.server import app, receiving
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.requests import (
     Ended,
@@ -26,9 +26,11 @@ from specdec_mlx.server.requests import (
     PromptProgress,
     RequestError,
     Said,
+    ServerBusyError,
     ServerEndingError,
     TextRequest,
 )
+from specdec_mlx.server.status import Totals
 from specdec_mlx.stats.account import SpeculationStats
 
 SECONDS = 60  # after which a test that waits fails
@@ -221,7 +223,7 @@ def test_a_body_may_come_in_chunks(port: int) -> None:
 
 
 def test_a_body_has_a_bound(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(app, "MOST_BYTES", 100)
+    monkeypatch.setattr(receiving, "MOST_BYTES", 100)
     status, reply = post(port, CHAT, {**BODY, "user": "x" * 100})
     assert (status, "more than 100 bytes" in reply["error"]["message"]) == (413, True)
     assert post(port, CHAT, BODY)[0] == 200
@@ -232,7 +234,7 @@ def test_what_the_request_leaves_out_is_the_servers(port: int, engine: StandIn) 
     ask(port, "POST", CHAT, {**BODY, "temperature": None, "top_p": 0.25}, headers)
     ask(port, "POST", MESSAGES, BODY, {"x-api-key": "l"})
     requests = [ticket.request for ticket in engine.tickets]
-    assert [(r.sampling.temp, r.sampling.top_p) for r in requests] == [(0.5, 0.25), (0.5, 1.0)]
+    assert [r.sampling for r in requests] == [{"temp": 0.5, "top_p": 0.25}, {"temp": 0.5}]
     assert [r.key for r in requests] == ["Bearer k", "l"]
 
 
@@ -248,7 +250,7 @@ def test_tokens_are_counted_without_a_limit_of_the_answer(port: int) -> None:
 def opened(port: int, body: dict[str, Any], path: str = CHAT) -> socket.socket:
     """A connection on which a text was asked for."""
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(data)}\r\n\r\n"
     connection = socket.create_connection(("127.0.0.1", port), timeout=SECONDS)
     connection.sendall(head.encode() + data)
     return connection
@@ -342,6 +344,7 @@ ERRORS: list[tuple[Exception, int, str]] = [
     (UnknownNameError("Unknown drafter."), 400, "Unknown drafter."),
     (ModelFolderError("There is no folder."), 404, "There is no folder."),
     (ServerEndingError(), 503, "The server is ending."),
+    (ServerBusyError("Not compiled."), 503, "Not compiled. The machine is busy."),
     (RuntimeError("oh"), 500, "RuntimeError: oh"),
     (ValueError("ours"), 500, "ValueError: ours"),
 ]
@@ -356,8 +359,9 @@ def test_an_error_before_the_first_event_has_its_status(
     for path in (CHAT, MESSAGES, *own):
         for stream in False, True:
             body = own.get(path, BODY) | {"stream": stream}
-            found, text, _ = ask(port, "POST", path, body)
+            found, text, headers = ask(port, "POST", path, body)
             assert (found, words in text or path == MESSAGES) == (status, True), text
+            assert ("retry-after" in headers) == (status == 503)
 
 
 def test_an_error_in_the_middle_ends_the_stream_and_the_other_choices(
@@ -425,3 +429,42 @@ def test_totals_count_what_was_written(port: int, engine: StandIn) -> None:
     at = 'vllm:spec_decode_num_accepted_tokens_per_pos_total{position="%d"}'
     assert [grown[at % place] for place in range(4)] == [2, 1, 0, 0]
     assert "<td>x</td><td>5 of 8 (62%)</td>" in ask(port, "GET", "/")[1]
+
+
+def test_a_request_is_one_line_of_the_log(
+    port: int, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its model, tokens read, reused and written, tokens a pass, and seconds; of all its choices.
+    How far a prompt is read is told once that has taken two seconds. A refusal is a line too.
+    """
+    caplog.set_level("INFO")
+    now = [100.0]
+    monkeypatch.setattr(app, "monotonic", lambda: now[0])
+    stats = SpeculationStats(target_passes=2, accepted=4, cut=1)
+    ended = replace(ENDED, model="m", stats=stats)
+
+    def lines(*events: tuple[float, int, Event], choices: int = 1) -> list[str]:
+        """What is logged for events, each at a time and of a choice."""
+        now[0] = 100.0
+        caplog.clear()
+        asked: Any = SimpleNamespace(requests=[TextRequest()] * choices)
+        answer = app.Answer(Any, Totals(), app.CHAT, asked)  # type: ignore[arg-type]
+        for seconds, choice, event in events:
+            now[0] = 100.0 + seconds
+            answer.counted([(choice, event)])
+        return [record.getMessage() for record in caplog.records]
+
+    progress = [PromptProgress(done, 7, 2) for done in range(8)]
+    assert lines((0.5, 0, progress[2]), (2.4, 0, progress[7]), (3.0, 0, ended)) == [
+        "m: 5 tokens read, 2 reused, 3 written, 2.50 a pass, 3.0 s"
+    ]
+    told = lines(*((float(i), 0, one) for i, one in enumerate(progress[:5])), (9.0, 0, ended))
+    assert told[:-1] == ["Prompt: 3 of 7 tokens", "Prompt: 4 of 7 tokens"]
+    both = lines(
+        (0.5, 0, progress[2]), (3.0, 1, progress[2]), (4.0, 0, ended), (5.0, 1, ended), choices=2
+    )
+    assert both == ["m: 10 tokens read, 4 reused, 6 written, 2.50 a pass, 5.0 s"]
+    caplog.clear()
+    post(port, CHAT, {**BODY, "temperature": -1})
+    (line,) = [record.getMessage() for record in caplog.records if record.name == "root"]
+    assert line.startswith("Refused with 400: temperature must be ")

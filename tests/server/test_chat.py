@@ -14,10 +14,9 @@ from pydantic import BaseModel
 
 from live import Script, openai_at
 from selection import in_one_test
-from specdec_mlx.sampling.distribution import Sampling
 from specdec_mlx.server.protocols import fields
+from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.chat import CHAT
-from specdec_mlx.server.protocols.fields import read_body
 from specdec_mlx.server.requests import (
     CallArguments,
     CallBegan,
@@ -135,7 +134,14 @@ def test_all_fields_reach_the_engine() -> None:
         continues=True,
         max_tokens=7,
         stop=["a", "b"],
-        sampling=Sampling(0.5, 0.9, 0.1, 1, 3, 0.2, 0.3),
+        sampling={
+            "temp": 0.5,
+            "top_p": 0.9,
+            "min_p": 0.1,
+            "top_k": 3,
+            "xtc_probability": 0.2,
+            "xtc_threshold": 0.3,
+        },
         penalties={
             "repetition_penalty": 1.2,
             "repetition_context_size": 5,

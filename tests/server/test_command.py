@@ -8,9 +8,11 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -19,6 +21,8 @@ import specdec_mlx as sd
 from on_ranks import free_ports
 from selection import cases
 from serving import until
+from specdec_mlx.server import command
+from specdec_mlx.server.command import Signals, address_of
 from tiny_model_folder import write_model_folder
 
 SECONDS = 240  # after which a test that waits fails
@@ -76,7 +80,8 @@ def connected(port: int, server: subprocess.Popen[bytes]) -> socket.socket:
 def posted(port: int, server: subprocess.Popen[bytes], body: dict[str, object]) -> socket.socket:
     """A connection on which a completion was asked for."""
     data = json.dumps(body).encode()
-    head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Length: {len(data)}\r\n\r\n"
+    head = "POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
+    head += f"Content-Length: {len(data)}\r\n\r\n"
     connection = connected(port, server)
     connection.sendall(head.encode() + data)
     return connection
@@ -130,6 +135,40 @@ def test_a_signal_ends_the_server_whatever_it_does(
         assert len(sd.Memory.load(memory)) > 20
 
 
+def test_a_second_signal_ends_the_process_whatever_it_does(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is kept is written first. A signal to a group of processes may come twice at once."""
+    done: list[str] = []
+    monkeypatch.setattr(command, "LONGEST_END", 1e6)
+    monkeypatch.setattr(os, "_exit", lambda code: done.append(f"exit {code}"))
+    signals = Signals()
+    signals.end, signals.keep = lambda: done.append("end"), lambda: done.append("keep")
+    with signals:
+        signal.raise_signal(signal.SIGINT)
+        signal.raise_signal(signal.SIGTERM)
+        assert done == ["end"]
+        monkeypatch.setattr(command, "AT_ONCE", 0.0)
+        signal.raise_signal(signal.SIGINT)
+        assert done == ["end", "keep", "exit 0"]
+
+
+@pytest.mark.parametrize("keeps", [lambda: None, lambda: threading.Event().wait()])
+def test_the_process_ends_though_nothing_ends_in_it(
+    keeps: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A while after the first signal, also where nothing can be kept."""
+    ended = threading.Event()
+    monkeypatch.setattr(os, "_exit", lambda code: ended.set())
+    monkeypatch.setattr(command, "LONGEST_END", 0.01)
+    monkeypatch.setattr(command, "KEEPING", 0.01)
+    signals = Signals()
+    signals.end, signals.keep = lambda: None, keeps
+    with signals:
+        signal.raise_signal(signal.SIGTERM)
+        assert ended.wait(SECONDS)
+
+
 STARTS = [["-m", "specdec_mlx.server"], ["-m", "specdec_mlx", "server"], ["specdec-mlx", "server"]]
 KILL = "import os, time\nos.kill(os.getpid(), {number})\ntime.sleep(30)\n"
 AT_EXIT = "import atexit, os\natexit.register(os.kill, os.getpid(), {number})\n"
@@ -147,18 +186,85 @@ def test_a_signal_ends_the_command_from_its_first_import_to_its_last_line(
     stub.parent.mkdir(exist_ok=True)
     (stub.parent / "__init__.py").touch()
     stub.write_text(EARLY[module].format(number=int(number)))
+    flags = ["--help"]
+    if module == "mlx/core":  # which is imported once the flags are right
+        flags = ["--port", str(free_ports(1)[0]), "--log-level", "ERROR"]
     program = Path(sys.executable)
     command: list[str | Path] = [program, *start]
     if start[0] != "-m":
         command = [program.parent / start[0], *start[1:]]
     run = subprocess.run(
-        [*command, "--help"],
+        [*command, *flags],
         capture_output=True,
         text=True,
         timeout=SECONDS,
         env={**os.environ, "PYTHONPATH": str(tmp_path)},
     )
     assert (run.returncode, run.stderr) == (0, "")
+
+
+POISON = "raise SystemExit('{name} was imported')"
+WRONG = {
+    "--no-such-flag": "unrecognized arguments: --no-such-flag",
+    "--port x": "invalid int value: 'x'",
+    "--temp -1": "argument --temp: -1",
+    "--top-p nan": "argument --top-p: nan",
+    "--drafter eagle": "Unknown drafter 'eagle'",
+    "--rule nothing": "Unknown rule 'nothing'",
+    "--draft-length x": "'x': expected an int >= 0",
+    "--request-models given": "needs --model",
+    "--adapter-path nowhere": "no folder with an adapter_config.json",
+    "--prefill-step-size 0": "expected an int >= 1",
+    "--memory-for user": "needs --memory process",
+}
+
+
+def test_help_wrong_flags_and_a_taken_port_are_answered_without_mlx(tmp_path: Path) -> None:
+    """Nor is anything imported that takes as long. With right flags, a line says what is loaded
+    before MLX is imported.
+    """
+    for name in ("mlx", "mlx_lm", "transformers"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "__init__.py").write_text(POISON.format(name=name), encoding="utf-8")
+    environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{Path(sd.__file__).parent.parent}"}
+
+    def answer(*flags: str, module: str = "specdec_mlx.server") -> tuple[int, str, str]:
+        command = [sys.executable, "-m", *module.split(), *flags]
+        done = subprocess.run(
+            command, env=environment, capture_output=True, text=True, timeout=SECONDS
+        )
+        return done.returncode, done.stdout, done.stderr
+
+    for flag in ("--help", "--help-all"):
+        status, said, wrong = answer(flag, module="specdec_mlx server")
+        assert (status, wrong) == (0, "")
+        assert "--draft-model" in said
+    for typed, words in WRONG.items():
+        status, said, wrong = answer(*typed.split())
+        assert (status, said) == (2, ""), wrong
+        assert words in wrong
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        port = str(other.getsockname()[1])
+        status, _, wrong = answer("--port", port, "--model", "m")
+        assert status == 1
+        assert wrong.startswith(f"specdec-mlx server: Port {port} of 127.0.0.1 is not free (")
+    status, _, wrong = answer("--port", port, "--model", "some/model")
+    first, second = wrong.splitlines()
+    assert first.endswith("Loading some/model ...")
+    assert second == "mlx was imported"
+
+
+@pytest.mark.parametrize(
+    ("host", "address"),
+    [
+        ("127.0.0.1", "http://127.0.0.1:80/v1"),
+        ("mac.local", "http://mac.local:80/v1"),
+        ("0.0.0.0", "http://127.0.0.1:80/v1"),
+        ("::1", "http://[::1]:80/v1"),
+    ],
+)
+def test_the_address_can_be_copied(host: str, address: str) -> None:
+    assert address_of(host, 80) == address
 
 
 def test_a_port_that_is_taken_is_named_before_the_model_loads() -> None:
@@ -174,8 +280,8 @@ def test_without_the_extra_the_command_names_it(tmp_path: Path) -> None:
     """In one line, of whatever package is missing."""
     script = (
         "import sys; sys.modules['uvicorn'] = None\n"
-        "from specdec_mlx.server.command import run_server\n"
-        "run_server([])"
+        "from specdec_mlx.server.command import run\n"
+        "run([])"
     )
     run = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True)
     words = (

@@ -16,13 +16,16 @@ import pytest
 from mlx_lm.models import qwen2
 from mlx_lm.models.cache import make_prompt_cache
 
+import tiny_model_folder
 from engines import ASKED, PROMPT, Client, ask, running, settled, submit, with_flags
 from selection import cases, in_one_test
+from specdec_mlx.batch.passes import SharedPasses
+from specdec_mlx.batch_caches import BatchCaches, SlotCache
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.ngram import NGramDrafter, NGramSession
-from specdec_mlx.engine.prompt_reader import PromptReader
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sequence import PromptReader
+from specdec_mlx.server import engine as engine_module
 from specdec_mlx.server import models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
@@ -38,9 +41,7 @@ from specdec_mlx.server.requests import (
     Written,
 )
 from specdec_mlx.server.text.state import TextState
-from specdec_mlx.verify.row_caches import BatchCaches, SlotCache
-from specdec_mlx.verify.row_pass import SharedPasses
-from tiny_model_folder import make_tokenizer, write_model_folder
+from tiny_model_folder import CHAT_TEMPLATE, make_tokenizer, write_model_folder
 
 TEXT = "the cat in the hat and the other cat in the hat and "
 OBJECT = Grammar.json_schema(
@@ -54,23 +55,23 @@ OBJECT = Grammar.json_schema(
 NUMBERS = Grammar.json_schema(
     {"type": "array", "items": {"type": "integer"}, "minItems": 24, "maxItems": 24}
 )
-DRAWN = Sampling(temp=0.8)
+DRAWN = {"temp": 0.8}
 
 MIXED: list[dict[str, Any]] = [
     {},
     {"drafters": ["ngram"], "draft_length": 2},
     {"drafters": ["none"]},
     {"seed": 3, "sampling": DRAWN},
-    {"seed": 4, "sampling": Sampling(temp=1.2, top_p=0.9), "rule": "coupled"},
+    {"seed": 4, "sampling": {"temp": 1.2, "top_p": 0.9}, "rule": "coupled"},
     {"grammar": OBJECT},
-    {"grammar": OBJECT, "seed": 5, "sampling": Sampling(temp=1.0)},
+    {"grammar": OBJECT, "seed": 5, "sampling": {"temp": 1.0}},
     {"num_logprobs": 0},
     {"num_logprobs": 3},
     {"stop": ["zz", "e"]},
     {"penalties": {"repetition_penalty": 1.3}},
     {"prediction": TEXT * 3},
     {"penalties": {"logit_bias": {100: 2.0}}},
-    {"seed": 6, "sampling": Sampling(temp=1.0, top_k=500_000)},  # all of the tokens
+    {"seed": 6, "sampling": {"temp": 1.0, "top_k": 500_000}},  # all of the tokens
 ]
 """What a request may ask for; each of another prompt, two of a length of their own."""
 
@@ -390,7 +391,7 @@ def test_the_prompt_of_several_choices_is_read_once(
 
     with running(folder, flags=with_flags(draft_length=2)) as engine:
         monkeypatch.setattr(qwen2.Model, "__call__", counted)
-        kind = {"prompt": f"!{TEXT * 8}", "max_tokens": 2, "sampling": Sampling(temp=1.0)}
+        kind = {"prompt": f"!{TEXT * 8}", "max_tokens": 2, "sampling": {"temp": 1.0}}
         clients = [submit(engine, seed=i, **kind) for i in range(4)]
         written = [client.wait() for client in clients]
     assert len({one.text for one in written}) > 1
@@ -480,6 +481,35 @@ def test_who_waits_for_another_model_costs_those_that_are_served_nothing(
     assert len(looked_up) <= 2
 
 
+def test_a_name_that_means_another_model_by_now_leaves_the_texts_under_way_alone(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a model comes into the cache while its request waits: the model that writes stays
+    until its texts have ended."""
+    second = str(write_model_folder(tmp_path, "llama", seed=5))
+    with running(folder, flags=with_flags(), any_model_name=True) as engine:
+        expected = told(begin(engine, 0, max_tokens=200).wait())
+        names_of, is_there = engine.models.names_of, threading.Event()
+
+        def names_by_now(request: TextRequest) -> tuple[str, str | None]:
+            is_new = request.model == "new" and is_there.is_set()
+            return (second, None) if is_new else names_of(request)
+
+        monkeypatch.setattr(engine.models, "names_of", names_by_now)
+        first = begin(engine, 0, max_tokens=200)
+        first.until_text()
+        submit_prepared = engine._queue
+
+        def queued(ticket: Any) -> None:
+            is_there.set()
+            submit_prepared(ticket)
+
+        monkeypatch.setattr(engine, "_queue", queued)
+        other = begin(engine, 1, model="new", max_tokens=5)
+        assert told(first.wait()) == expected
+        assert other.wait().text == plain(Path(second), prompt_of(1), 5)
+
+
 def test_max_tokens_is_the_least_of_what_is_asked_and_what_fits(tmp_path: Path) -> None:
     """Only a prompt that does not fit is refused, with both numbers."""
     folder = write_model_folder(tmp_path, max_position_embeddings=64)
@@ -536,6 +566,71 @@ def test_a_grammar_is_compiled_apart_from_the_texts(
         assert json.loads(waits.wait().text).keys() == {"cat", "hat"}
 
 
+PICK = {
+    "type": "function",
+    "function": {
+        "name": "pick",
+        "parameters": {
+            "type": "object",
+            "properties": {"which": {"enum": ["cat", "hat"]}},
+            "required": ["which"],
+        },
+    },
+}
+TOOLS_TOO = CHAT_TEMPLATE + "{# <tool_call> tool_call.name #}"  # so that a parser is found
+PREPARED: list[dict[str, Any]] = [
+    {"tools": [PICK], "tool_choice": "required", "parallel_calls": False},
+    {"tools": [PICK], "tool_choice": "pick"},
+    {"tools": [PICK], "grammar": OBJECT},
+    {"grammar": OBJECT},
+    {"stop": ["e"], "penalties": {"logit_bias": {40: 3.0}}},
+    {"prediction": TEXT, "seed": 3, "sampling": DRAWN},
+]
+"""Requests for which something is made of the tokenizer or the model before the first token."""
+
+
+def test_what_is_prepared_for_one_model_is_made_anew_for_another(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two models of different vocabularies in turn: each request gets the text that it gets of a
+    server that has only its model. So does a request that comes while the other model is loaded,
+    and that is served after it."""
+    monkeypatch.setattr(tiny_model_folder, "CHAT_TEMPLATE", TOOLS_TOO)
+    special, merges = tiny_model_folder.SPECIAL, tiny_model_folder.MERGES
+    vocabularies = {
+        "small": ([*special, "<tool_call>", "</tool_call>"], merges[:1]),
+        "large": (
+            [*special, *map("<|{}|>".format, range(90)), "</tool_call>", "<tool_call>"],
+            merges,
+        ),
+    }
+    folders: dict[str, str] = {}
+    alone: dict[str, list[Any]] = {}
+    for name, (marks, pairs) in vocabularies.items():
+        monkeypatch.setattr(tiny_model_folder, "SPECIAL", marks)
+        monkeypatch.setattr(tiny_model_folder, "MERGES", pairs)
+        folders[name] = str(write_model_folder(tmp_path / name, max_position_embeddings=4096))
+        with running(folders[name], flags=with_flags()) as engine:
+            alone[name] = [seen(ask(engine, max_tokens=60, **kind)) for kind in PREPARED]
+    with running(folders["large"], flags=with_flags()) as engine:
+        for i, kind in enumerate(PREPARED):
+            for name in ("small", "large"):
+                text = ask(engine, max_tokens=60, model=folders[name], **kind)
+                assert seen(text) == alone[name][i], (name, kind)
+        for i, kind in enumerate(PREPARED):  # all wait while the one before is served
+            order = "small", "large", "small"
+            clients = [submit(engine, max_tokens=60, model=folders[name], **kind) for name in order]
+            for name, client in zip(order, clients, strict=True):
+                assert seen(client.wait()) == alone[name][i], (name, kind)
+
+
+def seen(text: Written) -> tuple[Any, ...]:
+    """What a client sees of a text, but for the ids of its calls."""
+    assert text.ended
+    calls = [(call["name"], call["arguments"]) for call in text.calls]
+    return text.text, calls, text.ended.reason
+
+
 def test_log_probabilities_are_the_tokens_own(folder: Path, engine: Engine) -> None:
     """Those of the model, of the written token, alone and in a batch, and of an echoed prompt."""
     model, tokenizer = mlx_lm.load(str(folder))[:2]
@@ -570,6 +665,32 @@ def test_num_tokens_is_that_of_the_prompt_for_any_thread(engine: Engine) -> None
     text = ask(engine)
     assert text.ended
     assert engine.num_tokens(TextRequest(messages=ASKED)) == text.ended.num_prompt
+
+
+def test_the_process_may_end_at_work(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits is told, and what was learned is kept, while a model is loaded for minutes."""
+    monkeypatch.setattr(engine_module, "GRACE", 0.1)
+    loads, may_load, kept = threading.Event(), threading.Event(), list[bool]()
+    load = Models.load
+
+    def slow(self: Models, request: TextRequest) -> Any:
+        if request.model:
+            loads.set()
+            assert may_load.wait(60)
+        return load(self, request)
+
+    monkeypatch.setattr(Models, "load", slow)
+    monkeypatch.setattr(Models, "keep", lambda self: kept.append(True))
+    with running(folder, flags=with_flags()) as engine:
+        clients = [submit(engine, model="other", prompt=PROMPT), begin(engine, 0)]
+        assert loads.wait(60)
+        engine.end()
+        num_kept = len(kept)
+        may_load.set()
+        for client in clients:
+            with pytest.raises(ServerEndingError):
+                client.wait()
+        assert num_kept == 1
 
 
 STATES = ["not started", "idle", "loading", "reading", "writing", "written together", "waiting"]

@@ -21,8 +21,14 @@ from specdec_mlx.server.flags import (
 )
 from specdec_mlx.server.requests import RequestError, TextRequest
 
-OTHERWISE = {"max_tokens": None, "num_draft_tokens": None}
-"""Defaults that are not mlx-lm's: as many tokens as fit, and drafts as long as pays."""
+OTHERWISE = {
+    "max_tokens": None,
+    "num_draft_tokens": None,
+    "allowed_origins": [],
+    **dict.fromkeys(("temp", "top_p", "top_k", "min_p")),
+}
+"""Defaults that are not mlx-lm's: as many tokens as fit, drafts as long as pays, no web page of the
+Internet, and the sampling that the model's makers recommend."""
 
 
 def actions(parser: argparse.ArgumentParser) -> dict[str, Any]:

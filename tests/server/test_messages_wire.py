@@ -192,8 +192,10 @@ def test_all_other_fields_reach_the_engine() -> None:
         {"output_config": {"format": {"type": "json_schema", "schema": {"type": "object"}}}},
     ],
 )
-def test_nothing_is_thought_where_the_text_is_forced(forced: dict[str, Any]) -> None:
-    assert read(thinking={"type": "adaptive"}, **forced).template == {}
+def test_a_text_that_is_forced_may_be_thought_about(forced: dict[str, Any]) -> None:
+    asked = read(thinking={"type": "adaptive"}, **forced)
+    assert asked.template == {"enable_thinking": True}
+    assert read(**forced).template == {}
 
 
 def test_the_answer_keeps_to_a_format() -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -166,6 +166,53 @@ def test_the_list_says_how_long_a_text_may_be(folder: Path) -> None:
         assert isinstance(listed["created"], int)
 
 
+def rewrite(name: str, change: Callable[[bytes], bytes]) -> Callable[[Path], object]:
+    """A change of a file in a model's folder."""
+
+    def changed(folder: Path) -> None:
+        (folder / name).write_bytes(change((folder / name).read_bytes()))
+
+    return changed
+
+
+DAMAGES: dict[str, Callable[[Path], object]] = {
+    "no config": lambda folder: (folder / "config.json").unlink(),
+    "no weights": lambda folder: (folder / "model.safetensors").unlink(),
+    "no tokenizer": lambda folder: (folder / "tokenizer.json").unlink(),
+    "another config": rewrite("config.json", lambda raw: b"[]"),
+    "an unknown type": rewrite("config.json", lambda raw: raw.replace(b"qwen2", b"qwen99")),
+    "other shapes": rewrite(
+        "config.json", lambda raw: raw.replace(b'"hidden_size": 64', b'"hidden_size": 8')
+    ),
+    "a damaged config": rewrite("config.json", lambda raw: raw[:-1]),
+    "damaged weights": rewrite("model.safetensors", lambda raw: b"x" * len(raw)),
+    "cut weights": rewrite("model.safetensors", lambda raw: raw[:-8]),
+    "a damaged tokenizer": rewrite("tokenizer.json", lambda raw: b"{}"),
+}
+
+
+def test_a_name_of_no_model_leaves_the_loaded_one_where_it_is(folder: Path, tmp_path: Path) -> None:
+    """Whatever part of the other one is missing or damaged, and the one of a draft model too."""
+    wrong: list[dict[str, Any]] = [{"model": "/etc"}, {"model": str(tmp_path)}]
+    wrong += [{"adapter": str(folder)}, {"draft_model": "/etc"}]
+    for name, damage in DAMAGES.items():
+        other = write_model_folder(tmp_path / name)
+        damage(other)
+        wrong.append({"model": str(other)})
+    draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
+    with running(folder, flags=with_flags(draft_length=3)) as engine:
+        expected = ask(engine, draft_model=str(draft)).text
+        loaded = engine.models.loaded
+        assert loaded is not None
+        drafter = loaded.named[1]
+        for request in wrong:
+            with pytest.raises((RequestError, ModelFolderError)):
+                ask(engine, **request)
+            assert engine.models.loaded is loaded, request
+            assert loaded.named[1] is drafter, request
+        assert ask(engine).text == expected
+
+
 def drafted(text: Written) -> int:
     assert text.ended is not None
     assert text.ended.stats is not None
@@ -288,3 +335,46 @@ def test_the_old_models_weights_are_freed_before_the_new_ones_load(tmp_path: Pat
         for folder in (two, one, two):
             ask(engine, model=str(folder))
             assert mx.get_active_memory() < 1.1 * loaded
+
+
+MAKERS = {"temperature": 1.3, "top_p": 0.8, "top_k": 9, "min_p": 0.02}
+
+
+def test_what_a_request_leaves_out_is_as_the_makers_of_its_model_recommend(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Each value by itself, after the request and the flags; each model has its own, and a seed is
+    one text with any drafter. A wrong value is ignored, and temperature 0 is greedy.
+    """
+    caplog.set_level("INFO")
+    first, second = (write_model_folder(tmp_path / name) for name in ("first", "second"))
+    config = {**MAKERS, "top_k": -9}
+    (first / "generation_config.json").write_text(json.dumps(MAKERS), encoding="utf-8")
+    (second / "generation_config.json").write_text(json.dumps(config), encoding="utf-8")
+    makers = {"temp": 1.3, "top_p": 0.8, "top_k": 9, "min_p": 0.02}
+    without = {name: value for name, value in makers.items() if name != "top_k"}
+    plain_folder = write_model_folder(tmp_path / "plain")
+    wanted = [makers, {**makers, "temp": 2.0}, {**makers, "top_k": 3}, without, {"temp": 0}]
+    with running(plain_folder, flags=with_flags()) as engine:
+        texts = [ask(engine, seed=5, sampling=sampling).text for sampling in wanted]
+        greedy = ask(engine).text
+    assert texts[-1] == greedy
+    assert len(set(texts)) == len(texts)
+    with running(first, flags=with_flags()) as engine:
+        asked = [{}, {"temp": 2.0}, {"top_k": 3}]
+        assert [ask(engine, seed=5, sampling=one).text for one in asked] == texts[:3]
+        assert ask(engine, seed=5, drafters=["none"]).text == texts[0]
+        assert ask(engine, seed=5, sampling={"temp": 0.0}).text == greedy
+        assert ask(engine, seed=5, model=str(second)).text == texts[3]
+        assert ask(engine, seed=5, model=str(plain_folder)).text == greedy
+        assert ask(engine, seed=5).text == texts[0]
+    settings = parse_settings(["--model", str(first), "--top-k", "3", "--no-tuning"])
+    assert settings.sampling == {"top_k": 3}
+    with running(first, flags=with_flags(), top_k=3) as engine:
+        pass
+    said = [record.getMessage() for record in caplog.records]
+    sentence = "Sampling where a request gives none: temperature 1.3, top-p 0.8, "
+    file = "(the model's generation_config.json)."
+    assert f"{sentence}top-k 9, min-p 0.02 {file}" in said
+    assert f"{sentence}min-p 0.02 {file}" == said[-1]
+    assert any("top_k -9 is ignored" in line for line in said)

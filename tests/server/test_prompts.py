@@ -14,6 +14,9 @@ from selection import in_one_test
 from specdec_mlx.drafters.grammar import Grammar
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.prompts import read_prompt
+from specdec_mlx.server.protocols.chat import CHAT
+from specdec_mlx.server.protocols.messages import MESSAGES
+from specdec_mlx.server.protocols.responses import RESPONSES
 from specdec_mlx.server.requests import RequestError, TextRequest
 from tiny_model_folder import SPECIAL, make_tokenizer
 
@@ -159,6 +162,54 @@ def test_templates_get_the_names_of_the_server_and_of_the_request(tokenizer: Any
 def test_what_a_template_raises_is_the_clients(tokenizer: Any) -> None:
     with pytest.raises(RequestError):
         prompt(tokenizer, messages=[{**USER, "role": "nobody"}])
+
+
+CHECKS = {
+    "any": "",
+    "at the start": "{% if m['role'] == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}",
+    "none": "{% if m['role'] == 'system' %}{{ raise_exception('System role not supported') }}"
+    "{% elif (m['role'] == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate') }}{% endif %}",
+}
+"""Which system messages a template takes."""
+
+TOLD = [("system", "be"), ("system", "so"), ("user", "a"), ("system", "now"), ("user", "b")]
+FOLDED = {
+    "any": "<|system|>be</s><|system|>so</s><|user|>a</s><|system|>now</s><|user|>b</s>",
+    "at the start": "<|system|>be\n\nso</s><|user|>a\n\nnow\n\nb</s>",
+    "none": "<|user|>be\n\nso\n\na\n\nnow\n\nb</s>",
+}
+
+
+@pytest.mark.parametrize("takes", CHECKS)
+def test_system_messages_are_folded_where_a_template_refuses_them(
+    takes: str, tmp_path: Path
+) -> None:
+    """By one place for all protocols: two of them at the start, and one in the middle."""
+    loop = "{% for m in messages %}"
+    wrapper = write_tokenizer(tmp_path, TEMPLATE.replace(loop, loop + CHECKS[takes], 1))
+    chat = [{"role": role, "content": text} for role, text in TOLD]
+    kept = {"max_tokens": 9, "model": "m"}
+    asked = {
+        "chat": CHAT.read({"messages": chat, **kept}),
+        "messages": MESSAGES.read({"system": "be\n\nso", "messages": chat[2:], **kept}),
+        "responses": RESPONSES.read({"input": chat, "model": "m"}),
+    }
+    names = {"enable_thinking": False}
+    for protocol, read in asked.items():
+        messages = read.requests[0].messages
+        text = prompt(wrapper, messages=messages, template=names)[0]
+        accepted = "at the start" if takes == "any" and protocol != "chat" else takes
+        assert text == f"<s>{FOLDED[accepted]}<|assistant|>", protocol
+        ends = read_prompt(read.requests[0], wrapper, ServerSettings(), finds_ends=True).ends
+        assert ends
+    answered = [*chat[:3], {"role": "assistant", "content": "c"}, *chat[3:]]
+    if takes != "any":
+        text = prompt(wrapper, messages=answered, template=names)[0]
+        assert text.endswith("a</s><|assistant|>c</s><|user|>now\n\nb</s><|assistant|>")
+    with pytest.raises(RequestError, match="nobody is no role"):
+        prompt(wrapper, messages=[*chat, {**USER, "role": "nobody"}])
 
 
 def test_a_chat_without_a_template_is_text(bare: Any) -> None:

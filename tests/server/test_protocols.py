@@ -7,9 +7,9 @@ from typing import Any
 
 import pytest
 
+from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
-from specdec_mlx.server.protocols.fields import read_body
 from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.protocols.responses import RESPONSES
 from specdec_mlx.server.requests import (

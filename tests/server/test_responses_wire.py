@@ -187,11 +187,11 @@ def test_all_other_fields_reach_the_engine() -> None:
         some_field_of_next_year=[1],
     )
     assert (request.model, request.max_tokens, request.num_logprobs) == ("m", 50, 3)
-    assert (request.sampling.temp, request.sampling.top_p) == (0.5, 0.9)
+    assert request.sampling == {"temp": 0.5, "top_p": 0.9}
     assert not request.parallel_calls
     assert request.template == {"enable_thinking": False}
     forced = read(reasoning={"effort": "low"}, tools=[READ], tool_choice="required")
-    assert forced.template == {}  # nothing is thought before a call that must come
+    assert forced.template == {"enable_thinking": True, "reasoning_effort": "low"}
     plain = read()
     assert (plain.max_tokens, plain.num_logprobs, plain.template) == (None, None, {})
     assert plain.parallel_calls

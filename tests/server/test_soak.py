@@ -170,7 +170,7 @@ def hang_up(server: Server, path: str, number: int) -> None:
     body = body_of(path, number) | {most: 400, "stream": coins.random() < 0.8}
     body = {name: value for name, value in body.items() if not name.startswith("stop")}
     data = json.dumps(body).encode()
-    head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+    head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
     with socket.create_connection(("127.0.0.1", server.port)) as connection:
         connection.sendall(f"{head}Content-Length: {len(data)}\r\n\r\n".encode() + data)
         for _ in range(coins.randrange(4) if body["stream"] else 0):

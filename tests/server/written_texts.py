@@ -13,6 +13,7 @@ from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.server.requests import Event, TextRequest, Written
 from specdec_mlx.server.text.state import TextState
 
@@ -91,6 +92,7 @@ def events_of(
     tokens: Iterable[int],
     *,
     in_thought: bool = False,
+    thought: Thought | None = None,
     most: int | None = None,
     how: dict[str, Any] | None = None,
     logprobs: Iterable[mx.array] | None = None,
@@ -98,7 +100,7 @@ def events_of(
 ) -> Iterator[Event]:
     """The events of a text's tokens, `most` of them at most, as an engine hands them over."""
     request = TextRequest(**{"messages": [{"role": "user", "content": "go"}], **asked})
-    state = TextState(tokenizer(**how or {}), request, [], in_thought)
+    state = TextState(tokenizer(**how or {}), request, [], in_thought, thought)
     rows = iter(logprobs) if logprobs is not None else None
     for token in list(tokens)[:most]:
         yield from state.add(token, next(rows) if rows is not None else None, False)

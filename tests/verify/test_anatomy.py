@@ -13,10 +13,9 @@ import pytest
 import tiny
 from specdec_mlx.contracts import Features
 from specdec_mlx.drafters.heads.drafter import target_ends
-from specdec_mlx.drafters.heads.early_exit import final_norm
-from specdec_mlx.verify import watching
-from specdec_mlx.verify.model_pass import vocab_size_of
-from specdec_mlx.verify.watching import Taps, anatomy_of
+from specdec_mlx.lab.papers.early_exit import final_norm
+from specdec_mlx.models import anatomy as watching
+from specdec_mlx.models.anatomy import Taps, anatomy_of, vocab_size_of
 
 EVERYTHING = Features(layers=(0, 1), head_input=True)
 

@@ -40,10 +40,9 @@ from lossless import (
 from scripted import Recorder
 from selection import FULL, cases, each
 from specdec_mlx import ModelDrafter
+from specdec_mlx.caches import Rollback, leaves
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
-from specdec_mlx.verify.model_pass import ModelPass
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.strategies import leaves
+from specdec_mlx.target import ModelPass
 
 RUNS = [name for name in tiny.architecture_files() if name not in tiny.CANNOT_RUN]
 EXACT = [name for name in RUNS if name not in INEXACT]

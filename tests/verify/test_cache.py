@@ -28,9 +28,8 @@ from mlx_lm.models.cache import (
 import tiny
 from lossless import largest_difference, only_counting
 from selection import cases, in_one_test
+from specdec_mlx.caches import STRATEGIES, Rollback, leaves, strategy_for
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.strategies import STRATEGIES, leaves, strategy_for
 
 WINDOW = 8
 VOCAB = 128

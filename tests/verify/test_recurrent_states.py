@@ -24,12 +24,12 @@ from scripted import OracleDrafter
 from selection import FULL, cases, in_one_test
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
-from specdec_mlx.engine.options import Options
-from specdec_mlx.verify import recurrent_states, watching
-from specdec_mlx.verify.exactness import probe
-from specdec_mlx.verify.recurrent_states import MOST_POSITIONS, recurrent_states_of
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.strategies import leaves
+from specdec_mlx.caches import Rollback, leaves
+from specdec_mlx.exactness import recurrent_states
+from specdec_mlx.exactness.probe import probe
+from specdec_mlx.exactness.recurrent_states import MOST_POSITIONS, recurrent_states_of
+from specdec_mlx.models import anatomy as watching
+from specdec_mlx.options import Options
 
 GATED_DELTA = ["qwen3_5", "qwen3_next", "kimi_linear", "kimi_k3", "olmo_hybrid", "bailing_moe_v3"]
 MAMBA_2 = ["mamba2", "falcon_h1", "nemotron_h", "granitemoehybrid", "plamo2"]
@@ -193,7 +193,7 @@ def long_text(name: str) -> list[int]:
     return plain_text(built(name), PROMPT, NUM_WRITTEN).tokens
 
 
-def half_right(name: str, **options: Any) -> list[sd.responses.Token]:
+def half_right(name: str, **options: Any) -> list[sd.generation.Token]:
     model = built(name)
     vocab_size = model(mx.array([[1]]), cache=make_prompt_cache(model)).shape[-1]
     drafter = OracleDrafter(long_text(name), vocab_size, wrong=0.5)

@@ -11,12 +11,12 @@ import pytest
 
 import tiny
 from scripted import OracleDrafter
-from specdec_mlx.bench.prompts import Task
-from specdec_mlx.bench.summary import find_differences
-from specdec_mlx.bench.timing import PLAIN, Sample
+from specdec_mlx.exactness.probe import first_inexact, probe
+from specdec_mlx.exactness.rounding import near_tie, rounding_of, shortens_products
+from specdec_mlx.lab.bench.prompts import Task
+from specdec_mlx.lab.bench.summary import find_differences
+from specdec_mlx.lab.bench.timing import PLAIN, Sample
 from specdec_mlx.loop import speculate
-from specdec_mlx.verify.exactness import first_inexact, probe
-from specdec_mlx.verify.rounding import near_tie, rounding_of, shortens_products
 
 PROMPT = [5, 9, 2, 7, 5, 9, 2]
 
@@ -98,7 +98,7 @@ def test_a_benchmark_excuses_what_rounding_moves_and_no_more(
     tie = near_tie(probe(model, past_window=False).differences)
     assert tie > near_tie([])
     gap = ties * tie
-    monkeypatch.setattr("specdec_mlx.bench.summary.top_two_gap", lambda *where: gap)
+    monkeypatch.setattr("specdec_mlx.lab.bench.summary.top_two_gap", lambda *where: gap)
     counts = dict.fromkeys(
         ("first_round", "passes", "drafted", "accepted", "drafting_rounds", "peak_bytes"), 0
     )

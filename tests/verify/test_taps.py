@@ -23,15 +23,14 @@ import tiny
 from lossless import PROMPT, plain_text
 from scripted import OracleDrafter
 from selection import in_one_test
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft, DraftContext, FeatureRows, Features
 from specdec_mlx.errors import UnreadableError
-from specdec_mlx.rules.match import Match
-from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.verify import watching
-from specdec_mlx.verify.next_token import NextToken
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.verifier import Verifier
-from specdec_mlx.verify.watching import Taps
+from specdec_mlx.models import anatomy as watching
+from specdec_mlx.models.anatomy import Taps
+from specdec_mlx.rules import Match
+from specdec_mlx.sampling import Noise
+from specdec_mlx.target import NextToken, Verifier
 
 IDS = mx.array(PROMPT)
 NUM_TOKENS = 40
@@ -161,7 +160,7 @@ def reader(name: str, features: Features = ALL) -> Reader:
     return Reader(OracleDrafter(text_of(name), vocab_size, wrong=0.4), features)
 
 
-def speculate(name: str, drafter: sd.Drafter, **options: Any) -> Generator[sd.responses.Token]:
+def speculate(name: str, drafter: sd.Drafter, **options: Any) -> Generator[sd.generation.Token]:
     options = {"max_tokens": NUM_TOKENS, "draft_length": 4, "prefill_step_size": 5, **options}
     return sd.speculate(built(name), PROMPT, drafter, **options)
 

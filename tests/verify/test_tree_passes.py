@@ -20,11 +20,13 @@ from lossless import PROMPT, TOLERANCE, plain_text, spoken, tree_deviation
 from scripted import TREE, OracleDrafter, OracleTrees
 from selection import FULL, cases, in_one_test
 from specdec_mlx import Sampling, speculate
+from specdec_mlx.caches import Rollback
+from specdec_mlx.exactness import probe as exactness
+from specdec_mlx.exactness.probe import first_inexact, probe, tree_report
 from specdec_mlx.loop import Token
-from specdec_mlx.verify import exactness, tree_passes, watching
-from specdec_mlx.verify.exactness import first_inexact, probe, tree_report
-from specdec_mlx.verify.model_pass import ModelPass
-from specdec_mlx.verify.rollback import Rollback
+from specdec_mlx.models import anatomy as watching
+from specdec_mlx.target import ModelPass
+from specdec_mlx.trees import passes as tree_passes
 
 REPRESENTATIVE = ("llama", "gemma3_text", "gpt_oss", "deepseek_v3", "ministral3")
 """One of each kind of attention that trees work on; `test_architectures` measures all others."""

@@ -9,12 +9,12 @@ import mlx.core as mx
 from mlx_lm.models.cache import make_prompt_cache
 
 import tiny
+from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft
-from specdec_mlx.engine.assemble import verifier_for
-from specdec_mlx.engine.options import Options
-from specdec_mlx.sampling.noise import Noise
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.loop import verifier_for
+from specdec_mlx.options import Options
+from specdec_mlx.sampling import Noise
+from specdec_mlx.target import Verifier
 
 PROMPT = [5, 9, 2, 7]
 

@@ -16,9 +16,9 @@ import pytest
 
 import specdec_mlx as sd
 from scripted import OracleDrafter, ScriptedDrafter, ScriptedSession
+from specdec_mlx.caches import leaves
 from specdec_mlx.contracts import Draft
 from specdec_mlx.errors import PromptError
-from specdec_mlx.verify.strategies import leaves
 from specdec_mlx.vision.model import kept_by
 from specdec_mlx.vision.prompts import NOT_TAKEN
 

@@ -27,7 +27,10 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     copy = tmp_path_factory.mktemp("models") / "lab"
     shutil.copytree(target_path(), copy)
     path = copy / "tokenizer_config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "chat_template": TEMPLATE}))
+    path.write_text(
+        json.dumps({**json.loads(path.read_text(encoding="utf-8")), "chat_template": TEMPLATE}),
+        encoding="utf-8",
+    )
     return copy
 
 
@@ -110,3 +113,37 @@ def test_models_are_listed_and_forgotten(name: str, folder: Path) -> None:
     assert "Known: lab." in run("specdec", "remove", "other", code=1)
     run("specdec", "remove", name)
     assert run("specdec", "list") == ""
+
+
+@pytest.mark.parametrize("content", [b"", b'{"lab": "/mo', b"[1]", b'{"lab": 1}', b"\xff\xfe"])
+def test_a_damaged_registry_ends_no_command(
+    content: bytes, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each command goes on, the user is told once, and the file is kept beside the new one."""
+    monkeypatch.setenv("LLM_USER_PATH", str(tmp_path))
+    path = tmp_path / "specdec.json"
+    path.write_bytes(content)
+    command = [sys.executable, "-m", "llm", "models"]
+    done = subprocess.run(command, check=True, capture_output=True, text=True)
+    assert done.stderr.count(f"{path} cannot be read") == 1
+    assert path.read_bytes() == content
+    run("specdec", "add", str(folder))
+    assert json.loads(path.read_text(encoding="utf-8")) == {"lab": str(folder)}
+    assert (tmp_path / "specdec.json.damaged").read_bytes() == content
+
+
+def test_an_interrupted_command_leaves_the_registry_as_it_was(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The file is replaced once the new content is written, and nothing is left beside it."""
+    path = tmp_path / "specdec.json"
+    before, write_text = path.read_bytes(), Path.write_text
+
+    def cut(part: Path, text: str, **how: Any) -> int:
+        write_text(part, text[:5], **how)
+        raise OSError("No space left on device")
+
+    monkeypatch.setattr(Path, "write_text", cut)
+    run("specdec", "remove", name, code=1)
+    assert path.read_bytes() == before
+    assert not list(tmp_path.glob(".specdec*"))

@@ -16,6 +16,7 @@ from time import perf_counter
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.batch.passes import BatchPasses, SharedPasses, ToVerify, make_passes
 from specdec_mlx.batch.schedule import (
     BatchText,
     BatchToken,
@@ -24,17 +25,15 @@ from specdec_mlx.batch.schedule import (
     Rounds,
     Schedule,
 )
+from specdec_mlx.caches import note_other_thread
 from specdec_mlx.contracts import NO_DRAFT, Draft, Drafter, Outcome
 from specdec_mlx.draft_length.policy import DraftLength, make_draft_length
 from specdec_mlx.draft_length.rows import RowLength, SharedLength
 from specdec_mlx.draft_length.store import tuning_for
 from specdec_mlx.drafters.shared_drafts import SharedDrafts
-from specdec_mlx.engine.assemble import assemble
-from specdec_mlx.engine.options import Options
-from specdec_mlx.engine.sequence import close_all
-from specdec_mlx.loop import Generation
-from specdec_mlx.verify.inputs import split_cache
-from specdec_mlx.verify.row_pass import SharedPasses, ToVerify, make_passes
+from specdec_mlx.loop import Generation, assemble
+from specdec_mlx.options import Options
+from specdec_mlx.sequence import close_all, split_cache
 
 
 @dataclass
@@ -75,7 +74,7 @@ class BatchGeneration:
     clock: PassClock = field(default_factory=PassClock)
     num_rounds: int = 0
     is_pipelined: bool = False
-    passes: SharedPasses = field(init=False)
+    passes: BatchPasses = field(init=False)
     shared: SharedLength | None = field(default=None, init=False)
     _shared_drafts: SharedDrafts = field(default_factory=SharedDrafts)
 
@@ -86,7 +85,7 @@ class BatchGeneration:
         elif self.options.draft_length == "auto":
             self.shared = SharedLength(tuning_for(self.model))
 
-    def make_passes(self) -> SharedPasses:
+    def make_passes(self) -> BatchPasses:
         """The passes over all texts, or over one after the other."""
         with mx.stream(self.options.stream):
             return make_passes(self.model, self.options.max_kv_size, self.drafter)
@@ -103,7 +102,7 @@ class BatchGeneration:
             for text in self.schedule.reading
             for cache in text.reader.caches.caches
         )
-        return self.passes.caches.num_bytes + sum(int(cache.nbytes) for cache in caches)
+        return self.passes.num_bytes + sum(int(cache.nbytes) for cache in caches)
 
     def run(self) -> Generator[BatchToken, None, None]:
         """Write all texts; the tokens of a round come text by text."""
@@ -114,6 +113,9 @@ class BatchGeneration:
         """Write all texts, as `run`; None where a part of a prompt was read."""
         try:
             yield from self._steps()
+        except RuntimeError as error:
+            note_other_thread(error)
+            raise
         finally:
             if left := self.schedule.clear():
                 self.passes.verifiers = []
@@ -209,6 +211,9 @@ class BatchGeneration:
         with mx.stream(self.options.stream):
             for text in texts:
                 self.passes.add(text.verifier)
+            assert isinstance(self.passes, SharedPasses), (
+                "to_read_together is empty elsewhere"
+            )
             self.passes.read([text.generation.sequence.tokens[:-1] for text in texts])
         for text in texts:
             text.generation.prefill()
@@ -368,7 +373,8 @@ class BatchGeneration:
                 outcome = text.generation.accept(round_, next_of.get(text.uid))
                 if text.finish_reason is None:
                     text.cut_at(self.stop_tokens, round_, outcome)
-                text.generation.roll_back(round_, outcome)
+                if round_.num_drafted:
+                    text.generation.roll_back(round_, outcome)
             outcomes.append(outcome)
         if self.shared is not None:
             width = max(round_.num_drafted for _, round_ in current)

@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 
 import mlx.core as mx
 
+from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor, Outcome
 from specdec_mlx.draft_length.policy import DraftLength
-from specdec_mlx.engine.clock import Round
-from specdec_mlx.engine.prompt_reader import PromptReader
-from specdec_mlx.loop import Generation, Token, tokens_of
-from specdec_mlx.sampling.distribution import Sampler, Sampling
+from specdec_mlx.loop import Generation, Round, Token, tokens_of
+from specdec_mlx.sampling import Sampler, Sampling
+from specdec_mlx.sequence import PromptReader
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.verifier import Verifier
+from specdec_mlx.target import Verifier
 
 MOST_AT_ONCE = 8  # prompts that are read at the same time, as in mlx-lm's batches
 
@@ -134,6 +133,8 @@ class BatchText:
             and (left := len(self.generation.sequence.tokens) - alone.position) > 0
         ):
             self.generation.feed(left)
+        # so that other threads can read them
+        mx.async_eval(states_of(alone.caches))
         self.prompt_cache, self.num_cached = alone.caches, alone.position
 
     def cut_at(

@@ -9,7 +9,6 @@ import sys
 from collections.abc import Iterable
 from importlib.metadata import PackageNotFoundError, version
 
-from specdec_mlx.cli.signals import command_line
 from specdec_mlx.errors import MissingBackendError
 
 EXTRAS = {"mlx-cpu": "cpu", "mlx-cuda-12": "cuda12", "mlx-cuda-13": "cuda13"}
@@ -27,13 +26,17 @@ def installed(names: Iterable[str] = EXTRAS) -> dict[str, str]:
     return found
 
 
-def without_mlx(error: ImportError) -> BaseException:
-    """MissingBackendError with what to install; the command `specdec-mlx` prints it and ends."""
-    problem = MissingBackendError(why_mlx_is_missing(error), name="mlx.core")
-    if command_line() is None:
-        return problem
-    print(f"specdec-mlx: {problem}", file=sys.stderr)
-    return SystemExit(2)
+def require_mlx() -> None:
+    """Import MLX; raises MissingBackendError, with what to install, where it does not load."""
+    try:
+        import mlx.core  # noqa: F401
+    except ImportError as error:
+        raise without_mlx(error) from None
+
+
+def without_mlx(error: ImportError) -> MissingBackendError:
+    """The error for MLX that does not load, with what to install."""
+    return MissingBackendError(why_mlx_is_missing(error), name="mlx.core")
 
 
 def why_mlx_is_missing(error: ImportError) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, distribution
@@ -10,12 +11,15 @@ from pathlib import Path
 
 import mlx.core as mx
 
-from specdec_mlx.bench.record import REFERENCE_BLAS, blas_name
-from specdec_mlx.folders import cache_root
+from specdec_mlx.files import cache_root
 
 WHEEL, LIBRARY = "cmeel-openblas", "cmeel.prefix/lib/libopenblas.so.0"
 BACKEND, FORTRAN = "mlx-cpu", "mlx_cpu.libs/libgfortran-*.so.5*"
 PRELOADED, THREADS, MOST_THREADS = "SPECDEC_MLX_PRELOADED", "OPENBLAS_NUM_THREADS", 8
+
+# the library of MLX's Linux wheel, and any that is not known
+REFERENCE_BLAS = "reference BLAS"
+KNOWN_BLAS = {"libopenblas": "OpenBLAS", "libmkl": "MKL", "libblis": "BLIS"}
 
 
 def start_again_with_openblas(command: str) -> dict[str, str]:
@@ -71,6 +75,29 @@ def find_openblas() -> dict[str, str]:
             "LD_LIBRARY_PATH": f"{link.parent}:{fortran.parent}",
         }
     return {}
+
+
+def blas_name() -> str:
+    """Library that multiplies matrices on the CPU; on Linux read off what is loaded."""
+    maps = Path("/proc/self/maps")
+    found = blas_in(maps.read_text(encoding="utf-8") if maps.exists() else "")
+    return "Accelerate" if platform.system() == "Darwin" else found
+
+
+def blas_in(maps: str) -> str:
+    """Matrix library among mapped files (/proc/PID/maps), those of NumPy and SciPy left out."""
+    files = {
+        Path(line.split(maxsplit=5)[5]) for line in maps.splitlines() if "/" in line
+    }
+    loaded = [
+        f.name for f in files if f.parent.name not in ("numpy.libs", "scipy.libs")
+    ]
+    names = (
+        name
+        for part, name in KNOWN_BLAS.items()
+        if any(f.startswith(part) for f in loaded)
+    )
+    return next(names, REFERENCE_BLAS)
 
 
 def as_shell(variables: dict[str, str]) -> str:

@@ -6,34 +6,37 @@ a command's name come at once.
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from types import ModuleType
+from importlib.metadata import EntryPoint
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
 
 import specdec_mlx
-from specdec_mlx.errors import LogitsError
-from specdec_mlx.options import Parser, did_you_mean
+from specdec_mlx.arguments import Parser, did_you_mean, installed, load
+from specdec_mlx.cli import backends
+from specdec_mlx.errors import LogitsError, MissingBackendError
 
-COMMANDS = {
-    "demo": "plain against speculative, on real text",
+OWN_COMMANDS = {
     "generate": "mlx-lm's generate command, with drafters",
     "chat": "mlx-lm's chat command, with drafters",
-    "server": "a server for agents and chats",
+    "benchmark": "mlx-lm's benchmark command, with drafters",
     "drafters": "the drafters there are, or what to take for a model",
     "doctor": "what is installed here, and is it right?",
-    "check": "is it lossless on this model, machine and setting?",
-    "probe": "is a pass over several positions exact here?",
-    "bench": "speed and identity on many prompts, interleaved",
-    "benchmark": "mlx-lm's benchmark command, with drafters",
-    "replay": "score drafters on recorded texts, offline",
     "memory": "what was written before, to draft from",
-    "train": "train a head or a draft model for a target",
-    "new-drafter": "a package for a drafter of your own",
 }
+"""The library's commands, and what each is for."""
+
 MLX_LM_COMMANDS = "generate", "chat", "benchmark"
 """Commands that take all of mlx-lm's flags, and ours beside them."""
+
+GROUP = "specdec_mlx.commands"
+"""Entry points, each a module with `add_arguments` and `main`, or with `run` for all arguments. Its
+docstring begins with the command and what it is for."""
 
 PROGRAM = "specdec-mlx"
 
@@ -49,7 +52,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nStopped.", file=sys.stderr)
         return 130
-    except (ValueError, RuntimeError, OSError, LogitsError) as error:
+    except (
+        *(ValueError, RuntimeError, OSError),
+        *(LogitsError, MissingBackendError),
+    ) as error:
         if sys.stdout.isatty() and name in ("generate", "chat"):
             print()  # ends the line of a text that was streamed
         print(f"{PROGRAM}: {error}", file=sys.stderr)
@@ -62,18 +68,19 @@ def _run(name: str, flags: Sequence[str]) -> int:
     elif name == "--version":
         print(specdec_mlx.__version__)
     elif name in MLX_LM_COMMANDS:
+        backends.require_mlx()
         from specdec_mlx.mlx_lm_plugin import run_command
 
         run_command(name, flags)
-    elif name == "server":
-        from specdec_mlx.server.command import run_server
-
-        run_server(flags)
-    elif name in COMMANDS:
-        args = make_parser(name).parse_args(flags)
-        return int(_module(name).main(args))
+    elif name in commands():
+        module = module_of(name)
+        if hasattr(module, "run"):
+            module.run(flags)
+            return 0
+        backends.require_mlx()
+        return int(module.main(make_parser(name).parse_args(flags)))
     else:
-        wrong = f"there is no command {name!r}.{did_you_mean(name, COMMANDS)}"
+        wrong = f"there is no command {name!r}.{did_you_mean(name, commands())}"
         print(f"{PROGRAM}: {wrong}\nAll commands: {PROGRAM} --help", file=sys.stderr)
         return 2
     return 0
@@ -85,20 +92,41 @@ def overview() -> str:
         f"{PROGRAM} COMMAND: speculative decoding for mlx-lm, the same text, sooner.",
         "",
     ]
-    lines += [f"  {name:<13}{text}" for name, text in COMMANDS.items()]
+    lines += [f"  {name:<13}{text}" for name, text in sorted(commands().items())]
     return "\n".join(
         [*lines, "", f"{PROGRAM} COMMAND --help lists the command's flags."]
     )
 
 
+def commands() -> dict[str, str]:
+    """All commands, the library's and those of installed packages, and what each is for."""
+    entries = installed(GROUP, "command", OWN_COMMANDS)
+    return OWN_COMMANDS | {name: purpose_of(one) for name, one in entries.items()}
+
+
+def purpose_of(entry: EntryPoint) -> str:
+    """What a command is for, as its module's docstring begins; the module is not imported."""
+    try:
+        spec = find_spec(entry.module)
+        assert spec is not None
+        assert spec.origin is not None
+        source = Path(spec.origin).read_text(encoding="utf-8")
+        first = (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0]
+    except Exception as error:  # somebody's package, which breaks only itself
+        return f"cannot be loaded: {error}"
+    return first.partition("`: ")[2].rstrip(".")
+
+
 def make_parser(name: str) -> Parser:
-    """The parser of a command that is neither mlx-lm's nor the server."""
-    parser = Parser(
-        prog=f"{PROGRAM} {name}", description=f"{COMMANDS[name]}.".capitalize()
-    )
-    _module(name).add_arguments(parser)
+    """The parser of a command that is neither mlx-lm's nor takes all arguments itself."""
+    description = f"{commands()[name]}.".replace("?.", "?").capitalize()
+    parser = Parser(prog=f"{PROGRAM} {name}", description=description)
+    module_of(name).add_arguments(parser)
     return parser
 
 
-def _module(name: str) -> ModuleType:
-    return import_module(f"specdec_mlx.cli.{name.replace('-', '_')}")
+def module_of(name: str) -> Any:
+    """The module of a command, which is imported now; raises MissingPackageError."""
+    if name in OWN_COMMANDS:
+        return import_module(f"specdec_mlx.cli.{name}")
+    return load(installed(GROUP, "command", OWN_COMMANDS)[name], "command")

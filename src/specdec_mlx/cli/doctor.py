@@ -14,9 +14,15 @@ import mlx.core as mx
 import mlx_lm
 
 import specdec_mlx
-from specdec_mlx.bench.record import REFERENCE_BLAS, blas_name
 from specdec_mlx.cli.backends import installed, reinstall
-from specdec_mlx.cli.blas import THREADS, as_shell, find_openblas, needs_openblas
+from specdec_mlx.cli.blas import (
+    REFERENCE_BLAS,
+    THREADS,
+    as_shell,
+    blas_name,
+    find_openblas,
+    needs_openblas,
+)
 from specdec_mlx.mlx_lm_plugin.installation import MlxLmVersionError, check_version
 
 OPENBLAS = (

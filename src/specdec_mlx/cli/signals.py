@@ -17,8 +17,11 @@ def command_line() -> list[str] | None:
     if (
         program == "-m"
     ):  # until Python has found the module, which only the original ones name
-        module = sys.orig_argv[-len(sys.argv)].removeprefix("-m").split(".")
-        return [*module[1:], *arguments] if module[0] == "specdec_mlx" else None
+        module = sys.orig_argv[-len(sys.argv)].removeprefix("-m")
+        is_server = module == "specdec_mlx.server"
+        if is_server or module == "specdec_mlx":
+            return ["server", *arguments] if is_server else arguments
+        return None
     stem = os.path.splitext(os.path.basename(program))[0]
     return arguments if stem == "specdec-mlx" else None
 

@@ -25,9 +25,9 @@ from specdec_mlx.contracts import (
     RoundRecord,
     SeesTarget,
     Stepwise,
+    chain,
     optional,
 )
-from specdec_mlx.contracts.trees import chain
 from specdec_mlx.draft_length.chances import tokens_and_evidence
 from specdec_mlx.draft_length.parts import LookUp, Model, Prices
 from specdec_mlx.draft_length.store import Tuning

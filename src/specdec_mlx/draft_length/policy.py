@@ -1,22 +1,21 @@
-"""How many tokens to draft: a fixed number, a heuristic, and "auto" by name."""
+"""How many tokens to draft: a fixed number, or "auto"."""
 
 from __future__ import annotations
 
+from specdec_mlx.arguments import AUTO, whole, wrong
+from specdec_mlx.arguments import parse_draft_length as parse_draft_length
 from specdec_mlx.contracts import Draft, RoundRecord
-from specdec_mlx.contracts import DraftLength as DraftLength
 from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.contract import DraftLength as DraftLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.options import whole, wrong
-
-NAMES = ("auto", "heuristic")
 
 
 class Fixed:
     """Always up to `length` tokens."""
 
     def __init__(self, length: int) -> None:
-        self.length = whole("draft_length", length, 0, f", or one of {NAMES}")
+        self.length = whole("draft_length", length, 0, f", or {AUTO!r}")
 
     def limit(self, part: str, cheap: bool) -> int:
         """The fixed length."""
@@ -28,16 +27,6 @@ class Fixed:
 
     def record(self, round_: RoundRecord) -> None:
         """Learn nothing."""
-
-
-class Heuristic(Fixed):
-    """Two more after a draft accepted whole, one less otherwise, as in Hugging Face's library."""
-
-    def record(self, round_: RoundRecord) -> None:
-        """Follow the last verdict."""
-        if round_.drafted:
-            whole = round_.accepted == round_.drafted
-            self.length = self.length + 2 if whole else max(1, self.length - 1)
 
 
 def make_draft_length(
@@ -52,20 +41,11 @@ def make_draft_length(
             "tuning", tuning, "a Tuning, such as specdec_mlx.Tuning.load(path), or None"
         )
     if isinstance(choice, str):
-        if choice not in NAMES:
+        if choice != AUTO:
             raise UnknownNameError(
-                f"draft_length {choice!r}: expected an int >= 0 or {NAMES}."
+                f"draft_length {choice!r}: expected an int >= 0 or {AUTO!r}."
             )
-        return Auto(tuning or Tuning()) if choice == "auto" else Heuristic(5)
+        return Auto(tuning or Tuning())
     if not isinstance(choice, int | type) and hasattr(choice, "limit"):
         return choice
     return Fixed(choice)  # type: ignore[arg-type]
-
-
-def parse_draft_length(text: str) -> int | str:
-    """Read a draft length as typed on the command line. Raises ValueError for anything else."""
-    if text in NAMES:
-        return text
-    if not text.isdecimal():
-        raise ValueError(f"{text!r}: expected an int >= 0, {' or '.join(NAMES)}")
-    return int(text)

@@ -7,9 +7,10 @@ from dataclasses import dataclass, field, replace
 from itertools import zip_longest
 from typing import Any
 
-from specdec_mlx.contracts import Draft, DraftLength, DraftSession, RoundRecord
+from specdec_mlx.contracts import Draft, DraftSession, RoundRecord
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import tokens_and_evidence
+from specdec_mlx.draft_length.contract import DraftLength
 from specdec_mlx.draft_length.parts import Model, Prices
 from specdec_mlx.draft_length.store import EXPLORATION, Account, Tuning
 

@@ -27,8 +27,8 @@ from specdec_mlx.draft_length.costs import (
     Steps,
     prior_for,
 )
-from specdec_mlx.folders import cache_root
-from specdec_mlx.models import PerModel
+from specdec_mlx.files import cache_root, read_text, replacing
+from specdec_mlx.models.loading import PerModel
 
 # of a drafter that costs time at first, in plain rounds; gains double it at most
 BUDGET = 2.0
@@ -122,26 +122,22 @@ class Tuning:
 
     def save(self, path: Path | str) -> None:
         """Write as JSON, all but seconds and costs of several texts; whole or not at all."""
-        path = Path(path)
-        path.parent.mkdir(parents=True, exist_ok=True)
         costs = {
             kind: cost_model.ratios
             for (num, kind), cost_model in self.costs.items()
             if num == 1
         }
         drafters = {key: learned.as_dict() for key, learned in self.drafters.items()}
-        part = path.with_name(f".{path.name}.part")
-        part.write_text(
-            json.dumps({"costs": costs, "drafters": drafters}, default=list)
-        )
-        part.replace(path)
+        saved = {"costs": costs, "drafters": drafters}
+        with replacing(Path(path)) as part:
+            part.write_text(json.dumps(saved, default=list), encoding="utf-8")
 
     @classmethod
     def load(cls, path: Path | str, prior: Curve = MILDEST) -> Tuning:
         """Read what `save` wrote. Raises ValueError for another kind of file."""
         tuning = cls(prior)
         try:
-            saved = json.loads(Path(path).read_text())
+            saved = json.loads(read_text(path))
             for context, ratios in saved["costs"].items():
                 cost_model = tuning.costs[1, int(context)] = CostModel(prior)
                 cost_model.restore(
@@ -149,7 +145,10 @@ class Tuning:
                 )
             for key, learned in saved["drafters"].items():
                 tuning.of(key).restore(learned)
-        except (KeyError, TypeError, AttributeError, ValueError) as error:
+        except (
+            *(LookupError, TypeError, AttributeError, ValueError),
+            *(ArithmeticError, RecursionError),
+        ) as error:
             raise ValueError(
                 f"{path} is not a saved Tuning ({error!r}). Delete it."
             ) from error

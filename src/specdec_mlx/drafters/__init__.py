@@ -9,21 +9,15 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.grammar import GrammarDrafter as GrammarDrafter
     from specdec_mlx.drafters.grammar import GrammarProcessor as GrammarProcessor
     from specdec_mlx.drafters.heads.drafter import HeadDrafter as HeadDrafter
-    from specdec_mlx.drafters.heads.early_exit import early_exit as early_exit
-    from specdec_mlx.drafters.heads.parallel_sampling import PaSSDrafter as PaSSDrafter
     from specdec_mlx.drafters.heads.pard import PardDrafter as PardDrafter
-    from specdec_mlx.drafters.ngram_table import NGramTable as NGramTable
 
 _PLACES = {
     "Grammar": "specdec_mlx.drafters.grammar",
     "GrammarDrafter": "specdec_mlx.drafters.grammar",
     "GrammarProcessor": "specdec_mlx.drafters.grammar",
     "HeadDrafter": "specdec_mlx.drafters.heads.drafter",
-    "NGramTable": "specdec_mlx.drafters.ngram_table",
-    "PaSSDrafter": "specdec_mlx.drafters.heads.parallel_sampling",
     "PardDrafter": "specdec_mlx.drafters.heads.pard",
     "drafter_names": "specdec_mlx.drafters.choosing.registry",
-    "early_exit": "specdec_mlx.drafters.heads.early_exit",
 }
 
 __all__ = [*_PLACES]

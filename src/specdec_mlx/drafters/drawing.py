@@ -13,17 +13,9 @@ from typing import Any
 
 import mlx.core as mx
 
-from specdec_mlx.contracts import (
-    Agreement,
-    Draft,
-    DraftContext,
-    Evidence,
-    GoesOn,
-    Step,
-)
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.sampling.noise import MOST_NUMBERS
-from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.contracts import Draft, DraftContext, Evidence, GoesOn, Step
+from specdec_mlx.sampling import MOST_NUMBERS, Sampling
+from specdec_mlx.token_ids import to_ids
 
 NextLogits = Callable[[mx.array | None], mx.array]
 """A step: logits [1, V] of the token after the one given, [1]; after the text for None."""
@@ -86,24 +78,6 @@ class ChainDraws:
         if self._seen is not None:
             self._seen = mx.concatenate([self._seen, token])
         return token
-
-    def draw_guessed(self, logits: mx.array, guesses: Sequence[int]) -> list[int]:
-        """Tokens from rows [n + 1, V], the later ones of a pass over n guesses, while these hold.
-
-        The first draw that is no guess ends them, as under `Match`: rows after it are of another
-        text, and what was drawn there is dropped unseen.
-        """
-        own: list[int] = []
-        for rows in mx.split(logits, len(logits)) if self.one_by_one else [logits]:
-            if own == guesses[: len(own)]:
-                own += to_list(self.draw(rows))
-        numbers = {"target_tokens": own}
-        tokens = Agreement.outcome(numbers, guesses[: len(own) - 1]).tokens
-        if num_dropped := len(own) - len(tokens):
-            self._num_drawn -= num_dropped
-            for parts in (self._tokens, self._rows):
-                parts[-1] = parts[-1][:-num_dropped]
-        return tokens
 
     def log_confidences(self, *, latest: bool = False) -> mx.array:
         """Log of the largest probability at each token, at least one; or of the latest draw."""

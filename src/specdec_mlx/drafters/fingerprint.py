@@ -12,7 +12,7 @@ import mlx.nn as nn
 import numpy as np
 from mlx.utils import tree_flatten
 
-from specdec_mlx.models import PerModel
+from specdec_mlx.models.loading import PerModel
 
 # values read of each parameter: enough to tell fine-tuned models from each other
 NUM_SAMPLES = 4

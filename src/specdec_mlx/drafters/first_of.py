@@ -1,28 +1,22 @@
-"""Several drafters as one: asked in order, in competition, or for one tree of all drafts."""
+"""Several drafters as one: asked in order, or in competition."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from itertools import takewhile
-from operator import eq
+from typing import Any
 
 from specdec_mlx.contracts import (
-    NO_DRAFT,
     Checks,
     Closes,
-    Draft,
     DraftContext,
     Drafter,
     Session,
-    is_cheap,
+    keeps_draft_cache,
     key_of,
-    optional,
     session_groups,
     session_parts,
 )
-from specdec_mlx.contracts.branching import merged, side_by_side
-from specdec_mlx.token_ids import to_list
 
 
 class Several:
@@ -30,11 +24,33 @@ class Several:
 
     drafters: Sequence[Drafter]
 
+    def with_each(self, change: Callable[[Drafter], Drafter]) -> Any:
+        """This drafter, made of changed ones; itself where they cannot be changed."""
+        return self
+
     def check(self, context: DraftContext) -> None:
-        """Let each of them refuse the target."""
+        """Let each of them refuse the target; ValueError if two would fill the same caches."""
+        num_keepers = sum(keeps_draft_cache(one, context) for one in self.drafters)
+        if context.draft_cache is not None and num_keepers > 1:
+            raise ValueError(
+                f"prompt_cache holds {len(context.draft_cache)} caches behind the target's, for "
+                f"one draft model, and {num_keepers} drafters of {type(self).__name__} would fill "
+                "them. Give the target's caches alone, or draft with one of these models."
+            )
         for drafter in self.drafters:
             if isinstance(drafter, Checks):
                 drafter.check(context)
+
+    def keeps_draft_cache(self, context: DraftContext) -> bool:
+        """True if one of them does."""
+        return any(keeps_draft_cache(one, context) for one in self.drafters)
+
+
+def context_for(drafter: Drafter, context: DraftContext) -> DraftContext:
+    """The context of a part of a combination: draft caches are for the part that keeps them."""
+    if context.draft_cache is None or keeps_draft_cache(drafter, context):
+        return context
+    return replace(context, draft_cache=None)
 
 
 class SeveralSession:
@@ -55,12 +71,7 @@ class SeveralSession:
 
 
 class CombinedSession(SeveralSession):
-    """One generation of several drafters; see `contracts.SessionGroups`.
-
-    is_coupled: whatever is drafted, the target's own draws are what is kept.
-    """
-
-    is_coupled = False
+    """One generation of several drafters; see `contracts.SessionGroups`."""
 
     def __init__(self, keyed: Sequence[tuple[str, Session]]) -> None:
         """keyed: sessions, each with its drafter's key."""
@@ -94,7 +105,10 @@ class FirstOf(Several):
         """Begin with each of them."""
         return CombinedSession(
             [
-                (key_of(drafter), drafter.begin(list(prompt), context))
+                (
+                    key_of(drafter),
+                    drafter.begin(list(prompt), context_for(drafter, context)),
+                )
                 for drafter in self.drafters
             ]
         )
@@ -120,69 +134,3 @@ class BestOf(FirstOf):
         session = super().begin(prompt, context)
         session.groups = [[part for group in session.groups for part in group]]
         return session
-
-
-@dataclass(frozen=True, init=False)
-class TreeOf(FirstOf):
-    """The drafts of several drafters as one tree (SpecInfer, Miao et al. 2024, section 3).
-
-    Look-ups' drafts are merged where they agree; the automatic draft length keeps the tokens that
-    are worth their rows, a fixed one takes what each proposes. Draft models and heads share a
-    draft's tokens evenly, and theirs are merged unless they are drawn: then each writes a branch
-    from draws of its own. A model on which trees are not exact gets the first one's chain. Not
-    worth it where one of two models is seldom right when the other is wrong. drafters: at least
-    one, the likelier first, else ValueError.
-    """
-
-    def begin(self, prompt: Sequence[int], context: DraftContext) -> CombinedSession:
-        """Begin with each of them; ValueError for one that drafts on every rank."""
-        noise = None if context.coupled else context.noise
-        keyed: list[tuple[str, Session]] = []
-        for i, drafter in enumerate(self.drafters):
-            if optional(drafter, "on_every_rank"):
-                raise ValueError(
-                    f"TreeOf: {type(drafter).__name__} drafts on every rank. Leave that out."
-                )
-            if noise is not None:
-                # siblings are independent draws; the next seeds are those of other texts
-                own = replace(noise, seed=noise.seed + (i << 48))
-                context = replace(context, noise=own)
-            keyed.append((key_of(drafter), drafter.begin(list(prompt), context)))
-        is_free = all(is_cheap(session) for _, session in keyed)
-        session = CombinedSession(keyed) if is_free else TreeSession(keyed)
-        session.groups = [[(self.key, session)]]
-        session.is_coupled = context.coupled
-        return session
-
-
-class TreeSession(CombinedSession):
-    """One generation of drafters whose drafts are one tree, some of which cost time."""
-
-    drafts: Sequence[Draft] = ()
-
-    def propose(self, limit: int) -> Draft:
-        """A tree of at most `limit` tokens, as many of each drafter that costs time."""
-        cheap = [is_cheap(part) for _, part in self.parts]
-        share = -(-limit // cheap.count(False))
-        self.drafts = [
-            part.propose(limit if is_free else share)
-            for (_, part), is_free in zip(self.parts, cheap, strict=True)
-        ]
-        drafts = [draft for draft in self.drafts if len(draft)]
-        if len(drafts) < 2:
-            return drafts[0].head(limit) if drafts else NO_DRAFT
-        is_drawn = any(draft.logprobs is not None for draft in drafts)
-        join = side_by_side if is_drawn and not self.is_coupled else merged
-        return join(drafts).head(limit)
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Tell each what was kept of its own draft, then what came after that."""
-        drafts, self.drafts = self.drafts or [NO_DRAFT] * len(self.parts), ()
-        for (_, part), draft in zip(self.parts, drafts, strict=True):
-            end = len(tokens)
-            if draft.parents is None and not is_cheap(part):
-                own = map(eq, to_list(draft.tokens), tokens)
-                end = 1 + len(list(takewhile(bool, own)))
-            part.observe(tokens[:end])
-            if tokens[end:]:
-                part.observe(tokens[end:])

@@ -17,8 +17,9 @@ import numpy as np
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.contracts import Draft, DraftContext
+from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.errors import GrammarError, MissingPackageError
-from specdec_mlx.models import PerModel, unwrapped
+from specdec_mlx.models.loading import PerModel, unwrapped
 from specdec_mlx.token_ids import to_list
 
 if TYPE_CHECKING:
@@ -100,24 +101,31 @@ class GrammarProcessor:
 
     Once the text is complete and cannot go on, only the end token is allowed. It follows whatever
     tokens it is shown, backwards too, so that calls for rejected rows do no harm. start: tokens
-    before the text; None for those of the first call, so make one for each generation. GrammarError
-    for a grammar that outgrew the matcher's limits.
+    before the text; None for those of the first call, so make one for each generation. thought: the
+    marks of a thought that may stand before the text; the grammar begins after the thought. Raises
+    GrammarError for a grammar that outgrew the matcher's limits.
     """
 
     pure = True
 
     def __init__(
-        self, grammar: Grammar, tokenizer: Any, start: int | None = None
+        self,
+        grammar: Grammar,
+        tokenizer: Any,
+        start: int | None = None,
+        thought: Thought | None = None,
     ) -> None:
         """Compile the grammar for the tokenizer; seconds for the first one of a large tokenizer."""
         self.grammar = grammar
         self.tokenizer = compiled_tokenizer(tokenizer)
-        self.start = start
+        self.start, self.thought = start, thought
         self.place = self.beginning()
 
     def beginning(self) -> GrammarPosition:
         """A new place before the first token of the text."""
-        return GrammarPosition(self.grammar.begin(self.tokenizer))
+        place = GrammarPosition(self.grammar.begin(self.tokenizer), self.thought)
+        place.go_to([])
+        return place
 
     def __call__(self, tokens: mx.array, logits: mx.array) -> mx.array:
         """Logits [1, V] with -inf for the tokens that may not follow `tokens` [n]."""
@@ -180,13 +188,28 @@ class GrammarSession:
 
 @dataclass
 class GrammarPosition:
-    """A place in a grammar: a matcher after `path`, the longest part of a text that is allowed."""
+    """A place in a grammar: a matcher after `path`, the longest part of a text that is allowed.
+
+    Attributes:
+        thought: the marks of the thought before the text of the grammar; None for no thought.
+        is_thinking: the thought is not closed yet, and the grammar has not begun.
+        opening: the token with which the thought may begin here, or must go on; empty for none.
+    """
 
     matcher: LLMatcher
+    thought: Thought | None = None
     path: Sequence[int] = ()
+    is_thinking: bool = False
+    opening: Sequence[int] = ()
 
     def go_to(self, text: Sequence[int]) -> bool:
         """Go to the end of `text`; True if the grammar allows all of it, an end token included."""
+        if self.thought is not None:
+            start = self.thought.answer_start(text)
+            self.is_thinking, place = start is None, len(text)
+            may_open = self.is_thinking or not text
+            self.opening = self.thought.opens[place : place + 1] if may_open else ()
+            text = () if start is None else text[start:]
         pairs = enumerate(zip(self.path, text, strict=False))
         shared = next(
             (i for i, (a, b) in pairs if a != b), min(len(self.path), len(text))
@@ -199,11 +222,19 @@ class GrammarPosition:
 
     def allowed(self, vocab_size: int) -> mx.array:
         """[V] booleans, true for tokens that may follow."""
-        flags = self._flags()[:vocab_size]
-        return mx.array(np.pad(flags, (0, vocab_size - len(flags))).astype(bool))
+        if self.thought is not None and self.is_thinking:
+            flags = np.full(vocab_size, not self.opening)
+            flags[list(self.thought.ends)] = False
+        else:
+            flags = self._flags()[:vocab_size].astype(bool)
+            flags = np.pad(flags, (0, vocab_size - len(flags)))
+        flags[list(self.opening)] = True
+        return mx.array(flags)
 
     def forced(self) -> list[int]:
-        """The tokens that must follow, the end token included."""
+        """The tokens that must follow, the end token included; none where a thought may stand."""
+        if self.is_thinking or self.opening:
+            return []
         tokens = list(self.matcher.compute_ff_tokens())
         taken = self.matcher.try_consume_tokens(tokens)
         if self.matcher.is_stopped():  # the only token that is allowed then is the end

@@ -14,13 +14,13 @@ from heapq import nlargest
 
 import mlx.core as mx
 
-from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence
-from specdec_mlx.contracts.trees import chain, path_to
+from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence, chain
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import match_vocab
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.models.anatomy import top_tokens
+from specdec_mlx.sampling import Sampling
 from specdec_mlx.token_ids import read_all, to_ids
-from specdec_mlx.verify.watching import top_tokens
+from specdec_mlx.trees.shape import path_to
 
 NextRows = Callable[[mx.array | None, Sequence[int]], mx.array]
 """Logits of what follows further tokens of a tree; see `writing.WritingSession.next_logits`."""

@@ -10,8 +10,8 @@ import mlx.nn as nn
 from mlx.utils import tree_flatten
 from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.caches import leaves
 from specdec_mlx.errors import DraftModelError
-from specdec_mlx.verify.strategies import leaves
 
 HEADS = (nn.Linear, nn.QuantizedLinear, nn.Embedding, nn.QuantizedEmbedding)
 """Modules that make logits, a row of their weights for each token."""

@@ -3,34 +3,24 @@
 from __future__ import annotations
 
 import copy
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from importlib import import_module
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import can_trim_prompt_cache
 
-from specdec_mlx.contracts import (
-    NO_DRAFT,
-    Checks,
-    Closes,
-    Draft,
-    DraftContext,
-    Drafter,
-    GoesOn,
-    ReadsTarget,
-    Step,
-    key_of,
-    optional,
+from specdec_mlx.arguments import wrong
+from specdec_mlx.caches import (
+    Rollback,
+    check_caches_fit,
+    refused_after_failure,
+    states_of,
+    wait_for,
 )
-from specdec_mlx.drafters.drawing import (
-    DRAWN_AT_ONCE,
-    ChainDraws,
-    worth_it,
-)
+from specdec_mlx.contracts import DraftContext
 from specdec_mlx.drafters.fingerprint import fingerprint
 from specdec_mlx.drafters.retokenized import Retokenized
 from specdec_mlx.drafters.shared_vocabulary import (
@@ -45,12 +35,10 @@ from specdec_mlx.drafters.writing import (
     check_way_of_writing,
     way_of_writing,
 )
-from specdec_mlx.options import shown, wrong
-from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.exactness import first_inexact
-from specdec_mlx.verify.model_pass import vocab_size_of
-from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.tree_passes import TreeLayout, next_level
+from specdec_mlx.exactness.probe import first_inexact
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.token_ids import to_ids
+from specdec_mlx.trees.passes import TreeLayout, next_level, takes_trees, tree_pass
 
 MOST_PENDING = 16  # tokens of the text that a draft may begin with in one pass
 
@@ -73,10 +61,6 @@ class ModelDrafter:
             target's tokenizer; see `drafters.growing`.
         on_every_rank: each machine of a target that is spread over several runs the draft model; by
             default the first does, and sends its distributions.
-        drafter: guesses what the model will draft, so that one pass of it checks several tokens (a
-            vertical cascade: Leviathan et al. 2023, section 6; Chen et al. 2023): a look-up, or its
-            name, or a smaller `ModelDrafter`. The drafts are those of the model alone. Not worth it
-            where the draft model's own text repeats nothing.
 
     Draws come from its logits under the target's processors, temperature and filters (Leviathan et
     al. 2023, section 2.2), and are declared as drawn; greedy targets and opaque samplers get the
@@ -90,7 +74,6 @@ class ModelDrafter:
     tokenizers: str = "any"
     branches: int = 1
     on_every_rank: bool = False
-    drafter: Any = None
 
     def __post_init__(self) -> None:
         if not isinstance(self.model, nn.Module):
@@ -100,33 +83,31 @@ class ModelDrafter:
         if self.tokenizers not in TOKENIZERS:
             raise wrong("tokenizers", self.tokenizers, f"one of {TOKENIZERS}")
         check_way_of_writing(self)
-        if isinstance(self.drafter, str):  # names are known above this module
-            named: Any = import_module("specdec_mlx.drafters.choosing.registry")
-            object.__setattr__(self, "drafter", named.make_drafter(self.drafter))
-        if self.drafter is not None:
-            object.__setattr__(self, "drafter", guesser_for(self))
 
     @property
     def key(self) -> str:
         """The model by its content, and how it drafts."""
-        way = way_of_writing(self)
-        if self.drafter is not None:
-            way = f"{way}, drafter={key_of(self.drafter)}"
-        return f"ModelDrafter({fingerprint(self.model)}, {way})"
+        return f"ModelDrafter({fingerprint(self.model)}, {way_of_writing(self)})"
 
     def check(self, context: DraftContext) -> None:
-        """Raise TokenizerMismatchError for a target with a tokenizer that is not taken."""
-        if isinstance(self.drafter, Checks):
-            self.drafter.check(context)
+        """Raise TokenizerMismatchError for a target with a tokenizer that is not taken.
+
+        ValueError for caches of another model in `context.draft_cache`.
+        """
         if (shared := self.shared_with(context)) is not None:
             log_foreign(shared)
+        elif context.draft_cache is not None:
+            check_caches_fit(self.model, context.draft_cache)
+
+    def keeps_draft_cache(self, context: DraftContext) -> bool:
+        """True for a model with the target's tokenizer."""
+        return self.shared_with(context) is None
 
     def shared_with(self, context: DraftContext) -> SharedVocabulary | None:
         """What the model shares with a target of another tokenizer, None for the same one."""
         if self.tokenizer is None or context.tokenizer is None:
             return None
-        # guesses are tokens of the target's
-        if self.tokenizers == "same" or self.drafter is not None:
+        if self.tokenizers == "same":
             check_same_tokenizer(context.tokenizer, self.tokenizer)
             return None
         return shared_between(context.tokenizer, self.tokenizer)
@@ -142,8 +123,6 @@ class ModelDrafter:
 
     def session(self, prompt: Sequence[int], context: DraftContext) -> ModelSession:
         """The model's side of a generation."""
-        if self.drafter is not None:
-            return GuessedSession(self, prompt, context)
         begin = ModelSession if context.shared_drafts is None else context.shared_drafts
         return begin(self, prompt, context)
 
@@ -176,7 +155,7 @@ class ModelSession(WritingSession):
         """True if drafts are to fork, and the model drafts the same in a tree as in chains."""
         rollback = self.rollback  # a level of a tree is wider than narrow passes may be
         may_fork = (
-            super().forks and rollback.takes_trees() and rollback.widest_pass() is None
+            super().forks and takes_trees(rollback) and rollback.widest_pass() is None
         )
         return may_fork and first_inexact(self.model, 0, on_trees=True) is None
 
@@ -197,19 +176,6 @@ class ModelSession(WritingSession):
         """Keep the accepted part of the last proposal in the caches."""
         self.rollback.rewind_to(len(self.tokens) + len(tokens) - 1)
         super().observe(tokens)
-
-    def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
-        """A chain after the text and `tokens` that may be rejected: few, for one pass to check."""
-        end = len(self.tokens)
-        if limit <= 0 or not end:
-            return NO_DRAFT
-        self.catch_up()
-        self.rollback.checkpoint()
-        self.tokens += tokens
-        draft = self.propose(min(limit, DRAWN_AT_ONCE))
-        del self.tokens[end:]
-        self.rollback.rewind_to(end - 1)
-        return draft
 
     def fork(self) -> ModelSession:
         """Copy the caches; what cannot be trimmed in the copy is read again."""
@@ -242,131 +208,14 @@ class ModelSession(WritingSession):
         width = vocab_size_of(self.model)
         if self.context.vocab_size is None or width < self.context.vocab_size:
             ids = mx.minimum(ids, width - 1)
-        return self.rollback.forward(self.model, ids, tree)
+        call = None if tree is None else partial(tree_pass, rows=tree)
+        return self.rollback.forward(self.model, ids, call)
 
     def close(self, length: int) -> None:
         """Bring the caller's caches to exactly the first `length` tokens."""
-        self.rollback.rewind_to(length)
         if self.callers_cache is not None:
-            self.read_to(length)
-            mx.async_eval(states_of(self.rollback.caches))
-        super().close(length)
-
-
-def begin_ahead(
-    asked_by: Drafter, drafter: Drafter, prompt: Sequence[int], context: DraftContext
-) -> Any:
-    """A session that can be asked what follows a draft; ValueError for one that cannot."""
-    session = drafter.begin(list(prompt), context)
-    if optional(session, "propose_after") is None:
-        raise ValueError(
-            f"{type(asked_by).__name__}: {type(drafter).__name__} cannot be asked what follows a "
-            "draft; expected one whose sessions have propose_after, such as 'suffix'."
-        )
-    return session
-
-
-def guesser_for(drafter: ModelDrafter) -> Any:
-    """The drafter of a draft model; ValueError for one that cannot guess for it."""
-    guesser, what = drafter.drafter, f"ModelDrafter: drafter={shown(drafter.drafter)}"
-    if (
-        type(drafter) is not ModelDrafter
-        or drafter.branches > 1
-        or drafter.on_every_rank
-    ):
-        raise ValueError(
-            f"{what} guesses for a draft model that writes chains on one rank; leave it out of "
-            "early exits, PARD models, branches= and on_every_rank=."
-        )
-    if isinstance(guesser, ReadsTarget) or optional(guesser, "branches") > 1:
-        raise ValueError(
-            f"{what} reads the target, or drafts trees; expected a look-up, such as 'suffix', or a "
-            "smaller ModelDrafter."
-        )
-    if isinstance(guesser, ModelDrafter):
-        return replace(guesser, tokenizers="same")
-    return guesser
-
-
-@dataclass
-class DraftNoise:
-    """The noise of a draft model's own draws, to a model that guesses these, by their positions."""
-
-    session: ModelSession
-
-    def gumbels(self, places: Sequence[tuple[str, int]], vocab_size: int) -> mx.array:
-        """[n, V] of consecutive positions; of drafts, where these have other noise."""
-        start = len(self.session.tokens) - self.session.num_prompt
-        first = places[0][1] - start
-        return self.session.context.draft_gumbels(start, len(places), first)
-
-
-class GuessedSession(ModelSession):
-    """The side of a draft model whose next tokens another session guesses.
-
-    Tokens are drawn from the model's own rows with its own noise, so that guesses only decide in
-    which pass. guesser: has seen the first `num_shown` tokens of the text.
-    """
-
-    def __init__(
-        self, drafter: ModelDrafter, prompt: Sequence[int], context: DraftContext
-    ) -> None:
-        super().__init__(drafter, prompt, context)
-        noise: Any = DraftNoise(self)
-        own = {"sampling": self.sampling, "noise": noise, "coupled": True}
-        alone = replace(context, draft_cache=None, shared_drafts=None, **own)
-        self.guesser = begin_ahead(drafter, drafter.drafter, prompt, alone)
-        self.num_shown = len(self.tokens)
-
-    def propose(self, limit: int) -> Draft:
-        """`limit` tokens, in as few passes as the guesses allow."""
-        return self.propose_while(limit, lambda evidence: Step.GO_ON)
-
-    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
-        """Up to `limit` tokens, as long as they are worth it, by confidences alone."""
-        length, draws = self.begin_draft(limit), self.draws(at_once=1)
-        return worth_it(draws, self.confidences(length, draws), goes_on)
-
-    def confidences(self, length: int, draws: ChainDraws) -> Iterator[float]:
-        """Draw when asked, in one pass all that was guessed; the largest probability at each."""
-        drafted: list[int] = []
-        while len(drafted) < length:
-            after, position = [*self.tokens, *drafted], self.rollback.position
-            ahead, pending = after[self.num_shown :], after[position:]
-            most = self.num_guesses(length - len(drafted) - 1, len(pending))
-            guessed = self.guesser.propose_after(ahead, most) if most else NO_DRAFT
-            guesses = to_list(guessed.tokens)[:most]
-            rows = self.feed(to_ids([*pending, *guesses]))[len(pending) - 1 :]
-            new = draws.draw_guessed(rows, guesses)
-            drafted += new
-            self.rollback.rewind_to(len(self.tokens) + len(drafted) - 1)
-            logs: Any = draws.log_confidences()[-len(new) :].tolist()
-            yield from map(math.exp, logs)
-
-    def num_guesses(self, most: int, num_pending: int) -> int:
-        """Most guesses that a pass may check besides the pending tokens."""
-        if self.guesser is None:
-            return 0
-        room, end = self.rollback.widest_pass(), self.rollback.end
-        if room is None and (until := first_inexact(self.model, end)) is not None:
-            room = until - end
-        return most if room is None else max(0, min(most, room - num_pending))
-
-    def observe(self, tokens: Sequence[int]) -> None:
-        """Show the guesser what was emitted, too."""
-        if self.guesser is not None:
-            self.guesser.observe(tokens)
-        super().observe(tokens)
-        self.num_shown = len(self.tokens)
-
-    def fork(self) -> ModelSession:
-        """A copy that nobody guesses for."""
-        other = super().fork()
-        vars(other)["guesser"] = None
-        return other
-
-    def close(self, length: int) -> None:
-        """End both."""
-        if isinstance(self.guesser, Closes):
-            self.guesser.close(length)
+            with refused_after_failure(self.callers_cache):
+                self.rollback.rewind_to(length)
+                self.read_to(length)
+                mx.async_eval(states_of(self.callers_cache))
         super().close(length)

@@ -6,26 +6,141 @@ longest context of a few tokens that has been seen, in the prompt or in the outp
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
+from typing import NamedTuple
 
-import mlx.core as mx
-import numpy as np
-from jaxtyping import Float
-
-from specdec_mlx.contracts import Draft, DraftContext, Evidence
-from specdec_mlx.contracts.drafting import places_class, share_class
-from specdec_mlx.drafters.ngram_table import (
-    Context,
-    Continuation,
-    NGramCounts,
-    NGramTable,
+from specdec_mlx.arguments import require
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Evidence,
+    places_class,
+    share_class,
 )
-from specdec_mlx.memory.kept import opened
-from specdec_mlx.options import require
 
 MAX_ORDER = 8
+
+Context = tuple[int, ...]
+
+
+class Continuation(NamedTuple):
+    """The most frequent token after a context of `width` tokens: `seen` of `total` times."""
+
+    token: int
+    width: int
+    seen: int = 1
+    total: int = 1
+
+
+class Continuations:
+    """Counts of the tokens after one context, and the best: of equal ones the most recent."""
+
+    __slots__ = ("best", "counts", "total")
+
+    def __init__(self, token: int, times: int = 1) -> None:
+        self.best = token
+        self.counts = {token: times}
+        self.total = times
+
+    def add(self, token: int, times: int = 1) -> None:
+        """Count `token`, which alone can become the best by that."""
+        self.total += times
+        count = self.counts.get(token, 0) + times
+        self.counts[token] = count
+        if count >= self.counts[self.best]:
+            self.best = token
+
+
+class NGramCounts:
+    """Counts for the orders from `min_order` to `max_order`, at most `max_entries` pairs of each.
+
+    To make room it forgets the contexts that were not seen for longest. All takes constant time.
+    """
+
+    def __init__(self, min_order: int, max_order: int, max_entries: int) -> None:
+        self.widths = range(min_order - 1, max_order)
+        self._max_entries = max_entries
+        self._num_entries = dict.fromkeys(self.widths, 0)
+        # Most contexts of a text are seen once; a bare token for those is a quarter of the memory.
+        self._tables: dict[int, OrderedDict[Context, int | Continuations]] = {
+            width: OrderedDict() for width in self.widths
+        }
+
+    def __len__(self) -> int:
+        """Pairs held."""
+        return sum(self._num_entries.values())
+
+    def shift(self, context: Context, token: int) -> Context:
+        """Append a token to a context and drop what has become too old."""
+        longer = (*context, token)
+        return longer[max(0, len(longer) - self.widths[-1]) :]
+
+    def learn(self, context: Context, token: int) -> None:
+        """Count `token` after the last tokens of a text, once per order."""
+        length = len(context)
+        for width in self.widths:
+            if width <= length:
+                self.add(context[length - width :], token)
+
+    def add(self, context: Context, token: int, times: int = 1) -> None:
+        """Count `token` after one context."""
+        table, width = self._tables[len(context)], len(context)
+        entry = table.get(context)
+        if entry is None:
+            self._make_room(context)
+            table[context] = token if times == 1 else Continuations(token, times)
+            self._num_entries[width] += 1
+            return
+        table.move_to_end(context)
+        if isinstance(entry, int):
+            entry = table[context] = Continuations(entry)
+        if token not in entry.counts:
+            if not self._make_room(context):
+                return
+            self._num_entries[width] += 1
+        entry.add(token, times)
+
+    def ngrams(self) -> Iterator[tuple[Context, int]]:
+        """All n-grams and their counts, the contexts not seen for longest first."""
+        for table in self._tables.values():
+            for context in table:
+                for token, count in self.counts(context).items():
+                    yield (*context, token), count
+
+    def counts(self, context: Context) -> Mapping[int, int]:
+        """How often each continuation was seen."""
+        entry = self._tables[len(context)].get(context)
+        if entry is None:
+            return {}
+        return entry.counts if isinstance(entry, Continuations) else {entry: 1}
+
+    def continuation(self, context: Context) -> Continuation | None:
+        """The best continuation of the longest known end of a context."""
+        length = len(context)
+        for width in reversed(self.widths):
+            if width > length:
+                continue
+            entry = self._tables[width].get(context[length - width :])
+            if isinstance(entry, int):
+                return Continuation(entry, width)
+            if entry is not None:
+                return Continuation(
+                    entry.best, width, entry.counts[entry.best], entry.total
+                )
+        return None
+
+    def _make_room(self, context: Context) -> bool:
+        """Forget contexts until one more pair fits; False where only `context` itself is left."""
+        table, width = self._tables[len(context)], len(context)
+        while self._num_entries[width] >= self._max_entries:
+            oldest = next(iter(table))
+            if oldest == context:
+                return False
+            self._num_entries[width] -= len(self.counts(oldest))
+            del table[oldest]
+        return True
 
 
 @dataclass(frozen=True)
@@ -35,11 +150,8 @@ class NGramDrafter:
     An n-gram of order n is a context of n - 1 tokens and the token after it; of equally frequent
     ones the most recent wins. The draft ends where no context is known. The defaults are akunu's.
     max_order, min_order: 1 <= min_order <= max_order <= 8; order 1 is the most frequent token of
-    all. num_draft: most tokens in a draft. stochastic: at a temperature above 0, draw each token
-    from smoothed counts and declare that distribution. max_entries: most pairs of context and
-    continuation per order; the contexts not seen for longest are forgotten. table: counts kept
-    between generations, used where this text's know no context as long: an `NGramTable`, or the
-    path of its file, made if need be and saved when the process ends; not with `stochastic`.
+    all. num_draft: most tokens in a draft. max_entries: most pairs of context and continuation per
+    order; the contexts not seen for longest are forgotten.
 
     Memory: at most 640 * max_entries * (max_order - min_order + 1) bytes, 126 MB with the defaults;
     140 bytes a pair, 14 MB for 32,768 tokens that seldom repeat. ValueError out of range.
@@ -48,9 +160,7 @@ class NGramDrafter:
     max_order: int = 4
     min_order: int = 2
     num_draft: int = 4
-    stochastic: bool = False
     max_entries: int = 65_536
-    table: NGramTable | str | None = None
 
     def __post_init__(self) -> None:
         orders = f"an int from 1 (unigram) to {MAX_ORDER}"
@@ -60,27 +170,10 @@ class NGramDrafter:
         one = "an int >= 1; to draft nothing, leave the drafter out"
         require(self, self.num_draft >= 1, "num_draft", one)
         require(self, self.max_entries >= 1, "max_entries", "an int >= 1")
-        without = (
-            "None with stochastic=True: its distribution is that of one text's counts"
-        )
-        require(self, self.table is None or not self.stochastic, "table", without)
-        if self.table is not None and not isinstance(self.table, NGramTable):
-            make = partial(NGramTable, self.max_order, self.min_order)
-            object.__setattr__(self, "table", opened(self.table, NGramTable, make))
-
-    def check(self, context: DraftContext) -> None:
-        """Raise TokenizerMismatchError if the table was counted with another tokenizer."""
-        self._table_of(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> NGramSession:
-        """Count the n-grams of `prompt` [n]; deterministic also where the noise is not known."""
-        draws = self.stochastic and context.noise is not None
-        if draws and context.sampling is not None and not context.sampling.greedy:
-            return StochasticNGramSession(self, prompt, context)
-        return NGramSession(self, prompt, self._table_of(context))
-
-    def _table_of(self, context: DraftContext) -> NGramTable | None:
-        return self.table.of(context) if isinstance(self.table, NGramTable) else None
+        """Count the n-grams of `prompt` [n]."""
+        return NGramSession(self, prompt)
 
 
 class NGramSession:
@@ -88,21 +181,13 @@ class NGramSession:
 
     cheap = True
 
-    def __init__(
-        self,
-        config: NGramDrafter,
-        prompt: Sequence[int],
-        table: NGramTable | None = None,
-    ) -> None:
+    def __init__(self, config: NGramDrafter, prompt: Sequence[int]) -> None:
         self._config = config
         self._counts = NGramCounts(
             config.min_order, config.max_order, config.max_entries
         )
         # the last max_order - 1 tokens, fewer at the beginning
         self._context: Context = ()
-        self._num_prompt = len(prompt)
-        self._table = table
-        self._written: list[int] = []
         for token in prompt:
             self._learn(token)
 
@@ -125,58 +210,11 @@ class NGramSession:
         """Count the tokens [n]: one table update a token and order."""
         for token in tokens:
             self._learn(token)
-        self._written += tokens
-
-    def close(self, length: int) -> None:
-        """Count what was written, up to `length` tokens of prompt and output, in the table."""
-        if self._table is not None:
-            self._table.add(self._written[: length - self._num_prompt])
-            self._written = []
 
     def _longest(self, context: Context) -> Continuation | None:
-        """The continuation of the longest known context; the text's own counts win a tie."""
-        own, table = self._counts.continuation(context), self._table
-        if table is None or (
-            own is not None and own.width == self._config.max_order - 1
-        ):
-            return own
-        kept = table.continuation(context)
-        return kept if kept and (own is None or kept.width > own.width) else own
+        """The continuation of the longest known context."""
+        return self._counts.continuation(context)
 
     def _learn(self, token: int) -> None:
         self._counts.learn(self._context, token)
         self._context = self._counts.shift(self._context, token)
-
-
-class StochasticNGramSession(NGramSession):
-    """One generation's counts, drafting at random from a distribution that the draft declares."""
-
-    # a row of V numbers a token, and what was drawn must not be thrown away
-    cheap = False
-
-    def __init__(
-        self, config: NGramDrafter, prompt: Sequence[int], context: DraftContext
-    ) -> None:
-        super().__init__(config, prompt)
-        self._generation = context
-
-    def propose(self, limit: int) -> Draft:
-        """Draw up to `limit` tokens; `logprobs` [K, V] are what they were drawn from.
-
-        Draws follow from noise, place and counts alone: proposing twice gives the same draft.
-        """
-        vocab_size = self._generation.vocab_size
-        assert vocab_size is not None
-        context = self._context
-        tokens: list[int] = []
-        rows: list[Float[np.ndarray, " vocab"]] = []
-        for i in range(min(limit, self._config.num_draft)):
-            probs = self._counts.distribution(context, vocab_size)
-            if probs is None:
-                break
-            with np.errstate(divide="ignore"):
-                rows.append(np.log(probs / probs.sum()).astype(np.float32))
-            noise = np.array(self._generation.draft_gumbel(len(self._written), i))
-            tokens.append(int(np.argmax(rows[-1] + noise)))
-            context = self._counts.shift(context, tokens[-1])
-        return Draft(tokens, mx.array(np.stack(rows))) if tokens else Draft()

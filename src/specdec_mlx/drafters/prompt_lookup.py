@@ -6,8 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from specdec_mlx.arguments import require, require_cap
 from specdec_mlx.contracts import Draft, DraftContext, Evidence
-from specdec_mlx.options import require, require_cap
 
 # longest match that is measured, in tokens; confidence has saturated long before
 MAX_MATCH = 64

@@ -1,7 +1,7 @@
 """Drafts from what the target itself thought of next (Token Recycling, Luo et al. 2024).
 
 At every position computed, rejected ones too, the likeliest next tokens are noted. A draft is a
-chain of likeliest successors; a tree, as the paper has it, branches to the others (`TreeOf`).
+chain of likeliest successors; a tree, as the paper has it, branches to the others.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
+from specdec_mlx.arguments import require
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
@@ -17,11 +18,10 @@ from specdec_mlx.contracts import (
     Evidence,
     FeatureRows,
     Features,
+    share_class,
 )
-from specdec_mlx.contracts.branching import TokenPath
-from specdec_mlx.contracts.drafting import share_class
 from specdec_mlx.memory.kept import fingerprint_of
-from specdec_mlx.options import require
+from specdec_mlx.trees.drafts import TokenPath
 
 TOP = 8  # successors that are kept of each token, as in the paper
 BRANCHES = 4  # successors of the last token that a tree goes on from
@@ -174,13 +174,10 @@ class RecyclingSession:
 
     def propose(self, limit: int) -> Draft:
         """Follow the table from the last token."""
-        return next(self._chains(limit), NO_DRAFT)
+        return next(self.chains(limit), NO_DRAFT)
 
-    def candidates(self, limit: int) -> list[Draft]:
+    def chains(self, limit: int) -> Iterator[Draft]:
         """The chains through the likeliest successors of the last token."""
-        return list(self._chains(limit))
-
-    def _chains(self, limit: int) -> Iterator[Draft]:
         length, width = min(limit, self.config.num_draft), self.config.context
         return self.table.drafts(self.tokens, length, width)
 

@@ -15,13 +15,12 @@ from itertools import takewhile
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.caches import Rollback, leaves, strategy_for, wait_for
 from specdec_mlx.contracts import Draft, DraftContext
 from specdec_mlx.drafters.drawing import ChainDraws, draft_to
 from specdec_mlx.drafters.shared_vocabulary import SharedVocabulary, Spelling
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.sampling import Sampling
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.verify.rollback import Rollback, wait_for
-from specdec_mlx.verify.strategies import leaves, strategy_for
 
 MARGIN = 8
 """Last tokens that more text may still change; longer words are rare, and cost acceptance alone."""

@@ -12,16 +12,16 @@ from typing import Any
 import mlx.core as mx
 from mlx_lm.models.cache import can_trim_prompt_cache, make_prompt_cache
 
+from specdec_mlx.batch_caches import BatchCaches
+from specdec_mlx.caches import Rollback, states_of, wait_for
 from specdec_mlx.contracts import MOST_WAITING, Draft, DraftContext, GoesOn
 from specdec_mlx.drafters.drawing import ChainDraws, truncate
 from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.session import RecurrentSession
 from specdec_mlx.drafters.model import MOST_PENDING, ModelDrafter, ModelSession
 from specdec_mlx.drafters.writing import WritingSession
-from specdec_mlx.verify.exactness import can_hold_rows
-from specdec_mlx.verify.model_pass import vocab_size_of
-from specdec_mlx.verify.rollback import Rollback, states_of, wait_for
-from specdec_mlx.verify.row_caches import BatchCaches
+from specdec_mlx.exactness.probe import can_hold_rows
+from specdec_mlx.models.anatomy import vocab_size_of
 
 
 @dataclass

@@ -13,7 +13,7 @@ from typing import Any
 
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.kept import PROBES, SAMPLES, fingerprint_of
-from specdec_mlx.models import PerModel, unwrapped
+from specdec_mlx.models.loading import PerModel, unwrapped
 
 
 def check_same_tokenizer(target: Any, draft: Any) -> None:

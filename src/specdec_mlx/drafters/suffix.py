@@ -8,28 +8,24 @@ suffix tree; here the places are kept, so that those whose surroundings agree we
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from heapq import heappop, heappush
 from math import ldexp
 from operator import itemgetter
 
+from specdec_mlx.arguments import require, require_cap
 from specdec_mlx.contracts import (
     NO_DRAFT,
     Draft,
     DraftContext,
     Evidence,
-    ValuesDrafts,
-    key_of,
+    places_class,
+    share_class,
 )
-from specdec_mlx.contracts.branching import TokenPath, best_of_chains, draft_of
-from specdec_mlx.contracts.drafting import places_class, share_class
-from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.errors import TokenizerMismatchError
 from specdec_mlx.memory.index import Context, ContextIndex, GrowingIndex
 from specdec_mlx.memory.store import Memory, as_memory
-from specdec_mlx.options import require, require_cap
 
 LENGTH_LOG2 = 5  # a match longer by one token weighs 2^5 as much
 # tokens before a short match; each that stands there too doubles the weight
@@ -58,7 +54,7 @@ def vote(paths: Sequence[Path], length: int) -> Draft:
         rest = first[at:shortest]
         if len(paths) == 1 or all(path[at:shortest] == rest for _, _, path in paths):
             tokens += rest
-            evidence += [_evidence(paths, 1.0)] * (shortest - at)
+            evidence += [evidence_of(paths, 1.0)] * (shortest - at)
             continue
         votes: dict[int, float] = {}
         for weight, _, path in paths:
@@ -66,7 +62,7 @@ def vote(paths: Sequence[Path], length: int) -> Draft:
         best = max(votes, key=votes.__getitem__)
         paths = [path for path in paths if path[2][at] == best]
         tokens.append(best)
-        evidence.append(_evidence(paths, votes[best] / sum(votes.values())))
+        evidence.append(evidence_of(paths, votes[best] / sum(votes.values())))
     return Draft(tokens, evidence=evidence)
 
 
@@ -91,38 +87,6 @@ def paths_of(
     ]
 
 
-def trie(
-    paths: Sequence[Path], limit: int, known: Chances
-) -> dict[TokenPath, Evidence]:
-    """Of all texts that places vote for, the `limit` likeliest, in that order, parents first.
-
-    A place's votes are shared among its tokens; known: chances by the evidence that this is.
-    """
-    found: dict[TokenPath, Evidence] = {}
-    waiting: list[tuple[float, TokenPath, list[Path], Evidence]] = []
-
-    def open_after(text: TokenPath, reach: float, paths: Sequence[Path]) -> None:
-        voting: dict[int, list[Path]] = {}
-        for path in paths:
-            if len(path[2]) > len(text):
-                voting.setdefault(path[2][len(text)], []).append(path)
-        votes = {token: sum([p[0] for p in some]) for token, some in voting.items()}
-        total = sum(votes.values())
-        ranked = sorted(votes, key=votes.__getitem__, reverse=True)
-        for rank, token in enumerate(ranked):
-            some = voting[token]
-            evidence = _evidence(some, votes[token] / total)._replace(rank=rank)
-            (chance,) = known.of_draft([evidence], first=len(text))
-            heappush(waiting, (-reach * chance, (*text, token), some, evidence))
-
-    open_after((), 1.0, paths)
-    while waiting and len(found) < limit:
-        reach, text, some, evidence = heappop(waiting)
-        found[text] = evidence
-        open_after(text, -reach, some)
-    return found
-
-
 def weigh(voters: Sequence[Voters], last: Sequence[int]) -> list[float]:
     """The weight of each place's vote: by its match, by its surroundings, and by where it is."""
     longest = voters[0][0]
@@ -140,7 +104,8 @@ def weigh(voters: Sequence[Voters], last: Sequence[int]) -> list[float]:
     return weights
 
 
-def _evidence(paths: Sequence[Path], share: float) -> Evidence:
+def evidence_of(paths: Sequence[Path], share: float) -> Evidence:
+    """Evidence of a token that places vote for, with its share of their weight."""
     return _same(max([match for _, match, _ in paths]), share, len(paths))
 
 
@@ -169,8 +134,7 @@ class SuffixDrafter:
     between generations: a `Memory`, the path of its file, made if need be and saved when the
     process ends, or "process" for one of no file; a generation's own text is added at its end. None
     remembers nothing. num_draft: most tokens in a draft, None for no cap of its own. min_match: the
-    shortest match that is continued. trees: draft the likeliest of all that was voted for, not the
-    winner alone (Oliaro et al. 2024; REST, He et al. 2024); not worth it where positions cost.
+    shortest match that is continued.
 
     Memory: a token of the text costs at most 400 bytes, one of a `Memory` 80. ValueError out of
     range.
@@ -179,7 +143,6 @@ class SuffixDrafter:
     memory: Memory | str | None = None
     num_draft: int | None = None
     min_match: int = 1
-    trees: bool = False
 
     def __post_init__(self) -> None:
         require_cap(self)
@@ -191,19 +154,18 @@ class SuffixDrafter:
         """Its options, and whether it remembers; not what."""
         kind = "a memory" if self.memory is not None else "no memory"
         options = f"{kind}, num_draft={self.num_draft}, min_match={self.min_match}"
-        options += ", trees=True" * self.trees
-        return f"{type(self).__module__}.SuffixDrafter({options})"
+        return f"{type(self).__module__}.{type(self).__name__}({options})"
 
     def check(self, context: DraftContext) -> None:
         """Raise TokenizerMismatchError if the memory was written by another tokenizer."""
-        self._memory_of(context)
+        self.memory_of(context)
 
     def begin(self, prompt: Sequence[int], context: DraftContext) -> SuffixSession:
         """Index `prompt` [n], and take the memory as it is now."""
-        kind = SuffixTreeSession if self.trees else SuffixSession
-        return kind(self, prompt, self._memory_of(context))
+        return SuffixSession(self, prompt, self.memory_of(context))
 
-    def _memory_of(self, context: DraftContext) -> Memory | None:
+    def memory_of(self, context: DraftContext) -> Memory | None:
+        """The memory for a target; raises TokenizerMismatchError as `check`."""
         memory = self.memory.of(context) if isinstance(self.memory, Memory) else None
         if memory and context.vocab_size and memory.largest_token >= context.vocab_size:
             raise TokenizerMismatchError(
@@ -230,29 +192,17 @@ class SuffixSession:
             (self._text, 1.0),
             *((index, MEMORY_WEIGHT) for index in reversed(indexes)),
         ]
-        self._known = Chances.of("look-up")
         self._longest = config.num_draft or sys.maxsize
 
     def propose(self, limit: int) -> Draft:
         """Copy up to `limit` tokens from the places that match best."""
-        paths, length = self._paths(limit)
+        paths, length = self.paths(limit)
         return vote(paths, length) if paths else NO_DRAFT
 
     def propose_after(self, tokens: Sequence[int], limit: int) -> Draft:
         """Copy what follows matches of text and `tokens` together; nothing is noted."""
-        paths, length = self._paths(limit, tokens)
+        paths, length = self.paths(limit, tokens)
         return vote(paths, length) if paths else NO_DRAFT
-
-    def candidates(self, limit: int) -> list[Draft]:
-        """The winner's chain, and those that hold what was outvoted of the likeliest tokens."""
-        paths, length = self._paths(limit)
-        found = trie(paths, length, self._known)
-        chains = [vote(paths, length)] if found else []
-        inner = {text[:-1] for text in found}
-        for leaf in (text for text in found if text not in inner):
-            path = [leaf[: n + 1] for n in range(len(leaf))]
-            chains.append(Draft(leaf, evidence=[found[text] for text in path]))
-        return chains
 
     def observe(self, tokens: Sequence[int]) -> None:
         """Append the tokens [n] to the text."""
@@ -265,7 +215,7 @@ class SuffixSession:
             written = 0 if memory.remember_prompts else self._num_prompt
             memory.add(self._text.ids[written:length])
 
-    def _paths(self, limit: int, more: Sequence[int] = ()) -> tuple[list[Path], int]:
+    def paths(self, limit: int, more: Sequence[int] = ()) -> tuple[list[Path], int]:
         """What followed the places that match best, and how long a draft of it may be."""
         context, length = self._text.context(more), min(limit, self._longest)
         voters = self._voters(context) if length > 0 else ()
@@ -285,18 +235,3 @@ class SuffixSession:
         while voters and voters[-1][0] < least:
             voters.pop()
         return voters
-
-
-class SuffixTreeSession(SuffixSession):
-    """A session that drafts all that was voted for, not the winner alone."""
-
-    def propose(self, limit: int) -> Draft:
-        """A tree of the `limit` likeliest tokens."""
-        found = trie(*self._paths(limit), self._known)
-        return draft_of(found, list(found.values()))
-
-    def propose_tree(
-        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
-    ) -> Draft:
-        """The chain or tree that is worth most."""
-        return best_of_chains(self, key_of(self._config), limit, values, may_fork)

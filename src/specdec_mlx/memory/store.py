@@ -14,10 +14,11 @@ from typing import Any, ClassVar
 
 import numpy as np
 
+from specdec_mlx.arguments import PROCESS as PROCESS
+from specdec_mlx.arguments import whole, wrong
 from specdec_mlx.memory.file import Integers
 from specdec_mlx.memory.index import MAX_TOKEN, SEPARATOR, ContextIndex
 from specdec_mlx.memory.kept import KeptFile, opened
-from specdec_mlx.options import whole, wrong
 from specdec_mlx.progress import progress_bar
 
 # beside hidden ones
@@ -64,7 +65,7 @@ def tokens_of(name: str, tokenizer: Any) -> list[int] | None:
         return None
     content = Path(name).read_bytes()
     try:
-        text = content.decode("utf-8")
+        text = content.decode("utf-8-sig")
     except UnicodeDecodeError:
         return None
     if b"\x00" in content[:LOOKED_AT]:
@@ -273,10 +274,6 @@ class Memory(KeptFile):
         while older and len(older[-1]) <= max(YOUNG, 2 * len(youngest)):
             youngest = older.pop().ids + youngest
         self.indexes = _bounded((*older, ContextIndex(youngest)), self.max_tokens)
-
-
-# a memory that ends with its process, where a file's name could stand
-PROCESS = "process"
 
 
 def as_memory(memory: Memory | Path | str | None) -> Memory | None:

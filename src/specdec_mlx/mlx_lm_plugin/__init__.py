@@ -1,10 +1,25 @@
 """mlx-lm's own calls and commands, with any drafter."""
 
-from specdec_mlx.mlx_lm_plugin.commands import run_command as run_command
-from specdec_mlx.mlx_lm_plugin.installation import (
-    MlxLmVersionError as MlxLmVersionError,
-)
-from specdec_mlx.mlx_lm_plugin.installation import Speculation as Speculation
-from specdec_mlx.mlx_lm_plugin.installation import install as install
-from specdec_mlx.mlx_lm_plugin.installation import installed as installed
-from specdec_mlx.mlx_lm_plugin.installation import uninstall as uninstall
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from specdec_mlx.mlx_lm_plugin.commands import run_command as run_command
+    from specdec_mlx.mlx_lm_plugin.installation import (
+        MlxLmVersionError as MlxLmVersionError,
+    )
+    from specdec_mlx.mlx_lm_plugin.installation import Speculation as Speculation
+    from specdec_mlx.mlx_lm_plugin.installation import install as install
+    from specdec_mlx.mlx_lm_plugin.installation import installed as installed
+    from specdec_mlx.mlx_lm_plugin.installation import uninstall as uninstall
+
+_INSTALLATION = "MlxLmVersionError", "Speculation", "install", "installed", "uninstall"
+
+
+def __getattr__(name: str) -> Any:
+    """Import the module of a name when it is first used: flags are read without MLX."""
+    if name == "run_command":
+        return _import_module("specdec_mlx.mlx_lm_plugin.commands").run_command
+    if name in _INSTALLATION:
+        return getattr(_import_module("specdec_mlx.mlx_lm_plugin.installation"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -10,9 +10,11 @@ import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
+from pathlib import Path
 from typing import Any
 
 import mlx.core as mx
+from mlx_lm.sample_utils import make_sampler
 
 from specdec_mlx.contracts import all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
@@ -22,8 +24,14 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     replaced_names,
     run_main,
 )
+from specdec_mlx.mlx_lm_plugin.generation_config import (
+    ARGUMENTS,
+    described,
+    recommended_sampling,
+)
 from specdec_mlx.mlx_lm_plugin.installation import Speculation, check_version, in_force
-from specdec_mlx.models import explained, load_on_ranks
+from specdec_mlx.models.loading import explained, folder_of, load_on_ranks
+from specdec_mlx.sampling import Sampling
 
 COMMANDS = "generate", "chat", "benchmark"  # of mlx-lm, run with our flags
 
@@ -64,7 +72,9 @@ def run_command(name: str, arguments: Sequence[str]) -> None:
     with ExitStack() as stack:
         if mx.distributed.init().rank() > 0:  # the first rank speaks for all
             stack.enter_context(
-                redirect_stdout(stack.enter_context(open(os.devnull, "w")))
+                redirect_stdout(
+                    stack.enter_context(open(os.devnull, "w", encoding="utf-8"))
+                )
             )
         stack.enter_context(terminated_as_interrupted())
         Command(name).run(arguments)
@@ -82,7 +92,8 @@ class Command:
 
     def run(self, arguments: Sequence[str]) -> None:
         """Let mlx-lm's `main` run with our parser, and its calls speculate."""
-        more = [] if self.name == "benchmark" else [add_grammar_arguments]
+        more = [add_grammar_arguments, add_sampling_arguments]
+        more = [] if self.name == "benchmark" else more
         with self.stack, replaced_names(self.module, self._names()):
             run_main(self.module, arguments, self._take, *more)
         self._close()
@@ -110,7 +121,9 @@ class Command:
         names = {name: self._noting(getattr(self.module, name)) for name in loaders}
         if self.name == "generate" and mx.distributed.init().size() > 1:
             names["load"] = self._noting(load_on_ranks)  # as mlx-lm's other commands do
-        return names | ({"ChatUI": self._interface()} if self.name == "chat" else {})
+        if self.name == "chat":
+            names |= {"ChatUI": self._interface(), "make_sampler": self._sampler}
+        return names
 
     def _noting(self, load: Callable[..., Any]) -> Callable[..., Any]:
         """`load`, which also notes the tokenizer, and takes up the model's tuning."""
@@ -119,6 +132,8 @@ class Command:
             with explained(name):
                 loaded = load(name, *args, **kwargs)
             self.speculation.tokenizer = loaded[1]
+            if self.name != "benchmark":
+                self._choose_sampling(folder_of(name))
             if self.flags.waits_for_target:
                 self.speculation.drafter = self.flags.drafter(loaded[0])
                 for part in all_drafters(self.speculation.drafter):
@@ -131,6 +146,26 @@ class Command:
             return loaded
 
         return loading
+
+    def _choose_sampling(self, folder: Path) -> None:
+        """Take the sampling that a model's folder recommends where no flag gives any."""
+        recommended, problems = recommended_sampling(folder)
+        missing = [
+            name for name in ARGUMENTS.values() if getattr(self.arguments, name) is None
+        ]
+        used = {name: recommended[name] for name in missing if name in recommended}
+        vars(self.arguments).update(
+            {name: getattr(Sampling(), name) for name in missing}, **used
+        )
+        words = [f"Sampling: {described(used)}"] if used else []
+        if mx.distributed.init().rank() == 0:
+            for line in [*problems, *words]:
+                print(line, file=sys.stderr)
+
+    def _sampler(self, *args: Any, **kwargs: Any) -> Any:
+        """The sampler of `chat`, which has no flags of its own for two of the filters."""
+        filters = {"top_k": self.arguments.top_k, "min_p": self.arguments.min_p}
+        return make_sampler(*args, **filters, **kwargs)
 
     def _interface(self) -> Any:
         """The interface of `chat`, with an end of the input, and lines after turns with --stats."""
@@ -161,6 +196,14 @@ class Command:
             # nothing but the text on stdout
             is_bare = self.name == "generate" and not shows_lines
             print_account(self.speculation, sys.stderr if is_bare else sys.stdout)
+
+
+def add_sampling_arguments(parser: argparse.ArgumentParser) -> None:
+    """Add the filters that a command lacks; without a flag a value is None, not a default."""
+    for flag, kind in (("--top-k", int), ("--min-p", float)):
+        if flag not in parser._option_string_actions:
+            parser.add_argument(flag, type=kind, help=f"Sampling {flag[2:]}")
+    parser.set_defaults(**dict.fromkeys(ARGUMENTS.values()))
 
 
 def closing_line(speculation: Speculation) -> str:

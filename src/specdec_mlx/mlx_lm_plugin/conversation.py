@@ -11,13 +11,12 @@ from mlx_lm.models.cache import make_prompt_cache
 
 from specdec_mlx import contracts
 from specdec_mlx.contracts import DraftContext, Drafter, Session
-from specdec_mlx.drafters.cascade import Cascade
 from specdec_mlx.drafters.first_of import FirstOf, Several
 from specdec_mlx.drafters.model import ModelDrafter, ModelSession
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
 from specdec_mlx.drafters.shared_drafts import SharedModelSession
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.models import PerModel
+from specdec_mlx.models.loading import PerModel
 
 
 class Wrapper(Several):
@@ -70,10 +69,9 @@ def predicting(drafter: Drafter, prediction: Sequence[int]) -> Drafter:
 
 def keeping_caches(drafter: Drafter, store: Any) -> Drafter:
     """The drafter, with the caches of its draft models kept in `store`."""
-    if isinstance(drafter, FirstOf):
-        return drafter.with_each(lambda part: keeping_caches(part, store))
-    if isinstance(drafter, Cascade):
-        return replace(drafter, first=keeping_caches(drafter.first, store))
+    if isinstance(drafter, Several):
+        changed: Drafter = drafter.with_each(lambda part: keeping_caches(part, store))
+        return changed
     return Kept(drafter, store) if isinstance(drafter, ModelDrafter) else drafter
 
 

@@ -2,12 +2,13 @@
 
 Every command of mlx-lm makes an `argparse.ArgumentParser`. Under the name `argparse` its module is
 given a parser that adds our flags and takes their values out again, so that all of mlx-lm's stay.
+
+MLX is imported once the values are used: `--help` and a wrong flag are answered without it.
 """
 
 from __future__ import annotations
 
 import argparse
-import atexit
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -15,40 +16,56 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import mlx.core as mx
-import mlx.nn as nn
-
-from specdec_mlx.contracts import Drafter
-from specdec_mlx.draft_length.policy import NAMES, parse_draft_length
-from specdec_mlx.drafters.choosing import registry
-from specdec_mlx.drafters.choosing.choice import (
-    DrafterChoice,
-    NamedModel,
-    add_lighter_arguments,
-    choice_of,
-)
-from specdec_mlx.drafters.choosing.registry import (
+from specdec_mlx.arguments import (
+    AUTO,
     DEFAULT_DRAFTER,
+    DRAFTER_GROUP,
     MODEL_DRAFTER,
     NO_DRAFTER,
+    PROCESS,
+    RULE_GROUP,
+    RULES,
+    Parser,
+    add_lighter_arguments,
+    argument,
+    existing_file,
+    installed,
+    known,
+    load,
+    parse_draft_length,
+    registered_names,
 )
-from specdec_mlx.drafters.grammar import Grammar
-from specdec_mlx.drafters.heads.loading import is_head
-from specdec_mlx.memory.store import PROCESS, Memory, as_memory
-from specdec_mlx.options import Parser, argument, checked, existing_file, name_in
-from specdec_mlx.rules.registry import make_rule, rule_names
-from specdec_mlx.sampling.distribution import Sampling
+from specdec_mlx.errors import MissingPackageError
+from specdec_mlx.files import read_text
 
+if TYPE_CHECKING:
+    import mlx.nn as nn
+
+    from specdec_mlx.contracts import Drafter
+    from specdec_mlx.drafters.choosing.choice import DrafterChoice
+    from specdec_mlx.drafters.grammar import Grammar
+    from specdec_mlx.memory.store import Memory
+
+LEARNERS = (
+    "specdec_mlx.learners"  # entry points; `online` is what --online makes of a model
+)
 EVERYBODY, USER, KEY = "all", "user", "key"  # whom a server's memory is for
+
+
+def default_choice() -> DrafterChoice:
+    """The choice where no flag names a drafter or a draft model."""
+    from specdec_mlx.drafters.choosing.choice import DrafterChoice
+
+    return DrafterChoice()
 
 
 @dataclass(frozen=True)
 class Flags:
     """Values of our flags. choice: of --drafter and --draft-model. memory: a file, or "process"."""
 
-    choice: DrafterChoice = field(default_factory=DrafterChoice)
+    choice: DrafterChoice = field(default_factory=default_choice)
     draft_length: int | str = "auto"
     rule: str = "auto"
     stats: bool = False
@@ -70,12 +87,14 @@ class Flags:
     @cached_property
     def drafting(self) -> DrafterChoice:
         """The choice with the memory, and with what learns on."""
-        learner = Learner(str(self.choice.model.name)).drafter if self.online else None
+        learner = learners()(self.choice.model).drafter if self.online else None
         return replace(self.choice, memory=self.remembered, learner=learner)
 
     @cached_property
     def remembered(self) -> Memory | None:
         """The memory of all drafters, None for none; raises MemoryFileError."""
+        from specdec_mlx.memory.store import as_memory
+
         return as_memory(self.memory) if self.memory_for == EVERYBODY else None
 
     def save_memory(self) -> None:
@@ -84,75 +103,31 @@ class Flags:
             self.remembered.save()
 
 
-class Learner:
-    """What learns on with `--online`, a trained head or a draft model, for a target at a time."""
-
-    def __init__(self, folder: str) -> None:
-        self.folder = folder
-        self._latest: Any = None
-        atexit.register(self.save)
-
-    def drafter(self, target: Any, spec: str) -> Any:
-        """The drafter of a spec for a target; raises as `learning_on`, ValueError for options."""
-        from specdec_mlx.training.online import OnlineDraftModel, learning_on
-
-        if name_in(spec) != MODEL_DRAFTER:
-            return registry.make_drafter(
-                spec, draft_model=self.drafter(target, MODEL_DRAFTER)
-            )
-        if spec != MODEL_DRAFTER and is_head(self.folder):
-            raise ValueError(
-                f"Drafter {spec!r}: with --online a trained head takes no options."
-            )
-        if self._latest is None or self._latest.trainer.target is not target:
-            self.save()
-            self._latest = learning_on(self.folder, target)
-        latest = self._latest
-        if not isinstance(latest, OnlineDraftModel):
-            return latest
-        pair = {
-            "draft_model": latest.model,
-            "draft_tokenizer": latest.drafter.tokenizer,
-        }
-        chosen: Any = registry.make_drafter(spec, **pair)
-        return latest.drafting_as(chosen)
-
-    def save(self) -> None:
-        """Write what was learned, if anything was."""
-        if self._latest is not None:
-            self._latest.save()
-
-
-def check_learns(model: NamedModel) -> None:
-    """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
-    from specdec_mlx.training.online import stored_plan
-
-    wrong = ""
-    if model.name is None:
-        wrong = "expected --draft-model, a head or a draft model that `specdec-mlx train` made."
-    elif model.flags:
-        others = ", ".join(model.flags)
-        wrong = f"{others} drafts with another model than the one that learns. Leave one out."
-    elif mx.distributed.init().size() > 1:
-        wrong = (
-            "a target that is spread over ranks cannot be learnt from. Use one machine."
+def learners() -> Any:
+    """The class that `--online` makes of a draft model; raises MissingPackageError without it."""
+    entry = installed(LEARNERS, "learner").get("online")
+    if entry is None:
+        raise MissingPackageError(
+            "argument --online: the installation does not know specdec_mlx.lab. Install "
+            "specdec-mlx again."
         )
-    if wrong:
-        raise ValueError(f"argument --online: {wrong}")
-    stored_plan(Path(str(model.name)).expanduser())
+    return load(entry, "learner")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add our flags, but for those that the parser has already."""
     taken = parser._option_string_actions
+    drafters = sorted(registered_names(DRAFTER_GROUP, NO_DRAFTER))
+    rules = registered_names(RULE_GROUP, *RULES)
     group = parser.add_argument_group("speculative decoding")
     add = group.add_argument
     add(
         "--drafter",
         action="append",
         default=[],
+        type=known("drafter", drafters),
         metavar="NAME[:KEY=VALUE,...]",
-        help=f"Drafter: {', '.join(registry.drafter_names())}; given several times, the first that "
+        help=f"Drafter: {', '.join(drafters)}; given several times, the first that "
         f"has a draft is taken (default: {DEFAULT_DRAFTER}, which with --draft-model competes with "
         f"the model for each draft; {MODEL_DRAFTER}:branches=4 has the model propose trees)",
     )
@@ -167,14 +142,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--draft-length",
         type=argument(parse_draft_length),
         metavar="K",
-        help=f"Most tokens to draft in a round, or {' or '.join(NAMES)} (default: auto)",
+        help=f"Most tokens to draft in a round, or {AUTO} (default)",
     )
     add(
         "--rule",
-        type=checked(make_rule),
+        type=known("rule", rules),
         default="auto",
         metavar="NAME[:KEY=VALUE,...]",
-        help=f"Acceptance rule: {', '.join(rule_names())}; lenient and typical change the text's "
+        help=f"Acceptance rule: {', '.join(rules)}; lenient and typical change the text's "
         "distribution (default: auto)",
     )
     add(
@@ -218,13 +193,18 @@ def add_grammar_arguments(parser: argparse.ArgumentParser) -> None:
 
 def grammar_of(kind: str, given: str) -> Grammar:
     """The grammar of a pattern, or of what stands in a file; ValueError for none."""
+    from specdec_mlx.drafters.grammar import Grammar
+
     make: Callable[[str], Grammar] = getattr(Grammar, kind)
-    return make(given if kind == "regex" else existing_file(given).read_text())
+    return make(given if kind == "regex" else read_text(existing_file(given)))
 
 
 def take_flags(namespace: argparse.Namespace) -> Flags:
     """Our flags out of the arguments; ValueError and OSError for what cannot be done."""
+    from specdec_mlx.drafters.choosing.choice import choice_of
+
     check_numbers(namespace)
+    check_values(namespace)
     check_files(namespace)
     length = namespace.draft_length
     if length is None:
@@ -239,7 +219,7 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
         **{name: getattr(namespace, name) for name in same},
     )
     if flags.online:
-        check_learns(flags.choice.model)
+        learners().check(flags.choice.model)
     namespace.draft_model = None
     return flags
 
@@ -267,8 +247,19 @@ def check_numbers(namespace: argparse.Namespace) -> None:
         if value is not None and value < least and not (unlimited and value == -1):
             expected = f"an int >= {least}{', or -1 for no limit' if unlimited else ''}"
             raise ValueError(f"argument --{flag}: {value}: expected {expected}.")
-    named = vars(Sampling()).keys() & vars(namespace).keys()
-    Sampling(**{name: getattr(namespace, name) for name in named})
+
+
+def check_values(namespace: argparse.Namespace) -> None:
+    """Raise ValueError for a sampling, or options of a rule, that there cannot be."""
+    from specdec_mlx.rules import make_rule
+    from specdec_mlx.sampling import Sampling
+
+    given = {name: getattr(namespace, name, None) for name in vars(Sampling())}
+    Sampling(**{name: value for name, value in given.items() if value is not None})
+    try:
+        make_rule(namespace.rule)
+    except ValueError as error:
+        raise ValueError(f"argument --rule: {error}") from error
 
 
 def check_files(namespace: argparse.Namespace) -> None:

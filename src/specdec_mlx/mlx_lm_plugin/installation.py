@@ -32,10 +32,10 @@ from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.grammar import Grammar, GrammarProcessor
 from specdec_mlx.drafters.guided import with_forced
-from specdec_mlx.engine.options import Options
 from specdec_mlx.loop import speculate
-from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.sampling.noise import Noise
+from specdec_mlx.options import Options
+from specdec_mlx.rules import make_rule
+from specdec_mlx.sampling import Noise
 from specdec_mlx.stats.account import SpeculationStats
 
 OLDEST, NEXT = "0.31.3", "0.33"

@@ -2,10 +2,11 @@
 
 import sys
 
-from specdec_mlx.server.command import run_server
+from specdec_mlx.errors import MissingBackendError
+from specdec_mlx.server.command import run
 
 try:
-    run_server(sys.argv[1:])
-except (ValueError, RuntimeError, OSError) as error:
+    run(sys.argv[1:])
+except (ValueError, RuntimeError, OSError, MissingBackendError) as error:
     print(f"specdec-mlx: {error}", file=sys.stderr)
     raise SystemExit(2) from None

@@ -12,26 +12,33 @@ from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
 from http import HTTPStatus
+from time import monotonic
 from typing import Any
 
 import msgspec
 from starlette.applications import Starlette
 from starlette.concurrency import run_in_threadpool
 from starlette.middleware.cors import CORSMiddleware
-from starlette.requests import Request
+from starlette.requests import ClientDisconnect, Request
 from starlette.responses import HTMLResponse, Response
 from starlette.routing import Route
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from specdec_mlx import errors
 from specdec_mlx.errors import MissingPackageError, ModelFolderError
+from specdec_mlx.server.access import guarded, keyed, origins_of
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
+from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
-from specdec_mlx.server.protocols.fields import read_body
 from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.protocols.responses import RESPONSES
+from specdec_mlx.server.receiving import (
+    BodyError,
+    closing_after_early_replies,
+    received,
+)
 from specdec_mlx.server.requests import (
     Asked,
     Ended,
@@ -39,15 +46,16 @@ from specdec_mlx.server.requests import (
     Failed,
     PromptProgress,
     RequestError,
-    ServerEndingError,
+    UnavailableError,
     Wire,
     Written,
 )
 from specdec_mlx.server.status import METRICS_TYPE, Totals
 from specdec_mlx.server.under_way import Ticket
 
+LONG_READING = 2.0  # seconds after which the log says how far a prompt is read
+RETRY_SECONDS = "5"  # after which a request that was not served may be sent again
 SILENCE = 5.0  # seconds without a byte after which a stream says that it lives
-MOST_BYTES = 2**26  # of a body
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
 WIRES: dict[str, Wire] = {
     "/chat/completions": CHAT,
@@ -62,25 +70,22 @@ Events = Sequence[tuple[int, Event]]  # with the index of their choice
 NEWS = PromptProgress | Ended | Failed  # of a text as a whole
 
 
-class BodyTooLargeError(RequestError):
-    """A body has more bytes than are read."""
-
-    def __init__(self) -> None:
-        super().__init__(f"The body of the request has more than {MOST_BYTES} bytes.")
-
-
 class HungUpError(ConnectionError):
     """The client has closed the connection."""
 
 
 def make_app(engine: Engine, settings: ServerSettings) -> ASGIApp:
     """The application over an engine that has started."""
-    return CORSMiddleware(
-        with_paths(Endpoints(engine, settings).app()),
-        allow_origins=settings.allowed_origins,
+    app = keyed(Endpoints(engine, settings).app(), settings, no_access)
+    with_headers = CORSMiddleware(
+        app,
+        allow_origin_regex=origins_of(settings).pattern,
         allow_methods=["*"],
         allow_headers=["*"],
+        allow_private_network=True,
     )
+    guarded_app = guarded(with_headers, settings, no_access)
+    return closing_after_early_replies(with_paths(guarded_app))
 
 
 def with_paths(app: ASGIApp) -> ASGIApp:
@@ -177,19 +182,13 @@ class Endpoints:
 
     async def read(self, wire: Wire, request: Request, more: dict[str, Any]) -> Asked:
         """Read the body; raises RequestError. A grammar takes a while, which others do not wait."""
-        raw = bytearray()
-        async for part in request.stream():
-            raw += part
-            if len(raw) > MOST_BYTES:
-                raise BodyTooLargeError
+        raw = await received(request)
         key = request.headers.get("authorization") or request.headers.get(
             "x-api-key", ""
         )
 
         def read() -> Asked:
-            asked = wire.read(
-                {**self.settings.sampling, **more, **read_body(bytes(raw))}
-            )
+            asked = wire.read({**self.settings.sampling, **more, **read_body(raw)})
             for one in asked.requests:
                 one.key = key
             return asked
@@ -252,6 +251,9 @@ class Answer:
     ) -> None:
         self.engine, self.totals, self.wire, self.asked = engine, totals, wire, asked
         self.num_open = len(asked.requests)
+        self.began_at = monotonic()
+        self.read_since: dict[int, float] = {}  # choice -> time
+        self.ended: list[Ended] = []
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Write the texts, and send them."""
@@ -265,7 +267,8 @@ class Answer:
                 inbox, send
             )
         except HungUpError:
-            logging.info("Client hung up.")
+            seconds = monotonic() - self.began_at
+            logging.info(f"{self.asked.model}: client hung up after {seconds:.1f} s.")
             return
         except Exception as error:
             response = refusal(self.wire, error)
@@ -314,19 +317,36 @@ class Answer:
         await send({"type": "http.response.body", "body": data})
 
     def counted(self, events: Events) -> Events:
-        """Count events, and log how far prompts are; raises the error of one that failed."""
-        for _, event in events:
+        """Count events, and log what they tell; raises the error of one that failed."""
+        for choice, event in events:
             match event:
                 case Failed():
                     raise event.error
                 case PromptProgress():
-                    logging.info(
-                        "Prompt processing progress: %d/%d", event.done, event.total
-                    )
+                    since = self.read_since.setdefault(choice, monotonic())
+                    if monotonic() - since > LONG_READING:
+                        logging.info(f"Prompt: {event.done} of {event.total} tokens")
                 case Ended():
                     self.num_open -= 1
                     self.totals.add(event)
+                    self.ended.append(event)
+                    if not self.num_open:
+                        logging.info(account(self.ended, monotonic() - self.began_at))
         return events
+
+
+def account(ended: Sequence[Ended], seconds: float) -> str:
+    """A line about a request: its model, tokens read, reused and written, and the time it took."""
+    reused = sum(text.num_cached for text in ended)
+    read = sum(text.num_prompt for text in ended) - reused
+    written = sum(text.num_written for text in ended)
+    stats = [text.stats for text in ended if text.stats is not None]
+    passes = sum(one.target_passes for one in stats)
+    speed = sum(one.emitted for one in stats) / max(1, passes)
+    return (
+        f"{ended[0].model}: {read} tokens read, {reused} reused, {written} written, "
+        f"{speed:.2f} a pass, {seconds:.1f} s"
+    )
 
 
 def encoded(content: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
@@ -335,8 +355,13 @@ def encoded(content: Any, status: HTTPStatus = HTTPStatus.OK) -> Response:
 
 
 def refusal(wire: Wire, error: Exception) -> Response:
-    """An error in the form of a protocol."""
-    return encoded(wire.error(error, status := status_of(error)), status)
+    """An error in the form of a protocol; logged."""
+    status = status_of(error)
+    logging.info(f"Refused with {status}: {error!s:.200}")
+    response = encoded(wire.error(error, status), status)
+    if isinstance(error, UnavailableError):
+        response.headers["retry-after"] = RETRY_SECONDS
+    return response
 
 
 def status_of(error: Exception) -> HTTPStatus:
@@ -344,12 +369,14 @@ def status_of(error: Exception) -> HTTPStatus:
 
     The client's are those that are named in `errors` and in `server.requests`.
     """
-    if isinstance(error, ServerEndingError):
+    if isinstance(error, UnavailableError):
         return HTTPStatus.SERVICE_UNAVAILABLE
     if isinstance(error, ModelFolderError):
         return HTTPStatus.NOT_FOUND
-    if isinstance(error, BodyTooLargeError):
-        return HTTPStatus.REQUEST_ENTITY_TOO_LARGE
+    if isinstance(error, BodyError):
+        return error.status
+    if isinstance(error, ClientDisconnect):  # nobody reads the reply
+        return HTTPStatus.BAD_REQUEST
     is_named = (
         isinstance(error, RequestError) or type(error).__module__ == errors.__name__
     )
@@ -361,10 +388,20 @@ def status_of(error: Exception) -> HTTPStatus:
 
 async def unknown(request: Request, error: Exception) -> Response:
     """The answer on a path, or to a method, that is none."""
-    words = f"There is no {request.method} {request.url.path} here."
+    words = f"There is no {request.method} {request.scope['path']} here."
     status = HTTPStatus(getattr(error, "status_code", HTTPStatus.NOT_FOUND))
     response = encoded(wire_of(request).error(RequestError(words), status), status)
     response.headers.update(getattr(error, "headers", None) or {})
+    return response
+
+
+def no_access(scope: Scope, status: HTTPStatus, words: str) -> Response:
+    """The answer to a request without the key, or of a foreign web page."""
+    is_keyless = status == HTTPStatus.UNAUTHORIZED
+    error = RequestError(words, "invalid_api_key" if is_keyless else None)
+    response = encoded(wire_of(Request(scope)).error(error, status), status)
+    if is_keyless:
+        response.headers["WWW-Authenticate"] = "Bearer"
     return response
 
 
@@ -377,7 +414,7 @@ async def no_socket(request: Request) -> Response:
 
 def wire_of(request: Request) -> Wire:
     """The protocol of a client on a path that several have: OpenAI's or Anthropic's."""
-    is_path = request.url.path.startswith("/messages")
+    is_path = request.scope["path"].startswith("/messages")
     is_anthropic = is_path or "anthropic-version" in request.headers
     return MESSAGES if is_anthropic else CHAT
 

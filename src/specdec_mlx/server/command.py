@@ -1,22 +1,28 @@
-"""`specdec-mlx server`: its start, and its end in every state.
+"""`specdec-mlx server`: a server for agents and chats.
 
-All that takes a while is imported where signals are awaited already.
+Here are its start, and its end in every state. All that takes a while is imported where signals are
+awaited already.
 """
 
 from __future__ import annotations
 
 import asyncio
+import atexit
 import logging
 import os
 import signal
 import socket
 import sys
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from functools import partial
+from importlib.util import find_spec
+from math import inf
 from typing import TYPE_CHECKING, Any
 
+from specdec_mlx.cli.backends import require_mlx
 from specdec_mlx.errors import MissingPackageError
 
 if TYPE_CHECKING:
@@ -25,33 +31,52 @@ if TYPE_CHECKING:
 
 SIGNALS = signal.SIGINT, signal.SIGTERM
 GRACE = 5  # seconds that clients have to take the last of their replies
+LONGEST_END = 8.0  # seconds after a signal in which the process has ended
+KEEPING = 2.0  # seconds of them for what is kept, where the process is ended at work
+AT_ONCE = 0.5  # seconds in which a second signal is the first one, sent to a group of processes too
 LOG = "%(asctime)s - %(levelname)s - %(message)s"
+AGENTS = "https://specdec-mlx.github.io/specdec-mlx/agents/"
+RANK_VARIABLES = "MLX_RANK", "OMPI_COMM_WORLD_RANK", "PMI_RANK", "PMIX_RANK"
+"""Environment variables that say that this process is one of several ranks."""
 
 
 class PortError(OSError):
     """The port cannot be listened on."""
 
 
-def run_server(arguments: Sequence[str]) -> None:
+def run(arguments: Sequence[str]) -> None:
     """Serve until a signal comes; raises what loading the model raises.
 
     The port is taken first, and answers once the model is loaded. Ends the process with code 1
-    for a port that is not free, and with 2 for a wrong flag.
+    for a port that is not free, and with 2 for a wrong flag. Both come before MLX is imported.
     """
-    with Signals() as signals:
+    with Signals() as signals, ExitStack() as stack:
         try:
             check_packages()
-            from specdec_mlx.server.flags import parse_settings
+            from specdec_mlx.server.flags import parse_flags, settings_of
 
-            settings = parse_settings(arguments)
-            serve(settings, signals)
+            parser, flags = parse_flags(arguments)
+            logging.basicConfig(level=flags.log_level, format=LOG)
+            listener = None
+            if not any(name in os.environ for name in RANK_VARIABLES):
+                listener = stack.enter_context(closing(bound(flags.host, flags.port)))
+                logging.info(
+                    f"Loading {flags.model} ..."
+                    if flags.model
+                    else "Starting without a model: each request names one."
+                )
+            require_mlx()
+            serve(parser.check(partial(settings_of, flags)), signals, listener)
+            signals.leave()
         except PortError as error:
             print(f"specdec-mlx server: {error}", file=sys.stderr)
             raise SystemExit(1) from None
 
 
-def serve(settings: ServerSettings, signals: Signals) -> None:
-    """Serve with these settings; see `run_server`."""
+def serve(
+    settings: ServerSettings, signals: Signals, listener: socket.socket | None = None
+) -> None:
+    """Serve with these settings; see `run`. listener: has the port already."""
     import mlx.core as mx
 
     from specdec_mlx.server.engine import Engine
@@ -65,26 +90,26 @@ def serve(settings: ServerSettings, signals: Signals) -> None:
         finally:
             engine.join()
         return
-    with closing(bound(settings.host, settings.port)) as listener:
+    with closing(listener or bound(settings.host, settings.port)) as listener:
         engine = Engine(Models(settings), settings)
         try:
             engine.start()
             listen(engine, settings, listener, signals)
-        finally:
-            engine.stop()  # its thread must not be at work when the process ends
+        except BaseException:
+            engine.stop()  # its thread must not be at work when Python ends
+            raise
+        engine.end()
+        signals.may_leave = not engine.ranks.are_several
 
 
 def check_packages() -> None:
     """Raise MissingPackageError without the packages that carry the server."""
-    try:
-        import msgspec  # noqa: F401
-        import starlette  # noqa: F401
-        import uvicorn  # noqa: F401
-    except ImportError as error:
-        raise MissingPackageError(
-            f"The server needs {error.name}, which is not installed. Use: "
-            "pip install 'specdec-mlx[server]'"
-        ) from error
+    for name in ("msgspec", "starlette", "uvicorn"):
+        if find_spec(name) is None:
+            raise MissingPackageError(
+                f"The server needs {name}, which is not installed. Use: "
+                "pip install 'specdec-mlx[server]'"
+            )
 
 
 def bound(host: str, port: int) -> socket.socket:
@@ -102,6 +127,13 @@ def bound(host: str, port: int) -> socket.socket:
     return listener
 
 
+def address_of(host: str, port: int) -> str:
+    """The address that clients on this machine are given."""
+    if host in ("", "0.0.0.0", "::"):
+        host = "127.0.0.1"
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}/v1"
+
+
 def busy(host: str, port: int, error: Exception) -> PortError:
     """The error for a port that cannot be listened on."""
     reason = getattr(error, "strerror", None) or error
@@ -117,6 +149,7 @@ def listen(
     import uvicorn
 
     from specdec_mlx.server.app import make_app
+    from specdec_mlx.server.flags import KEY_VARIABLE, is_loopback
 
     class Server(uvicorn.Server):
         @contextmanager
@@ -126,7 +159,7 @@ def listen(
         async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
             """End the texts, so that their clients are told, and then the connections."""
             await asyncio.gather(
-                asyncio.to_thread(engine.stop), super().shutdown(sockets)
+                asyncio.to_thread(engine.end), super().shutdown(sockets)
             )
 
     app = make_app(engine, settings)
@@ -134,34 +167,54 @@ def listen(
         uvicorn.Config(
             app,
             log_config=None,
+            http=http_protocol(),
             lifespan="off",
             ws="none",
             timeout_graceful_shutdown=GRACE,
+            access_log=False,
         )
     )
 
     def end() -> None:
-        signals.end = lambda: None
         server.should_exit = True
 
     try:
         listener.listen()
     except OSError as error:  # another server took it while the model was loaded
         raise busy(settings.host, settings.port, error) from error
-    logging.info("Listening at %s on port %d", settings.host, listener.getsockname()[1])
-    signals.end = end
+    address = address_of(settings.host, listener.getsockname()[1])
+    logging.info("Ready: %s (how agents are set up: %s)", address, AGENTS)
+    if settings.api_key is None and not is_loopback(settings.host):
+        logging.warning(
+            "This server has no key: whoever reaches it may use it. Set %s to have one.",
+            KEY_VARIABLE,
+        )
+    signals.end, signals.keep = end, engine.keep
     server.run(sockets=[listener])
+
+
+def http_protocol() -> Any:
+    """The class of connections, by httptools where it is installed; h11 has bounds of its own."""
+    try:
+        from specdec_mlx.server.connections import BoundedConnection
+    except ImportError:
+        return "h11"
+    return BoundedConnection
 
 
 class Signals:
     """SIGINT and SIGTERM end the server, with exit code 0.
 
     Until requests are served that is at once: the model may be half loaded, by a thread that cannot
-    be stopped, and nothing is there to be kept. Later ones, while it ends already, are ignored.
+    be stopped, and nothing is there to be kept. Then the first signal ends all texts in peace. The
+    second one, or `LONGEST_END` seconds, ends the process whatever it does. `keep` writes what is
+    kept to its files.
     """
 
     def __init__(self) -> None:
         self.end: Callable[[], None] = partial(os._exit, 0)
+        self.keep: Callable[[], None] = lambda: None
+        self.may_leave, self._come_at = False, inf
         self._before: dict[int, Any] = {}
 
     def __enter__(self) -> Signals:
@@ -176,4 +229,28 @@ class Signals:
             signal.signal(number, handler)
 
     def _take(self, number: int, frame: Any) -> None:
-        self.end()
+        now = time.monotonic()
+        if self._come_at == inf:
+            self._come_at = now
+            watch = threading.Timer(LONGEST_END, self._leave_soon)
+            watch.daemon = True
+            watch.start()
+            self.end()
+        elif now - self._come_at > AT_ONCE:
+            self._leave_soon()
+
+    def _leave_soon(self) -> None:
+        """End the process, whatever other threads do."""
+        keeper = threading.Thread(target=self.keep, daemon=True)
+        keeper.start()
+        keeper.join(KEEPING)
+        os._exit(0)
+
+    def leave(self) -> None:
+        """End the process if a signal has come and all is kept: Python need not free anything."""
+        if self._come_at < inf and self.may_leave:
+            atexit._run_exitfuncs()
+            logging.shutdown()
+            sys.stdout.flush()
+            sys.stderr.flush()
+            os._exit(0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 import logging
+import time
 from collections import deque
 from collections.abc import Callable, Generator
 from concurrent.futures import Future
@@ -15,33 +16,36 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from threading import Event as Flag
-from threading import Lock, Thread
+from threading import Thread
 from typing import Any
+from weakref import WeakSet
 
 import mlx.core as mx
 from mlx_lm.generate import generation_stream
 from mlx_lm.utils import maybe_set_recommended_wired_limit
 
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.choosing.registry import WITH_MODEL, first_of
+from specdec_mlx.drafters.choosing.registry import first_of, takes_model
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.engine.assemble import assemble
-from specdec_mlx.engine.options import Options
-from specdec_mlx.engine.ranks import SharedDrafting, ranks_of
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.loop import Generation, Token, speculate
+from specdec_mlx.loop import Generation, Token, assemble, speculate
+from specdec_mlx.options import Options
+from specdec_mlx.ranks import SharedDrafting, ranks_of
+from specdec_mlx.sequence import split_cache
 from specdec_mlx.server.echo import echo
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes, prefixes_for
-from specdec_mlx.server.prompts import has_grammar, read_prompt
+from specdec_mlx.server.prompts import read_prompt
 from specdec_mlx.server.ranks import ServerRanks
 from specdec_mlx.server.requests import Event, ServerEndingError, TextRequest
 from specdec_mlx.server.rows import BatchRows
-from specdec_mlx.server.under_way import AskedText, Ticket, compile_grammar
-from specdec_mlx.verify.inputs import split_cache
+from specdec_mlx.server.under_way import AskedText, Ticket, prepare
 
 WARM_TOKENS = 8  # of each text that is written before the port opens
+# A pass that is under way when the process ends is waited for so many seconds, or until so many of
+# the processor were spent on it: it may be of a long prompt, or a model that is loaded.
+GRACE, GRACE_OF_PROCESSOR = 5.0, 0.4
 
 
 class _JoinedError(Exception):
@@ -61,10 +65,11 @@ class Engine:
             self.draft_caches = Prefixes(settings.prompt_cache_size)
         self.running = 0
         self._waiting: deque[Ticket] = deque()
+        self._tickets = WeakSet[Ticket]()
         self._has_news, self._has_ended, self._is_ending = Flag(), Flag(), False
+        self._has_kept = Flag()
         self._is_ready: Future[None] = Future()
         self._thread = Thread(target=self._run, name="engine", daemon=True)
-        self._reading = Lock()  # tokenizers are no friends of threads
 
     @property
     def waiting(self) -> int:
@@ -87,17 +92,18 @@ class Engine:
         Raises RequestError and ModelFolderError for the name of no model.
         """
         ticket = Ticket(request, put, self.models.names_of(request))
-        if has_grammar(request) and (loaded := self.models.loaded) is not None:
-            given = ticket, loaded.tokenizer
-            Thread(target=self._compile, args=given, daemon=True).start()
+        self._tickets.add(ticket)
+        loaded = self.models.loaded
+        if loaded is not None and loaded.names == ticket.names:
+            Thread(target=self._prepare, args=(ticket, loaded), daemon=True).start()
         else:
             self._queue(ticket)
         return ticket
 
-    def _compile(self, ticket: Ticket, tokenizer: Any) -> None:
-        """Compile a grammar beside the texts that are written, which keeps it for its text."""
+    def _prepare(self, ticket: Ticket, loaded: Loaded) -> None:
+        """Prepare a request beside the texts that are written, and queue it."""
         try:
-            ticket.grammar = compile_grammar(ticket.request, tokenizer)
+            ticket.prepared = prepare(ticket.request, loaded, self.settings)
         except Exception as error:
             ticket.fail(error)
         else:
@@ -112,8 +118,7 @@ class Engine:
     def num_tokens(self, request: TextRequest) -> int:
         """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
         tokenizer = self.models.tokenizer_for(request)
-        with self._reading:
-            return len(read_prompt(request, tokenizer, self.settings).tokens)
+        return len(read_prompt(request, tokenizer, self.settings).tokens)
 
     def stop(self) -> None:
         """End all texts, whatever is done at the moment, and wait for the thread's end.
@@ -124,6 +129,33 @@ class Engine:
         self._has_news.set()
         if self._thread.is_alive():
             self.join()
+
+    def end(self) -> None:
+        """End all texts because the process ends: what was learned is kept, and nothing freed.
+
+        What takes longer than a grace period is left as it is; its clients are told all the same.
+        """
+        self._is_ending = self.ranks.is_first
+        self._has_news.set()
+        if self.ranks.are_several:  # which wait for each other
+            self._has_kept.wait()
+        begun, spent = time.monotonic(), time.process_time()
+        while not self._has_kept.wait(0.02):
+            if (
+                time.monotonic() - begun > GRACE
+                or time.process_time() - spent > GRACE_OF_PROCESSOR
+            ):
+                self.keep()
+                break
+        for ticket in list(self._tickets):
+            ticket.fail(ServerEndingError())
+
+    def keep(self) -> None:
+        """Write what was learned to its files."""
+        try:
+            self.models.keep()
+        except Exception as error:
+            logging.error("What was learned is not kept.", exc_info=error)
 
     def join(self) -> None:
         """Wait until nothing is served any more."""
@@ -145,10 +177,9 @@ class Engine:
             self._is_ending = True
             while self._waiting:
                 self._waiting.popleft().fail(ServerEndingError())
-            try:
-                self.models.close()
-            except Exception as error:
-                logging.error("What was learned is not kept.", exc_info=error)
+            self.keep()
+            self._has_kept.set()
+            self.models.reset()
             self.prefixes.trim_to(0)
             self.draft_caches.trim_to(0)
             mx.clear_streams()
@@ -201,9 +232,8 @@ class Engine:
     def _prepared(self, ticket: Ticket) -> AskedText | None:
         """The text of a request, before its first token; None if there is nothing to write."""
         try:
-            with self._reading:
-                loaded = self.models.load(ticket.request)
-                text = AskedText(ticket, loaded, self.models, self.draft_caches)
+            loaded = self.models.load(ticket.request)
+            text = AskedText(ticket, loaded, self.models, self.draft_caches)
             if ticket.request.echo:
                 ticket.tell([echo(text, self.settings.prefill_step_size)])
             if not text.has_ended:
@@ -220,11 +250,17 @@ class Engine:
         return text.loaded.has_rows and self._next_is_row()
 
     def _next_is_row(self) -> bool:
-        """True if the next request is for the loaded model."""
+        """True if the next request is for the loaded model, also by what its name means now.
+
+        To load another model would free the model whose texts are written.
+        """
         ticket, loaded = self._first_waiting(), self.models.loaded
-        if ticket is None or loaded is None:
+        if ticket is None or loaded is None or ticket.names != loaded.names:
             return False
-        return ticket.names == loaded.names
+        try:
+            return self.models.names_of(ticket.request) == loaded.names
+        except ValueError:  # its client is told when its turn comes
+            return False
 
     def _write_together(self, text: AskedText) -> None:
         """Write a text, and those that join it, until all have ended."""
@@ -361,7 +397,7 @@ class Engine:
         split_cache(loaded.model, None, options)
         tokens = list(loaded.tokenizer.encode("a b a b a b a b")) or [0]
         heavy = [
-            part for name, part in self.models.defaults(loaded) if name in WITH_MODEL
+            part for name, part in self.models.defaults(loaded) if takes_model(name)
         ]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)

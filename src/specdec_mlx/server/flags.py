@@ -5,16 +5,17 @@ from __future__ import annotations
 import argparse
 import ipaddress
 import json
+import os
 import re
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from dataclasses import dataclass, field, fields, replace
+from functools import cache, partial
 from inspect import signature
+from math import inf
 from pathlib import Path
 from typing import Any
 
-from transformers import PreTrainedTokenizerBase
-
-from specdec_mlx.memory.store import PROCESS
+from specdec_mlx.arguments import PROCESS, Parser, argument, number
 from specdec_mlx.mlx_lm_plugin.flags import (
     EVERYBODY,
     KEY,
@@ -22,28 +23,27 @@ from specdec_mlx.mlx_lm_plugin.flags import (
     USER,
     Flags,
     add_arguments,
+    check_files,
+    check_numbers,
     take_flags,
 )
-from specdec_mlx.options import Parser, argument
 from specdec_mlx.server.requests import RequestError, TextRequest
 
 ANY, TARGETS, GIVEN = "any", "targets", "given"  # values of --request-models
+KEY_VARIABLE = "SPECDEC_MLX_API_KEY"  # environment variable of --api-key
 DEFAULT_MODEL = "default_model"  # mlx-lm's name for the model given at the start
 
 VARIABLES = {"kwargs", "documents", "continue_final_message", "role_mapping"}
 """Names beside the template's own variables that any request may set."""
-TEMPLATE_ARGUMENTS = signature(
-    PreTrainedTokenizerBase.apply_chat_template
-).parameters.keys()
-"""Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
 
 RARE_HERE = (
     "allowed-origins chat-template chat-template-args decode-concurrency log-level "
     "prompt-concurrency prompt-cache-size prompt-cache-bytes any-model-name "
-    "allow-chat-templates request-models memory-for"
+    "allow-chat-templates request-models memory-for allowed-hosts"
 )
 
-REQUESTS, ON_DISK = "what requests may bring along", "prompt caches on disk"
+ACCESS, REQUESTS = "who may use the server", "what requests may bring along"
+ON_DISK = "prompt caches on disk"
 """Groups of flags."""
 
 SIZES = {"": 1, "M": 10**6, "MB": 10**6, "G": 10**9, "GB": 10**9}
@@ -59,7 +59,9 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * SIZES[found[2].upper()])
 
 
-def flag(value: Any, words: str, group: str = "", **how: Any) -> Any:
+def flag(
+    value: Any, words: str, group: str = "", *, is_secret: bool = False, **how: Any
+) -> Any:
     """A setting with a flag of its name. value: where none is given. how: as argparse takes it."""
     if isinstance(value, bool):
         how = {"action": "store_true", **how}
@@ -67,7 +69,12 @@ def flag(value: Any, words: str, group: str = "", **how: Any) -> Any:
         how = {"type": type(value), **how}
     how = {"default": value, "help": words.replace("DEFAULT", str(value)), **how}
     about = {"group": group, "how": how}
-    return field(default_factory=lambda: value, metadata=about)
+    return field(default_factory=lambda: value, metadata=about, repr=not is_secret)
+
+
+def names_in(text: str) -> tuple[str, ...]:
+    """Names with commas between them."""
+    return tuple(filter(None, map(str.strip, text.split(","))))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,9 +92,11 @@ class ServerSettings:
     host: str = flag("127.0.0.1", "Address to listen on (default: DEFAULT)")
     port: int = flag(8080, "Port to listen on (default: DEFAULT)")
     allowed_origins: Sequence[str] = flag(
-        ("*",),
-        "Origins of pages that may read the answers, with commas (default: *)",
-        type=lambda text: tuple(text.split(",")),
+        (),
+        "Further origins of web pages that may use the server, with commas between them, as "
+        "https://chat.example.com; * stands for any characters (default: pages of this machine and "
+        "of applications such as editors)",
+        type=names_in,
     )
     trust_remote_code: bool = flag(False, "Run code that a tokenizer brings along.")
     log_level: str = flag(
@@ -105,10 +114,26 @@ class ServerSettings:
         type=json.loads,
         metavar="JSON",
     )
-    temp: float = flag(0.0, "Default temperature (default: DEFAULT)")
-    top_p: float = flag(1.0, "Default top-p (default: DEFAULT)")
-    top_k: int = flag(0, "Default top-k (default: DEFAULT, off)")
-    min_p: float = flag(0.0, "Default min-p (default: DEFAULT, off)")
+    temp: float | None = flag(
+        None,
+        "Default temperature (default: the model's own, or 0)",
+        type=number(float, 0, 1e30),
+    )
+    top_p: float | None = flag(
+        None,
+        "Default top-p (default: the model's own, or off)",
+        type=number(float, 0, 1),
+    )
+    top_k: int | None = flag(
+        None,
+        "Default top-k (default: the model's own, or off)",
+        type=number(int, 0, inf),
+    )
+    min_p: float | None = flag(
+        None,
+        "Default min-p (default: the model's own, or off)",
+        type=number(float, 0, 1),
+    )
     max_tokens: int | None = flag(
         None, "Most tokens of an answer (default: as many as fit)", type=int
     )
@@ -133,6 +158,23 @@ class ServerSettings:
     )
     pipeline: bool = flag(False, "Spread layers, not tensors, over the ranks.")
     flags: Flags = field(default_factory=Flags)
+    api_key: str | None = flag(
+        None,
+        f"The key that all requests must bring along. Other users of this machine see flags; they "
+        f"do not see the environment variable {KEY_VARIABLE}, which does the same (default: none, "
+        "and any key is taken)",
+        ACCESS,
+        is_secret=True,
+        metavar="KEY",
+    )
+    allowed_hosts: Sequence[str] = flag(
+        (),
+        "Further names by which clients address the server, with commas between them, as "
+        "mac.local; * is any name (default: localhost, --host, and addresses: loopback ones if "
+        "--host is one, else all)",
+        ACCESS,
+        type=lambda text: names_in(text.lower()),
+    )
     request_models: str = flag(
         ANY,
         "Models that requests may name, which are folders here or Hugging Face names: any; "
@@ -174,9 +216,10 @@ class ServerSettings:
 
     @property
     def sampling(self) -> dict[str, Any]:
-        """Fields of a body for what a request leaves out."""
+        """Fields of a body for what a request leaves out, of the flags that are given."""
         named = {name: getattr(self, name) for name in ("top_p", "top_k", "min_p")}
-        return {"temperature": self.temp, **named}
+        given = {"temperature": self.temp, **named}
+        return {name: value for name, value in given.items() if value is not None}
 
     def check(self, request: TextRequest) -> None:
         """Raise RequestError for what a request may not bring along.
@@ -194,7 +237,7 @@ class ServerSettings:
         if self.request_models == GIVEN and not given_adapter:
             raise refused("adapters", request.adapter)
         free = VARIABLES | ({"chat_template"} if self.allow_chat_templates else set())
-        if wrong := (TEMPLATE_ARGUMENTS - free) & request.template.keys():
+        if wrong := (template_arguments() - free) & request.template.keys():
             raise RequestError(
                 f"chat_template_kwargs: {', '.join(sorted(wrong))} cannot be set by a request. "
                 "A server that is started with --allow-chat-templates takes a chat_template."
@@ -204,6 +247,14 @@ class ServerSettings:
         """True if a request may have this model loaded, or see it in the list."""
         own = ("", DEFAULT_MODEL, self.model, str(Path(self.model or "").resolve()))
         return self.request_models != GIVEN or name in own
+
+
+@cache
+def template_arguments() -> Set[str]:
+    """Names in `chat_template_kwargs` that are no variables of a template, such as `padding`."""
+    from transformers import PreTrainedTokenizerBase
+
+    return signature(PreTrainedTokenizerBase.apply_chat_template).parameters.keys()
 
 
 def refused(name: str, value: Any) -> RequestError:
@@ -216,39 +267,58 @@ def refused(name: str, value: Any) -> RequestError:
 
 def parse_settings(arguments: Sequence[str]) -> ServerSettings:
     """The settings of a command line; ends the process, with one line, for a wrong one."""
+    parser, namespace = parse_flags(arguments)
+    return parser.check(partial(settings_of, namespace))
+
+
+def parse_flags(arguments: Sequence[str]) -> tuple[Parser, argparse.Namespace]:
+    """The parser and the values of a command line, checked as far as that needs no MLX.
+
+    Ends the process, with one line, for a wrong flag.
+    """
     parser = make_parser()
     namespace = parser.parse_args(arguments)
-    try:
-        return settings_of(namespace)
-    except (ValueError, OSError) as error:
-        parser.error(str(error))
+    parser.check(partial(complete, namespace))
+    return parser, namespace
 
 
-def settings_of(namespace: argparse.Namespace) -> ServerSettings:
-    """The settings of parsed arguments; raises ValueError and OSError for what cannot be done."""
+def complete(namespace: argparse.Namespace) -> None:
+    """Fill in what depends on other flags; raises ValueError and OSError for wrong flags."""
+    check_numbers(namespace)
+    check_files(namespace)
     is_local = is_loopback(namespace.host)
     if namespace.request_models == GIVEN and namespace.model is None:
         raise ValueError(f"argument --request-models: {GIVEN} needs --model.")
     if not isinstance(namespace.chat_template_args, dict):
         raise ValueError("argument --chat-template-args: expected a JSON object.")
+    namespace.api_key = key_of(namespace.api_key, os.environ.get(KEY_VARIABLE))
     namespace.request_models = namespace.request_models or (
         ANY if is_local else TARGETS
     )
     if namespace.any_model_name is None:
         namespace.any_model_name = is_local and namespace.model is not None
-    has_memory = namespace.memory is not None
     whose = namespace.memory_for
     if whose != EVERYBODY and namespace.memory != PROCESS:
         raise ValueError(
             f"argument --memory-for: {whose} needs --memory {PROCESS}, got {namespace.memory}. A "
             "file is for everybody who may write to it."
         )
-    flags = replace(take_flags(namespace), memory_for=whose)
-    if is_local and not has_memory:
-        flags = replace(flags, memory=PROCESS)  # one person's
-    namespace.flags = flags
+    if is_local and namespace.memory is None:
+        namespace.memory = PROCESS  # one person's
+
+
+def settings_of(namespace: argparse.Namespace) -> ServerSettings:
+    """The settings of parsed arguments; raises ValueError and OSError for what cannot be done."""
+    namespace.flags = replace(take_flags(namespace), memory_for=namespace.memory_for)
     names = [setting.name for setting in fields(ServerSettings)]
     return ServerSettings(**{name: getattr(namespace, name) for name in names})
+
+
+def key_of(flag: str | None, variable: str | None) -> str | None:
+    """The key of the flag, else of the environment variable, None for none; raises ValueError."""
+    if flag is not None and not flag.strip():
+        raise ValueError("argument --api-key: the key is empty. Leave it out for none.")
+    return (flag or variable or "").strip() or None
 
 
 def is_loopback(host: str) -> bool:

@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from concurrent.futures import Future
+import sys
+import threading
+import time
+from collections.abc import Callable, Sequence
+from concurrent.futures import Future, wait
 from threading import Thread
+from time import monotonic
 from typing import Any, TypeVar
 
 from specdec_mlx.drafters.grammar import JSON_STYLE, Grammar
@@ -16,6 +20,7 @@ from specdec_mlx.server.requests import (
     REQUIRED,
     Object,
     RequestError,
+    ServerBusyError,
     TextRequest,
 )
 
@@ -24,7 +29,9 @@ T = TypeVar("T")
 # Most characters, levels, and names of `patternProperties` of a JSON schema: each pattern is
 # compared with all others; 100 take 0.2 s, 500 took 77 s.
 LONGEST_SCHEMA, DEEPEST_SCHEMA, MOST_PATTERNS = 2**17, 100, 100
-COMPILE_SECONDS = 10.0  # longest that a client waits for its grammar to be compiled
+# Most processor time that a grammar is compiled for, and the longest that a client waits for it on
+# a machine that is busy with something else.
+COMPILE_SECONDS, LONGEST_WAIT = 10.0, 60.0
 
 CLOSED = {"type", "properties", "required", "title", "description", "$schema", "$defs"}
 """Words of a schema that names all properties in one place."""
@@ -69,6 +76,21 @@ def may_call_instead(request: TextRequest, tokenizer: Any) -> bool:
     return has_schema and may_call
 
 
+def reads_calls(request: TextRequest, tokenizer: Any) -> bool:
+    """True if calls are read in the text, between the marks of the model's own format."""
+    if request.grammar is not None and not is_forced(request):
+        return may_call_instead(request, tokenizer)
+    may_call = bool(
+        request.messages and tools_for(request) and tokenizer.has_tool_calling
+    )
+    return may_call and not is_bare_call(request, tokenizer)
+
+
+def has_grammar(request: TextRequest) -> bool:
+    """True if the answer is kept to a grammar."""
+    return request.grammar is not None or is_forced(request)
+
+
 def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """What the text must match: a forced call, or the request's own grammar; None for any text.
 
@@ -78,7 +100,9 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     """
     if request.grammar is not None and may_call_instead(request, tokenizer):
         schema = {**json.loads(request.grammar.text), "x-guidance": JSON_STYLE}
-        begins = _as_rule(tokenizer, tokenizer.tool_call_start)
+        begins = _as_rule(
+            tokenizer.tool_call_start, tokenizer.tool_call_start_tokens, tokenizer
+        )
         return Grammar.lark(
             f"start: answer | {begins} <[*]>*\nanswer: %json {json.dumps(schema)}\n"
         )
@@ -98,17 +122,23 @@ def grammar_for(request: TextRequest, tokenizer: Any) -> Grammar | None:
     )
     call = "body"
     if not is_bare:  # between marks, on lines of their own
-        begins = _as_rule(tokenizer, tokenizer.tool_call_start)
-        ends = _as_rule(tokenizer, tokenizer.tool_call_end)
+        begins = _as_rule(
+            tokenizer.tool_call_start, tokenizer.tool_call_start_tokens, tokenizer
+        )
+        ends = _as_rule(
+            tokenizer.tool_call_end, tokenizer.tool_call_end_tokens, tokenizer
+        )
         call = f'{begins} "\\n" body "\\n" {ends} "\\n"?'
     return Grammar.lark(
         f"start: call{'' if is_single else '+'}\ncall: {call}\nbody: {body}\n"
     )
 
 
-def _as_rule(tokenizer: Any, mark: str) -> str:
-    """A mark by its tokens, if it is one or has special ones, which no text makes."""
-    tokens = tokenizer.encode(mark, add_special_tokens=False)
+def _as_rule(mark: str, tokens: Sequence[int], tokenizer: Any) -> str:
+    """A mark by its tokens, if it is one or has special ones, which no text makes.
+
+    Nothing is encoded here: another thread may be using the tokenizer.
+    """
     if len(tokens) == 1 or {*tokens} & {*tokenizer.all_special_ids}:
         return " ".join(f"<[{token}]>" for token in tokens)
     return json.dumps(mark)
@@ -125,7 +155,8 @@ def _call_rule(name: str, parameters: Any) -> str:
         if parameters.keys() <= CLOSED and parameters.get("properties"):
             own["additionalProperties"] = False
         try:
-            grammar_of(own)
+            check_schema(own)
+            Grammar.json_schema(own)
             schema = own
         except (GrammarError, RequestError):
             pass
@@ -179,19 +210,48 @@ def check_schema(schema: Object) -> None:
 
 
 def within(make: Callable[[], T]) -> T:
-    """Return `make()`; raises RequestError, and abandons it, after `COMPILE_SECONDS`."""
+    """Return `make()`, unless it takes too long.
+
+    Raises:
+        RequestError: it has taken `COMPILE_SECONDS` of processor time; the grammar is too large.
+        ServerBusyError: it is not done after `LONGEST_WAIT` seconds, and the processor time is less
+            or cannot be told, as on macOS.
+    """
     made: Future[T] = Future()
+    clock: Future[int | None] = Future()
 
     def run() -> None:
+        clock.set_result(_clock_of_this_thread())
         try:
             made.set_result(make())
         except Exception as error:
             made.set_exception(error)
 
     Thread(target=run, daemon=True).start()
+    until, spent = monotonic() + LONGEST_WAIT, 0.0
+    while monotonic() < until:
+        at_least = max(COMPILE_SECONDS - spent, LONGEST_WAIT / 1000)
+        if wait([made], min(at_least, until - monotonic())).done:
+            return made.result()
+        spent = _seconds_of(clock.result())
+        if spent >= COMPILE_SECONDS:
+            raise RequestError(
+                f"The grammar was not compiled in {COMPILE_SECONDS} s of processor time. Make it "
+                "smaller."
+            )
+    raise ServerBusyError(f"The grammar was not compiled in {LONGEST_WAIT} s.")
+
+
+def _clock_of_this_thread() -> int | None:
+    """The clock of this thread's processor time; None on systems that have none for each thread."""
+    if sys.platform == "linux":
+        return time.pthread_getcpuclockid(threading.get_ident())
+    return None
+
+
+def _seconds_of(clock: int | None) -> float:
+    """Processor time on a thread's clock; 0 once the thread has ended, or for None."""
     try:
-        return made.result(COMPILE_SECONDS)
-    except TimeoutError:
-        raise RequestError(
-            f"The grammar was not compiled in {COMPILE_SECONDS} s. Make it smaller."
-        ) from None
+        return 0.0 if clock is None else time.clock_gettime(clock)
+    except OSError:
+        return 0.0

@@ -20,24 +20,33 @@ from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
 from mlx_lm.utils import hf_repo_to_path, load_tokenizer
 
+from specdec_mlx.arguments import name_in
+from specdec_mlx.caches import leaves_of
 from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
 from specdec_mlx.draft_length.store import kept_tuning
 from specdec_mlx.drafters.choosing import registry
 from specdec_mlx.drafters.choosing.choice import NamedModel
-from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, NO_DRAFTER, WITH_MODEL
+from specdec_mlx.drafters.choosing.registry import (
+    MODEL_DRAFTER,
+    NO_DRAFTER,
+    takes_model,
+)
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.errors import ModelFolderError, UnknownNameError
+from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.kept import KeptFile
 from specdec_mlx.memory.store import state_of
 from specdec_mlx.mlx_lm_plugin.flags import KEY, USER, check_adapter
-from specdec_mlx.models import explained, is_in_cache, load_on_ranks
-from specdec_mlx.options import name_in
+from specdec_mlx.mlx_lm_plugin.generation_config import (
+    ARGUMENTS,
+    described,
+    recommended_sampling,
+)
+from specdec_mlx.models.loading import explained, folder_of, is_in_cache, load_on_ranks
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
-from specdec_mlx.verify.exactness import can_hold_rows
-from specdec_mlx.verify.strategies import leaves_of
 
 # users or keys whose memories are kept; the least recently used are forgotten
 MOST_MEMORIES = 64
@@ -65,6 +74,7 @@ MLX_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.js
 class Loaded:
     """A model that is loaded. files: what was read, with sizes and times.
 
+    sampling: arguments of `Sampling` that its generation config recommends.
     drafters: those that were made for it, by their names. named: of the draft model that a request
     named last. closing: what is due at its end.
     """
@@ -75,6 +85,7 @@ class Loaded:
     tokenizer: Any
     config: dict[str, Any]
     files: tuple[str, ...]
+    sampling: dict[str, Any] = field(default_factory=dict)
     drafters: dict[str, Drafter | None] = field(default_factory=dict)
     named: tuple[str, Drafter | None] = ("", None)
     closing: ExitStack = field(default_factory=ExitStack)
@@ -125,7 +136,7 @@ class Loaded:
 class Models:
     """The models that requests may name, one of them loaded at a time.
 
-    `load`, `drafter` and `close` belong to the engine's thread; all else to any.
+    `load`, `drafter` and `reset` belong to the engine's thread; all else to any.
     """
 
     def __init__(self, settings: ServerSettings) -> None:
@@ -144,7 +155,7 @@ class Models:
 
     def _waits(self, name: str) -> bool:
         """True for a drafter that is made anew for each target."""
-        return self.flags.waits_for_target and name in WITH_MODEL
+        return self.flags.waits_for_target and takes_model(name)
 
     def names_of(self, request: TextRequest) -> tuple[str, str | None]:
         """Name and adapter of the model for a request; raises RequestError for none.
@@ -178,19 +189,14 @@ class Models:
         return self.settings.any_model_name and not is_in_cache(name)
 
     def load(self, request: TextRequest) -> Loaded:
-        """The model for a request, loaded; the one before is freed.
+        """The model for a request, loaded; the one before is freed once all of it was looked at.
 
-        Raises RequestError, ModelFolderError and FileNotFoundError for what cannot be loaded.
+        Raises RequestError and ModelFolderError for what cannot be loaded.
         """
         self.settings.check(request)
         names, loaded = self.names_of(request), self.loaded
         if loaded is None or loaded.names != names:
             loaded = self._load(*names)
-            try:
-                self._check_drafters(loaded)
-            except ValueError:
-                self.reset()
-                raise
         return loaded
 
     @contextmanager
@@ -207,20 +213,38 @@ class Models:
     def _load(self, name: str, adapter: str | None) -> Loaded:
         try:
             check_adapter(adapter)
-            self.reset()
             with self._explained(name):
                 model, tokenizer, about = self._read(name, adapter)
         except ModelFolderError:
             raise
         except (ValueError, OSError) as error:
             raise RequestError(str(error)) from error
+        except Exception as error:  # of files that only look like a model's
+            logging.error("%s cannot be loaded.", name, exc_info=error)
+            raise ModelFolderError(f"{name} is no model that mlx-lm loads.") from error
         named = filter(None, (name, adapter))
         files = tuple(state for one in named for state in states_of_files(one))
         tokenizer = self._with_template(tokenizer)
-        self.loaded = Loaded(name, adapter, model, tokenizer, about, files)
+        sampling = self._sampling_of(name)
+        loaded = Loaded(name, adapter, model, tokenizer, about, files, sampling)
+        self._check_drafters(loaded)
+        self.reset()
+        mx.eval(model.parameters())
+        self.loaded = loaded
         if self.flags.keeps_tuning:
-            self.loaded.closing.enter_context(kept_tuning(model, name, adapter))
-        return self.loaded
+            loaded.closing.enter_context(kept_tuning(model, name, adapter))
+        return loaded
+
+    def _sampling_of(self, name: str) -> dict[str, Any]:
+        """Arguments of `Sampling` that a model's generation config recommends, also logged."""
+        sampling, problems = recommended_sampling(folder_of(name))
+        for problem in problems:
+            logging.warning(problem)
+        by_flags = {ARGUMENTS[field] for field in self.settings.sampling}
+        used = {name: sampling[name] for name in sampling if name not in by_flags}
+        if used:
+            logging.info(f"Sampling where a request gives none: {described(used)}.")
+        return sampling
 
     @property
     def _tokenizer_config(self) -> dict[str, Any]:
@@ -239,7 +263,10 @@ class Models:
         )
 
     def _read(self, name: str, adapter: str | None) -> Any:
-        """Model, tokenizer and configuration; spread over all ranks, if there are several."""
+        """Model, tokenizer and configuration; spread over all ranks, if there are several.
+
+        On one rank the weights are looked at, and read when they are evaluated.
+        """
         how: dict[str, Any] = {
             "tokenizer_config": self._tokenizer_config,
             "return_config": True,
@@ -247,7 +274,8 @@ class Models:
         }
         group = mx.distributed.init()
         if group.size() == 1:
-            return mlx_lm.load(path_of(name), adapter_path=adapter, **how)
+            return mlx_lm.load(path_of(name), adapter_path=adapter, lazy=True, **how)
+        self.reset()  # a model that is spread is read at once
         how["pipeline_group"] = group if self.settings.pipeline else None
         return load_on_ranks(path_of(name), adapter_path=adapter, **how)
 
@@ -329,8 +357,11 @@ class Models:
         A head's files are read as safetensors only: others are programs.
         """
         if loaded.named[0] != name:
-            loaded.named = "", None  # it is freed before the next one is there
             model = NamedModel(name)
+            if not model.is_head:
+                with explained(name):
+                    pass
+            loaded.named = "", None  # it is freed before the next one is there
             loaded.named = (
                 name,
                 load_head(name, loaded.model, torch_files=False)
@@ -351,9 +382,10 @@ class Models:
         gc.collect()
         mx.clear_cache()
 
-    def close(self) -> None:
-        """Free the model, and write the memory to its file."""
-        self.reset()
+    def keep(self) -> None:
+        """Write what was learned, and the memory, to their files."""
+        if (loaded := self.loaded) is not None:
+            loaded.closing.close()
         self.flags.save_memory()
 
     def listed(self) -> list[dict[str, Any]]:

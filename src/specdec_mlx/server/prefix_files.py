@@ -23,9 +23,8 @@ import msgspec
 from mlx_lm.models import cache as mlx_lm_caches
 from mlx_lm.models.cache import PromptTrie, load_prompt_cache, save_prompt_cache
 
+from specdec_mlx.caches import Rollback, leaves, strategy_for, wait_for
 from specdec_mlx.errors import CacheRollbackError
-from specdec_mlx.verify.rollback import Rollback, wait_for
-from specdec_mlx.verify.strategies import leaves, strategy_for
 
 MOST_POINTS = 16  # positions of one conversation at which states are kept
 

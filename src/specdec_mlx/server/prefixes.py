@@ -20,6 +20,7 @@ import mlx.core as mx
 from mlx_lm.models.cache import PromptTrie
 
 from specdec_mlx.drafters.fingerprint import content_digest
+from specdec_mlx.files import read_text
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded
 from specdec_mlx.server.prefix_files import (
@@ -174,7 +175,7 @@ def digest(loaded: Loaded, settings: ServerSettings) -> str:
     architecture = mx.device_info()["architecture"]
     about: Sequence[Any] = [
         loaded.config,
-        adapter and json.loads((Path(adapter) / "adapter_config.json").read_text()),
+        adapter and json.loads(read_text(Path(adapter) / "adapter_config.json")),
         loaded.files if loaded.config.get("model_file") else (),  # code of its own
         (settings.kv_bits, settings.kv_group_size, settings.quantized_kv_start),
         f"{version('mlx-lm')}-{version('mlx')}-{platform.platform()}-{architecture}",

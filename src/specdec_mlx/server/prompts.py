@@ -4,20 +4,30 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import takewhile
 from operator import eq
+from threading import Lock
 from typing import Any
 
+from specdec_mlx.drafters.thoughts import Thought
 from specdec_mlx.generation import encode
+from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.flags import ServerSettings
-from specdec_mlx.server.forced import is_forced, tools_for
+from specdec_mlx.server.forced import has_grammar, reads_calls, tools_for
+from specdec_mlx.server.models import LONGEST_TEXT
+from specdec_mlx.server.protocols.turns import with_folded_system
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
 # tokens of a template's end in which a thought may begin, as in mlx-lm's server
 LONGEST_TAIL = 11
+
+# Characters of a text that are tokenized at a time where its length is only estimated. In each such
+# piece `JOINT` tokens may be due to the cuts, which split words.
+PIECE, JOINT = 2**14, 64
 
 ROLES = {"system": "ASSISTANT's RULE: ", "user": "USER: ", "assistant": "ASSISTANT: "}
 """What a message begins with where there is no chat template, as in mlx-lm's server; `role_mapping`
@@ -29,17 +39,56 @@ class ReadPrompt:
     """A prompt as tokens [n].
 
     ends: ascending positions that later prompts are likely to share. in_thought: what is written
-    next is a thought.
+    next is a thought. thought: the marks of the thought that the text may begin with; None for
+    none.
     """
 
     tokens: list[int]
     ends: Sequence[int] = ()
     in_thought: bool = False
+    thought: Thought | None = None
 
 
-def has_grammar(request: TextRequest) -> bool:
-    """True if what is written is kept to a grammar from the first token on: nothing is thought."""
-    return request.grammar is not None or is_forced(request)
+READING = Lock()
+"""Held while a tokenizer reads: tokenizers are no friends of threads."""
+
+longest_token = PerModel(
+    lambda tokenizer: max(map(len, tokenizer.get_vocab()), default=1)
+)
+"""Characters of a tokenizer's longest token."""
+
+
+def too_long(num_tokens: int, most: int, what: str = "prompt") -> RequestError:
+    """The error for a text with at least so many tokens, more than a model has positions."""
+    words = f"The {what} has at least {num_tokens} tokens; there are {most} positions for a text."
+    return RequestError(words, "context_length_exceeded", num_tokens, most)
+
+
+def check_length(text: str, tokenizer: Any, most: int, what: str = "prompt") -> None:
+    """Raise RequestError for a text that surely has more than `most` tokens.
+
+    Only as much of the text is tokenized as is needed to tell.
+    """
+    if (least := len(text) // longest_token(tokenizer)) > most:
+        raise too_long(least, most, what)
+    if len(text) <= most:
+        return
+    least = 0
+    for start in range(0, len(text), PIECE):
+        piece = text[start : start + PIECE]
+        with READING:
+            num_tokens = len(tokenizer.encode(piece, add_special_tokens=False))
+        if start == 0 and num_tokens * len(text) <= most * PIECE:
+            return  # as far as the beginning tells, the text fits
+        least += max(0, num_tokens - JOINT)
+        if least > most:
+            raise too_long(least, most, what)
+
+
+def encoded(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of a text that has its special tokens; any thread may ask."""
+    with READING:
+        return list(tokenizer.encode(text, add_special_tokens=False))
 
 
 def read_prompt(
@@ -47,23 +96,30 @@ def read_prompt(
     tokenizer: Any,
     settings: ServerSettings,
     *,
+    most: int = LONGEST_TEXT,
     finds_ends: bool = False,
 ) -> ReadPrompt:
     """The prompt of a request; raises RequestError, also for what its template raises.
 
+    most: tokens that the model has positions for; a prompt with far more is not read to its end.
     finds_ends: for caches that go back to some positions only.
     """
     try:
         messages = [
             as_template_takes_it(each, tokenizer) for each in request.messages or ()
         ]
-        if request.messages is None:
-            prompt = ReadPrompt(encode(tokenizer, request.prompt))
-        elif tokenizer.has_chat_template:
-            prompt = _of_chat(request, messages, tokenizer, settings, finds_ends)
+        if request.messages is not None and tokenizer.has_chat_template:
+            prompt = _of_chat(request, messages, tokenizer, settings, most, finds_ends)
         else:
-            text = _without_template(request, messages)
-            prompt = ReadPrompt(encode(tokenizer, text))
+            text = request.prompt
+            if request.messages is not None:
+                text = _without_template(request, messages)
+            if isinstance(text, str):
+                check_length(text, tokenizer, most)
+            with READING:
+                prompt = ReadPrompt(encode(tokenizer, text))
+    except RequestError:
+        raise
     except Exception as error:  # a template is a program
         raise RequestError(f"The prompt cannot be read: {error}") from error
     if not prompt.tokens:
@@ -76,32 +132,72 @@ def _of_chat(
     messages: list[Object],
     tokenizer: Any,
     settings: ServerSettings,
+    most: int,
     finds_ends: bool,
 ) -> ReadPrompt:
+    # with a grammar nothing is thought unless the server or the request asks for thoughts
     names: Object = {"enable_thinking": False} if has_grammar(request) else {}
     names |= {**settings.chat_template_args, **request.template}
     if tools := tools_for(request):
         names["tools"] = tools
-    encoded = partial(tokenizer.encode, add_special_tokens=False)
     rendered = partial(tokenizer.apply_chat_template, tokenize=False, **names)
     going_on = (
         "continue_final_message" if request.continues else "add_generation_prompt"
     )
-    text = rendered(messages, **{going_on: True})
-    tokens = encoded(text)
+    text, messages = _accepted(partial(rendered, **{going_on: True}), messages)
+    check_length(text, tokenizer, most)
+    tokens = encoded(tokenizer, text)
     ends = list[int]()
     if finds_ends:
         system = [*takewhile(lambda message: message["role"] == "system", messages)]
         if 0 < len(system) < len(messages):
-            alone = encoded(rendered([*system, {"role": "user", "content": ""}]))
+            begin = rendered([*system, {"role": "user", "content": ""}])
+            alone = encoded(tokenizer, begin)
             ends.append(len([*takewhile(bool, map(eq, alone, tokens))]))
         if tokenizer.has_thinking and not request.continues:
             ends.append(
                 tokenizer.rfind_think_start(tokens, start=len(tokens) - LONGEST_TAIL)
             )
         ends = sorted(end for end in {*ends, len(tokens)} if end > 0)
-    in_thought = not has_grammar(request) and _in_thought(text, request, tokenizer)
-    return ReadPrompt(tokens, ends, in_thought)
+    in_thought = _in_thought(text, request, tokenizer)
+    may_think = request.continues or bool(
+        names.get("enable_thinking") or names.get("thinking")
+    )
+    if has_grammar(request) and not (may_think and tokenizer.has_thinking):
+        return ReadPrompt(tokens, ends)
+    thought = None
+    if tokenizer.has_thinking and (in_thought or not request.continues):
+        thought = thought_of(request, tokenizer, in_thought)
+    return ReadPrompt(tokens, ends, in_thought, thought)
+
+
+def _accepted(
+    rendered: Callable[[list[Object]], str], messages: list[Object]
+) -> tuple[str, list[Object]]:
+    """A chat as its template renders it, and the messages that the template accepted.
+
+    Many templates refuse a system message after the first message, and some refuse any. Then each
+    of these becomes a part of the user's turn beside it. Raises what the template raises at last.
+    """
+    with suppress(Exception):
+        return rendered(messages), messages
+    folded = with_folded_system(messages, "system")
+    with suppress(Exception):
+        return rendered(folded), folded
+    folded = with_folded_system(messages, "user")
+    return rendered(folded), folded
+
+
+def thought_of(request: TextRequest, tokenizer: Any, is_open: bool) -> Thought:
+    """The marks of the thought that a text may begin with. is_open: the prompt has opened it."""
+    return Thought(
+        closes=tokenizer.think_end_tokens,
+        opens=() if is_open else tokenizer.think_start_tokens,
+        calls=tokenizer.tool_call_start_tokens
+        if reads_calls(request, tokenizer)
+        else (),
+        ends=tuple(tokenizer.eos_token_ids),
+    )
 
 
 def _in_thought(text: str, request: TextRequest, tokenizer: Any) -> bool:

@@ -10,12 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from http import HTTPStatus
 from time import time
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from uuid import uuid4
 
-from specdec_mlx.drafters.grammar import Grammar
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.stats.account import SpeculationStats
+if TYPE_CHECKING:
+    from specdec_mlx.drafters.grammar import Grammar
+    from specdec_mlx.stats.account import SpeculationStats
+
 
 Object = dict[str, Any]
 """A JSON object."""
@@ -41,7 +42,18 @@ class RequestError(ValueError):
         self.code, self.num_tokens, self.most = code, num_tokens, most
 
 
-class ServerEndingError(RuntimeError):
+class UnavailableError(RuntimeError):
+    """A request that could be served at another time."""
+
+
+class ServerBusyError(UnavailableError):
+    """The machine has no time for a request."""
+
+    def __init__(self, words: str) -> None:
+        super().__init__(f"{words} The machine is busy. Send the request again later.")
+
+
+class ServerEndingError(UnavailableError):
     """A request is ended because the server is."""
 
     def __init__(self) -> None:
@@ -67,11 +79,13 @@ class TextRequest:
         continues: the last message is the assistant's, and the text goes on in it.
         max_tokens: None for as many as fit.
         stop: the text ends before the first of these.
-        sampling: temperature and filters, as mlx-lm applies them.
+        sampling: arguments of `Sampling` that the request or a flag gives; the model's own
+            generation config gives the rest.
         penalties: keyword arguments of `mlx_lm.sample_utils.make_logits_processors`.
         seed: None draws one.
         num_logprobs: alternatives to report beside each token; None reports nothing.
         grammar: what the answer must match; None for any text.
+        thought_budget: most tokens of the thought before an answer; None for any number.
         prediction: a text that the answer is expected to resemble.
         echo: give the prompt back before the text.
         drafters: names to try in order; None for the server's own choice.
@@ -91,11 +105,12 @@ class TextRequest:
     continues: bool = False
     max_tokens: int | None = None
     stop: Sequence[str] = ()
-    sampling: Sampling = field(default_factory=Sampling)
+    sampling: Object = field(default_factory=dict)
     penalties: Object = field(default_factory=dict)
     seed: int | None = None
     num_logprobs: int | None = None
     grammar: Grammar | None = None
+    thought_budget: int | None = None
     prediction: str = ""
     echo: bool = False
     drafters: Sequence[str] | None = None
@@ -169,7 +184,8 @@ class CallBroken:
 class Ended:
     """The text's end. reason: "stop", "length" or "tool_calls". stop: the stop string that ended
     it. num_written: tokens of the text, the end token among them; accepted, rejected: drafted ones
-    among those, and those that were not kept. drafter, is_batched, stats: how it was written."""
+    among those, and those that were not kept. model, drafter, is_batched, stats: how it was
+    written."""
 
     reason: str
     stop: str | None = None
@@ -179,6 +195,7 @@ class Ended:
     num_thought: int = 0
     accepted: int = 0
     rejected: int = 0
+    model: str = ""
     drafter: str = ""
     is_batched: bool = False
     stats: SpeculationStats | None = None

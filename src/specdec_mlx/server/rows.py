@@ -10,16 +10,16 @@ from functools import partial
 import mlx.core as mx
 
 from specdec_mlx.batch.generation import BatchGeneration
+from specdec_mlx.batch.passes import reads_caches
 from specdec_mlx.batch.schedule import BatchToken, OwnDrafting, Request, Schedule
 from specdec_mlx.contracts import Drafter, all_drafters
 from specdec_mlx.drafters.first_of import FirstOf
-from specdec_mlx.engine.options import Options
 from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.options import Options
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.models import Loaded
 from specdec_mlx.server.prefixes import Prefixes
 from specdec_mlx.server.under_way import AskedText
-from specdec_mlx.verify.row_pass import reads_caches
 
 
 class BatchRows:

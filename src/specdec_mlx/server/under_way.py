@@ -19,13 +19,22 @@ from specdec_mlx.drafters.grammar import (
     GrammarProcessor,
     compiled_tokenizer,
 )
+from specdec_mlx.drafters.thoughts import ThoughtBudget
 from specdec_mlx.loop import Token
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches, predicting
-from specdec_mlx.sampling.distribution import Sampling
-from specdec_mlx.server.forced import grammar_for, within
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.sampling import Sampling
+from specdec_mlx.sequence import check_ids
+from specdec_mlx.server.flags import ServerSettings
+from specdec_mlx.server.forced import grammar_for, has_grammar, within
 from specdec_mlx.server.models import Loaded, Models
 from specdec_mlx.server.prefixes import Prefixes
-from specdec_mlx.server.prompts import has_grammar, read_prompt
+from specdec_mlx.server.prompts import (
+    ReadPrompt,
+    check_length,
+    encoded,
+    read_prompt,
+)
 from specdec_mlx.server.requests import (
     Ended,
     Event,
@@ -37,23 +46,32 @@ from specdec_mlx.server.requests import (
 )
 from specdec_mlx.server.text.state import TextState
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.verify.inputs import check_ids
-from specdec_mlx.verify.model_pass import vocab_size_of
 
 T = TypeVar("T")
+
+
+@dataclass(frozen=True, eq=False)
+class Prepared:
+    """What of a request is made for a loaded model before its turn, beside the texts that are
+    written. prediction: token ids of the request's own one."""
+
+    loaded: Loaded
+    prompt: ReadPrompt
+    prediction: list[int]
+    grammar: Grammar | None
 
 
 @dataclass(eq=False)
 class Ticket:
     """A request and the way to its client; `cancel` may be called by any thread.
 
-    names: of its model and adapter. grammar: of the text, once it was compiled.
+    names: of its model and adapter. prepared: None until the request is prepared.
     """
 
     request: TextRequest
     put: Callable[[Event], None]
     names: tuple[str, str | None] = ("", None)
-    grammar: Grammar | None = None
+    prepared: Prepared | None = None
     is_cancelled: bool = False
     has_ended: bool = False
 
@@ -112,6 +130,20 @@ def compile_grammar(request: TextRequest, tokenizer: Any) -> Grammar | None:
     return within(make) if has_grammar(request) else None
 
 
+def prepare(request: TextRequest, loaded: Loaded, settings: ServerSettings) -> Prepared:
+    """Read the prompt of a request, and compile its grammar; raises what is wrong with them.
+
+    Any thread may do so, while other texts are written.
+    """
+    tokenizer, most = loaded.tokenizer, loaded.longest_text
+    prompt = read_prompt(
+        request, tokenizer, settings, most=most, finds_ends=loaded.is_stateful
+    )
+    check_length(request.prediction, tokenizer, most, "prediction")
+    prediction = encoded(tokenizer, request.prediction)
+    return Prepared(loaded, prompt, prediction, compile_grammar(request, tokenizer))
+
+
 class AskedText:
     """A request that is being served.
 
@@ -122,7 +154,7 @@ class AskedText:
     def __init__(
         self, ticket: Ticket, loaded: Loaded, models: Models, draft_caches: Prefixes
     ) -> None:
-        """Read the prompt, and make all that the text is written with; raises what is wrong.
+        """Make all that the text is written with; raises what is wrong.
 
         draft_caches: where draft models keep theirs.
         """
@@ -132,9 +164,10 @@ class AskedText:
         self.num_cached = 0
         self.is_begun = self.is_batched = False
         request, tokenizer, settings = ticket.request, loaded.tokenizer, models.settings
-        self.prompt = read_prompt(
-            request, tokenizer, settings, finds_ends=loaded.is_stateful
-        )
+        prepared, ticket.prepared = ticket.prepared, None
+        if prepared is None or prepared.loaded is not loaded:
+            prepared = prepare(request, loaded, settings)
+        self.prompt = prepared.prompt
         tokens, vocab_size = self.prompt.tokens, vocab_size_of(loaded.model)
         check_ids(tokens, vocab_size)
         num_tokens, most = len(tokens), loaded.longest_text
@@ -145,23 +178,31 @@ class AskedText:
         self.max_tokens = min(given(wanted, room), room)
         self.draft_length = given(request.draft_length, self.flags.draft_length)
         self.rule = given(request.rule, self.flags.rule)
-        self.sampling = sampling_for(request.sampling, tokenizer, vocab_size)
+        self.sampling = sampling_for(
+            Sampling(**{**loaded.sampling, **request.sampling}), tokenizer, vocab_size
+        )
         self.processors: list[LogitsProcessor] = make_logits_processors(
             **request.penalties
         )
         check_bias(request.penalties.get("logit_bias"), vocab_size)
         self.drafter, self.drafter_name = models.drafter(request, loaded)
         if self.drafter is not None:
-            if request.prediction:
-                ids = tokenizer.encode(request.prediction, add_special_tokens=False)
-                self.drafter = predicting(self.drafter, ids)
+            if prepared.prediction:
+                self.drafter = predicting(self.drafter, prepared.prediction)
             self.drafter = keeping_caches(self.drafter, draft_caches)
-        grammar = ticket.grammar or compile_grammar(request, tokenizer)
-        if grammar is not None:
-            self.processors.append(GuardedGrammar(grammar, tokenizer, num_tokens))
+        thought, budget = self.prompt.thought, request.thought_budget
+        if thought is not None and budget is not None and budget < self.max_tokens:
+            self.processors.append(ThoughtBudget(thought, budget, num_tokens))
+        elif prepared.grammar is None:
+            thought = None  # the text alone tells where it ends
+        if prepared.grammar is not None:
+            guarded = GuardedGrammar(prepared.grammar, tokenizer, num_tokens, thought)
+            self.processors.append(guarded)
             if self.drafter is not None:
                 self.drafter = FirstOf(GrammarDrafter(), self.drafter)
-        self.state = TextState(tokenizer, request, tokens, self.prompt.in_thought)
+        self.state = TextState(
+            tokenizer, request, tokens, self.prompt.in_thought, thought
+        )
 
     @property
     def request(self) -> TextRequest:
@@ -236,6 +277,7 @@ class AskedText:
             num_prompt=len(self.prompt.tokens),
             num_cached=self.num_cached,
             rejected=max(0, drafted - ended.accepted),
+            model=self.loaded.name,
             drafter=self.drafter_name,
             is_batched=self.is_batched,
             stats=self.stats,

@@ -1,4 +1,4 @@
-"""Accounts of generations, counterfactuals, and what theory expects."""
+"""Accounts of generations, and what theory expects."""
 
 from specdec_mlx.stats.account import Rows as Rows
 from specdec_mlx.stats.account import SpeculationStats as SpeculationStats

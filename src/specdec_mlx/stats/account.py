@@ -15,11 +15,9 @@ from typing import TYPE_CHECKING, Any
 
 from specdec_mlx.contracts import RoundRecord
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.stats.counterfactual import Counterfactual
 from specdec_mlx.stats.theory import acceptance_from_counts, expected_tokens
 
 if TYPE_CHECKING:
-    from matplotlib.figure import Figure
     from pandas import DataFrame
 
 Row = dict[str, Any]  # column -> value; a column that a row lacks is empty
@@ -73,7 +71,6 @@ class SpeculationStats(Rows):
     draft_seconds, verify_seconds, other_seconds: host time for the prompt, proposing, launching and
     waiting (lazy draft steps too), and the rest, without the caller's. why_none: a round had no
     draft, the last time. num_unnamed: tokens that the caller's caches held, unknown to drafters.
-    counterfactual: what each rule would have accepted, if asked for.
     """
 
     target_passes: int = 0
@@ -94,7 +91,6 @@ class SpeculationStats(Rows):
     other_seconds: float = 0.0
     why_none: str = ""
     num_unnamed: int = 0
-    counterfactual: Counterfactual | None = None
 
     def record(self, round_: RoundRecord) -> None:
         """Add one round."""
@@ -214,13 +210,11 @@ class SpeculationStats(Rows):
             "observed_speedup",
             "expected_speedup",
         ]
-        account = self.counterfactual
         numbers = {
             name: x for name, x in vars(self).items() if isinstance(x, int | float)
         }
         return {
             **numbers,
-            **({} if account is None else {"counterfactual": account.as_dict()}),
             "by_drafter": {
                 key: list(counts) for key, counts in self.by_drafter.items()
             },
@@ -256,14 +250,8 @@ class SpeculationStats(Rows):
         """The first line of `str`."""
         return f"<SpeculationStats: {str(self).splitlines()[0]}>"
 
-    def plot(self) -> Figure:
-        """Draw histogram, acceptance by position and tokens per pass; needs matplotlib."""
-        plots: Any = import_module("specdec_mlx.notebook.plots")
-        figure: Figure = plots.plot_stats(self)
-        return figure
-
     def _repr_html_(self) -> str:
-        views: Any = import_module("specdec_mlx.notebook.views")
+        views: Any = import_module("specdec_mlx.views.html")
         return str(views.stats_html(self))
 
 

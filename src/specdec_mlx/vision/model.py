@@ -13,11 +13,10 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
+from specdec_mlx.arguments import wrong
+from specdec_mlx.caches import STRATEGIES, Rollback, leaves
 from specdec_mlx.errors import MissingPackageError
-from specdec_mlx.options import wrong
-from specdec_mlx.verify.rollback import Rollback
-from specdec_mlx.verify.strategies import STRATEGIES, leaves
-from specdec_mlx.verify.tree_passes import VIEWS, view_class
+from specdec_mlx.trees.passes import VIEWS, view_class
 
 _one_pass = RLock()
 """Held while a pass is built: the language model then has the state of one text."""

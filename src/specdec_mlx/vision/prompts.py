@@ -11,11 +11,12 @@ import mlx.core as mx
 from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx import generation
+from specdec_mlx.arguments import wrong
 from specdec_mlx.errors import PromptError
-from specdec_mlx.models import load_model
-from specdec_mlx.options import wrong
-from specdec_mlx.responses import SpeculativeResponse, Text, printed
-from specdec_mlx.verify.inputs import CacheOptions, split_cache
+from specdec_mlx.generation import SpeculativeResponse, Text, printed
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.options import CacheOptions
+from specdec_mlx.sequence import split_cache
 from specdec_mlx.vision.model import VisionModel, holds_nothing, mlx_vlm
 
 NOT_TAKEN = {

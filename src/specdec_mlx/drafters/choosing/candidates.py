@@ -15,9 +15,9 @@ from mlx_lm.utils import MODEL_REMAPPING, load_tokenizer
 
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.loading import (
-    FORMATS,
     VOCABULARY_MARGIN,
     config_of,
+    formats,
     is_head,
     kind_of,
     refusal,
@@ -26,7 +26,8 @@ from specdec_mlx.drafters.heads.loading import (
 from specdec_mlx.drafters.heads.mtp import text_part
 from specdec_mlx.drafters.shared_vocabulary import shared_between
 from specdec_mlx.errors import HeadError, ModelFolderError, TokenizerMismatchError
-from specdec_mlx.models import check_folder, is_path
+from specdec_mlx.files import read_text
+from specdec_mlx.models.loading import check_folder, is_path
 from specdec_mlx.stats.theory import best_draft_length, expected_speedup
 
 KNOWN = Path(__file__).with_name("known.txt")
@@ -104,7 +105,7 @@ def choose_for(
         if fault is None and not _is_for(one, name, known):
             fault = "nothing says that it was made for this model; name it to take it"
         if fault is None and found is None:
-            found, label = str(place), FORMATS[kind_of(config) or "mtp"].label
+            found, label = str(place), formats()[kind_of(config) or "mtp"].label
             lines.insert(0, f"{one} drafts: {label} for {name}.")
         else:
             lines.append(f"{one} is left out: {fault or 'one head is enough'}.")
@@ -170,7 +171,7 @@ def _is_for(head: str, model: str, known: Iterable[str]) -> bool:
 
 def why_not(config: Mapping[str, Any], target: Mapping[str, Any]) -> str | None:
     """Why a head cannot serve a target, by their configs; None if it can."""
-    if not FORMATS[kind_of(config) or "mtp"].loads:
+    if not formats()[kind_of(config) or "mtp"].loads:
         return "cannot be loaded yet"
     try:
         model = text_part(target)
@@ -286,7 +287,7 @@ def _candidate(
     try:
         check_folder(folder)
         size = weight_bytes(folder)
-        kind = json.loads((folder / "config.json").read_text())["model_type"]
+        kind = json.loads(read_text(folder / "config.json"))["model_type"]
         if (
             importlib.util.find_spec(f"mlx_lm.models.{MODEL_REMAPPING.get(kind, kind)}")
             is None

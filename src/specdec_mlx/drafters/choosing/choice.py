@@ -1,8 +1,8 @@
 """From what a user gives to a drafter: the one place that decides who drafts.
 
 The rule, in Python and in every command: a draft model competes with look-up for each draft. A
-drafter that is named is asked before the model instead; where a named one is the model itself
-("model", "cascade"), the names are all that drafts.
+drafter that is named is asked before the model instead; where a named one takes the model itself,
+as "model" does, the names are all that drafts.
 """
 
 from __future__ import annotations
@@ -19,25 +19,25 @@ from typing import Any
 import mlx.core as mx
 import mlx.nn as nn
 
-from specdec_mlx.contracts import Drafter
+from specdec_mlx.arguments import add_lighter_arguments as add_lighter_arguments
+from specdec_mlx.arguments import make_with, name_in, split_spec
+from specdec_mlx.contracts import Drafter, check_is_drafter
 from specdec_mlx.drafters.choosing.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
     NO_DRAFTER,
     REMEMBERING,
-    WITH_MODEL,
     drafter_names,
     first_of,
     make_drafter,
+    takes_model,
 )
 from specdec_mlx.drafters.first_of import BestOf, FirstOf
 from specdec_mlx.drafters.heads.loading import is_head, named_head
 from specdec_mlx.drafters.lighter import first_layers
 from specdec_mlx.errors import DraftModelError, HeadError
 from specdec_mlx.memory.store import Memory
-from specdec_mlx.models import load_model
-from specdec_mlx.options import argument, make_with, name_in, positive_int, split_spec
-from specdec_mlx.verify.inputs import check_is_drafter
+from specdec_mlx.models.loading import load_model
 
 AUTO = "auto"
 
@@ -155,7 +155,7 @@ class DrafterChoice:
             drafter: Drafter | None = one
             return drafter
         name, memory = name_in(one), self.memory if memory is None else memory
-        if name not in WITH_MODEL:
+        if not takes_model(name):
             takes_it = memory is not None and name in REMEMBERING
             return make_drafter(one, memory=memory) if takes_it else make_drafter(one)
         return (
@@ -179,7 +179,7 @@ class DrafterChoice:
 
 def is_of_model(one: Named) -> bool:
     """True for the name of a drafter that is made of the draft model."""
-    return isinstance(one, str) and name_in(one) in WITH_MODEL
+    return isinstance(one, str) and takes_model(name_in(one))
 
 
 def resolve(
@@ -222,14 +222,6 @@ def found_for(model: str | None, given: Any, say: Callable[[str], object]) -> An
     for line in choice.lines:
         say(f"specdec_mlx: {line}")
     return choice.found
-
-
-def add_lighter_arguments(parser: Any) -> None:
-    """The flags that make a draft model lighter, for a parser, or group, with --draft-model."""
-    how = {"type": argument(positive_int), "metavar": "N"}
-    parser.add_argument(
-        "--draft-layers", help="Draft with its first layers only.", **how
-    )
 
 
 def named_model(arguments: argparse.Namespace) -> NamedModel:

@@ -1,32 +1,32 @@
 """Drafters by name, through the entry-point group `specdec_mlx.drafters`.
 
 A package that declares `my-drafter = "my_package:MyDrafter"` there gives its drafter a name in
-`make_drafter`, on the command line and in requests to the server. A built-in name stays with the
-built-in drafter, any other with the first package by name.
+`make_drafter`, on the command line and in requests to the server. A drafter with an argument
+`model` gets the draft model. A built-in name stays with the built-in drafter, any other with the
+first package by name.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 from collections.abc import Sequence
 from importlib.metadata import EntryPoint
 from typing import Any
 
 import mlx.nn as nn
 
+from specdec_mlx.arguments import DEFAULT_DRAFTER as DEFAULT_DRAFTER
+from specdec_mlx.arguments import DRAFTER_GROUP as GROUP
+from specdec_mlx.arguments import MODEL_DRAFTER as MODEL_DRAFTER
+from specdec_mlx.arguments import NO_DRAFTER as NO_DRAFTER
+from specdec_mlx.arguments import help_on, installed, load, make_with, split_spec
 from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.errors import UnknownNameError
-from specdec_mlx.options import help_on, installed, load, make_with, split_spec
 
-GROUP = "specdec_mlx.drafters"
-DEFAULT_DRAFTER = "auto"  # the drafter of commands that are told none
-MODEL_DRAFTER = "model"  # the name of a draft model, wherever it comes from
-WITH_MODEL = (MODEL_DRAFTER, "cascade")
-"""Names of drafters that a draft model, or a trained head, is a part of."""
 REMEMBERING = (DEFAULT_DRAFTER, "suffix")
 """Names of drafters that take `memory=`; the first is the default where a memory is given."""
-NO_DRAFTER = "none"  # the name of plain decoding
 
 
 def drafter_names() -> list[str]:
@@ -38,7 +38,7 @@ def describe_drafters(with_model: bool = True) -> dict[str, str]:
     """The first line of each drafter's docstring, by name; with those that need a draft model."""
     texts = {NO_DRAFTER: "Plain decoding."} if with_model else {}
     for name, entry in sorted(_entries().items()):
-        if name in WITH_MODEL and not with_model:
+        if not with_model and takes_model(name):
             continue
         try:
             texts[name] = ((entry.load().__doc__ or "").strip().splitlines() or [""])[0]
@@ -59,7 +59,7 @@ def make_drafter(
     Args:
         spec: NAME or NAME:key=value,...; values are numbers, true, false or none, else text. None
             comes of the name "none", which is plain decoding.
-        draft_model: the model of the names "model" and "cascade"; other names need none.
+        draft_model: the model of the names that `takes_model`; other names need none.
         draft_tokenizer: the draft model's, to be compared with the target's.
         options: more options, as keywords.
 
@@ -81,7 +81,7 @@ def make_drafter(
             raise ValueError(f"Drafter {spec!r}: {NO_DRAFTER} takes no options.")
         return None
     kind = load(_entries()[name], "drafter")
-    if name in WITH_MODEL:
+    if takes_model(name):
         if draft_model is not None:
             options = {"model": draft_model, "tokenizer": draft_tokenizer} | options
         if "model" not in options:
@@ -91,6 +91,17 @@ def make_drafter(
             )
     drafter: Drafter = make_with("drafter", name, kind, options)
     return drafter
+
+
+def takes_model(name: str) -> bool:
+    """True for the name of a drafter with a draft model, or a trained head, as its `model`."""
+    entry = _entries().get(name)
+    try:
+        return (
+            entry is not None and "model" in inspect.signature(entry.load()).parameters
+        )
+    except Exception:  # somebody's package; who asks for this drafter is told
+        return False
 
 
 def first_of(

@@ -19,7 +19,7 @@ from specdec_mlx.drafters.choosing.candidates import (
 )
 from specdec_mlx.drafters.choosing.registry import describe_drafters
 from specdec_mlx.drafters.heads.drafter import Config
-from specdec_mlx.drafters.heads.loading import FORMATS, config_of, is_head, kind_of
+from specdec_mlx.drafters.heads.loading import config_of, formats, is_head, kind_of
 from specdec_mlx.drafters.heads.mtp import (
     FAMILIES,
     OTHER_FORMULAS,
@@ -27,7 +27,7 @@ from specdec_mlx.drafters.heads.mtp import (
     text_part,
 )
 from specdec_mlx.errors import ModelFolderError
-from specdec_mlx.models import is_path
+from specdec_mlx.models.loading import is_path
 
 GAINS = Path(__file__).with_name("gains.tsv")
 """Lines of a chip's curve, and what to expect with it, as docs/generate_gains.py writes them."""
@@ -92,7 +92,7 @@ def heads_lines(
             continue
         config = config_of(place)
         fault = why_not(config, target)
-        label = FORMATS[kind_of(config) or "mtp"].label
+        label = formats()[kind_of(config) or "mtp"].label
         line = f"  {name}  {label}, {fault or 'here' + known.get(name, '')}"
         if fault is None:
             lines += [line, _command(model, place)]

@@ -19,7 +19,7 @@ from specdec_mlx.drafters.heads.session import HeadSession, RecurrentSession
 from specdec_mlx.drafters.lighter import HEADS, some_rows
 from specdec_mlx.drafters.writing import check_way_of_writing, way_of_writing
 from specdec_mlx.errors import HeadError
-from specdec_mlx.verify.watching import Anatomy, anatomy_of
+from specdec_mlx.models.anatomy import Anatomy, anatomy_of
 
 
 class DraftVocabulary:

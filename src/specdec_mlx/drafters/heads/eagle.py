@@ -22,7 +22,7 @@ from specdec_mlx.drafters.heads.drafter import (
     Variation,
 )
 from specdec_mlx.drafters.heads.mtp import SLIDING, MTPFamily, model_of, text_part
-from specdec_mlx.verify.watching import Anatomy
+from specdec_mlx.models.anatomy import Anatomy
 
 IDS_KEY = "eagle_aux_hidden_state_layer_ids"
 FLAGS = ("norm_before_residual", "norm_before_fc", "fc_norm", "norm_output")

@@ -25,7 +25,7 @@ from safetensors import safe_open
 
 from specdec_mlx.drafters.heads.mtp import layer_prefixes
 from specdec_mlx.errors import HeadError
-from specdec_mlx.models import is_offline
+from specdec_mlx.models.loading import is_offline
 
 CONFIG = "config.json"
 INDEX = "model.safetensors.index.json"

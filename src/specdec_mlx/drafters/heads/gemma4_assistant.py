@@ -28,8 +28,8 @@ from specdec_mlx.contracts import (
 from specdec_mlx.drafters.heads.drafter import Config, Head, spread
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.writing import Parents
+from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.watching import Anatomy, top_tokens
 
 
 def layer_args(config: Config) -> gemma4_text.ModelArgs:

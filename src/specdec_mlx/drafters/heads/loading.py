@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from textwrap import shorten
 from typing import Any, NamedTuple
@@ -15,6 +15,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm import utils as mlx_lm_utils
 
+from specdec_mlx.arguments import installed, load, make_with, split_spec, whole
 from specdec_mlx.contracts import DraftContext, Drafter, FeatureRows, KeysValues
 from specdec_mlx.drafters.heads.drafter import (
     Config,
@@ -24,7 +25,6 @@ from specdec_mlx.drafters.heads.drafter import (
     target_ends,
 )
 from specdec_mlx.drafters.heads.eagle import Eagle3, LayersHead, eagle1_family
-from specdec_mlx.drafters.heads.early_exit import ExitDrafter, load_exit
 from specdec_mlx.drafters.heads.files import HeadFiles
 from specdec_mlx.drafters.heads.gemma4_assistant import (
     Gemma4Assistant,
@@ -42,13 +42,12 @@ from specdec_mlx.drafters.heads.mtp import (
     text_part,
 )
 from specdec_mlx.drafters.heads.one_pass import DFlash, DFlash2, DSpark, Medusa
-from specdec_mlx.drafters.heads.parallel_sampling import load_pass
 from specdec_mlx.drafters.heads.pard import PardDrafter
+from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.errors import HeadError, ModelFolderError
-from specdec_mlx.models import load_model
-from specdec_mlx.options import make_with, split_spec, whole
-from specdec_mlx.sampling.distribution import check_draft_temp
-from specdec_mlx.verify.watching import Anatomy
+from specdec_mlx.models.anatomy import Anatomy
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.sampling import check_draft_temp
 
 Tensors = dict[str, mx.array]
 
@@ -62,15 +61,22 @@ VOCABULARY_MARGIN, MOST_LAYERS = 512, 1000
 """Most tokens by which vocabularies differ through padding, and most layers or attention heads."""
 
 
+class Variant(NamedTuple):
+    """Options of `load_head` that say what a checkpoint is; None: as its config says."""
+
+    draft_bits: int | None = None
+    layers: Sequence[int] | None = None
+    pre_norm: bool | None = None
+    norms_less_one: bool | None = None
+
+
 class HeadSource(NamedTuple):
     """Input of a format's `build`: files, tensors by our names, and the options of `load_head`."""
 
     files: HeadFiles
     ends: Anatomy
     tensors: Tensors
-    layers: Sequence[int] | None
-    pre_norm: bool | None
-    norms_less_one: bool | None
+    variant: Variant
 
     def rows(self, name: str) -> int:
         """Rows of a matrix; 0 if it is missing."""
@@ -83,18 +89,24 @@ class Format:
 
     told_by: pattern of a config's model types and keys, each key with a "=" after it, and of the
     names of its tensors, a line each. build: makes a head with random weights. renamed: patterns of
-    the checkpoint's names -> ours. loads: False where it is recognised only.
+    the checkpoint's names -> ours. load: in place of `build`, (files, target, variant, options) ->
+    drafter; variant: `draft_bits` to `norms_less_one` of `load_head`; options: of its drafter.
     """
 
     label: str
     told_by: str
     build: Callable[[HeadSource], Head] | None = None
     renamed: Mapping[str, str] = field(default_factory=dict)
-    loads: bool = True
+    load: Callable[[HeadFiles, nn.Module, Variant, dict[str, Any]], Any] | None = None
+
+    @property
+    def loads(self) -> bool:
+        """False where it is recognised only."""
+        return self.build is not None or self.load is not None
 
 
 def kind_of(config: Config, names: Collection[str] = ()) -> str | None:
-    """Key of FORMATS, by a config and the names of tensors; "mtp" for a prediction layer.
+    """Name of a format, by a config and the names of tensors; "mtp" for a prediction layer.
 
     That may be in a model's own files, or a repository of its own, as its config says.
     """
@@ -105,7 +117,9 @@ def kind_of(config: Config, names: Collection[str] = ()) -> str | None:
     named = [str(config.get(key, "")) for key in types]
     said = " ".join([*named, *(f"{key}=" for key in keys)]).lower()
     told = "\n".join([said, *sorted(names)])
-    return next((k for k, one in FORMATS.items() if re.search(one.told_by, told)), None)
+    return next(
+        (k for k, one in formats().items() if re.search(one.told_by, told)), None
+    )
 
 
 def width_read(config: Config) -> int | None:
@@ -143,7 +157,7 @@ def check_width(files: HeadFiles, ends: Anatomy, width: int | None) -> None:
 
 
 def _eagle3(source: HeadSource) -> Head:
-    head = Eagle3(source.files.config, source.ends, source.layers)
+    head = Eagle3(source.files.config, source.ends, source.variant.layers)
     head.own(source.rows("embed_tokens.weight"), source.rows("lm_head.weight"))
     return head
 
@@ -158,7 +172,7 @@ def _eagle(source: HeadSource) -> Head:
 
 
 def _dflash(source: HeadSource, kind: type[DFlash] = DFlash) -> Head:
-    head = kind(source.files.config, source.ends, source.layers)
+    head = kind(source.files.config, source.ends, source.variant.layers)
     head.own(logits=source.rows("d2t"))
     return head
 
@@ -179,6 +193,16 @@ def _gemma4(source: HeadSource) -> Head:
     for token in (order.min().item(), order.max().item()):
         files.expect("a token of token_ordering", token, 0, last)
     return Gemma4Assistant(files.config, ends)
+
+
+def _pard(
+    files: HeadFiles, target: nn.Module, variant: Variant, options: dict[str, Any]
+) -> PardDrafter:
+    model, tokenizer = load_model(files.name)
+    mask = files.config["pard_token"]
+    files.expect("pard_token", mask, 0, target_ends(model).vocab_size - 1)
+    _quantize(model, variant.draft_bits)
+    return PardDrafter(model, tokenizer, mask_token=mask, **options)
 
 
 def _medusa(source: HeadSource) -> Head:
@@ -205,7 +229,7 @@ def _mtp(source: HeadSource) -> Head:
             for name in files.weight_map
             if name.startswith(own) and not name.startswith(shared)
         )
-        add_one = source.norms_less_one
+        add_one = source.variant.norms_less_one
         if add_one is None:
             # conversions of a layer alone add the one
             is_alone = converted and not prefix
@@ -221,10 +245,10 @@ def _mtp(source: HeadSource) -> Head:
 
 
 def refusal(files: HeadFiles, kind: str | None = None) -> str:
-    """The error for files that cannot be loaded; kind: key of FORMATS, None for none."""
+    """The error for files that cannot be loaded; kind: name of a format, None for none."""
     config, model_type = files.config, files.config.get("model_type")
     if kind is not None:
-        return f"{files.name} holds {FORMATS[kind].label}. That cannot be loaded yet."
+        return f"{files.name} holds {formats()[kind].label}. That cannot be loaded yet."
     if (family := of_type(config, FAMILIES)) is not None:
         prefix = family.prefix_at(text_part(config))
         where = ", which conversions leave out"
@@ -240,7 +264,7 @@ def refusal(files: HeadFiles, kind: str | None = None) -> str:
             f"{files.name}: the multi-token prediction of {model_type} {other}. It cannot be "
             "loaded yet; use a draft model, or a drafter that needs none, such as 'prompt-lookup'."
         )
-    known = ", ".join(kind for kind, one in FORMATS.items() if one.loads)
+    known = ", ".join(kind for kind, one in formats().items() if one.loads)
     return (
         f"{files.name} is no head of a known kind ({known}): its config.json has model_type "
         f"{model_type!r}. A small model with the target's tokenizer is loaded by mlx_lm.load and "
@@ -268,9 +292,7 @@ FORMATS: dict[str, Format] = {
         "DFlash 2", r"dflash2|\bselector_rank=", partial(_dflash, kind=DFlash2), _STYLE
     ),
     "dflash": Format("DFlash", "dflash", _dflash, _STYLE),
-    "peagle": Format(
-        "P-EAGLE, which drafts in parallel", "peagle|p_eagle", loads=False
-    ),
+    "peagle": Format("P-EAGLE, which drafts in parallel", "peagle|p_eagle"),
     "eagle3": Format(
         "EAGLE-3",
         r"(?ms)eagle3|\bdraft_vocab_size=|^fc\.weight$.*hidden_norm",
@@ -280,18 +302,12 @@ FORMATS: dict[str, Format] = {
     "gemma4_assistant": Format(
         "Gemma 4 assistant", "gemma4_?assistant", _gemma4, _STYLE
     ),
-    "pard2": Format(
-        "PARD-2, which reads the target", r"\bpard2_target_layers=", loads=False
-    ),
-    "pard": Format("PARD", r"\bpard_token="),
-    "hydra": Format(
-        "Hydra heads, which see each other", r"\bhydra_num_heads=", loads=False
-    ),
+    "pard2": Format("PARD-2, which reads the target", r"\bpard2_target_layers="),
+    "pard": Format("PARD", r"\bpard_token=", load=_pard),
+    "hydra": Format("Hydra heads, which see each other", r"\bhydra_num_heads="),
     "medusa": Format(
         "Medusa", r"(?m)medusa|^\d+\.\d+\.linear\.weight$", _medusa, _MEDUSA
     ),
-    "exit": Format("trained exit", r"\bexit_layer="),
-    "pass": Format("PaSS, look-ahead embeddings", r"\blook_ahead="),
     "mtp": Format("multi-token prediction", "_mtp ", _mtp),
     # told by its tensors alone
     "eagle": Format(
@@ -299,6 +315,20 @@ FORMATS: dict[str, Format] = {
     ),
 }
 """Name of a format -> how it is read; the first that a config matches counts."""
+
+GROUP = (
+    "specdec_mlx.heads"  # entry points by which packages add formats, each a `Format`
+)
+
+
+@cache
+def formats() -> dict[str, Format]:
+    """The built-in formats, and after them those of installed packages."""
+    found: dict[str, Any] = {
+        name: load(entry, "head format")
+        for name, entry in installed(GROUP, "head format", FORMATS).items()
+    }
+    return FORMATS | found
 
 
 def load_head(
@@ -313,7 +343,7 @@ def load_head(
     pre_norm: bool | None = None,
     norms_less_one: bool | None = None,
     torch_files: bool = True,
-) -> HeadDrafter | PardDrafter | ExitDrafter:
+) -> HeadDrafter | ModelDrafter:
     """A trained head as a drafter for a loaded target; `describe()` says what was recognised.
 
     Args:
@@ -337,25 +367,19 @@ def load_head(
     whole("branches", branches, 1)
     options: dict[str, Any] = {"greedy": greedy, "draft_temp": draft_temp}
     options["branches"] = branches
-    variant = (layers, pre_norm, norms_less_one)
+    variant = Variant(draft_bits, layers, pre_norm, norms_less_one)
     files = HeadFiles(path_or_repo, torch_files=torch_files)
     with _explained(files):
         kind = kind_of(files.config, files.weight_map)
-        if kind == "exit":
-            return load_exit(files, target, **options)
-        if kind == "pard":
-            model, tokenizer = load_model(files.name)
-            mask = files.config["pard_token"]
-            files.expect("pard_token", mask, 0, target_ends(model).vocab_size - 1)
-            _quantize(model, draft_bits)
-            return PardDrafter(model, tokenizer, mask_token=mask, **options)
-        ends = target_ends(target)
-        if kind == "pass":
-            check_sizes(files, ends)
-            return load_pass(files, target, (draft_bits, *variant), **options)
-        form = FORMATS.get(kind or "")
+        form = formats().get(kind or "")
+        if form is not None and form.load is not None:
+            loaded: HeadDrafter | ModelDrafter = form.load(
+                files, target, variant, options
+            )
+            return loaded
         if form is None or form.build is None:
             raise HeadError(refusal(files, kind))
+        ends = target_ends(target)
         head = _load(form, files, ends, variant)
         _quantize(head, draft_bits)
         drafter = HeadDrafter(head, name=files.name, **options)
@@ -380,14 +404,14 @@ def _explained(files: HeadFiles) -> Iterator[None]:
         ) from error
 
 
-def _load(form: Format, files: HeadFiles, ends: Anatomy, variant: Any) -> Head:
+def _load(form: Format, files: HeadFiles, ends: Anatomy, variant: Variant) -> Head:
     """A head with its weights."""
     check_sizes(files, ends)
     check_width(files, ends, width_read(files.config))
     tensors, _ = files.read(n for n in files.weight_map if form.renamed or n == "d2t")
     for old, new in form.renamed.items():
         tensors = {re.sub(old, new, name): value for name, value in tensors.items()}
-    source = HeadSource(files, ends, tensors, *variant)
+    source = HeadSource(files, ends, tensors, variant)
     assert form.build is not None
     head = form.build(source)
     # how far ids stand apart
@@ -396,8 +420,8 @@ def _load(form: Format, files: HeadFiles, ends: Anatomy, variant: Any) -> Head:
         head.vocabulary = DraftVocabulary(ids, ends)
     for layer in head.features.layers:
         files.expect("a layer that it reads", layer, 0, ends.num_layers - 1)
-    if source.pre_norm is not None and not isinstance(head, LayersHead):
-        head.pre_norm = source.pre_norm
+    if source.variant.pre_norm is not None and not isinstance(head, LayersHead):
+        head.pre_norm = source.variant.pre_norm
     _set_weights(head, tensors, ends.dtype)
     return head
 

@@ -28,7 +28,7 @@ from specdec_mlx.drafters.heads.drafter import (
     Variation,
     is_norm,
 )
-from specdec_mlx.verify.watching import Anatomy
+from specdec_mlx.models.anatomy import Anatomy
 
 T = TypeVar("T")
 Further = Literal["again", "chained", "side by side"]

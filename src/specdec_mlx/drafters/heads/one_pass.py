@@ -17,6 +17,7 @@ import mlx.core as mx
 import mlx.nn as nn
 from mlx_lm.models.cache import ArraysCache
 
+from specdec_mlx.caches import states_of
 from specdec_mlx.contracts import FeatureRows
 from specdec_mlx.drafters.drawing import match_vocab
 from specdec_mlx.drafters.heads.drafter import (
@@ -29,9 +30,8 @@ from specdec_mlx.drafters.heads.eagle import LayersHead, is_gemma4
 from specdec_mlx.drafters.heads.mtp import SLIDING, text_part
 from specdec_mlx.drafters.heads.session import HeadSession
 from specdec_mlx.drafters.writing import AtOnceSession, Parents, places_after
+from specdec_mlx.models.anatomy import Anatomy, top_tokens
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.rollback import states_of
-from specdec_mlx.verify.watching import Anatomy, top_tokens
 
 
 class BlockSession(HeadSession):

@@ -60,15 +60,14 @@ class PardSession(AtOnceSession, ModelSession):
         room = self.rollback.widest_pass()
         pending = self.tokens[self.rollback.position :]
         length = limit if room is None else min(limit, 1 + room - len(pending))
-        self.rollback.checkpoint()
-        self.logits = self.guesses(pending, length - 1)[-length:]
-        self.rollback.rewind_to(self.num_read)
+        self.make_guesses(pending, length)
         return length
 
-    @property
-    def num_read(self) -> int:
-        """Tokens of the text that the caches keep after a draft."""
-        return len(self.tokens)
+    def make_guesses(self, pending: Sequence[int], length: int) -> None:
+        """Make the logits of a draft; the caches keep the text, and drop the masks."""
+        self.rollback.checkpoint()
+        self.logits = self.guesses(pending, length - 1)[-length:]
+        self.rollback.rewind_to(len(self.tokens))
 
     def guesses(self, pending: Sequence[int], number: int) -> mx.array:
         """Logits [n + number, V] of the pending tokens, and of masks behind them."""

@@ -19,11 +19,17 @@ from typing import Any
 
 import mlx.core as mx
 
+from specdec_mlx.caches import Rollback, states_of
 from specdec_mlx.contracts import MANY_WAITING, MOST_WAITING, DraftContext, FeatureRows
 from specdec_mlx.drafters.writing import Parents, WritingSession
 from specdec_mlx.token_ids import to_ids
-from specdec_mlx.verify.rollback import Rollback, states_of
-from specdec_mlx.verify.tree_passes import next_level, pass_over, patch_ropes, view_of
+from specdec_mlx.trees.passes import (
+    next_level,
+    pass_over,
+    patch_ropes,
+    takes_trees,
+    view_of,
+)
 
 
 class Unread:
@@ -119,7 +125,7 @@ class RecurrentSession(HeadSession):
     @property
     def forks(self) -> bool:
         """True if trees were asked for and its caches take them."""
-        return super().forks and self.waiting.rollback.takes_trees()
+        return super().forks and takes_trees(self.waiting.rollback)
 
     def see(self, features: FeatureRows) -> None:
         """Take the rows of further positions, for every layer that reads the target."""

@@ -8,6 +8,7 @@ from http import HTTPStatus
 from typing import Any
 
 from specdec_mlx.server.protocols import fields
+from specdec_mlx.server.protocols.body import without_nulls
 from specdec_mlx.server.protocols.turns import (
     THOUGHTS,
     as_result,
@@ -46,7 +47,7 @@ def messages_in(messages: Any) -> list[Object]:
 def _templated(given: Any) -> Object:
     if not isinstance(given, dict) or not isinstance(given.get("role"), str):
         raise RequestError(f"messages: expected objects with a role, not {given!r}")
-    message = fields.without_nulls(given)
+    message = without_nulls(given)
     if message["role"] == "developer":
         message["role"] = "system"
     content = message.get("content", "")
@@ -148,7 +149,7 @@ class ChunkWire(fields.OpenAIWire):
 
     def read(self, body: Object) -> Asked:
         """Check a body; raises RequestError."""
-        body = fields.without_nulls(body)
+        body = without_nulls(body)
         request = fields.base(body)
         request.grammar = fields.grammar_in(body.get("response_format"))
         request.stop = fields.texts(body.get("stop"), "stop")
@@ -228,9 +229,7 @@ class Chat(ChunkWire):
         request.tool_choice = tool_choice(choice, request.tools)
         if choice == REQUIRED and not request.tools:
             raise RequestError("tool_choice: required needs tools.")
-        request.template = (
-            fields.thinking(body.get("reasoning_effort")) | request.template
-        )
+        fields.think(request, body.get("reasoning_effort"))
         if (role_mapping := body.get("role_mapping")) is not None:
             request.template["role_mapping"] = role_mapping
         last = request.template.pop(

@@ -6,7 +6,6 @@ Beside OpenAI's there are mlx-lm's (min_p, repetition_penalty, chat_template_kwa
 
 from __future__ import annotations
 
-import json
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -16,12 +15,13 @@ from typing import Any
 
 import msgspec
 
+from specdec_mlx.arguments import split_spec
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.drafters.grammar import Grammar
-from specdec_mlx.options import split_spec
-from specdec_mlx.rules.registry import make_rule
-from specdec_mlx.sampling.distribution import TEMPS, Sampling, is_temp
+from specdec_mlx.rules import make_rule
+from specdec_mlx.sampling import TEMPS, is_temp
 from specdec_mlx.server.forced import grammar_of
+from specdec_mlx.server.protocols.body import without_nulls
 from specdec_mlx.server.protocols.turns import expect, parts_in
 from specdec_mlx.server.requests import (
     Asked,
@@ -58,41 +58,11 @@ LEAST_LOGPROB = -9999.0  # said for a token that cannot be drawn; JSON has no in
 
 PENALTIES = "repetition_penalty", "presence_penalty", "frequency_penalty"
 SIZES = [name.replace("penalty", "context_size") for name in PENALTIES]
+BUDGETS = {"minimal": 512, "low": 1024, "medium": 8192, "high": 24576}
+"""Most tokens of a thought, by the effort of reasoning; other efforts have no bound."""
+
 LENGTHS = "max_completion_tokens", "max_output_tokens", "max_tokens"
 """Names of the most tokens of an answer; the first one that is there counts."""
-
-
-def read_body(raw: bytes) -> Object:
-    """A body as an object without null fields; raises RequestError.
-
-    A number that is whole is an int, as in languages that have no others.
-    """
-    try:
-        body = without_surrogates(json.loads(raw.decode("utf-8-sig")))
-    except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body of the request is no JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError(
-            f"The body of the request must be a JSON object, not {body!r}"
-        )
-    return {
-        name: int(value) if isinstance(value, float) and value.is_integer() else value
-        for name, value in without_nulls(body).items()
-    }
-
-
-def without_surrogates(value: Any) -> Any:
-    """What was read from JSON; halves of surrogate pairs, of texts that were cut, are replaced."""
-    text = json.dumps(value)
-    if "\\ud" not in text:
-        return value
-    units = json.dumps(value, ensure_ascii=False).encode("utf-16-le", "surrogatepass")
-    return json.loads(units.decode("utf-16-le", "replace"))
-
-
-def without_nulls(body: Object) -> Object:
-    """An object without its null fields, which are absent ones."""
-    return {name: value for name, value in body.items() if value is not None}
 
 
 def base(body: Object) -> TextRequest:
@@ -148,11 +118,18 @@ def several(value: Any) -> list[Any]:
     return value if isinstance(value, list) else [value]
 
 
-def thinking(effort: Any) -> Object:
-    """Names for the chat template that an effort of reasoning stands for."""
-    if effort is None or effort == "none":
-        return {} if effort is None else {"enable_thinking": False}
-    return {"enable_thinking": True, "reasoning_effort": effort}
+def think(request: TextRequest, effort: Any) -> None:
+    """Let a request think with an effort of reasoning: as its template says, and within a budget.
+
+    What the request says to its template itself has the last word.
+    """
+    if not effort:
+        return
+    names: Object = {"enable_thinking": False}
+    if effort != "none":
+        names = {"enable_thinking": True, "reasoning_effort": effort}
+    request.template = names | request.template
+    request.thought_budget = BUDGETS.get(effort)
 
 
 def grammar_in(wanted: Any) -> Grammar | None:
@@ -231,12 +208,11 @@ FIELDS |= dict.fromkeys(SIZES, number(int, 0)) | dict.fromkeys(LENGTHS, number(i
 """The fields that all protocols have in common, but for those that have a form."""
 
 
-def _sampling(given: Object) -> Sampling:
+def _sampling(given: Object) -> Object:
+    """Arguments of `Sampling`, of the fields that are there."""
     names = "top_p", "min_p", "top_k", "xtc_probability", "xtc_threshold"
-    return Sampling(
-        temp=given.get("temperature", 0.0),
-        **{name: given[name] for name in names if name in given},
-    )
+    fields = {"temperature": "temp", **dict(zip(names, names, strict=True))}
+    return {own: given[name] for name, own in fields.items() if name in given}
 
 
 def _penalties(given: Object) -> Object:
@@ -272,7 +248,7 @@ def _length(given: Any) -> int | str | None:
         length = parse_draft_length("" if isinstance(given, bool) else str(given))
     except ValueError:
         raise RequestError(
-            f"draft_length must be an int >= 0 (at most {LONGEST_DRAFT} count), auto or heuristic, "
+            f"draft_length must be an int >= 0 (at most {LONGEST_DRAFT} count) or auto, "
             f"not {given!r}"
         ) from None
     return length if isinstance(length, str) else min(length, LONGEST_DRAFT)

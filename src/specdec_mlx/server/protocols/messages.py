@@ -14,8 +14,8 @@ from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
 
-from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
+from specdec_mlx.server.protocols.body import without_surrogates
 from specdec_mlx.server.protocols.turns import (
     Turns,
     as_result,
@@ -188,9 +188,9 @@ class MessageStream(fields.ItemStream):
     def close(self, status: str) -> Sent:
         """End a block; the whole reply has a call's input as an object."""
         if self.item["type"] == "tool_use":
-            with suppress(ValueError):  # of a call that broke
+            with suppress(ValueError, RecursionError):  # of a call that broke
                 called = json.loads(self.text)
-                self.item["input"] = fields.without_surrogates(called)
+                self.item["input"] = without_surrogates(called)
         if self.item["type"] == "thinking":
             self.item["signature"] = SIGNATURE
             yield self._delta("signature_delta", "signature", SIGNATURE)
@@ -264,10 +264,17 @@ class Messages(fields.ItemWire):
         config = given(body, "output_config", dict)
         form = config.get("format") or body.get("output_format")
         request.grammar = fields.grammar_in(form)
-        thinking = given(body, "thinking", dict).get("type")
-        if thinking and not has_grammar(request):
-            enabled = {"enable_thinking": thinking != "disabled"}
+        thinking = given(body, "thinking", dict)
+        if kind := thinking.get("type"):
+            enabled = {"enable_thinking": kind != "disabled"}
             request.template = enabled | request.template
+        budget = fields.BUDGETS.get(given(config, "effort", str))
+        request.thought_budget = thinking.get("budget_tokens", budget)
+        fits, expected = fields.number(int, 0)
+        if request.thought_budget is not None and not fits(request.thought_budget):
+            raise RequestError(
+                f"thinking: budget_tokens must be {expected}, not {request.thought_budget!r}"
+            )
         return Asked([request], body, "msg_")
 
     def error(self, error: Exception, status: HTTPStatus) -> Object:

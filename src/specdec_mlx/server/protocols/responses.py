@@ -15,7 +15,6 @@ from http import HTTPStatus
 from typing import Any
 from uuid import uuid4
 
-from specdec_mlx.server.prompts import has_grammar
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.turns import (
     Turns,
@@ -354,9 +353,7 @@ class Responses(fields.OpenAIWire, fields.ItemWire):
         request.tool_choice = tool_choice(choice, request.tools)
         form = given(given(body, "text", dict), "format", dict)
         request.grammar = fields.grammar_in(form or None)
-        effort = given(given(body, "reasoning", dict), "effort", str)
-        if effort and not has_grammar(request):
-            request.template = fields.thinking(effort) | request.template
+        fields.think(request, given(given(body, "reasoning", dict), "effort", str))
         if LOGPROBS in given(body, "include", list) or body.get("top_logprobs"):
             request.num_logprobs = max(0, body.get("top_logprobs") or 0)
         return Asked([request], body, "resp_", offered)

@@ -151,3 +151,18 @@ class Turns:
         if not self.messages or self.messages[-1]["role"] != role:
             self.messages.append({"role": role, "content": ""})
         return self.messages[-1]
+
+
+def with_folded_system(messages: Sequence[Object], first_role: str) -> list[Object]:
+    """A chat whose system messages stand where `Turns` puts them.
+
+    first_role: of a system message at the start, "system" or "user".
+    """
+    turns = Turns()
+    for message in messages:
+        role, content = message["role"], message["content"]
+        if role in ("system", "user") and isinstance(content, str):
+            turns.say(first_role if role == "system" else role, content)
+        else:
+            turns.messages.append(message)
+    return turns.messages

@@ -8,19 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from copy import copy
+from dataclasses import replace
 from typing import Any
 
 import mlx.core as mx
 from mlx_lm.tool_parsers.json_tools import parse_tool_call
 
-from specdec_mlx.server.forced import is_bare_call, may_call_instead, tools_for
-from specdec_mlx.server.requests import Ended, Event, Said, TextRequest
+from specdec_mlx.drafters.thoughts import Thought
+from specdec_mlx.server.forced import is_bare_call, is_forced, reads_calls, tools_for
+from specdec_mlx.server.requests import CallBroken, Ended, Event, Said, TextRequest
 from specdec_mlx.server.text.calls import CallReader
 from specdec_mlx.server.text.logprobs import SeenLogprobs, token_logprob
 from specdec_mlx.stop_strings import StopStrings
 
 ANSWER, THOUGHT, CALL = "normal", "reasoning", "tool"
 """Parts of a text, in the words of mlx-lm's response formats; any other part is not shown."""
+
+UNDECIDED = "undecided"
+"""The part of a text that may begin with a thought, before its first tokens are there."""
 
 
 def _marks(
@@ -48,15 +53,21 @@ def _marks(
     return marks
 
 
+def _without_text(event: Event) -> Event:
+    return replace(event, text="") if isinstance(event, CallBroken) else event
+
+
 NUM_BEFORE = 8  # tokens of the prompt's end that a text is detokenized with
 
 
 class TextState:
     """The text that one request's tokens make, as events.
 
-    Thoughts are looked for in chats, unless a grammar says what is written, and calls where tools
-    were given. A call that cannot be one is text, marks and all, that of a tool that is not there
-    too, and one that `max_tokens` cuts. Blanks beside a call are dropped.
+    Thoughts are looked for in chats, and calls where tools were given. Where a grammar says what is
+    written, only a thought at the beginning is one, and its tokens tell where it ends, as they do
+    for the grammar. A call that cannot be one is text, marks and all, that of a tool that is not
+    there too, and one that `max_tokens` cuts, unless it was forced. Blanks beside a call are
+    dropped, and so is all text beside forced calls.
 
     ended: "stop" or "tool_calls" once the end token, a stop string or the last wanted call has
     ended it; tokens after that are not taken.
@@ -68,17 +79,24 @@ class TextState:
         request: TextRequest,
         prompt: Sequence[int],
         in_thought: bool,
+        thought: Thought | None = None,
     ) -> None:
+        """in_thought: the prompt has opened a thought. thought: its marks, where tokens tell."""
         self.ended: str | None = None
         self.num_written = self.num_thought = self.num_calls = self.accepted = 0
         self._tokenizer, self._request = tokenizer, request
         self._tools = tools_for(request)
-        is_bare = is_bare_call(request, tokenizer)
-        is_plain = request.messages is None or request.grammar is not None or is_bare
-        self._has_calls = may_call_instead(request, tokenizer) or (
-            not is_plain and bool(self._tools) and tokenizer.has_tool_calling
-        )
+        self._is_bare = is_bare_call(request, tokenizer)
+        self._is_forced = is_forced(request)
+        has_schema = request.grammar is not None and not self._is_forced
+        is_plain = request.messages is None or has_schema or self._is_bare
+        self._has_calls = reads_calls(request, tokenizer)
         self._marks = _marks(tokenizer, self._has_calls, is_plain)
+        self._thought = thought
+        self._is_thinking = thought is not None and in_thought  # as the tokens tell
+        self._tokens = list[int]()  # until the thought is closed
+        if thought is not None:
+            self._marks[THOUGHT][tokenizer.think_end] = ANSWER
         self._detokenizer = tokenizer.detokenizer
         # characters of the detokenizer's text
         self._num_read = self._read_prompt(prompt)
@@ -95,9 +113,11 @@ class TextState:
         self._num_begun = 0  # calls, those that broke among them
         self._is_cut = False
         self._stop: str | None = None
-        if is_bare:
-            self._begin_call("")
-        elif not is_plain:
+        if thought is not None:
+            self._part = THOUGHT if in_thought else UNDECIDED
+        elif is_plain:
+            self._begin_answer()
+        else:
             self._part = (
                 THOUGHT if in_thought else tokenizer.response_initial_state or ANSWER
             )
@@ -119,7 +139,21 @@ class TextState:
             self.ended = "stop"
             return []
         self._detokenizer.add_token(token)
+        self._follow_thought(token)
         return self._advance()
+
+    def _follow_thought(self, token: int) -> None:
+        """Note whether the thought at the beginning of the text is open after a token."""
+        if self._thought is None:
+            return
+        self._tokens.append(token)
+        opens = self._thought.opens
+        if self._is_thinking:
+            self._is_thinking = not self._thought.is_closed_by(self._tokens)
+        elif len(self._tokens) <= len(opens):
+            self._is_thinking = (*self._tokens,) == opens
+        else:
+            self._thought = None
 
     def end(self, reason: str) -> list[Event]:
         """The text that was held back, and the end.
@@ -172,7 +206,9 @@ class TextState:
         self._logprobs.place(self._place + len(self._text), piece)
         self._text += piece
         events: list[Event] = []
-        while not self._is_cut:
+        if self._part == UNDECIDED:
+            self._decide(is_final=final is not None)
+        while self._part != UNDECIDED and not self._is_cut:
             marks = self._marks[self._part]
             stops = self._request.stop if self._part == ANSWER else ()
             search = StopStrings([*marks, *stops]).search
@@ -184,8 +220,10 @@ class TextState:
             events += self._take(num_before)
             if self._is_cut:
                 break
-            if mark is not None and self._call is not None and self._call.is_in_string:
-                # what a file says that is being written
+            is_in_string = self._call is not None and self._call.is_in_string
+            is_thought = self._part == THOUGHT and self._is_thinking
+            if mark is not None and (is_in_string or is_thought):
+                # what a file says that is being written, or a thought whose tokens go on
                 events += self._take(len(mark))
             elif mark is None:
                 if final is None or self._part != CALL:
@@ -197,6 +235,21 @@ class TextState:
             else:
                 events += self._pass(mark, after)
         return events
+
+    def _decide(self, *, is_final: bool) -> None:
+        """Tell by its first tokens whether the text begins with a thought."""
+        assert self._thought is not None
+        if self._is_thinking:
+            self._part, mark = THOUGHT, self._tokenizer.think_start
+            num_before = len(self._text) - len(self._text.removeprefix(mark))
+            self._text, self._place = self._text[num_before:], self._place + num_before
+        elif is_final or (*self._tokens,) != self._thought.opens[: len(self._tokens)]:
+            self._begin_answer()
+
+    def _begin_answer(self) -> None:
+        self._part = ANSWER
+        if self._is_bare:
+            self._begin_call("")
 
     def _pass(self, mark: str, after: str) -> list[Event]:
         """Go on to the part of the text after a mark."""
@@ -210,6 +263,8 @@ class TextState:
         else:
             self._blank = ""
         self._part = after
+        if after == ANSWER:
+            self._begin_answer()
         return events
 
     def _take(self, num_chars: int) -> list[Event]:
@@ -233,9 +288,9 @@ class TextState:
         return events
 
     def _unblank(self) -> list[Event]:
-        """Show the blanks that an answer begins with."""
+        """Show the blanks that an answer begins with; nothing where only calls are wanted."""
         text, self._blank = self._blank, None
-        if not text:
+        if not text or self._is_forced:
             return []
         return [
             Said(
@@ -255,6 +310,8 @@ class TextState:
         call, self._call = self._call, None
         assert call is not None
         events = call.close(mark, is_whole=is_whole)
+        if self._is_forced:
+            events = [_without_text(event) for event in events]
         self.num_calls += call.num_whole
         self._num_begun = call.index
         if call.is_full:

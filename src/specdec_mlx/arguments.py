@@ -1,0 +1,411 @@
+"""What is typed as text: NAME:key=value,key=value, what it makes, and the parser of flags."""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import functools
+import inspect
+import operator
+import re
+import reprlib
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from importlib.metadata import EntryPoint, entry_points
+from pathlib import Path
+from types import NoneType, UnionType
+from typing import Any, NoReturn, TypeVar, get_args
+
+from specdec_mlx.errors import MissingPackageError
+
+T = TypeVar("T")
+
+
+OWN_PACKAGE = "specdec-mlx"
+
+DEFAULT_DRAFTER = "auto"  # the drafter of commands that are told none
+MODEL_DRAFTER = "model"  # the name of a draft model, wherever it comes from
+NO_DRAFTER = "none"  # the name of plain decoding
+PROCESS = (
+    "process"  # a memory that ends with its process, where a file's name could stand
+)
+AUTO = "auto"  # the draft length that is chosen by what pays
+RULES = ("auto", "match", "coupled", "rejection", "block")
+"""Names of the library's own rules."""
+DRAFTER_GROUP, RULE_GROUP = "specdec_mlx.drafters", "specdec_mlx.rules"
+"""Groups of entry points by which packages give their drafters and rules a name."""
+
+
+WORDS = {"true": True, "false": False, "none": None}
+
+
+_INT = re.compile(r"[+-]?\d{1,18}", re.ASCII)
+
+
+_FLOAT = re.compile(
+    r"[+-]?(\d{1,18}\.?\d{0,18}|\.\d{1,18})(e[+-]?\d{1,3})?", re.ASCII | re.I
+)
+
+
+FOREIGN = re.compile(r"--.*(spec|draft|lookup|assistant|ngram)")
+"""Flags that other programs have for speculation."""
+
+
+_QUOTED = re.compile(r"'[^']*'|\"[^\"]*\"")
+
+
+def split_spec(spec: str) -> tuple[str, dict[str, Any]]:
+    """Name and options out of NAME:key=value,...; raises ValueError."""
+    return name_in(spec), parse_options(spec.partition(":")[2])
+
+
+def name_in(spec: str) -> str:
+    """The name in NAME:key=value,..."""
+    return spec.partition(":")[0]
+
+
+def parse_options(text: str) -> dict[str, Any]:
+    """Options out of `key=value,key=value`, never evaluated; raises ValueError.
+
+    Values are numbers, true, false or none; else text, with or without quotes.
+    """
+    options: dict[str, Any] = {}
+    for part in filter(None, text.split(",")):
+        key, separator, value = part.partition("=")
+        if not separator:
+            raise ValueError(f"Option {part!r}: expected key=value.")
+        options[key.strip().replace("-", "_")] = _value(value.strip())
+    return options
+
+
+def _value(text: str) -> int | float | bool | str | None:
+    if text.lower() in WORDS:
+        return WORDS[text.lower()]
+    if _INT.fullmatch(text):
+        return int(text)
+    if _FLOAT.fullmatch(text):
+        return float(text)
+    return text[1:-1] if _QUOTED.fullmatch(text) else text
+
+
+def positive_int(text: str) -> int:
+    """An int of at least 1; raises ValueError."""
+    number = int(text) if _INT.fullmatch(text) else 0
+    if number < 1:
+        raise ValueError(f"{text!r}: expected an int >= 1.")
+    return number
+
+
+def shown(value: object) -> str:
+    """A value for an error: short, and on one line; of a model, or what holds one, its class."""
+    name = getattr(value, "__name__", None)
+    if isinstance(name, str):
+        return name
+    is_plain = (
+        isinstance(value, Sequence)
+        or hasattr(value, "tolist")
+        or "\n" not in repr(value)
+    )
+    return " ".join(reprlib.repr(value).split()) if is_plain else type(value).__name__
+
+
+def wrong(name: str, value: object, expected: str) -> ValueError:
+    """The error that names an argument, its value, and what it takes."""
+    return ValueError(f"{name}={shown(value)}: expected {expected}.")
+
+
+def require(owner: object, holds: bool, name: str, expected: str) -> None:
+    """Raise ValueError, with the name of an object's attribute and its value, unless `holds`."""
+    if not holds:
+        got = f"{type(owner).__name__}({name}={shown(getattr(owner, name))})"
+        raise ValueError(f"{got}: expected {expected}.")
+
+
+def require_cap(owner: Any) -> None:
+    """Raise ValueError unless an object's `num_draft` is a length, or None."""
+    some = "an int >= 1, or None for no cap; to draft nothing, leave the drafter out"
+    holds = owner.num_draft is None or owner.num_draft >= 1
+    require(owner, holds, "num_draft", some)
+
+
+def whole(name: str, value: Any, least: int | None = None, or_else: str = "") -> int:
+    """An argument that is an int, NumPy's too; ValueError for others, and less than `least`."""
+    try:
+        number = None if isinstance(value, bool) else operator.index(value)
+    except TypeError:
+        number = None
+    if number is None or (least is not None and number < least):
+        raise wrong(
+            name, value, f"an int{'' if least is None else f' >= {least}'}{or_else}"
+        )
+    return number
+
+
+def did_you_mean(name: str, known: Iterable[str]) -> str:
+    """A question with the most similar of the known names; "" where none is similar."""
+    return "".join(
+        f" Did you mean {near}?" for near in difflib.get_close_matches(name, known, 1)
+    )
+
+
+def check_names(
+    given: Iterable[str], called: Callable[..., Any], *takers: Callable[..., Any]
+) -> None:
+    """Raise TypeError for an argument that neither what was called nor what it calls takes."""
+    known = {
+        name for one in (called, *takers) for name in inspect.signature(one).parameters
+    }
+    for name in given:
+        if name not in known:
+            raise TypeError(
+                f"{called.__name__}() got an unexpected keyword argument {name!r}."
+                f"{did_you_mean(name, known)}"
+            )
+
+
+def refusal(unknown: Sequence[str], known: Iterable[str] = ()) -> str:
+    """The error for unknown arguments, values included, with the flag that may be meant.
+
+    For another program's flag for speculation it names ours.
+    """
+    flags = [text.partition("=")[0] for text in unknown if text.startswith("-")]
+    for flag in flags:
+        if FOREIGN.match(flag):
+            return (
+                f"{flag} is not known here; speculation is set by --drafter NAME, --draft-model "
+                "MODEL and --draft-length N"
+            )
+    near = "".join(did_you_mean(flag, known) for flag in flags)
+    return f"unrecognized arguments: {' '.join(unknown)}{near and '.' + near}"
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse's, with errors of two lines and a `--help` of the flags that most people need."""
+
+    rare: frozenset[str] = frozenset()
+    """Flags that `--help-all` alone explains."""
+
+    def add_help_all(self, rare: Iterable[str]) -> None:
+        """Leave these flags, given without dashes, to `--help-all`."""
+        self.rare = frozenset(f"--{name}" for name in rare)
+        self.add_argument(
+            "--help-all", action=_HelpAll, nargs=0, help="explain all flags and exit"
+        )
+
+    def parse_args(self, args: Any = None, namespace: Any = None) -> Any:
+        """The arguments as a namespace; ends the process for what is not known."""
+        namespace, unknown = self.parse_known_args(args, namespace)
+        if unknown:
+            self.error(refusal(unknown, self._option_string_actions))
+        return namespace
+
+    def check(self, make: Callable[[], T]) -> T:
+        """What `make` returns; its ValueError and OSError end the process as a wrong flag does."""
+        try:
+            return make()
+        except (ValueError, OSError) as error:
+            self.error(str(error))
+
+    def print_help(self, file: Any = None) -> None:
+        """Print `format_help` without the rare flags."""
+        for action in self._actions:
+            if self.rare.intersection(action.option_strings):
+                action.help = argparse.SUPPRESS
+        super().print_help(file)
+
+    def error(self, message: str) -> NoReturn:
+        """End the process with status 2: what is wrong, and where to read on."""
+        more = "--help-all" if self.rare else "--help"
+        self.exit(2, f"{self.prog}: {message}\nAll flags: {self.prog} {more}\n")
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        if action.choices is not None and value not in action.choices:
+            known = [str(choice) for choice in action.choices]
+            near = did_you_mean(str(value), known)
+            raise argparse.ArgumentError(
+                action, f"{value!r} is none of {', '.join(known)}.{near}"
+            )
+
+
+class _HelpAll(argparse.Action):
+    """Print the help on all flags, and end the process."""
+
+    def __call__(self, parser: argparse.ArgumentParser, *given: Any) -> None:
+        print(parser.format_help(), end="")
+        parser.exit()
+
+
+def parse_draft_length(text: str) -> int | str:
+    """Read a draft length as typed on the command line. Raises ValueError for anything else."""
+    if text == AUTO:
+        return text
+    if not text.isdecimal():
+        raise ValueError(f"{text!r}: expected an int >= 0, or {AUTO}")
+    return int(text)
+
+
+def registered_names(group: str, *own: str) -> list[str]:
+    """Our own names, and those that installed packages register, none of which is imported."""
+    return list(dict.fromkeys([*own, *sorted(entry_points(group=group).names)]))
+
+
+def known(what: str, names: Sequence[str]) -> Callable[[str], str]:
+    """The `type` of a flag that takes NAME or NAME:key=value,... with one of these names."""
+
+    def parse(spec: str) -> None:
+        if (name := name_in(spec)) not in names:
+            raise ValueError(f"Unknown {what} {name!r}. Known: {', '.join(names)}.")
+
+    return checked(parse)
+
+
+def number(
+    kind: Callable[[str], Any], least: float, most: float
+) -> Callable[[str], Any]:
+    """The `type` of a flag that takes a number within bounds; `kind` is int or float."""
+
+    @functools.wraps(kind)
+    def parse(text: str) -> Any:
+        if not least <= (value := kind(text)) <= most:
+            raise ValueError(f"{text}: expected a number from {least:g} to {most:g}.")
+        return value
+
+    return argument(parse)
+
+
+def add_lighter_arguments(parser: Any) -> None:
+    """The flags that make a draft model lighter, for a parser, or group, with --draft-model."""
+    how = {"type": argument(positive_int), "metavar": "N"}
+    parser.add_argument(
+        "--draft-layers", help="Draft with its first layers only.", **how
+    )
+
+
+def existing_file(text: str) -> Path:
+    """The path of a file that is there; raises ValueError that says where it was looked for."""
+    path = Path(text).expanduser()
+    if not path.is_file():
+        raise ValueError(f"there is no file {path.absolute()}.")
+    return path
+
+
+def new_file(text: str) -> Path:
+    """The path of a file to write, found out at once if it cannot be; raises OSError."""
+    path = Path(text)
+    path.touch()
+    return path
+
+
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """`parse` as the `type` of a flag, with the words of its ValueError for the user."""
+
+    @functools.wraps(parse)
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def checked(parse: Callable[[str], object]) -> Callable[[str], str]:
+    """Like `argument`, but the flag keeps the text as it was typed."""
+
+    @functools.wraps(parse)
+    def kept(text: str) -> str:
+        argument(parse)(text)
+        return text
+
+    return kept
+
+
+def installed(
+    group: str, what: str, taken: Iterable[str] = ()
+) -> dict[str, EntryPoint]:
+    """The entry points of a group by name: our own first, then those of packages by their name.
+
+    A UserWarning names packages that want a name that another has, or one of `taken`, ours.
+    """
+    owners = dict.fromkeys(taken, OWN_PACKAGE)
+    known: dict[str, EntryPoint] = {}
+    found = [(package_of(entry), entry) for entry in entry_points(group=group)]
+    for package, entry in sorted(
+        found, key=lambda one: (one[0] != OWN_PACKAGE, one[0])
+    ):
+        owner = owners.setdefault(entry.name, package)
+        if owner == package:
+            known.setdefault(entry.name, entry)
+            continue
+        warnings.warn(
+            f"specdec_mlx: {what} {entry.name!r} of {package} is left out, since {owner} has one "
+            f"of that name. Uninstall one of them, or give the {what} itself instead of its name.",
+            stacklevel=2,
+        )
+    return known
+
+
+def package_of(entry: EntryPoint) -> str:
+    """Name of the distribution that an entry point came with."""
+    return entry.dist.name if entry.dist is not None else entry.module
+
+
+def load(entry: EntryPoint, what: str) -> Callable[..., Any]:
+    """The class, or function, of an entry point; MissingPackageError if it cannot be imported."""
+    try:
+        kind: Callable[..., Any] = entry.load()
+    except (ImportError, AttributeError) as error:
+        raise MissingPackageError(
+            f"{what.capitalize()} {entry.name!r} of {package_of(entry)} cannot be loaded: {error}"
+        ) from error
+    return kind
+
+
+def make_with(
+    what: str, name: str, kind: Callable[..., T], options: dict[str, Any]
+) -> T:
+    """`kind(**options)`, of options that were typed; `what` and `name` are for the error.
+
+    Raises ValueError for an option that it does not take, or of another type than annotated.
+    """
+    hints = _annotations(kind)
+    try:
+        return kind(
+            **{
+                key: _fitted(key, value, hints.get(key))
+                for key, value in options.items()
+            }
+        )
+    except TypeError as error:
+        near = "".join(
+            did_you_mean(option, hints) for option in options if option not in hints
+        )
+        said = f"{error}.{near}" if hints else f"{name} takes no options ({error})."
+        raise ValueError(
+            f"{what.capitalize()} {name!r}: {said} {help_on(kind)}"
+        ) from error
+
+
+def help_on(kind: Callable[..., Any]) -> str:
+    """Where the options of a class or function are explained."""
+    made_by = kind.func if isinstance(kind, functools.partial) else kind
+    return f"See help({getattr(made_by, '__name__', made_by)})."
+
+
+def _annotations(kind: Callable[..., Any]) -> dict[str, Any]:
+    """Annotations of arguments, as far as they can be read."""
+    try:
+        parameters = inspect.signature(kind, eval_str=True).parameters.values()
+    except Exception:  # names that are there for type checkers only
+        return {}
+    return {parameter.name: parameter.annotation for parameter in parameters}
+
+
+def _fitted(option: str, value: Any, hint: Any) -> Any:
+    """A number or text as the annotated type, an int for a float too; else a TypeError."""
+    kinds = set(get_args(hint)) if isinstance(hint, UnionType) else {hint}
+    if not kinds <= {int, float, bool, str, NoneType} or type(value) in kinds:
+        return value
+    if type(value) is int and float in kinds:
+        return float(value)
+    raise TypeError(f"{option} is {value!r}, expected {inspect.formatannotation(hint)}")

@@ -1,0 +1,218 @@
+"""One pass of the target over the rows of several texts, each with a draft of its own."""
+
+from __future__ import annotations
+
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, ClassVar, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.batch_caches import BatchCaches
+from specdec_mlx.caches import Rollback, wait_for
+from specdec_mlx.contracts import Draft, Drafter, PendingPass, ReadsTarget, all_drafters
+from specdec_mlx.exactness.probe import can_hold_rows
+from specdec_mlx.exactness.recurrent_states import in_steps
+from specdec_mlx.models.anatomy import Call, watching
+from specdec_mlx.target import Verifier
+from specdec_mlx.token_ids import to_ids
+
+
+class ToVerify(NamedTuple):
+    """One row of a pass: pending tokens, at least one, a draft that was checked, its position."""
+
+    pending: Sequence[int] | mx.array
+    draft: Draft
+    position: int
+
+
+@dataclass
+class BatchPasses(ABC):
+    """Passes over several texts, which have a verifier each.
+
+    is_together: one pass is over all texts.
+    """
+
+    verifiers: list[Verifier] = field(default_factory=list, kw_only=True)
+    is_together: ClassVar[bool]
+
+    @abstractmethod
+    def add(self, verifier: Verifier) -> None:
+        """Take over a text that was read alone."""
+
+    @abstractmethod
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these texts, in this order, and drop the others."""
+
+    @abstractmethod
+    def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
+        """Start a pass over each text."""
+
+    @abstractmethod
+    def apply_rewinds(self) -> None:
+        """Take the rejected positions of all texts back out of the caches."""
+
+    @abstractmethod
+    def extract(self, row: int) -> Rollback:
+        """The caches of one text."""
+
+    @property
+    @abstractmethod
+    def num_bytes(self) -> int:
+        """Bytes of the caches of all texts."""
+
+
+@dataclass
+class SharedPasses(BatchPasses):
+    """One pass over all texts, as rows; each text's `Rollback` has no caches of its own.
+
+    A text that rewinds moves its position alone. `apply_rewinds` then rewinds all rows together.
+    """
+
+    model: nn.Module
+    caches: BatchCaches
+    is_together: ClassVar[bool] = True
+
+    @property
+    def places(self) -> list[Rollback]:
+        """Where the rows are in their texts."""
+        return [verifier.rollback for verifier in self.verifiers]
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the caches of all texts."""
+        return self.caches.num_bytes
+
+    def add(self, verifier: Verifier) -> None:
+        """Take over a text that was read alone; from now on it goes with the others."""
+        alone = verifier.rollback
+        self.caches.add(alone.caches, alone.end)
+        base = alone.end - alone.position
+        verifier.rollback = Rollback([], alone.position, base=base)
+        self.verifiers.append(verifier)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, and drop the others."""
+        self.caches.keep(rows)
+        self.verifiers = [self.verifiers[row] for row in rows]
+
+    def read(self, texts: Sequence[Sequence[int]]) -> None:
+        """Feed tokens to all rows for the caches alone, at least one to each, and wait for it."""
+        self.caches.feed(self.model, texts)
+        wait_for(self.caches.caches)
+        mx.clear_cache()
+        self._move()
+
+    def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
+        """Start a pass over all rows."""
+        drafted, fed = [], []
+        for verifier, round_ in zip(self.verifiers, rounds, strict=True):
+            drafted.append(verifier.drafted_ids(round_.draft))
+            fed.append(_joined(round_.pending, round_.draft, drafted[-1]))
+        watched = [
+            module
+            for verifier in self.verifiers
+            if verifier.taps is not None
+            for module in verifier.taps.modules
+        ]
+        calls: list[Call] = []
+        with in_steps(self.model, max(map(len, fed))), watching(watched, calls.append):
+            logits = self.caches.feed(self.model, fed)
+        passes = []
+        for row, (verifier, round_) in enumerate(
+            zip(self.verifiers, rounds, strict=True)
+        ):
+            num_fed = len(fed[row])
+            mine = logits[row, len(round_.pending) - 1 : num_fed]
+            pass_ = verifier.judge(
+                mine, round_.draft, drafted[row], round_.position, num_fed
+            )
+            if (taps := verifier.taps) is not None:
+                pass_.features = taps.rows(calls, logits[row, :num_fed], row)
+            passes.append(pass_)
+        mx.async_eval([pass_.to_compute for pass_ in passes])
+        self._move()
+        return list(passes)
+
+    def apply_rewinds(self) -> None:
+        """Go back where rows asked to."""
+        self.caches.go_back([place.end for place in self.places])
+        self._move()
+
+    def _move(self) -> None:
+        for place, end in zip(self.places, self.caches.ends, strict=True):
+            place.position = end - place.base
+
+    def extract(self, row: int) -> Rollback:
+        """Caches of one text, with what they hold of a row."""
+        caches: list[Any] = self.caches.extract(row, make_prompt_cache(self.model))
+        return Rollback(caches, self.places[row].position)
+
+
+@dataclass
+class OneByOne(BatchPasses):
+    """A pass over each text alone, for what cannot be rows; `BatchGeneration` then writes one."""
+
+    is_together: ClassVar[bool] = False
+
+    @property
+    def num_bytes(self) -> int:
+        """Bytes of the caches of all texts."""
+        caches = (cache for v in self.verifiers for cache in v.rollback.caches)
+        return sum(int(cache.nbytes) for cache in caches)
+
+    def add(self, verifier: Verifier) -> None:
+        """Take over a text with its caches."""
+        self.verifiers.append(verifier)
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these texts, in this order."""
+        self.verifiers = [self.verifiers[row] for row in rows]
+
+    def launch(self, rounds: Sequence[ToVerify]) -> list[PendingPass]:
+        """Start the pass of each text."""
+        both = zip(self.verifiers, rounds, strict=True)
+        return [verifier.launch(r.pending, r.draft, r.position) for verifier, r in both]
+
+    def apply_rewinds(self) -> None:
+        """Each text went back by itself."""
+
+    def extract(self, row: int) -> Rollback:
+        """The caches of one text."""
+        return self.verifiers[row].rollback
+
+
+def _joined(pending: Any, draft: Draft, drafted: mx.array) -> list[int] | mx.array:
+    """All tokens of a round, on the host if they are known there; drafted: ids of the draft."""
+    if isinstance(pending, mx.array) or isinstance(draft.tokens, mx.array):
+        return mx.concatenate([to_ids(pending), drafted])
+    return [*pending, *draft.tokens]
+
+
+def reads_caches(drafter: Drafter) -> bool:
+    """True for a drafter that reads keys and values of the target, which rows do not show."""
+    return isinstance(drafter, ReadsTarget) and bool(drafter.features.caches)
+
+
+def make_passes(
+    model: nn.Module, max_kv_size: int | None, drafter: Drafter | None
+) -> BatchPasses:
+    """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
+    readers = [part for part in all_drafters(drafter) if reads_caches(part)]
+    if readers:
+        reason = f"{type(readers[0]).__name__} reads the target's caches, of one text at a time"
+    elif not can_hold_rows(model):
+        return OneByOne()
+    elif caches := BatchCaches.like(make_prompt_cache(model, max_kv_size=max_kv_size)):
+        return SharedPasses(model, caches)
+    else:
+        reason = "caches with max_kv_size cannot be rows; leave it out to write texts together"
+    warnings.warn(
+        f"specdec_mlx: {reason}. The texts are written one by one.",
+        stacklevel=5,
+    )
+    return OneByOne()

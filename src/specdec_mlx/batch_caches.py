@@ -1,0 +1,307 @@
+"""The caches of several texts as the rows of one: slots that are filled together, and masked.
+
+A pass appends the same number of slots to each row. A slot holds a position of its row's text, or
+nothing: padding, or a rejected token. Rotary positions are given per row, and the mask lets a query
+see the slots of its own row and window, so that rows go back without moving a key or a value; empty
+slots are dropped when they are many. A row with recurrent states gets the state from before the
+pass, and what was kept is fed again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.models.cache import (
+    ArraysCache,
+    BatchKVCache,
+    CacheList,
+    KVCache,
+    RotatingKVCache,
+)
+
+from specdec_mlx.caches import leaves, saved_buffer
+from specdec_mlx.token_ids import to_ids
+
+EMPTY = -1  # position of a slot that holds nothing of its row's text
+
+
+# slots beyond those of the fullest row from which on the empty ones are dropped
+MOST_EMPTY = 64
+
+
+@dataclass
+class Slots:
+    """Position of its row's text in each slot [rows, slots]; one for caches of a window."""
+
+    window: int | None
+    positions: np.ndarray = field(default_factory=lambda: np.zeros((0, 0), np.int32))
+    _queries: np.ndarray = field(init=False)
+    _masks: dict[int | None, mx.array] = field(default_factory=dict)
+
+    def add_row(self, num_positions: int, num_rows: int) -> None:
+        """Add a row that holds so many positions, after so many others; all end at the right."""
+        first = 0 if self.window is None else max(0, num_positions - self.window)
+        rows = [
+            *self.positions[:num_rows],
+            np.arange(first, num_positions, dtype=np.int32),
+        ]
+        width = max(map(len, rows))
+        self.positions = np.stack(
+            [np.pad(row, (width - len(row), 0), constant_values=EMPTY) for row in rows]
+        )
+
+    def append(self, new: np.ndarray) -> None:
+        """Add the slots of a pass, [rows, S]; padding, on the right, is `EMPTY`."""
+        self.positions = np.concatenate([self.positions, new], axis=1)
+        # padding sees what is before it
+        self._queries = np.maximum.accumulate(new, axis=1)
+        self._masks.clear()
+
+    def mask(self, num_queries: int, window: int | None) -> mx.array:
+        """Slots that each query sees, [rows, 1, S, slots]; ValueError for a model's own mask."""
+        if num_queries != self._queries.shape[1]:
+            raise ValueError(
+                f"a mask for {num_queries} of {self._queries.shape[1]} tokens"
+            )
+        window = window or self.window
+        if window not in self._masks:
+            queries, keys = self._queries[:, :, None], self.positions[:, None, :]
+            seen = (keys != EMPTY) & (keys <= queries)
+            if window is not None:
+                seen &= queries - keys < window
+            self._masks[window] = mx.array(seen[:, None])
+        return self._masks[window]
+
+    def compact(self, ends: Sequence[int]) -> tuple[int, mx.array | None]:
+        """Empty the slots from each row's end on, and those that its next position cannot see.
+
+        Returns how many were dropped at the back, where all rows are empty, and the indices [rows,
+        n] to keep of the others, None for all.
+        """
+        next_ones = np.array(ends, np.int32)[:, None]
+        self.positions[self.positions >= next_ones] = EMPTY
+        used = np.flatnonzero((self.positions != EMPTY).any(axis=0))
+        num_slots = int(used[-1]) + 1 if len(used) else 0
+        dropped = int(self.positions.shape[1]) - num_slots
+        self.positions = self.positions[:, :num_slots]
+        if self.window is not None:
+            self.positions[self.positions < next_ones - self.window] = EMPTY
+        most = int((self.positions != EMPTY).sum(axis=1).max(initial=0))
+        if num_slots - most <= max(MOST_EMPTY, most // 4):
+            return dropped, None
+        order = np.argsort(self.positions, axis=1, kind="stable")[:, -max(1, most) :]
+        self.positions = np.take_along_axis(self.positions, order, axis=1)
+        return dropped, mx.array(order.astype(np.int32))
+
+
+class SlotCache(BatchKVCache):  # type: ignore[misc]
+    """mlx-lm's batch of key-value caches, whose rows see their own slots; see the module."""
+
+    def __init__(self, slots: Slots) -> None:
+        super().__init__([])
+        self.slots = slots
+
+    def make_mask(
+        self, N: int, window_size: int | None = None, **options: Any
+    ) -> mx.array:
+        """Slots that each query of the latest pass sees; see mlx-lm's."""
+        return self.slots.mask(N, window_size)
+
+    def add_row(self, cache: Any, num_rows: int) -> None:
+        """Add a row after so many others: the keys and values of one text, in their order."""
+        if num_rows == 0:
+            self.keys, self.values, self._idx = None, None, 0
+        # `extend` asks it how many rows there are
+        self.offset = mx.zeros(num_rows, mx.int32)
+        self.extend(type(cache).merge([cache]))
+
+    def keep_rows(self, rows: mx.array) -> None:
+        """Keep these rows, in this order."""
+        if self.keys is not None:
+            self.keys, self.values = self.keys[rows], self.values[rows]
+
+    def drop_slots(self, dropped: int, order: mx.array | None) -> None:
+        """Drop so many slots at the back, and keep those [rows, n] of the others, if not all."""
+        if self.keys is None:
+            return
+        self._idx -= dropped
+        if order is not None:
+            indices = order[:, None, :, None]
+            self.keys = mx.take_along_axis(self.keys, indices, axis=2)
+            self.values = mx.take_along_axis(self.values, indices, axis=2)
+            self._idx = order.shape[1]
+
+    def copy_row(self, row: int, like: Any, num_positions: int) -> None:
+        """Give a new cache, of one text, the contents of a row."""
+        if self.keys is None:
+            return
+        positions = self.slots.positions[row]
+        full = np.flatnonzero(positions != EMPTY)
+        slots = mx.array(full[np.argsort(positions[full])])
+        like.keys = self.keys[row : row + 1, :, slots]
+        like.values = self.values[row : row + 1, :, slots]
+        like.offset = num_positions
+        if isinstance(like, RotatingKVCache):
+            like._idx = like.keys.shape[2]
+
+
+@dataclass
+class BatchCaches:
+    """The caches of a model for several texts at once, a row each with `ends` positions."""
+
+    caches: list[Any]
+    ends: list[int] = field(default_factory=list)
+    _slots: dict[int | None, Slots] = field(default_factory=dict)
+    _before: list[tuple[ArraysCache, Any]] = field(default_factory=list)
+    _began: list[int] = field(default_factory=list)
+
+    @classmethod
+    def like(cls, caches: Sequence[Any]) -> BatchCaches | None:
+        """No row yet, for a model with caches like these; None where rows cannot be held."""
+        rows = cls([])
+        rows.caches = [rows._make(cache) for cache in caches]
+        return None if None in rows.caches else rows
+
+    def _make(self, cache: Any) -> Any:
+        kind = type(cache)
+        if kind is CacheList:
+            parts = [self._make(part) for part in cache.caches]
+            return None if None in parts else CacheList(*parts)
+        if kind is ArraysCache:
+            return ArraysCache(len(cache.cache))
+        if kind is not KVCache and (kind is not RotatingKVCache or cache.keep):
+            return None
+        window = cache.max_size if kind is RotatingKVCache else None
+        return SlotCache(self._slots.setdefault(window, Slots(window)))
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all rows, room included."""
+        return sum(int(cache.nbytes) for cache in self.caches)
+
+    def add(self, caches: Sequence[Any], num_positions: int) -> None:
+        """Add a text after the others, with its caches; an exception changes nothing."""
+        parts = (*self._slots.values(), *leaves(self.caches))
+        before = [(part, {**vars(part)}) for part in parts]
+        try:
+            for slots in self._slots.values():
+                slots.add_row(num_positions, len(self.ends))
+            for mine, cache in zip(leaves(self.caches), leaves(caches), strict=True):
+                self._add(mine, cache)
+        except BaseException:
+            for part, held in before:
+                vars(part).clear()
+                vars(part).update(held)
+            raise
+        self.ends.append(num_positions)
+
+    def _add(self, mine: Any, cache: Any) -> None:
+        if isinstance(mine, SlotCache):
+            mine.add_row(cache, len(self.ends))
+        elif not self.ends:
+            merged = ArraysCache.merge([cache])
+            mine.cache, mine.left_padding = merged.cache, merged.left_padding
+        else:
+            mine.extend(ArraysCache.merge([cache]))
+            # else its padding is all that says how many rows it has
+            if not mine.empty():
+                mine.finalize()
+
+    def keep(self, rows: Sequence[int]) -> None:
+        """Keep these rows, in this order, and drop the others."""
+        if list(rows) == list(range(len(self.ends))):
+            return
+        ids = mx.array(list(rows), mx.int32)
+        for slots in self._slots.values():
+            slots.positions = slots.positions[list(rows)]
+        for cache in leaves(self.caches):
+            if isinstance(cache, SlotCache):
+                cache.keep_rows(ids)
+            else:
+                cache.filter(ids)
+        self.ends = [self.ends[row] for row in rows]
+
+    def feed(
+        self, model: nn.Module, texts: Sequence[Sequence[int] | mx.array]
+    ) -> mx.array:
+        """Logits [rows, S, V], lazy, of the next tokens of each row, padded on the right."""
+        self._begin([len(text) for text in texts])
+        logits: mx.array = model(_padded(texts), cache=self.caches)
+        # the lengths that recurrent layers were told hold no longer
+        for cache, _ in self._before:
+            cache.finalize()
+        return logits
+
+    def _begin(self, widths: Sequence[int]) -> None:
+        """Make room for a pass that feeds so many tokens to each row."""
+        width = max(widths)
+        steps = np.arange(width, dtype=np.int32)[None]
+        new = np.array(self.ends, np.int32)[:, None] + steps
+        new[steps >= np.array(widths)[:, None]] = EMPTY
+        for slots in self._slots.values():
+            slots.append(new)
+        self._began, self._before = self.ends, []
+        offset = mx.array(self.ends, mx.int32)
+        for cache in leaves(self.caches):
+            if isinstance(cache, SlotCache):
+                cache.offset = offset
+            else:
+                self._before.append((cache, saved_buffer(cache.cache)))
+                if min(widths) < width:
+                    cache.prepare(lengths=list(widths))
+        self.ends = [end + n for end, n in zip(self.ends, widths, strict=True)]
+
+    def go_back(self, ends: Sequence[int]) -> list[int]:
+        """Go back to these ends, or before the pass (recurrent); the ends reached."""
+        is_back = [wanted < end for wanted, end in zip(ends, self.ends, strict=True)]
+        if any(is_back):
+            for cache, before in self._before:
+                pairs = zip(before, cache.cache, strict=True)
+                cache.cache = [_chosen(is_back, old, new) for old, new in pairs]
+            reached = zip(
+                self._began if self._before else ends, self.ends, is_back, strict=True
+            )
+            self.ends = [to if back else end for to, end, back in reached]
+        for slots in self._slots.values():
+            dropped, order = slots.compact(self.ends)
+            for cache in leaves(self.caches):
+                if isinstance(cache, SlotCache) and cache.slots is slots:
+                    cache.drop_slots(dropped, order)
+        return self.ends
+
+    def extract(self, row: int, like: Sequence[Any]) -> list[Any]:
+        """New caches of this model, with the contents of a row."""
+        for mine, cache in zip(leaves(self.caches), leaves(like), strict=True):
+            if isinstance(mine, SlotCache):
+                mine.copy_row(row, cache, self.ends[row])
+            else:
+                cache.cache = mine.extract(row).cache
+        return list(like)
+
+
+def _padded(texts: Sequence[Sequence[int] | mx.array]) -> mx.array:
+    """Token ids [rows, S] padded with zeros; one array where the host knows them all."""
+    width = max(map(len, texts))
+    if any(isinstance(text, mx.array) for text in texts):
+        rows = map(to_ids, texts)
+        return mx.stack([mx.pad(row, (0, width - row.shape[0])) for row in rows])
+    padded = np.zeros((len(texts), width), np.uint32)
+    for row, text in zip(padded, texts, strict=True):
+        row[: len(text)] = text
+    return mx.array(padded)
+
+
+def _chosen(
+    rows: Sequence[bool], old: mx.array | None, new: mx.array | None
+) -> mx.array | None:
+    """The old state in the rows that are marked, the new one in the others."""
+    if new is None:
+        return None
+    before = mx.zeros_like(new) if old is None else old
+    marked = mx.array(list(rows)).reshape(-1, *[1] * (new.ndim - 1))
+    return mx.where(marked, before, new)

@@ -1,0 +1,813 @@
+"""The contracts between the parts: what a drafter hands over, what a rule returns.
+
+K is the number of draft tokens in a round and V the target's vocabulary size. Who writes a drafter
+needs `Drafter`, `DraftSession` and `Draft`; who writes a rule, `AcceptanceRule`, `TargetRows` and
+`Verdict`.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from dataclasses import dataclass
+from enum import Enum
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, runtime_checkable
+
+import mlx.core as mx
+import mlx.nn as nn
+from jaxtyping import Float, Integer
+
+from specdec_mlx.arguments import shown, wrong
+from specdec_mlx.errors import DraftError, VerdictError
+
+if TYPE_CHECKING:
+    from specdec_mlx.caches import Rollback
+    from specdec_mlx.sampling import Noise, Sampling
+    from specdec_mlx.target import ModelPass
+
+
+ROOT = -1  # parent of a draft token that continues the text itself
+
+
+def chain(num_tokens: int) -> list[int]:
+    """Parents of a chain; [K]."""
+    return list(range(ROOT, num_tokens - 1))
+
+
+def first_path(parents: Sequence[int]) -> list[int]:
+    """The nodes of the chain of first children."""
+    path: list[int] = []
+    for node, parent in enumerate(parents):
+        if parent == (path[-1] if path else ROOT):
+            path.append(node)
+    return path
+
+
+SHARE_EDGES = (0.2, 0.35, 0.5, 0.65, 0.8, 0.95, 1.0)
+"""Lower ends of the classes of a share of the votes, or of the times that something was seen."""
+
+
+PLACES_EDGES = (2, 3, 6)
+"""Of the number of places that vote for a token, or of the times that it was seen."""
+
+
+def share_class(share: float) -> int:
+    """Class of a share, 1 to 8."""
+    return 1 + bisect_right(SHARE_EDGES, share)
+
+
+def places_class(num: int) -> int:
+    """Class of a number of places, at least 1; 1 to 4."""
+    return 1 + bisect_right(PLACES_EDGES, num)
+
+
+LogitsProcessor = Any  # mlx-lm's: (tokens [n], logits [1, V]) -> logits [1, V]
+
+
+Origin = Literal["draft", "correction", "bonus", "plain"]
+
+
+class Evidence(NamedTuple):
+    """Evidence for one draft token; no rule reads it, it only helps to choose how many to draft.
+
+    match: length of the match, or another strength >= 0 of the drafter's own; 0: nothing known.
+    share, places: share of the votes, and number of voters, as classes of this module; 0:
+    nothing known. rank: place among the tokens proposed after the same ones. confidence: largest
+    probability of the draft model here, known before the draw; None: nothing known. is_drawn: it is
+    drawn, and not the likeliest. is_free: no step was run for it.
+    """
+
+    match: int = 0
+    share: int = 0
+    places: int = 0
+    rank: int = 0
+    confidence: float | None = None
+    is_drawn: bool = False
+    is_free: bool = False
+
+
+class Step(Enum):
+    """Decision at one position of a draft, its draw unseen: go on, stop after or before it."""
+
+    GO_ON = "go on"
+    STOP_AFTER = "stop after"
+    STOP_BEFORE = "stop before"
+
+
+GoesOn = Callable[[Sequence[Evidence]], Step]
+"""Decides from the evidence of a draft's positions so far, the present one's last."""
+
+
+@dataclass(frozen=True)
+class Draft:
+    """Proposed continuation of the text, K tokens; an empty one makes the round plain decoding.
+
+    tokens: [K] token ids, a sequence of ints, or an `mx.array` where not computed yet. logprobs:
+    [K, V] float32 log-probabilities of the distribution that each token was *drawn from*, captured
+    while drafting and normalised; None for a point mass, when the drafter would always propose
+    these very tokens. Among siblings, of a token given those before it: the same row for
+    independent draws, a row without the earlier tokens, renormalised, without replacement.
+    evidence: [K] what speaks for each token; an int is `Evidence.match`. parents: None for a chain;
+    for a tree [K] index of each token's parent, `ROOT` for those that continue the text, parents
+    before children.
+    """
+
+    tokens: Sequence[int] | mx.array = ()
+    logprobs: Float[mx.array, "k vocab"] | None = None
+    evidence: Sequence[Evidence | int] | None = None
+    parents: Sequence[int] | None = None
+
+    def __len__(self) -> int:
+        """K."""
+        return len(self.tokens)
+
+    @cached_property
+    def probs(self) -> Float[mx.array, "k vocab"] | None:
+        """exp of `logprobs`."""
+        return None if self.logprobs is None else mx.exp(self.logprobs)
+
+    @property
+    def tree(self) -> Sequence[int]:
+        """`parents`, of a chain too; [K]."""
+        return chain(len(self)) if self.parents is None else self.parents
+
+    @property
+    def match(self) -> int:
+        """The first token's match, by which drafts are compared where nothing is learned."""
+        first = self.evidence[0] if self.evidence else 0
+        return first.match if isinstance(first, Evidence) else first
+
+    def head(self, num_tokens: int) -> Draft:
+        """The first `num_tokens` of it; of a tree too, since parents stand before children."""
+        if num_tokens >= len(self):
+            return self
+        return Draft(
+            tokens=self.tokens[:num_tokens],
+            logprobs=None if self.logprobs is None else self.logprobs[:num_tokens],
+            evidence=None if self.evidence is None else self.evidence[:num_tokens],
+            parents=None if self.parents is None else self.parents[:num_tokens],
+        )
+
+    def first_chain(self) -> Draft:
+        """The chain of first children, for what verifies chains alone; a chain is its own.
+
+        Which tokens are in it does not depend on what they are, so drawn ones stay distributed as
+        declared.
+        """
+        if self.parents is None:
+            return self
+        return self._some(first_path(self.parents))
+
+    def until(self, ends: Set[int]) -> Draft:
+        """Without what continues a token of `ends`; its tokens have to be known.
+
+        A drawn token may decide about those after it, which then were as good as never drawn.
+        """
+        places = {ROOT: ROOT}  # node -> its place among those that stay
+        for node, parent in enumerate(self.tree):
+            if parent in places and (parent == ROOT or self.tokens[parent] not in ends):
+                places[node] = len(places) - 1
+        if self.parents is None:
+            return self.head(len(places) - 1)
+        _, *nodes = places
+        return self._some(nodes, [places[self.parents[node]] for node in nodes])
+
+    def _some(self, nodes: list[int], parents: Sequence[int] | None = None) -> Draft:
+        tokens = self.tokens
+        return Draft(
+            tokens=tokens[mx.array(nodes)]
+            if isinstance(tokens, mx.array)
+            else [tokens[i] for i in nodes],
+            logprobs=None if self.logprobs is None else self.logprobs[mx.array(nodes)],
+            evidence=None
+            if self.evidence is None
+            else [self.evidence[i] for i in nodes],
+            parents=parents,
+        )
+
+
+NO_DRAFT = Draft()  # an empty draft: the round is plain decoding
+
+
+@dataclass(slots=True)
+class RoundRecord:
+    """One round as it happened.
+
+    drafted, accepted, emitted: tokens; emitted = accepted + 1 unless max_tokens cut the round. fed:
+    positions of the pass. seconds: from the reading of the round before to this one's.
+    draft_seconds, verify_seconds: host time for proposing, and for launching the pass and waiting
+    (a model's lazy steps run inside verify). steady: launched and read in the same mode, the caller
+    not busy for most of it; only then are the seconds those of one pass. ahead: launched before the
+    round before was read. context: positions on the caches before. part: key of the draft's
+    drafter, or "".
+    """
+
+    drafted: int
+    accepted: int
+    emitted: int
+    fed: int
+    tokens: Sequence[int] = ()
+    seconds: float = 0.0
+    draft_seconds: float = 0.0
+    verify_seconds: float = 0.0
+    steady: bool = True
+    ahead: bool = False
+    context: int = 0
+    part: str = ""
+
+    @property
+    def pass_seconds(self) -> float:
+        """Seconds without those of drafting: those of the pass, where it is steady."""
+        return self.seconds - self.draft_seconds
+
+
+@dataclass(frozen=True)
+class DraftContext:
+    """The generation that a drafter drafts for, as far as it may know it.
+
+    sampling: of the target's tokens, which a drafter that draws must draw under; None for an opaque
+    sampler. noise: randomness, keyed by purpose and position. coupled: drafts are drawn from the
+    noise of the target's own draws. logits_processors: (tokens [n], logits [1, V]) -> logits.
+    draft_cache: caches for a draft model that the caller wants kept in step, or None.
+    prefill_step_size: most positions of the prompt at a time. target_caches: for drafters that run
+    layers of the target, how many tokens they hold (`position`) and what (`keys_values`), of which
+    nothing is to be kept; None where several texts are written at once. shared_drafts: begins the
+    session of a draft model or head (drafter, prompt, context) as one of several texts; None for a
+    text alone. num_unseen: first positions of the prompt, of which readers of the target's states
+    see nothing.
+    """
+
+    sampling: Sampling | None = None
+    noise: Noise | None = None
+    coupled: bool = False
+    logits_processors: Sequence[LogitsProcessor] = ()
+    vocab_size: int | None = None
+    tokenizer: Any = None
+    draft_cache: list[Any] | None = None
+    prefill_step_size: int = 2048
+    target_caches: ModelPass | None = None
+    shared_drafts: Callable[..., Any] | None = None
+    num_unseen: int = 0
+
+    def draft_gumbel(self, start: int, index: int) -> Float[mx.array, " vocab"]:
+        """Standard Gumbel noise [V] for drawing token `index` of a draft.
+
+        start: tokens emitted before the draft. Keyed by both: a `start` that comes again after a
+        verdict would draw from noise that had a say in it, and bias the text (`check_drafter` sees
+        it). Under the coupled rule it is the target's own noise at that position. In a tree each
+        node has an `index` of its own (coupled: its depth), for independent draws; siblings that
+        are to differ are the largest few of log q + one row, and declare q without those before.
+        """
+        return self.draft_gumbels(start, 1, index)[0]
+
+    def draft_gumbels(
+        self, start: int, n: int, first: int = 0
+    ) -> Float[mx.array, "n vocab"]:
+        """The noise of n tokens of a draft from `first` on, one row each, in fewer operations."""
+        assert self.noise is not None
+        assert self.vocab_size is not None
+        places = [
+            ("target", start + index) if self.coupled else (f"draft {index}", start)
+            for index in range(first, first + n)
+        ]
+        return self.noise.gumbels(places, self.vocab_size)
+
+
+@runtime_checkable
+class DraftSession(Protocol):
+    """All that a drafter changes in the course of one generation.
+
+    What is observed after a proposal begins with the part of it that was accepted.
+    """
+
+    def propose(self, limit: int) -> Draft:
+        """Continue what was observed so far with 0 to `limit` tokens; `limit` >= 0."""
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Take the tokens really emitted since the last call; rewind or learn by itself."""
+
+
+@runtime_checkable
+class SessionGroups(Protocol):
+    """The session of a combination: not asked itself, but for the sessions that are.
+
+    The loop asks its groups in order, until one has a draft. Of a group's cheap sessions the point
+    mass worth most is taken. A session that costs time is asked only where it promises more; a
+    cheap session's drawn draft is taken where no other is. See `draft_length.drafting`.
+    """
+
+    @property
+    def parts(self) -> Sequence[tuple[str, DraftSession]]:
+        """The sessions that it is made of, each with its drafter's key."""
+
+    @property
+    def groups(self) -> Sequence[Sequence[tuple[str, Session]]]:
+        """Groups of sessions; itself alone, where its parts' drafts are to be one tree."""
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Hand the tokens emitted on to all of them."""
+
+
+Session = DraftSession | SessionGroups
+
+
+@runtime_checkable
+class Drafter(Protocol):
+    """Frozen configuration of a way to draft; reusable and shareable between generations."""
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Session:
+        """Start a generation after `prompt` [n] token ids, before the target has read it.
+
+        It is a copy, to be kept if need be, and stays as it is.
+        """
+
+
+@dataclass(slots=True)
+class Outcome:
+    """Outcome of one round, known to the host.
+
+    kept: indices of the draft tokens kept, from the root down. tokens: [n + 1] emitted, the one
+    after the kept included; fewer where max_tokens cut them.
+    """
+
+    kept: Sequence[int]
+    tokens: list[int]
+
+    @property
+    def num_accepted(self) -> int:
+        """How many draft tokens were kept, n."""
+        return len(self.kept)
+
+
+class Decision(ABC):
+    """Answer of a rule, lazy: `Verdict`, `Agreement`, or for a tree `TreeVerdict`."""
+
+    @abstractmethod
+    def arrays(self) -> dict[str, mx.array]:
+        """Arrays to read for the outcome."""
+
+    @abstractmethod
+    def outcome(self, numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
+        """The outcome, from what was read and the draft's tokens [K]."""
+
+
+@dataclass(frozen=True)
+class Verdict(Decision):
+    """Decision of a rule about one draft.
+
+    num_accepted: n, draft tokens kept, the first of a chain, 0 to K; scalar int array. next_token:
+    drawn from the target, the bonus token or the correction; scalar int array.
+    """
+
+    num_accepted: Integer[mx.array, ""]
+    next_token: Integer[mx.array, ""]
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Arrays to read for the outcome."""
+        next_token = self.next_token.astype(mx.int32)
+        return {"verdict": mx.stack([self.num_accepted, next_token])}
+
+    @staticmethod
+    def outcome(numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
+        """The outcome, from what was read and the draft's tokens [K]."""
+        (n, next_token), k = numbers["verdict"], len(drafted)
+        if not 0 <= n <= k:
+            raise VerdictError(
+                f"The rule kept {n} tokens of a draft of {k}; expected a number from 0 to K."
+            )
+        return Outcome(range(n), [*drafted[:n], next_token])
+
+
+@dataclass(frozen=True)
+class Agreement(Decision):
+    """Verdict of a rule that keeps a chain as far as it equals the target's own draws [K+1].
+
+    It is compared on the host: the fewer small operations follow a pass, the better.
+    """
+
+    target_tokens: Integer[mx.array, " k+1"]
+
+    def arrays(self) -> dict[str, mx.array]:
+        """Arrays to read for the outcome."""
+        return {"target_tokens": self.target_tokens}
+
+    @staticmethod
+    def outcome(numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
+        """The outcome, from what was read and the draft's tokens [K]."""
+        own = numbers["target_tokens"]
+        if len(own) != len(drafted) + 1:
+            raise VerdictError(
+                f"The rule answered with {len(own)} tokens for a draft of {len(drafted)}; "
+                "expected the target's own token at each of the K + 1 positions."
+            )
+        n = 0
+        while n < len(drafted) and drafted[n] == own[n]:
+            n += 1
+        return Outcome(range(n), own[: n + 1])
+
+
+class TargetRows(Protocol):
+    """The target at the K+1 positions of a round, as a rule sees it; all of it lazy."""
+
+    @property
+    def greedy(self) -> bool:
+        """True if all mass lies on the argmax (temperature 0)."""
+
+    @property
+    def has_distribution(self) -> bool:
+        """True if `probs` is known; not so for a sampler that can only be called."""
+
+    @property
+    def logprobs(self) -> Float[mx.array, "rows vocab"]:
+        """Log-probabilities after the logits processors, before temperature and filters."""
+
+    @property
+    def probs(self) -> Float[mx.array, "rows vocab"]:
+        """The distribution that the next token is drawn from, float32; a one-hot if greedy."""
+
+    @property
+    def tokens(self) -> Integer[mx.array, " rows"]:
+        """The target's own draw at each row, from the noise of that position."""
+
+
+class Randomness(Protocol):
+    """Randomness of a rule in one round, independent of the draft's own noise."""
+
+    def uniform(self, n: int) -> Float[mx.array, " n"]:
+        """Numbers in [0, 1), one for each draft token's coin."""
+
+    def gumbel(self, vocab: int) -> Float[mx.array, " vocab"]:
+        """Standard Gumbel noise for the token after the kept ones."""
+
+
+@runtime_checkable
+class AcceptanceRule(Protocol):
+    """Pure decision about a draft: knows no model, no cache, and holds no state.
+
+    `rules.coins.CoinRule` is a base for rules that decide token by token, `rules.match.Match` the
+    simplest rule. Optional attributes: see the functions below.
+    """
+
+    @property
+    def name(self) -> str:
+        """Name for `rule=`."""
+
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Decision:
+        """Decide about a draft of at least one token, which need not be computed yet.
+
+        target: at K+1 positions; where greedy, `target.probs` is a one-hot, and a rule that is
+        exact answers `Agreement(target.tokens)`. randomness: all that the rule may draw with.
+        """
+
+
+def needs_distribution(rule: AcceptanceRule) -> bool:
+    """`needs_distribution` of a rule: it reads `TargetRows.probs` in any case; default: it does."""
+    return getattr(rule, "needs_distribution", True)
+
+
+def shares_noise(rule: AcceptanceRule) -> bool:
+    """`shares_noise` of a rule: drafts are drawn from the noise of the target's own draws."""
+    return getattr(rule, "shares_noise", False)
+
+
+def rule_for(rule: AcceptanceRule, draft: Draft) -> AcceptanceRule:
+    """`for_draft(draft)` of a rule: which one decides about it where the target is not greedy."""
+    for_draft = getattr(rule, "for_draft", None)
+    return rule if for_draft is None else for_draft(draft)
+
+
+@dataclass(frozen=True)
+class Features:
+    """Features of the target's passes that a drafter wants to read, or gets.
+
+    layers: indices of decoder layers whose outputs are wanted. head_input: the state after the
+    final norm. top: how many of the likeliest tokens. caches: indices of the target's caches,
+    nested ones counted one by one, whose keys and values are wanted.
+    """
+
+    layers: tuple[int, ...] = ()
+    head_input: bool = False
+    top: int = 0
+    caches: tuple[int, ...] = ()
+
+
+class KeysValues(NamedTuple):
+    """Contents of one of the target's caches for the text read so far; all lazy.
+
+    keys, values: [1, heads, n, d], rotated, of the last n positions in any order: all, or the
+    window's. offset: positions read.
+    """
+
+    keys: mx.array
+    values: mx.array
+    offset: int
+
+
+ReadsCache = Callable[[int], KeysValues]
+"""Reads one of the target's caches, by its index, as it is when it is called."""
+
+
+@dataclass(frozen=True)
+class FeatureRows:
+    """Rows of the target's passes at n positions in the text, one after the other; all lazy.
+
+    layers: index -> output [n, D], several streams of a layer side by side [n, streams * D].
+    head_input: [n, D]. top_tokens: [n, top] by the raw logits, the likeliest first. keys_values:
+    the way to the caches, or None; call it in `propose`, and keep nothing of what it gives, or the
+    next pass has to copy the cache.
+    """
+
+    layers: Mapping[int, mx.array]
+    head_input: mx.array | None = None
+    top_tokens: mx.array | None = None
+    keys_values: ReadsCache | None = None
+
+    def rows(self, indices: Sequence[int]) -> FeatureRows:
+        """Some of the rows, in this order."""
+        first = indices[0] if indices else 0
+        end = first + len(indices)
+        is_run = list(indices) == list(range(first, end))
+        which = slice(first, end) if is_run else mx.array(list(indices), mx.int32)
+        return self.joined([self], lambda parts: parts[0][which])
+
+    def only(self, wanted: Features) -> FeatureRows:
+        """The wanted ones; all of them have to be there."""
+        top = None if self.top_tokens is None else self.top_tokens[:, : wanted.top]
+        return FeatureRows(
+            layers={layer: self.layers[layer] for layer in wanted.layers},
+            head_input=self.head_input if wanted.head_input else None,
+            top_tokens=top if wanted.top else None,
+            keys_values=self.keys_values if wanted.caches else None,
+        )
+
+    @classmethod
+    def joined(
+        cls,
+        parts: Sequence[FeatureRows],
+        join: Callable[[list[mx.array]], mx.array] = mx.concatenate,
+    ) -> FeatureRows:
+        """Rows of several passes of the same features, at least one, one after the other."""
+
+        def together(arrays: Sequence[mx.array | None]) -> mx.array | None:
+            there = [array for array in arrays if array is not None]
+            return join(there) if there else None
+
+        return cls(
+            layers={
+                layer: join([part.layers[layer] for part in parts])
+                for layer in parts[0].layers
+            },
+            head_input=together([part.head_input for part in parts]),
+            top_tokens=together([part.top_tokens for part in parts]),
+            keys_values=parts[-1].keys_values,
+        )
+
+
+class PendingPass(Protocol):
+    """A pass of the target that is under way.
+
+    draft: what it verifies. num_fed: positions computed. logprobs: K+1 times [1, V], processed,
+    before temperature and filters, as mlx-lm reports them; who keeps one keeps no other. features:
+    rows for a drafter that reads, or None.
+    """
+
+    draft: Draft
+    num_fed: int
+    logprobs: Any
+    features: FeatureRows | None
+
+    @property
+    def next_token(self) -> Any:
+        """Token after an empty draft, uint32 [1], not computed yet."""
+
+    def wait(self) -> None:
+        """Wait until it is computed."""
+
+    def read(self) -> Outcome:
+        """The outcome; the only host synchronisation of a round."""
+
+
+class Target(Protocol):
+    """The target of one generation, as the loop sees it: it verifies drafts and can go back.
+
+    remembers: a logits processor may keep what it was shown.
+    """
+
+    remembers: bool
+
+    @property
+    def rollback(self) -> Rollback:
+        """Its caches, and how many positions of the text they hold."""
+
+    def launch(
+        self,
+        pending: Sequence[int] | mx.array,
+        draft: Draft,
+        position: int,
+        embeddings: mx.array | None = None,
+    ) -> PendingPass:
+        """Start a pass over the pending tokens, at least one, and a draft, which may be empty.
+
+        position: index of the next token among those generated. embeddings: of the pending, [S, D].
+        """
+
+    def feed(self, tokens: mx.array, embeddings: mx.array | None = None) -> mx.array:
+        """One pass for the caches alone; logits [S, V], lazy."""
+
+    def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
+        """Add tokens of the text to what logits processors see."""
+
+    def show_end(self, logprobs: mx.array) -> None:
+        """Show them the text when no pass comes after it; logprobs: [1, V], any."""
+
+    def vocab_size(self) -> int:
+        """V."""
+
+    def widest_pass(self) -> int | None:
+        """Most positions that the next pass may have; None for any number."""
+
+    def takes_trees(self) -> bool:
+        """True if a tree may be verified now, in one pass."""
+
+    def quantize(self) -> None:
+        """Replace caches by quantized ones, if that was asked for and is due."""
+
+    def tap(self, wanted: Features) -> None:
+        """Have every pass from now on bring these features. Raises UnreadableError."""
+
+    def fed_features(self) -> tuple[FeatureRows, int]:
+        """Rows of the latest `feed`, and its number of positions."""
+
+
+# rows that a session reads after the first token; 16 kB each, if large
+# from so many on they are read for keys and values alone
+MOST_WAITING = 2048
+
+
+MANY_WAITING = MOST_WAITING // 8
+
+
+@runtime_checkable
+class Checks(Protocol):
+    """A drafter that may refuse a target; default: it takes any."""
+
+    def check(self, context: DraftContext) -> None:
+        """Raise a ValueError, before anything is computed, if it cannot draft for this target."""
+
+
+@runtime_checkable
+class ReadsTarget(Protocol):
+    """A drafter that reads the target's states; default: it reads none. See `SeesTarget`."""
+
+    @property
+    def features(self) -> Features:
+        """Features that its sessions want to see."""
+
+
+@runtime_checkable
+class SeesTarget(Protocol):
+    """A session that reads the target's states; default: it is shown none."""
+
+    def see(self, features: FeatureRows) -> None:
+        """Take the rows of further positions of the text, lazy, before they are observed.
+
+        Evaluate, or drop, those of one chunk of the prompt before the next.
+        """
+
+
+@runtime_checkable
+class Stepwise(Protocol):
+    """A session that can stop in the middle of a draft; default: it drafts to its limit."""
+
+    def propose_while(self, limit: int, goes_on: GoesOn) -> Draft:
+        """Continue what was observed with 0 to `limit` tokens, as long as that is worth it.
+
+        `goes_on` is asked at each position with the evidence so far, never with what was drawn: a
+        token dropped for what it is would bias the text.
+        """
+
+
+@runtime_checkable
+class Closes(Protocol):
+    """A session that wants to know of the end; default: it is dropped."""
+
+    def close(self, length: int) -> None:
+        """The end: the first `length` tokens of prompt + observed are all that the caller has."""
+
+
+OPTIONAL: dict[str, Any] = {
+    # of a drafter: most tokens that it proposes at a place; more than one makes trees
+    "branches": 1,
+    # of a drafter: each machine of a target that is spread over several runs it, not one for all
+    "on_every_rank": False,
+    # of a drafter, (context) -> bool: its sessions keep `context.draft_cache` in step with the
+    # text; in a combination no other drafter gets these caches
+    "keeps_draft_cache": None,
+    # of a session that costs time: its drafts are trees
+    "forks": False,
+    # of a look-up's session, (limit, values, may_fork) -> Draft: the chain or tree that is worth
+    # most to `values`, a `ValuesDrafts`; may_fork() is asked if a tree is best
+    "propose_tree": None,
+    # of a session that reads the target, (tokens [n], rows): draft tokens that were not kept, and
+    # their rows, after `see` was shown the others
+    "see_rejected": None,
+    # of a session, for beams, () -> DraftSession: a copy that goes its own way from here on
+    "fork": None,
+}
+"""Further optional members: what each means, how it is called, and its default."""
+
+
+def optional(owner: object, name: str) -> Any:
+    """A member of OPTIONAL of a drafter or session, or its default."""
+    return getattr(owner, name, OPTIONAL[name])
+
+
+def keeps_draft_cache(drafter: Drafter, context: DraftContext) -> bool:
+    """True if a drafter's sessions keep the caller's caches of a draft model in step."""
+    keeps = optional(drafter, "keeps_draft_cache")
+    return keeps is not None and bool(keeps(context))
+
+
+def is_cheap(session: Session) -> bool:
+    """`cheap` of a session: proposing is microseconds of host work, and may be thrown away."""
+    if isinstance(session, SessionGroups):
+        return all(is_cheap(part) for _, part in session.parts)
+    return getattr(session, "cheap", False)
+
+
+def session_groups(session: Session, key: str) -> list[list[tuple[str, Session]]]:
+    """The groups to ask in order in a session's place; by default itself, with the key given."""
+    if isinstance(session, SessionGroups):
+        return [list(group) for group in session.groups]
+    return [[(key, session)]]
+
+
+def session_parts(session: Session, key: str) -> list[tuple[str, DraftSession]]:
+    """Parts of a session; by default itself, with the key given."""
+    return (
+        list(session.parts) if isinstance(session, SessionGroups) else [(key, session)]
+    )
+
+
+def key_of(drafter: Drafter) -> str:
+    """`key` of a drafter, for what is learned of it; by default class and options, its `repr`."""
+    kind, key = type(drafter), getattr(drafter, "key", None)
+    described = (
+        repr(drafter) if hasattr(kind, "__dataclass_fields__") else kind.__qualname__
+    )
+    return f"{kind.__module__}.{described}" if key is None else key
+
+
+def all_drafters(drafter: Drafter | None) -> Iterator[Drafter]:
+    """A drafter and its parts, in `drafters`, itself first; nothing for None."""
+    if drafter is not None:
+        yield drafter
+        for part in getattr(drafter, "drafters", ()):
+            yield from all_drafters(part)
+
+
+def models_of(drafter: Drafter | None) -> list[nn.Module]:
+    """`model` of a drafter and of its parts, each once; their memory is kept wired."""
+    models = [getattr(part, "model", None) for part in all_drafters(drafter)]
+    return list(
+        {id(model): model for model in models if isinstance(model, nn.Module)}.values()
+    )
+
+
+def check_is_drafter(drafter: object) -> None:
+    """Raise ValueError for what is neither a drafter nor None."""
+    if drafter is None or (
+        isinstance(drafter, Drafter) and not isinstance(drafter, type)
+    ):
+        return
+    if isinstance(drafter, type):
+        instead = f"give {shown(drafter)}()"
+    elif isinstance(drafter, list | tuple):
+        instead = "of mlx_lm.load give draft_model=model; specdec_mlx.FirstOf(*drafters) is one"
+    else:
+        instead = "give a drafter, the name of one, or a mlx-lm model as draft_model="
+    raise wrong("drafter", drafter, f"an object with begin(prompt, context); {instead}")
+
+
+def begin_session(
+    drafter: Drafter, tokens: Sequence[int], context: DraftContext
+) -> Session:
+    """Begin a drafter's session; DraftError for one without `propose` or `observe`."""
+    session = drafter.begin(tokens, context)
+    if not isinstance(session, DraftSession | SessionGroups):
+        raise DraftError(
+            f"{type(drafter).__name__}.begin(...) returned {shown(session)}; expected a session "
+            "with propose(limit) and observe(tokens)."
+        )
+    return session
+
+
+def check_drafter_fits(drafter: Drafter | None, context: DraftContext) -> None:
+    """Refuse what is no drafter, and let a drafter refuse the target that it is to draft for."""
+    check_is_drafter(drafter)
+    if isinstance(drafter, Checks):
+        drafter.check(context)

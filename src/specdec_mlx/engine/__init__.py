@@ -1,1 +1,0 @@
-"""The parts of a generation: options, prompt, sequence, the drafter's side, pipelining, clock."""

@@ -1,0 +1,1 @@
+"""Whether a pass over several positions is exact, and what it shows."""

@@ -1,0 +1,464 @@
+"""Does a pass over m positions give the logits of m single passes?
+
+Lossless decoding stands on that. It is measured once for each loaded model: at its start, past its
+window, and across positions that its configuration names, once a text comes near them.
+"""
+
+from __future__ import annotations
+
+import copy
+import re
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.batch_caches import BatchCaches
+from specdec_mlx.caches import Rollback, leaves_of, wait_for, window_of
+from specdec_mlx.exactness.recurrent_states import (
+    in_steps,
+    recurrent_states_of,
+    ways_back,
+)
+from specdec_mlx.exactness.rounding import is_rounding
+from specdec_mlx.exactness.side_by_side import (
+    LOGITS,
+    Run,
+    SinglePasses,
+    largest_difference,
+)
+from specdec_mlx.models.anatomy import anatomy_of
+from specdec_mlx.models.loading import PerModel
+from specdec_mlx.trees.passes import (
+    TreeLayout,
+    chooses_blocks,
+    is_rope,
+    tree_pass,
+    with_offset_shift,
+)
+from specdec_mlx.trees.shape import path_to
+
+WIDTHS = (2, 5, 9)
+
+
+QUICK_WIDTHS = (5,)
+"""Width measured before the first draft on a model: in 7 passes where they are bitwise the same as
+single ones, else in 9 to 11."""
+
+NUM_TEXTS = 3  # that the probe measures at the start
+
+
+CONTEXT = 12
+
+
+STEP = 2048
+
+
+# positions before one at which a model may change, from which on that is measured
+MARGIN = 32
+
+
+BOUNDARY = re.compile(r"(?:max_position|attention_chunk|floor_scale)\w*'?[=:] ?(\d+)")
+"""Positions, in a configuration's text, at which a model may change."""
+
+
+TREE = (-1, -1, 0, 0, 1, 2)
+"""Parents in the tree that is measured: two branches, one of which forks again."""
+
+
+TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT = (3, 7, 1), (5, 1, 3), (2, 1, 3)
+"""Of texts that are tried as rows of a batch: tokens before a pass, in it, and kept of those."""
+
+
+@dataclass(frozen=True)
+class WidthReport:
+    """Passes over `width` positions after `context` others, against single ones.
+
+    Attributes:
+        max_difference: of a logit.
+        spread: standard deviation of the logits.
+        argmax_flips: positions whose likeliest token differs.
+        bitwise: all logits are equal.
+        alike: several rows are computed bitwise as each alone, but where caches are read.
+        fault: the module where rows arrive that rounding does not explain, or "".
+        rounding: how far rounding alone moves a logit of single passes; 0 where not measured.
+    """
+
+    width: int
+    context: int
+    max_difference: float
+    spread: float
+    argmax_flips: int
+    bitwise: bool
+    alike: bool = True
+    fault: str = ""
+    rounding: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """True if rounding explains the difference."""
+        return not self.fault
+
+
+@dataclass(frozen=True)
+class ProbeReport:
+    """Result of `probe`. caches: classes and how each rolls back. window: tokens, or None."""
+
+    caches: tuple[str, ...]
+    window: int | None
+    rows: tuple[WidthReport, ...]
+
+    @property
+    def exact(self) -> bool:
+        """True if several positions at once are as good as one by one everywhere."""
+        return all(row.exact for row in self.rows)
+
+    @property
+    def differences(self) -> list[float]:
+        """How far rounding moves a logit, in each place where drafts are verified with rounding.
+
+        It is measured on single passes, so that no fault of a wide one adds to it.
+        """
+        return [row.rounding for row in self.rows if row.exact and not row.bitwise]
+
+    def __str__(self) -> str:
+        """A small table and a verdict."""
+        lines = [
+            f"caches: {', '.join(self.caches)}",
+            "context  width  max difference  flips",
+        ]
+        for row in self.rows:
+            verdict = "bitwise the same" if row.bitwise else ""
+            verdict = verdict if row.exact else f"NOT EXACT at {row.fault}"
+            lines.append(
+                f"{row.context:>7}  {row.width:>5}  {row.max_difference:>14.2e}  "
+                f"{row.argmax_flips:>5}  {verdict}"
+            )
+        how = "exact where it does not say otherwise, and switches itself off where it does"
+        if self.exact:
+            is_bitwise = all(row.bitwise for row in self.rows)
+            how = "exact on this model" + ", up to the rounding of near ties" * (
+                not is_bitwise
+            )
+        lines.append(f"Drafting is {how}.")
+        return "\n".join(lines)
+
+
+def probe(
+    model: nn.Module, widths: Sequence[int] = WIDTHS, past_window: bool = True
+) -> ProbeReport:
+    """Compare passes over several positions with single ones, wherever a model may change.
+
+    widths: positions a pass. Three texts at the model's start and one at each further place, each
+    of about 13 passes, or 40 where they are not bitwise the same, and a prefill of the window.
+    """
+    places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
+    rows = [row for place in places for row in _probed(model, place, widths)]
+    kinds = [type(cache).__name__ for cache in leaves_of(model)]
+    ways = dict(zip(reversed(kinds), reversed(ways_back(model)), strict=True))
+    caches = tuple(f"{kind} ({ways[kind]})" for kind in dict.fromkeys(kinds))
+    return ProbeReport(caches, max(_windows(model), default=None), tuple(rows))
+
+
+@dataclass(eq=False)
+class ProbePoint:
+    """A place to measure passes at, after `context` tokens and `shift` positions that caches claim.
+
+    start: first position that this tells of. exact: verdicts, by "a pass over a tree".
+    """
+
+    start: int
+    context: int
+    shift: int = 0
+    name: str = ""
+    exact: dict[bool, bool] = field(default_factory=dict)
+
+
+@PerModel
+def places_of(model: nn.Module) -> list[ProbePoint]:
+    """Where a loaded model may change, in order; its start is the first."""
+    windows = _windows(model)
+    short = min(
+        CONTEXT, max(1, max(windows, default=CONTEXT + max(WIDTHS)) - max(WIDTHS))
+    )
+    # from which the widest pass does not go past the window
+    places = [ProbePoint(0, short)]
+    if windows:
+        name = f" past its window of {max(windows)} tokens"
+        places.append(ProbePoint(min(windows), max(windows) + 1, name=name))
+    named = [value for module in model.modules() for value in vars(module).values()]
+    texts = {repr(value) for value in named if is_dataclass(value)}
+    for boundary in {int(found) for text in texts for found in BOUNDARY.findall(text)}:
+        shift, name = max(0, boundary - 2 - short), f" around position {boundary}"
+        places.append(ProbePoint(max(0, boundary - MARGIN), short, shift, name))
+    return sorted(places, key=lambda place: place.start)
+
+
+def first_inexact(
+    model: nn.Module, position: int, *, on_trees: bool = False
+) -> int | None:
+    """Position that passes from this one on may not go beyond, or None: chains, trees."""
+    for place in places_of(model):
+        if place.start > position + MARGIN:
+            return None if on_trees else place.start
+        if on_trees not in place.exact:
+            place.exact[on_trees] = _is_exact(model, place, on_trees)
+        if not place.exact[on_trees]:
+            return place.start
+    return None
+
+
+def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
+    """True if passes over a tree, or a chain, give the logits of single positions."""
+    try:
+        if on_trees:
+            report = tree_report(model, place.context, shift=place.shift)
+            return report.exact and not chooses_blocks(model)
+        report = _quick_report(model, place)
+    # positions by row, or those claimed, are more than all models take
+    except Exception:
+        if not (on_trees or place.shift):
+            raise
+        return not on_trees
+    if report.exact:
+        return True
+    _warn(
+        model,
+        f"{place.name} gives other logits for several positions at once than one by one (by up to "
+        f"{report.max_difference:.2g}, first at {report.fault}), so nothing is drafted there. The "
+        "text is right, as fast as plain decoding. "
+        "Run specdec-mlx probe to see by how much",
+    )
+    return False
+
+
+def _quick_report(model: nn.Module, place: ProbePoint) -> WidthReport:
+    """Of one text; of more where rows are computed alike, and so a difference may be a fault."""
+    for text in range(_num_texts(place)):
+        (report,) = _compare(model, place, QUICK_WIDTHS, text)
+        if report.bitwise or report.fault or not report.alike:
+            break
+    return report
+
+
+def _num_texts(place: ProbePoint) -> int:
+    """Texts that are tried: one where each has to fill a window, or the caches claim positions."""
+    return 1 if place.start else NUM_TEXTS
+
+
+def _warn(model: nn.Module, what: str) -> None:
+    warnings.warn(
+        f"specdec_mlx: this model ({type(model).__module__}){what}.", stacklevel=3
+    )
+
+
+@PerModel
+def warn_of_chains(model: nn.Module) -> None:
+    """Say, once for each loaded model, that no tree is verified."""
+    _warn(
+        model,
+        " verifies no tree of drafts in one pass; chains are drafted, for the same text",
+    )
+
+
+@PerModel
+def can_hold_rows(model: nn.Module) -> bool:
+    """True if rows of several texts give the logits that each gives alone; a warning if not."""
+    rows = BatchCaches.like(make_prompt_cache(model))
+    reason = "its caches cannot be held in rows"
+    if rows is not None:
+        try:
+            with in_steps(model, max(TEXT_WIDTHS)):
+                report = _texts_report(model, rows)
+                if is_rounding(model, report.max_difference, report.spread):
+                    return True
+            reason = "its texts differ from what they are alone"
+        except Exception as error:
+            reason = f"it fails with {type(error).__name__}"
+    _warn(
+        model,
+        f" cannot write several texts at once: {reason}. They are written one by one",
+    )
+    return False
+
+
+def _texts_report(model: nn.Module, rows: BatchCaches) -> WidthReport:
+    """Feed three texts a padded pass, go back in each by another number, and feed one token."""
+    texts: Any = _random_tokens(model, 16 * len(TEXT_LENGTHS)).reshape(-1, 16).tolist()
+    about = list(zip(texts, TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT, strict=True))
+    expected = []
+    for text, length, width, kept in about:
+        alone = _prefilled(model, mx.array(text[: length + kept]))
+        expected.append(model(mx.array([[text[length + width]]]), cache=alone)[0, -1])
+        rows.add(_prefilled(model, mx.array(text[:length])), length)
+    mx.eval(
+        rows.feed(
+            model, [text[start : start + width] for text, start, width, _ in about]
+        )
+    )
+    ends = rows.go_back([length + kept for _, length, _, kept in about])
+    again = [  # what was lost of the text, and the token after it
+        [*text[end : length + kept], text[length + width]]
+        for end, (text, length, width, kept) in zip(ends, about, strict=True)
+    ]
+    logits = rows.feed(model, again)
+    last = mx.stack([logits[row, len(text) - 1] for row, text in enumerate(again)])
+    return _of_logits(last, mx.stack(expected), max(TEXT_LENGTHS))
+
+
+def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthReport:
+    """`TREE` after `context` tokens and one more, in one pass, against each of its paths alone.
+
+    shift: positions that the caches claim besides.
+    """
+    size = len(TREE)
+    tokens = _random_tokens(model, context + 1 + size)
+    ids = tokens[context:]
+    paths = [[0, *(node + 1 for node in path_to(i, TREE))] for i in range(-1, size)]
+
+    def alone(start: list[Any]) -> list[Run]:
+        return [
+            partial(_logits, model, ids[mx.array(path)], copy.deepcopy(start))
+            for path in paths
+        ]
+
+    def wide() -> mx.array:
+        caches = copy.deepcopy(passes.start)
+        return tree_pass(model, ids, caches, TreeLayout.after(1, TREE))
+
+    passes = SinglePasses(model, _prefilled(model, tokens[:context], shift), alone)
+    return _report(passes, wide, size + 1, context)
+
+
+def _logits(model: nn.Module, tokens: mx.array, caches: list[Any]) -> mx.array:
+    """Logits [n, V] of a pass over tokens [n]."""
+    logits: mx.array = model(tokens[None], cache=caches)[0]
+    return logits
+
+
+def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
+    """Caches that hold these tokens [n], and claim `shift` positions before them."""
+    caches = [with_offset_shift(cache, shift) for cache in make_prompt_cache(model)]
+    for i in range(0, tokens.shape[0], STEP):
+        model(tokens[None, i : i + STEP], cache=caches)
+        wait_for(caches)
+    return caches
+
+
+def _probed(
+    model: nn.Module, place: ProbePoint, widths: Sequence[int]
+) -> list[WidthReport]:
+    """For each width the worst of several texts; a text with a fault is the last."""
+    texts: list[list[WidthReport]] = []
+    for text in range(_num_texts(place)):
+        texts.append(_compare(model, place, widths, text, True))
+        if any(report.fault for report in texts[-1]):
+            break
+    return [
+        replace(
+            max(
+                of_width, key=lambda report: (bool(report.fault), report.max_difference)
+            ),
+            bitwise=all(report.bitwise for report in of_width),
+            rounding=max(report.rounding for report in of_width),
+        )
+        for of_width in zip(*texts, strict=True)
+    ]
+
+
+def _compare(
+    model: nn.Module,
+    place: ProbePoint,
+    widths: Sequence[int],
+    text: int = 0,
+    with_rounding: bool = False,
+) -> list[WidthReport]:
+    """One report for each width, of one text; with how far rounding moves logits, if asked."""
+    longest, context, shift = max(widths), place.context, place.shift
+    tokens = _random_tokens(model, context + longest, text)
+
+    def alone(start: list[Any]) -> list[Run]:
+        caches = copy.deepcopy(start)
+        return [
+            partial(_logits, model, token[None], caches) for token in tokens[context:]
+        ]
+
+    def wide(width: int) -> mx.array:
+        rollback = Rollback(copy.deepcopy(passes.start), states=states)
+        return rollback.forward(model, tokens[context : context + width])
+
+    passes = SinglePasses(model, _prefilled(model, tokens[:context], shift), alone)
+    states, reports = recurrent_states_of(model), []
+    for width in widths:
+        report = _report(passes, partial(wide, width), width, context + shift)
+        if shift and not _ropes_agree(model, context + shift, width):
+            report = replace(report, fault="its rotary embedding")
+        reports.append(report)
+    differ = not all(report.bitwise for report in reports)
+    if with_rounding and differ and not any(report.fault for report in reports):
+        rounding = passes.logit_rounding()
+        reports = [replace(report, rounding=rounding) for report in reports]
+    return reports
+
+
+def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
+    """True if rope modules turn several rows as one by one; not if by the length of the text."""
+    differences = [mx.array(0.0)]
+    for module in model.modules():
+        if any(map(is_rope, type(module).__mro__)):
+            # as many or more
+            size = 2 * module._freqs.size if hasattr(module, "_freqs") else 1024
+            rows = mx.ones((1, 1, width, size))
+            single = [module(rows[:, :, :1], offset=start + i) for i in range(width)]
+            difference = module(rows, offset=start) - mx.concatenate(single, axis=2)
+            differences.append(mx.abs(difference).max())
+    # of an angle's float32
+    return float(mx.stack(differences).max()) < 1e-3 + 4e-7 * start
+
+
+def _report(passes: SinglePasses, wide: Run, width: int, context: int) -> WidthReport:
+    """Compare a wide pass with single ones, and look for a fault if they are not bitwise equal."""
+    report = _of_logits(wide(), passes.joined(width)[LOGITS][0], context)
+    if report.bitwise:
+        return report
+    off = passes.off(wide, width)
+    elsewhere = [
+        any(rows) for place, rows in off.items() if place not in passes.readers
+    ]
+    report = replace(report, alike=not any(elsewhere))
+    place = passes.fault(off)
+    names = {id(module): name for name, module in passes.model.named_modules()}
+    fault = "" if place is None else names.get(place[0], "its logits")
+    return replace(report, fault=fault)
+
+
+def _of_logits(logits: mx.array, expected: mx.array, context: int) -> WidthReport:
+    """Compare logits [n, V]; those that are not finite do not count."""
+    logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
+    flips = mx.argmax(logits, axis=-1) != mx.argmax(expected, axis=-1)
+    return WidthReport(
+        width=len(logits),
+        context=context,
+        max_difference=largest_difference(logits, expected),
+        spread=float(mx.std(mx.where(mx.isfinite(expected), expected, 0))),
+        argmax_flips=int(flips.sum()),
+        bitwise=bool(mx.array_equal(logits, expected)),
+    )
+
+
+def _random_tokens(model: nn.Module, num_tokens: int, text: int = 0) -> mx.array:
+    """Token ids [n]."""
+    vocab_size = anatomy_of(model).vocab_size
+    return mx.random.randint(
+        0, vocab_size, shape=(num_tokens,), key=mx.random.key(text)
+    )
+
+
+def _windows(model: nn.Module) -> list[int]:
+    """Windows of the model's caches, but for those that keep everything."""
+    return [window for cache in leaves_of(model) if (window := window_of(cache))]

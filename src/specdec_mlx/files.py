@@ -1,0 +1,74 @@
+"""Text files and JSON lines, and the folder of the files that this package makes."""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+
+def cache_root() -> Path:
+    """Folder of the files that this package makes; it may not exist yet."""
+    if own := os.environ.get("SPECDEC_MLX_CACHE"):
+        return Path(own).expanduser().absolute()
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if xdg.is_absolute():  # the XDG specification ignores relative paths
+        return xdg / "specdec-mlx"
+    caches = "Library/Caches" if sys.platform == "darwin" else ".cache"
+    return Path.home() / caches / "specdec-mlx"
+
+
+def read_text(path: Path | str) -> str:
+    r"""Text of a UTF-8 file without a byte-order mark; each of its lines ends with "\n".
+
+    Raises OSError, and ValueError for another encoding.
+    """
+    try:
+        return Path(path).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{path} is not UTF-8 text ({error}). Convert it first."
+        ) from error
+
+
+def text_lines(path: Path | str) -> Iterator[tuple[int, str]]:
+    """Number and text of each line of a file that is not blank; raises as `read_text`.
+
+    `str.splitlines` would also split at characters that texts may contain, such as U+2028.
+    """
+    for number, line in enumerate(read_text(path).split("\n"), 1):
+        if line.strip():
+            yield number, line
+
+
+def json_lines(path: Path | str) -> Iterator[tuple[int, Any]]:
+    """Number and value of each line of a file of JSON lines; raises as `read_text`.
+
+    Raises ValueError with the number of a line that is not JSON.
+    """
+    for number, line in text_lines(path):
+        try:
+            yield number, json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected JSON, got {line[:60]!r} ({error})."
+            ) from error
+
+
+@contextmanager
+def replacing(path: Path) -> Iterator[Path]:
+    """Path of a file to write, which takes the place of `path` at the end, whole or not at all.
+
+    Makes the folder. The file that is written keeps the suffix of `path`.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    part = path.with_name(f".part-{os.getpid()}-{path.name}")
+    try:
+        yield part
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)

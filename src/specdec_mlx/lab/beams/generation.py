@@ -1,0 +1,141 @@
+"""A prompt in, its likeliest continuations out: beam search with a drafter."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from specdec_mlx.arguments import whole
+from specdec_mlx.contracts import (
+    DraftContext,
+    Drafter,
+    ReadsTarget,
+    all_drafters,
+    check_drafter_fits,
+)
+from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.errors import UnreadableError
+from specdec_mlx.generation import Prompt, encode, loaded
+from specdec_mlx.lab.beams.search import (
+    Beam,
+    BeamDrafting,
+    BeamRows,
+    BeamSearch,
+    guess_length_for,
+)
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.sampling import Sampling
+from specdec_mlx.sequence import check_ids, check_prompt
+
+
+@dataclass
+class BeamText:
+    """One continuation of the prompt; a stop token is in `tokens`, not in `text`.
+
+    logprob: sum over the tokens. score: its rank's. finish_reason: "stop" or "length".
+    """
+
+    text: str
+    tokens: list[int]
+    logprob: float
+    score: float
+    finish_reason: str
+
+
+@dataclass
+class BeamSearchResponse:
+    """Result of a beam search: the beams, the best first.
+
+    num_passes: of the model after the prompt. num_steps: of the search, each a pass without drafts.
+    """
+
+    beams: list[BeamText]
+    prompt_tokens: int
+    num_passes: int
+    num_steps: int
+
+    @property
+    def text(self) -> str:
+        """The best beam's text."""
+        return self.beams[0].text
+
+
+def beam_search(
+    model: nn.Module,
+    tokenizer: Any,
+    prompt: Prompt,
+    num_beams: int = 4,
+    max_tokens: int = 128,
+    drafter: Drafter | str | None = DEFAULT_DRAFTER,
+    draft_model: nn.Module | Drafter | str | Path | None = None,
+    draft_length: int | str = "auto",
+    length_penalty: float = 0.0,
+    prefill_step_size: int = 2048,
+    stream: Any = generation_stream,
+) -> BeamSearchResponse:
+    """Search for the likeliest continuations of a prompt, several steps a pass.
+
+    The beams are those of a plain beam search (Leviathan et al. 2023, appendix A.4): a step keeps
+    the `num_beams` likeliest of all beams with one token more; finished ones stay as they are.
+    Arguments that are not named here are those of `generate`.
+
+    Args:
+        drafter: guesses how each beam goes on; None makes a pass for each step.
+        num_beams: beams that are kept, and returned.
+        max_tokens: most tokens of each.
+        draft_length: most steps to guess, or "auto" for what pays.
+        length_penalty: beams are ranked by logprob / length ** length_penalty.
+
+    Raises:
+        RowsError: this model's texts cannot be rows of one batch.
+        UnreadableError: the drafter reads the target's states, which it cannot of several rows.
+        ValueError: for other bad input, and its subclasses as in `generate`.
+    """
+    tokenizer = loaded(model, tokenizer)
+    num_beams, max_tokens = (
+        whole("num_beams", num_beams, 1),
+        whole("max_tokens", max_tokens, 1),
+    )
+    prefill_step_size = whole("prefill_step_size", prefill_step_size, 1)
+    chosen = resolve(drafter, draft_model, model, tokenizer)
+    tokens = check_prompt(encode(tokenizer, prompt), None, chosen)
+    vocab_size = vocab_size_of(model)
+    check_ids(tokens, vocab_size)
+    length = guess_length_for(model, num_beams, draft_length)
+    context = DraftContext(
+        sampling=Sampling(),
+        vocab_size=vocab_size,
+        tokenizer=tokenizer,
+        prefill_step_size=prefill_step_size,
+    )
+    for part in all_drafters(chosen):
+        if isinstance(part, ReadsTarget):
+            raise UnreadableError(
+                f"{type(part).__name__} reads the target's states, which it cannot of several "
+                "beams at once. Give a draft model, or a drafter that looks tokens up."
+            )
+    check_drafter_fits(chosen, context)
+    drafting = None if chosen is None else BeamDrafting(chosen, tokens, context, stream)
+    with wired_limit(model, [stream]):
+        rows = BeamRows(model, tokens, num_beams, prefill_step_size, stream)
+        stop_tokens = frozenset(tokenizer.eos_token_ids)
+        search = BeamSearch(rows, num_beams, max_tokens, stop_tokens, drafting, length)
+        found = [_as_text(tokenizer, beam, length_penalty) for beam in search.run()]
+    found.sort(key=lambda beam: -beam.score)
+    return BeamSearchResponse(found, len(tokens), search.num_passes, search.num_steps)
+
+
+def _as_text(
+    tokenizer: TokenizerWrapper, beam: Beam, length_penalty: float
+) -> BeamText:
+    tokens = list(beam.tokens)
+    said = tokens[:-1] if beam.is_finished else tokens
+    score = beam.logprob / len(tokens) ** length_penalty
+    reason = "stop" if beam.is_finished else "length"
+    return BeamText(tokenizer.decode(said), tokens, beam.logprob, score, reason)

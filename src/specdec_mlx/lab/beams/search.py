@@ -1,0 +1,329 @@
+"""Beam search with a drafter: several steps a pass, and the beams of a plain beam search.
+
+One pass over each beam's guess tells the likeliest continuations of each guessed position. The
+search goes on with the same pass as long as the beams of a step were guessed, or cannot matter
+(Leviathan et al. 2023, appendix A.4).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from time import perf_counter
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import generation_stream
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.batch_caches import BatchCaches
+from specdec_mlx.caches import Rollback
+from specdec_mlx.contracts import (
+    Draft,
+    DraftContext,
+    Drafter,
+    RoundRecord,
+    Session,
+    begin_session,
+    key_of,
+    optional,
+)
+from specdec_mlx.draft_length.auto import Auto
+from specdec_mlx.draft_length.contract import DraftLength
+from specdec_mlx.draft_length.drafting import proposing
+from specdec_mlx.draft_length.policy import Fixed, make_draft_length
+from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.errors import LogitsError, RowsError
+from specdec_mlx.exactness.probe import can_hold_rows
+from specdec_mlx.models.anatomy import top_tokens
+from specdec_mlx.models.loading import PerModel
+from specdec_mlx.sequence import PromptReader
+from specdec_mlx.target import check_draft
+from specdec_mlx.token_ids import read_all
+from specdec_mlx.trees.drafts import texts_of
+
+Tokens = tuple[int, ...]
+
+Continuations = Sequence[tuple[int, float]]
+"""Tokens that may follow a beam, with their log-probabilities; the likeliest of them."""
+
+
+@dataclass(frozen=True)
+class Beam:
+    """A continuation: generated tokens, the sum of their log-probabilities, and if it has ended."""
+
+    tokens: Tokens = ()
+    logprob: float = 0.0
+    is_finished: bool = False
+
+
+def next_beams(
+    beams: Sequence[Beam],
+    continuations: Mapping[Tokens, Continuations],
+    num_beams: int,
+    stop_tokens: frozenset[int],
+) -> list[Beam] | None:
+    """One step of beam search: the likeliest of all beams with one token more.
+
+    Finished beams stay, and compete. A beam with unknown continuations, which are never likelier
+    than itself, is dropped if it is less likely than all that are chosen. `continuations` are the
+    `num_beams` likeliest of each open beam. None where those that are known do not decide it.
+    """
+    candidates: list[Beam] = []
+    unknown: list[float] = []
+    for beam in beams:
+        if beam.is_finished:
+            candidates.append(beam)
+        elif beam.tokens in continuations:
+            candidates += [
+                Beam(
+                    (*beam.tokens, token), beam.logprob + logprob, token in stop_tokens
+                )
+                for token, logprob in continuations[beam.tokens]
+            ]
+        else:
+            unknown.append(beam.logprob)
+    best = sorted(candidates, key=lambda beam: -beam.logprob)[:num_beams]
+    if unknown and (len(best) < num_beams or best[-1].logprob <= max(unknown)):
+        return None
+    return best
+
+
+@dataclass
+class BeamDrafting:
+    """A session of the drafter for each beam."""
+
+    drafter: Drafter
+    prompt: Sequence[int]
+    context: DraftContext
+    stream: Any
+    _sessions: dict[Tokens, Session] = field(default_factory=dict)
+    """By the generated tokens that a session has observed."""
+
+    def follow(self, beams: Sequence[Beam]) -> None:
+        """Bring the sessions to these beams; those of other beams are dropped.
+
+        The last beam that goes on from another takes its session over, the others a copy or a new
+        one.
+        """
+        before, self._sessions = self._sessions, {}
+        texts = [beam.tokens for beam in beams]
+        begun = [
+            [known for known in before if text[: len(known)] == known] for text in texts
+        ]
+        sources = [max(known, key=len, default=()) for known in begun]
+        for i, (text, source) in enumerate(zip(texts, sources, strict=True)):
+            session = before.get(source)
+            if source in sources[i + 1 :]:
+                fork = optional(session, "fork")
+                session = None if fork is None else fork()
+            if session is None:
+                session = begin_session(
+                    self.drafter, [*self.prompt, *text], self.context
+                )
+            elif len(text) > len(source):
+                session.observe(text[len(source) :])
+            self._sessions[text] = session
+
+    def guesses(self, beam: Beam, limit: int) -> list[Tokens]:
+        """How a beam may go on, up to `limit` tokens: one way for a chain, several for a tree."""
+        with mx.stream(self.stream):
+            session = self._sessions[beam.tokens]
+            draft = proposing(session, key_of(self.drafter))(limit)
+        check_draft(draft, self.context.vocab_size or 0)
+        return paths_of(draft, limit)
+
+
+def paths_of(draft: Draft, limit: int) -> list[Tokens]:
+    """The chains from the root of a draft to its leaves, each cut to `limit` tokens."""
+    texts = texts_of(draft)
+    inner = {text[:-1] for text in texts}
+    return list(dict.fromkeys(text[:limit] for text in texts if text not in inner))
+
+
+_learned: PerModel[dict[int, DraftLength]] = PerModel(lambda model: {})
+
+
+def guess_length_for(
+    model: nn.Module, num_beams: int, choice: int | str | DraftLength
+) -> DraftLength:
+    """How many steps to guess; "auto" is kept with the model, by beams. Raises ValueError."""
+    if choice != "auto":
+        return make_draft_length(choice)
+    learned = _learned(model)
+    if num_beams not in learned:
+        learned[num_beams] = Auto(Tuning.for_model(model))
+    return learned[num_beams]
+
+
+class Guess(NamedTuple):
+    """One row of a pass: a beam, and how it may go on."""
+
+    beam: Tokens
+    tokens: Tokens
+
+
+@dataclass
+class BeamRows:
+    """The target, with a row for each guess; num_top continuations of each position."""
+
+    model: nn.Module
+    prompt: Sequence[int]
+    num_top: int
+    prefill_step_size: int = 2048
+    stream: Any = generation_stream
+    caches: BatchCaches = field(init=False)
+    _row_of: dict[Tokens, int] = field(default_factory=lambda: {(): 0})
+    """The row that holds the prompt and these tokens but for the last of them."""
+
+    def __post_init__(self) -> None:
+        """Read the prompt but for its last token; RowsError where rows cannot be held."""
+        with mx.stream(self.stream):
+            alone = make_prompt_cache(self.model)
+            rows = BatchCaches.like(alone) if can_hold_rows(self.model) else None
+            if rows is None:
+                raise RowsError(
+                    "Beams are rows of one batch, and this model's texts cannot be. Generate "
+                    "one text, or use a model that specdec_mlx.batch_generate writes together."
+                )
+            reader = PromptReader.of_model(
+                self.model,
+                self.prompt,
+                Rollback(alone),
+                step_size=self.prefill_step_size,
+                stream=self.stream,
+            )
+            reader.read_all()
+            rows.add(alone, len(self.prompt) - 1)
+        self.caches = rows
+
+    def verify(self, guesses: Sequence[Guess]) -> dict[Tokens, Continuations]:
+        """One pass: the likeliest continuations of each beam, and of it with each guessed token."""
+        with mx.stream(self.stream):
+            self.caches.keep([self._row_of[guess.beam] for guess in guesses])
+            texts = [[*self.prompt, *guess.beam, *guess.tokens] for guess in guesses]
+            fed = [
+                text[end:] for text, end in zip(texts, self.caches.ends, strict=True)
+            ]
+            logits = self.caches.feed(self.model, fed)
+            places: dict[Tokens, tuple[int, int]] = {}
+            for row, (guess, tokens) in enumerate(zip(guesses, fed, strict=True)):
+                first = len(tokens) - len(guess.tokens) - 1
+                for n in range(len(guess.tokens) + 1):
+                    places.setdefault(
+                        (*guess.beam, *guess.tokens[:n]), (row, first + n)
+                    )
+            self._row_of = {path: row for path, (row, _) in places.items()}
+            rows, columns = (
+                mx.array(indices) for indices in zip(*places.values(), strict=True)
+            )
+            tops = likeliest(logits[rows, columns], self.num_top)
+        return dict(zip(places, tops, strict=True))
+
+    def keep(self, beams: Sequence[Beam]) -> None:
+        """Take back all that is not part of these beams; their last tokens were never fed."""
+        self._row_of = {beam.tokens: self._row_of[beam.tokens[:-1]] for beam in beams}
+        end = len(self.prompt) + len(beams[0].tokens) - 1
+        with mx.stream(self.stream):
+            self.caches.go_back([min(end, reached) for reached in self.caches.ends])
+
+
+def likeliest(logits: mx.array, num_top: int) -> list[Continuations]:
+    """The `num_top` likeliest tokens of each row of logits [n, V], and their log-probabilities.
+
+    Raises LogitsError where the logits are not numbers.
+    """
+    logits = logits.astype(mx.float32)
+    scale = mx.logsumexp(logits, axis=-1, keepdims=True)
+    logprobs = logits - scale
+    top = top_tokens(logprobs, num_top)
+    tokens, values, scales = read_all(
+        top, mx.take_along_axis(logprobs, top, axis=-1), scale
+    )
+    if not np.isfinite(scales).all():
+        raise LogitsError(
+            "The target's logits are not finite. Check the weights and the dtype of the model."
+        )
+    return [
+        sorted(zip(*row, strict=True), key=lambda pair: (-pair[1], pair[0]))
+        for row in zip(tokens, values, strict=True)
+    ]
+
+
+@dataclass
+class BeamSearch:
+    """A beam search under way; drafting is None for a step a pass."""
+
+    rows: BeamRows
+    num_beams: int
+    max_tokens: int
+    stop_tokens: frozenset[int] = frozenset()
+    drafting: BeamDrafting | None = None
+    length: DraftLength = field(default_factory=lambda: Fixed(0))
+    beams: list[Beam] = field(default_factory=lambda: [Beam()])
+    num_passes: int = 0
+    num_steps: int = 0
+    _read_at: float = field(default_factory=perf_counter)
+    _num_rows: int = 0
+
+    def run(self) -> list[Beam]:
+        """The beams, the likeliest first, when all are finished or as long as they may be."""
+        while (beams := self._open()) and self.num_steps < self.max_tokens:
+            guesses = self._guesses(beams)
+            num_steps = self._advance(self.rows.verify(guesses))
+            self.num_passes += 1
+            self._record(guesses, num_steps)
+            if left := self._open():
+                self.rows.keep(left)
+        return self.beams
+
+    def _open(self) -> list[Beam]:
+        return [beam for beam in self.beams if not beam.is_finished]
+
+    def _guesses(self, beams: Sequence[Beam]) -> list[Guess]:
+        """The rows of the next pass: what is guessed of each open beam, or nothing."""
+        limit = 0
+        if self.drafting is not None:
+            limit = min(
+                self.length.limit("", False), self.max_tokens - self.num_steps - 1
+            )
+        if self.drafting is None or limit == 0:
+            return [Guess(beam.tokens, ()) for beam in beams]
+        self.drafting.follow(beams)
+        guesses: list[Guess] = []
+        for beam in beams:
+            paths = [self._to_stop(path) for path in self.drafting.guesses(beam, limit)]
+            guesses += [
+                Guess(beam.tokens, path) for path in dict.fromkeys(paths or [()])
+            ]
+        return guesses
+
+    def _to_stop(self, path: Tokens) -> Tokens:
+        """A guess as far as a beam could go on after it."""
+        ends = (i for i, token in enumerate(path) if token in self.stop_tokens)
+        return path[: next(ends, len(path))]
+
+    def _advance(self, known: dict[Tokens, Continuations]) -> int:
+        """Go on as far as the pass says how; the number of steps, at least one."""
+        before = self.num_steps
+        while self.num_steps < self.max_tokens and self._open():
+            beams = next_beams(self.beams, known, self.num_beams, self.stop_tokens)
+            if beams is None:
+                break
+            self.beams = beams
+            self.num_steps += 1
+        return self.num_steps - before
+
+    def _record(self, guesses: Sequence[Guess], num_steps: int) -> None:
+        """Tell the draft length of a pass; seconds count where it had as many rows as before."""
+        now, drafted = perf_counter(), max(len(guess.tokens) for guess in guesses)
+        right, steady = min(num_steps - 1, drafted), self._num_rows == len(guesses)
+        seconds = now - self._read_at
+        self.length.record(
+            RoundRecord(
+                drafted, right, num_steps, 1 + drafted, seconds=seconds, steady=steady
+            )
+        )
+        self._read_at, self._num_rows = now, len(guesses)

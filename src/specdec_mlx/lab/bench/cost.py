@@ -1,0 +1,157 @@
+"""c(m): the cost of a pass of the target over m positions; measured, or given."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import cycle, islice
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import generation_stream
+
+from specdec_mlx.caches import Rollback, wait_for
+from specdec_mlx.contracts import Draft
+from specdec_mlx.draft_length.costs import CURVES, Curve
+from specdec_mlx.lab.counterfactual import median_of
+from specdec_mlx.loop import verifier_for
+from specdec_mlx.options import Options
+from specdec_mlx.sampling import Noise
+
+WIDTHS = (1, 2, 3, 4, 5, 6, 8, 9, 12, 13, 16, 32, 33, 64)  # both sides of MLX's steps
+MEASURED = "measured"
+NUM_CACHED = 256
+# seconds of c(1) where only ratios are known; of a small model on a laptop
+RELATIVE_UNIT = 0.02
+
+
+@dataclass(frozen=True)
+class CostCurve:
+    """Seconds of a pass over m positions: a `Curve` through measured points, with a name.
+
+    positions: [n] increasing from 1, at least two, else ValueError. low, high: [n] 95% interval of
+    `seconds`, or ().
+    """
+
+    name: str
+    positions: tuple[int, ...]
+    seconds: tuple[float, ...]
+    low: tuple[float, ...] = ()
+    high: tuple[float, ...] = ()
+
+    def __post_init__(self) -> None:
+        positions, costs = list(self.positions), self.seconds
+        is_sorted = (
+            positions == sorted({1, *positions}) and len(positions) == len(costs) > 1
+        )
+        if not is_sorted or min(costs) <= 0:
+            raise ValueError(
+                f"Cost curve {self.name!r}: got positions {self.positions} with costs {costs}, "
+                "expected increasing positions from 1, two or more, costs > 0."
+            )
+
+    def __call__(self, num_positions: int) -> float:
+        """Seconds of a pass over `num_positions` >= 1."""
+        return Curve(tuple(zip(self.positions, self.seconds, strict=True)))(
+            num_positions
+        )
+
+    def relative(self) -> tuple[float, ...]:
+        """[n] costs over that of one position."""
+        return tuple(s / self.seconds[0] for s in self.seconds)
+
+
+def linear_cost(slope: float, unit: float = RELATIVE_UNIT) -> CostCurve:
+    """c(m) = 1 + slope * (m - 1), times `unit` seconds. Raises ValueError for a slope below 0."""
+    if slope < 0:
+        raise ValueError(f"Cost slope {slope}: expected a number >= 0.")
+    return CostCurve(f"linear:{slope:g}", (1, 2), (unit, unit * (1 + slope)))
+
+
+def parse_cost(text: str, measured: CostCurve | None) -> CostCurve:
+    """Curve out of a command line: "measured", "linear:0.24", a chip, or costs of 1, 2 ... rows.
+
+    measured: the curve of the recorded texts, and the unit of relative ones. Raises ValueError.
+    """
+    unit = measured.seconds[0] if measured else RELATIVE_UNIT
+    if text == MEASURED and measured is not None:
+        return measured
+    try:
+        if text.startswith("linear:"):
+            return linear_cost(float(text.removeprefix("linear:")), unit)
+        points = (
+            CURVES[text].points
+            if text in CURVES
+            else enumerate(text.split(","), start=1)
+        )
+        rows, costs = zip(*((m, float(cost)) for m, cost in points), strict=True)
+        seconds = tuple(unit * cost / costs[0] for cost in costs)
+    except (ValueError, ZeroDivisionError) as error:
+        raise ValueError(
+            f"Cost {text!r}: expected measured (by a benchmark, whose file is given), "
+            f"linear:SLOPE, costs as 1,1.1,1.3, or one of {', '.join(CURVES)}."
+        ) from error
+    return CostCurve(text, rows, seconds)
+
+
+class CostMeter:
+    """Measures c(m) of a model on a cache of a few hundred tokens, a sweep at a time.
+
+    Sweeps are spread over a benchmark, and each pass is divided by those over one position before
+    and after it, so that the machine's pace cancels out.
+    """
+
+    def __init__(
+        self, model: nn.Module, tokens: Sequence[int], widths: Sequence[int] = WIDTHS
+    ) -> None:
+        """Fill the cache with a real text, since experts are chosen by it, and warm up."""
+        self._widths = tuple(widths)
+        how, caches = Options(rule="match"), Rollback.of(model)
+        self._verifier = verifier_for(model, caches, how, probe=True, noise=Noise(0))
+        self._tokens = list(islice(cycle(tokens), max(NUM_CACHED, *widths)))
+        with mx.stream(generation_stream):
+            self._verifier.feed(mx.array(self._tokens))
+            wait_for(self._verifier.rollback.caches)
+        self._single: list[float] = []
+        self._ratios: dict[int, list[float]] = {width: [] for width in self._widths[1:]}
+        self.sweep()
+        for samples in (self._single, *self._ratios.values()):
+            samples.clear()
+
+    def sweep(self) -> None:
+        """Time one pass of every width, with one over a single position between any two."""
+        before = self._time(1)
+        self._single.append(before)
+        for width, ratios in self._ratios.items():
+            seconds, after = self._time(width), self._time(1)
+            ratios.append(2 * seconds / (before + after))
+            self._single.append(after)
+            before = after
+
+    def curve(self) -> CostCurve:
+        """Medians so far, with their intervals."""
+        ratios = [median_of(samples) for samples in self._ratios.values()]
+        columns = statistics.median(self._single) * np.array([(1, 1, 1), *ratios]).T
+        return CostCurve(
+            MEASURED, self._widths, *(tuple(column) for column in columns.tolist())
+        )
+
+    def _time(self, width: int) -> float:
+        """Seconds of one pass; afterwards the cache is as before."""
+        rollback = self._verifier.rollback
+        start = rollback.position
+        rollback.checkpoint()
+        mx.synchronize(generation_stream)
+        began = time.perf_counter()
+        with mx.stream(generation_stream):
+            block = self._verifier.launch(
+                self._tokens[:1], Draft(self._tokens[1:width]), 0
+            )
+            block.read()
+        seconds = time.perf_counter() - began
+        rollback.rewind_to(start)
+        rollback.drop_checkpoints()
+        return seconds

@@ -1,0 +1,109 @@
+"""Prompts of a benchmark, with a category each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+from specdec_mlx.files import json_lines
+
+Item = TypeVar("Item")
+
+
+@dataclass(frozen=True)
+class Prompt:
+    """One user message. id: unique name. category: results are reported per category."""
+
+    id: str
+    category: str
+    text: str
+
+
+@dataclass(frozen=True)
+class Task:
+    """A prompt as the model reads it. prompt: [n] token ids, chat template included."""
+
+    id: str
+    category: str
+    prompt: list[int]
+
+
+def read_prompts(path: Path | str | None = None) -> list[Prompt]:
+    """Prompts of a JSON-lines file: `id`, `category`, and `turns` (the first is taken) or `prompt`.
+
+    None: our own, six kinds of work, from much repetition of the prompt to none. Raises ValueError
+    with the number of the line that is none.
+    """
+
+    def prompt(row: Any, number: int) -> Iterator[Prompt]:
+        text = row["turns"][0] if "turns" in row else row["prompt"]
+        yield Prompt(
+            str(row.get("id", number)), str(row.get("category", "prompts")), str(text)
+        )
+
+    return read_lines(
+        path or Path(__file__).with_name("prompts.jsonl"),
+        prompt,
+        "`turns` (a list of messages) or `prompt`, and `id` and `category`",
+    )
+
+
+def read_lines(
+    path: Path | str, read: Callable[[Any, int], Iterator[Item]], expected: str
+) -> list[Item]:
+    """Items that `read` makes of each line's object and number; ValueError for a wrong line."""
+    items: list[Item] = []
+    for number, line in json_lines(path):
+        try:
+            items += read(line, number)
+        except (KeyError, IndexError, TypeError, AttributeError) as error:
+            raise ValueError(
+                f"{path}, line {number}: expected a JSON object with {expected}; got "
+                f"{str(line)[:60]!r}."
+            ) from error
+    return items
+
+
+def choose(
+    prompts: Sequence[Any],
+    categories: Sequence[str] | None = None,
+    per_category: int | None = None,
+) -> list[Any]:
+    """At most so many prompts or tasks of each category, evenly spread; ValueError for unknown."""
+    known = dict.fromkeys(prompt.category for prompt in prompts)
+    wanted = known if categories is None else categories
+    if unknown := set(wanted) - set(known):
+        names = ", ".join(sorted(known))
+        raise ValueError(
+            f"Unknown category {min(unknown)!r}. The prompts have: {names}."
+        )
+    of_each = ([p for p in prompts if p.category == name] for name in wanted)
+    return [prompt for some in of_each for prompt in spread(some, per_category)]
+
+
+def spread(items: list[Any], count: int | None) -> list[Any]:
+    """`count` of the items at equal distances, from the first on; all if None."""
+    if count is None or count >= len(items):
+        return items
+    return [items[i * len(items) // count] for i in range(count)]
+
+
+def encode_chat(tokenizer: Any, text: str) -> list[int]:
+    """Token ids of one user message in the model's chat template, if it has one."""
+    return encode_messages(tokenizer, [{"role": "user", "content": text}])
+
+
+def encode_messages(tokenizer: Any, messages: Sequence[Mapping[str, str]]) -> list[int]:
+    """Token ids of a conversation in the chat template, the answer about to begin.
+
+    Without a template it is the messages' contents, with blank lines between them.
+    """
+    if not tokenizer.has_chat_template:
+        return list(
+            tokenizer.encode("\n\n".join(message["content"] for message in messages))
+        )
+    return list(
+        tokenizer.apply_chat_template(list(messages), add_generation_prompt=True)
+    )

@@ -1,0 +1,301 @@
+"""The record of a benchmark: a file that `bench --json` writes and `replay` reads, and tables."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from html import escape
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx.utils import tree_flatten
+
+from specdec_mlx.cli.blas import blas_name
+from specdec_mlx.files import read_text
+from specdec_mlx.lab.bench.cost import CostCurve
+from specdec_mlx.lab.bench.prompts import Task, encode_messages, read_lines
+from specdec_mlx.lab.bench.summary import Difference, Result
+from specdec_mlx.lab.bench.timing import Sample
+from specdec_mlx.stats.account import Row, Rows
+from specdec_mlx.views.html import markdown_table, table_html
+
+
+@dataclass(frozen=True)
+class RecordedText(Task):
+    """A prompt with its text by plain decoding; any drafter can be scored on it.
+
+    generated: token ids. session: its conversation, or "". top_tokens: [m, top] the target's
+    likeliest at each generated token, or [].
+    """
+
+    generated: list[int]
+    session: str = ""
+    top_tokens: list[list[int]] = field(default_factory=list, repr=False)
+
+
+@dataclass(frozen=True)
+class Record(Rows):
+    """A whole benchmark: where and how it ran, and its results by category and contender.
+
+    cost: measured c(m) or None. samples: every generation; not saved.
+    """
+
+    command: str
+    machine: dict[str, str]
+    settings: dict[str, Any]
+    texts: list[RecordedText] = field(repr=False)
+    cost: CostCurve | None = None
+    results: list[Result] = field(default_factory=list)
+    differences: list[Difference] = field(default_factory=list)
+    samples: list[Sample] = field(default_factory=list, repr=False)
+
+    @property
+    def categories(self) -> list[str]:
+        """Of the texts, in order of appearance."""
+        return list(dict.fromkeys(text.category for text in self.texts))
+
+    def live_ratio(
+        self, drafter: str, draft_length: str, category: str
+    ) -> float | None:
+        """Measured tokens per second over plain decoding's under rule "auto"; None if not run."""
+        wanted = [(drafter, draft_length, rule) for rule in ("", "auto")]
+        found = (
+            r.ratio for r in self.results if r.key in wanted and r.category == category
+        )
+        return next(found, None)
+
+    def rows(self) -> list[Row]:
+        """A row for each result, a column for each of its fields."""
+        return [asdict(r) | {"accepted_share": r.accepted_share} for r in self.results]
+
+    def _repr_html_(self) -> str:
+        notes = (
+            f"{escape(SPEED_NOTE)}<br><small>{escape(_listed(self.machine))}</small>"
+        )
+        return f"{table_html(*_table(self.results, SPEEDS))}<p>{notes}</p>"
+
+
+def save_record(record: Record, path: Path | str) -> None:
+    """Write JSON: one key a field. Samples go without their tokens, which `texts` has."""
+    data = asdict(record)
+    for sample in data["samples"]:
+        sample["num_tokens"] = len(sample.pop("tokens"))
+    Path(path).write_text(json.dumps(data, indent=1), encoding="utf-8")
+
+
+def load_record(path: Path | str) -> Record:
+    """Read what `save_record` wrote, without the samples. Raises ValueError for another file."""
+    try:
+        data = json.loads(read_text(path))
+        return Record(
+            *(data["command"], data["machine"], data["settings"]),
+            texts=[RecordedText(**text) for text in data["texts"]],
+            cost=read_cost(data["cost"]),
+            results=[read_result(result) for result in data["results"]],
+            differences=[
+                Difference(**difference) for difference in data["differences"]
+            ],
+        )
+    except (LookupError, TypeError, ValueError, RecursionError) as error:
+        raise ValueError(
+            f"{path} is no record of a benchmark ({error!r}). Make one with "
+            "specdec-mlx bench --json FILE."
+        ) from error
+
+
+def read_result(data: dict[str, Any]) -> Result:
+    """A result as JSON has it; fields of older versions are left out."""
+    return Result(**{f.name: data[f.name] for f in fields(Result) if f.name in data})
+
+
+def read_cost(data: dict[str, Any] | None) -> CostCurve | None:
+    """A cost curve as JSON has it; None if it was not measured."""
+    if data is None:
+        return None
+    points = {name: tuple(x) for name, x in data.items() if name != "name"}
+    return CostCurve(data["name"], **points)
+
+
+def read_sessions(path: Path | str, tokenizer: Any) -> list[RecordedText]:
+    """The texts of a session file in its order; ValueError with the number of a wrong line."""
+
+    def texts_of(row: Any, number: int) -> Iterator[RecordedText]:
+        name, category = (
+            str(row.get("id", number)),
+            str(row.get("category", "sessions")),
+        )
+        said, session = row.get("messages"), name
+        if said is None:
+            session = row.get("session", number)
+            said = [{"role": "user", "content": row["turns"][0]}]
+            said += [{"role": "assistant", "content": row["reference"]}]
+        said = [{"role": m["role"], "content": m["content"] or ""} for m in said]
+        answers = [
+            i
+            for i, m in enumerate(said)
+            if i and m["role"] == "assistant" and m["content"]
+        ]
+        end = getattr(tokenizer, "eos_token_id", None)
+        for turn, i in enumerate(answers):
+            own = name if len(answers) == 1 else f"{name}/{turn}"
+            tokens = list(
+                tokenizer.encode(said[i]["content"], add_special_tokens=False)
+            )
+            tokens += [] if end is None else [int(end)]
+            prompt = encode_messages(tokenizer, said[:i])
+            yield RecordedText(own, category, prompt, tokens, str(session))
+
+    texts = read_lines(
+        path, texts_of, "`messages` (role and content), or `turns` and `reference`"
+    )
+    if not texts:
+        raise ValueError(
+            f"{path} has no assistant message and no reference. Give another file."
+        )
+    return texts
+
+
+SPEED_NOTE = (
+    "ratio: tokens per second over all texts, relative to plain mlx-lm, prefill and first round "
+    "left out, with a 95% bootstrap interval over texts; end to end: prefill included; tok/s: all "
+    "tokens over all seconds; accepted: of the drafted tokens."
+)
+DIFFERENCES_NOTE = (
+    "Texts that differ; excused: its own top two are a near tie there, no further apart than "
+    "passes over several positions move logits by rounding (specdec-mlx probe)."
+)
+ROUNDS_NOTE = (
+    "drafting: share of target passes that verified a draft (the others are plain steps); first: "
+    "time to the first token, in seconds and over plain mlx-lm's (1.020: 2% later)."
+)
+
+
+def _listed(values: Mapping[str, object]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
+
+
+def or_dash(value: float | None, digits: int = 2) -> str:
+    """A number with so many decimals; a dash where there is none."""
+    return "-" if value is None else f"{value:.{digits}f}"
+
+
+def _identical(result: Result) -> str:
+    excused = f" (+{result.excused})" if result.excused else ""
+    return (
+        "-"
+        if result.identical is None
+        else f"{result.identical}{excused} of {result.texts}"
+    )
+
+
+Columns = dict[str, Callable[[Any], str]]
+
+SPEEDS: Columns = {
+    "ratio": lambda r: or_dash(r.ratio),
+    "95%": lambda r: f"{or_dash(r.ratio_low)} to {or_dash(r.ratio_high)}",
+    "end to end": lambda r: or_dash(r.end_to_end_ratio),
+    "tok/s": lambda r: or_dash(r.total_tokens_per_second, 1),
+    "tok/pass": lambda r: f"{r.tokens_per_pass:.2f}",
+    "accepted": lambda r: f"{r.accepted} of {r.drafted}" if r.drafted else "-",
+    "identical": _identical,
+}
+ROUNDS: Columns = {
+    "drafting": lambda r: f"{r.drafting_share:.2f}",
+    "peak GB": lambda r: f"{r.peak_memory_gb:.2f}",
+    "first s": lambda r: f"{r.first_token_seconds:.3f}",
+    "of plain's": lambda r: or_dash(r.first_token_ratio, 3),
+}
+
+
+def format_record(record: Record) -> str:
+    """The whole report."""
+    parts = [
+        f"    {record.command}\n\n{_listed(record.machine)}\n\n{_listed(record.settings)}",
+        markdown_table(*_table(record.results, SPEEDS)),
+        SPEED_NOTE,
+        markdown_table(*_table(record.results, ROUNDS)),
+        ROUNDS_NOTE,
+    ]
+    if record.differences:
+        parts += [DIFFERENCES_NOTE, "\n".join(map(_differing, record.differences))]
+    return "\n\n".join([*parts, *([format_cost(record.cost)] if record.cost else [])])
+
+
+def _differing(found: Difference) -> str:
+    whose = ", ".join(filter(None, (found.id, *found.key)))
+    where = f"repeat {found.repeat}, token {found.position}, top-two gap {found.top_two_gap:.2e}"
+    return f"- {whose}: {where}, {'excused' if found.excused else 'NOT excused'}"
+
+
+def _table(
+    rows: Sequence[Result], columns: Columns
+) -> tuple[list[str], list[list[str]], int]:
+    """Header, rows, and the number of leading columns that are text."""
+    whose: Columns = {
+        "category": lambda r: r.category,
+        "drafter": lambda r: r.drafter,
+        "K": lambda r: r.draft_length or "-",
+    }
+    if len({row.rule for row in rows if row.rule}) > 1:
+        whose["rule"] = lambda r: r.rule or "-"
+    shown = whose | columns
+    return (
+        [*shown],
+        [[column(row) for column in shown.values()] for row in rows],
+        len(whose),
+    )
+
+
+def format_cost(curve: CostCurve) -> str:
+    """c(m) in milliseconds and relative to one position."""
+    header = ["positions", *(str(m) for m in curve.positions)]
+    rows = [
+        ["ms", *(f"{1e3 * s:.1f}" for s in curve.seconds)],
+        ["relative", *(f"{x:.2f}" for x in curve.relative())],
+    ]
+    if curve.low:
+        one = curve.seconds[0]
+        ends = zip(curve.low, curve.high, strict=True)
+        rows.append(
+            ["95%", *(f"{low / one:.2f} to {high / one:.2f}" for low, high in ends)]
+        )
+    return f"A pass of the target, {curve.name}:\n\n{markdown_table(header, rows, 1)}"
+
+
+def describe_machine() -> dict[str, str]:
+    """Processor, device, matrix library, versions and load; and the number of ranks."""
+    num_ranks = mx.distributed.init().size()
+    info = Path("/proc/cpuinfo")
+    named = re.search(
+        r"model name\s*: (.+)",
+        info.read_text(encoding="utf-8") if info.exists() else "",
+    )
+    return {
+        **({"ranks": str(num_ranks)} if num_ranks > 1 else {}),
+        "platform": platform.platform(),
+        "processor": named[1] if named else platform.processor() or platform.machine(),
+        "cores": str(os.cpu_count()),
+        "load": " ".join(f"{x:.2f}" for x in os.getloadavg()),
+        "device": str(mx.default_device()),
+        "blas": blas_name(),
+        "python": platform.python_version(),
+        **{name: version(name) for name in ("mlx", "mlx-lm", "specdec-mlx")},
+    }
+
+
+def describe_dtype(model: nn.Module) -> str:
+    """The dtype of the largest parameter, and the width of quantized ones."""
+    values = (value for _, value in tree_flatten(model.parameters()))
+    floating = (value for value in values if mx.issubdtype(value.dtype, mx.floating))
+    dtype = str(max(floating, key=lambda value: value.size).dtype).removeprefix(
+        "mlx.core."
+    )
+    bits = {module.bits for module in model.modules() if hasattr(module, "bits")}
+    return ", ".join([dtype, *(f"{bits} bits" for bits in sorted(bits))])

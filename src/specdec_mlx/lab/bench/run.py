@@ -1,0 +1,133 @@
+"""A live benchmark, interleaved, against plain mlx-lm."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from specdec_mlx.drafters.choosing.choice import (
+    DrafterChoice,
+    NamedModel,
+)
+from specdec_mlx.lab.bench import prompts
+from specdec_mlx.lab.bench.cost import CostMeter
+from specdec_mlx.lab.bench.prompts import Prompt, Task
+from specdec_mlx.lab.bench.record import (
+    Record,
+    RecordedText,
+    describe_dtype,
+    describe_machine,
+)
+from specdec_mlx.lab.bench.summary import find_differences, reference_texts, summarise
+from specdec_mlx.lab.bench.timing import (
+    PLAIN,
+    Contender,
+    Settings,
+    make_contenders,
+    run_interleaved,
+)
+from specdec_mlx.progress import progress_bar
+
+
+def run_bench(
+    model: nn.Module,
+    tasks: Sequence[Task],
+    contenders: Sequence[Contender],
+    settings: Settings,
+    *,
+    measure_cost: bool = True,
+    progress: bool = False,
+) -> Record:
+    """Run all contenders, plain mlx-lm the first, on all tasks, and compare.
+
+    settings: as the contenders were made with. measure_cost: measure c(m), a sweep before each
+    task. progress: show a bar.
+    """
+    assert contenders[0].drafter == PLAIN
+    meter = CostMeter(model, tasks[0].prompt) if measure_cost else None
+    machine = describe_machine()
+    steps = run_interleaved(
+        tasks, contenders, settings, *([meter.sweep] if meter else [])
+    )
+    total = len(tasks) * len(contenders) * settings.repeats
+    samples = list(
+        progress_bar(steps, "bench", total, unit="text", disable=not progress)
+    )
+    is_greedy = settings.temp == 0
+    differences = find_differences(model, tasks, samples) if is_greedy else []
+    references = reference_texts(samples)
+    told = ("temp", "max_tokens", "repeats", "seed")
+    return Record(
+        command="",
+        machine=machine,
+        settings={
+            **{name: getattr(settings, name) for name in told},
+            "dtype": describe_dtype(model),
+            "vocab_size": model(mx.array([[0]])).shape[-1],
+        },
+        texts=[
+            RecordedText(t.id, t.category, t.prompt, references[t.id]) for t in tasks
+        ],
+        cost=meter.curve() if meter else None,
+        results=summarise(samples, differences, greedy=is_greedy),
+        differences=differences,
+        samples=samples,
+    )
+
+
+def bench_texts(
+    model: nn.Module,
+    tokenizer: Any,
+    texts: Mapping[str, Sequence[str]],
+    drafters: Sequence[str],
+    draft_lengths: Sequence[str] = ("4",),
+    *,
+    draft_model: nn.Module | None = None,
+    rules: Sequence[str] = ("auto",),
+    temp: float = 0.0,
+    settings: Settings | None = None,
+    progress: bool = True,
+) -> Record:
+    """A benchmark of your own texts from Python.
+
+    Args:
+        model: the target.
+        tokenizer: the target's, with a chat template.
+        texts: user messages by kind of text.
+        drafters: as on the command line, as are lengths and rules.
+        draft_model: of the drafter "model"; it has the target's tokenizer.
+        temp: temperature; at 0 the texts are compared with plain decoding's.
+        settings: 128 tokens and one repeat if None.
+        progress: show a bar.
+
+    Returns:
+        What `specdec-mlx bench` prints and writes.
+
+    Raises:
+        UnknownNameError: no drafter, length or rule has this name.
+        ValueError: options that a drafter does not take, or no texts.
+    """
+    messages = [
+        Prompt(f"{kind}/{i}", kind, text)
+        for kind, messages in texts.items()
+        for i, text in enumerate(messages)
+    ]
+    choice = DrafterChoice(drafters, NamedModel(draft_model))
+    settings = settings or Settings(end_tokens=tokenizer.eos_token_ids)
+    how = replace(settings, temp=temp)
+    contenders = make_contenders(model, choice, draft_lengths, how, tokenizer, rules)
+    tasks = make_tasks(tokenizer, messages)
+    return run_bench(model, tasks, contenders, how, progress=progress)
+
+
+def make_tasks(tokenizer: Any, messages: Sequence[Prompt]) -> list[Task]:
+    """Prompts through the tokenizer's chat template. Raises ValueError if there are none."""
+    if not messages:
+        raise ValueError("No prompts. Give another file, or drop --categories.")
+    return [
+        Task(p.id, p.category, prompts.encode_chat(tokenizer, p.text)) for p in messages
+    ]

@@ -1,0 +1,220 @@
+"""Samples to results: where texts differ, and the numbers of each contender and category."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import dataclass
+from functools import cache
+from math import nan
+from statistics import mean, median
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import generate_step
+
+from specdec_mlx.exactness.probe import probe
+from specdec_mlx.exactness.rounding import near_tie
+from specdec_mlx.lab.bench.prompts import Task
+from specdec_mlx.lab.bench.timing import PLAIN, Sample, Way
+from specdec_mlx.lab.counterfactual import ratio_of
+
+ALL = "all"
+
+
+@dataclass(frozen=True, kw_only=True)
+class Difference(Way):
+    """First place where a sample's text parts from that of plain decoding.
+
+    position: among the generated tokens. top_two_gap: of the target's logits there, in a
+    single-token pass. excused: True if passes over several rows move logits as far by rounding.
+    """
+
+    id: str
+    category: str
+    repeat: int
+    position: int
+    top_two_gap: float
+    excused: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Result(Way):
+    """One contender on one category of texts ("all" is every text).
+
+    Speeds leave out prefill and first round, take the median of the repeats of each text, and are
+    None where no text is longer than its first round.
+
+    texts, tokens: in one repeat; other counts are of all. ratio: tokens per second over plain
+    decoding's, with a 95% bootstrap interval over texts; end_to_end_ratio: prefill included.
+    drafting_share: of the passes. peak_memory_gb: with all that ran side by side.
+    first_token_seconds: median; first_token_ratio: over plain decoding's. identical: texts that are
+    plain decoding's in every repeat, None where drawn at random; excused: further ones that part at
+    a near tie only.
+    """
+
+    category: str
+    texts: int
+    tokens: int
+    total_tokens_per_second: float | None = None
+    ratio: float | None = None
+    ratio_low: float | None = None
+    ratio_high: float | None = None
+    end_to_end_ratio: float | None = None
+    tokens_per_pass: float
+    target_passes: int
+    drafted: int
+    accepted: int
+    drafting_share: float
+    peak_memory_gb: float
+    first_token_seconds: float
+    identical: int | None
+    excused: int | None
+    first_token_ratio: float | None = None
+
+    @property
+    def accepted_share(self) -> float:
+        """Share of all drafted tokens that was accepted."""
+        return self.accepted / self.drafted if self.drafted else 0.0
+
+
+def reference_texts(samples: Sequence[Sample]) -> dict[str, list[int]]:
+    """Tokens by plain decoding per task id, those of the first repeat."""
+    return {s.id: s.tokens for s in samples if s.drafter == PLAIN and s.repeat == 0}
+
+
+def find_differences(
+    model: nn.Module, tasks: Sequence[Task], samples: Sequence[Sample]
+) -> list[Difference]:
+    """All samples whose text is not the reference, plain decoding's own repeats included."""
+    prompts = {task.id: task.prompt for task in tasks}
+    references = reference_texts(samples)
+    gap_in = cache(lambda text, position: top_two_gap(model, prompts[text], position))
+    tie = cache(lambda: near_tie(probe(model, past_window=False).differences))
+    differences = []
+    for s in samples:
+        position = first_difference(s.tokens, references[s.id])
+        if position is not None:
+            gap = gap_in(s.id, position)
+            differences.append(
+                Difference(
+                    *s.key,
+                    id=s.id,
+                    category=s.category,
+                    repeat=s.repeat,
+                    position=position,
+                    top_two_gap=gap,
+                    excused=gap <= tie(),
+                )
+            )
+    return differences
+
+
+def first_difference(tokens: Sequence[int], reference: Sequence[int]) -> int | None:
+    """Index of the first difference; where one is the other's beginning, its length; else None."""
+    pairs = enumerate(zip(tokens, reference, strict=False))
+    position = next(
+        (i for i, (a, b) in pairs if a != b), min(len(tokens), len(reference))
+    )
+    return None if position == len(tokens) == len(reference) else position
+
+
+def top_two_gap(model: nn.Module, prompt: Sequence[int], position: int) -> float:
+    """Difference of the two greatest logits at generated token `position`, decoded plainly."""
+    with closing(
+        generate_step(mx.array(list(prompt)), model, max_tokens=position + 1)
+    ) as steps:
+        ((_, logprobs),) = deque(steps, maxlen=1)
+    second, best = mx.sort(logprobs.astype(mx.float32))[-2:]
+    gap: float = (best - second).item()  # type: ignore[assignment]
+    return gap
+
+
+def summarise(
+    samples: Sequence[Sample], differences: Sequence[Difference], greedy: bool = True
+) -> list[Result]:
+    """A result per contender and category, "all" last; greedy: True if texts were compared."""
+    results = []
+    for category in [*dict.fromkeys(s.category for s in samples), ALL]:
+        chosen = [s for s in samples if category in (s.category, ALL)]
+        baseline = [s for s in chosen if s.drafter == PLAIN]
+        for key in dict.fromkeys(s.key for s in samples):
+            own = [s for s in chosen if s.key == key]
+            parted = [d for d in differences if d.key == key] if greedy else None
+            results.append(_result(category, own, baseline, parted))
+    return results
+
+
+def _result(
+    category: str,
+    own: list[Sample],
+    baseline: list[Sample],
+    parted: list[Difference] | None,
+) -> Result:
+    """One contender's samples of a category; parted: None where texts were not compared."""
+    passes = sum(s.passes for s in own)
+    identical = excused = None
+    ids = {s.id for s in own}
+    if parted is not None:
+        different = ids & {d.id for d in parted}
+        identical = len(ids - different)
+        excused = len(different - {d.id for d in parted if not d.excused})
+    return Result(
+        *own[0].key,
+        category=category,
+        texts=len(ids),
+        tokens=sum(len(s.tokens) for s in own if s.repeat == 0),
+        **_speeds(_times(own), _times(baseline)),
+        tokens_per_pass=sum(len(s.tokens) for s in own) / passes,
+        target_passes=passes,
+        drafted=sum(s.drafted for s in own),
+        accepted=sum(s.accepted for s in own),
+        drafting_share=sum(s.drafting_rounds for s in own) / passes,
+        peak_memory_gb=max(s.peak_bytes for s in own) / 1e9,
+        first_token_seconds=median(s.first_seconds for s in own),
+        identical=identical,
+        excused=excused,
+    )
+
+
+def _times(samples: list[Sample]) -> dict[str, np.ndarray]:
+    """[4] of each text: mean tokens; median seconds for decoding them, in all, and to the first.
+
+    Decoding seconds are NaN where a text is no longer than its first round.
+    """
+    times = {}
+    for name in dict.fromkeys(s.id for s in samples):
+        text = [s for s in samples if s.id == name]
+        tokens = mean(len(s.tokens) for s in text)
+        paces = [s.seconds_per_token for s in text if s.seconds_per_token]
+        in_all = median(s.first_seconds + s.decode_seconds for s in text)
+        first = median(s.first_seconds for s in text)
+        times[name] = np.array([tokens, tokens * median(paces or [nan]), in_all, first])
+    return times
+
+
+def _speeds(
+    own: dict[str, np.ndarray], baseline: dict[str, np.ndarray]
+) -> dict[str, Any]:
+    """The fields of a result that are speeds, of texts that both sides have times for."""
+    speeds: dict[str, Any] = {}
+    if baseline:
+        firsts = (sum(times[-1] for times in side.values()) for side in (own, baseline))
+        speeds["first_token_ratio"] = float(np.divide(*firsts))
+    both = [(times, baseline[name]) for name, times in own.items() if name in baseline]
+    timed = [pair for pair in both if not np.isnan(pair).any()]
+    if timed:
+        ours, plain = np.array(timed).swapaxes(0, 1)
+        tokens, seconds = ours[:, :2].sum(axis=0)
+        ratio, low, high = ratio_of(ours[:, :2], plain[:, :2])
+        speeds |= {
+            "total_tokens_per_second": float(tokens / seconds),
+            "ratio": ratio,
+            "ratio_low": low,
+            "ratio_high": high,
+            "end_to_end_ratio": ratio_of(ours[:, :3:2], plain[:, :3:2]).mean,
+        }
+    return speeds

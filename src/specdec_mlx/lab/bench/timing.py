@@ -1,0 +1,379 @@
+"""Contenders of a benchmark, one timed generation, and a benchmark's worth of them, interleaved."""
+
+from __future__ import annotations
+
+import random
+import time
+from collections.abc import Callable, Collection, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, field, replace
+from itertools import islice, product
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generate_step, generation_stream
+from mlx_lm.sample_utils import make_sampler
+
+from specdec_mlx.arguments import whole
+from specdec_mlx.contracts import Drafter
+from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.draft_length.store import Tuning
+from specdec_mlx.drafters.choosing.choice import DrafterChoice
+from specdec_mlx.lab.bench.prompts import Task
+from specdec_mlx.loop import speculate
+from specdec_mlx.rules import make_rule
+from specdec_mlx.sampling import Sampling
+
+PLAIN = "mlx-lm"
+MLX_LM_SPECULATION = "mlx-lm-speculation"
+MLX_LM_DRAFT_LENGTH = 3  # of mlx-lm's command line, where no number is given
+
+
+class Counts(NamedTuple):
+    """A loop's own counts so far.
+
+    target_passes: with that of the first token. drafting: passes that had a draft.
+    """
+
+    target_passes: int
+    drafted: int = 0
+    drafting: int = 0
+
+
+@dataclass(frozen=True)
+class Emitted:
+    """One token, with the counts up to it (None: a pass a token) and when it was known (None: now).
+
+    at: by `time.perf_counter`.
+    """
+
+    token: int
+    from_draft: bool = False
+    counts: Counts | None = None
+    at: float | None = None
+
+
+Start = Callable[[list[int], int, int], Generator[Emitted, None, None]]
+"""(prompt [n], max_tokens, seed) -> a stream of tokens."""
+
+
+@dataclass(frozen=True)
+class Way:
+    """A way to generate, by its flags on the command line; "" where it has none."""
+
+    drafter: str
+    draft_length: str = ""
+    rule: str = ""
+
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """All three, which tell contenders apart."""
+        return self.drafter, self.draft_length, self.rule
+
+
+@dataclass(frozen=True)
+class Contender(Way):
+    """A way to generate, and how it starts."""
+
+    start: Start = field(kw_only=True)
+
+
+def plain(model: nn.Module, temp: float = 0.0) -> Contender:
+    """mlx-lm without speculation, which all others are compared with."""
+
+    def start(
+        prompt: list[int], max_tokens: int, seed: int
+    ) -> Generator[Emitted, None, None]:
+        mx.random.seed(seed)
+        sampler = make_sampler(temp)
+        steps = generate_step(
+            mx.array(prompt), model, max_tokens=max_tokens, sampler=sampler
+        )
+        with closing(steps):
+            for token, _ in steps:
+                yield Emitted(int(token))
+
+    return Contender(PLAIN, start=start)
+
+
+def mlx_lm_speculation(
+    model: nn.Module, draft_model: nn.Module, draft_length: int, temp: float = 0.0
+) -> Contender:
+    """mlx-lm's own speculative decoding, `draft_length` tokens a round."""
+    # may go; nothing else hangs on it
+    from mlx_lm.generate import speculative_generate_step
+
+    def start(
+        prompt: list[int], max_tokens: int, seed: int
+    ) -> Generator[Emitted, None, None]:
+        mx.random.seed(seed)
+        options = {"num_draft_tokens": draft_length, "max_tokens": max_tokens}
+        options |= {"sampler": make_sampler(temp)}
+        steps = speculative_generate_step(
+            mx.array(prompt), model, draft_model, **options
+        )
+        counts, begins_round = Counts(0), True
+        with closing(steps):
+            for n, (token, _, from_draft) in enumerate(steps):
+                if begins_round:
+                    length = min(draft_length, max_tokens - n)
+                    passes, drafted, drafting = counts
+                    counts = Counts(
+                        passes + 1, drafted + length, drafting + (length > 0)
+                    )
+                begins_round = not from_draft
+                yield Emitted(int(token), bool(from_draft), counts)
+
+    return Contender(MLX_LM_SPECULATION, str(draft_length), start=start)
+
+
+def ours(
+    model: nn.Module,
+    drafter: Drafter | None,
+    name: str,
+    draft_length: str,
+    temp: float = 0.0,
+    tokenizer: Any = None,
+    rule: str = "auto",
+    tuning: Tuning | None = None,
+    is_seeded: bool = False,
+) -> Contender:
+    """Our loop with a drafter, or with none, by the name that tables give it.
+
+    tuning: what an automatic length learns; None for a new one for each repeat, since a text seen
+    before is no fair test. is_seeded: measure rule "auto" as it is for a caller who gives a seed.
+    """
+    how = make_rule(rule, is_seeded=is_seeded)
+    length = parse_draft_length(draft_length or "0")
+    tunings: dict[int, Tuning] = {}
+
+    def start(
+        prompt: list[int], max_tokens: int, seed: int
+    ) -> Generator[Emitted, None, None]:
+        tokens = speculate(
+            *(model, prompt, drafter),
+            max_tokens=max_tokens,
+            sampler=Sampling(temp),
+            seed=seed,
+            rule=how,
+            draft_length=length,
+            tuning=tuning or tunings.setdefault(seed, Tuning.for_model(model)),
+            tokenizer=tokenizer,
+        )
+        with closing(tokens):
+            for token in tokens:
+                stats = token.stats
+                drafting = stats.drafted_at[0] if stats.drafted_at else 0
+                counts = Counts(stats.target_passes, stats.drafted, drafting)
+                yield Emitted(token.token, token.from_draft, counts)
+
+    return Contender(name, *((draft_length, rule) if drafter else ()), start=start)
+
+
+# Timing
+
+WARM_UP_TOKENS = 24
+
+TURN_TOKENS = 8  # tokens that a contender generates before it is another one's turn
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How contenders generate; end_tokens end a text. ValueError for no token or no repeat.
+
+    seed: of draws, 0 for None; one that is given makes rule "auto" the coupled one. temp:
+    temperature; at 0 texts are compared.
+    """
+
+    max_tokens: int = 128
+    repeats: int = 1
+    seed: int | None = None
+    end_tokens: Collection[int] = ()
+    temp: float = 0.0
+
+    def __post_init__(self) -> None:
+        for name in ("max_tokens", "repeats"):
+            whole(name, getattr(self, name), 1)
+
+
+def make_contenders(
+    model: nn.Module,
+    choice: DrafterChoice,
+    draft_lengths: Sequence[str],
+    settings: Settings,
+    tokenizer: Any = None,
+    rules: Sequence[str] = ("auto",),
+) -> list[Contender]:
+    """Plain mlx-lm, its own speculation if there is a draft model, then each drafter in all ways.
+
+    Raises ValueError for a name or an option that is not known.
+    """
+    temp, is_seeded = settings.temp, settings.seed is not None
+    contenders = [plain(model, temp)]
+    draft_model, _ = choice.model.pair
+    if draft_model is not None:
+        numbers = [int(text) for text in draft_lengths if text.isdecimal()]
+        lengths = numbers or [MLX_LM_DRAFT_LENGTH]
+        contenders += [mlx_lm_speculation(model, draft_model, n, temp) for n in lengths]
+    for spec, one in choice.each().items():
+        drafter = one.resolve(model)
+        ways = product(draft_lengths, rules) if drafter else [("", "auto")]
+        contenders += [
+            ours(model, drafter, spec, length, temp, tokenizer, rule, None, is_seeded)
+            for length, rule in ways
+        ]
+    return contenders
+
+
+@dataclass(frozen=True, kw_only=True)
+class Sample(Way):
+    """One generation as it happened, of a prompt by its id; repeat: which one it is.
+
+    tokens: [n] ids, the end token included; the `first_round` first came with the first round,
+    whose time, prefill included, is `first_seconds`. decode_seconds: from there to the last token.
+    passes, drafting_rounds: of the target, and those with a draft. peak_bytes: with all that run
+    side by side.
+    """
+
+    id: str
+    category: str
+    repeat: int
+    tokens: list[int]
+    first_round: int
+    first_seconds: float
+    decode_seconds: float
+    passes: int
+    drafted: int
+    accepted: int
+    drafting_rounds: int
+    peak_bytes: int
+
+    @property
+    def seconds_per_token(self) -> float | None:
+        """Decoding seconds a token; None where all tokens came with the first round."""
+        num_timed = len(self.tokens) - self.first_round
+        return self.decode_seconds / num_timed if num_timed > 0 else None
+
+
+def run_interleaved(
+    tasks: Sequence[Task],
+    contenders: Sequence[Contender],
+    settings: Settings,
+    between_tasks: Callable[[], None] = lambda: None,
+) -> Iterator[Sample]:
+    """Every contender on every task, `repeats` times, in turns of a few tokens, after a warm-up.
+
+    between_tasks: called before each task.
+    """
+    short = replace(settings, max_tokens=min(WARM_UP_TOKENS, settings.max_tokens))
+    for contender in contenders:
+        time_generation(contender, tasks[0], short, settings.repeats)
+    for task in tasks:
+        between_tasks()
+        for repeat in range(settings.repeats):
+            runs = [Run(contender, task, settings, repeat) for contender in contenders]
+            take_turns(runs, seed=repeat)
+            yield from (run.sample() for run in runs)
+
+
+def take_turns(
+    runs: Sequence[Run], seed: int = 0, may_go_on: Callable[[], bool] = lambda: True
+) -> None:
+    """Bring all runs to their end, a few tokens each in turns, in an order that is drawn anew.
+
+    On several ranks a turn is a whole text. may_go_on: asked before each round of turns; at a no
+    all end as far as they are.
+    """
+    draws = random.Random(seed)
+    on_ranks = mx.distributed.init().size() > 1
+    while any(not run.is_over for run in runs) and may_go_on():
+        for run in draws.sample(runs, len(runs)):
+            run.go_on(TURN_TOKENS)
+            while on_ranks and not run.is_over:
+                run.go_on(TURN_TOKENS)
+    for run in runs:
+        run.stop()
+
+
+def time_generation(
+    contender: Contender, task: Task, settings: Settings, repeat: int
+) -> Sample:
+    """Generate one text to its end, or to max_tokens; `repeat` decides the seed."""
+    run = Run(contender, task, settings, repeat)
+    while not run.is_over:
+        run.go_on(settings.max_tokens)
+    return run.sample()
+
+
+@dataclass
+class Run:
+    """One generation under way; the clock runs in its turns, until the device is idle."""
+
+    contender: Contender
+    task: Task
+    settings: Settings
+    repeat: int
+    is_over: bool = False
+
+    def __post_init__(self) -> None:
+        how, seed = self.settings, (self.settings.seed or 0) + self.repeat
+        self._stream = self.contender.start(self.task.prompt, how.max_tokens, seed)
+        self._emitted: list[Emitted] = []
+        self._began = self._first_seconds = self._decode_seconds = 0.0
+        self._peak_bytes = 0
+
+    def go_on(self, num_tokens: int) -> None:
+        """Take a turn of so many tokens; the first turn ends with the first token."""
+        if self.is_over:
+            return
+        is_first, ends = not self._emitted, self.settings.end_tokens
+        left = self.settings.max_tokens - len(self._emitted)
+        mx.reset_peak_memory()
+        began = time.perf_counter()
+        for item in islice(self._stream, 1 if is_first else min(num_tokens, left)):
+            self._emitted.append(item)
+            if item.token in ends:
+                break
+        emitted_at = time.perf_counter()
+        mx.synchronize(generation_stream)
+        if is_first:
+            self._began, self._first_seconds = began, emitted_at - began
+            began = emitted_at  # the pass under way is for the tokens after
+        self._decode_seconds += time.perf_counter() - began
+        self._peak_bytes = max(self._peak_bytes, mx.get_peak_memory())
+        if (
+            self._emitted[-1].token in ends
+            or len(self._emitted) >= self.settings.max_tokens
+        ):
+            self.stop()
+
+    def stop(self) -> None:
+        """End it as far as it is; nothing to do where it is over."""
+        self.is_over = True
+        self._stream.close()
+
+    def sample(self) -> Sample:
+        """The generation's tokens, counts and times."""
+        emitted = self._emitted
+        counts = (emitted[-1].counts if emitted else None) or Counts(len(emitted))
+        first_seconds, decode_seconds = self._first_seconds, self._decode_seconds
+        times = [item.at for item in emitted if item.at is not None]
+        if times:  # a loop that does not stream has run in its first turn
+            first_seconds, decode_seconds = times[0] - self._began, times[-1] - times[0]
+        own = (i for i, item in enumerate(emitted, 1) if not item.from_draft)
+        return Sample(
+            *self.contender.key,
+            id=self.task.id,
+            category=self.task.category,
+            repeat=self.repeat,
+            tokens=[item.token for item in emitted],
+            first_round=next(own, len(emitted)),
+            first_seconds=first_seconds,
+            decode_seconds=decode_seconds,
+            passes=counts.target_passes,
+            drafted=counts.drafted,
+            accepted=sum(item.from_draft for item in emitted),
+            drafting_rounds=counts.drafting,
+            peak_bytes=self._peak_bytes,
+        )

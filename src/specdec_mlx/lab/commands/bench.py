@@ -1,0 +1,131 @@
+"""`specdec-mlx bench`: speed and identity on many prompts, interleaved."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
+
+from specdec_mlx.arguments import (
+    argument,
+    checked,
+    existing_file,
+    new_file,
+    positive_int,
+)
+from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.lab.bench import prompts
+from specdec_mlx.lab.bench.prompts import Task
+from specdec_mlx.lab.bench.record import format_record, read_sessions, save_record
+from specdec_mlx.lab.bench.run import make_tasks, run_bench
+from specdec_mlx.lab.bench.timing import Contender, Settings, make_contenders
+from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.models.loading import load_target
+from specdec_mlx.rules import make_rule
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `specdec-mlx bench`."""
+    add, count = parser.add_argument, argument(positive_int)
+    several = partial(add, action="append")
+    add("--model", help="model folder or Hugging Face name (default: a small one)")
+    add(
+        "--prompts",
+        type=argument(existing_file),
+        metavar="FILE",
+        help="JSON lines with id, category, turns (default: ours)",
+    )
+    sessions = "conversations in order instead: JSON lines with messages, or turns and reference"
+    add("--sessions", type=argument(existing_file), metavar="FILE", help=sessions)
+    add("--categories", nargs="+", metavar="NAME", help="only these")
+    add(
+        "--per-category",
+        type=count,
+        metavar="N",
+        help="prompts of each, evenly spread (all)",
+    )
+    none = f"repeatable; none: without ({DEFAULT_DRAFTER})"
+    several("--drafter", metavar="NAME[:KEY=VALUE,...]", help=none)
+    add(
+        "--draft-model",
+        metavar="MODEL",
+        help="a head, or a model: mlx-lm's own takes part too",
+    )
+    add_lighter_arguments(parser)
+    length, lengths = (
+        checked(parse_draft_length),
+        "repeatable: every drafter with every length",
+    )
+    several("--draft-length", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
+    rules = (
+        "acceptance rule, repeatable: every drafter and length with every rule (auto)"
+    )
+    several("--rule", type=checked(make_rule), metavar="NAME", help=rules)
+    add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
+    add("--max-tokens", type=count, default=128, help="tokens a prompt (%(default)s)")
+    add("--repeats", type=count, default=1, help="timed runs of each (%(default)s)")
+    add("--seed", type=int, help="of draws (0); rule auto is then the one for seeds")
+    add(
+        "--no-cost",
+        action="store_true",
+        help="do not measure what a pass over m positions costs",
+    )
+    add(
+        "--json",
+        type=new_file,
+        metavar="FILE",
+        help="write results, and the texts for specdec-mlx replay",
+    )
+
+
+def main(
+    args: argparse.Namespace,
+    others: Callable[[nn.Module, Any], Sequence[Contender]] | None = None,
+) -> int:
+    """Run, print the report; 1 where a greedy text differs from plain decoding's for no reason."""
+    model, tokenizer = load_target(args.model or demo_model_path())
+    is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
+    choice = choice_of(args)
+    lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
+    ends = tokenizer.eos_token_ids
+    how = Settings(args.max_tokens, args.repeats, args.seed, ends, args.temp)
+    contenders = make_contenders(model, choice, lengths, how, tokenizer, rules)
+    contenders += others(model, tokenizer) if others else ()
+    tasks = _tasks(args, tokenizer)
+    models = [m for m in (model, choice.model.pair[0]) if m is not None]
+    with wired_limit(models, [generation_stream]):
+        record = run_bench(
+            model,
+            tasks,
+            contenders,
+            how,
+            measure_cost=not args.no_cost,
+            progress=is_first,
+        )
+    if is_first:
+        settings = {"model": str(args.model or "demo model")} | record.settings
+        command = shlex.join(["specdec-mlx", *sys.argv[1:]])
+        record = replace(record, command=command, settings=settings)
+        if args.json:
+            save_record(record, args.json)
+        print(format_record(record))
+    return 0 if all(difference.excused for difference in record.differences) else 1
+
+
+def _tasks(args: argparse.Namespace, tokenizer: Any) -> list[Task]:
+    tasks: Sequence[Task]
+    if args.sessions:
+        tasks = read_sessions(args.sessions, tokenizer)
+    else:
+        tasks = make_tasks(tokenizer, prompts.read_prompts(args.prompts))
+    return prompts.choose(tasks, args.categories, args.per_category)

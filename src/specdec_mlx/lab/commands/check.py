@@ -1,0 +1,99 @@
+"""`specdec-mlx check`: is it lossless on this model, machine and setting?"""
+
+from __future__ import annotations
+
+import argparse
+from dataclasses import replace
+from typing import Any
+
+import mlx.core as mx
+
+from specdec_mlx.arguments import argument, existing_file, new_file
+from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.lab.bench.prompts import read_prompts
+from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.lab.proof.run import BUDGET, check
+from specdec_mlx.models.loading import load_target
+from specdec_mlx.sampling import Sampling
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `specdec-mlx check`."""
+    add = parser.add_argument
+    add("--model", help="model folder or Hugging Face name (default: a small one)")
+    spec = "NAME[:KEY=VALUE,...]"
+    add(
+        "--drafter",
+        action="append",
+        metavar=spec,
+        help=f"repeatable ({DEFAULT_DRAFTER})",
+    )
+    add(
+        "--draft-model",
+        metavar="MODEL",
+        help="a model to draft with, a trained head, or auto",
+    )
+    add_lighter_arguments(parser)
+    add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
+    add("--top-p", type=float, default=0.0, help="(off)")
+    add("--min-p", type=float, default=0.0, help="(off)")
+    add("--top-k", type=int, default=0, help="(off)")
+    add("--rule", default="auto", metavar="NAME[:KEY=VALUE,...]", help="(%(default)s)")
+    length = argument(parse_draft_length)
+    add(
+        "--draft-length",
+        type=length,
+        default="auto",
+        metavar="N|POLICY",
+        help="(%(default)s)",
+    )
+    add(
+        "--prompts",
+        type=argument(existing_file),
+        metavar="FILE",
+        help="JSON lines with prompt or turns (default: ours)",
+    )
+    how = "parts take as many samples as fit (%(default)g)"
+    add("--budget", type=float, default=BUDGET, metavar="SECONDS", help=how)
+    add(
+        "--seed", type=int, help="of all draws (0); rule auto is then the one for seeds"
+    )
+    add("--json", type=new_file, metavar="FILE", help="write the report there too")
+
+
+def main(args: argparse.Namespace) -> int:
+    """Run and print the report; 0 if all of it passed, else 1."""
+    sampling = Sampling(args.temp, args.top_p, args.min_p, top_k=args.top_k)
+    choice = choice_of(args)
+    prompts = (
+        [prompt.text for prompt in read_prompts(args.prompts)] if args.prompts else None
+    )
+    model_name = str(args.model or demo_model_path())
+    model, tokenizer = load_target(model_name)
+    is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
+    report = check(
+        model,
+        tokenizer,
+        drafter=choice.resolve(model),
+        sampler=sampling,
+        rule=args.rule,
+        draft_length=args.draft_length,
+        prompts=prompts,
+        budget=args.budget,
+        seed=args.seed,
+        progress=is_first,
+    )
+    names: dict[str, Any] = {
+        "model": model_name,
+        "drafter": " then ".join(map(str, choice.drafters)),
+    }
+    if choice.model.name is not None:
+        names |= {"draft_model": choice.model.name, **choice.model.flags}
+    report = replace(report, settings=report.settings | names)
+    if is_first:
+        print(report)
+        if args.json:
+            args.json.write_text(report.to_json(), encoding="utf-8")
+    return 0 if report.passed else 1

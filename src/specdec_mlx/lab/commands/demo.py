@@ -1,0 +1,396 @@
+"""`specdec-mlx demo`: plain against speculative, on real text.
+
+It shows `draft_length="auto"` where it gains (an edit, a summary, the trained pair) and where
+nothing can be gained (a chat), beside a fixed length, in turns of a few tokens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import copy
+import os
+import statistics
+import sys
+import textwrap
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from itertools import chain, count
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
+
+from specdec_mlx.arguments import argument, checked, positive_int
+from specdec_mlx.cli.blas import (
+    REFERENCE_BLAS,
+    THREADS,
+    as_shell,
+    blas_name,
+    start_again_with_openblas,
+)
+from specdec_mlx.contracts import Drafter
+from specdec_mlx.draft_length.policy import parse_draft_length
+from specdec_mlx.draft_length.store import tuning_for
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.default import default_drafter
+from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.generation import SpeculativeResponse, stream_generate
+from specdec_mlx.lab import demo_model
+from specdec_mlx.lab.bench.prompts import Task, encode_chat
+from specdec_mlx.lab.bench.record import describe_dtype, describe_machine
+from specdec_mlx.lab.bench.summary import ALL, Result, find_differences, summarise
+from specdec_mlx.lab.bench.timing import (
+    PLAIN,
+    Contender,
+    Emitted,
+    Run,
+    Sample,
+    Settings,
+    ours,
+    plain,
+    take_turns,
+)
+from specdec_mlx.lab.pair import held_out_openings, load_pair
+from specdec_mlx.models.loading import load_model
+
+CODE = """\
+import math
+
+def circle_area(radius):
+    if radius < 0:
+        raise ValueError("radius must not be negative")
+    return math.pi * radius * radius
+
+def circle_perimeter(radius):
+    if radius < 0:
+        raise ValueError("radius must not be negative")
+    return 2 * math.pi * radius
+"""
+
+TEXT = """\
+The lighthouse at Carrow Point was built in 1871, after two cargo ships had been lost on the reef
+below it in a single winter. For ninety years a keeper and his family lived in the stone house
+beside the tower, trimmed the lamp every four hours, and kept a diary of every ship that passed.
+In 1961 the lamp was replaced by an electric one, and the last keeper, Anna Reyes, moved to the
+village. She gave the diaries to the school, where they are still read every spring. Today the
+tower is open to visitors from May to October, and the reef is a nature reserve."""
+
+PROMPTS = {
+    "edit": f"Rename radius to r in this code and change nothing else:\n```python\n{CODE}```",
+    "summary": f"Summarise this text in three sentences:\n\n{TEXT}",
+    "chat": "I have two days in Lisbon in spring. What should I see, and in which order?",
+}
+LIVE_CODE = CODE.partition("\n\n")[2].partition("\n\n")[0]  # the first function
+LIVE_PROMPT = f"Rename radius to size in this code and show all of it:\n```python\n{LIVE_CODE}\n```"
+
+PAIR, PAIR_TOPIC, PAIR_TOKENS = "lab pair", "power", 192  # of one letter each
+
+LEAST_TURNS = 4  # of a text whose speed can be told: its first token, and 24 more
+CONTRAST = "4"  # a fixed draft length, as in most programs
+
+LIVE_SHARE, PAIR_SHARE = 0.12, 0.1
+"""Most of the time that may go into the live texts, and into the pair that ships."""
+
+IDENTICAL, TIE, DIFFERENT = VERDICTS = ("identical", "parts at a tie", "DIFFERENT")
+"""Plain decoding's tokens; other ones from a place on where the target's two greatest logits are
+equal up to rounding, which on a GPU may fall either way; other ones."""
+
+WIDTH = 100  # columns of the lines beneath the table
+
+
+@dataclass(frozen=True)
+class Show:
+    """Texts that one model writes with a drafter; from `live` "auto" learns what passes cost."""
+
+    model: nn.Module
+    tokenizer: Any
+    name: str
+    drafter: Drafter
+    live: list[int]
+    tasks: list[Task]
+    max_tokens: int
+    end_tokens: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class TimedText:
+    """A line of the table: one text by one contender; its first repeat stands for it.
+
+    speed: in times plain decoding's, median over the repeats, or None. verdict: the worst of
+    `VERDICTS`.
+    """
+
+    text: str
+    first: Result
+    speed: float | None
+    verdict: str
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `specdec-mlx demo`."""
+    add, count = parser.add_argument, argument(positive_int)
+    add("--model", help="model folder or Hugging Face name (default: a small one)")
+    add(
+        "--seconds",
+        type=count,
+        default=45,
+        help="most that the generation may take; texts are cut to fit (%(default)s)",
+    )
+    add(
+        "--max-tokens",
+        type=count,
+        default=64,
+        help="most tokens of a text (%(default)s)",
+    )
+    add(
+        "--repeats",
+        type=count,
+        default=3,
+        help="timed runs of each text, as many as fit (%(default)s at most)",
+    )
+    tokens, length = (
+        "tokens a round, or auto (%(default)s)",
+        checked(parse_draft_length),
+    )
+    add("--draft-length", type=length, default="auto", metavar="K", help=tokens)
+    add(
+        "--print-model-path",
+        action="store_true",
+        help="prepare the demo model, print its folder, and do nothing else",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Say what is going to happen, run it, and show it; 1 if a text is not plain decoding's.
+
+    The pair that ships is shown beside the default model alone.
+    """
+    preloaded = {} if args.print_model_path else start_again_with_openblas("demo")
+    path = args.model or demo_model.demo_model_path()
+    if args.print_model_path:
+        print(path)
+        return 0
+    seconds, draft_length = args.seconds, args.draft_length
+    say(
+        f"Plain mlx-lm against speculation, the same texts side by side, with {Path(path).name}."
+    )
+    model, tokenizer = load_model(path)
+    say_what_multiplies(preloaded)
+    shows = [prompts_of(model, tokenizer, args.max_tokens)]
+    shows += [] if args.model else [pair_that_ships()]
+    texts = ", ".join(task.id for show in shows for task in show.tasks)
+    say(f"Next, in about {seconds:.0f} s, or cut: a text live, then {texts}, by turns.")
+    began, rows = time.perf_counter(), list[TimedText]()
+    with wired_limit([show.model for show in shows], [generation_stream]):
+        for i, show in enumerate(shows):
+            responses = live_text(
+                show, draft_length, began + LIVE_SHARE * seconds * (i + 1)
+            )
+            show_live(responses) if i == 0 else deque(responses, maxlen=0)
+        for show in shows[::-1]:  # the pair first, which takes little
+            share = 1.0 if show is shows[0] else LIVE_SHARE * len(shows) + PAIR_SHARE
+            samples = play(show, draft_length, began + share * seconds, args.repeats)
+            compared = (compare(show.model, task, samples) for task in show.tasks)
+            rows[:0] = chain.from_iterable(compared)
+            paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN]
+    print(f"{format_table(rows)}\n\n{legend(rows, model, paces)}", flush=True)
+    return int(any(row.verdict == DIFFERENT for row in rows))
+
+
+def prompts_of(model: nn.Module, tokenizer: Any, max_tokens: int) -> Show:
+    """An edit, a summary and a chat, with look-up."""
+    tasks = [
+        Task(name, name, encode_chat(tokenizer, text)) for name, text in PROMPTS.items()
+    ]
+    live, ends = encode_chat(tokenizer, LIVE_PROMPT), frozenset(tokenizer.eos_token_ids)
+    drafter = default_drafter()
+    return Show(
+        model, tokenizer, DEFAULT_DRAFTER, drafter, live, tasks, max_tokens, ends
+    )
+
+
+def pair_that_ships() -> Show:
+    """The lab pair, on a text of a kind that it was not trained on."""
+    target, draft, tokenizer = load_pair()
+    opening, live = (
+        list(tokenizer.encode(text))
+        for name, _, text in held_out_openings()
+        if name == PAIR_TOPIC
+    )
+    drafter = ModelDrafter(draft, tokenizer=tokenizer)
+    return Show(
+        target,
+        tokenizer,
+        "model",
+        drafter,
+        live,
+        [Task(PAIR, PAIR, opening)],
+        PAIR_TOKENS,
+    )
+
+
+def say(text: str) -> None:
+    """Print to standard error, at once; results go to standard output."""
+    print(text, file=sys.stderr, flush=True)
+
+
+def say_what_multiplies(preloaded: dict[str, str]) -> None:
+    """On a Linux CPU, name the BLAS, and what it means for speculation and other programs."""
+    if sys.platform != "linux" or mx.default_device() != mx.cpu:
+        return
+    if blas_name() == REFERENCE_BLAS:
+        say(
+            "MLX's wheel has the reference BLAS here, where a pass over m positions costs m times "
+            'one: no draft can pay. pip install "specdec-mlx[cpu]" brings OpenBLAS (20 MB); this '
+            "command then preloads it by itself; or LD_PRELOAD=libopenblas.so.0, the system's own."
+        )
+        return
+    variables = as_shell(preloaded | {THREADS: os.environ.get(THREADS, "1")})
+    advice = f"; for programs of your own: {variables}" if preloaded else ""
+    say(f"Matrices are multiplied by {blas_name()}{advice}.")
+
+
+def live_text(
+    show: Show, draft_length: str, until: float
+) -> Iterator[SpeculativeResponse]:
+    """A text that is not compared, until it or its time is over."""
+    responses = stream_generate(
+        *(show.model, show.tokenizer, show.live, show.max_tokens),
+        drafter=show.drafter,
+        draft_length=parse_draft_length(draft_length),
+    )
+    with closing(responses):
+        for response in responses:
+            yield response
+            if time.perf_counter() > until:
+                return
+
+
+def show_live(responses: Iterator[SpeculativeResponse]) -> None:
+    """Stream a text; accepted draft tokens are underlined on a terminal."""
+    on, off = ("\033[4m", "\033[0m") if sys.stdout.isatty() else ("", "")
+    print(f"Live{' (accepted drafts underlined)' if on else ''}:\n")
+    for response in responses:
+        text = response.text
+        print(f"{on}{text}{off}" if response.from_draft else text, end="", flush=True)
+    print(f"\n\n{response.stats}\n", flush=True)
+
+
+def play(show: Show, draft_length: str, until: float, repeats: int) -> list[Sample]:
+    """Each text by all contenders in turns, cut at one token where its share of the time is over.
+
+    The first text is long enough to be timed, whatever it takes; later ones may be left out.
+    """
+    lengths = dict.fromkeys((draft_length, CONTRAST))
+    contenders = [plain(show.model), *(after_live(show, length) for length in lengths)]
+    settings = Settings(show.max_tokens, end_tokens=show.end_tokens)
+    samples: list[Sample] = []
+    for repeat in range(repeats):
+        began = time.perf_counter()
+        for left, task in zip(range(len(show.tasks), 0, -1), show.tasks, strict=True):
+            now = time.perf_counter()
+            if samples and now > until:
+                return samples
+            runs = [Run(way, task, settings, repeat) for way in contenders]
+            take_turns(runs, repeat, turns_until(now + (until - now) / left))
+            samples += [run.sample() for run in runs]
+        now = time.perf_counter()
+        if now + (now - began) > until:
+            break
+    return samples
+
+
+def turns_until(end: float) -> Callable[[], bool]:
+    """True, asked before each turn, for the first ones and then until `end`."""
+    turns = count()
+    return lambda: next(turns) < LEAST_TURNS or time.perf_counter() < end
+
+
+def after_live(show: Show, draft_length: str) -> Contender:
+    """Speculation that begins each text with a copy of what "auto" learned from the live one."""
+
+    def start(
+        prompt: list[int], max_tokens: int, seed: int
+    ) -> Generator[Emitted, None, None]:
+        tuning = copy.deepcopy(tuning_for(show.model))
+        options = {"tokenizer": show.tokenizer, "tuning": tuning}
+        way = ours(show.model, show.drafter, show.name, draft_length, **options)
+        return way.start(prompt, max_tokens, seed)
+
+    return Contender(show.name, draft_length, "auto", start=start)
+
+
+def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[TimedText]:
+    """A row for each contender but plain decoding, with which it is compared repeat by repeat."""
+    by_repeat = []
+    for repeat in sorted({sample.repeat for sample in samples}):
+        beside = [
+            replace(sample, repeat=0)
+            for sample in samples
+            if (sample.id, sample.repeat) == (task.id, repeat)
+        ]
+        results = summarise(beside, find_differences(model, [task], beside))
+        by_repeat.append(
+            [r for r in results if r.category == ALL and r.drafter != PLAIN]
+        )
+    rows = []
+    for repeats in zip(*filter(None, by_repeat), strict=True):
+        ratios = [r.ratio for r in repeats if r.ratio]
+        verdicts = [
+            IDENTICAL if r.identical else TIE if r.excused else DIFFERENT
+            for r in repeats
+        ]
+        speed = statistics.median(ratios) if ratios else None
+        worst = max(verdicts, key=VERDICTS.index)
+        rows.append(TimedText(task.id, repeats[0], speed, worst))
+    return rows
+
+
+def format_table(rows: Sequence[TimedText]) -> str:
+    """The comparison as text, one line a row."""
+    head = (
+        f"{'text':<10}{'drafter':<15}{'K':<6}{'tokens':>6}  {'speed':<18}{'tokens a pass':>13}"
+        f"{'accepted':>13}  text"
+    )
+    lines = [head, "-" * len(head)]
+    for row in rows:
+        run = row.first
+        speed = (
+            "too short to time" if row.speed is None else f"{row.speed:.2f} times plain"
+        )
+        lines.append(
+            f"{row.text:<10}{run.drafter:<15}{run.draft_length:<6}{run.tokens:>6}  "
+            f"{speed:<18}{run.tokens_per_pass:>13.2f}"
+            f"{f'{run.accepted} of {run.drafted}':>13}  {row.verdict}"
+        )
+    return "\n".join(lines)
+
+
+def legend(
+    rows: Sequence[TimedText], model: nn.Module, paces: Sequence[float | None]
+) -> str:
+    """The outcome, how to read the table, and the machine. paces: of plain decoding, s a token."""
+    timed = [pace for pace in paces if pace]
+    step = f" ({1 / statistics.median(timed):.1f} a second)" if timed else ""
+    num_same = sum(row.verdict == IDENTICAL for row in rows)
+    machine = describe_machine()
+    blas = f"{machine['blas']}, " if mx.default_device() == mx.cpu else ""
+    lines = [
+        f"{num_same} of {len(rows)} texts are plain mlx-lm's, token by token.",
+        "speed: tokens a second from the first token to the last, over those of plain mlx-lm"
+        f"{step}, which took turns with it; the median of all repeats that there was time for.",
+        "K: draft length, most tokens drafted for a pass; auto, the default, drafts where it pays.",
+        f"Machine: {machine['processor']}, {machine['cores']} cores, {machine['device']}, "
+        f"{describe_dtype(model)}, {blas}mlx {machine['mlx']}, mlx-lm {machine['mlx-lm']}.",
+    ]
+    load, cores = os.getloadavg()[0], os.cpu_count() or 1
+    if load > cores + 1:  # one is this program
+        lines.append(
+            f"Others use this machine too (load {load:.0f}): speeds vary between runs."
+        )
+    return "\n".join(textwrap.fill(line, WIDTH) for line in lines)

@@ -1,0 +1,23 @@
+"""`specdec-mlx probe`: is a pass over several positions exact here?"""
+
+from __future__ import annotations
+
+import argparse
+
+from specdec_mlx.exactness import probe as exactness
+from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.models.loading import load_model
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `specdec-mlx probe`."""
+    parser.add_argument(
+        "--model", help="model folder or Hugging Face name (default: a small one)"
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Print the report; 0 if passes are exact, else 1, so that a script can ask."""
+    report = exactness.probe(load_model(args.model or demo_model_path())[0])
+    print(report)
+    return 0 if report.exact else 1

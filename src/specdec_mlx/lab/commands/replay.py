@@ -1,0 +1,115 @@
+"""`specdec-mlx replay`: score drafters on recorded texts, offline."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from functools import partial
+
+from specdec_mlx.arguments import argument, existing_file, new_file
+from specdec_mlx.contracts import Drafter
+from specdec_mlx.drafters.choosing.choice import add_lighter_arguments, choice_of
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.lab.bench.cost import MEASURED, CostCurve, parse_cost
+from specdec_mlx.lab.bench.record import Record, load_record
+from specdec_mlx.lab.bench.replay import Scores, record_of_sessions, score_record
+
+DEFAULT_LENGTHS = ("auto",)
+DEFAULT_SLOPE = "linear:0.24"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """The flags of `specdec-mlx replay`."""
+    add, several = parser.add_argument, partial(parser.add_argument, action="append")
+    there = argument(existing_file)
+    add(
+        "record",
+        nargs="?",
+        type=there,
+        metavar="FILE",
+        help="what specdec-mlx bench --json wrote",
+    )
+    sessions = "conversations instead, as JSON lines with messages, or turns and reference; of the "
+    add(
+        "--sessions",
+        type=there,
+        metavar="FILE",
+        help=f"{sessions}other file only the costs are taken",
+    )
+    add("--model", help="for --sessions: whose tokenizer (default: a small one)")
+    several(
+        "--drafter",
+        metavar="NAME[:KEY=VALUE,...]",
+        help=f"repeatable ({DEFAULT_DRAFTER})",
+    )
+    add("--draft-model", metavar="MODEL", help="a model to draft with; it really runs")
+    add_lighter_arguments(parser)
+    several(
+        "--draft-length",
+        metavar="N|POLICY",
+        help=f"repeatable ({', '.join(DEFAULT_LENGTHS)})",
+    )
+    costs = "repeatable: measured, linear:SLOPE, costs of 1, 2 ... positions as 1,1.1, or a chip as"
+    costs += f" others measured it: m3-max, m4-pro, m5-max-27b, ... (measured, {DEFAULT_SLOPE})"
+    several("--cost", metavar="CURVE", help=costs)
+    each = "of a token drafted by a model, in passes over one position (%(default)s)"
+    add("--draft-cost", type=float, default=0.0, metavar="C", help=each)
+    add("--json", type=new_file, metavar="FILE", help="write the scores")
+    add(
+        "--plot",
+        metavar="FILE",
+        help="draw the speeds at the first cost, as PNG, SVG or PDF",
+    )
+
+
+def main(args: argparse.Namespace) -> int:
+    """Score, and print a table per cost curve."""
+    record, drafters = read_record(args), drafters_of(args)
+    lengths, everything = args.draft_length or DEFAULT_LENGTHS, Scores()
+    for cost in costs_of(args, record):
+        scores = score_record(
+            record, drafters, lengths, cost, draft_cost=args.draft_cost
+        )
+        everything += scores
+        print(
+            f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n\n{scores}\n"
+        )
+    if args.json:
+        args.json.write_text(json.dumps(everything.rows(), indent=1), encoding="utf-8")
+    if args.plot:
+        draw(args.plot, everything)
+    return 0
+
+
+def draw(path: str, scores: Scores) -> None:
+    """Write the picture of scores; its kind is the file's suffix."""
+    scores.plot().savefig(path, dpi=150, facecolor="white")
+
+
+def read_record(args: argparse.Namespace) -> Record:
+    """The texts to score, and the costs that were measured. Raises ValueError where none is."""
+    record = load_record(args.record) if args.record else None
+    if args.sessions:
+        return record_of_sessions(
+            args.sessions, args.model, record.cost if record else None
+        )
+    if record is None:
+        raise ValueError(
+            "Nothing to replay. Give what bench --json wrote, or --sessions."
+        )
+    return record
+
+
+def costs_of(args: argparse.Namespace, record: Record) -> list[CostCurve]:
+    """The curves that were named, else the measured one and what Apple GPUs are said to cost."""
+    usual = [MEASURED] * bool(record.cost) + [DEFAULT_SLOPE]
+    return [parse_cost(text, record.cost) for text in args.cost or usual]
+
+
+def drafters_of(args: argparse.Namespace) -> dict[str, Callable[[], Drafter | None]]:
+    """Ways to make the drafters that were named; each is tried once."""
+    ways = {spec: one.resolve for spec, one in choice_of(args).each().items()}
+    for make in ways.values():
+        make()
+    return dict(ways)

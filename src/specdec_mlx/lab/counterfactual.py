@@ -1,0 +1,306 @@
+"""Tokens that every rule would have accepted, from one run and without changing its text.
+
+Two estimates, from the distributions p and q at the positions of each draft:
+
+- *By position*: the chance of each rule to accept a token drawn at position i, over the drafts
+  whose first i tokens were accepted. It is sum min(p, q) for rejection, sum c(x) for shared noise
+  (see `coupled_probs`), sum p q for match, p(argmax q) for a greedy draft.
+
+- *By round*: with a_j the chance to keep x_j, a_1 .. a_(i-1) times the chance at position i is an
+  unbiased estimate of the chance to keep i tokens. a(x) is min(1, p/q) for rejection, c(x)/q(x) for
+  shared noise, p(x) for match, and p(x)/q(x) at x = argmax q, else 0, for a greedy draft. Block
+  verification keeps i tokens or more with chance w_i = min(1, w_(i-1) p/q), w_0 = 1 (Sun et al.
+  2024); averaged over the token at position i, that is sum min(w_(i-1) p, q).
+
+Another rule would have begun its rounds elsewhere. For point-mass drafts q is a one-hot.
+
+    account = Counterfactual()
+    generate(model, tokenizer, prompt, draft_model=small, rule=account.counting("block"))
+    print(account)
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from math import ceil, inf, sqrt
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from jaxtyping import Float
+
+from specdec_mlx.contracts import (
+    AcceptanceRule,
+    Decision,
+    Draft,
+    Outcome,
+    Randomness,
+    TargetRows,
+    shares_noise,
+)
+from specdec_mlx.rules import (
+    Array,
+    acceptance_probability,
+    at,
+    make_rule,
+    namespace_of,
+    point_mass,
+    running_weights,
+)
+from specdec_mlx.token_ids import to_ids
+
+Z = 1.959964  # Half-width of a 95% interval, in standard errors
+# rules that decide token by token
+BY_TOKEN = ("rejection", "coupled", "match", "greedy draft")
+BY_ROUND = ("block", *BY_TOKEN)
+COLUMNS = 2 * len(BY_TOKEN) + 1
+
+
+def chances(target_probs: Array, draft_tokens: Array, draft_probs: Array) -> Array:
+    """Chances of a draft [K] with p [K+1, V] and q [K, V].
+
+    [K, COLUMNS]: for each rule of `BY_TOKEN` the chance to accept a token drawn here, and this
+    token; and the chance that block verification keeps the position.
+    """
+    xp = namespace_of(target_probs)
+    p, q = target_probs[:-1], draft_probs
+    own_p, own_q = at(p, draft_tokens), at(q, draft_tokens)
+    both = coupled_probs(p, q)
+    best = xp.argmax(q, axis=-1)
+    ratio = own_p / xp.where(own_q > 0, own_q, 1)
+    weights = running_weights(target_probs, draft_tokens, draft_probs)[:-1, None]
+    columns = [
+        xp.sum(xp.minimum(p, q), axis=-1),
+        xp.sum(both, axis=-1),
+        xp.sum(p * q, axis=-1),
+        at(p, best),
+        acceptance_probability(p, q, draft_tokens),
+        at(both, draft_tokens) / xp.where(own_q > 0, own_q, 1),
+        own_p,
+        xp.where(best == draft_tokens, ratio, 0),
+        xp.sum(xp.minimum(weights * p, q), axis=-1),
+    ]
+    return xp.stack(columns, axis=-1)
+
+
+def coupled_probs(target_probs: Array, draft_probs: Array) -> Array:
+    r"""Chance [..., V] that each token is drawn from both p and q with the same Gumbel noise.
+
+    $1 / \sum_y \max(p_y/p_x, q_y/q_x)$ (Daliri et al. 2024), by two running sums over q/p sorted.
+    """
+    xp = namespace_of(target_probs)
+    p, q = target_probs, draft_probs
+    order = xp.argsort(xp.where(p > 0, q / xp.where(p > 0, p, 1), np.inf), axis=-1)
+    p, q = (xp.take_along_axis(x, order, axis=-1) for x in (p, q))
+    up_to, from_on = xp.cumsum(p, axis=-1), xp.cumsum(q[..., ::-1], axis=-1)[..., ::-1]
+    shared = (p > 0) & (q > 0)
+    total = up_to / xp.where(shared, p, 1) + from_on / xp.where(shared, q, 1) - 1
+    sorted_probs = xp.where(shared, 1 / xp.where(shared, total, 1), 0)
+    return xp.take_along_axis(sorted_probs, xp.argsort(order, axis=-1), axis=-1)
+
+
+class Estimate(NamedTuple):
+    """A mean or a median and its 95% interval, which takes observations for independent."""
+
+    mean: float
+    low: float
+    high: float
+
+    def __str__(self) -> str:
+        """Mean, and interval in brackets."""
+        return f"{self.mean:.3f} ({self.low:.3f} to {self.high:.3f})"
+
+
+def mean_of(values: np.ndarray) -> Estimate:
+    """Mean of observations [n]; the interval of a single one is everything."""
+    mean, count = float(values.mean()), len(values)
+    width = Z * float(values.std(ddof=1)) / sqrt(count) if count > 1 else inf
+    return Estimate(mean, mean - width, mean + width)
+
+
+def median_of(values: Sequence[float]) -> Estimate:
+    """Median of observations; its interval ends at them, by the normal approximation of ranks."""
+    ordered, n = sorted(values), len(values)
+    first = max(0, ceil((n - 1 - Z * sqrt(n)) / 2) - 1)
+    return Estimate(median(ordered), ordered[first], ordered[-1 - first])
+
+
+def ratio_of(
+    ours: np.ndarray, others: np.ndarray, seed: int = 0, num_resamples: int = 4000
+) -> Estimate:
+    """Total over total of `ours` relative to that of `others`: [n, 2] tokens and seconds of texts.
+
+    The interval is the bootstrap's, by percentiles, of texts drawn with replacement.
+    """
+
+    def pace(texts: np.ndarray) -> np.ndarray:
+        total = texts.sum(axis=-2)
+        return np.asarray(total[..., 0] / total[..., 1])
+
+    rows = np.random.default_rng(seed).integers(
+        0, len(ours), (num_resamples, len(ours))
+    )
+    low, high = np.quantile(pace(ours[rows]) / pace(others[rows]), [0.025, 0.975])
+    return Estimate(float(pace(ours) / pace(others)), float(low), float(high))
+
+
+def wilson(successes: int, trials: int) -> Estimate:
+    """Share of successes with Wilson's score interval (1927); 0, and 0 to 1, without a trial."""
+    if not trials:
+        return Estimate(0.0, 0.0, 1.0)
+    share, weight = successes / trials, Z**2 / trials
+    middle = share + weight / 2
+    half = Z * sqrt((share * (1 - share) + weight / 4) / trials)
+    low, high = (middle - half) / (1 + weight), (middle + half) / (1 + weight)
+    return Estimate(share, max(0.0, min(share, low)), min(1.0, max(share, high)))
+
+
+class Position(NamedTuple):
+    """Position i of the `reached` drafts whose first i tokens were accepted.
+
+    observed: share whose token i was accepted. expected: mean chance to accept, by rule.
+    """
+
+    reached: int
+    observed: Estimate
+    expected: dict[str, Estimate]
+
+
+@dataclass
+class Counterfactual:
+    """Account of what every rule would have accepted; see the module for the estimates."""
+
+    _tables: list[np.ndarray] = field(default_factory=list)
+    _accepted: list[int] = field(default_factory=list)
+
+    def counting(
+        self, rule: str | AcceptanceRule = "auto", *, is_seeded: bool = False
+    ) -> Counting:
+        """The rule that decides as another rule does, and adds each round to this account.
+
+        Args:
+            rule: a rule, or its name with options; chains only.
+            is_seeded: the generation gets a seed, with which "auto" is coupled.
+        """
+        return Counting(make_rule(rule, is_seeded=is_seeded), self)
+
+    def record(self, table: Float[np.ndarray, "k columns"], num_accepted: int) -> None:
+        """Add a round: its `chances`, and how many tokens were accepted."""
+        self._tables.append(np.asarray(table, np.float64))
+        self._accepted.append(num_accepted)
+
+    def merge(self, other: Counterfactual) -> None:
+        """Add all rounds of another account."""
+        self._tables += other._tables
+        self._accepted += other._accepted
+
+    @property
+    def rounds(self) -> int:
+        """Rounds that had a draft."""
+        return len(self._tables)
+
+    @property
+    def observed(self) -> Estimate | None:
+        """Draft tokens kept in a round; None before the first."""
+        return mean_of(np.array(self._accepted)) if self.rounds else None
+
+    @property
+    def accepted_per_round(self) -> dict[str, Estimate]:
+        """Draft tokens that each rule would keep in a round."""
+        if not self.rounds:
+            return {}
+        kept = [[table[:, -1].sum(), *kept_by_token(table)] for table in self._tables]
+        return dict(zip(BY_ROUND, map(mean_of, np.array(kept).T), strict=True))
+
+    @property
+    def positions(self) -> list[Position]:
+        """[i] expected and observed at position i."""
+        rounds = list(zip(self._tables, self._accepted, strict=True))
+        found = []
+        for i in range(max(map(len, self._tables), default=0)):
+            rows = np.array([table[i] for table, n in rounds if len(table) > i <= n])
+            if len(rows):
+                observed = wilson(sum(n > i for n in self._accepted), len(rows))
+                expected = dict(zip(BY_TOKEN, map(mean_of, rows.T), strict=False))
+                found.append(Position(len(rows), observed, expected))
+        return found
+
+    def as_dict(self) -> dict[str, Any]:
+        """Ready for JSON: each estimate as [mean, low, high]."""
+        names = ("rounds", "observed", "accepted_per_round")
+        positions = [position._asdict() for position in self.positions]
+        return {name: getattr(self, name) for name in names} | {"positions": positions}
+
+    def __str__(self) -> str:
+        """Two tables: by round, and by position."""
+        if self.observed is None:
+            return "No drafts."
+        lines = [f"draft tokens kept in a round, {self.rounds} rounds"]
+        kept = {"observed": self.observed, **self.accepted_per_round}
+        lines += [f"  {name:<13}{estimate}" for name, estimate in kept.items()]
+        header = "".join(f"{name:>14}" for name in BY_TOKEN)
+        lines.append("chance to accept where all before was accepted")
+        lines.append(f"  at reached{header}  observed")
+        for i, position in enumerate(self.positions):
+            means = "".join(f"{e.mean:>14.3f}" for e in position.expected.values())
+            lines.append(f"  {i:>2}{position.reached:>8}{means}  {position.observed}")
+        return "\n".join(lines)
+
+
+@dataclass(frozen=True)
+class Counting:
+    """A rule that decides as another one does, and adds each round to an account; chains only."""
+
+    rule: AcceptanceRule
+    account: Counterfactual
+    needs_distribution = True
+
+    @property
+    def name(self) -> str:
+        """The rule's own name, and that it is counted."""
+        return f"{self.rule.name}, with a counterfactual account"
+
+    @property
+    def shares_noise(self) -> bool:
+        """As the rule does."""
+        return shares_noise(self.rule)
+
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Decision:
+        """The rule's decision; the chances of all rules are read with it."""
+        tokens, q = to_ids(draft.tokens), draft.probs
+        q = point_mass(tokens, target.probs) if q is None else q
+        table = chances(target.probs, tokens, q)
+        return CountedDecision(
+            self.rule.decide(target, draft, randomness), table, self.account
+        )
+
+
+@dataclass(frozen=True)
+class CountedDecision(Decision):
+    """A decision; with its outcome the `chances` of the draft join the account."""
+
+    decision: Decision
+    table: Float[Array, "k columns"]
+    account: Counterfactual
+
+    def arrays(self) -> dict[str, Any]:
+        """The decision's own, and the chances."""
+        return {**self.decision.arrays(), "chances": self.table}
+
+    def outcome(self, numbers: Mapping[str, Any], drafted: Sequence[int]) -> Outcome:
+        """The decision's own."""
+        outcome = self.decision.outcome(numbers, drafted)
+        self.account.record(np.array(numbers["chances"]), outcome.num_accepted)
+        return outcome
+
+
+def kept_by_token(table: np.ndarray) -> np.ndarray:
+    """Unbiased estimates of the tokens that the rules of `BY_TOKEN` keep; [4]."""
+    count = len(BY_TOKEN)
+    before = np.cumprod(table[:-1, count : 2 * count], axis=0)
+    reach = np.vstack([np.ones((1, count)), before])
+    kept: np.ndarray = (reach * table[:, :count]).sum(axis=0)
+    return kept

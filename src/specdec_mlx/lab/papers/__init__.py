@@ -1,0 +1,1 @@
+"""Systems from papers that no default uses."""

@@ -1,0 +1,46 @@
+"""What sessions would propose after tokens that may be rejected, which cascades ask them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from specdec_mlx.contracts import NO_DRAFT, Draft, DraftContext, Drafter
+from specdec_mlx.drafters.drawing import DRAWN_AT_ONCE
+from specdec_mlx.drafters.model import ModelSession
+
+
+def begin_ahead(
+    asked_by: Drafter, drafter: Drafter, prompt: Sequence[int], context: DraftContext
+) -> Any:
+    """A session that can be asked what follows a draft; ValueError for one that cannot."""
+    session = drafter.begin(list(prompt), context)
+    if not (isinstance(session, ModelSession) or hasattr(session, "propose_after")):
+        raise ValueError(
+            f"{type(asked_by).__name__}: {type(drafter).__name__} cannot be asked what follows a "
+            "draft; expected a drafter whose sessions have propose_after, such as 'suffix'."
+        )
+    return session
+
+
+def propose_after(session: Any, tokens: Sequence[int], limit: int) -> Draft:
+    """What follows the text and `tokens` together, point masses; nothing is noted."""
+    if isinstance(session, ModelSession):
+        return _of_model(session, tokens, limit)
+    draft: Draft = session.propose_after(tokens, limit)
+    return draft
+
+
+def _of_model(session: ModelSession, tokens: Sequence[int], limit: int) -> Draft:
+    """A chain of a draft model: few tokens, for one pass to check."""
+    end = len(session.tokens)
+    if limit <= 0 or not end:
+        return NO_DRAFT
+    # a way back from what is read now, which may not be handed out
+    session.rollback.checkpoint()
+    session.catch_up()
+    with session.rollback.undone(end - 1):
+        session.tokens += tokens
+        draft = session.propose(min(limit, DRAWN_AT_ONCE))
+        del session.tokens[end:]
+    return draft

@@ -1,0 +1,208 @@
+"""Lookahead decoding: n-grams that the target guessed in parallel (Fu et al. 2024, 2402.02057).
+
+Beside the draft, the pass computes *rows*: guesses at the next positions, each made by the target
+in an earlier pass from the guess before it, so that they settle as in Jacobi iteration. A token
+that the target says after them ends an n-gram, which goes into a pool; drafts are n-grams of the
+pool that begin with the text's last token. The pool is a table as of Token Recycling.
+
+The rows are a tree. Of W columns, the first begins with the text's last token, and the others with
+a trunk of W - 1 guesses that follow it; the later guesses of a column hang from its first one:
+
+    text - x1 - x2 - x3         level 0, the trunk
+      |     |    |    |
+      y0    y1   y2   y3        level 1
+      |     |    |    |
+      z0    z1   z2   z3        level 2: the tokens that the target says after these end n-grams
+
+Pairs of each rejected token and the target's next are noted too, which is close to Token Recycling:
+all there is where no column was verified, or the first chain alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from specdec_mlx.arguments import require
+from specdec_mlx.contracts import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    Evidence,
+    FeatureRows,
+    Features,
+    key_of,
+)
+from specdec_mlx.draft_length.contract import ValuesDrafts
+from specdec_mlx.drafters.recycling import SuccessorTable
+from specdec_mlx.lab.papers.suffix_trees import best_of_chains
+from specdec_mlx.token_ids import to_list
+from specdec_mlx.trees.drafts import TokenPath, draft_of, texts_of
+
+MOST_OF_A_TOKEN = 16  # n-grams that the pool keeps of each first token
+
+NEXT_PLACE = 7919
+"""Step between the places of the text that columns begin with: a prime, so that they spread."""
+
+
+@dataclass(frozen=True)
+class LookaheadDrafter:
+    """Proposes n-grams that the target guessed in parallel, beside the text that it wrote.
+
+    With a fixed draft length a draft is a tree of n-grams of the pool, and then of as many columns
+    as there is room for; the automatic one grows it by its chances, and adds rows where a position
+    costs less than `worth`. window: columns that are guessed in parallel, W. ngram: tokens of an
+    n-gram, N. num_candidates: most n-grams in a draft of a fixed length. worth: tokens that a
+    position of a row is worth (0.016 on chat, 0.05 on texts that repeat). ValueError for numbers
+    that mean nothing.
+    """
+
+    window: int = 5
+    ngram: int = 4
+    num_candidates: int = 4
+    worth: float = 0.01
+    features: ClassVar[Features] = Features(top=1)
+
+    def __post_init__(self) -> None:
+        for name, least in (
+            ("window", 1),
+            ("ngram", 2),
+            ("num_candidates", 1),
+            ("worth", 0.0),
+        ):
+            require(self, getattr(self, name) >= least, name, f"at least {least}")
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> LookaheadSession:
+        """Begin after `prompt` [n]."""
+        return LookaheadSession(self, prompt)
+
+
+class Window:
+    """The rows: W columns of N - 1 levels of guesses at the text's next tokens.
+
+    levels: [N - 1][W]; level k of column j stands k + j tokens after the text's last one.
+    """
+
+    def __init__(self, width: int, num_levels: int, text: Sequence[int]) -> None:
+        self.width = width
+        self.levels: list[list[int]] = [[] for _ in range(num_levels)]
+        self._num_begun = 0
+        self._fill(text)
+
+    def columns(self) -> list[TokenPath]:
+        """Of each column the trunk up to its first token, and the guesses that hang from it."""
+        trunk, *others = self.levels
+        return [
+            (*trunk[1 : j + 1], *(level[j] for level in others))
+            for j in range(self.width)
+        ]
+
+    def advance(
+        self, said: Sequence[int | None], text: Sequence[int], num_emitted: int
+    ) -> None:
+        """Drop the first level; the target's tokens [W], None if not computed, are the last."""
+        if any(token is not None for token in said):
+            pairs = zip(self.levels[-1], said, strict=True)
+            new = [last if token is None else token for last, token in pairs]
+            self.levels, num_emitted = [*self.levels[1:], new], num_emitted - 1
+        self.levels = [level[num_emitted:] for level in self.levels]
+        self._fill(text)
+
+    def _fill(self, text: Sequence[int]) -> None:
+        """Begin new columns with tokens of the text, and the first one with its last token."""
+        while len(self.levels[0]) < self.width:
+            self._num_begun += 1
+            place = NEXT_PLACE * self._num_begun
+            for k, level in enumerate(self.levels):
+                level.append(text[(place + k) % len(text)])
+        self.levels[0][0] = text[-1]
+
+
+class LookaheadSession:
+    """One generation: the text, the pool of n-grams by their first tokens, and the window.
+
+    _draft: the latest proposal. _rejected: tokens that were not kept, and the target's after each.
+    """
+
+    cheap = True
+
+    def __init__(self, drafter: LookaheadDrafter, prompt: Sequence[int]) -> None:
+        self._config = drafter
+        self._tokens = list(prompt)
+        self._pool = SuccessorTable(top=MOST_OF_A_TOKEN)
+        self._window = Window(drafter.window, drafter.ngram - 1, prompt or (0,))
+        self._draft = NO_DRAFT
+        self._rejected: tuple[list[int], list[int]] = ([], [])
+        self._key = key_of(drafter)
+
+    def propose(self, limit: int) -> Draft:
+        """A tree of at most `limit` tokens: n-grams of the pool, then rows."""
+        known: dict[TokenPath, Evidence | int] = {}
+        for draft in self.candidates(limit)[: self._config.num_candidates]:
+            for text, evidence in zip(
+                texts_of(draft), draft.evidence or (), strict=True
+            ):
+                known.setdefault(text, evidence)
+        n_grams = draft_of(known, list(known.values())).head(limit)
+        self._draft = self._with_rows(n_grams, limit, self._config.window)
+        return self._draft
+
+    def propose_tree(
+        self, limit: int, values: ValuesDrafts, may_fork: Callable[[], bool]
+    ) -> Draft:
+        """The part of the pool that is worth verifying, and rows where they cost little."""
+        draft = best_of_chains(self.candidates, self._key, limit, values, may_fork)
+        least = values.price(len(draft))
+        for num_columns in range(self._config.window, 0, -1):
+            tree = self._with_rows(draft, limit, num_columns)
+            more = len(tree) - len(draft)
+            if more and values.price(len(tree)) - least <= more * self._config.worth:
+                draft = tree if may_fork() else draft
+                break
+        self._draft = draft
+        return draft
+
+    def candidates(self, limit: int) -> list[Draft]:
+        """The n-grams of the pool that go on from the last token, the latest first."""
+        known = self._pool.successors.get(tuple(self._tokens[-1:]))
+        return (
+            [draft.head(limit) for draft in known.drafts()] if known and limit else []
+        )
+
+    def see(self, features: FeatureRows) -> None:
+        """Drop the rows of further positions: the text says the same."""
+
+    def see_rejected(self, tokens: Sequence[int], features: FeatureRows) -> None:
+        """Take the tokens that the target would have said after those that were not kept [n]."""
+        assert features.top_tokens is not None
+        said = to_list(features.top_tokens[:, 0])
+        if -1 not in said:  # a replay knows the rows of its text alone
+            self._rejected = list(tokens), said
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Append the tokens emitted; fill the pool, and move the window on."""
+        said = {tuple(tokens[:n]): token for n, token in enumerate(tokens) if n}
+        left = [text for text in texts_of(self._draft) if text not in said]
+        if [text[-1] for text in left] == self._rejected[0]:
+            said |= zip(left, self._rejected[1], strict=True)
+        for token, next_token in zip(*self._rejected, strict=True):
+            self._pool.note((token,), (next_token,))
+        guessed = [said.get(column) for column in self._window.columns()]
+        for token, first, *rest in zip(guessed, *self._window.levels, strict=True):
+            if token is not None:
+                self._pool.note((first,), (*rest, token))
+        self._tokens += tokens
+        self._window.advance(guessed, self._tokens, len(tokens))
+        self._draft, self._rejected = NO_DRAFT, ([], [])
+
+    def _with_rows(self, draft: Draft, limit: int, num_columns: int) -> Draft:
+        """A draft and columns of the window, as many as there is room for."""
+        texts = dict.fromkeys(texts_of(draft))
+        for column in self._window.columns()[:num_columns]:
+            wider = texts | dict.fromkeys(column[:n] for n in range(1, len(column) + 1))
+            if len(wider) > limit:
+                break
+            texts = wider
+        evidence = [*(draft.evidence or ()), *[Evidence()] * len(texts)]
+        return draft_of(texts, evidence[: len(texts)])

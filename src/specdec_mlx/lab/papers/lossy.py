@@ -1,0 +1,147 @@
+"""Rules that change the target's distribution; asked for by name only, never a default."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from math import log
+
+from jaxtyping import Bool, Float, Integer
+
+from specdec_mlx.contracts import Decision, Draft, Randomness, TargetRows, Verdict
+from specdec_mlx.rules import (
+    Array,
+    Chances,
+    CoinRule,
+    Drawn,
+    Ids,
+    Law,
+    Rejection,
+    Rows,
+    acceptance_probability,
+    at,
+    leading_run,
+    log_where_positive,
+    namespace_of,
+    row,
+)
+from specdec_mlx.token_ids import to_ids
+from specdec_mlx.trees.rules import TreeCoinRule, longest
+
+
+@dataclass(frozen=True)
+class Lenient(Rejection):
+    r"""Changes the target's distribution: accepts more than is due (Leviathan et al. A.5).
+
+    lenience: l in (0, 1]; a draft token is kept with chance $\min(1, p(x) / (l q(x)))$, or, where
+    the target is greedy, if $p(x) \ge l \max p$, p before the temperature. l = 1 is `Rejection`.
+
+    No token is emitted with a chance above p(x) / l, nor above p(x) if q(x) <= p(x). After a
+    rejection the residual is that of `Rejection`, which leaves the smallest distance to p, the sum
+    of min(q, p/l) - p over q > p.
+    """
+
+    name = "lenient"
+    lenience: float = 0.5
+
+    def __post_init__(self) -> None:
+        if not 0 < self.lenience <= 1:
+            raise ValueError(
+                f"Lenient(lenience={self.lenience!r}): expected a number in (0, 1]; no token is "
+                "emitted with more than 1/lenience times its chance (1: no lenience)."
+            )
+
+    def accept_probs(
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
+    ) -> Chances:
+        """min(1, p / (l q)) at each draft token; [K]."""
+        return acceptance_probability(
+            target_probs[:-1], self.lenience * draft_probs, draft_tokens
+        )
+
+    def decide(
+        self, target: TargetRows, draft: Draft, randomness: Randomness
+    ) -> Decision:
+        """As any rule by coins; with a greedy target the tokens that nearly match are kept."""
+        if not target.greedy:
+            return super().decide(target, draft, randomness)
+        kept = leading_run(self.nearly_matches(target.logprobs, to_ids(draft.tokens)))
+        return Verdict(kept, target.tokens[kept])
+
+    def nearly_matches(
+        self, target_logprobs: Rows, draft_tokens: Ids
+    ) -> Bool[Array, " rows-1"]:
+        """True where p(x) >= l max p; [K]. target_logprobs: [K+1, V], before the temperature."""
+        best = target_logprobs[:-1].max(axis=-1)
+        return at(target_logprobs[:-1], draft_tokens) - best >= log(self.lenience)
+
+
+@dataclass(frozen=True)
+class Typical(TreeCoinRule, CoinRule):
+    r"""Changes the target's distribution: keeps what is typical of it (Cai et al. 2024, 2.3.1).
+
+    A draft token is kept iff $p(x) > \min(\epsilon, \delta e^{-H(p)})$, H the entropy in nats,
+    however it was drawn, and of a tree the longest path of such tokens, of several the first; the
+    token after is drawn from p. With a greedy target that is exact match.
+    A token at or below the threshold is emitted with a chance of at most p(x); one above it, with
+    less than p(x) / threshold.
+    """
+
+    name = "typical"
+    matches_greedy = True
+    # where no token is typical, the tree is as good as none
+    kept = staticmethod(longest)
+    epsilon: float = 0.09
+    delta: float = 0.3
+
+    def __post_init__(self) -> None:
+        for name in ("epsilon", "delta"):
+            if not 0 <= (value := getattr(self, name)) < 1:
+                raise ValueError(
+                    f"Typical({name}={value!r}): expected a number in [0, 1)."
+                )
+
+    def threshold(
+        self, target_probs: Float[Array, "*batch vocab"]
+    ) -> Float[Array, "*batch"]:
+        """Least p(x) of tokens that are kept; [...] for probabilities [..., V]."""
+        xp = namespace_of(target_probs)
+        entropy = -xp.sum(target_probs * log_where_positive(target_probs), axis=-1)
+        return xp.minimum(self.epsilon, self.delta * xp.exp(-entropy))
+
+    def accept_probs(
+        self, target_probs: Rows, draft_tokens: Ids, draft_probs: Drawn
+    ) -> Chances:
+        """1 where the draft token is typical, else 0; [K]."""
+        return self._is_typical(target_probs[:-1], draft_tokens)
+
+    def next_probs(
+        self,
+        target_probs: Rows,
+        draft_tokens: Ids,
+        draft_probs: Drawn,
+        num_accepted: Array | int,
+    ) -> Law:
+        """The target's distribution after the last token kept; [V]."""
+        return row(target_probs, num_accepted)
+
+    def judge(
+        self,
+        target_probs: Rows,
+        draft_tokens: Ids,
+        draft_probs: Drawn,
+        parents: Sequence[int],
+    ) -> tuple[Chances, Rows]:
+        """1 where a node is typical after its parent, else 0; and p itself after each row."""
+        above = namespace_of(target_probs).array(parents) + 1
+        return self._is_typical(target_probs[above], draft_tokens), target_probs
+
+    def _is_typical(
+        self, target_probs: Float[Array, "k vocab"], tokens: Integer[Array, " k"]
+    ) -> Float[Array, " k"]:
+        p = at(target_probs, tokens)
+        return (p > self.threshold(target_probs)) * namespace_of(p).ones_like(p)
+
+
+LOSSY: dict[str, type[CoinRule]] = {"lenient": Lenient, "typical": Typical}
+"""The rules by the names that `pyproject.toml` gives them."""

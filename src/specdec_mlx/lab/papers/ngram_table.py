@@ -1,0 +1,211 @@
+"""n-gram counts that are kept from generation to generation, and in a file."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, ClassVar
+
+from specdec_mlx.contracts import DraftContext
+from specdec_mlx.drafters.ngram import (
+    Context,
+    Continuation,
+    NGramCounts,
+    NGramDrafter,
+    NGramSession,
+)
+from specdec_mlx.memory.file import Integers
+from specdec_mlx.memory.kept import KeptFile, opened
+
+
+class NGramTable(KeptFile):
+    """Counts of what followed each context, for `TabledNGramDrafter`; thread-safe.
+
+    max_order, min_order, max_entries: as there. tokenizer: as of a `Memory`.
+    """
+
+    kind: ClassVar[str] = "n-grams"
+    what: ClassVar[str] = "table"
+
+    def __init__(
+        self,
+        max_order: int = 4,
+        min_order: int = 2,
+        max_entries: int = 1_000_000,
+        *,
+        tokenizer: Any = None,
+    ) -> None:
+        if not (1 <= min_order <= max_order and max_entries >= 1):
+            raise ValueError(
+                f"NGramTable: orders {min_order} to {max_order} with {max_entries} entries, "
+                "expected 1 <= min_order <= max_order and an entry at least."
+            )
+        super().__init__(tokenizer)
+        self.max_order, self.min_order, self.max_entries = (
+            max_order,
+            min_order,
+            max_entries,
+        )
+        self._unsaved: Counter[Context] = Counter()
+        self._recount()
+
+    def empty(self) -> NGramTable:
+        """A new one of the same orders and bound."""
+        return NGramTable(self.max_order, self.min_order, self.max_entries)
+
+    def __repr__(self) -> str:
+        """Its orders: a drafter's key does not change with what is counted."""
+        return f"<NGramTable of orders {self.min_order} to {self.max_order}>"
+
+    def counts(self) -> dict[Context, int]:
+        """Every n-gram and how often it was seen."""
+        with self._lock:
+            return dict(self._counts.ngrams())
+
+    def add(self, tokens: Sequence[int]) -> None:
+        """Count the n-grams of a text [n]."""
+        ends, orders = (
+            range(1, len(tokens) + 1),
+            range(self.min_order, self.max_order + 1),
+        )
+        ngrams = (
+            tuple(tokens[end - n : end]) for end in ends for n in orders if n <= end
+        )
+        with self._lock:
+            self._add((ngram, 1) for ngram in ngrams)
+            self.save_now_and_then()
+
+    def _merge(self, other: NGramTable) -> None:
+        theirs = other.counts().items()
+        with self._lock:
+            self._add(
+                one for one in theirs if self.min_order <= len(one[0]) <= self.max_order
+            )
+
+    def continuation(self, context: Context) -> Continuation | None:
+        """The best continuation of the longest known end of a context."""
+        with self._lock:
+            return self._counts.continuation(context)
+
+    def prune(self, max_entries: int) -> None:
+        """Forget the contexts not seen for longest until so many pairs are left per order."""
+        with self._lock:
+            self.max_entries = max_entries
+            self._recount(self.counts())
+
+    def __len__(self) -> int:
+        """Number of n-grams."""
+        return len(self._counts)
+
+    def save(self, path: Path | str | None = None) -> None:
+        """Replace the file, as `Memory.save` does; every text counts once."""
+        with self._lock:
+            super().save(path)
+            self._unsaved.clear()
+
+    def _content(self, in_public: bool) -> tuple[dict[str, Any], Sequence[Any]]:
+        rows = list(self._counts.ngrams())
+        numbers = [n for ngram, times in rows for n in (*ngram, times)]
+        header = {
+            "tokenizer": self.tokenizer,
+            "bounds": [self.max_order, self.min_order, self.max_entries],
+            "orders": sorted(Counter(len(ngram) for ngram, _ in rows).items()),
+        }
+        return header, [numbers]
+
+    @classmethod
+    def _of(cls, header: dict[str, Any], data: Integers) -> NGramTable:
+        table = cls(*map(int, header["bounds"]), tokenizer=header["tokenizer"])
+        at = 0
+        for order, count in header["orders"]:
+            end = at + count * (order + 1)
+            for *context, token, times in (
+                data[at:end].reshape(count, order + 1).tolist()
+            ):
+                table._counts.add(tuple(context), token, times)
+            at = end
+        if at != len(data):
+            raise ValueError(f"{len(data)} numbers instead of {at}")
+        return table
+
+    def _add(self, ngrams: Iterable[tuple[Context, int]]) -> None:
+        for ngram, times in ngrams:
+            self._counts.add(ngram[:-1], ngram[-1], times)
+            if self.path is not None:
+                self._unsaved[ngram] += times
+
+    def _take_over(self, saved: NGramTable, *, is_own: bool) -> None:
+        self._recount(saved.counts(), self._unsaved if is_own else self.counts())
+
+    def _recount(self, *counts: Mapping[Context, int]) -> None:
+        """Start again with these counts, the oldest first."""
+        self._counts = NGramCounts(self.min_order, self.max_order, self.max_entries)
+        for part in counts:
+            for ngram, times in part.items():
+                self._counts.add(ngram[:-1], ngram[-1], times)
+
+
+@dataclass(frozen=True)
+class TabledNGramDrafter(NGramDrafter):
+    """An `NGramDrafter` that also draws on counts kept between generations.
+
+    table: used where this text's counts know no context as long: an `NGramTable`, or the path of
+    its file, made if need be and saved when the process ends; None begins a table that lasts as
+    long as the drafter.
+    """
+
+    table: NGramTable | str | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not isinstance(self.table, NGramTable):
+            make = partial(NGramTable, self.max_order, self.min_order)
+            kept = (
+                make() if self.table is None else opened(self.table, NGramTable, make)
+            )
+            object.__setattr__(self, "table", kept)
+
+    def check(self, context: DraftContext) -> None:
+        """Raise TokenizerMismatchError if the table was counted with another tokenizer."""
+        self._table_of(context)
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> TabledNGramSession:
+        """Count the n-grams of `prompt` [n]."""
+        return TabledNGramSession(self, prompt, self._table_of(context))
+
+    def _table_of(self, context: DraftContext) -> NGramTable:
+        assert isinstance(self.table, NGramTable)
+        return self.table.of(context)
+
+
+class TabledNGramSession(NGramSession):
+    """One generation's counts, and the table as it is."""
+
+    def __init__(
+        self, config: TabledNGramDrafter, prompt: Sequence[int], table: NGramTable
+    ) -> None:
+        super().__init__(config, prompt)
+        self._num_prompt = len(prompt)
+        self._table = table
+        self._written: list[int] = []
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Count the tokens [n]."""
+        super().observe(tokens)
+        self._written += tokens
+
+    def close(self, length: int) -> None:
+        """Count what was written, up to `length` tokens of prompt and output, in the table."""
+        self._table.add(self._written[: length - self._num_prompt])
+        self._written = []
+
+    def _longest(self, context: Context) -> Continuation | None:
+        """The continuation of the longest known context; the text's own counts win a tie."""
+        own = super()._longest(context)
+        if own is not None and own.width == self._config.max_order - 1:
+            return own
+        kept = self._table.continuation(context)
+        return kept if kept and (own is None or kept.width > own.width) else own

@@ -1,0 +1,161 @@
+"""PaSS: the target drafts for itself, in one pass over its last token and look-ahead embeddings.
+
+Of L trained embeddings the i-th stands i places behind the text, and the target's logits there
+guess the token after it (parallel speculative sampling, Monea et al. 2023, arXiv 2311.13581). The
+last token's own row makes the first token of a draft, which is the target's: two passes, one that
+drafts and one that verifies, write two tokens at least.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from contextlib import AbstractContextManager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from specdec_mlx.caches import check_caches_fit
+from specdec_mlx.contracts import DraftContext
+from specdec_mlx.drafters.fingerprint import fingerprint
+from specdec_mlx.drafters.heads.drafter import target_ends
+from specdec_mlx.drafters.heads.files import HeadFiles
+from specdec_mlx.drafters.heads.pard import PardDrafter, PardSession
+from specdec_mlx.drafters.writing import WritingSession, way_of_writing
+from specdec_mlx.errors import HeadError
+from specdec_mlx.models.anatomy import anatomy_of, change_class, held
+
+LOOK_AHEAD = "look_ahead"  # key of a config: number of embeddings
+
+# [n, D] in place of the embeddings of the last n tokens, in passes that this thread builds
+_behind: ContextVar[mx.array | None] = ContextVar("_behind", default=None)
+
+
+class LookAhead(nn.Module):  # type: ignore[misc]
+    """Look-ahead embeddings [L, D], in the scale of the target's own."""
+
+    def __init__(self, target: nn.Module, number: int) -> None:
+        """Begin with the mean of the target's; HeadError if it has none that were found."""
+        super().__init__()
+        ends = target_ends(target)
+        mean = ends.embed(mx.arange(ends.vocab_size)).mean(axis=0, keepdims=True)
+        self.rows = mx.repeat(mean, number, axis=0)
+
+
+def looking_ahead(target: nn.Module, rows: mx.array) -> AbstractContextManager[None]:
+    """Have passes over the target read embeddings [n, D] in place of its last n tokens."""
+    embedding: Any = anatomy_of(target).embedding
+    if not hasattr(embedding, "looks_ahead"):
+        change_class(embedding, _looking_ahead)
+    return held(_behind, rows)
+
+
+@cache
+def _looking_ahead(kind: type) -> type:
+    """An embedding's class, whose last rows may be given."""
+
+    def call(self: Any, ids: mx.array) -> Any:
+        made, rows = kind.__call__(self, ids), _behind.get()
+        if rows is None or not rows.shape[0]:
+            return made
+        return mx.concatenate(
+            [made[:, : -rows.shape[0]], rows[None].astype(made.dtype)], axis=1
+        )
+
+    members = {"__call__": call, "__module__": kind.__module__, "looks_ahead": True}
+    return type(kind.__name__, (kind,), members)
+
+
+@dataclass(frozen=True, eq=False)
+class PaSSDrafter(PardDrafter):
+    """Draft with the target itself and look-ahead embeddings; `model` is the target.
+
+    Not where a pass over L + 2 positions costs much more than one, nor for several texts at once:
+    each draft is a pass of its own, on the target's caches where one text is written, else on
+    caches of its own.
+    """
+
+    head: Any = None
+    name: str = ""
+
+    @property
+    def key(self) -> str:
+        """The embeddings by their content, and how they draft."""
+        return f"PaSS({fingerprint(self.head)}, {way_of_writing(self)})"
+
+    def describe(self) -> str:
+        """Name and number of embeddings."""
+        return f"{self.name}: PaSS; {len(self.head.rows)} look-ahead embeddings"
+
+    def check(self, context: DraftContext) -> None:
+        """Raise HeadError for another target than the one that it drafts with."""
+        lent = context.target_caches
+        if lent is not None and lent.model is not self.model:
+            raise HeadError(f"{self.describe()}: load it for the target of this text.")
+        if context.draft_cache is not None:
+            check_caches_fit(self.model, context.draft_cache)
+
+    def keeps_draft_cache(self, context: DraftContext) -> bool:
+        """False: beside other drafters it drafts on the target's caches, or on its own."""
+        return False
+
+    def session(self, prompt: Sequence[int], context: DraftContext) -> PaSSSession:
+        """The drafting side of a generation."""
+        return PaSSSession(self, prompt, context)
+
+
+class PaSSSession(PardSession):
+    """Drafts on the target's caches, and leaves them as they were; on its own if none are lent."""
+
+    def __init__(
+        self, drafter: PaSSDrafter, prompt: Sequence[int], context: DraftContext
+    ) -> None:
+        super().__init__(drafter, prompt, context)
+        self.rows = drafter.head.rows
+        if context.target_caches is not None and context.draft_cache is None:
+            self.rollback = context.target_caches.rollback
+
+    @property
+    def is_lent(self) -> bool:
+        """True if the caches are the target's, which the loop keeps in step with the text."""
+        lent = self.context.target_caches
+        return lent is not None and lent.rollback is self.rollback
+
+    def begin_draft(self, limit: int) -> int:
+        """One pass, for at most L + 1 tokens; none for one alone: plain decoding has it sooner."""
+        return super().begin_draft(min(limit, 1 + len(self.rows)) if limit > 1 else 0)
+
+    def make_guesses(self, pending: Sequence[int], length: int) -> None:
+        """Make the logits of a draft; lent caches are as they were afterwards."""
+        if self.is_lent:
+            with self.rollback.undone():
+                self.logits = self.guesses(pending, length - 1)[-length:]
+        else:
+            super().make_guesses(pending, length)
+
+    def guesses(self, pending: Sequence[int], number: int) -> mx.array:
+        """Logits [n + number, V] of the pending tokens, and of embeddings behind them."""
+        with looking_ahead(self.model, self.rows[:number]):
+            return super().guesses(pending, number)
+
+    def catch_up(self) -> None:
+        """Read what was missed, on caches of its own."""
+        if not self.is_lent:
+            super().catch_up()
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        """Add the tokens emitted; the loop has rolled its own caches back."""
+        if self.is_lent:
+            WritingSession.observe(self, tokens)
+        else:
+            super().observe(tokens)
+
+
+def load_pass(files: HeadFiles, target: nn.Module, **options: Any) -> PaSSDrafter:
+    """The drafter of trained look-ahead embeddings; options: of `ModelDrafter`."""
+    head = LookAhead(target, int(files.config[LOOK_AHEAD]))
+    files.load_into(head, head.rows.dtype)
+    return PaSSDrafter(target, None, head=head, name=files.name, **options)

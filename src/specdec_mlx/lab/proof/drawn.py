@@ -1,0 +1,389 @@
+"""Do drafts and texts follow the distributions that they should? Two chi-square tests.
+
+Drafts: the tokens of a declared distribution are lined up, the likeliest first, and sorted into
+tenths by the mass that stands before them. How often a token of each tenth is drawn is compared
+with the sums of their declared chances; every drafted token of every text counts.
+
+Texts: the joint of their first tokens. A text whose every token is expected often enough at its
+place has a cell of its own, the others share one for each place that they leave from. Expected
+counts are products of the target's own probabilities.
+
+Counts that are expected of a named fault give the chance to find it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from specdec_mlx.contracts import Draft
+from specdec_mlx.lab.proof.chi_square import (
+    FALSE_ALARM,
+    LEAST_EXPECTED,
+    ChiSquare,
+    Counts,
+    power,
+)
+from specdec_mlx.lab.proof.one_step import DRAFT_FAULTS, VARIANTS, Variant, lossless
+from specdec_mlx.lab.proof.report import Finding
+from specdec_mlx.lab.proof.subject import (
+    Alone,
+    Place,
+    Probs,
+    Remembered,
+    Subject,
+    Work,
+    first_probs,
+    probabilities,
+    with_remembered_models,
+)
+from specdec_mlx.lab.proof.subject import total_variation as distance
+from specdec_mlx.token_ids import to_list
+
+SURE = 0.9  # power from which a fault counts as one that would have been found
+
+NUM_BINS = 10
+NUM_RANKED = 1000  # likeliest tokens that are lined up; the others are in the last bin
+
+NUM_TOKENS = 3
+NUM_DRAFT = 2  # so that the bonus token is among the three
+NUM_CONTEXTS = 3
+TEXTS_PER_CONTEXT = 2000
+UNDRAFTED = -1  # draft tokens left to verify in a round that has none
+OTHER = -1  # last token of the cells that texts share
+ROUNDING = 1e-12
+CHUNK = 32
+"""Positions of a remembered context at a time: nothing is computed for it, but a draft model that
+asks for the last row of a pass gets all of its rows, each as wide as the vocabulary."""
+
+Tokens = tuple[int, ...]
+
+
+def judged(
+    samples: str,
+    aim: str,
+    seen: Counts,
+    right: Counts,
+    wrong: Mapping[str, Counts],
+    numbers: dict[str, Any],
+    diagnosis: Callable[[], str],
+) -> Finding:
+    """Counts of samples beside those expected, [cells], as the answer of a part.
+
+    It is not run if none of the named faults would have been found.
+
+    Args:
+        samples: words for the samples.
+        aim: words for what they should follow.
+        seen: counts.
+        right: expected counts.
+        wrong: named fault -> the counts that it would give.
+        numbers: further ones of the part.
+        diagnosis: what is wrong, and what to do.
+    """
+    test = ChiSquare.of(seen, right)
+    powers = {fault: power(counts, right) for fault, counts in wrong.items()}
+    numbers = numbers | {
+        "chi_square": test.statistic,
+        "degrees_of_freedom": test.freedom,
+        "p_value": test.p_value,
+        "false_alarm": FALSE_ALARM,
+        "power": powers,
+    }
+    if test.p_value < FALSE_ALARM:
+        verdict = (
+            f"{samples} do not follow {aim} (p = {test.p_value:.1g}): {diagnosis()}"
+        )
+        return Finding("failed", verdict, numbers)
+    unsure = [fault for fault, chance in powers.items() if chance < SURE]
+    if len(unsure) == len(powers):
+        verdict = f"{samples} are too few for any of the named faults to be found. Give more time "
+        return Finding("not run", f"{verdict}(--budget).", numbers)
+    found = f"each named fault would have been found, with a chance above {SURE}"
+    found = f"not enough to be sure of: {', '.join(unsure)}" if unsure else found
+    verdict = f"{samples} follow {aim} (p = {test.p_value:.2g}); {found}."
+    return Finding("passed", verdict, numbers)
+
+
+# Drafts -------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Draws:
+    """Drafted tokens, by the mass of likelier ones in the declared distribution.
+
+    counts: [2 + F, NUM_BINS] drawn, declared, and expected of each of the faults. proposals, cut:
+    drafts, and those shorter than asked for.
+    """
+
+    counts: Counts = field(
+        default_factory=lambda: np.zeros((2 + len(DRAFT_FAULTS), NUM_BINS))
+    )
+    proposals: int = 0
+    cut: int = 0
+
+    def add(self, draft: Draft, limit: int) -> None:
+        """Note a proposal that up to `limit` tokens were asked for."""
+        self.proposals += 1
+        self.cut += len(draft) < limit
+        if draft.logprobs is None:
+            return
+        for token, row in zip(to_list(draft.tokens), draft.logprobs, strict=True):
+            q = probabilities(row)
+            bins = np.full(len(q), NUM_BINS - 1)
+            order = np.argpartition(-q, min(NUM_RANKED, len(q) - 1))[:NUM_RANKED]
+            order = order[np.argsort(-q[order])]
+            middles = np.cumsum(q[order]) - q[order] / 2
+            bins[order] = np.minimum(NUM_BINS * middles, NUM_BINS - 1)
+            drawn = np.eye(1, len(q), token)[0]
+            for i, mass in enumerate(
+                (drawn, q, *(fault(q) for fault in DRAFT_FAULTS.values()))
+            ):
+                self.counts[i] += np.bincount(bins, mass, NUM_BINS)
+
+    def diagnosis(self) -> str:
+        """How the drawn tokens are wrong, and what to do."""
+        drawn, declared = self.counts[:2] @ np.arange(NUM_BINS)
+        is_sharper = drawn < declared
+        if is_sharper and self.cut:
+            return (
+                f"unlikely ones are too few, and {self.cut} of {self.proposals} drafts are shorter "
+                "than asked for: tokens are dropped after they were drawn. Decide whether to draft "
+                "a token before drawing it."
+            )
+        return (
+            f"they come from another one, which is {'sharper' if is_sharper else 'flatter'}. Hand "
+            "over, as Draft.logprobs, the distribution that each token is really drawn from, after "
+            "temperature and filters."
+        )
+
+
+def check_declared(draws: Draws) -> Finding:
+    """Chi-square of all draws; needs no further ones."""
+    seen, due, *wrong = draws.counts
+    num_draws = int(seen.sum())
+    if draws.proposals and not num_draws:
+        return Finding(
+            "not applicable",
+            "The drafter declares no distribution: its drafts are taken as point masses, and "
+            "verified as such no token can come out of proportion.",
+            {"proposals": draws.proposals},
+        )
+    samples, aim = f"{num_draws} drafted tokens", "the distributions declared for them"
+    faults = dict(zip(DRAFT_FAULTS, wrong, strict=True))
+    numbers = {
+        "draws": num_draws,
+        "drawn_in_each_tenth": (seen / max(1, num_draws)).round(4).tolist(),
+        "declared_in_each_tenth": (due / max(1, num_draws)).round(4).tolist(),
+        "proposals_cut_short": draws.cut,
+    }
+    return judged(samples, aim, seen, due, faults, numbers, draws.diagnosis)
+
+
+# Texts --------------------------------------------------------------------------------------------
+
+
+@dataclass(eq=False)
+class Texts:
+    """Texts of `NUM_TOKENS` tokens after one context; `draws` takes what is drafted.
+
+    They are short, so that their first token is drafted too; see `loop.SHORT`.
+    """
+
+    subject: Subject
+    context: list[int]
+    draws: Draws
+    tokens: list[Tokens] = field(default_factory=list)
+    drafted: int = 0
+    accepted: int = 0
+
+    def __post_init__(self) -> None:
+        given, context = self.subject, self.context
+        self.target = Remembered(given.model, context)
+        drafter = with_remembered_models(given.drafter, context)
+        self.asked = replace(given, drafter=drafter)
+        alone = Alone(drafter, given.model, self.draws.add)
+        self.drawing: Subject = replace(
+            given, model=self.target, drafter=alone, draft_length=NUM_DRAFT
+        )
+
+    def draw(self, seed: int) -> None:
+        """One more text, by the loop."""
+        items = replace(self.drawing, seed=seed).text(
+            self.context,
+            NUM_TOKENS,
+            sampler=self.subject.sampling,
+            prefill_step_size=CHUNK,
+            probe=False,
+        )
+        self.tokens.append(tuple(item.token for item in items))
+        self.drafted += items[-1].stats.drafted
+        self.accepted += items[-1].stats.accepted
+
+    def target_probs(self, continuation: Tokens) -> Probs:
+        """Probabilities [V] of the token after the context and a continuation."""
+        logits = self.target.after([*self.context, *continuation])
+        return probabilities(self.subject.sampling.log_distribution(logits))
+
+    def draft_probs(self, continuation: Tokens) -> Probs | None:
+        """Probabilities [V] that the drafter declares there; None where it proposes nothing."""
+        text = [*self.context, *continuation]
+        session = self.asked.begin(text, prefill_step_size=CHUNK)
+        return first_probs(session.propose(1), self.subject.vocab_size)
+
+
+class Cells:
+    """The cells that the texts after one context are sorted into, by what they hold in common.
+
+    places: beginning of a text -> both distributions [V] after it, and the tokens that are expected
+    often enough there.
+    """
+
+    def __init__(self, texts: Texts) -> None:
+        self.texts = texts
+        self.places: dict[Tokens, tuple[Probs, Probs | None, list[int]]] = {}
+        self.cells = list(self.chances())
+
+    def cell_of(self, tokens: Tokens) -> Tokens:
+        """The cell of a text."""
+        for size, token in enumerate(tokens):
+            if token not in self.places[tokens[:size]][2]:
+                return (*tokens[:size], OTHER)
+        return tokens
+
+    def chances(self, variant: Variant = lossless) -> dict[Tokens, float]:
+        """Chance of each cell, of texts by rounds of up to `NUM_DRAFT` draft tokens."""
+        return self._chances(variant, (), {_draft_length(0): 1.0})
+
+    def _chances(
+        self, variant: Variant, prefix: Tokens, arriving: dict[int, float]
+    ) -> dict[Tokens, float]:
+        """Chances of the cells of texts that begin alike.
+
+        arriving: chance to come there by draft tokens left to verify; at 0 the bonus token is due.
+        """
+        chance = sum(arriving.values())
+        if len(prefix) == NUM_TOKENS:
+            return {prefix: chance}
+        if prefix not in self.places:  # the first time, by the lossless variant
+            p, num_texts = self.texts.target_probs(prefix), len(self.texts.tokens)
+            likely = np.flatnonzero(num_texts * chance * p >= LEAST_EXPECTED).tolist()
+            self.places[prefix] = p, self.texts.draft_probs(prefix), likely
+        p, q, likely = self.places[prefix]
+        kept, again, bonus = (0 * p, p, p) if q is None else variant(p, q)
+        after: dict[int, Any] = defaultdict(float)
+        for left, weight in arriving.items():
+            if left > 0:
+                after[left - 1] += weight * kept
+            ending = {UNDRAFTED: p, 0: bonus}.get(left, again)
+            after[_draft_length(len(prefix) + 1)] += weight * ending
+        total = np.sum(list(after.values()), axis=0)
+        found = {(*prefix, OTHER): total.sum() - total[likely].sum()}
+        for token in likely:
+            moved = {left: float(mass[token]) for left, mass in after.items()}
+            found |= self._chances(variant, (*prefix, token), moved)
+        return found
+
+    def seen(self) -> Counts:
+        """Texts in each cell."""
+        counts = Counter(map(self.cell_of, self.texts.tokens))
+        return np.array([float(counts[cell]) for cell in self.cells])
+
+    def expected(self, variant: Variant = lossless) -> Counts:
+        """Texts expected in each cell."""
+        found = np.array(list(self.chances(variant).values()))
+        return len(self.texts.tokens) * np.where(found < ROUNDING, 0, found)
+
+
+def _draft_length(num_tokens: int) -> int:
+    """Draft tokens of a round that begins after so many tokens: the last one is never drafted."""
+    return min(NUM_DRAFT, NUM_TOKENS - num_tokens - 1) or UNDRAFTED
+
+
+def check_joint(
+    subject: Subject, work: Work, steps: Sequence[Place], draws: Draws
+) -> Finding:
+    """Draw texts after some places, and hold them to the target's; `draws` takes the drafts."""
+    groups: list[Texts] = []
+    count = 0
+    first_seed = subject.seed + len(subject.prompts)  # those before drew the contexts
+    for step in work.each(_most_telling(steps)):
+        groups.append(Texts(subject, step.tokens, draws))
+        for _ in work.each(range(TEXTS_PER_CONTEXT)):
+            groups[-1].draw(first_seed + count)
+            count += 1
+    if not groups:
+        return Finding(
+            "not run",
+            "The drafter proposed nothing at any place, so that there is nothing to test. "
+            "Give prompts whose text repeats itself (--prompts).",
+            {},
+        )
+    cells = [Cells(group) for group in groups]
+    right, *wrong = (
+        np.concatenate([one.expected(variant) for one in cells])
+        for variant in (lossless, *VARIANTS.values())
+    )
+    faults = dict(zip(VARIANTS, wrong, strict=True))
+    seen = np.concatenate([one.seen() for one in cells])
+    numbers = {
+        "texts": count,
+        "tokens_each": NUM_TOKENS,
+        "contexts": len(groups),
+        "cells": len(right),
+        "draft_tokens": sum(group.drafted for group in groups),
+        "accepted": sum(group.accepted for group in groups),
+    }
+    samples, aim = f"{count} texts of {NUM_TOKENS} tokens", "the target's distribution"
+    diagnosis = partial(_diagnosis, cells, seen, faults)
+    return judged(samples, aim, seen, right, faults, numbers, diagnosis)
+
+
+def _most_telling(steps: Sequence[Place]) -> list[Place]:
+    """Places with a draft where even the fault that is hardest to see shows most."""
+    drafted = [s for s in steps if s.draft_probs is not None and len(s.tokens) > 1]
+    return sorted(drafted, key=_tells, reverse=True)[:NUM_CONTEXTS]
+
+
+def _tells(step: Place) -> float:
+    """Least distance of the named faults' distributions from the target's, for two tokens."""
+    p, q = step.target_probs, step.draft_probs
+    assert q is not None
+    distances = []
+    for kept, again, bonus in (variant(p, q) for variant in VARIANTS.values()):
+        second = float(kept.sum()) ** NUM_DRAFT * distance(bonus, p)
+        distances.append(distance(kept + again, p) + second)
+    return min(distances)
+
+
+def _diagnosis(
+    groups: Sequence[Cells], seen: Counts, wrong: Mapping[str, Counts]
+) -> str:
+    """How the texts are wrong, by the named faults."""
+    firsts = [
+        (group.places[()][0], text[0])
+        for group in groups
+        for text in group.texts.tokens
+    ]
+    excluded = sorted({token for p, token in firsts if p[token] == 0})
+    shape = (
+        f"tokens {excluded[:5]} came that the distribution excludes; "
+        if excluded
+        else ""
+    )
+    chances = {
+        fault: ChiSquare.of(seen, counts).p_value for fault, counts in wrong.items()
+    }
+    likest = max(chances, key=lambda name: chances[name])
+    likeness = f"they look like: {likest} (p = {chances[likest]:.2g})."
+    if chances[likest] < 0.01:
+        likeness = "they are like none of the named faults."
+    return (
+        f"{shape}{likeness} The parts 'one-step distribution' and 'declared distribution' say "
+        "whether it is the rule or the drafter."
+    )

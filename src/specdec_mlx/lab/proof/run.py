@@ -1,0 +1,200 @@
+"""The check as a whole: its parts in turn, each with a share of the time."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import generation_stream, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
+
+from specdec_mlx.arguments import whole
+from specdec_mlx.contracts import AcceptanceRule, Drafter, all_drafters, models_of
+from specdec_mlx.draft_length.policy import make_draft_length
+from specdec_mlx.drafters.choosing.choice import resolve
+from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
+from specdec_mlx.exactness.probe import ProbeReport
+from specdec_mlx.lab.bench.prompts import encode_chat, read_prompts
+from specdec_mlx.lab.proof import drawn, one_step, texts
+from specdec_mlx.lab.proof.report import CheckReport, Finding, Part
+from specdec_mlx.lab.proof.subject import Place, Subject, Work
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.progress import progress_bar
+from specdec_mlx.ranks import ranks_of
+from specdec_mlx.rules import make_rule
+from specdec_mlx.sampling import Sampler, Sampling, read_sampler
+
+BUDGET = 300.0
+PROMPTS = ("chat/3", "rewriting/3", "code_edit/3", "code/0")
+"""Short ones of the benchmark's own: a prompt costs a prefill of each model, several times over."""
+
+ONE_STEP, JOINT, DECLARED = (
+    f"{what} distribution" for what in ("one-step", "joint", "declared")
+)
+"""Parts about what is drawn."""
+
+
+def check(
+    model: nn.Module,
+    tokenizer: Any,
+    *,
+    drafter: Drafter | str | None = DEFAULT_DRAFTER,
+    draft_model: nn.Module | Drafter | str | None = None,
+    sampler: Sampler | Sampling | None = None,
+    rule: str | AcceptanceRule = "auto",
+    draft_length: int | str = "auto",
+    prompts: Sequence[str | Sequence[int]] | None = None,
+    budget: float = BUDGET,
+    seed: int | None = None,
+    progress: bool = True,
+) -> CheckReport:
+    """Prove on this model, machine and setting that speculation leaves the text alone.
+
+    Args:
+        model: the target.
+        tokenizer: the target's; may be None where prompts are token ids.
+        drafter: as for `generate`.
+        draft_model: as for `generate`.
+        sampler: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers; greedy
+            if None.
+        rule: as for `speculate`.
+        draft_length: as for `speculate`; where drafters are asked outside of the loop, for which
+            "auto" has no measurements, it stands for 4 tokens.
+        prompts: user messages, or token ids; None takes a few of ours.
+        budget: seconds; parts take as many samples as fit. One that had no time is "not run", and
+            then the whole is not passed.
+        seed: of all draws; one that is given makes rule "auto" the coupled one, as in `generate`.
+        progress: show a bar.
+
+    Returns:
+        The parts; docs/check.md says how to read them.
+
+    Raises:
+        ValueError: for bad input, or a sampler whose distribution is not known.
+        UnknownNameError: for the name of a drafter or rule that there is not.
+        TokenizerMismatchError: for a draft model with another tokenizer.
+    """
+    if not budget > 0:
+        raise ValueError(f"budget={budget}: expected a number of seconds above 0.")
+    if tokenizer is not None and not isinstance(tokenizer, TokenizerWrapper):
+        tokenizer = TokenizerWrapper(tokenizer)
+    chosen = resolve(drafter, draft_model, model, tokenizer)
+    if chosen is None:
+        raise ValueError("There is nothing to check without a drafter. Give drafter=.")
+    sampling = read_sampler(sampler)
+    if sampling is None:
+        raise ValueError(
+            "The distribution of this sampler is not known, so there is nothing to compare with. "
+            "Give a specdec_mlx.Sampling(...) or a sampler of mlx_lm's make_sampler."
+        )
+    if not isinstance(draft_length, str):
+        whole("draft_length", draft_length, 1)
+    make_draft_length(draft_length)
+    subject = Subject(
+        model=model,
+        drafter=chosen,
+        sampling=sampling,
+        rule=make_rule(rule, is_seeded=seed is not None),
+        prompts=_encoded(tokenizer, prompts),
+        vocab_size=vocab_size_of(model),
+        draft_length=draft_length,
+        seed=seed or 0,
+        tokenizer=tokenizer,
+        end_tokens=getattr(tokenizer, "eos_token_ids", ()),
+    )
+    with wired_limit([model, *models_of(subject.drafter)], [generation_stream]):
+        ranks = ranks_of(model, generation_stream)
+        work = Work(time.perf_counter() + budget, ranks=ranks)
+        parts = run_parts(subject, work, progress)
+    settings = {
+        "drafter": type(chosen).__name__,
+        **{
+            k: v
+            for k, v in vars(sampling).items()
+            if k == "temp" or v != getattr(Sampling, k)
+        },
+        "rule": subject.rule.name,
+        "draft_length": draft_length,
+        "prompts": len(subject.prompts),
+        "budget": budget,
+        "seed": subject.seed,
+        "device": "GPU" if mx.default_device() == mx.gpu else "CPU",
+        **({} if ranks is None else {"ranks": ranks.group.size()}),
+    }
+    return CheckReport(parts, settings)
+
+
+def _encoded(
+    tokenizer: Any, prompts: Sequence[str | Sequence[int]] | None
+) -> list[list[int]]:
+    """Token ids of each prompt; ValueError for one without any."""
+    if prompts is None:
+        prompts = [prompt.text for prompt in read_prompts() if prompt.id in PROMPTS]
+    encoded = [
+        encode_chat(tokenizer, p) if isinstance(p, str) else list(p) for p in prompts
+    ]
+    if not encoded or not all(encoded):
+        raise ValueError(
+            "There is no prompt, or an empty one. Give at least one token in each."
+        )
+    return encoded
+
+
+def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
+    """The parts in order, in the time for all; later ones use what earlier ones have gathered."""
+    steps: list[Place] = []
+    draws = drawn.Draws()
+    probed: list[ProbeReport] = []
+    # part -> share of the time that is left when it begins, and what runs
+    parts: dict[str, tuple[float, Callable[[Work], Finding]]] = {
+        "widths": (0.5, lambda work: texts.check_widths(subject.model, work, probed)),
+        ONE_STEP: (0.2, lambda work: one_step.check_one_step(subject, work, steps)),
+        JOINT: (0.5, lambda work: drawn.check_joint(subject, work, steps, draws)),
+        DECLARED: (1.0, lambda work: drawn.check_declared(draws)),
+        "drafter's state": (0.4, partial(texts.check_state, subject)),
+    }
+    for part in all_drafters(subject.drafter):
+        if isinstance(part, HeadDrafter):
+            variations = partial(texts.check_variations, subject, part)
+            parts.setdefault("head's variants", (0.5, variations))
+    parts["greedy text"] = (
+        1.0,
+        lambda work: texts.check_greedy(subject, work, *probed),
+    )
+    done = []
+    shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"
+    with progress_bar(
+        total=len(parts),
+        bar_format=shown,
+        miniters=0,
+        mininterval=0.5,
+        disable=not progress,
+    ) as bar:
+
+        def say(num_samples: int) -> None:
+            bar.set_postfix_str(f"{num_samples} samples", refresh=False)
+            bar.update(0)
+
+        for name, (share, check_part) in parts.items():
+            bar.set_description_str(name)
+            started = time.perf_counter()
+            if subject.sampling.greedy and name in (ONE_STEP, JOINT, DECLARED):
+                verdict = "Nothing is drawn at temperature 0, where the greedy text says it all."
+                answer = Finding("not applicable", verdict, {})
+            elif name != DECLARED and not work.has_time():
+                verdict = "There was no time left. Give more (--budget)."
+                answer = Finding("not run", verdict, {})
+            else:
+                try:
+                    answer = check_part(work.share(share, say))
+                except (DraftError, LogitsError, CacheRollbackError) as error:
+                    answer = Finding("failed", str(error), {})
+            done.append(Part(name, *answer, time.perf_counter() - started))
+            bar.update()
+    return done

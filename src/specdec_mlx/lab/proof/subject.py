@@ -1,0 +1,314 @@
+"""The subject of a check: a target, a drafter, a sampling, a rule and prompts.
+
+`Remembered` looks up passes that thousands of short texts have in common; loop, session, rule and
+noise run as ever. `Alone` has sessions feed the target the text themselves, where nobody shows them
+its states.
+"""
+
+from __future__ import annotations
+
+import copy
+import dataclasses
+import time
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any, TypeVar
+
+import mlx.core as mx
+import mlx.nn as nn
+import numpy as np
+from mlx_lm.generate import generate_step
+from mlx_lm.models.cache import KVCache, make_prompt_cache
+from numpy.typing import NDArray
+
+from specdec_mlx.caches import Rollback
+from specdec_mlx.contracts import (
+    AcceptanceRule,
+    Closes,
+    Draft,
+    DraftContext,
+    Drafter,
+    DraftSession,
+    ReadsTarget,
+    is_cheap,
+    key_of,
+    shares_noise,
+)
+from specdec_mlx.draft_length.drafting import proposing
+from specdec_mlx.exactness.features import FeatureFeed
+from specdec_mlx.loop import Token, speculate
+from specdec_mlx.models.anatomy import vocab_size_of
+from specdec_mlx.ranks import Ranks
+from specdec_mlx.sampling import Noise, Sampling
+from specdec_mlx.target import ModelPass, check_drafted
+from specdec_mlx.token_ids import to_ids, to_list
+
+Item = TypeVar("Item")
+
+Probs = NDArray[np.float64]  # probabilities [V] of the next token, float64
+
+
+@dataclass(frozen=True, eq=False)
+class Subject:
+    """A target, a drafter or None, a sampling, a rule, and prompts.
+
+    draft_length: of the loop. seed: of all draws.
+    """
+
+    model: nn.Module
+    drafter: Drafter | None
+    sampling: Sampling
+    rule: AcceptanceRule
+    prompts: Sequence[list[int]]
+    vocab_size: int
+    draft_length: int | str = 4
+    seed: int = 0
+    tokenizer: Any = None
+    end_tokens: Collection[int] = ()
+
+    @property
+    def num_asked(self) -> int:
+        """Tokens to ask a drafter for outside of the loop, where nothing is automatic."""
+        return 4 if isinstance(self.draft_length, str) else self.draft_length
+
+    def begin(self, prompt: Sequence[int], **options: Any) -> DraftSession:
+        """A session outside of the loop; options: further ones of the context."""
+        context = DraftContext(
+            sampling=self.sampling,
+            noise=Noise(self.seed),
+            coupled=shares_noise(self.rule),
+            vocab_size=self.vocab_size,
+            tokenizer=self.tokenizer,
+            **options,
+        )
+        assert self.drafter is not None
+        return Alone(self.drafter, self.model).begin(prompt, context)
+
+    def text(
+        self, prompt: Sequence[int], num_tokens: int, **options: Any
+    ) -> list[Token]:
+        """So many tokens by the loop, at temperature 0 if no sampler is given."""
+        options |= {
+            "rule": self.rule,
+            "draft_length": self.draft_length,
+            "seed": self.seed,
+        }
+        options |= {"tokenizer": self.tokenizer, "max_tokens": num_tokens}
+        return list(speculate(self.model, prompt, self.drafter, **options))
+
+
+@dataclass
+class Work:
+    """The time that a part may take, until `time.perf_counter` says so, and its progress.
+
+    say: takes the number of samples so far. ranks: the first one's clock counts on all.
+    """
+
+    until: float
+    say: Callable[[int], None] = lambda num_samples: None
+    ranks: Ranks | None = None
+
+    def has_time(self, seconds: float = 0.0) -> bool:
+        """True if there is so much time left."""
+        has_time = time.perf_counter() + seconds < self.until
+        if self.ranks is None:
+            return has_time
+        mx.synchronize()  # passes on other streams have collectives of their own
+        return bool(self.ranks.gather([has_time])[0][0])
+
+    def each(self, items: Iterable[Item]) -> Iterator[Item]:
+        """The first of the items, and further ones while there is time."""
+        for i, item in enumerate(items):
+            if i > 0 and not self.has_time():
+                return
+            self.say(i)
+            yield item
+
+    def share(self, fraction: float, say: Callable[[int], None]) -> Work:
+        """A part of the time that is left."""
+        now = time.perf_counter()
+        return replace(self, until=now + fraction * (self.until - now), say=say)
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """A place in a text of the target's own, and the draft that was proposed there.
+
+    tokens: [n] before it. target_probs: [V], from a single-token pass. draft_probs: [V] of the
+    first drafted token, or None.
+    """
+
+    tokens: list[int]
+    target_probs: Probs
+    draft: Draft
+    draft_probs: Probs | None
+
+
+def walk(subject: Subject, prompt: list[int], num_tokens: int) -> Iterator[Place]:
+    """Steps along a text that the target alone draws, the drafter following it."""
+    tokens, session = list(prompt), subject.begin(prompt)
+    plainly = replace(subject, drafter=None)
+    for token in plainly.text(prompt, num_tokens, sampler=subject.sampling):
+        draft = session.propose(1)
+        target_probs = probabilities(subject.sampling.log_distribution(token.logprobs))
+        yield Place(
+            list(tokens), target_probs, draft, first_probs(draft, subject.vocab_size)
+        )
+        if token.token in subject.end_tokens:
+            return
+        session.observe([token.token])
+        tokens.append(token.token)
+
+
+def first_probs(draft: Draft, vocab_size: int) -> Probs | None:
+    """Distribution [V] of a draft's first token, or None; DraftError for a foreign token."""
+    if not len(draft):
+        return None
+    if draft.logprobs is not None:
+        return probabilities(draft.logprobs[0])
+    tokens = to_list(draft.tokens)
+    check_drafted(tokens, vocab_size)
+    probs: Probs = np.eye(1, vocab_size, tokens[0])[0]
+    return probs
+
+
+def probabilities(logprobs: mx.array) -> Probs:
+    """Log-probabilities [V] as probabilities that sum to 1 in float64."""
+    probs = np.exp(np.array(logprobs.astype(mx.float32), np.float64))
+    normalised: Probs = probs / probs.sum()
+    return normalised
+
+
+def total_variation(a: Probs, b: Probs) -> float:
+    """Half the sum of all differences."""
+    return float(np.abs(a - b).sum() / 2)
+
+
+# Stand-ins
+
+MOST_ROWS = 1000
+
+
+class Remembered(nn.Module):  # type: ignore[misc]
+    """Stands for a model whose texts all begin with the same tokens.
+
+    Its cache holds the tokens fed: one that was not rolled back leads to another row, as it should.
+    """
+
+    def __init__(self, model: nn.Module, context: list[int]) -> None:
+        """context: [n > 0] common tokens."""
+        super().__init__()
+        caches, known = make_prompt_cache(model), dict[tuple[int, ...], mx.array]()
+        if len(context) > 1:
+            begun = mx.array(context[:-1])
+            list(generate_step(begun, model, max_tokens=0, prompt_cache=caches))
+        inside = mx.full((vocab_size_of(model),), mx.nan)
+        held = {"context": tuple(context), "caches": caches, "inside": inside}
+        # attributes of the module itself would be weights and layers to MLX
+        self._held: Any = SimpleNamespace(model=model, known=known, **held)
+
+    def make_cache(self) -> list[_TokenCache]:
+        """One cache, of tokens."""
+        return [_TokenCache()]
+
+    def __call__(self, ids: mx.array, cache: list[_TokenCache]) -> mx.array:
+        """Logits [1, S, V] after each of ids [1, S]; NaN within the common context."""
+        before, rows = cache[0].offset, ids[:, None, :, None]
+        held, _ = cache[0].update_and_fetch(rows, rows)
+        fed = to_list(held[0, 0, :, 0])
+        self.after(fed)  # one pass for all that are not known
+        return mx.stack(
+            [self.after(fed[:end]) for end in range(before + 1, len(fed) + 1)]
+        )[None]
+
+    def after(self, tokens: Sequence[int]) -> mx.array:
+        """Logits [V]; not a number for a text that ends within the common context."""
+        held, text = self._held, tuple(tokens)
+        num_common = len(held.context)
+        if len(text) < num_common and text == held.context[: len(text)]:
+            inside: mx.array = held.inside
+            return inside
+        if text not in held.known:
+            start, caches = 0, make_prompt_cache(held.model)
+            if text[:num_common] == held.context:
+                start, caches = num_common - 1, copy.deepcopy(held.caches)
+            logits = held.model(to_ids(text[start:])[None], cache=caches)[0]
+            mx.eval(logits)
+            if len(held.known) >= MOST_ROWS:
+                held.known.clear()
+            rows = {text[: start + i + 1]: row for i, row in enumerate(logits)}
+            held.known = rows | held.known
+        known: mx.array = held.known[text]
+        return known
+
+
+class _TokenCache(KVCache):  # type: ignore[misc]
+    """Holds tokens in place of keys; a class of its own, so that no trees are drafted on it."""
+
+
+def with_remembered_models(part: Any, context: list[int]) -> Any:
+    """A drafter, with each model in its fields, or in those of drafters there, remembered."""
+    if type(part) is tuple:
+        return tuple(with_remembered_models(entry, context) for entry in part)
+    if not isinstance(part, Drafter):
+        return Remembered(part, context) if isinstance(part, nn.Module) else part
+    if not dataclasses.is_dataclass(part) or isinstance(part, type | ReadsTarget):
+        return part
+    changed = copy.copy(part)
+    for field in dataclasses.fields(part):
+        value = with_remembered_models(getattr(part, field.name), context)
+        object.__setattr__(changed, field.name, value)
+    return changed
+
+
+@dataclass(frozen=True, eq=False)
+class Alone:
+    """A drafter whose sessions run the target themselves, if they read it.
+
+    model: the target. see: takes each draft, and the number of tokens that was asked for.
+    """
+
+    drafter: Drafter
+    model: nn.Module
+    see: Callable[[Draft, int], object] = lambda draft, limit: None
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> _AloneSession:
+        """Start a generation."""
+        return _AloneSession(self, prompt, context)
+
+
+class _AloneSession:
+    """A session, and the target's pass over its text."""
+
+    def __init__(
+        self, alone: Alone, prompt: Sequence[int], context: DraftContext
+    ) -> None:
+        self._session, self._see = alone.drafter.begin(list(prompt), context), alone.see
+        self._propose = proposing(self._session, key_of(alone.drafter))
+        self.cheap = is_cheap(self._session)
+        if isinstance(self._session, Closes):
+            self.close = self._session.close
+        self._tokens = list(prompt)
+        rollback = Rollback.of(alone.model)
+        target: Any = ModelPass(alone.model, rollback, probe=False)
+        self._target: ModelPass = target
+        self._feed = FeatureFeed.between(alone.drafter, self._session, target)
+
+    def propose(self, limit: int) -> Draft:
+        self._read()
+        draft = self._propose(limit)
+        self._see(draft, limit)
+        return draft
+
+    def observe(self, tokens: Sequence[int]) -> None:
+        self._tokens += tokens
+        self._read()
+        self._session.observe(tokens)
+
+    def _read(self) -> None:
+        start = self._target.rollback.position
+        unread = self._tokens[start:-1]
+        if unread and self._feed is not None:
+            self._target.feed(to_ids(unread))
+            self._feed.show_fed(start)

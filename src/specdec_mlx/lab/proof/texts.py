@@ -1,0 +1,254 @@
+"""Parts that compare: passes, texts, a drafter's sessions, and readings of a head's files."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+import mlx.nn as nn
+import numpy as np
+
+from specdec_mlx.contracts import all_drafters
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.ngram import NGramDrafter
+from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.exactness.probe import ProbeReport, probe
+from specdec_mlx.exactness.rounding import near_tie
+from specdec_mlx.lab.bench.summary import first_difference, top_two_gap
+from specdec_mlx.lab.bench.timing import plain
+from specdec_mlx.lab.proof.report import Finding, Status
+from specdec_mlx.lab.proof.subject import Subject, Work, first_probs, total_variation
+from specdec_mlx.token_ids import to_list
+
+NUM_TOKENS = 64
+FEWEST_TOKENS = 8
+POSITIONS_OF_PROBE = 25
+
+SAME = 0.1
+"""Total variation that rounding explains; one token too many or too few is far above.
+
+In float32 rounding gives 1e-4; room is left for 16-bit models.
+"""
+UNLIKE_ALLOWED = 0.25
+"""Share of comparisons that may differ: a drafter that proposes its argmax may meet near ties."""
+
+VARIED_TOKENS = 48  # of each text
+LEAST_GAIN = 0.05  # further share of accepted tokens that is worth a word
+
+STANDARD_ERRORS = 3.0
+"""Gain of another reading, in standard errors, that is worth a word: several are tried."""
+
+
+def check_widths(model: nn.Module, work: Work, probed: list[ProbeReport]) -> Finding:
+    """The probe, which `probed` takes; past the window only if its prefill fits into the time."""
+    started = time.perf_counter()
+    report = probe(model, past_window=False)
+    seconds = (time.perf_counter() - started) / POSITIONS_OF_PROBE
+    prefill = seconds * (report.window or 0)
+    looks_past = report.window is not None and work.has_time(prefill)
+    report = probe(model) if looks_past else report
+    probed.append(report)
+    status: Status = "failed"
+    verdict = (
+        "A pass over several positions gives other logits than one by one, beyond rounding. "
+        "specdec_mlx drafts nothing there, so the text stays right and is no sooner; see "
+        "specdec-mlx probe."
+    )
+    if report.exact:
+        is_bitwise = all(row.bitwise for row in report.rows)
+        how = "bit for bit" if is_bitwise else "up to rounding"
+        verdict = (
+            f"A pass over several positions gives the logits of single ones, {how}."
+        )
+        status = "passed"
+    if report.window is not None and not looks_past:
+        status = "not run" if report.exact else "failed"
+        verdict += (
+            f" Past the window of {report.window} tokens was not looked: it takes about "
+            f"{prefill:.0f} s. Give more time (--budget), or run specdec-mlx probe."
+        )
+    passes = [dataclasses.asdict(row) for row in report.rows]
+    numbers = {"caches": list(report.caches), "passes": passes}
+    return Finding(status, verdict, numbers)
+
+
+def check_greedy(
+    subject: Subject, work: Work, probed: ProbeReport | None = None
+) -> Finding:
+    """Every prompt in turn, as far as time goes, at least one; probed: passes' differences."""
+    gap = near_tie(() if probed is None else probed.differences)
+    differences: list[dict[str, Any]] = []
+    faults: list[dict[str, Any]] = []
+    texts = tokens = drafted = 0
+    for i, prompt in work.each(enumerate(subject.prompts)):
+        expected = _plain(subject, prompt, work)
+        got = subject.text(prompt, len(expected))
+        texts, tokens = texts + 1, tokens + len(expected)
+        drafted += got[-1].stats.drafted
+        position = first_difference([item.token for item in got], expected)
+        if position is not None:
+            apart = top_two_gap(subject.model, prompt, position)
+            is_tie = apart <= gap
+            place = {"prompt": i, "token": position, "top_two_gap": apart}
+            differences.append(place | {"verdict": "near tie" if is_tie else "fault"})
+            faults += [] if is_tie else [place]
+    numbers = {
+        "texts": texts,
+        "tokens": tokens,
+        "draft_tokens": drafted,
+        "near_tie_below": gap,
+        "differences": differences,
+    }
+    if faults:
+        verdict = (
+            f"The text of prompt {faults[0]['prompt']} parts from plain decoding's at token "
+            f"{faults[0]['token']}, where the two greatest logits are "
+            f"{faults[0]['top_two_gap']:.2g} apart: no rounding explains that. Run specdec-mlx "
+            "probe; if it passes, the rule or a cache is at fault."
+        )
+        return Finding("failed", verdict, numbers)
+    if drafted == 0:
+        verdict = "Nothing was drafted, so nothing was compared. Give other prompts (--prompts)."
+        return Finding("not run", verdict, numbers)
+    ties, skipped = len(differences), len(subject.prompts) - texts
+    verdict = f"{texts - ties} of {texts} texts: the same tokens as by plain decoding"
+    if ties:
+        verdict += (
+            f"; {ties} part from it at a near tie, which rounding may turn either way"
+        )
+    if skipped:
+        verdict += f" ({skipped} prompts had no time)"
+    return Finding("passed", f"{verdict}.", numbers)
+
+
+def _plain(subject: Subject, prompt: list[int], work: Work) -> list[int]:
+    """By mlx-lm's own loop, up to the end of the text or of the time."""
+    tokens: list[int] = []
+    with closing(plain(subject.model).start(prompt, NUM_TOKENS, 0)) as steps:
+        for step in steps:
+            tokens.append(step.token)
+            has_enough = len(tokens) >= FEWEST_TOKENS and not work.has_time()
+            if step.token in subject.end_tokens or has_enough:
+                break
+    return tokens
+
+
+def check_state(subject: Subject, work: Work) -> Finding:
+    """One comparison a prompt, after rounds that kept all, some and none of their drafts.
+
+    A draft cache rolled back wrongly changes no text, only acceptance. So a session that has been
+    through rejections is compared with one that begins with the same text.
+    """
+    found = [
+        _after_rejections(subject, prompt) for prompt in work.each(subject.prompts)
+    ]
+    distances = [distance for distance, _ in found if distance is not None]
+    rejected = sum(num_rejected for _, num_rejected in found)
+    numbers = {
+        "comparisons": len(distances),
+        "rejected_tokens": rejected,
+        "distances": distances,
+    }
+    if not distances or not rejected:
+        verdict = (
+            "The drafter proposed nothing. Give prompts whose text repeats (--prompts)."
+        )
+        return Finding("not run", verdict, numbers)
+    unlike = sum(distance > SAME for distance in distances)
+    if unlike <= UNLIKE_ALLOWED * len(distances):
+        verdict = (
+            f"After {rejected} rejected tokens it drafts what it drafts on a fresh start with the "
+            "same text."
+        )
+        return Finding("passed", verdict, numbers)
+    if not depends_on_text_alone(subject.drafter):
+        verdict = (
+            "After rejections it drafts otherwise than on a fresh start with the same text. That "
+            "is right for a drafter that learns from its own drafts, and nothing says it does not."
+        )
+        return Finding("not applicable", verdict, numbers)
+    verdict = (
+        f"In {unlike} of {len(distances)} texts it drafts otherwise than on a fresh start: its "
+        "cache is out of step with the text. The text stays right, but drafts are accepted less "
+        "and less. In observe(), rewind by what was rejected."
+    )
+    return Finding("failed", verdict, numbers)
+
+
+def _after_rejections(subject: Subject, prompt: list[int]) -> tuple[float | None, int]:
+    """Total variation of both sessions' next tokens (None, or 1 for one); tokens rejected."""
+    session, length = subject.begin(prompt), subject.num_asked
+    tokens, rejected = list(prompt), 0
+    for num_kept in reversed(range(length + 1)):
+        drafted = to_list(session.propose(length).tokens)
+        kept, wrong = drafted[:num_kept], drafted[num_kept:]
+        rejected += len(wrong)
+        choices = [token for token in prompt if [token] != wrong[:1]] or prompt
+        emitted = [*kept, choices[len(tokens) % len(choices)]]
+        session.observe(emitted)
+        tokens += emitted
+    sessions = session, subject.begin(tokens)
+    a, b = (first_probs(one.propose(length), subject.vocab_size) for one in sessions)
+    if a is None or b is None:
+        return None if a is b else 1.0, rejected
+    return total_variation(a, b), rejected
+
+
+def depends_on_text_alone(drafter: Any) -> bool:
+    """True if all parts are known to draft the same after the same text: look-ups, and models."""
+    parts = [part for part in all_drafters(drafter) if not hasattr(part, "drafters")]
+    return all(
+        isinstance(part, PromptLookupDrafter | NGramDrafter)
+        or any(
+            isinstance(member, nn.Module)
+            for member in getattr(part, "__dict__", {}).values()
+        )
+        for part in parts
+    )
+
+
+def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Finding:
+    """Greedy texts with the head as it was read, and read otherwise.
+
+    The text is the target's own in any case, so the part passes; the verdict says what does better.
+    """
+    subject = replace(subject, draft_length=subject.num_asked)
+    variations = list(drafter.head.variations())
+    heads = [drafter.head, *(variation.head for variation in variations)]
+    drafted, accepted = np.zeros((2, len(heads)))
+    texts = 0
+    for prompt in work.each(subject.prompts):
+        for i, head in enumerate(heads):
+            reading = replace(drafter, head=head, greedy=True)
+            with_it = replace(subject, drafter=reading)
+            stats = with_it.text(prompt, VARIED_TOKENS)[-1].stats
+            drafted[i] += stats.drafted
+            accepted[i] += stats.accepted
+        texts += 1
+    shares = accepted / np.maximum(drafted, 1)
+    share, *others = shares.tolist()
+    numbers: dict[str, Any] = {
+        "texts": texts,
+        "accepted_as_read": share,
+        "accepted_otherwise": {
+            variation.name: other
+            for variation, other in zip(variations, others, strict=True)
+        },
+    }
+    if not drafted[0]:
+        verdict = "Nothing was drafted. Give other prompts (--prompts)."
+        return Finding("not run", verdict, numbers)
+    pooled = (accepted + accepted[0]) / (drafted + drafted[0])
+    spread = pooled * (1 - pooled) * (1 / np.maximum(drafted, 1) + 1 / drafted[0])
+    gains = shares - share
+    gains[gains <= np.maximum(LEAST_GAIN, STANDARD_ERRORS * np.sqrt(spread))] = 0
+    verdict = "no other reading of its files does better"
+    if gains.any():
+        best = int(np.argmax(gains)) - 1
+        verdict = f"{others[best]:.0%} would be with {variations[best].name}: "
+        verdict += variations[best].advice
+    verdict = f"{share:.0%} of its tokens are accepted, and {verdict}."
+    return Finding("passed", verdict, numbers)

@@ -1,0 +1,68 @@
+"""What `--online` makes of a draft model or a trained head: a drafter that learns on."""
+
+from __future__ import annotations
+
+import atexit
+from pathlib import Path
+from typing import Any
+
+import mlx.core as mx
+
+from specdec_mlx.arguments import name_in
+from specdec_mlx.drafters.choosing import registry
+from specdec_mlx.drafters.choosing.choice import NamedModel
+from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER
+from specdec_mlx.drafters.heads.loading import is_head
+from specdec_mlx.lab.training.online import OnlineDraftModel, learning_on, stored_plan
+
+
+class Learner:
+    """What learns on with `--online`, a trained head or a draft model, for a target at a time."""
+
+    def __init__(self, model: NamedModel) -> None:
+        self.folder = str(model.name)
+        self._latest: Any = None
+        atexit.register(self.save)
+
+    def drafter(self, target: Any, spec: str) -> Any:
+        """The drafter of a spec for a target; raises as `learning_on`, ValueError for options."""
+        if name_in(spec) != MODEL_DRAFTER:
+            return registry.make_drafter(
+                spec, draft_model=self.drafter(target, MODEL_DRAFTER)
+            )
+        if spec != MODEL_DRAFTER and is_head(self.folder):
+            raise ValueError(
+                f"Drafter {spec!r}: with --online a trained head takes no options."
+            )
+        if self._latest is None or self._latest.trainer.target is not target:
+            self.save()
+            self._latest = learning_on(self.folder, target)
+        latest = self._latest
+        if not isinstance(latest, OnlineDraftModel):
+            return latest
+        pair = {
+            "draft_model": latest.model,
+            "draft_tokenizer": latest.drafter.tokenizer,
+        }
+        chosen: Any = registry.make_drafter(spec, **pair)
+        return latest.drafting_as(chosen)
+
+    def save(self) -> None:
+        """Write what was learned, if anything was."""
+        if self._latest is not None:
+            self._latest.save()
+
+    @staticmethod
+    def check(model: NamedModel) -> None:
+        """Raise ValueError, before anything is loaded, for what `--online` cannot be given with."""
+        wrong = ""
+        if model.name is None:
+            wrong = "expected --draft-model, a head or a draft model that `specdec-mlx train` made."
+        elif model.flags:
+            others = ", ".join(model.flags)
+            wrong = f"{others} drafts with another model than the one that learns. Leave one out."
+        elif mx.distributed.init().size() > 1:
+            wrong = "a target that is spread over ranks cannot be learnt from. Use one machine."
+        if wrong:
+            raise ValueError(f"argument --online: {wrong}")
+        stored_plan(Path(str(model.name)).expanduser())

@@ -1,0 +1,228 @@
+"""Learning on while a drafter is used: after each generation, from what the target just wrote.
+
+Online speculative decoding (Liu et al. 2023, arXiv 2310.07177). The text keeps the target's
+distribution: weights change between generations, and drafts declare what they were drawn from.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from threading import Lock
+from typing import Any
+from weakref import WeakSet, ref
+
+import mlx.core as mx
+import mlx.nn as nn
+import mlx.optimizers as optim
+import numpy as np
+from huggingface_hub.constants import HF_HUB_CACHE
+from mlx.utils import tree_map
+
+from specdec_mlx.contracts import DraftContext, ReadsTarget
+from specdec_mlx.drafters.fingerprint import fingerprint
+from specdec_mlx.drafters.heads.drafter import HeadDrafter
+from specdec_mlx.drafters.heads.loading import is_head
+from specdec_mlx.drafters.model import ModelDrafter
+from specdec_mlx.errors import TrainingError
+from specdec_mlx.lab.training.features import live_batch, load_json
+from specdec_mlx.lab.training.fitting import forward_kl, update
+from specdec_mlx.lab.training.run import PLAN, begun_with
+from specdec_mlx.lab.training.trainees import KINDS, Recipe, Size, Trainee
+from specdec_mlx.models.loading import load_model
+from specdec_mlx.ranks import group_of
+
+SHORTEST = 8  # tokens of a text from which something can be learnt
+
+LEARNING_KINDS = ("mtp", "eagle3", "medusa", "draft")  # of `specdec-mlx train`
+
+
+@dataclass(frozen=True)
+class Bounds:
+    """Limits of learning: updates after a generation, tokens and number of windows."""
+
+    updates: int = 4
+    window: int = 256
+    windows: int = 32
+    learning_rate: float = 1e-4
+
+
+class OnlineTrainer:
+    """Improves a drafter's weights in place, from the last texts of its target.
+
+    under_way: sessions that have not ended, during which the weights stay, as cached keys need.
+    """
+
+    def __init__(
+        self, trainee: Trainee, target: nn.Module, bounds: Bounds = Bounds()
+    ) -> None:
+        self.trainee = trainee
+        self.target = target
+        self.bounds = bounds
+        self.windows: deque[np.ndarray] = deque(maxlen=bounds.windows)
+        self.num_updates = 0
+        self.lock = Lock()
+        self.under_way: WeakSet[Any] = WeakSet()
+        self.has_new_text = False
+        self._optimizer = optim.AdamW(bounds.learning_rate, weight_decay=0)
+        self._optimizer.init(trainee.module.trainable_parameters())
+        self._rng = np.random.default_rng(0)
+
+    def add(self, tokens: Sequence[int], num_prompt: int = 0) -> None:
+        """Remember a text [n] as the last windows, with half a window of its prompt."""
+        size = self.bounds.window
+        begin = max(0, num_prompt - size // 2, len(tokens) - size * self.bounds.windows)
+        kept = np.array(tokens[begin:], np.int32)
+        starts = range(0, len(kept) - SHORTEST + 1, size)
+        windows = [kept[start : start + size] for start in starts]
+        self.windows += windows
+        self.has_new_text |= bool(windows)
+
+    def learn(self) -> float | None:
+        """Make the updates of one generation; the mean loss, None without a text."""
+        self.has_new_text, losses = False, []
+        for _ in range(self.bounds.updates if self.windows else 0):
+            window = self.windows[int(self._rng.integers(len(self.windows)))]
+            batch = live_batch(
+                self.target, self.trainee.features.layers, mx.array(window)[None]
+            )
+            losses.append(update(self.trainee, self._optimizer, batch, forward_kl))
+        losses = [loss for loss in losses if not math.isnan(loss)]
+        self.num_updates += len(losses)
+        return float(np.mean(losses)) if losses else None
+
+
+@dataclass(eq=False)
+class OnlineDrafter:
+    """A drafter that learns from each text when it has ended; `folder` has its weights."""
+
+    drafter: Any
+    trainer: OnlineTrainer
+    folder: Path
+    dtype: str
+
+    def __post_init__(self) -> None:
+        if isinstance(self.drafter, ReadsTarget):
+            self.features = self.drafter.features
+
+    @property
+    def key(self) -> str:
+        """The drafter's key, with its folder in place of its weights, which change."""
+        content = fingerprint(self.drafter.model)
+        return (
+            f"Online({self.drafter.key.replace(content, str(self.folder.resolve()))})"
+        )
+
+    @property
+    def model(self) -> Any:
+        """The weights that draft."""
+        return self.drafter.model
+
+    def check(self, context: DraftContext) -> None:
+        """Raise HeadError or TokenizerMismatchError for another target."""
+        self.drafter.check(context)
+
+    def describe(self) -> str:
+        """A line about it."""
+        is_head = isinstance(self.drafter, HeadDrafter)
+        return f"{self.drafter.describe() if is_head else f'{self.folder}: draft model'}; learns on"
+
+    def begin(self, prompt: Sequence[int], context: DraftContext) -> Any:
+        """Start a generation."""
+        session: Any = self.drafter.begin(prompt, context)
+        session.on_close = partial(self._take, ref(session))
+        self.trainer.under_way.add(session)
+        return session
+
+    def _take(self, session: ref[Any], tokens: Sequence[int]) -> None:
+        """Take the text of a session that ends, and learn if no other is under way."""
+        trainer = self.trainer
+        ended: Any = session()  # which calls this, and so is there
+        trainer.under_way.discard(ended)
+        trainer.add(tokens, ended.num_prompt)
+        if trainer.has_new_text and not trainer.under_way:
+            self.learn()
+
+    def learn(self) -> None:
+        """Make the updates of one generation."""
+        with self.trainer.lock:
+            self.trainer.learn()
+
+    def save(self) -> None:
+        """Write the weights to their folder, if anything was learnt; the file is always whole."""
+        with self.trainer.lock:
+            if self.trainer.num_updates:
+                self.trainer.trainee.save_weights(self.folder, self.dtype)
+
+
+class OnlineDraftModel(OnlineDrafter):
+    """A draft model that learns on, by a float32 copy, in which small updates are not lost."""
+
+    def learn(self) -> None:
+        """Make the updates of one generation, and draft with the result."""
+        super().learn()
+        both = (self.model.parameters(), self.trainer.trainee.module.parameters())
+        self.model.update(tree_map(lambda old, new: new.astype(old.dtype), *both))
+        mx.eval(self.model.parameters())
+
+    def drafting_as(self, drafter: ModelDrafter) -> OnlineDraftModel:
+        """Use other options, those of a drafter of `model`, with the same weights and learning."""
+        return replace(self, drafter=replace(drafter, tokenizers="same"))
+
+
+def learning_on(
+    folder: Path | str, target: nn.Module, bounds: Bounds = Bounds()
+) -> OnlineDrafter:
+    """A drafter of a folder that `train` made for this target, which learns on while it is used.
+
+    Raises TrainingError for what `train` did not make, or what cannot learn, ModelFolderError for a
+    training that has not come to its end, HeadError for a head of another target, UnreadableError
+    for a target that does not show what it would learn from.
+    """
+    folder = Path(folder).expanduser()
+    stored = stored_plan(folder)
+    if group_of(target) is not None:
+        raise TrainingError(
+            "The target is spread over several ranks, which would all have to learn alike. Run it "
+            "on one machine, or leave online learning out."
+        )
+    if stored["kind"] == "draft":
+        drafts = ModelDrafter(*load_model(folder), tokenizers="same")
+        trainer = OnlineTrainer(
+            KINDS["draft"](Recipe(target, init=str(folder))), target, bounds
+        )
+        return OnlineDraftModel(drafts, trainer, folder, stored["dtype"])
+    recipe = Recipe(target, Size(**stored["size"]), stored["num_steps"])
+    trainee = begun_with(str(folder), stored["kind"], recipe)
+    head = HeadDrafter(trainee.module, name=str(folder))
+    return OnlineDrafter(
+        head, OnlineTrainer(trainee, target, bounds), folder, stored["dtype"]
+    )
+
+
+def stored_plan(folder: Path) -> dict[str, Any]:
+    """Settings of the training of a folder that can learn on; else raises TrainingError."""
+    config, plan, name = folder / "config.json", folder / PLAN, str(folder)
+    if not folder.is_dir() or Path(HF_HUB_CACHE).resolve() in folder.resolve().parents:
+        fault = (
+            "is no folder of yours to save it in, and the Hub's cache is left as it is"
+        )
+    elif config.is_file() and "quantization" in load_json(config):
+        fault, name = "is quantized, and such weights cannot be trained", "ORIGINAL"
+    elif not plan.is_file():
+        fault = f"has no {PLAN}: only what `specdec-mlx train` made can learn on"
+        name = "NAME" if is_head(folder) else name
+    else:
+        stored: dict[str, Any] = load_json(plan)
+        if stored["kind"] in LEARNING_KINDS:
+            return stored
+        fault = f"holds a {stored['kind']}; only {', '.join(LEARNING_KINDS)} learn on"
+        name = "NAME"
+    raise TrainingError(
+        f"{folder} {fault}. Make a draft model that learns on: specdec-mlx train --kind draft "
+        f"--init {name} --model TARGET --texts FILE --out FOLDER."
+    )

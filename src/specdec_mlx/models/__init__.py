@@ -1,0 +1,1 @@
+"""Loading models, and what is known of a loaded model."""

@@ -1,0 +1,453 @@
+"""Seeing a model at work during one pass, with nothing of mlx-lm edited or copied.
+
+While a pass is built the watched modules are instances of a subclass that reports calls, and
+functions that a model's file looks up are replaced. A context variable says who started the pass,
+so that other generations do not see it. The last pass to end puts everything back.
+
+One pass is watched for the parts of a model, which is never computed: they and their sizes are read
+off modules and shapes. The *head* is the last module that turns states into logits; its input is
+the state after the final norm. `Taps` reads what a drafter wants of a target's passes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from functools import cache, wraps
+from threading import Lock
+from types import ModuleType
+from typing import Any, NamedTuple, TypeVar
+from weakref import ref
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import QuantizedKVCache, RotatingKVCache, make_prompt_cache
+
+from specdec_mlx.caches import READABLE, leaves, window_of
+from specdec_mlx.contracts import FeatureRows, Features, KeysValues, ReadsCache
+from specdec_mlx.errors import UnreadableError
+from specdec_mlx.models.loading import PerModel
+
+T = TypeVar("T")
+
+
+V = TypeVar("V")
+
+
+Call = tuple[nn.Module, Any, Any]
+"""A call of a module: the module, its first argument, what it returned."""
+
+
+Function = Callable[..., Any]
+
+
+Answer = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
+"""Called instead of a function: the function, its arguments and its keyword arguments."""
+
+
+_watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar(
+    "watchers", default=()
+)
+_handing: ContextVar[Callable[[nn.Module, Any], Any] | None] = ContextVar(
+    "handing", default=None
+)
+_answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
+"""Those of the pass that is being built in this thread."""
+
+
+_lock = Lock()
+
+
+_num_passes: Counter[Hashable] = Counter()
+"""Key of what is swapped -> passes under way that need it so."""
+
+
+@contextmanager
+def _swapped(
+    things: Mapping[Hashable, T],
+    swap: Callable[[Iterable[T]], None],
+    put_back: Callable[[Iterable[T]], None],
+    variable: ContextVar[V],
+    value: V,
+) -> Iterator[None]:
+    """Swap what no other pass has swapped, and put back in the end what no other pass needs.
+
+    The context variable has the value in here.
+    """
+    with _lock:
+        swap([thing for key, thing in things.items() if key not in _num_passes])
+        _num_passes.update(things.keys())
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+        with _lock:
+            _num_passes.subtract(things.keys())
+            ended = [key for key in things if not _num_passes[key]]
+            put_back([things[key] for key in ended])
+            for key in ended:
+                del _num_passes[key]
+
+
+@contextmanager
+def held(variable: ContextVar[T], value: T) -> Iterator[None]:
+    """Give a context variable a value in here."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+def watching(
+    modules: Iterable[nn.Module], watcher: Callable[[Call], object]
+) -> AbstractContextManager[None]:
+    """Tell `watcher` of every call of these modules made in here, `as_linear` included."""
+    by_id: dict[Any, nn.Module] = {id(module): module for module in modules}
+    watchers = *_watchers.get(), watcher
+    return _swapped(by_id, _report, _stop_reporting, _watchers, watchers)
+
+
+def handing(
+    modules: Iterable[nn.Module], hand: Callable[[nn.Module, Any], Any]
+) -> AbstractContextManager[None]:
+    """Give these modules what `hand(module, first argument)` returns, in every call in here."""
+    by_id: dict[Any, nn.Module] = {id(module): module for module in modules}
+    return _swapped(by_id, _report, _stop_reporting, _handing, hand)
+
+
+_set = object.__setattr__  # past MLX's setter, which looks for parameters
+
+
+def _report(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        kind: Any = type(module)
+        _set(module, "__class__", _reporting(kind))
+
+
+def _stop_reporting(modules: Iterable[nn.Module]) -> None:
+    for module in modules:
+        _set(module, "__class__", type(module).__bases__[0])
+
+
+def change_class(module: nn.Module, change: Callable[[type], type]) -> None:
+    """Change a module's own class for good, whether a pass is watching it or not."""
+    with _lock:
+        kind: Any = type(module)
+        is_watched = id(module) in _num_passes
+        changed: Any = change(kind.__bases__[0] if is_watched else kind)
+        _set(module, "__class__", _reporting(changed) if is_watched else changed)
+
+
+@cache
+def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
+    def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
+        @wraps(method)  # other threads read what a module's call takes
+        def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            hand = _handing.get()
+            if hand is not None and args:
+                args = hand(self, args[0]), *args[1:]
+            output = method(self, *args, **kwargs)
+            for watcher in _watchers.get():
+                watcher((self, args[0] if args else None, output))
+            return output
+
+        return call
+
+    methods = [name for name in ("__call__", "as_linear") if hasattr(kind, name)]
+    members = {name: reporting(getattr(kind, name)) for name in methods}
+    return type(kind.__name__, (kind,), {"__module__": kind.__module__, **members})
+
+
+def replacing(
+    places: Iterable[tuple[ModuleType, str]], answer: Answer
+) -> AbstractContextManager[None]:
+    """Have `answer` called instead of functions in here; places: files, and names in them."""
+
+    def replace(places: Iterable[tuple[ModuleType, str]]) -> None:
+        for place in places:
+            setattr(*place, _answered(getattr(*place)))
+
+    def put_back(places: Iterable[tuple[ModuleType, str]]) -> None:
+        for place in places:
+            setattr(*place, getattr(*place).__wrapped__)
+
+    return _swapped(
+        {place: place for place in places}, replace, put_back, _answer, answer
+    )
+
+
+@cache
+def _answered(function: Function) -> Function:
+    @wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        answer = _answer.get()
+        return (
+            function(*args, **kwargs)
+            if answer is None
+            else answer(function, args, kwargs)
+        )
+
+    return call
+
+
+NUM_WATCHED = 7
+"""Positions of the watched pass; no other axis, such as streams side by side, is as long."""
+
+
+class Tap(NamedTuple):
+    """A module, and the axis of positions of the states that are read there."""
+
+    module: nn.Module
+    axis: int
+
+    def rows(self, states: mx.array, text: int | None = None) -> mx.array:
+        """[n, D]: a row for each position; streams side by side are one after the other in it.
+
+        text: which of several, whose axis is the one before.
+        """
+        if text is not None:
+            states = mx.take(states, mx.array([text]), axis=self.axis - 1)
+        # the usual layout, in one operation
+        if self.axis == 1 and states.shape[0] == 1:
+            return states.reshape(states.shape[1], -1)
+        return mx.moveaxis(states, self.axis, 0).reshape(states.shape[self.axis], -1)
+
+
+@dataclass(frozen=True)
+class LastCache:
+    """One of a model's caches: its place among all, nested ones counted, and a key's width."""
+
+    index: int
+    width: int
+
+
+@dataclass(frozen=True)
+class Anatomy:
+    """The parts of a model. They are its modules, and never the model itself, which may end.
+
+    head: the tap of its input, or why there is none. norm: makes the head's input. width,
+    dtype: of that. embedding: the first module that makes states of ids. layers: of each
+    decoder layer the tap, or why there is none. last_caches: kind of attention -> the last cache
+    that it fills.
+    """
+
+    vocab_size: int
+    head: Tap | str
+    norm: nn.Module | None
+    width: int
+    dtype: mx.Dtype
+    embedding: nn.Module | None
+    layers: Sequence[Tap | str]
+    last_caches: Mapping[str, LastCache]
+    modules: Sequence[ref[nn.Module]]
+
+    def fits(self, model: nn.Module) -> bool:
+        """True until a module is replaced, as by adapters, or by quantizing in place."""
+        return [*map(id, model.modules())] == [id(known()) for known in self.modules]
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return len(self.layers)
+
+    def embed(self, tokens: mx.array) -> Any:
+        """States [..., n, D] of ids [..., n], without a factor; of a model with an embedding."""
+        assert self.embedding is not None
+        return self.embedding(tokens)
+
+    def logits(self, states: mx.array) -> Any:
+        """Logits [..., V] of the head's input [..., D], without a cap."""
+        head = self.head_tap().module
+        return getattr(head, "as_linear", head)(states)
+
+    def head_tap(self) -> Tap:
+        """Where the head's input is read; UnreadableError if there is no head."""
+        return _readable("The input of this target's head", self.head)
+
+    def layer_tap(self, index: int) -> Tap:
+        """Where a layer's output is read; UnreadableError if it cannot be."""
+        name = f"Layer {index} of this target"
+        if not 0 <= index < len(self.layers):
+            raise UnreadableError(
+                f"{name} cannot be read: it has layers 0 to {len(self.layers) - 1}. Use a drafter "
+                "that was trained for this target."
+            )
+        return _readable(name, self.layers[index])
+
+
+def anatomy_of(model: nn.Module) -> Anatomy:
+    """The parts of a loaded model, kept with it and watched anew when modules were replaced."""
+    anatomy = _known(model)
+    if not anatomy.fits(model):
+        anatomy = _watch(model)
+        _known.put(anatomy, model)
+    return anatomy
+
+
+def _watch(model: nn.Module) -> Anatomy:
+    calls: list[Call] = []
+    parts = [part for part in model.modules() if part is not model]
+    caches = make_prompt_cache(model)
+    with watching(parts, calls.append):
+        logits = model(mx.zeros((1, NUM_WATCHED), mx.int32), cache=caches)
+    vocab_size = logits.shape[-1]
+    head: Tap | str = "no module makes its logits out of states"
+    states = logits
+    # the last: around adapters, before logits are scaled
+    for module, given, made in calls:
+        axis = _axis_of_positions(given)
+        if axis is None or not _is(made, mx.floating):
+            continue
+        if (*given.shape[:-1], vocab_size) == made.shape != given.shape:
+            head, states = Tap(module, axis), given
+    norms = [m for m, _, made in calls if made is states and not m.children()]
+    embeddings = [
+        m for m, ids, made in calls if _is(ids, mx.integer) and _is(made, mx.floating)
+    ]
+    last_caches = {}
+    for index, leaf in enumerate(leaves(caches)):
+        if isinstance(leaf, READABLE) and not leaf.empty():
+            kind = "full_attention" if window_of(leaf) is None else "sliding_attention"
+            last_caches[kind] = LastCache(index, leaf.keys.shape[-1])
+    return Anatomy(
+        vocab_size=vocab_size,
+        head=head,
+        norm=norms[0] if norms and isinstance(head, Tap) else None,
+        width=states.shape[-1],
+        dtype=states.dtype,
+        embedding=embeddings[0] if embeddings else None,
+        layers=[_layer(layer, calls) for layer in getattr(model, "layers", ())],
+        last_caches=last_caches,
+        modules=[ref(module) for module in model.modules()],
+    )
+
+
+def _layer(layer: nn.Module, calls: Sequence[Call]) -> Tap | str:
+    """Where the output of a layer is read, which has to be called as a module, once a pass."""
+    outputs = [first(made) for module, _, made in calls if module is layer]
+    if len(outputs) != 1:
+        return f"it is called {len(outputs)} times a pass"
+    axis = _axis_of_positions(outputs[0])
+    return "it has no states" if axis is None else Tap(layer, axis)
+
+
+_known = PerModel(_watch)
+
+
+def first(output: Any) -> Any:
+    """What a module returns, of several the first."""
+    return output[0] if isinstance(output, tuple) else output
+
+
+def _axis_of_positions(states: Any) -> int | None:
+    """The axis of positions of a value seen in the watched pass; None if it has none."""
+    if not _is(states, mx.floating):
+        return None
+    axes = [axis for axis, size in enumerate(states.shape[:-1]) if size == NUM_WATCHED]
+    return axes[0] if len(axes) == 1 else None
+
+
+def _is(value: Any, kind: mx.DtypeCategory) -> bool:
+    return isinstance(value, mx.array) and mx.issubdtype(value.dtype, kind)
+
+
+def _readable(name: str, tap: Tap | str) -> Tap:
+    """The tap; UnreadableError with the reason if there is none."""
+    if isinstance(tap, str):
+        instead = "Use a drafter that works on tokens, such as 'prompt-lookup'."
+        raise UnreadableError(f"{name} cannot be read: {tap}. {instead}")
+    return tap
+
+
+class Taps:
+    """The places where a model's passes are read; UnreadableError for what it does not show.
+
+    modules: those whose calls are to be watched.
+    """
+
+    def __init__(
+        self, model: nn.Module, wanted: Features, keys_values: ReadsCache | None = None
+    ) -> None:
+        self._keys_values = keys_values if wanted.caches else None
+        self.wanted = wanted
+        self.features: FeatureRows | None = None
+        self.num_rows = 0
+        self._head = anatomy_of(model).head_tap() if wanted.head_input else None
+        self._layers = {i: anatomy_of(model).layer_tap(i) for i in wanted.layers}
+        taps = [*self._layers.values(), *([self._head] if self._head else [])]
+        self.modules: list[nn.Module] = [tap.module for tap in taps]
+
+    def read(self, run: Callable[[], mx.array]) -> mx.array:
+        """Run a pass, logits [n, V], and keep what is wanted of it in `features`, all lazy."""
+        self.features, calls = None, list[Call]()
+        with watching(self.modules, calls.append):
+            logits = run()
+        self.num_rows = logits.shape[0]
+        self.features = self.rows(calls, logits)
+        return logits
+
+    def rows(
+        self, calls: Sequence[Call], logits: mx.array, text: int | None = None
+    ) -> FeatureRows:
+        """Those of a pass, of the calls seen and logits [n, V]; text: see `Tap.rows`."""
+        seen = {id(module): (given, made) for module, given, made in calls}
+        head, layers = self._head, dict[int, mx.array]()
+        # of several texts others may have more
+        num_rows = logits.shape[0]
+        for index, tap in self._layers.items():
+            made = seen[id(tap.module)][1]
+            made = made[0] if isinstance(made, tuple) else made
+            layers[index] = tap.rows(made, text)[:num_rows]
+        head_input = None
+        if head is not None:
+            head_input = head.rows(seen[id(head.module)][0], text)[:num_rows]
+        return FeatureRows(
+            layers=layers,
+            head_input=head_input,
+            top_tokens=top_tokens(logits, self.wanted.top) if self.wanted.top else None,
+            keys_values=self._keys_values,
+        )
+
+
+def top_tokens(logits: mx.array, number: int) -> mx.array:
+    """The likeliest tokens [n, number] of logits [n, V], the likeliest first."""
+    number = min(number, logits.shape[-1])
+    best = mx.argpartition(-logits, kth=number - 1, axis=-1)[:, :number]
+    order = mx.argsort(-mx.take_along_axis(logits, best, axis=-1), axis=-1)
+    return mx.take_along_axis(best, order, axis=-1)
+
+
+def keys_values_of(caches: Sequence[Any], index: int) -> KeysValues:
+    """Contents of a cache as slices of its buffers; UnreadableError if it holds others."""
+    cache = check_readable(caches, index)
+    # mlx-lm 0.31 has but the state
+    keys, values = getattr(cache, "keys_and_values", lambda: cache.state)()
+    if isinstance(cache, QuantizedKVCache):
+        how = {"group_size": cache.group_size, "bits": cache.bits}
+        keys, values = mx.dequantize(*keys, **how), mx.dequantize(*values, **how)
+    # after a pass of several positions it holds more
+    if isinstance(cache, RotatingKVCache):
+        keys, values = (part[..., -cache.max_size :, :] for part in (keys, values))
+    return KeysValues(keys, values, cache.offset)
+
+
+def check_readable(caches: Sequence[Any], index: int) -> Any:
+    """A cache that has keys and values, by its index; UnreadableError for another."""
+    all_caches = list(leaves(caches))
+    kind = type(all_caches[index]).__name__ if index < len(all_caches) else "no cache"
+    if index >= len(all_caches) or not isinstance(all_caches[index], READABLE):
+        raise UnreadableError(
+            f"Cache {index} of this target, {kind}, has no keys and values that a drafter can "
+            f"read; expected one of {', '.join(known.__name__ for known in READABLE)}. Use "
+            "another drafter."
+        )
+    return all_caches[index]
+
+
+vocab_size_of = PerModel(lambda model: anatomy_of(model).vocab_size)
+"""V of a loaded model: how wide its logits are."""

@@ -1,1 +1,0 @@
-"""HTML views and plots of what `stats` counted."""

@@ -1,0 +1,369 @@
+"""One generation on several ranks of `mx.distributed`: all of them launch the same passes.
+
+What a clock, a file, a memory or a seed decides may differ, so rank 0 alone drafts, and once a
+round one small collective carries its draft and every rank's state. A rank that fails or leaves
+says so at the next meeting, and all end there. Rank 0's caller counts: the others get the tokens
+that it has taken.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import zlib
+from array import array
+from collections import deque
+from collections.abc import Generator, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from enum import IntEnum
+from typing import Any, NamedTuple
+
+import mlx.core as mx
+import mlx.nn as nn
+
+from specdec_mlx.caches import mark_unusable, wait_for
+from specdec_mlx.contracts import (
+    NO_DRAFT,
+    Draft,
+    DraftContext,
+    Drafter,
+    ReadsTarget,
+    all_drafters,
+    key_of,
+    models_of,
+    optional,
+)
+from specdec_mlx.draft_length.drafting import Drafting
+from specdec_mlx.draft_length.policy import DraftLength, Fixed
+from specdec_mlx.errors import DraftError, RankError
+from specdec_mlx.exactness.features import FeatureFeed
+from specdec_mlx.models.loading import PerModel
+from specdec_mlx.options import noise_of
+from specdec_mlx.sampling import Noise
+from specdec_mlx.target import check_draft
+from specdec_mlx.token_ids import to_list
+
+# longest draft of a generation on several ranks; its message has room for them
+MOST_TOKENS = 64
+
+
+class State(IntEnum):
+    """State of a rank when the ranks meet."""
+
+    GOES_ON = 0
+    LEAVES = 1
+    FAILED = 2
+
+
+class RankMessage(NamedTuple):
+    """One rank's message when the ranks meet.
+
+    end: prompt + tokens that its caller has. checksum: of its text. is_drawn, tokens, parents: of
+    rank 0's draft. part: which of the parts that draft on every rank has drawn it, from 1; 0 where
+    its distribution is sent.
+    """
+
+    state: int
+    end: int
+    checksum: int
+    is_drawn: int = 0
+    part: int = 0
+    tokens: Sequence[int] = ()
+    parents: Sequence[int] | None = None
+
+    def numbers(self) -> list[int]:
+        """All of it, as many numbers each time."""
+        *head, tokens, _ = self
+        parents = [parent + 1 for parent in self.parents or ()]
+        lists = [
+            [*part, *[0] * (MOST_TOKENS - len(part))] for part in (tokens, parents)
+        ]
+        return [*head, len(tokens), len(parents), *lists[0], *lists[1]]
+
+    @classmethod
+    def read(cls, numbers: Sequence[int]) -> RankMessage:
+        """Read what `numbers` gave."""
+        state, end, checksum, is_drawn, part, num_tokens, num_parents, *both = numbers
+        parents = [parent - 1 for parent in both[MOST_TOKENS:][:num_parents]]
+        return cls(
+            state, end, checksum, is_drawn, part, both[:num_tokens], parents or None
+        )
+
+
+WORD = 32  # bits of a number that is sent
+
+
+@dataclass
+class Ranks:
+    """The ranks that one generation runs on; all is sent on `stream`, in one order."""
+
+    group: mx.distributed.Group
+    stream: Any
+
+    @property
+    def is_first(self) -> bool:
+        """True on rank 0."""
+        return self.group.rank() == 0
+
+    def gather(self, numbers: Sequence[int]) -> list[list[int]]:
+        """Numbers [n] below 2^32 of every rank, in the order of ranks; n is the same on all."""
+        with mx.stream(self.stream):
+            own = mx.array(list(numbers), mx.uint32)[None]
+            gathered: list[list[int]] = mx.distributed.all_gather(
+                own, group=self.group
+            ).tolist()  # type: ignore[assignment]
+        return gathered
+
+    def from_first(self, own: mx.array | None, shape: Sequence[int]) -> mx.array:
+        """Rank 0's numbers on every rank, where others have None; under way at once."""
+        with mx.stream(self.stream):
+            sent = mx.zeros(shape) if own is None else own.astype(mx.float32)
+            received = mx.distributed.all_sum(sent, group=self.group)
+            mx.async_eval(received)
+        return received
+
+
+def _group_of(model: nn.Module) -> mx.distributed.Group | None:
+    for module in model.modules():
+        for group in (
+            getattr(module, "group", None),
+            getattr(module, "sharding_group", None),
+        ):
+            if isinstance(group, mx.distributed.Group) and group.size() > 1:
+                return group
+        if getattr(module, "pipeline_size", 1) > 1:
+            return mx.distributed.init()
+    return None
+
+
+group_of: Any = PerModel(_group_of)
+"""The ranks that a tensor-parallel or pipelined model is spread over; None if whole on each."""
+
+
+def ranks_of(model: nn.Module, stream: Any) -> Ranks | None:
+    """The ranks that a model is spread over; None for a model that is whole on each."""
+    group = group_of(model)
+    return None if group is None else Ranks(group, stream)
+
+
+def shared_noise(ranks: Ranks | None, seed: int | None) -> Noise:
+    """The noise of a generation: of rank 0's seed, if there are several."""
+    noise = noise_of(seed)
+    if ranks is None:
+        return noise
+    words = noise.seed % (1 << WORD), (noise.seed >> WORD) % (1 << WORD)
+    low, high, is_given = ranks.gather([*words, noise.is_given])[0]
+    return Noise(high << WORD | low, is_given=bool(is_given))
+
+
+def check_drafts_alone(drafter: Drafter | None) -> None:
+    """Raise DraftError for a drafter that one rank cannot ask while the others wait."""
+    for part in all_drafters(drafter):
+        name = type(part).__name__
+        if any(group_of(model) is not None for model in models_of(part)):
+            raise DraftError(
+                f"{name} drafts with layers that are spread over the ranks, as the target's are, "
+                "and ranks draft one by one. Use a draft model that is whole on each."
+            )
+        if isinstance(part, ReadsTarget) and part.features.caches:
+            raise DraftError(
+                f"{name} reads the target's keys and values, of which each rank has a part. Use a "
+                "draft model, or a head that reads states."
+            )
+
+
+class SharedDrafting(Drafting):
+    """Drafting on rank 0, for all ranks; the others have no policy of their own, and no session.
+
+    A part that drafts on every rank has one on each: there the others draw what rank 0 has drawn
+    anew, with the same noise. is_over: a rank was seen to leave or fail. failure: what to raise
+    here. first_end: prompt + tokens that rank 0's caller has. is_alike: all have the same text.
+    is_lost: they cannot be reached.
+    """
+
+    is_shared = True
+
+    def __init__(
+        self,
+        ranks: Ranks,
+        drafter: Drafter | None,
+        length: DraftLength,
+        *others: Any,
+        **options: Any,
+    ) -> None:
+        super().__init__(
+            drafter, length if ranks.is_first else Fixed(0), *others, **options
+        )
+        self.ranks = ranks
+        self.is_under_way = True  # the first thing that all ranks do is to meet
+        self.is_over = False
+        self.failure: Exception | None = None
+        self.is_alike = False
+        self.is_lost = False
+        self.first_end = 0
+        self._num_met = 0  # tokens of the text at the latest meeting
+        self._everywhere = [
+            key_of(part)
+            for part in all_drafters(drafter)
+            if optional(part, "on_every_rank")
+        ]
+
+    def begin(self, context: DraftContext) -> None:
+        """Begin the session on rank 0 or everywhere, and see that it could be."""
+        check_drafts_alone(self.drafter)
+        if self.ranks.is_first or self._everywhere:
+            super().begin(context)
+        else:
+            self.features = FeatureFeed.of_nobody(self.drafter, self.target)
+        if self.features is not None:
+            self.features.at_once = True
+        self._meet(State.GOES_ON)
+        if self.failure is not None:
+            raise self.failure
+
+    def _may_fork(self) -> bool:
+        """False: to find out takes passes of all ranks, and rank 0 alone would ask."""
+        return False
+
+    def propose(self) -> Draft:
+        """Rank 0's draft, on every rank; an empty one where all end."""
+        self.target.widest_pass()  # may measure, with passes; so on all ranks
+        draft = NO_DRAFT
+        if self.ranks.is_first:
+            draft = super().propose()
+            check_draft(draft, self.target.vocab_size())
+            draft = draft.head(MOST_TOKENS)
+        state = State.GOES_ON if self.sequence.wants_more() else State.LEAVES
+        first = self._meet(State.FAILED if self.failure else state, draft)
+        if self.failure is not None:
+            raise self.failure
+        if self.is_over:
+            return NO_DRAFT
+        if not first.tokens:
+            self.target.rollback.drop_checkpoints()
+        return self._received(first, draft)
+
+    def _meet(self, state: State, draft: Draft = NO_DRAFT) -> RankMessage:
+        """Tell the others this rank's state, and rank 0's draft; returns rank 0's message."""
+        is_drawn, part = draft.logprobs is not None, 0
+        if is_drawn and draft.parents is None and self.part in self._everywhere:
+            part = 1 + self._everywhere.index(self.part)
+        sequence = self.sequence
+        known = [sequence.max_tokens % (1 << WORD), self.drafter is not None]
+        known += sequence.tokens[self._num_met :]
+        checksum, self._num_met = (
+            zlib.crc32(array("I", known).tobytes()),
+            len(sequence.tokens),
+        )
+        about = is_drawn, part, to_list(draft.tokens), draft.parents
+        message = RankMessage(state, sequence.end, checksum, *about)
+        try:
+            gathered = self.ranks.gather(message.numbers())
+        except RuntimeError:
+            self.is_lost = True
+            raise
+        messages = [RankMessage.read(numbers) for numbers in gathered]
+        self.is_under_way = False
+        self.is_alike = len({one.checksum for one in messages}) == 1
+        failed = [
+            rank for rank, one in enumerate(messages) if one.state == State.FAILED
+        ]
+        if failed and self.failure is None:
+            self.failure = RankError(
+                f"Rank {failed[0]} failed, and all ranks end with it; its own error says why."
+            )
+        elif not failed and not self.is_alike:
+            self.failure = RankError(
+                "The ranks' texts differ. Call all of them with the same arguments, samplers and "
+                "processors; if they were, their hardware computes different numbers."
+            )
+        self.first_end = messages[0].end
+        self.is_over = self.failure is not None or any(one.state for one in messages)
+        if self.is_over:
+            sequence.max_tokens = sequence.num_generated
+            sequence.num_handed_out = self.first_end - sequence.prompt_length
+        return messages[0]
+
+    def _received(self, first: RankMessage, own: Draft) -> Draft:
+        """The draft of rank 0's message, with its distribution."""
+        logprobs = own.logprobs
+        if not self.ranks.is_first and first.part:
+            logprobs = self._drawn_anew(first)
+        elif first.is_drawn and not first.part:
+            shape = len(first.tokens), self.target.vocab_size()
+            logprobs = self.ranks.from_first(own.logprobs, shape)
+        return replace(
+            own, tokens=first.tokens, logprobs=logprobs, parents=first.parents
+        )
+
+    def _drawn_anew(self, first: RankMessage) -> mx.array:
+        """The distribution [K, V] of a draft that rank 0 has drawn, from this rank's own session.
+
+        Where that fails, this rank stays with the others for one more pass, and says so then.
+        """
+        num_tokens = len(first.tokens)
+        try:
+            if first.part > len(self._everywhere):
+                raise RankError(
+                    "Rank 0 drafts with another drafter than this rank. Call all ranks of a "
+                    "sharded model with the same arguments."
+                )
+            key = self._everywhere[first.part - 1]
+            part = next(p for group in self.groups for p in group if p.key == key)
+            draft = self._ask(part, num_tokens)
+            if len(draft) != num_tokens or draft.logprobs is None:
+                raise DraftError(
+                    f"{key} drew {len(draft)} tokens here, {num_tokens} on rank 0."
+                )
+            return draft.logprobs
+        except Exception as error:
+            self.failure = error
+            vocab_size = self.target.vocab_size()
+            return mx.full((num_tokens, vocab_size), -math.log(vocab_size))
+
+    def as_on_first(
+        self, tokens: Generator[Any, None, None]
+    ) -> Generator[Any, None, None]:
+        """The tokens of a generation that rank 0's caller has, a round late on the other ranks."""
+        if self.ranks.is_first:
+            yield from tokens
+            return
+        held: deque[Any] = deque()
+        is_open, failure, num_given = True, None, 0
+        with closing(tokens):
+            while is_open:
+                try:
+                    held.append(next(tokens))
+                except StopIteration:
+                    is_open = False
+                except Exception as error:
+                    is_open, failure = False, error
+                while held and self.sequence.prompt_length + num_given < self.first_end:
+                    num_given += 1
+                    yield held.popleft()
+        if failure is not None:
+            raise failure
+
+    def agree_on_end(self) -> bool:
+        """True if all ranks end alike, and can bring caches in order; else these are refused."""
+        error = sys.exception()
+        in_pass = self._num_met == len(self.sequence.tokens)
+        # MLX's own errors are plain ones; after one of them whoever sends something waits forever.
+        self.is_lost |= in_pass and type(error) is RuntimeError
+        try:
+            if self.is_under_way and not self.is_lost:
+                is_failure = error is not None and not isinstance(error, GeneratorExit)
+                self._meet(State.FAILED if is_failure else State.LEAVES)
+        finally:
+            self.is_alike = self.is_alike and self.is_over
+            if not self.is_alike:
+                reason = f"a generation on several ranks failed ({error!r})."
+                mark_unusable(self.target.rollback.caches, reason)
+        return self.is_alike
+
+    def close(self, end: int) -> None:
+        """Close the session; no pass may be under way when the caller sends something."""
+        super().close(end)
+        if self.keeps_cache and self.is_alike:
+            wait_for(self.target.rollback.caches)

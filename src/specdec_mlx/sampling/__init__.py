@@ -1,1 +1,0 @@
-"""The distribution of the next token, and where randomness comes from."""

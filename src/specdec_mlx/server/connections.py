@@ -1,0 +1,107 @@
+"""Connections of the server: the bounds of what comes before the body of a request."""
+
+from __future__ import annotations
+
+from asyncio import TimerHandle, Transport
+from http import HTTPStatus
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+MOST_BYTES = 2**16  # of a request's line and headers
+PATIENCE = 30.0  # seconds in which they have to come
+
+
+class HeadersError(ValueError):
+    """The line and headers of a request are not taken. status: of the reply."""
+
+    def __init__(self, words: str, status: HTTPStatus) -> None:
+        super().__init__(words)
+        self.status = status
+
+
+class BoundedConnection(HttpToolsProtocol):
+    """A connection that is closed where headers are too large, too slow or without a host.
+
+    Source: RFC 9112, section 3.2, of the host; RFC 6585, section 5, of their size.
+    """
+
+    _timer: TimerHandle | None = None
+    _num_bytes = 0  # of line and headers that have not come whole
+    _refusal: HeadersError | None = None
+
+    def connection_made(self, transport: Transport) -> None:  # type: ignore[override]
+        """Begin to wait for the first request."""
+        super().connection_made(transport)
+        self._wait()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        """Wait for nothing."""
+        self._stop_waiting()
+        super().connection_lost(exc)
+
+    def data_received(self, data: bytes) -> None:
+        """Read on; what has come of line and headers is counted."""
+        was_waiting = self._timer is not None
+        super().data_received(data)
+        if was_waiting and self._timer is not None:
+            self._num_bytes += len(data)
+            if self._num_bytes > MOST_BYTES:
+                self._refuse(too_large())
+
+    def on_message_begin(self) -> None:
+        """Begin to wait for the headers of a request."""
+        super().on_message_begin()
+        self._wait()
+
+    def on_headers_complete(self) -> None:
+        """Look at them, and let the request begin; raises HeadersError, which ends the parsing."""
+        self._stop_waiting()
+        num_bytes = len(self.url) + sum(len(n) + len(v) for n, v in self.headers)
+        hosts = [value for name, value in self.headers if name == b"host"]
+        if num_bytes > MOST_BYTES:
+            self._refusal = too_large()
+        elif len(hosts) != 1 and self.parser.get_http_version() == "1.1":
+            words = f"The request has {len(hosts)} Host headers, and needs one."
+            self._refusal = HeadersError(words, HTTPStatus.BAD_REQUEST)
+        if self._refusal is not None:
+            raise self._refusal
+        super().on_headers_complete()
+
+    def send_400_response(self, msg: str) -> None:
+        """Say why a request is not read on, and close the connection."""
+        error = self._refusal or HeadersError(msg, HTTPStatus.BAD_REQUEST)
+        self._refuse(error)
+
+    def _wait(self) -> None:
+        self._stop_waiting()
+        self._timer = self.loop.call_later(PATIENCE, self._give_up)
+
+    def _stop_waiting(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer, self._num_bytes = None, 0
+
+    def _give_up(self) -> None:
+        words = "The headers of the request did not come."
+        self._refuse(HeadersError(words, HTTPStatus.REQUEST_TIMEOUT))
+
+    def _refuse(self, error: HeadersError) -> None:
+        self._stop_waiting()
+        is_between = self.cycle is None or self.cycle.response_complete
+        if is_between and not self.transport.is_closing():
+            lines = [
+                f"HTTP/1.1 {error.status.value} {error.status.phrase}",
+                "content-type: text/plain; charset=utf-8",
+                f"content-length: {len(str(error))}",
+                "connection: close",
+            ]
+            self.transport.write("\r\n".join([*lines, "", str(error)]).encode())
+        self.transport.close()
+
+
+def too_large() -> HeadersError:
+    """The error for headers with more than `MOST_BYTES`."""
+    return HeadersError(
+        f"The headers of the request have more than {MOST_BYTES} bytes.",
+        HTTPStatus.REQUEST_HEADER_FIELDS_TOO_LARGE,
+    )

@@ -1,0 +1,728 @@
+"""The target: one pass over the pending tokens and the draft, and its verdict."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence, Set
+from dataclasses import InitVar, dataclass, field
+from functools import cached_property, partial
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.generate import maybe_quantize_kv_cache
+
+from specdec_mlx.arguments import shown, wrong
+from specdec_mlx.caches import Rollback
+from specdec_mlx.contracts import (
+    NO_DRAFT,
+    ROOT,
+    AcceptanceRule,
+    Agreement,
+    Decision,
+    Draft,
+    DraftContext,
+    FeatureRows,
+    Features,
+    KeysValues,
+    LogitsProcessor,
+    Outcome,
+    PendingPass,
+    needs_distribution,
+    shares_noise,
+)
+from specdec_mlx.errors import DraftError, LogitsError, VerdictError
+from specdec_mlx.exactness.probe import first_inexact, warn_of_chains
+from specdec_mlx.exactness.recurrent_states import recurrent_states_of
+from specdec_mlx.models.anatomy import (
+    Taps,
+    check_readable,
+    keys_values_of,
+    vocab_size_of,
+)
+from specdec_mlx.options import CacheOptions, check_sampler, processors_of
+from specdec_mlx.rules import make_rule
+from specdec_mlx.sampling import (
+    GumbelRows,
+    Noise,
+    Sampler,
+    Sampling,
+    max_window,
+    read_sampler,
+)
+from specdec_mlx.token_ids import read_all, to_ids, to_list
+from specdec_mlx.trees.passes import TreeLayout, takes_trees, tree_pass
+from specdec_mlx.trees.rules import tree_rule_for
+from specdec_mlx.trees.shape import depths_of, path_to
+
+
+def check_model(model: object) -> None:
+    """Raise ValueError for a model that is not loaded."""
+    if not isinstance(model, nn.Module):
+        raise wrong(
+            "model", model, "a loaded model: model, tokenizer = mlx_lm.load(...)"
+        )
+
+
+def check_draft(draft: Draft, vocab_size: int) -> None:
+    """Raise DraftError for a draft that can be seen to be wrong before anything is computed.
+
+    Ids of the target, a distribution [K, V], a tree. `check_drafted` sees ids not computed yet.
+    """
+    tokens, parents = draft.tokens, draft.parents
+    if isinstance(tokens, mx.array):
+        if tokens.ndim != 1 or not mx.issubdtype(tokens.dtype, mx.integer):
+            raise DraftError(
+                f"The drafter proposed an array of shape {tokens.shape} and type {tokens.dtype}; "
+                "expected token ids [K], integers."
+            )
+    elif isinstance(tokens, Sequence) and set(map(type, tokens)) <= {int}:
+        check_drafted(tokens, vocab_size)
+    else:
+        raise DraftError(
+            f"The drafter proposed a {type(tokens).__name__} that is no sequence of ints; expected "
+            "one, or an mx.array of them. Use .tolist() on arrays of other libraries."
+        )
+    num_tokens, shape = len(tokens), getattr(draft.logprobs, "shape", None)
+    is_array = isinstance(draft.logprobs, mx.array) and shape == (
+        num_tokens,
+        vocab_size,
+    )
+    if draft.logprobs is not None and not is_array:
+        raise DraftError(
+            f"The drafter's distribution is a {type(draft.logprobs).__name__} of shape {shape}; "
+            f"expected an mx.array [K, V] = {(num_tokens, vocab_size)}. Hand over one row a draft "
+            "token."
+        )
+    if parents is not None and not (
+        len(parents) == num_tokens
+        and all(-1 <= parent < i for i, parent in enumerate(parents))
+    ):
+        raise DraftError(
+            f"The drafter's parents are {list(parents)}; expected {num_tokens} indices, each of an "
+            "earlier token, or -1 for the text itself."
+        )
+
+
+def check_drafted(tokens: Sequence[int], vocab_size: int) -> None:
+    """Raise DraftError for drafted ids [K] that the target does not have."""
+    if tokens and not 0 <= min(tokens) <= max(tokens) < vocab_size:
+        wrong = next(token for token in tokens if not 0 <= token < vocab_size)
+        raise DraftError(
+            f"The drafter proposed token {wrong}; the target has 0 to {vocab_size - 1}. Use a "
+            "drafter for the same tokenizer."
+        )
+
+
+class NextToken:
+    """Turns the target's logits into a distribution, and draws tokens.
+
+    sampling: also read back from mlx-lm's `make_sampler`; None if only a sampler is known. by_row:
+    rows are drawn one by one, since a sampler or processor of the caller's may remember; remembers:
+    a processor may. has_failed: the logits after the text were seen to be not finite.
+    """
+
+    def __init__(
+        self,
+        sampler: Sampler | Sampling,
+        processors: Sequence[LogitsProcessor],
+        noise: Noise,
+    ) -> None:
+        check_sampler(sampler)
+        self.sampler = read_sampler(sampler) or sampler
+        self.sampling = self.sampler if isinstance(self.sampler, Sampling) else None
+        self.processors = processors_of(processors)
+        self.noise = noise
+        self._gumbels = GumbelRows(noise, "target")
+        self.history: mx.array | None = None
+        self.remembers = not all(map(is_pure, self.processors))
+        self.by_row = self.remembers or not is_pure(self.sampler)
+        self.has_failed = False
+        self._window = max_window(self.processors)
+
+    def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
+        """Add emitted tokens to the processors' history, which need not be the whole text."""
+        if len(tokens):
+            new = to_ids(tokens)
+            seen = new if self.history is None else mx.concatenate([self.history, new])
+            self.history = seen if self._window is None else seen[-self._window :]
+
+    def process(
+        self, logits: mx.array, drafted: mx.array, parents: Sequence[int] | None = None
+    ) -> mx.array:
+        """Run pure processors over rows [K+1, V], each with the history that it would have."""
+        rows = []
+        for i in range(logits.shape[0]):
+            before = (
+                drafted[:i]
+                if parents is None
+                else drafted[_index(path_to(i - 1, parents))]
+            )
+            rows.append(self.process_row(logits[i : i + 1], before))
+        return mx.concatenate(rows)
+
+    def process_row(
+        self, logits: mx.array, drafted: Sequence[int] | mx.array
+    ) -> mx.array:
+        """Run the processors over one row [1, V], after tokens of a draft."""
+        if self.history is None:
+            return logits
+        seen = (
+            mx.concatenate([self.history, to_ids(drafted)])
+            if len(drafted)
+            else self.history
+        )
+        for processor in self.processors:
+            logits = _returned(
+                "processor", processor(seen, logits), logits.shape, mx.floating
+            )
+        return logits
+
+    def draw(
+        self, logprobs: mx.array, position: int, parents: Sequence[int] | None = None
+    ) -> mx.array:
+        """The target's own token [K+1] at each row [K+1, V]; rows of one depth share noise."""
+        if self.sampling is None:
+            ids = [self.sampler(row[None]) for row in logprobs]  # any ints
+            ids = [
+                _returned("sampler", token, (1,), mx.integer).astype(mx.int64)
+                for token in ids
+            ]
+            return mx.concatenate(ids)
+        if self.sampling.greedy:
+            return self.sampling.draw(logprobs, None)
+        if parents is None:
+            return self.sampling.draw(
+                logprobs, self._gumbels.at(position, *logprobs.shape)
+            )
+        depths = [0, *(depth + 1 for depth in depths_of(parents))]
+        noise = self._gumbels.at(position, max(depths) + 1, logprobs.shape[-1])
+        return self.sampling.draw(logprobs, noise[_index(depths)])
+
+
+def _index(rows: Sequence[int]) -> mx.array:
+    return mx.array(list(rows), mx.int32)
+
+
+def clip_ids(ids: mx.array, vocab_size: int) -> mx.array:
+    """Token ids [n] as they can be fed: those out of the vocabulary are clipped."""
+    return mx.clip(ids, 0, vocab_size - 1).astype(mx.uint32)
+
+
+def _returned(
+    by: str, found: Any, shape: tuple[int, ...], kind: mx.DtypeCategory
+) -> mx.array:
+    """The array that a callable of the caller's returned; ValueError for another value."""
+    if isinstance(found, mx.array):
+        if found.shape == shape and mx.issubdtype(found.dtype, kind):
+            return found
+        found = (found.shape, found.dtype)
+    expected = f"an mx.array of shape {shape} and type {kind.name}"
+    raise ValueError(f"The {by} returned {shown(found)}; expected {expected}.")
+
+
+class RoundPositions:
+    """A round's K+1 positions, from processed logits; see `contracts.TargetRows`."""
+
+    def __init__(
+        self,
+        logits: mx.array,
+        next_token: NextToken,
+        position: int,
+        parents: Sequence[int] | None = None,
+    ) -> None:
+        self.scales = mx.logsumexp(logits, axis=-1, keepdims=True)
+        self.logprobs = logits - self.scales
+        self._logits = logits
+        self._next_token = next_token
+        self._position = position
+        self._parents = parents
+        self.has_distribution = next_token.sampling is not None
+
+    @property
+    def greedy(self) -> bool:
+        """True if all mass lies on the argmax."""
+        sampling = self._next_token.sampling
+        return sampling is not None and sampling.greedy
+
+    def each(self) -> list[mx.array]:
+        """`logprobs` once more, each row [1, V] in memory of its own: a slice would keep all."""
+        count = self.logprobs.shape[0]
+        return list(
+            map(
+                mx.subtract, mx.split(self._logits, count), mx.split(self.scales, count)
+            )
+        )
+
+    @cached_property
+    def probs(self) -> mx.array:
+        """The distribution that the next token is drawn from, float32; [K+1, V]."""
+        sampling = self._next_token.sampling
+        assert sampling is not None, "a rule that reads probs has needs_distribution"
+        return sampling.distribution(self.logprobs)
+
+    @cached_property
+    def tokens(self) -> mx.array:
+        """The target's own draw at each row; [K+1]."""
+        return self._next_token.draw(self.logprobs, self._position, self._parents)
+
+
+@dataclass(frozen=True)
+class RoundNoise:
+    """Randomness of one round's rule, keyed by the position of its first token."""
+
+    noise: Noise
+    position: int
+
+    def uniform(self, n: int) -> mx.array:
+        """Numbers in [0, 1), one for each draft token's coin; [n]."""
+        return self.noise.uniform("accept", self.position, n)
+
+    def gumbel(self, vocab: int) -> mx.array:
+        """Standard Gumbel noise for the token after the kept ones; [V]."""
+        return self.noise.gumbel("next", self.position, vocab)
+
+
+def is_pure(f: Any) -> bool:
+    """True if calling `f` on a row that is thrown away afterwards does no harm.
+
+    So for `Sampling`, mlx-lm's own samplers and processors, and callables with a true `pure`.
+    """
+    known = getattr(f, "__module__", None) == "mlx_lm.sample_utils"
+    return isinstance(f, Sampling) or known or bool(getattr(f, "pure", False))
+
+
+NOT_FINITE = (
+    "The target's logits for the next token are not finite. Check the weights, the dtype and the "
+    "logits processors."
+)
+
+
+# most that a draft's distribution may be off from summing to 1, in float32
+MASS_TOLERANCE = 1e-3
+
+
+@dataclass
+class LazyPass:
+    """A round as one graph; see `contracts.PendingPass`.
+
+    results: the small arrays that `read` waits for. is_sampled: by the caller's sampler: any ids.
+    """
+
+    draft: Draft
+    num_fed: int
+    logprobs: list[mx.array]
+    decision: Decision
+    results: dict[str, mx.array]
+    features: FeatureRows | None = None
+    is_sampled: bool = False
+
+    @property
+    def to_compute(self) -> list[mx.array]:
+        """The arrays that the device begins with."""
+        return [*self.results.values(), *self.logprobs]
+
+    @property
+    def next_token(self) -> mx.array:
+        """Token after an empty draft, not computed yet."""
+        tokens = self.results["target_tokens"]
+        return (
+            clip_ids(tokens, self.logprobs[0].shape[-1])
+            if self.is_sampled
+            else to_ids(tokens)
+        )
+
+    def wait(self) -> None:
+        """Wait until it is computed."""
+        mx.eval(*self.results.values())
+
+    def read(self) -> Outcome:
+        """The outcome; the only host synchronisation of a round."""
+        vocab_size = self.logprobs[0].shape[-1]
+        numbers = dict(zip(self.results, read_all(*self.results.values()), strict=True))
+        drafted: Any = self.draft.tokens
+        if "drafted" in numbers:
+            drafted = numbers["drafted"]
+            check_drafted(drafted, vocab_size)
+        outcome = self.decision.outcome(numbers, drafted)
+        for i, node in enumerate((ROOT, *outcome.kept)):
+            if not math.isfinite(numbers["scales"][node + 1][0]):
+                if i == 0:
+                    raise LogitsError(NOT_FINITE)
+                # what came before is handed out; the next round finds this row as its first
+                outcome = Outcome(outcome.kept[:i], outcome.tokens[:i])
+                break
+        if not 0 <= outcome.tokens[-1] < vocab_size:
+            raise wrong_next_token(outcome.tokens[-1], vocab_size)
+        if "masses" in numbers:
+            check_distribution(numbers["masses"], numbers["own"])
+        return outcome
+
+
+@dataclass
+class StepwisePass:
+    """A round whose rows go through callables of the caller's one at a time, in order.
+
+    ends: tokens after which no draft is of use.
+    """
+
+    draft: Draft
+    num_fed: int
+    logits: mx.array
+    target: NextToken
+    position: int
+    ends: Set[int] = frozenset()
+    features: FeatureRows | None = None
+    logprobs: list[mx.array] = field(default_factory=list)
+
+    @property
+    def to_compute(self) -> list[mx.array]:
+        """The arrays that the device begins with."""
+        return [self.logits]
+
+    @cached_property
+    def _first_row(self) -> tuple[mx.array, mx.array, mx.array]:
+        if self.target.has_failed:  # the processors have seen it, in the round before
+            raise LogitsError(NOT_FINITE)
+        return self._row(0, [])
+
+    @property
+    def next_token(self) -> mx.array:
+        """Token after an empty draft, not computed yet."""
+        return clip_ids(self._first_row[0], self.logits.shape[-1])
+
+    def wait(self) -> None:
+        """Wait until the rows are computed."""
+        mx.eval(self.logits)
+
+    def read(self) -> Outcome:
+        """The outcome."""
+        drafted = to_list(self.draft.tokens)
+        drafted = drafted[: len(Draft(drafted).until(self.ends))]
+        check_drafted(drafted, self.logits.shape[-1])
+        tokens: list[int] = []
+        while len(tokens) <= len(drafted) and tokens == drafted[: len(tokens)]:
+            row = len(tokens)
+            token, bad, logprobs = (
+                self._row(row, drafted[:row]) if row else self._first_row
+            )
+            token_id, is_bad = to_list(mx.concatenate([token, bad]))
+            if is_bad and not row:
+                raise LogitsError(NOT_FINITE)
+            if is_bad:  # what came before is handed out first
+                self.target.has_failed = True
+                return Outcome(range(row), tokens)
+            tokens.append(token_id)
+            self.logprobs.append(logprobs)
+        if not 0 <= tokens[-1] < self.logits.shape[-1]:
+            raise wrong_next_token(tokens[-1], self.logits.shape[-1])
+        return Outcome(range(len(tokens) - 1), tokens)
+
+    def _row(self, row: int, before: list[int]) -> tuple[mx.array, mx.array, mx.array]:
+        """The target's token [1] after draft tokens, 1 if its logits are not finite, [1, V]."""
+        logits = self.target.process_row(self.logits[row : row + 1], before)
+        scale = mx.logsumexp(logits, axis=-1, keepdims=True)
+        token = self.target.draw(logits - scale, self.position + row)
+        return token, ~mx.isfinite(scale[0]).astype(mx.bool_), logits - scale
+
+
+def wrong_next_token(token: int, vocab_size: int) -> VerdictError:
+    """The error for a token that the target does not have: it would be fed next."""
+    return VerdictError(
+        f"The next token is {token}; the target has 0 to {vocab_size - 1}. Have your own sampler "
+        "or rule draw it from the target's rows."
+    )
+
+
+def check_distribution(masses: Sequence[float], own: Sequence[Sequence[float]]) -> None:
+    """Raise DraftError for a row of draft_probs that does not sum to 1 or excludes its token."""
+    for i, (mass, (logprob,)) in enumerate(zip(masses, own, strict=True)):
+        if not (abs(mass - 1) < MASS_TOLERANCE and logprob > -math.inf):
+            raise DraftError(
+                f"The distribution of draft token {i} is none: it must sum to 1 and give mass to "
+                "the token drawn. Hand over the log-probabilities that it was drawn from."
+            )
+
+
+@dataclass(eq=False)
+class ModelPass:
+    """The target model and its caches.
+
+    options: when they are quantized. probe: measure once if the model is exact for several
+    positions at once. taps: reads states of its passes, or None.
+    """
+
+    model: nn.Module
+    rollback: Rollback
+    options: CacheOptions = field(default_factory=CacheOptions)
+    probe: bool = field(default=True, kw_only=True)
+    taps: Taps | None = field(default=None, init=False)
+
+    def tap(self, wanted: Features) -> None:
+        """Have every pass from now on bring these features; UnreadableError if it cannot."""
+        for index in wanted.caches:
+            check_readable(self.rollback.caches, index)
+        self.taps = Taps(self.model, wanted, self.keys_values)
+
+    def vocab_size(self) -> int:
+        """V."""
+        return vocab_size_of(self.model)
+
+    @property
+    def position(self) -> int:
+        """Positions that were fed."""
+        return self.rollback.position
+
+    def keys_values(self, index: int) -> KeysValues:
+        """Contents of a cache now; UnreadableError for one without keys and values."""
+        return keys_values_of(self.rollback.caches, index)
+
+    def fed_features(self) -> tuple[FeatureRows, int]:
+        """Rows of the latest `feed`, and how many positions it had."""
+        assert self.taps is not None
+        assert self.taps.features is not None, "asked for rows before a pass"
+        return self.taps.features, self.taps.num_rows
+
+    def feed(
+        self,
+        tokens: mx.array,
+        embeddings: mx.array | None = None,
+        parents: Sequence[int] | None = None,
+        *,
+        in_round: bool = False,
+    ) -> mx.array:
+        """One pass over tokens [S], or embeddings [S, D] in their place; logits [S, V], lazy.
+
+        parents: [K] of the last K tokens, where they are a tree. in_round: it verifies; from the
+        first wide one of these on, recurrences go step by step, as plain decoding would.
+        """
+        if in_round and self.probe and tokens.shape[0] > 1:
+            self.rollback.states = recurrent_states_of(self.model)
+        if self.options.kv_bits is not None:
+            self.quantize()
+        call = None
+        if parents is not None:
+            rows = TreeLayout.after(tokens.shape[0] - len(parents), parents)
+            call = partial(tree_pass, rows=rows)
+        inputs = {} if embeddings is None else {"input_embeddings": embeddings[None]}
+
+        run = partial(self.rollback.forward, self.model, tokens, call, **inputs)
+        return run() if self.taps is None else self.taps.read(run)
+
+    def quantize(self) -> None:
+        """Quantize caches, in the caller's list, that are long enough; after a rollback."""
+        if self.options.kv_bits is not None and self.rollback.position > 0:
+            maybe_quantize_kv_cache(
+                self.rollback.caches,
+                self.options.quantized_kv_start,
+                self.options.kv_group_size,
+                self.options.kv_bits,
+            )
+
+    def widest_pass(self) -> int | None:
+        """Most positions that the next pass may have, as measured; None for any number.
+
+        No pass may reach across `quantized_kv_start`, after which plain decoding quantizes caches.
+        """
+        limits = [self.rollback.widest_pass()]
+        if self.probe:
+            end = self.rollback.end
+            until = first_inexact(self.model, end)
+            limits.append(None if until is None else max(1, until - end))
+        if self.options.kv_bits is not None:
+            start = self.options.quantized_kv_start
+            limits += [
+                start - cache.offset
+                for cache in self.rollback.caches
+                if hasattr(cache, "to_quantized") and cache.offset < start
+            ]
+        return min((limit for limit in limits if limit is not None), default=None)
+
+    def takes_trees(self) -> bool:
+        """True if a tree may be verified now, in one pass; a warning, once a model, if not."""
+        if not self.probe:
+            return False
+        end = self.rollback.end
+        if (
+            takes_trees(self.rollback)
+            and first_inexact(self.model, end, on_trees=True) is None
+        ):
+            return True
+        if self.taps is None:
+            warn_of_chains(self.model)
+        return False
+
+
+NO_TOKENS = mx.array([], mx.uint32)
+
+
+@dataclass(eq=False)
+class Verifier(ModelPass):
+    """The target of a generation: passes of a model, and verdicts; see `contracts.Target`.
+
+    next_token: what its tokens are drawn from, and with which noise. given_rule: how much of a
+    draft is kept, as `make_rule` takes it. end_tokens: tokens that end a text; a draft goes no
+    further. Raises ValueError if the rule needs a distribution, and there is none.
+    """
+
+    next_token: NextToken = field(kw_only=True)
+    given_rule: InitVar[str | AcceptanceRule] = field(kw_only=True)
+    end_tokens: Set[int] = field(default=frozenset(), kw_only=True)
+
+    def __post_init__(self, given_rule: str | AcceptanceRule) -> None:
+        self.remembers = self.next_token.remembers
+        is_opaque = self.next_token.by_row or self.next_token.sampling is None
+        is_seeded = self.next_token.noise.is_given and not is_opaque
+        self.rule = make_rule(given_rule, is_seeded=is_seeded)
+        self.tree_rule = tree_rule_for(self.rule)
+        if is_opaque and needs_distribution(self.rule):
+            raise ValueError(
+                f"rule={self.rule.name!r} needs the target's distribution, and a sampler or "
+                "processor of your own gives none. Leave it out, or use "
+                "specdec_mlx.Sampling(...) as the sampler."
+            )
+
+    def extend_history(self, tokens: Sequence[int] | mx.array) -> None:
+        """Add tokens of the text to what logits processors see."""
+        if self.next_token.processors:
+            self.next_token.extend_history(tokens)
+
+    def show_end(self, logprobs: mx.array) -> None:
+        """Show processors the text when no pass comes after it; logprobs: [1, V], any."""
+        self.next_token.process_row(logprobs, ())
+
+    def draft_context(
+        self, tokenizer: Any, draft_cache: list[Any] | None
+    ) -> DraftContext:
+        """The target as a drafter may know it."""
+        return DraftContext(
+            sampling=self.next_token.sampling,
+            noise=self.next_token.noise,
+            coupled=shares_noise(self.rule),
+            logits_processors=[f for f in self.next_token.processors if is_pure(f)],
+            vocab_size=self.vocab_size(),
+            tokenizer=tokenizer,
+            draft_cache=draft_cache,
+            prefill_step_size=self.options.prefill_step_size,
+            target_caches=self,
+        )
+
+    def launch(
+        self,
+        pending: Sequence[int] | mx.array,
+        draft: Draft,
+        position: int,
+        embeddings: mx.array | None = None,
+    ) -> PendingPass:
+        """Start a round: feed the pending tokens and the draft, and let the device run.
+
+        A tree that cannot be verified here is cut to a chain. DraftError, before anything is fed.
+        """
+        if len(draft.tokens):
+            draft = self.checked(draft)
+        fed, drafted, num_drafted = to_ids(pending), NO_TOKENS, len(draft.tokens)
+        num_fed = fed.shape[0] + num_drafted
+        rows: list[FeatureRows] = []
+        if fed.shape[0] > 1:
+            fed, rows = self._feed_all_but_last_pass(fed)
+        if num_drafted:
+            self.rollback.checkpoint()
+            drafted = self.drafted_ids(draft)
+            fed = mx.concatenate([fed, drafted])
+        logits = self.feed(fed, embeddings, draft.parents, in_round=True)
+        pass_ = self.judge(
+            logits[-num_drafted - 1 :], draft, drafted, position, num_fed
+        )
+        to_compute = pass_.to_compute
+        if (taps := self.taps) is not None:
+            assert taps.features is not None
+            features = (
+                FeatureRows.joined([*rows, taps.features]) if rows else taps.features
+            )
+            pass_.features = features
+            if features.top_tokens is not None:
+                to_compute.append(features.top_tokens)
+        mx.async_eval(to_compute)
+        return pass_
+
+    def judge(
+        self,
+        logits: mx.array,
+        draft: Draft,
+        drafted: mx.array,
+        position: int,
+        num_fed: int,
+    ) -> LazyPass | StepwisePass:
+        """The round of a pass that was made, lazy; logits: [K+1, V] from the last pending on."""
+        target = self.next_token
+        if target.by_row:
+            return StepwisePass(
+                draft, num_fed, logits, target, position, self.end_tokens
+            )
+        if target.processors:
+            logits = target.process(logits, drafted, draft.parents)
+        rows = RoundPositions(logits, target, position, draft.parents)
+        if not len(draft.tokens):
+            return LazyPass(
+                NO_DRAFT,
+                num_fed,
+                [rows.logprobs],
+                Agreement(rows.tokens),
+                {"scales": rows.scales, "target_tokens": rows.tokens},
+                is_sampled=target.sampling is None,
+            )
+        as_ids = Draft(drafted, draft.logprobs, parents=draft.parents)
+        given = rows, as_ids, RoundNoise(target.noise, position)
+        if draft.parents is None:
+            decision = self.rule.decide(*given)
+        else:
+            assert self.tree_rule is not None, "a draft is cut to a chain without one"
+            decision = self.tree_rule.decide_tree(*given)
+        results = {"scales": rows.scales, **decision.arrays()}
+        if isinstance(draft.tokens, mx.array):
+            results["drafted"] = draft.tokens
+        q = as_ids.probs
+        if draft.logprobs is not None and q is not None:
+            results["masses"] = mx.sum(q, axis=-1)
+            results["own"] = mx.take_along_axis(
+                draft.logprobs, drafted[:, None], axis=-1
+            )
+        return LazyPass(draft, num_fed, rows.each(), decision, results)
+
+    def checked(self, draft: Draft, *, may_fork: bool = True) -> Draft:
+        """A draft until its end tokens, of a tree the first chain where it must be one.
+
+        Raises DraftError for what is none.
+        """
+        check_draft(draft, self.vocab_size())
+        is_known = not isinstance(draft.tokens, mx.array)
+        if is_known and not self.end_tokens.isdisjoint(draft.tokens):
+            draft = draft.until(self.end_tokens)
+        if draft.parents is not None and not (may_fork and self.takes_trees()):
+            return draft.first_chain()
+        return draft
+
+    def drafted_ids(self, draft: Draft) -> mx.array:
+        """The draft's tokens as ids that exist; wrong ones are an error once they can be read."""
+        if not len(draft.tokens):
+            return NO_TOKENS
+        ids = to_ids(draft.tokens)
+        is_known = not isinstance(draft.tokens, mx.array)
+        return ids if is_known else mx.minimum(ids, self.vocab_size() - 1)
+
+    def takes_trees(self) -> bool:
+        """True if rule, rows and model go with trees."""
+        is_taken = self.tree_rule is not None and not self.next_token.by_row
+        return is_taken and super().takes_trees()
+
+    def _feed_all_but_last_pass(
+        self, pending: mx.array
+    ) -> tuple[mx.array, list[FeatureRows]]:
+        """Feed pending tokens that one pass has no room for; those that are left, and the rows."""
+        rows: list[FeatureRows] = []
+        while (room := self.widest_pass()) is not None and 1 < pending.shape[0] > room:
+            self.feed(pending[:room], in_round=True)
+            if self.taps is not None:
+                rows.append(self.fed_features()[0])
+            pending = pending[room:]
+        return pending, rows

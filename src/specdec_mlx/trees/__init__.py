@@ -1,0 +1,1 @@
+"""Trees of draft tokens; imported when a draft forks."""

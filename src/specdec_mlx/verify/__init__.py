@@ -1,1 +1,0 @@
-"""The target's side: its pass, exactness, and the way back for its caches."""

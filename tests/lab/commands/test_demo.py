@@ -1,0 +1,162 @@
+"""The demo keeps to its time, compares what it says it compares, and writes plain text."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Generator, Sequence
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import mlx.nn as nn
+import pytest
+import test_bench
+
+import specdec_mlx as sd
+import tiny
+from selection import FULL, in_one_test
+from specdec_mlx.cli import commands as cli
+from specdec_mlx.lab.bench.prompts import Task
+from specdec_mlx.lab.bench.timing import PLAIN, Contender, Emitted, Sample
+from specdec_mlx.lab.commands import demo
+from specdec_mlx.lab.commands.demo import PAIR, Show
+
+TASK = Task("text", "text", [1, 2, 3, 1, 2, 3])
+
+
+def show(model: nn.Module) -> Show:
+    return Show(model, None, "ngram", sd.NGramDrafter(), [1], [TASK, replace(TASK, id="b")], 40)
+
+
+@FULL
+@in_one_test(("until", "lengths"), [(-1, {"text": 25}), (4, {"text": 33, "b": 25}), (99, None)])
+def test_texts_are_cut_at_one_token_where_the_time_is_over(
+    until: float, lengths: dict[str, int] | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """So that none is judged by fewer; the first can be timed, a later one may be missing."""
+    ticks = iter(range(1000))
+    monkeypatch.setattr(demo, "time", SimpleNamespace(perf_counter=lambda: next(ticks)))
+    samples = demo.play(show(tiny.build("llama")), "auto", until, 1)
+    found = {name: {len(s.tokens) for s in samples if s.id == name} for name in ("text", "b")}
+    expected = lengths or {"text": 40, "b": 40}
+    assert found == {"text": set(), "b": set()} | {name: {n} for name, n in expected.items()}
+
+
+def sample(drafter: str, repeat: int, pace: float, tokens: Sequence[int] = range(11)) -> Sample:
+    """One whose first token came with the prompt, and each other one after `pace` seconds."""
+    seconds = pace * (len(tokens) - 1)
+    made = test_bench.sample("text", drafter, tokens, repeat=repeat, decode_seconds=seconds)
+    return replace(made, draft_length="auto", passes=5, drafted=8, accepted=6)
+
+
+def rows_of(samples: Sequence[Sample]) -> list[demo.TimedText]:
+    return demo.compare(nn.Module(), TASK, samples)
+
+
+def test_the_speed_is_the_median_of_the_repeats_own_ratios() -> None:
+    """A repeat in which the machine was slow for both says the same as one in which it was not."""
+    paces = [(1.0, 0.5), (9.0, 3.0), (1.0, 1.0)]
+    samples = [
+        sample(drafter, i, pace)
+        for i, pair in enumerate(paces)
+        for drafter, pace in zip((PLAIN, "drafter 1"), pair, strict=True)
+    ]
+    (row,) = rows_of(samples)
+    assert row.speed == 2.0
+    line = demo.format_table([row]).splitlines()[-1]
+    assert line.split()[4:] == [
+        "11",
+        *["2.00", "times", "plain", "2.20", "6", "of", "8"],
+        row.verdict,
+    ]
+
+
+@in_one_test("tokens", [[*range(10), 5], range(10)])
+@in_one_test("repeat", [0, 1])
+@in_one_test(("gap", "verdict"), [(0.5, "DIFFERENT"), (1e-6, "parts at a tie")])
+def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
+    tokens: Sequence[int],
+    repeat: int,
+    gap: float,
+    verdict: str,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A tie of the target's own logits may fall either way on a GPU."""
+    exact = SimpleNamespace(differences=[])
+    monkeypatch.setattr("specdec_mlx.lab.bench.summary.probe", lambda model, **how: exact)
+    monkeypatch.setattr("specdec_mlx.lab.bench.summary.near_tie", lambda differences: 1e-4)
+    monkeypatch.setattr("specdec_mlx.lab.bench.summary.top_two_gap", lambda *args: gap)
+    samples = [sample(name, i, 1.0) for name in (PLAIN, "drafter 1") for i in (0, 1)]
+    samples[2 + repeat] = sample("drafter 1", repeat, 1.0, tokens)
+    (row,) = rows_of(samples)
+    assert row.verdict == verdict
+    assert demo.format_table([row]).endswith(f"  {verdict}")
+
+
+WITHOUT_HASTE = ("--seconds", "900", "--repeats", "1")
+"""So that nothing is cut, however busy the machine is that runs the tests."""
+
+
+@pytest.mark.parametrize("is_terminal", [True, False])
+def test_it_says_what_it_does_and_prints_a_table_of_identical_texts(
+    is_terminal: bool,
+    folder: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Three prompts, and a fixed length for contrast; results alone on stdout.
+
+    On a terminal accepted tokens are underlined; elsewhere every character is one to read.
+    """
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
+    few = ("--draft-length", "3")
+    assert cli.main(["demo", "--model", str(folder), *few, *WITHOUT_HASTE]) == 0
+    out, err = capsys.readouterr()
+    assert ("\033[4m" in out) == ("accepted drafts underlined" in out) == is_terminal
+    if not is_terminal:
+        assert {c for c in out + err if not c.isprintable()} <= {"\n", "�"}
+    assert "in about 900 s, or cut: a text live, then edit, summary, chat, by turns" in err
+    live, _, table = out.partition("text      drafter")
+    assert "target passes" in live
+    rows = table.split("\n\n")[0].splitlines()[2:]
+    expected = [[text, "auto", k] for text in ("edit", "summary", "chat") for k in ("3", "4")]
+    assert [row.split()[:3] for row in rows] == expected
+    assert all(row.endswith(" identical") for row in rows)
+    assert "6 of 6 texts are plain mlx-lm's, token by token." in out
+
+
+def test_a_demo_whose_texts_differ_says_so_and_fails(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The table is a check, not a decoration."""
+    ours = demo.ours
+
+    def spoiled(*args: Any, **kwargs: Any) -> Contender:
+        honest = ours(*args, **kwargs)
+
+        def start(*call: Any) -> Generator[Emitted, None, None]:
+            for i, emitted in enumerate(honest.start(*call)):
+                yield replace(emitted, token=emitted.token ^ (i == 5))
+
+        return replace(honest, start=start)
+
+    monkeypatch.setattr(demo, "ours", spoiled)
+    assert cli.main(["demo", "--model", str(folder), "--max-tokens", "8", *WITHOUT_HASTE]) == 1
+    out = capsys.readouterr().out
+    assert out.count(" DIFFERENT\n") == 6
+    assert "0 of 6 texts are plain mlx-lm's" in out
+
+
+@FULL
+def test_the_demo_model_comes_with_the_pair_that_ships(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a model of one's own it is not shown."""
+    monkeypatch.setattr("specdec_mlx.lab.demo_model.demo_model_path", lambda: folder)
+    assert cli.main(["demo", "--max-tokens", "8", *WITHOUT_HASTE]) == 0
+    rows = [line for line in capsys.readouterr().out.splitlines() if line.startswith(PAIR)]
+    assert [row[len(PAIR) :].split()[:2] for row in rows] == [
+        ["model", "auto"],
+        ["model", "4"],
+    ]
