@@ -46,11 +46,11 @@ A heuristic: right passes of 123 tiny architectures are off as if moved by 3 at 
 multiply in another order, and by 7 where a model rounds to coarse steps of its own.
 """
 
-LEAST = 1e-3
+LEAST = 2e-3
 """Share of its size that no row counts as off by: angles far along a text are rounded to it."""
 
 FEW = 2
-"""Single passes that are run again where a row is off by more, and after that all of them."""
+"""Single passes that are run again where a row is off by more; after that all are, twice."""
 
 MASKED = 1e8  # numbers this large, and infinite ones, mask a token and are not compared
 
@@ -150,7 +150,7 @@ class SinglePasses:
 
     @cached_property
     def _runs_again(self) -> Sequence[Run]:
-        return self.alone(self.start)
+        return [*self.alone(self.start), *self.alone(self.start)]
 
     def joined(self, number: int) -> States:
         """The rows of the first passes, as one wide pass has them."""
@@ -170,7 +170,7 @@ class SinglePasses:
 
     def fault(self, off: dict[Place, list[float]]) -> Place | None:
         """The first place where rows are further off than rounding explains."""
-        for number in (0, FEW, len(self.rows)):
+        for number in (0, FEW, len(self.rows), 2 * len(self.rows)):
             off = {
                 place: rows
                 for place, rows in off.items()
@@ -187,9 +187,9 @@ class SinglePasses:
         return 2 * num_off > len(rows) or (num_off > 0 and place in self.readers)
 
     def _off_by_rounding(self, number: int) -> list[dict[Place, float]]:
-        """How far the first single passes are off if all that modules are handed is moved."""
+        """How far single passes, in turn, are off if all that modules are handed is moved."""
         for key in range(len(self._off), number):
-            row = self.rows[key]
+            row = self.rows[key % len(self.rows)]
             hand = shaken(row, SHAKEN_BY, key)
             moved = arrivals(self.model, self._runs_again[key], hand)
             off = deviations(moved, row).items()
