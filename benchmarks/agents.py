@@ -7,6 +7,8 @@ and nothing but what their block in docs/agents.md says. The target is scripted 
 so that what is tried is the server and the client. What is judged is what is on disk: the file, and
 the test's own note of what it found; then the client's output and exit status, and the answers of
 the server, which are counted on the way. The table that comes out is that of docs/agents.md.
+
+With SPECDEC_MLX_API_KEY in the environment the server wants that key, and all agents have it.
 """
 
 from __future__ import annotations
@@ -40,7 +42,8 @@ ROOT = Path(__file__).parent.parent
 VOCABULARY = 8192
 CONTEXT = 200_000
 MOST_SECONDS = 300
-KEY, MODEL = "none", "local"
+MODEL = "local"
+KEY = os.environ.get("SPECDEC_MLX_API_KEY", "none")  # which the server wants, if it is set
 WRONG = "    return width + height  # rule 7c1d"
 PROGRAM = f'''def area(width, height):
     """The area of a rectangle."""
@@ -226,7 +229,9 @@ CODEX = "codex", "exec", "--skip-git-repo-check", "-s", "danger-full-access"
 def codex_config(url: str) -> dict[str, str]:
     """Of Codex: a provider, and a model that it does not know, which is offered plain tools."""
     lines = f'model = "{MODEL}"', 'model_provider = "specdec"', "", "[model_providers.specdec]"
-    more = 'name = "specdec"', f'base_url = "{url}/v1"', ""
+    more = ['name = "specdec"', f'base_url = "{url}/v1"', ""]
+    if KEY != "none":
+        more.insert(2, 'env_key = "SPECDEC_MLX_API_KEY"')
     return {".codex/config.toml": "\n".join([*lines, *more])}
 
 
@@ -266,6 +271,7 @@ CLIENTS = (
         "Codex, with a provider",
         "@openai/codex",
         lambda url, task: [*CODEX, task],
+        lambda url: {"SPECDEC_MLX_API_KEY": KEY},
         files=codex_config,
     ),
     Client(

@@ -141,7 +141,7 @@ def our_batch(
     def start(tasks: Sequence[Task], max_tokens: int) -> Iterator[tuple[int, int, int]]:
         prompts = [task.prompt for task in tasks]
         for response in batch_stream_generate(
-            model, tokenizer, prompts, max_tokens, drafter=drafter, draft_length=draft_length
+            model, tokenizer, prompts, max_tokens, drafter=drafter, num_draft_tokens=draft_length
         ):
             yield response.index, response.token, response.num_rounds
 
@@ -247,7 +247,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     prompts = read_prompts(args.prompts)
     tasks = [Task(p.id, p.category, encode_chat(tokenizer, p.text)) for p in prompts]
     contenders = {PLAIN: mlx_lm_batch(model, tokenizer)} | {
-        name: our_batch(model, tokenizer, None if name == "none" else name, args.draft_length)
+        name: our_batch(model, tokenizer, None if name == "none" else name, args.num_draft_tokens)
         for name in args.drafter or ["auto"]
     }
     rows: list[Row] = []
@@ -293,7 +293,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--max-tokens", type=count, default=64, help="tokens of a text (%(default)s)")
     add("--repeats", type=count, default=3, metavar="N", help="times each is written (%(default)s)")
     add(
-        "--draft-length",
+        "--num-draft-tokens",
         type=argument(parse_draft_length),
         default="auto",
         metavar="N|POLICY",

@@ -107,7 +107,7 @@ def compare_trees(
             drafting = [
                 begin(
                     replace(drafters[case[0]], branches=case[2]),
-                    draft_length=case[1],
+                    num_draft_tokens=case[1],
                     tuning=tunings[case],
                 )
                 for case in cases

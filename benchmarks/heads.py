@@ -103,7 +103,7 @@ def compare(
             begin: Begin = partial(speculate, target, prompt, **options)
             for (name, drafter), length in product(drafters.items(), lengths):
                 if length != "auto":
-                    (run,) = race([begin(drafter, draft_length=length)])
+                    (run,) = race([begin(drafter, num_draft_tokens=length)])
                     accounts.setdefault((name, str(length)), []).append(run.stats)
             if "auto" in lengths:
                 automatic = [begin(d, tuning=tunings[name]) for name, d in drafters.items()]

@@ -1,6 +1,6 @@
 """A pair whose target is as heavy as you say, raced against mlx-lm.
 
-    python -m benchmarks.heavy --gigabytes 16 --bits 4 --draft-length 4 --draft-length auto
+    python -m benchmarks.heavy --gigabytes 16 --bits 4 --num-draft-tokens 4 --num-draft-tokens auto
 
 After the small pair's own target each pass multiplies by matrices of zeros, one after another, and
 adds what comes out: nothing. So the texts, and what of a draft is accepted, are those of a real
@@ -62,7 +62,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--gigabytes", type=float, default=8.0, help="read in a pass (%(default)s)")
     add("--bits", type=int, choices=BITS, default=16, help="of those weights (%(default)s)")
     add("--drafter", action="append", help="repeatable (model)")
-    add("--draft-length", action="append", help="repeatable (4, auto)")
+    add("--num-draft-tokens", action="append", help="repeatable (4, auto)")
     add("--temp", type=float, default=0.0, help="temperature (%(default)s)")
     add("--max-tokens", type=int, default=192, help="a text (%(default)s)")
     add("--texts", type=int, default=8, help="openings that are continued (%(default)s)")
@@ -76,7 +76,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     choice = DrafterChoice(args.drafter or ["model"], NamedModel(pair.draft))
     ends = pair.tokenizer.eos_token_ids
     how = Settings(args.max_tokens, args.repeats, None, ends, args.temp)
-    lengths = args.draft_length or ["4", "auto"]
+    lengths = args.num_draft_tokens or ["4", "auto"]
     contenders = make_contenders(model, choice, lengths, how, pair.tokenizer)
     record = run_bench(model, tasks, contenders, how)
     print(format_record(record))

@@ -95,7 +95,7 @@ def generate(
         prompt_of(context),
         kind.drafter,
         max_tokens=num_tokens,
-        draft_length=draft_length,
+        num_draft_tokens=draft_length,
         logits_processors=kind.processors,
         probe=False,
     )
@@ -128,11 +128,13 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--context", type=int, default=32_000, help="tokens (%(default)s)")
     parser.add_argument("--rounds", type=int, default=500, help="timed of each (%(default)s)")
-    parser.add_argument("--draft-length", type=int, default=4, metavar="K", help="(%(default)s)")
+    parser.add_argument(
+        "--num-draft-tokens", type=int, default=4, metavar="K", help="(%(default)s)"
+    )
     args = parser.parse_args(arguments)
     rows = []
-    for kind in tqdm(kinds(args.draft_length), desc="host time", file=sys.stderr):
-        seconds = round_seconds(kind, args.context, args.rounds, args.draft_length)
+    for kind in tqdm(kinds(args.num_draft_tokens), desc="host time", file=sys.stderr):
+        seconds = round_seconds(kind, args.context, args.rounds, args.num_draft_tokens)
         median, high = 1e3 * np.quantile(seconds, [0.5, 0.95])
         rows.append([kind.name, str(len(seconds)), f"{median:.3f}", f"{high:.3f}"])
     header = ["round", "rounds", "median ms", "95% ms"]

@@ -124,7 +124,7 @@ def write(
 ) -> tuple[list[int], SpeculationStats]:
     """Generate a text: its tokens after the prompt, and the account of its drafts."""
     how: Any = {"sampler": Sampling(temp=args.temp), "logits_processors": processors}
-    how |= {"draft_length": args.draft_length, "max_tokens": args.max_tokens}
+    how |= {"num_draft_tokens": args.num_draft_tokens, "max_tokens": args.max_tokens}
     how |= {"prefill_step_size": 512}  # attention of a CPU over long texts
     text = list(speculate(target, prompt, drafter, seed=seed, rule="coupled", **how))
     return [token.token for token in text], text[-1].stats
@@ -258,7 +258,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--texts", type=number, default=32, help="texts of the series, of ours (%(default)s)")
     add("--held-out", type=number, default=8, help="texts not learnt from (%(default)s)")
     add("--max-tokens", type=number, default=100, help="tokens of a text or piece (%(default)s)")
-    add("--draft-length", type=number, default=4, help="tokens of a draft (%(default)s)")
+    add("--num-draft-tokens", type=number, default=4, help="tokens of a draft (%(default)s)")
     add("--temp", type=float, default=0.7, help="temperature (%(default)s)")
     add("--json", type=Path, metavar="FILE", help="write the counts")
     return parser

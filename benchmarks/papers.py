@@ -104,7 +104,7 @@ class Texts:
         for temp, length in ((t, k) for t in (0.0, 1.0) for k in LENGTHS):
             drafted = length + is_pass
             stats = self.run(
-                head, draft_length=drafted, rule=AutoRule(), sampler=Sampling(temp=temp)
+                head, num_draft_tokens=drafted, rule=AutoRule(), sampler=Sampling(temp=temp)
             )
             passes = stats.target_passes
             if is_pass:
@@ -125,7 +125,11 @@ class Texts:
                 ways: dict[str, Any] = {"exact": AutoRule()}
                 ways |= {"typical, first children": FirstChildren(), "typical": Typical()}
                 for name, rule in ways.items():
-                    how: Any = {"rule": rule, "sampler": Sampling(temp=1.0), "draft_length": size}
+                    how: Any = {
+                        "rule": rule,
+                        "sampler": Sampling(temp=1.0),
+                        "num_draft_tokens": size,
+                    }
                     with steps_of(head.head.session) as steps:
                         stats = self.run(head, **how)
                     num_steps = len(stats.rounds) if kind == "medusa" else len(steps)

@@ -139,7 +139,7 @@ def replay_rows(
     batch = RecordedBatch(
         memory,
         drafter,
-        Options(draft_length=length),
+        Options(num_draft_tokens=length),
         Schedule(len(texts)),
         vocab_size=vocab_size,
         texts=texts,

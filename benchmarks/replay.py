@@ -80,7 +80,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     }
     if args.drafter or not drafters:
         drafters = replay.drafters_of(args) | drafters
-    lengths = args.draft_length or replay.DEFAULT_LENGTHS
+    lengths = args.num_draft_tokens or replay.DEFAULT_LENGTHS
     everything: list[Score | RowsScore] = []
     for cost in replay.costs_of(args, record):
         print(f"Modelled speedup, {len(record.texts)} texts, cost {cost.name}:\n")

@@ -105,13 +105,13 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--model", help="with plain key-value caches (a small one), or recurrent")
     parser.add_argument("--context", type=int, default=8192)
-    parser.add_argument("--draft-length", type=int, default=4)
+    parser.add_argument("--num-draft-tokens", type=int, default=4)
     parser.add_argument("--repeats", type=int, default=30)
     args = parser.parse_args()
     model = load(str(args.model or demo_model_path()))[0]
     is_recurrent = recurrent_states_of(model) is not None
     timed = time_recurrent_rounds if is_recurrent else time_rounds
-    seconds = timed(model, args.context, args.draft_length, args.repeats)
+    seconds = timed(model, args.context, args.num_draft_tokens, args.repeats)
     medians = {kind: statistics.median(taken) for kind, taken in seconds.items()}
     for kind, median in medians.items():
         print(f"{kind}: {1e3 * median:.1f} ms (median of {args.repeats})")

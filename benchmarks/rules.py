@@ -71,7 +71,7 @@ def account_of(
     *,
     max_tokens: int,
     temp: float,
-    draft_length: int,
+    num_draft_tokens: int,
     seed: int = 0,
     end_tokens: Collection[int] = (),
     on_text: Callable[[], Any] = lambda: None,
@@ -84,7 +84,7 @@ def account_of(
         tasks: the prompts.
         max_tokens: of each text.
         temp: temperature, above 0.
-        draft_length: tokens a round.
+        num_draft_tokens: tokens a round.
         seed: of the draws.
         end_tokens: ids that end a text.
         on_text: called after each text.
@@ -99,7 +99,7 @@ def account_of(
             sampler=Sampling(temp),
             seed=seed,
             rule=account.counting("rejection", is_seeded=True),
-            draft_length=draft_length,
+            num_draft_tokens=num_draft_tokens,
         )
         with closing(stream):
             for token in stream:
@@ -186,7 +186,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             tasks,
             max_tokens=args.max_tokens,
             temp=args.temp,
-            draft_length=args.draft_length,
+            num_draft_tokens=args.draft_length,
             seed=args.seed,
             end_tokens=tokenizer.eos_token_ids,
             on_text=bar.update,
@@ -215,7 +215,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--per-category", type=int, metavar="N", help="prompts of each, evenly spread (all)")
     add("--max-tokens", type=int, default=128, help="tokens a prompt (%(default)s)")
     add("--temp", type=float, default=1.0, help="temperature (%(default)s)")
-    add("--draft-length", type=int, default=4, metavar="K", help="tokens a round (%(default)s)")
+    add("--num-draft-tokens", type=int, default=4, metavar="K", help="tokens a round (%(default)s)")
     add("--seed", type=int, default=0, help="of the draws (%(default)s)")
     add("--json", metavar="FILE", help="write the table and the whole account")
     return parser

@@ -287,7 +287,7 @@ def time_library(
     calls: list[Callable[[list[int]], Any]] = [
         lambda ids: mlx_lm.stream_generate(loaded, tokenizer, ids, max_tokens=max_tokens),
         lambda ids: stream_generate(
-            *(loaded, tokenizer, ids, max_tokens), "prompt-lookup", draft_length=draft_length
+            *(loaded, tokenizer, ids, max_tokens), "prompt-lookup", num_draft_tokens=draft_length
         ),
     ]
     seconds = [0.0, 0.0]
@@ -355,7 +355,7 @@ def make_parser() -> argparse.ArgumentParser:
     add("--drafter", action="append", default=[], help="for our server; repeatable")
     add("--draft-model", help="for our server")
     add_lighter_arguments(parser)
-    add("--draft-length", default="auto", help="for our server (%(default)s)")
+    add("--num-draft-tokens", default="auto", help="for our server (%(default)s)")
     add("--in-process", action="store_true", help="also time the library itself on these prompts")
     add("--json", type=Path, metavar="FILE", help="write all figures there")
     add("--texts", action="store_true", help="with the texts of the answers")
@@ -372,7 +372,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     spread = choose(prompts, per_category=-(-(1 + len(args.clients)) * args.num // kinds))
     texts = [prompt.text for prompt in _mixed(spread)]
     model = str(args.model or demo_model_path())
-    flags = ["--draft-length", args.draft_length]
+    flags = ["--num-draft-tokens", args.num_draft_tokens]
     flags += [word for name in args.drafter for word in ("--drafter", name)]
     flags += ["--draft-model", args.draft_model] if args.draft_model else []
     flags += [word for flag in named_model(args).flags.items() for word in flag]
@@ -384,7 +384,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     print(table(phases))
     figures = record(phases, args.texts)
     if args.in_process:
-        length = args.draft_length if not args.draft_length.isdigit() else int(args.draft_length)
+        length = (
+            args.num_draft_tokens
+            if not args.num_draft_tokens.isdigit()
+            else int(args.num_draft_tokens)
+        )
         figures["library"] = time_library(model, texts[: args.num], args.max_tokens, length)
         print(f"The library itself, on the prompts of the first phase: {figures['library']:.2f}")
     if args.json is not None:

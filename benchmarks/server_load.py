@@ -62,7 +62,7 @@ def write_model(folder: Path, size: dict[str, int], num_positions: int) -> Path:
         dict(tree_flatten(model.parameters())),
         metadata={"format": "mlx"},
     )
-    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     return folder
 
 

@@ -76,12 +76,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Print a table."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sessions", nargs="+")
-    parser.add_argument("--draft-length", type=int, nargs="+", default=[8, 32])
+    parser.add_argument("--num-draft-tokens", type=int, nargs="+", default=[8, 32])
     args = parser.parse_args(arguments)
     rows = []
     for name in args.sessions:
         record = record_of_sessions(name)
-        for size, keeps, trees in product(args.draft_length, (False, True), (False, True)):
+        for size, keeps, trees in product(args.num_draft_tokens, (False, True), (False, True)):
             both = (way(record, size, trees=trees, keeps=keeps) for way in (reference, ours))
             shape, kept = "tree" if trees else "chain", "yes" if keeps else "no"
             rows.append([f"{record.texts[0].category}, K = {size}", kept, shape])

@@ -121,7 +121,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--every", type=int, default=2, help="Every nth of the lab's openings.")
     parser.add_argument("--max-tokens", type=int, default=96)
-    parser.add_argument("--draft-length", type=int, default=8)
+    parser.add_argument("--num-draft-tokens", type=int, default=8)
     parser.add_argument("--temp", type=float, default=0.0)
     parser.add_argument("--draft-cost", type=float, default=0.1)
     parser.add_argument("--part", choices=["cascades", "trees"], action="append")
@@ -136,9 +136,9 @@ def main() -> None:
         count.draft_widths = [[], []]
         drafter = count.drafter()
         for seed, text in enumerate(openings):
-            length = NotingLength(args.draft_length)
+            length = NotingLength(args.num_draft_tokens)
             prompt, widths = pair.tokenizer.encode(text), (draft.widths, small.widths)
-            how: dict[str, Any] = {"seed": seed, "rule": AutoRule(), "draft_length": length}
+            how: dict[str, Any] = {"seed": seed, "rule": AutoRule(), "num_draft_tokens": length}
             how |= {"sampler": Sampling(temp=args.temp), "max_tokens": args.max_tokens}
             draft.widths, small.widths = [], []
             tokens = list(speculate(pair.target, prompt, drafter, **how))
@@ -148,7 +148,7 @@ def main() -> None:
             count.widths += [round_.fed for round_ in length.rounds]
             for known, new in zip(count.draft_widths, widths, strict=True):
                 # without the prompt
-                known += [width for width in new if width <= 2 * args.draft_length + 8]
+                known += [width for width in new if width <= 2 * args.num_draft_tokens + 8]
     header = ["way", "tokens a pass", "drafted a pass", "draft passes a drafted token"]
     rows = [
         [

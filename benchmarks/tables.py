@@ -30,11 +30,11 @@ BEGIN, END = "<!-- tables: benchmarks/tables.py -->", "<!-- end of tables -->"
 
 PROMPTS = "--per-category 5 --max-tokens 80"
 SESSIONS = (
-    "--drafter prompt-lookup --drafter auto --drafter auto:memory=process --draft-length auto"
+    "--drafter prompt-lookup --drafter auto --drafter auto:memory=process --num-draft-tokens auto"
 )
 COSTS = {"m3-max": "M3 Max", "m5-max-27b": "M5 Max", "linear:0.24": "0.24 a position"}
 PAIR = "--drafter model --max-tokens 192 --repeats 2"
-LENGTHS = "--draft-length 3 --draft-length 4 --draft-length auto"
+LENGTHS = "--num-draft-tokens 3 --num-draft-tokens 4 --num-draft-tokens auto"
 
 Result = Mapping[str, Any]
 

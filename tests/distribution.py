@@ -89,7 +89,7 @@ def generate(
     "auto" is what it is for callers without a seed.
     """
     rule, count = make_rule(rule), Count(np.zeros((V,) * LENGTH))
-    options: dict[str, Any] = {"sampler": sampling, "rule": rule, "draft_length": NUM_DRAFT}
+    options: dict[str, Any] = {"sampler": sampling, "rule": rule, "num_draft_tokens": NUM_DRAFT}
     options |= {"max_tokens": SHORT + 1, "logits_processors": [the_prompts_last]}
     for seed in range(runs):
         tokens = sd.speculate(model, PROMPT[:-1], drafter, seed=seed, **options)

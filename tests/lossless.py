@@ -184,7 +184,7 @@ class Case:
 
     def speculate(self, drafter: Drafter, length: int, **options: Any) -> Generator[Token]:
         options = {"prompt_tokens": PROMPT, "max_tokens": self.num_tokens, **options}
-        return speculate(self.model, drafter=drafter, draft_length=length, **options)
+        return speculate(self.model, drafter=drafter, num_draft_tokens=length, **options)
 
     @cached_property
     def runs(self) -> dict[tuple[str, int], list[Token]]:

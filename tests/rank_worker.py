@@ -100,7 +100,7 @@ def texts(num_prompts: int = 1, names: tuple[str, ...] = ("prompt-lookup", "mode
             (temp, rule), length = WAYS[turn % 4]
             options = {"sampler": sd.Sampling(temp=temp), "rule": rule, "seed": i}
             got = tokens(
-                sharded(), prompt, drafter(name, pair().draft), draft_length=length, **options
+                sharded(), prompt, drafter(name, pair().draft), num_draft_tokens=length, **options
             )
             check(f"prompt {i}, temp={temp}, {name}, K={length}", got, plain(prompt, **options))
 
@@ -142,7 +142,7 @@ def every_rank() -> None:
     }
     send, ways = Ranks.from_first, (("block", 4), ("coupled", "auto"))
     for (name, (here, alone)), (rule, length) in product(drafters.items(), ways):
-        options = {"rule": rule, "draft_length": length, **DRAWN}
+        options = {"rule": rule, "num_draft_tokens": length, **DRAWN}
         with patch.object(Ranks, "from_first", autospec=True, side_effect=send) as sends:
             got = tokens(sharded(), prompt, here, **options)
         check(f"{name}, {rule}", got, plain(prompt, alone, **options))
@@ -161,7 +161,7 @@ def every_rank_fails() -> None:
         return propose(session, limit)
 
     drafting = sd.ModelDrafter(pair().draft, on_every_rank=True)
-    options = {"draft_length": 2, "rule": "coupled", **DRAWN}
+    options = {"num_draft_tokens": 2, "rule": "coupled", **DRAWN}
     with patch.object(ModelSession, "propose", raising):
         got, error = ending(sd.speculate(sharded(), prompt, drafting, **options))
     if RANK == 0:
@@ -182,7 +182,7 @@ def alike(name: str, whole: nn.Module, parts: nn.Module, *, probe: bool = False)
     mx.eval(parts.parameters())
     for kind, length in (("ngram", 4), ("model", "auto")):
         drafting = drafter(kind, whole)
-        got = tokens(parts, REPEATING, drafting, draft_length=length, probe=probe)
+        got = tokens(parts, REPEATING, drafting, num_draft_tokens=length, probe=probe)
         check(f"{name}, {kind}, K={length}", got, tokens(whole, REPEATING))
 
 
@@ -215,7 +215,7 @@ def left(
     """After `number` of 16 tokens the caller leaves, on some ranks: all end where rank 0 did, if it
     is among them, and the next turn goes on from there, as it does after the last token."""
     cache_, expected = make_prompt_cache(parts), tokens(whole, prompt, max_tokens=21)
-    options = {"draft_length": 4, "prompt_cache": cache_, "max_tokens": 16}
+    options = {"num_draft_tokens": 4, "prompt_cache": cache_, "max_tokens": 16}
     with closing(sd.speculate(parts, prompt, drafting, **options)) as items:
         got = [item.token for item in islice(items, number if RANK in leavers else None)]
     case = f"{len(prompt)} tokens, {leavers} after {number}"
@@ -284,7 +284,7 @@ def failures() -> None:
         ("observe", RuntimeError),
     ):
         cache_, case = make_prompt_cache(sharded()), f"{where}, {error.__name__}"
-        options = {"max_tokens": 12, "draft_length": 2, "prompt_cache": cache_}
+        options = {"max_tokens": 12, "num_draft_tokens": 2, "prompt_cache": cache_}
         got, raised = ending(sd.speculate(sharded(), prompt, Raising(where, error), **options))
         expected, held = plain(prompt), len(prompt) + len(got) if where != "begin" else 0
         check(f"{case}: tokens", got, expected[: len(got)])
@@ -305,7 +305,7 @@ def arguments() -> None:
         check(f"another {name}", ending(sd.speculate(sharded(), **given)), ([], "RankError"))
     got = tokens(sharded(), prompt, look_up, **DRAWN | {"seed": 5 + RANK})
     check("another seed", got, plain(prompt, **DRAWN))
-    model, given = sd.ModelDrafter(pair().draft), {"draft_length": 4, **DRAWN}
+    model, given = sd.ModelDrafter(pair().draft), {"num_draft_tokens": 4, **DRAWN}
     got = tokens(sharded(), prompt, model, **given | {"seed": None if RANK else 5})
     check("a seed on rank 0 alone", got, plain(prompt, **DRAWN))
     mx.random.seed(3 + RANK)

@@ -50,7 +50,7 @@ COMMANDS = {
     "batches": "--model {model} --prompts {prompts} --rows 2 --groups 1 --repeats 1 --max-tokens 8",
     "head_trees": "{medusa} --prompts {prompts} --every 5 --sizes 2 --max-tokens 8",
     "heads": "{medusa} --prompts {prompts} --every 5 --lengths 2 --max-tokens 8",
-    "heavy": "--gigabytes 0.04 --draft-length 2 --texts 1 --max-tokens 8 --repeats 1",
+    "heavy": "--gigabytes 0.04 --num-draft-tokens 2 --texts 1 --max-tokens 8 --repeats 1",
     "host_time": "--context 300 --rounds 2",
     "memory": "{folder} --tokenizer {model} --max-tokens 100000",
     "mlx_lm_tests": "{mlx_lm_tests} --model {model}",
@@ -61,11 +61,11 @@ COMMANDS = {
     "prior": "{texts} --drafter ngram",
     "recorded_drafts": "{texts} --draft-model {model} --json {out}",
     "recorded_tops": "{texts} --model {model} --json {out}",
-    "replay": "{texts} --drafter ngram --draft-length 2",
+    "replay": "{texts} --drafter ngram --num-draft-tokens 2",
     "rollback": "--model {model} --context 64 --repeats 2",
     "rules": "--model {model} --draft-model {model} --prompts {prompts} --max-tokens 8",
     "server": "--model {model} --prompts {prompts} --num 3 --clients 2 --max-tokens 40"
-    " --draft-length 3 --in-process",
+    " --num-draft-tokens 3 --in-process",
     "server_cost": "--max-tokens 8 --repeats 1 --clients 1",
     "sessions": "--sessions {sessions} --id one --model {model} --turns 2 --max-tokens 40",
     "suffix_reference": "--help",
@@ -120,7 +120,7 @@ def test_the_page_lists_every_experiment() -> None:
 @FULL
 def test_long_texts_are_counted_by_hundreds(files: dict[str, str]) -> None:
     """Every token of them: one a pass, and those accepted; learning makes a difference."""
-    flags = f"--long 180 --max-tokens 60 --texts 1 --draft-length 3 --json {files['out']}"
+    flags = f"--long 180 --max-tokens 60 --texts 1 --num-draft-tokens 3 --json {files['out']}"
     done = command_line.run(*flags.split(), program="benchmarks.online")
     assert done.returncode == 0, done.stderr
     record = json.loads(Path(files["out"]).read_text())

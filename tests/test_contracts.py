@@ -60,7 +60,7 @@ def tree() -> Draft:
 def test_of_a_tree_the_nodes_of_the_text_are_emitted_and_stay_in_the_cache() -> None:
     """Each with its own row; the next pass is under way meanwhile."""
     caches, items, held = make_prompt_cache(target()), [], []
-    options: dict[str, Any] = {"max_tokens": 12, "draft_length": 6, "prompt_cache": caches}
+    options: dict[str, Any] = {"max_tokens": 12, "num_draft_tokens": 6, "prompt_cache": caches}
     for item in sd.speculate(target(), PROMPT, Given(tree()), **options):
         items.append(item)
         held.append(caches[0].offset - len(PROMPT))
@@ -81,7 +81,7 @@ def test_the_head_of_a_tree_is_a_tree() -> None:
         head = whole.head(n)
         for name in ("tokens", "logprobs", "evidence", "parents"):
             assert np.array_equal(getattr(head, name), getattr(whole, name)[:n])
-    items = list(sd.speculate(target(), PROMPT, Given(tree()), max_tokens=12, draft_length=4))
+    items = list(sd.speculate(target(), PROMPT, Given(tree()), max_tokens=12, num_draft_tokens=4))
     assert [item.origin for item in items[:4]] == ["plain", "draft", "draft", "correction"]
     assert [item.token for item in items] == plain(12)
 
@@ -151,7 +151,11 @@ def test_whatever_is_drafted_the_text_the_cache_and_what_is_seen_are_the_targets
     if name != "qwen2":
         shapes = [[(i - 1, ok) for i, (_, ok) in enumerate(shape)] for shape in shapes]
     reader, caches = Reader(text, shapes), make_prompt_cache(model)
-    options: dict[str, Any] = {"draft_length": 6, "prefill_step_size": 3, "prompt_cache": caches}
+    options: dict[str, Any] = {
+        "num_draft_tokens": 6,
+        "prefill_step_size": 3,
+        "prompt_cache": caches,
+    }
     items = sd.speculate(model, PROMPT, reader, max_tokens=max_tokens, **options)
     taken = list(islice(items, num_taken))
     items.close()
@@ -191,7 +195,7 @@ def assert_refused(
 ) -> None:
     """In the round where it happens; what was emitted before can be continued."""
     caches, got = make_prompt_cache(target()), []
-    options |= {"max_tokens": 16, "prompt_cache": caches, "draft_length": 4}
+    options |= {"max_tokens": 16, "prompt_cache": caches, "num_draft_tokens": 4}
     with pytest.raises(error, match=words):
         for item in sd.speculate(target(), PROMPT, drafter, **options):
             got.append(item.token)

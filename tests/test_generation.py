@@ -69,7 +69,7 @@ def assert_same(got: Sequence[Any], expected: Sequence[GenerationResponse]) -> N
 
 
 WAYS: list[Callable[[], dict[str, Any]]] = [
-    *(dict, lambda: {"num_draft_tokens": 3}, lambda: {"drafter": "ngram:max_order=3,num_draft=2"}),
+    *(dict, lambda: {"drafter": "ngram:max_order=3,num_draft=2"}),
     *(lambda: {"drafter": oracle()}, lambda: {"draft_model": oracle()}),
     *(lambda: {"draft_model": tiny_text.model(seed=5)}, lambda: {"draft_model": "prompt-lookup"}),
 ]
@@ -78,7 +78,7 @@ WAYS: list[Callable[[], dict[str, Any]]] = [
 @in_one_test(("way", "length"), product(WAYS, [4, "auto"]))
 def test_responses_are_mlx_lms_own(way: Callable[[], dict[str, Any]], length: int | str) -> None:
     """Text pieces, tokens, counts, log-probabilities and finish reason, response by response."""
-    got = ours(draft_length=length, **way())
+    got = ours(num_draft_tokens=length, **way())
     assert_same(got, theirs())
     assert got[0].origin == "plain"
     assert got[-1].stats.emitted == len(got)
@@ -124,7 +124,7 @@ def test_an_end_token_inside_an_accepted_block_stops(at: int, length: int) -> No
         for num_tokens in (NUM_TOKENS, first + 1, -1):
             tok = tiny_text.tokenizer(eos_token_ids=ends)
             options = {"tok": tok, "max_tokens": num_tokens}
-            got = ours(drafter=oracle(0.0), draft_length=length, **options)
+            got = ours(drafter=oracle(0.0), num_draft_tokens=length, **options)
             assert_same(got, theirs(**options))
             assert [r.token for r in got] == ids[: first + 1]
             assert [r.finish_reason for r in got] == [*[None] * first, "stop"]
@@ -148,7 +148,7 @@ def test_options_of_mlx_lm_pass_through() -> None:
         expected = theirs(**{name: make() for name, make in options.items()})
         drafter = scripted.OracleDrafter([r.token for r in expected], tiny_text.VOCAB, wrong=0.3)
         made = {name: make() for name, make in options.items()}
-        assert_same(ours(drafter=drafter, draft_length=4, **made), expected)
+        assert_same(ours(drafter=drafter, num_draft_tokens=4, **made), expected)
         assert [r.token for r in expected] != list(plain_ids()[:NUM_TOKENS])
 
     def reports(stream: Any, **kwargs: Any) -> list[tuple[int, int]]:
@@ -166,7 +166,7 @@ def test_verbose_prints_the_text_the_speeds_and_the_stats(capsys: Any) -> None:
     options: dict[str, Any] = {"verbose": True, "max_tokens": NUM_TOKENS}
     text = mlx_lm.generate(*given, **options)
     speeds = [line.split(" ")[0] for line in capsys.readouterr().out.splitlines()[-3:]]
-    assert text == sd.generate(*given, drafter=oracle(), draft_length=4, **options)
+    assert text == sd.generate(*given, drafter=oracle(), num_draft_tokens=4, **options)
     printed = capsys.readouterr().out
     assert text in printed
     assert [line.split(" ")[0] for line in printed.splitlines()[-5:-2]] == speeds

@@ -92,7 +92,7 @@ def test_a_paused_draft_model_costs_a_question_a_round(draft_length, policy, mon
     calls: Counter[str] = Counter()
     tuning, drafter = Tuning(), ScriptedDrafter(lambda start, limit: [0] * limit)
     tuning.of(key_of(drafter)).account.budget = -2.0
-    options = {"max_tokens": 60, "draft_length": draft_length, "tuning": tuning, "probe": False}
+    options = {"max_tokens": 60, "num_draft_tokens": draft_length, "tuning": tuning, "probe": False}
     stream = speculate(Table(16), [1], drafter, **options)
     list(islice(stream, 10))
     count_calls(monkeypatch, policy, "limit", calls)
@@ -161,7 +161,7 @@ def calls_a_round(kind: str, folder: Path) -> float:
     if kind == "a head that drafts nothing":
         target, drafter = heads.target(), heads.loaded("eagle3", folder)
         length.tuning.of(key_of(drafter)).account.budget = -1e9
-    options: dict[str, Any] = {"max_tokens": 2000, "draft_length": length, "probe": False}
+    options: dict[str, Any] = {"max_tokens": 2000, "num_draft_tokens": length, "probe": False}
     calls, own = 0, str(Path(loop.__file__).parent)
 
     def count(frame: FrameType, event: str, argument: Any) -> None:

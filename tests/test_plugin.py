@@ -84,7 +84,7 @@ def test_a_stock_call_writes_the_same_text_in_fewer_passes(
     monkeypatch.setattr(kind, "__call__", counted)
     expected = stock(pair, max_tokens=80)
     passes = len(widths)
-    with installed(draft_length=4):
+    with installed(num_draft_tokens=4):
         assert stock(pair, max_tokens=80) == expected  # probes and finds the vocabulary's size
         widths.clear()
         streamed = mlx_lm.stream_generate(*pair, PROMPT, max_tokens=80)
@@ -148,13 +148,13 @@ def test_only_four_names_are_touched_and_restored_exactly(monkeypatch: Any) -> N
 def test_blocks_nest_and_the_inner_one_counts(pair: Pair) -> None:
     """Each block's account is of its own generations; install() counts where no block does."""
     outermost: Any = install(None)
-    with installed("ngram", draft_length=2) as outer, installed(draft_length=4) as inner:
+    with installed("ngram", num_draft_tokens=2) as outer, installed(num_draft_tokens=4) as inner:
         stock(pair)
         assert inner.stats is not None
         assert (outer.stats, outermost.stats) == (None, None)
     stock(pair)
     assert outermost.stats.drafted == 0
-    again: Any = install(draft_length=3)
+    again: Any = install(num_draft_tokens=3)
     stock(pair)
     assert again.stats.drafted > 0
 
@@ -165,10 +165,10 @@ def test_blocks_may_overlap_in_threads(pair: Pair) -> None:
 
     def work(index: int) -> None:
         for _ in range(3):
-            with installed(draft_length=index):
+            with installed(num_draft_tokens=index):
                 pass
 
-    with ThreadPoolExecutor(4) as pool, installed(draft_length=4):
+    with ThreadPoolExecutor(4) as pool, installed(num_draft_tokens=4):
         done = [pool.submit(work, index) for index in range(4)]
         assert stock(pair) == expected
     assert [each.exception() for each in done] == [None] * 4
@@ -178,7 +178,7 @@ def test_blocks_may_overlap_in_threads(pair: Pair) -> None:
 def test_what_others_put_over_ours_stays(pair: Pair) -> None:
     """Someone who wrapped our step keeps their wrapper; beneath it mlx-lm's own step runs again."""
     original = steps.generate_step
-    install(draft_length=4)
+    install(num_draft_tokens=4)
     ours = steps.generate_step
 
     def theirs(*args: Any, **kwargs: Any) -> Any:
@@ -255,8 +255,8 @@ def test_steps_and_names_that_are_not_known_are_refused_at_once() -> None:
             generate_step.__module__ = module
             with pytest.raises(MlxLmVersionError, match=words):
                 install()
-    for name in ("drafter", "rule", "draft_length"):
-        with pytest.raises(sd.errors.UnknownNameError, match=f"{name} 'nothing'"):
+    for name in ("drafter", "rule", "num_draft_tokens"):
+        with pytest.raises(sd.errors.UnknownNameError, match=f"{name}.*'nothing'"):
             install(**{name: "nothing"})
 
 
@@ -277,7 +277,7 @@ def test_mlxs_own_seed_is_one_text_with_any_draft_of_a_model(pair: Pair) -> None
 
     def text(drafter: Any, length: int = 0, **options: Any) -> str:
         mx.random.seed(7)
-        with installed(drafter, draft_length=length) as speculation:
+        with installed(drafter, num_draft_tokens=length) as speculation:
             said = stock(pair, sampler=make_sampler(1.0), **options)
         assert speculation.stats is not None
         assert (speculation.stats.drafted > 0) == (length > 0 or len(options) > 0)
@@ -297,7 +297,7 @@ def test_turns_on_one_cache_equal_a_fresh_run_of_the_conversation(
     caches = make_prompt_cache(model)
     said: list[int] = []
     drafting: Any = sd.ModelDrafter(model) if is_model else "prompt-lookup"
-    with installed(drafting, draft_length=4) as speculation:
+    with installed(drafting, num_draft_tokens=4) as speculation:
         for turn in (tokenizer.encode(text) for text in (PROMPT, "again", "and again")):
             fresh = steps.generate_step.__wrapped__(mx.array(said + turn), model, max_tokens=30)
             expected = [token for token, _ in fresh]
@@ -319,7 +319,7 @@ def test_a_host_that_reads_the_prompt_itself_names_it(pair: Pair) -> None:
     model, tokenizer = pair
     prompt = tokenizer.encode(PROMPT)
     expected, said = stock(pair, prompt), {}
-    with installed("prompt-lookup:min_ngram=1", draft_length=4) as speculation:
+    with installed("prompt-lookup:min_ngram=1", num_draft_tokens=4) as speculation:
         assert stock(pair, prompt, prompt_cache=make_prompt_cache(model)) == expected
         whole: Any = speculation.stats
         for is_named in (False, True):
@@ -341,7 +341,7 @@ def test_an_accepted_draft_is_marked_whether_or_not_a_draft_model_was_named(pair
     """As many as were accepted; of two streams in turn, each its own."""
     expected = list(mlx_lm.stream_generate(*pair, PROMPT, max_tokens=40))
     assert not any(response.from_draft for response in expected)
-    with installed("prompt-lookup:min_ngram=1", draft_length=4) as speculation:
+    with installed("prompt-lookup:min_ngram=1", num_draft_tokens=4) as speculation:
         got = list(mlx_lm.stream_generate(*pair, PROMPT, max_tokens=40))
         assert [r.token for r in got] == [r.token for r in expected]
         stats: Any = speculation.stats
@@ -375,7 +375,7 @@ def test_a_stock_batch_writes_the_same_texts_in_fewer_passes(pair: Pair) -> None
     ]
     for options in given:
         expected = mlx_lm.batch_generate(model, tokenizer, prompts, **options)
-        with installed(draft_length=4) as speculation:
+        with installed(num_draft_tokens=4) as speculation:
             got = mlx_lm.batch_generate(model, tokenizer, prompts, **options)
         assert got.texts == expected.texts
         assert speculation.stats is not None
@@ -461,7 +461,7 @@ def test_other_samplers_have_no_known_law() -> None:
 
 def with_plugin(pair: Pair, prompt: Any = PROMPT, **options: Any) -> str:
     """The text with it, which was drafted but for windows that keep their first tokens."""
-    with installed(pair[0], draft_length=3) as speculation:
+    with installed(pair[0], num_draft_tokens=3) as speculation:
         text = stock(pair, prompt, **options)
         assert speculation.stats.accepted > 0 or "max_kv_size" in options
     return text
@@ -477,7 +477,7 @@ def test_a_processor_has_seen_all_of_the_text(pair: Pair) -> None:
 
     prompt = pair[1].encode(PROMPT)
     options: dict[str, Any] = {"max_tokens": 9, "logits_processors": [processor]}
-    with installed(pair[0], draft_length=3):
+    with installed(pair[0], num_draft_tokens=3):
         got = [r.token for r in mlx_lm.stream_generate(*pair, prompt, **options)]
     shown = prompt if SHOWS_PROMPT else prompt[-1:]
     assert seen == [shown + got[:n] for n in range(10)]
@@ -510,7 +510,7 @@ def test_a_prompt_cache_is_reused(window: int | None, pair: Pair, tmp_path: Path
     if window is not None:
         caches = [RotatingKVCache(window) for _ in caches]
     file = str(tmp_path / "cache.safetensors")
-    with installed(pair[0], draft_length=3):
+    with installed(pair[0], num_draft_tokens=3):
         mlx_lm.generate(*pair, first, max_tokens=1, prompt_cache=caches)
     assert {c.offset for c in caches} == {len(first) + 1}
     assert trim_prompt_cache(caches, 1) == 1

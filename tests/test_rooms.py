@@ -53,7 +53,7 @@ CORE = tuple(
 )
 """What one call passes through: who has read it understands the whole."""
 
-TOKENS = {"core": 28_900, "library": 125_300, "lab": 69_500, "server": 40_000}
+TOKENS = {"core": 28_900, "library": 126_350, "lab": 69_500, "server": 40_300}
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 

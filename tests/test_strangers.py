@@ -128,5 +128,5 @@ def test_the_documentations_strategy_drafts_losslessly(
 
 
 def text(model: nn.Module, drafter: Any, **options: Any) -> list[sd.generation.Token]:
-    options = {"max_tokens": NUM_TOKENS, "draft_length": 4, "seed": 3} | options
+    options = {"max_tokens": NUM_TOKENS, "num_draft_tokens": 4, "seed": 3} | options
     return list(sd.speculate(model, PROMPT, drafter, **options))

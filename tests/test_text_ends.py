@@ -42,7 +42,7 @@ def oracle() -> scripted.OracleDrafter:
 
 
 def by_loop(drafter: Any, **how: Any) -> Iterator[Token]:
-    yield from sd.speculate(target(), PROMPT, drafter, max_tokens=24, draft_length=4, **how)
+    yield from sd.speculate(target(), PROMPT, drafter, max_tokens=24, num_draft_tokens=4, **how)
 
 
 # it goes on with "objects\nthat the same a"
@@ -55,7 +55,7 @@ def test_a_stop_string_ends_the_text_wherever_tokens_fall(strings: tuple[str, ..
     tokens that were handed out.
     """
     target_model, draft, tokenizer = PAIR
-    given: dict[str, Any] = {"max_tokens": 24, "draft_length": 4}
+    given: dict[str, Any] = {"max_tokens": 24, "num_draft_tokens": 4}
     whole = sd.generate(target_model, tokenizer, TEXT, drafter=None, **given)
     places = [whole.find(string) for string in strings if string and string in whole]
     expected = whole[: min(places)] if places else whole
@@ -80,7 +80,7 @@ def test_a_stop_string_ends_the_text_wherever_tokens_fall(strings: tuple[str, ..
 
 def by_batch(drafter: Any, **how: Any) -> Iterator[Token]:
     """The first of two rows; the other one has a text of its own."""
-    batch = BatchGeneration(target(), drafter, Options(draft_length=4))
+    batch = BatchGeneration(target(), drafter, Options(num_draft_tokens=4))
     batch.insert(Request(PROMPT, 24, logits_processors=how["logits_processors"]))
     batch.insert(Request(PROMPT[:3], 24))
     yield from (row.token for row in batch.run() if row.uid == 0)
@@ -111,7 +111,7 @@ def test_a_kept_token_keeps_its_own_row_alone(temp: float) -> None:
     mx.clear_cache()
     before = mx.get_active_memory()
     options: dict[str, Any] = {"sampler": sd.Sampling(temp), "seed": 1, "probe": False}
-    kept = list(sd.speculate(model, [1], wrong, max_tokens=30, draft_length=16, **options))
+    kept = list(sd.speculate(model, [1], wrong, max_tokens=30, num_draft_tokens=16, **options))
     gc.collect()
     mx.clear_cache()
     assert kept[-1].stats.drafted > 16
@@ -169,7 +169,7 @@ def test_nothing_behind_an_end_token_is_verified(
     """Where the tokenizer is known; and the text is the same, also beyond it."""
     text = plain(40)
     drafter = OracleTrees(text, VOCAB) if is_tree else oracle()
-    options: dict[str, Any] = {"max_tokens": 24, "draft_length": 8}
+    options: dict[str, Any] = {"max_tokens": 24, "num_draft_tokens": 8}
     judge, drafts = Verifier.judge, []
 
     def noting(self: Verifier, logits: mx.array, draft: Draft, *more: Any) -> Any:
@@ -213,14 +213,14 @@ def mlx_lms(**options: Any) -> Any:
 
 
 def installed(**options: Any) -> Any:
-    with sd.installed("prompt-lookup", draft_length=4, tokenizer=PAIR.tokenizer):
+    with sd.installed("prompt-lookup", num_draft_tokens=4, tokenizer=PAIR.tokenizer):
         yield from mlx_lms(**options)
 
 
 WAYS: dict[str, Callable[..., Any]] = {
     "no drafter": ours(drafter=None),
-    "look-up": ours(drafter="prompt-lookup", draft_length=4),
-    "draft model": ours(drafter=None, draft_model=PAIR.draft, draft_length=3),
+    "look-up": ours(drafter="prompt-lookup", num_draft_tokens=4),
+    "draft model": ours(drafter=None, draft_model=PAIR.draft, num_draft_tokens=3),
     "batch": lambda **o: sd.batch_stream_generate(PAIR.target, PAIR.tokenizer, [TEXT], **o),
     "installed": installed,
 }
@@ -327,7 +327,7 @@ def test_a_row_that_is_no_distribution_ends_the_draft_before_it() -> None:
 def test_the_first_pass_of_a_short_text_verifies_a_draft(length: int) -> None:
     """Up to 8 tokens; of a longer text the first token is handed out before any drafting."""
     for stream in (
-        sd.speculate(target(), PROMPT, oracle(), max_tokens=length, draft_length=4),
+        sd.speculate(target(), PROMPT, oracle(), max_tokens=length, num_draft_tokens=4),
         (row.token for row in short_batch(length)),
     ):
         tokens = list(stream)
@@ -337,7 +337,7 @@ def test_the_first_pass_of_a_short_text_verifies_a_draft(length: int) -> None:
 
 
 def short_batch(length: int) -> Any:
-    batch = BatchGeneration(target(), oracle(), Options(draft_length=4))
+    batch = BatchGeneration(target(), oracle(), Options(num_draft_tokens=4))
     batch.insert(Request(PROMPT, length))
     return batch.run()
 

@@ -143,9 +143,10 @@ def whole(name: str, value: Any, least: int | None = None, or_else: str = "") ->
 
 def did_you_mean(name: str, known: Iterable[str]) -> str:
     """A question with the most similar of the known names; "" where none is similar."""
-    return "".join(
-        f" Did you mean {near}?" for near in difflib.get_close_matches(name, known, 1)
-    )
+    known = list(known)
+    near = difflib.get_close_matches(name, known, 1)
+    near = near or [one for one in known if len(one) > 3 and name.startswith(one)][:1]
+    return f" Did you mean {near[0]}?" if near else ""
 
 
 def check_names(
@@ -173,7 +174,7 @@ def refusal(unknown: Sequence[str], known: Iterable[str] = ()) -> str:
         if FOREIGN.match(flag):
             return (
                 f"{flag} is not known here; speculation is set by --drafter NAME, --draft-model "
-                "MODEL and --draft-length N"
+                "MODEL and --num-draft-tokens N"
             )
     near = "".join(did_you_mean(flag, known) for flag in flags)
     return f"unrecognized arguments: {' '.join(unknown)}{near and '.' + near}"

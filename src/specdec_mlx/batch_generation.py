@@ -3,35 +3,34 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import closing
 from dataclasses import dataclass, field, fields, replace
 from itertools import count, islice, repeat
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx_lm.generate import BatchResponse, BatchStats, generation_stream, wired_limit
+from mlx_lm.generate import BatchResponse, BatchStats, wired_limit
+from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.arguments import check_names, whole, wrong
 from specdec_mlx.batch.generation import BatchGeneration
 from specdec_mlx.batch.schedule import Request, Schedule
-from specdec_mlx.contracts import AcceptanceRule, Drafter, LogitsProcessor
-from specdec_mlx.draft_length.policy import DraftLength
+from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.generation import (
     Prompt,
     SpeculativeResponse,
     TextUnderWay,
-    choose_sampler,
     encode,
     loaded,
     speeds,
 )
-from specdec_mlx.options import Options, max_tokens_of
-from specdec_mlx.sampling import Sampler, Sampling
+from specdec_mlx.loop import Token
+from specdec_mlx.options import BatchArguments, Options, max_tokens_of
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stop_strings import StopStrings
 
@@ -67,40 +66,32 @@ def batch_stream_generate(
     max_tokens: int | Sequence[int] = 128,
     drafter: Drafter | str | None = DEFAULT_DRAFTER,
     draft_model: nn.Module | Drafter | str | Path | None = None,
-    rule: str | AcceptanceRule = "auto",
-    draft_length: int | str | DraftLength = "auto",
     num_samples: int = 1,
     seed: int | Sequence[int | None] | None = None,
-    temp: float | None = None,
-    sampler: Sampler | Sampling | None = None,
-    logits_processors: Sequence[LogitsProcessor] | None = None,
     prompt_caches: Sequence[list[Any]] | None = None,
     return_prompt_caches: bool = False,
     completion_batch_size: int = 32,
-    prefill_step_size: int = 2048,
-    max_kv_size: int | None = None,
-    probe: bool = True,
-    stream: Any = generation_stream,
+    **options: Unpack[BatchArguments],
 ) -> Generator[BatchStreamResponse, None, None]:
     """Stream the texts of several prompts, written together; each is what it would be alone.
 
-    Arguments that are not named here are those of `stream_generate`.
-
     Args:
+        model: a loaded mlx-lm model.
+        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
         prompts: each is text, token ids or chat messages. An iterator is asked for the next one
             when there is a place for it.
         max_tokens: most tokens of each text, -1 for no limit; one number, or one for each prompt.
         drafter: a drafter or its name with options; every text has a session of its own.
-        draft_length: most tokens to draft a round in each row, or "auto" for what pays for all rows
-            together; a policy that is an object is copied for each text.
+        draft_model: as in `stream_generate`.
         num_samples: texts of each prompt, which is read once for all of them.
         seed: one for each text, or a number to which the text's place is added, prompt by prompt.
             None takes seeds from MLX's global random state.
-        prompt_caches: caches of the target that each prompt continues; they are not changed, and
-            caches of a draft model behind them are not read.
+        prompt_caches: caches that each prompt continues; they are not changed.
         return_prompt_caches: give each text's caches with its last token.
         completion_batch_size: most texts that are written at a time.
-        max_kv_size: positions after which caches rotate; the texts are then written one by one.
+        options: the fields of `Options` that are not of one text alone. A draft length that is an
+            object is copied for each text. With `max_kv_size` or `kv_bits` the texts are written
+            one by one.
 
     Yields:
         A response for each token, with the `index` of its prompt; those of a round row by row.
@@ -108,45 +99,69 @@ def batch_stream_generate(
     Raises:
         ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
+    check_names(options, batch_stream_generate, Options)
     tokenizer = loaded(model, tokenizer)
     num_samples = whole("num_samples", num_samples, 1)
     if not isinstance(prompts, Iterable) or isinstance(prompts, str | bytes):
         raise wrong("prompts", prompts, "a list of prompts. For one, give [prompt]")
+    how = Options(**options, tokenizer=tokenizer)
     batch = BatchGeneration(
         model,
         resolve(drafter, draft_model, model, tokenizer),
-        Options(
-            rule=rule,
-            draft_length=draft_length,
-            max_kv_size=max_kv_size,
-            prefill_step_size=prefill_step_size,
-            tokenizer=tokenizer,
-            probe=probe,
-            stream=stream,
-        ),
+        how,
         Schedule(whole("completion_batch_size", completion_batch_size, 1)),
         stop_tokens=frozenset(tokenizer.eos_token_ids),
         returns_caches=return_prompt_caches,
     )
-    how, processors = choose_sampler(sampler, temp), logits_processors or ()
     columns = zip(
         prompts, _max_tokens(max_tokens), prompt_caches or repeat(None), strict=False
     )
     requests = (
-        request
-        for prompt, wanted, cache in columns
-        for request in repeat(
-            Request(encode(tokenizer, prompt), wanted, how, None, processors, cache),
-            num_samples,
+        Request(
+            ids,
+            wanted,
+            how.sampler,
+            logits_processors=how.logits_processors or (),
+            prompt_cache=cache,
+            is_end=_end_at(how.stop, tokenizer),
         )
+        for prompt, wanted, cache in columns
+        for ids in repeat(encode(tokenizer, prompt), num_samples)
     )
     seeded = (
         replace(request, seed=own)
         for request, own in zip(requests, _seeds(seed), strict=False)
     )
     name = drafter if isinstance(drafter, str) else ""
-    with wired_limit(model, [stream]):
+    with wired_limit(model, [how.stream]):
         yield from _respond(batch, seeded, tokenizer, num_samples, name)
+
+
+def _end_at(
+    stop: str | Iterable[str], tokenizer: TokenizerWrapper
+) -> Callable[[Token], bool] | None:
+    """A function that takes a text's tokens and is true once a stop string ends the text."""
+    strings = StopStrings(stop)
+    if not strings.strings:
+        return None
+    detokenizer = tokenizer.detokenizer
+
+    def is_end(token: Token) -> bool:
+        detokenizer.add_token(token.token)
+        strings.add(detokenizer.last_segment)
+        return strings.found is not None
+
+    return is_end
+
+
+class BatchGenerateArguments(BatchArguments, total=False):
+    """The keyword arguments of `batch_generate`."""
+
+    drafter: Drafter | str | None
+    draft_model: nn.Module | Drafter | str | Path | None
+    num_samples: int
+    seed: int | Sequence[int | None] | None
+    completion_batch_size: int
 
 
 def batch_generate(
@@ -159,7 +174,7 @@ def batch_generate(
     return_prompt_caches: bool = False,
     return_token_ids: bool = False,
     return_logprobs: bool = False,
-    **options: Any,
+    **options: Unpack[BatchGenerateArguments],
 ) -> SpeculativeBatchResponse:
     """Generate the same texts as `mlx_lm.batch_generate`, sooner; as `batch_stream_generate`.
 
@@ -168,7 +183,7 @@ def batch_generate(
         return_prompt_caches: return the caches of each text.
         return_token_ids: return its tokens.
         return_logprobs: return the log-probabilities of each token.
-        options: `drafter`, `draft_model` and all else that `batch_stream_generate` takes.
+        options: all other arguments of `batch_stream_generate`.
 
     Returns:
         mlx-lm's response, with the account of each text in `speculation`; the samples of a prompt
@@ -177,7 +192,8 @@ def batch_generate(
     Raises:
         ValueError: for bad input, and its subclasses as in `stream_generate`.
     """
-    check_names(options, batch_generate, batch_stream_generate)
+    check_names(options, batch_generate, batch_stream_generate, Options)
+    tokenizer = loaded(model, tokenizer)
     started = time.perf_counter()
     texts: dict[tuple[int, int], list[BatchStreamResponse]] = {}
     for response in batch_stream_generate(
@@ -196,10 +212,13 @@ def batch_generate(
         texts.setdefault((response.index, response.sample), []).append(response)
     collected = [texts[place] for place in sorted(texts)]
     lasts = [text[-1] for text in collected]
-    said = [
-        [item for item in text if item.finish_reason != "stop"] for text in collected
-    ]
+    ends, has_stop = set(tokenizer.eos_token_ids), bool(options.get("stop"))
+    said = [[item for item in text if item.token not in ends] for text in collected]
     tokens = [[item.token for item in text] for text in said]
+    strings = [
+        "".join(item.text for item in text) if has_stop else tokenizer.decode(ids)
+        for text, ids in zip(collected, tokens, strict=True)
+    ]
     prompt_time = sum(last.stats.prefill_seconds for last in lasts)
     wall_time = time.perf_counter() - started
     decode_time = max(0.0, wall_time - prompt_time)
@@ -223,7 +242,7 @@ def batch_generate(
         **{name: value for name, value in figures.items() if name in known}
     )
     result = SpeculativeBatchResponse(
-        list(map(tokenizer.decode, tokens)),
+        strings,
         stats,
         [last.prompt_cache for last in lasts] if return_prompt_caches else None,
         token_ids=tokens if return_token_ids else None,
@@ -264,12 +283,16 @@ def _respond(
             for request in samples:
                 uid = batch.insert(request)
                 start = tokenizer.detokenizer, len(request.prompt), drafter
-                texts[uid] = TextUnderWay(*start, StopStrings(()))
+                strings = StopStrings(batch.options.stop)
+                texts[uid] = TextUnderWay(*start, strings)
 
     let_in()
     with closing(batch.run()) as tokens:
         for uid, token, reason, prompt_cache, _ in tokens:
-            response = texts[uid].response(token, reason, token.stats.prefill_seconds)
+            is_cut = reason == "stop" and token.token not in batch.stop_tokens
+            response = texts[uid].response(
+                token, None if is_cut else reason, token.stats.prefill_seconds
+            )
             index, sample = divmod(uid, num_samples)
             yield BatchStreamResponse(
                 **vars(response),

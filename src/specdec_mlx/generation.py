@@ -15,7 +15,7 @@ from collections.abc import (
 from contextlib import closing
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
@@ -24,22 +24,23 @@ from mlx_lm.tokenizer_utils import TokenizerWrapper
 
 from specdec_mlx.arguments import check_names, wrong
 from specdec_mlx.contracts import (
-    AcceptanceRule,
     Drafter,
-    LogitsProcessor,
     Origin,
     models_of,
 )
-from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.drafters.choosing.choice import resolve
 from specdec_mlx.drafters.choosing.registry import DEFAULT_DRAFTER
 from specdec_mlx.drafters.guided import with_forced
 from specdec_mlx.errors import PromptError
 from specdec_mlx.loop import Token as Token
 from specdec_mlx.loop import speculate
-from specdec_mlx.options import Options, max_tokens_of, processors_of
+from specdec_mlx.options import (
+    Options,
+    TextArguments,
+    max_tokens_of,
+    processors_of,
+)
 from specdec_mlx.progress import progress_bar
-from specdec_mlx.sampling import Sampler, Sampling
 from specdec_mlx.sequence import prompt_ids
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.stop_strings import StopStrings
@@ -208,27 +209,22 @@ Prompt = str | mx.array | Sequence[int] | Sequence[Mapping[str, Any]]
 """Text, token ids, or chat messages."""
 
 
+class GenerateArguments(TextArguments, total=False):
+    """The keyword arguments of `generate`."""
+
+    max_tokens: int
+    draft_model: nn.Module | Drafter | str | Path | None
+    drafter: Drafter | str | None
+
+
 def stream_generate(
     model: nn.Module,
     tokenizer: Any,
     prompt: Prompt,
     max_tokens: int = 256,
-    drafter: Drafter | str | None = DEFAULT_DRAFTER,
     draft_model: nn.Module | Drafter | str | Path | None = None,
-    rule: str | AcceptanceRule = "auto",
-    draft_length: int | str | DraftLength = "auto",
-    seed: int | None = None,
-    temp: float | None = None,
-    sampler: Sampler | Sampling | None = None,
-    logits_processors: Sequence[LogitsProcessor] | None = None,
-    prompt_cache: list[Any] | None = None,
-    num_draft_tokens: int | None = None,
-    top_p: float = 0.0,
-    min_p: float = 0.0,
-    top_k: int = 0,
-    stop: str | Iterable[str] = (),
-    temperature: float | None = None,
-    **options: Any,
+    drafter: Drafter | str | None = DEFAULT_DRAFTER,
+    **options: Unpack[TextArguments],
 ) -> Generator[SpeculativeResponse, None, None]:
     """Stream the same text as `mlx_lm.stream_generate`, sooner.
 
@@ -237,27 +233,12 @@ def stream_generate(
         tokenizer: its tokenizer, as `mlx_lm.load` gives it.
         prompt: text; token ids; or chat messages, which go through the chat template.
         max_tokens: tokens to generate, -1 for no limit.
-        drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
-            decoding.
         draft_model: a small model with the same tokenizer, or the folder or Hugging Face name of
             one with any, or of a trained head; "auto" for one here that fits. It competes with
             look-up; a drafter that is named is asked first.
-        rule: acceptance rule, by name or as an object; see `speculate`.
-        draft_length: most tokens to draft a round, or "auto" for what pays; see `speculate`.
-        seed: one text for each, with any drafter and draft length; None takes one from MLX's global
-            random state, and what a draft model drafts then has a say in the text.
-        temp: temperature; short for `sampler=Sampling(temp=...)`.
-        sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler; greedy if None.
-        logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
-        prompt_cache: caches of earlier turns, which the prompt continues; those of one draft model
-            may follow, to be kept in step.
-        num_draft_tokens: mlx-lm's name for `draft_length`, which it overrides.
-        top_p: likeliest tokens to draw from, by the sum of their probabilities; 0 for all.
-        min_p: least probability of these, relative to the likeliest token's.
-        top_k: number of these; 0 for all.
-        stop: strings, or one, that end the text wherever tokens fall; they are not part of it.
-        temperature: another name for `temp`.
-        options: all others of `options.Options`, which are mlx-lm's and a few of ours.
+        drafter: a drafter, or the name of one with options ("ngram:max_order=3"); None for plain
+            decoding.
+        options: the fields of `Options`, by name.
 
     Yields:
         mlx-lm's response for each token, with `stats`, `origin` and `drafter` besides.
@@ -274,32 +255,21 @@ def stream_generate(
     how = replace(
         Options(**options),
         max_tokens=max_tokens_of(max_tokens, 1),
-        sampler=choose_sampler(
-            sampler, temp, temperature, top_p=top_p, min_p=min_p, top_k=top_k
-        ),
-        seed=seed,
-        rule=rule,
-        draft_length=draft_length if num_draft_tokens is None else num_draft_tokens,
-        logits_processors=logits_processors,
-        prompt_cache=prompt_cache,
         tokenizer=loaded(model, tokenizer),
     )
     chosen = resolve(drafter, draft_model, model, how.tokenizer)
-    chosen = with_forced(chosen, processors_of(logits_processors or ()))
+    chosen = with_forced(chosen, processors_of(how.logits_processors or ()))
     prompt_tokens = encode(how.tokenizer, prompt)
-    tokens = speculate(model, prompt_tokens, chosen, options=how)
-    num_prompt = len(prompt_tokens) or len(
-        () if how.input_embeddings is None else how.input_embeddings
+    tokens = speculate(model, prompt_tokens, chosen, options=replace(how, stop=()))
+    num_prompt = len(prompt_tokens)
+    if not num_prompt and how.input_embeddings is not None:
+        num_prompt = len(how.input_embeddings)
+    name = drafter if isinstance(drafter, str) else ""
+    if not name and chosen is not None:
+        name = type(chosen).__name__
+    text = TextUnderWay(
+        how.tokenizer.detokenizer, num_prompt, name, StopStrings(how.stop)
     )
-    name = (
-        drafter
-        if isinstance(drafter, str)
-        else ""
-        if chosen is None
-        else type(chosen).__name__
-    )
-    strings = StopStrings([stop] if isinstance(stop, str) else stop)
-    text = TextUnderWay(how.tokenizer.detokenizer, num_prompt, name, strings)
     models = [model, *models_of(chosen)]
     return respond(
         tokens, text, models, how.max_tokens, how.tokenizer.eos_token_ids, how.stream
@@ -311,32 +281,16 @@ def generate(
     tokenizer: Any,
     prompt: Prompt,
     verbose: bool = False,
-    max_tokens: int = 256,
-    drafter: Drafter | str | None = DEFAULT_DRAFTER,
-    draft_model: nn.Module | Drafter | str | Path | None = None,
-    rule: str | AcceptanceRule = "auto",
-    draft_length: int | str | DraftLength = "auto",
-    seed: int | None = None,
-    temp: float | None = None,
-    sampler: Sampler | Sampling | None = None,
-    **options: Any,
+    **options: Unpack[GenerateArguments],
 ) -> Text:
     """Generate the same text as `mlx_lm.generate`, sooner.
 
     Args:
-        model: the target, as `mlx_lm.load` gives it.
-        tokenizer: the target's.
+        model: a loaded mlx-lm model.
+        tokenizer: its tokenizer, as `mlx_lm.load` gives it.
         prompt: text; token ids; or chat messages, which go through the chat template.
         verbose: print the text as it comes, then speeds, peak memory and the account.
-        max_tokens: tokens to generate, -1 for no limit.
-        drafter: a drafter, or the name of one with options; None for plain decoding.
-        draft_model: a small model, or the folder or Hugging Face name of one, or of a trained head.
-        rule: acceptance rule, by name or as an object.
-        draft_length: most tokens to draft a round, or "auto" for what pays.
-        seed: one text for each, with any drafter and draft length.
-        temp: temperature, 0 for greedy; short for `sampler=Sampling(temp=...)`.
-        sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler.
-        options: all else that `stream_generate` takes: `top_p`, `stop`, `prompt_cache` ...
+        options: `drafter` and `draft_model` as in `stream_generate`, and the fields of `Options`.
 
     Returns:
         A str with `stats`, `tokens` and `pieces`, which a notebook shows in colour.
@@ -347,8 +301,7 @@ def generate(
     check_names(options, generate, stream_generate, Options)
     if verbose and options.get("prompt_progress_callback") is None:
         options["prompt_progress_callback"] = prefill_bar()
-    how = (drafter, draft_model, rule, draft_length, seed, temp, sampler)
-    responses = stream_generate(model, tokenizer, prompt, max_tokens, *how, **options)
+    responses = stream_generate(model, tokenizer, prompt, **options)
     return Text.of(printed(responses) if verbose else responses)
 
 
@@ -362,30 +315,6 @@ def loaded(model: Any, tokenizer: Any) -> TokenizerWrapper:
         if isinstance(tokenizer, TokenizerWrapper)
         else TokenizerWrapper(tokenizer)
     )
-
-
-def choose_sampler(
-    sampler: Sampler | Sampling | None,
-    temp: float | None,
-    temperature: float | None = None,
-    **filters: Any,
-) -> Sampler | Sampling | None:
-    """The sampler that the arguments name; None for greedy. Raises ValueError.
-
-    filters: `top_p`, `min_p` and `top_k` of a `Sampling`, 0 for none.
-    """
-    if temp is not None and temperature is not None:
-        raise ValueError("Give temp= or temperature=, not both: they are one.")
-    temp = temperature if temp is None else temp
-    used = {name: value for name, value in filters.items() if value != 0}
-    if temp is None and not used:
-        return sampler
-    if sampler is not None:
-        name = next(iter(used), "temp")
-        raise ValueError(
-            f"Give {name}= or sampler=, not both: a sampler has its own {name}."
-        )
-    return Sampling(0.0 if temp is None else temp, **used)
 
 
 def encode(tokenizer: TokenizerWrapper, prompt: Prompt) -> list[int]:

@@ -17,14 +17,14 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from time import perf_counter
-from typing import Any
+from typing import Any, Unpack
 
 import mlx.core as mx
 import mlx.nn as nn
 from jaxtyping import Float
 from mlx_lm.generate import generation_stream
 
-from specdec_mlx.arguments import check_names
+from specdec_mlx.arguments import check_names, wrong
 from specdec_mlx.caches import Rollback, note_other_thread
 from specdec_mlx.contracts import (
     NO_DRAFT,
@@ -42,7 +42,7 @@ from specdec_mlx.draft_length.contract import DraftLength, ValuesDrafts
 from specdec_mlx.draft_length.drafting import Drafting
 from specdec_mlx.draft_length.policy import make_draft_length
 from specdec_mlx.draft_length.store import tuning_for
-from specdec_mlx.options import Options, max_tokens_of
+from specdec_mlx.options import OptionArguments, Options, max_tokens_of
 from specdec_mlx.ranks import Ranks, SharedDrafting, ranks_of, shared_noise
 from specdec_mlx.sampling import Noise, Sampling
 from specdec_mlx.sequence import (
@@ -111,7 +111,7 @@ def speculate(
     prompt_tokens: Sequence[int] | mx.array,
     drafter: Drafter | None = None,
     options: Options | None = None,
-    **given: Any,
+    **given: Unpack[OptionArguments],
 ) -> Generator[Token, None, None]:
     """Yield the target's own continuation of a prompt, sooner: tokens in, tokens out.
 
@@ -123,8 +123,8 @@ def speculate(
         model: any mlx-lm model.
         prompt_tokens: [n] token ids.
         drafter: None for plain decoding.
-        options: how; None makes them of `given`.
-        given: fields of `options.Options`, which lists them, such as `max_tokens`.
+        options: how the text is generated; None makes them of `given`.
+        given: the fields of `Options`, by name, such as `max_tokens`.
 
     Raises:
         PromptError: for what cannot be a prompt of this model.
@@ -137,6 +137,9 @@ def speculate(
     check_model(model)
     check_names(given, speculate, Options)
     how = options or Options(**given)
+    if how.stop:
+        instead = "no stop strings for tokens; stream_generate takes them"
+        raise wrong("stop", how.stop, instead)
     caches, draft_cache = split_cache(model, how.prompt_cache, how)
     history, num_unnamed = history_of(how.prompt_cache and caches, how.history)
     ranks = ranks_of(model, how.stream)
@@ -609,7 +612,7 @@ def assemble(
     check_drafter_fits(drafter, context)
     if length is None:
         tuning = tuning_for(model) if options.tuning is None else options.tuning
-        length = make_draft_length(options.draft_length, tuning)
+        length = make_draft_length(options.num_draft_tokens, tuning)
     parts = assemble_around(
         target,
         prompt,

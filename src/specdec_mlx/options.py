@@ -1,10 +1,10 @@
-"""How a text is generated: the arguments of `speculate` besides model, prompt and drafter."""
+"""How a text is generated. Every function that generates takes these options, by name."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
-from typing import Any
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypedDict
 
 import mlx.core as mx
 from mlx_lm.generate import (
@@ -20,29 +20,6 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.policy import DraftLength
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.sampling import Noise, Sampler, Sampling
-
-
-@dataclass(frozen=True, kw_only=True)
-class CacheOptions:
-    """How the target's caches are made and filled, as in mlx-lm's `generate_step`.
-
-    Raises ValueError for what cannot be.
-    """
-
-    max_kv_size: int | None = None
-    prefill_step_size: int = 2048
-    kv_bits: int | None = None
-    kv_group_size: int = 64
-    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
-
-    def __post_init__(self) -> None:
-        for field in fields(CacheOptions):
-            value, least = (
-                getattr(self, field.name),
-                int(field.name != "quantized_kv_start"),
-            )
-            if value is not None or field.default is not None:
-                object.__setattr__(self, field.name, whole(field.name, value, least))
 
 
 def max_tokens_of(given: Any, least: int = 0) -> int:
@@ -75,31 +52,58 @@ def processors_of(given: Sequence[LogitsProcessor]) -> list[LogitsProcessor]:
     )
 
 
+def sampler_of(
+    sampler: Sampler | Sampling | None, temp: float | None, **filters: float
+) -> Sampler | Sampling | None:
+    """The sampler that the options name; None for greedy decoding. Raises ValueError.
+
+    filters: `top_p`, `min_p` and `top_k` of a `Sampling`, 0 for none.
+    """
+    used: dict[str, Any] = {
+        name: value for name, value in filters.items() if value != 0
+    }
+    if temp is None and not used:
+        return sampler
+    if sampler is not None:
+        name = next(iter(used), "temp")
+        raise ValueError(
+            f"Give {name}= or sampler=, not both: a sampler has its own {name}."
+        )
+    return Sampling(0.0 if temp is None else temp, **used)
+
+
 @dataclass(frozen=True, kw_only=True)
-class Options(CacheOptions):
+class Options:
     """How a text is generated.
 
     Args:
         max_tokens: tokens to generate, -1 for no limit.
+        temp: temperature, 0 for greedy decoding. `temp`, `top_p`, `min_p` and `top_k` are short for
+            `sampler=Sampling(...)`.
+        top_p: the likeliest tokens to draw from, by the sum of their probabilities; 0 for all.
+        min_p: least probability of these tokens, relative to the likeliest token's; 0 for any.
+        top_k: number of these tokens; 0 for all.
         sampler: how tokens are drawn, a `Sampling` or any mlx-lm sampler; greedy if None.
-        seed: one text for each, whatever drafts, unless another rule than "auto", "match" and
-            "coupled" is named; None takes one from MLX's global random state, and what a draft
-            model drafts then has a say in the text.
+        seed: one text for each seed, whatever drafts, unless `rule` names another rule than "auto",
+            "match" and "coupled". None takes a seed from MLX's global random state, and the drafts
+            of a draft model then influence which text is drawn.
         rule: acceptance rule, by name or as an object. "auto" takes match for greedy decoding,
-            opaque samplers and point-mass drafts; for drafts drawn at random coupled with a seed,
-            and block, which accepts more, without. "lenient" and "typical" change the text's
-            distribution.
-        draft_length: most tokens to draft a round, K; "auto" takes what pays, 0 included, from
+            opaque samplers and deterministic drafts. For drafts drawn at random it takes coupled
+            with a seed, and block, which accepts more, without. "lenient" and "typical" change the
+            text's distribution.
+        num_draft_tokens: most tokens to draft a round, K. "auto" takes what pays, 0 included, from
             measured cost and acceptance.
         tuning: what "auto" has learned and goes on learning; None takes the loaded model's own.
         logits_processors: mlx-lm's; (tokens [n], logits [1, V]) -> logits [1, V].
-        prompt_cache: the target's caches or, as mlx-lm lays them out, the target's and then a draft
-            model's; None makes new ones.
-        history: [n] tokens that prompt_cache holds already, for drafters to draw on; None for what
-            is known of it, from earlier calls or by `specdec_mlx.remember`.
+        stop: strings, or one string, that end the text wherever tokens fall. They are not part of
+            it. `speculate` yields tokens, and refuses them.
+        prompt_cache: caches of earlier turns, which the prompt continues: the target's or, as
+            mlx-lm lays them out, the target's and then a draft model's. None makes new caches.
+        history: [n] tokens that prompt_cache holds already, for drafters to draw on; None for the
+            tokens that earlier calls are known to have put there.
         max_kv_size: positions after which new caches rotate; None for no limit.
         prefill_step_size: most positions of the prompt in one pass.
-        kv_bits: bits of quantized caches, None for none.
+        kv_bits: bits of quantized caches, None for caches that are not quantized.
         kv_group_size: their group size.
         quantized_kv_start: the position from which on caches are quantized.
         prompt_progress_callback: called with (positions read, positions in all).
@@ -110,20 +114,90 @@ class Options(CacheOptions):
         prefill_stops: ascending positions of the prompt at which a pass ends, for the progress
             callback to take the caches as they are there.
         stream: MLX's stream to run on.
+
+    Raises:
+        ValueError: for a value that cannot be.
     """
 
     max_tokens: int = 256
+    temp: float | None = None
+    top_p: float = 0.0
+    min_p: float = 0.0
+    top_k: int = 0
     sampler: Sampler | Sampling | None = None
     seed: int | None = None
     rule: str | AcceptanceRule = "auto"
-    draft_length: int | str | DraftLength = "auto"
+    num_draft_tokens: int | str | DraftLength = "auto"
     tuning: Tuning | None = None
     logits_processors: Sequence[LogitsProcessor] | None = None
+    stop: str | Iterable[str] = ()
     prompt_cache: list[Any] | None = None
     history: Sequence[int] | mx.array | None = None
+    max_kv_size: int | None = None
+    prefill_step_size: int = 2048
+    kv_bits: int | None = None
+    kv_group_size: int = 64
+    quantized_kv_start: int = DEFAULT_QUANTIZED_KV_START
     prompt_progress_callback: Callable[[int, int], None] | None = None
     input_embeddings: mx.array | None = None
     tokenizer: Any = None
     probe: bool = True
     prefill_stops: Sequence[int] = ()
     stream: Any = generation_stream
+
+    def __post_init__(self) -> None:
+        checked: dict[str, Any] = {"max_tokens": max_tokens_of(self.max_tokens)}
+        for name, least in (("prefill_step_size", 1), ("kv_group_size", 1)):
+            checked[name] = whole(name, getattr(self, name), least)
+        checked["quantized_kv_start"] = whole(
+            "quantized_kv_start", self.quantized_kv_start, 0
+        )
+        for name in ("max_kv_size", "kv_bits"):
+            if (value := getattr(self, name)) is not None:
+                checked[name] = whole(name, value, 1)
+        filters = {"top_p": self.top_p, "min_p": self.min_p, "top_k": self.top_k}
+        checked["sampler"] = sampler_of(self.sampler, self.temp, **filters)
+        # `dataclasses.replace` gives all fields again, and a sampler excludes a temperature
+        checked |= {"temp": None} | dict.fromkeys(filters, 0)
+        for name, value in checked.items():
+            object.__setattr__(self, name, value)
+
+
+class BatchArguments(TypedDict, total=False):
+    """The fields of `Options` that several texts have in common, as keyword arguments."""
+
+    temp: float | None
+    top_p: float
+    min_p: float
+    top_k: int
+    sampler: Sampler | Sampling | None
+    rule: str | AcceptanceRule
+    num_draft_tokens: int | str | DraftLength
+    tuning: Tuning | None
+    logits_processors: Sequence[LogitsProcessor] | None
+    stop: str | Iterable[str]
+    max_kv_size: int | None
+    prefill_step_size: int
+    kv_bits: int | None
+    kv_group_size: int
+    quantized_kv_start: int
+    probe: bool
+    stream: Any
+
+
+class TextArguments(BatchArguments, total=False):
+    """The fields of `Options` that are of one text, but for two."""
+
+    seed: int | None
+    prompt_cache: list[Any] | None
+    history: Sequence[int] | mx.array | None
+    prompt_progress_callback: Callable[[int, int], None] | None
+    input_embeddings: mx.array | None
+    prefill_stops: Sequence[int]
+
+
+class OptionArguments(TextArguments, total=False):
+    """All fields of `Options` as keyword arguments."""
+
+    max_tokens: int
+    tokenizer: Any

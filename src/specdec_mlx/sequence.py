@@ -31,7 +31,7 @@ from specdec_mlx.contracts import (
     Target,
 )
 from specdec_mlx.errors import PromptError
-from specdec_mlx.options import CacheOptions
+from specdec_mlx.options import Options
 from specdec_mlx.token_ids import to_ids
 
 
@@ -88,7 +88,7 @@ def check_ids(tokens: Sequence[int], vocab_size: int) -> None:
 
 
 def split_cache(
-    model: nn.Module, prompt_cache: list[Any] | None, options: CacheOptions
+    model: nn.Module, prompt_cache: list[Any] | None, options: Options
 ) -> tuple[list[Any], list[Any] | None]:
     """The target's caches and, if the caller's list is longer, the draft model's.
 
@@ -114,7 +114,7 @@ def split_cache(
     return prompt_cache[: len(fresh)], prompt_cache[len(fresh) :] or None
 
 
-def _check_quantized(model: nn.Module, options: CacheOptions) -> None:
+def _check_quantized(model: nn.Module, options: Options) -> None:
     """Quantize caches of a pass that is never computed; ValueError where MLX does not."""
     caches = make_prompt_cache(model, max_kv_size=options.max_kv_size)
     model(mx.array([[0]]), cache=caches)

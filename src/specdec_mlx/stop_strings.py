@@ -13,7 +13,8 @@ class StopStrings:
     that ended the text; None so far.
     """
 
-    def __init__(self, strings: Iterable[str]) -> None:
+    def __init__(self, strings: str | Iterable[str]) -> None:
+        strings = [strings] if isinstance(strings, str) else strings
         self.strings = sorted({string for string in strings if string}, key=len)
         self.found: str | None = None
         self._longest = len(self.strings[-1]) if self.strings else 0

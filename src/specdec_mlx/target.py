@@ -40,7 +40,7 @@ from specdec_mlx.models.anatomy import (
     keys_values_of,
     vocab_size_of,
 )
-from specdec_mlx.options import CacheOptions, check_sampler, processors_of
+from specdec_mlx.options import Options, check_sampler, processors_of
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import (
     GumbelRows,
@@ -454,7 +454,7 @@ class ModelPass:
 
     model: nn.Module
     rollback: Rollback
-    options: CacheOptions = field(default_factory=CacheOptions)
+    options: Options = field(default_factory=Options)
     probe: bool = field(default=True, kw_only=True)
     taps: Taps | None = field(default=None, init=False)
 

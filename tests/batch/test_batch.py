@@ -122,10 +122,10 @@ def test_each_greedy_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Mon
     assert BatchGeneration(model(name)).passes.is_together
     for length, most_empty in ((0, 64), (3, 64), ("auto", 64), (4, 2)):
         monkeypatch.setattr(row_caches, "MOST_EMPTY", most_empty)
-        how = Options(draft_length=length)
+        how = Options(num_draft_tokens=length)
         batch = BatchGeneration(model(name), oracle(name), how, Schedule(3))
         assert texts_of(batch) == alone(name), length
-    batch = BatchGeneration(model(name), oracle(name, wrong=0.0), Options(draft_length=4))
+    batch = BatchGeneration(model(name), oracle(name, wrong=0.0), Options(num_draft_tokens=4))
     assert texts_of(batch, [0, 0]) == [alone(name)[0]] * 2
     assert batch.num_rounds <= 1 + 8
 
@@ -135,7 +135,7 @@ def test_each_greedy_text_is_what_it_is_alone(name: str, monkeypatch: pytest.Mon
 def test_a_seeds_text_is_what_it_is_alone(rule: str, drafter: Drafter) -> None:
     """The target's own draws are keyed by the row's own seed and its own positions."""
     target, sampling = narrow.model(), sd.Sampling(temp=1.0)
-    how: dict[str, Any] = {"rule": rule, "draft_length": 3}
+    how: dict[str, Any] = {"rule": rule, "num_draft_tokens": 3}
     batch = BatchGeneration(target, drafter, Options(**how), Schedule(3))
     prompts = [[1, 2, 3, 1, 2], [0], [3, 3, 1], [2, 1] * 5]
     requests = [Request(prompt, 20 + i, sampling, i) for i, prompt in enumerate(prompts)]
@@ -150,7 +150,7 @@ def test_two_rows_have_the_targets_distribution_and_nothing_to_do_with_each_othe
     """At temperature 1: each row's first two tokens, and the pair of both rows' second ones."""
     target, num_pairs, prompts = narrow.model(), 200, [[1, 2, 3, 1, 2], [3, 0, 3]]
     drafter = lab.StochasticNGramDrafter()
-    how = Options(rule="rejection", draft_length=2)
+    how = Options(rule="rejection", num_draft_tokens=2)
     batch = BatchGeneration(target, drafter, how, Schedule(2))
     sampling = sd.Sampling(temp=1.0)
     requests = (Request(prompt, 2, sampling, i) for i, prompt in enumerate(prompts * num_pairs))
@@ -191,7 +191,7 @@ def test_texts_may_come_and_go_at_any_time(arrivals: Any, max_rows: int, length:
     batch = BatchGeneration(
         model("qwen2"),
         oracle(),
-        Options(draft_length=length, prefill_step_size=5),
+        Options(num_draft_tokens=length, prefill_step_size=5),
         Schedule(max_rows),
     )
     arrivals.sort(key=lambda arrival: arrival[2])
@@ -268,7 +268,7 @@ def test_short_prompts_are_read_together(name: str, monkeypatch: pytest.MonkeyPa
         real(passes, texts)
 
     monkeypatch.setattr(SharedPasses, "read", note)
-    batch = BatchGeneration(model(name), oracle(name), Options(draft_length=2))
+    batch = BatchGeneration(model(name), oracle(name), Options(num_draft_tokens=2))
     assert texts_of(batch, [1, 5, 7]) == [alone(name)[i] for i in (1, 5, 7)]
     requests = Request(PROMPTS[7], 3), Request(LONG, 3)
     assert written(BatchGeneration(model(name)), *requests)[0] == alone(name)[7][:3]
@@ -280,7 +280,7 @@ def test_samplers_processors_and_stop_tokens_are_each_rows_own() -> None:
     processors = make_logits_processors(repetition_penalty=1.6, repetition_context_size=12)
     penalised = said(model("qwen2"), PROMPTS[2], 25, logits_processors=processors)
     stop = alone()[0][5]
-    how, ends = Options(draft_length=3), frozenset({stop})
+    how, ends = Options(num_draft_tokens=3), frozenset({stop})
     batch = BatchGeneration(model("qwen2"), oracle(), how, stop_tokens=ends)
     requests = (
         Request(PROMPTS[0], 40),
@@ -310,7 +310,9 @@ def test_what_cannot_be_rows_is_written_one_by_one() -> None:
         features = Features(caches=(0,))
 
     with pytest.warns(UserWarning, match="Reader reads the target's caches"):
-        make_passes(model("qwen2"), None, Reader(lambda prompt: ScriptedSession(lambda *_: [])))
+        make_passes(
+            model("qwen2"), Options(), Reader(lambda prompt: ScriptedSession(lambda *_: []))
+        )
 
 
 @pytest.mark.parametrize("name", ["qwen2", "qwen3_next", "gemma3n"])
@@ -336,12 +338,12 @@ def test_a_drafter_sees_its_own_texts_states(name: str) -> None:
         return [np.array(session.seen) for session in drafter.begun]
 
     together, alone = Reader(session), Reader(session)
-    batch = BatchGeneration(target, together, Options(draft_length=3), Schedule(3))
+    batch = BatchGeneration(target, together, Options(num_draft_tokens=3), Schedule(3))
     assert texts_of(batch, range(5)) == [
         text[len(prompt) :] for text, prompt in zip(texts, PROMPTS, strict=False)
     ]
     for prompt, length in zip(PROMPTS[:5], LENGTHS, strict=False):
-        list(sd.speculate(target, prompt, alone, max_tokens=length, draft_length=3))
+        list(sd.speculate(target, prompt, alone, max_tokens=length, num_draft_tokens=3))
     for text, rows, expected in zip(texts, shown_of(together), shown_of(alone), strict=True):
         assert len(rows) == len(text) - 1
         np.testing.assert_allclose(rows, expected, atol=1e-4)
@@ -364,7 +366,7 @@ def test_a_text_that_cannot_go_on_ends_alone() -> None:
             batch = BatchGeneration(
                 model("qwen2"),
                 drafter,
-                Options(draft_length=2),
+                Options(num_draft_tokens=2),
                 Schedule(2),
                 on_error=on_error,
             )
@@ -433,7 +435,7 @@ def test_samples_of_a_prompt_are_the_texts_of_their_seeds(
     request = Request(prompt, 15, sampling, prompt_cache=given)
     read, real = list[int](), PromptReader.read
     monkeypatch.setattr(PromptReader, "read", lambda one: read.append(size := real(one)) or size)
-    how = Options(draft_length=3, prefill_step_size=2)
+    how = Options(num_draft_tokens=3, prefill_step_size=2)
     batch = BatchGeneration(target, sd.PromptLookupDrafter(min_ngram=1), how, Schedule(2))
     texts = written(batch, *(replace(request, seed=seed) for seed in range(3)))
     assert sum(read) == len(prompt) - 1, "read once, and not three times"
@@ -447,7 +449,7 @@ def test_a_text_may_go_on_that_was_begun_elsewhere() -> None:
     """Its first tokens count: as positions of its noise, and among the most wanted."""
     target, sampling, prompt = narrow.model(), sd.Sampling(temp=1.0), [1, 2, 3, 1, 2]
     whole = said(target, prompt, 20, sampler=sampling, seed=5)
-    own = OwnDrafting(sd.PromptLookupDrafter(), "match", draft_length=2)
+    own = OwnDrafting(sd.PromptLookupDrafter(), "match", num_draft_tokens=2)
     requests = [
         Request([*prompt, *whole[:n]], 20, sampling, 5, num_said=n, drafting=own)
         for n in (1, 7, 19)

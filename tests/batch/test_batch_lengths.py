@@ -160,7 +160,7 @@ def recorded(lengths: Sequence[int]) -> list[RecordedText]:
 def test_counts_are_those_of_a_live_batch(rows: int, length: int) -> None:
     texts = recorded([24, 9, 17][:rows])
     drafter = Guesses(texts, 5) if length else None
-    live = BatchGeneration(narrow.model(), drafter, Options(draft_length=length))
+    live = BatchGeneration(narrow.model(), drafter, Options(num_draft_tokens=length))
     for text in texts:
         live.insert(Request(text.prompt, len(text.generated)))
     tokens = list(live.run())

@@ -95,7 +95,7 @@ def test_generate_drafts_by_default_and_prints_below_mlx_lms_lines(
 
 def test_draft_length_and_stats(folders: Path, stock: str) -> None:
     """K shows in the account by position, which --stats prints; mlx-lm has another name for it."""
-    output = generate(folders, "--draft-length", "3", "--stats")
+    output = generate(folders, "--num-draft-tokens", "3", "--stats")
     assert text_in(output) == stock
     tokens_per_pass, accepted, drafted = account(output)
     assert tokens_per_pass > 1.2
@@ -103,7 +103,7 @@ def test_draft_length_and_stats(folders: Path, stock: str) -> None:
     positions = re.compile(r"Acceptance by position: (.*)")
     assert positions.search(output)[1].count(",") == 2  # type: ignore[index]
     assert "Rounds by accepted tokens: 0: " in output
-    assert "Rounds by accepted" not in generate(folders, "--draft-length", "3", tokens=3)
+    assert "Rounds by accepted" not in generate(folders, "--num-draft-tokens", "3", tokens=3)
     flags = ("--num-draft-tokens", "2", "--stats", "--verbose", "False")
     done = run("generate", "--model", folders / "model", "--prompt", PROMPT, *flags)
     assert "Rounds" not in done.stdout
@@ -114,9 +114,9 @@ def test_drafter_chooses_the_drafter(folders: Path, stock: str) -> None:
     """`none` drafts nothing, options arrive, and several are tried in order."""
     none = generate(folders, "--drafter", "none")
     assert none.rstrip().endswith("Speculation: none")
-    rare = ("--drafter", "prompt-lookup:min_ngram=5", "--draft-length", "4")
+    rare = ("--drafter", "prompt-lookup:min_ngram=5", "--num-draft-tokens", "4")
     rarely, both = generate(folders, *rare), generate(folders, *rare, "--drafter", "ngram")
-    rows = generate(folders, "--drafter", "lookahead:window=3,ngram=3", "--draft-length", "12")
+    rows = generate(folders, "--drafter", "lookahead:window=3,ngram=3", "--num-draft-tokens", "12")
     assert {text_in(output) for output in (none, rarely, both, rows)} == {stock}
     assert account(rarely)[2] < account(both)[2]
     assert account(rows)[2] > 80
@@ -125,11 +125,11 @@ def test_drafter_chooses_the_drafter(folders: Path, stock: str) -> None:
 def test_draft_model_drafts(folders: Path, stock: str) -> None:
     """The model itself is always right, another one is not; in a cascade it drafts nothing else."""
     model = ("--draft-model", str(folders / "model"))
-    alone = ("--drafter", "model", "--draft-length", "4")
+    alone = ("--drafter", "model", "--num-draft-tokens", "4")
     itself = generate(folders, *model, *alone)
     other = generate(folders, "--draft-model", str(folders / "other"), *alone)
     spec = ("--drafter", "cascade:then=prompt-lookup,num_first=2")
-    cascade = generate(folders, *model, *spec, "--draft-length", "6")
+    cascade = generate(folders, *model, *spec, "--num-draft-tokens", "6")
     assert {text_in(output) for output in (itself, other, cascade)} == {stock}
     assert account(itself) == all_accepted(80)
     assert account(other)[1] < account(other)[2]
@@ -138,7 +138,7 @@ def test_draft_model_drafts(folders: Path, stock: str) -> None:
 
 def test_rule_decides_how_much_is_accepted(folders: Path) -> None:
     """At temperature 1 a perfect draft model is accepted whole by rejection, not by match."""
-    flags = ["--draft-model", str(folders / "model"), "--draft-length", "4"]
+    flags = ["--draft-model", str(folders / "model"), "--num-draft-tokens", "4"]
     flags += ["--drafter", "model", "--temp", "1", "--seed", "3"]
     assert account(generate(folders, *flags, "--rule", "rejection")) == all_accepted(80)
     _, accepted, drafted = account(generate(folders, *flags, "--rule", "match"))
@@ -150,7 +150,7 @@ def test_a_seed_is_one_text_at_any_draft_length(folders: Path) -> None:
     flags = ["--draft-model", str(folders / "other"), "--temp", "1", "--seed", "3"]
     plain = text_in(generate(folders, *flags[2:], "--drafter", "none", tokens=24))
     for length in ("2", "5", "auto"):
-        assert text_in(generate(folders, *flags, "--draft-length", length, tokens=24)) == plain
+        assert text_in(generate(folders, *flags, "--num-draft-tokens", length, tokens=24)) == plain
 
 
 def test_without_a_seed_generate_takes_the_rule_that_accepts_most(folders: Path) -> None:
@@ -159,7 +159,7 @@ def test_without_a_seed_generate_takes_the_rule_that_accepts_most(folders: Path)
     texts = []
     for length in ("2", "5"):
         mx.random.seed(3)
-        texts.append(text_in(generate(folders, *flags, "--draft-length", length, tokens=24)))
+        texts.append(text_in(generate(folders, *flags, "--num-draft-tokens", length, tokens=24)))
     assert texts[0] != texts[1]
 
 
@@ -171,11 +171,11 @@ WRONG: dict[str, str] = {
     "generate --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
     "server --draft-model SWAPPED --drafter model:tokenizers=same": "token 'x' has id",
     "generate --draft-model nowhere/at/all": "There is no folder nowhere/",
-    "generate --draft-length -1": "expected an int >= 0, or auto",
-    "generate --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
+    "generate --num-draft-tokens -1": "expected an int >= 0, or auto",
+    "generate --num-draft-tokens -3": "--num-draft-tokens: '-3': expected an int >= 0",
     "generate --max-tokens -5": "--max-tokens: -5: expected an int >= 1, or -1 for no limit",
     "chat --max-tokens 0": "--max-tokens: 0: expected an int >= 1",
-    "server --num-draft-tokens -3": "--num-draft-tokens: -3: expected an int >= 0",
+    "server --num-draft-tokens -3": "--num-draft-tokens: '-3': expected an int >= 0",
     "generate --rule nothing": "Unknown rule 'nothing'",
     "generate --prompt-cache-file none.safetensors": "there is no file none.safetensors",
     **{
@@ -219,7 +219,7 @@ def test_what_cannot_be_done_is_said_in_words(
 def test_the_benchmark_of_a_batch_drafts(folders: Path) -> None:
     """By whatever `--drafter` names; the account is that of a text of the last trial."""
     typed = "--prompt-tokens 12 --generation-tokens 24 --num-trials 1 --batch-size 2 --stats"
-    flags = f"{typed} --drafter suffix --draft-length 4".split()
+    flags = f"{typed} --drafter suffix --num-draft-tokens 4".split()
     done = run("benchmark", "--model", folders / "model", *flags)
     assert done.returncode == 0, done.stderr
     assert "batch_size=2" in done.stdout
@@ -227,7 +227,11 @@ def test_the_benchmark_of_a_batch_drafts(folders: Path) -> None:
 
 
 MEANINGLESS = ["bench --repeats 0", "bench --max-tokens many", "bench --per-category 0"]
-MEANINGLESS += ["bench --draft-length often", "bench --rule nothing", "demo --draft-length -1"]
+MEANINGLESS += [
+    "bench --num-draft-tokens often",
+    "bench --rule nothing",
+    "demo --num-draft-tokens -1",
+]
 MEANINGLESS += ["demo --max-tokens 0", "demo --seconds 0", "demo --model", "no-such-command"]
 
 
@@ -246,7 +250,7 @@ def test_arguments_that_mean_nothing_are_refused_before_anything_is_loaded(
 
 
 ELSEWHERE = {
-    "--draft-max 16": "speculation is set by --drafter NAME, --draft-model MODEL and --draft",
+    "--draft-max 16": "speculation is set by --drafter NAME, --draft-model MODEL and --num-draft",
     "--spec-draft-n-max=16": "speculation is set by",
     "--prompt_lookup_num_tokens=10": "speculation is set by",
     "--num-speculative-tokens 5": "speculation is set by",
@@ -279,7 +283,7 @@ def test_chat_answers_as_mlx_lms_and_ends_with_its_input(folders: Path) -> None:
     theirs = run(*arguments, stdin=said, program="mlx_lm")
     alone = ("--draft-model", str(folders / "model"), "--drafter", "model")
     for flags in ((), ("--drafter", "ngram"), alone):
-        ours = run(*arguments, "--draft-length", "4", "--stats", *flags, stdin=said)
+        ours = run(*arguments, "--num-draft-tokens", "4", "--stats", *flags, stdin=said)
         assert theirs.returncode == ours.returncode == 0, ours.stderr
         accounts = ACCOUNT.findall(ours.stdout)
         assert len(accounts) == 3
@@ -344,7 +348,7 @@ def test_all_of_mlx_lms_flags_are_there(name: str, capsys: pytest.CaptureFixture
         helps.append(set(re.findall(r"--[a-z-]+", capsys.readouterr().out)))
     theirs, all_flags, usual = helps
     assert theirs < all_flags
-    assert {"--drafter", "--draft-model", "--draft-length", "--stats"} <= usual < all_flags
+    assert {"--drafter", "--draft-model", "--num-draft-tokens", "--stats"} <= usual < all_flags
     assert "--rule" in all_flags - usual
 
 
@@ -513,6 +517,6 @@ def test_generate_goes_on_from_a_prompt_cache_file_of_mlx_lms(folder: Path, tmp_
     command = ("generate", *file, "--prompt", "in the hat", "--max-tokens", "60")
     plain = run(*command, program="mlx_lm").stdout.split("=====")[2]
     for flags in ((), ("--draft-model", folder)):
-        done = run(*command, "--draft-length", "3", "--no-tuning", *flags)
+        done = run(*command, "--num-draft-tokens", "3", "--no-tuning", *flags)
         assert done.stdout.split("=====")[2] == plain, done.stderr
         assert re.search(r"accepted \d+ of [1-9]", done.stdout)

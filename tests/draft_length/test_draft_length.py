@@ -297,7 +297,7 @@ def test_the_loop_cuts_point_masses_only_and_asks_for_the_limit_first(drawn: boo
         return Draft(mx.array([7] * limit), even[:limit] if drawn else None)
 
     policy.events = events
-    options: dict[str, Any] = {"draft_length": policy, "sampler": sd.Sampling(temp=1.0)}
+    options: dict[str, Any] = {"num_draft_tokens": policy, "sampler": sd.Sampling(temp=1.0)}
     drafter = ScriptedDrafter(propose)
     *_, last = sd.speculate(tiny.build("qwen2"), [5, 17, 99], drafter, max_tokens=21, **options)
     asked = [["limit", "propose"], ["limit", "propose", "cut"]][not drawn]

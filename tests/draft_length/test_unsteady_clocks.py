@@ -32,7 +32,9 @@ def lab() -> tuple[list[RecordedText], RecordedDrafter]:
     drafter = sd.ModelDrafter(pair.draft)
     for name, number, opening in [*held_out_openings()][:NUM_TEXTS]:
         prompt = list(pair.tokenizer.encode(opening))
-        tokens = sd.speculate(pair.target, prompt, drafter, max_tokens=NUM_TOKENS, draft_length=6)
+        tokens = sd.speculate(
+            pair.target, prompt, drafter, max_tokens=NUM_TOKENS, num_draft_tokens=6
+        )
         generated = [token.token for token in tokens]
         texts.append(RecordedText(f"{name} {number}", "lab", prompt, generated))
     return texts, RecordedDrafter("lab", texts, [record_drafts(pair.draft, t) for t in texts])

@@ -142,7 +142,7 @@ def test_without_flags_the_check_proves_what_generate_runs(
     main(["check", *own["check"]])
     assert set(seen) == {("SuffixDrafter", "Auto")}
     seen.clear()
-    main(["check", *own["check"], "--draft-length", "3"])
+    main(["check", *own["check"], "--num-draft-tokens", "3"])
     assert set(seen) == {("SuffixDrafter", "Fixed")}
 
 

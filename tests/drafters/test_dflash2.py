@@ -27,7 +27,7 @@ def test_text_is_the_targets_own(name: str, branches: int, tmp_path: Path) -> No
     model, prompt = heads.reference(name).target(), heads.reference(name).prompt
     texts = []
     for given in (None, drafter):
-        steps = sd.speculate(model, prompt, given, max_tokens=12, draft_length=3)
+        steps = sd.speculate(model, prompt, given, max_tokens=12, num_draft_tokens=3)
         texts.append([step.token for step in steps])
     assert texts[0] == texts[1]
     session = drafter.begin(prompt, DraftContext(vocab_size=heads.VOCAB))

@@ -72,12 +72,15 @@ def test_text_with_a_drafted_tree_is_plain_text(kind: str, name: str) -> None:
     model, one = tiny.build(name), drafter(kind, name)
     plain = plain_text(model, PROMPT, 40)
     for length in ("auto", SIZE):
-        items = list(speculate(model, PROMPT, one, max_tokens=40, draft_length=length))
+        items = list(speculate(model, PROMPT, one, max_tokens=40, num_draft_tokens=length))
         assert spoken(items).deviation(plain) < TOLERANCE
     assert items[-1].stats.drafted > 0
     options: dict[str, Any] = {"sampler": Sampling(temp=1.0), "seed": 5, "rule": "coupled"}
     texts = [
-        [t.token for t in speculate(model, PROMPT, d, max_tokens=24, draft_length=SIZE, **options)]
+        [
+            t.token
+            for t in speculate(model, PROMPT, d, max_tokens=24, num_draft_tokens=SIZE, **options)
+        ]
         for d in (None, one)
     ]
     assert texts[0] == texts[1]
@@ -344,7 +347,7 @@ def test_texts_with_drawn_trees_follow_the_targets_law(kind: str, rule: str, set
     else:
         one = HeadDrafter(random_head(HEADS[kind], model), branches=3)
     for seed in range(150):
-        how: Any = {"max_tokens": 9, "seed": seed, "rule": rule, "draft_length": 8}
+        how: Any = {"max_tokens": 9, "seed": seed, "rule": rule, "num_draft_tokens": 8}
         tokens = speculate(model, distribution.PROMPT, one, sampler=sampling, **how)
         with closing(tokens):
             items = list(itertools.islice(tokens, 5))

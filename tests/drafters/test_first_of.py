@@ -106,7 +106,7 @@ def text(model: Any) -> list[int]:
 
 def run(model: Any, text: list[int], drafter: Any, length: Any) -> sd.stats.SpeculationStats:
     """What became of a generation's drafts; its text is that of plain decoding."""
-    how = {"max_tokens": NUM_TOKENS, "draft_length": length, "probe": False}
+    how = {"max_tokens": NUM_TOKENS, "num_draft_tokens": length, "probe": False}
     items = list(sd.speculate(model, PROMPT, drafter, **how))
     assert [item.token for item in items] == text[:NUM_TOKENS]
     return items[-1].stats

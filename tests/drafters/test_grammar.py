@@ -70,7 +70,7 @@ def told(
 ) -> tuple[str, sd.stats.SpeculationStats]:
     """A text that keeps to a grammar, up to its end token, and how it came about."""
     tokenizer = pair[1]
-    options = {"max_tokens": 150, "draft_length": 6} | options
+    options = {"max_tokens": 150, "num_draft_tokens": 6} | options
     processors = [processor(GRAMMARS[kind], tokenizer)]
     responses = list(
         sd.stream_generate(*pair, PROMPT, drafter=drafter, logits_processors=processors, **options)
@@ -100,7 +100,7 @@ def test_text_keeps_to_the_grammar_and_is_plain_decodings(kind: str, pair: tuple
     assert fits(kind, text)
     assert told(pair, kind, None)[0] == text
     for name, make in DRAFTERS.items():
-        ours, stats = told(pair, kind, make(model), draft_length=20)
+        ours, stats = told(pair, kind, make(model), num_draft_tokens=20)
         assert ours == text
         if name == "grammar":  # forced tokens are free, the end token among them
             assert stats.accepted == stats.drafted
@@ -206,7 +206,7 @@ def test_the_commands_take_a_grammar(tmp_path: Path) -> None:
 
     for kind, flags in given.items():
         for drafter in ((), ("--drafter", "none")):
-            out = said("generate", "--prompt", "a cat", *flags, "--draft-length", "8", *drafter)
+            out = said("generate", "--prompt", "a cat", *flags, "--num-draft-tokens", "8", *drafter)
             assert fits(kind, text_in(out).strip())
             assert "Speculation: none" in out if drafter else account(out)[0] > 2
     out = said("chat", *given["regex"], stdin="the cat\nand the hat\nq\n")

@@ -315,7 +315,7 @@ def test_a_damaged_file_is_refused_or_a_head_that_works(name, share, tmp_path):
             continue
         worked += 1
         plain = [step.token for step in sd.speculate(target, PROMPT, None, max_tokens=8)]
-        drafted = sd.speculate(target, PROMPT, drafter, max_tokens=8, draft_length=3)
+        drafted = sd.speculate(target, PROMPT, drafter, max_tokens=8, num_draft_tokens=3)
         assert [step.token for step in drafted] == plain, case
     assert refused > 0
     assert refused + worked == 80 // SHARES

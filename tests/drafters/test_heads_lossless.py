@@ -129,7 +129,9 @@ TABLE += [("mtp", name) for name in OTHER_CACHES]
 def test_a_head_after_any_verdict_is_as_after_a_fresh_pass(kind: str, name: str) -> None:
     """On every kind of cache, over drafts kept in part, whole and not at all; and the text."""
     reader = PartlyRight(drafter(kind, name), target(name), plain(name))
-    tokens = list(sd.speculate(target(name), PROMPT, reader, max_tokens=NUM_TOKENS, draft_length=4))
+    tokens = list(
+        sd.speculate(target(name), PROMPT, reader, max_tokens=NUM_TOKENS, num_draft_tokens=4)
+    )
     assert [t.token for t in tokens] == plain(name)
     stats = tokens[-1].stats
     assert stats.accepted > 5
@@ -144,7 +146,11 @@ SEEDED: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "seed": 3, "rule": "
 @pytest.mark.parametrize(("kind", "name"), SOME)
 def test_the_text_is_the_targets_own_at_any_draft_length(kind: str, name: str) -> None:
     """With heads that are nearly always wrong; so is a seed's, under the coupled rule."""
-    for options in ({"draft_length": 8}, {"draft_length": "auto"}, {"draft_length": 4, **SEEDED}):
+    for options in (
+        {"num_draft_tokens": 8},
+        {"num_draft_tokens": "auto"},
+        {"num_draft_tokens": 4, **SEEDED},
+    ):
         texts = (text_of(target(name), one, **options) for one in (drafter(kind, name), None))
         assert len({tuple(text) for text in texts}) == 1, options
 
@@ -156,7 +162,7 @@ def test_an_assistant_lets_the_caches_grow_in_place(lets_go, monkeypatch):
         monkeypatch.setattr(AssistantSession, "end_draft", lambda self: None)
     model, one = target("qwen2"), drafter("assistant", "qwen2")
     caches, places = make_prompt_cache(model), set()
-    options: dict[str, Any] = {"prompt_cache": caches, "max_tokens": 20, "draft_length": 3}
+    options: dict[str, Any] = {"prompt_cache": caches, "max_tokens": 20, "num_draft_tokens": 3}
     for _ in sd.speculate(model, PROMPT * 10, one, **options):
         mx.eval(caches[-1].keys)
         places.add(np.asarray(memoryview(caches[-1].keys)).ctypes.data)
@@ -192,7 +198,7 @@ def test_a_second_turn_and_an_early_end_leave_the_text_alone(kind: str, name: st
         model, head = target(name), drafter(kind, name)
     for one in (None, head):
         kept = options["prompt_cache"] = make_prompt_cache(model)
-        loop = sd.speculate(model, PROMPT, one, draft_length=3, **options)
+        loop = sd.speculate(model, PROMPT, one, num_draft_tokens=3, **options)
         first = [next(loop).token for _ in range(5)]
         loop.close()
         lengths = {cache.offset for cache in leaves(kept) if hasattr(cache, "offset")}
@@ -278,7 +284,9 @@ def checked(model: nn.Module, drafter: HeadDrafter) -> Finding:
     """The check's part on it, of texts as short as will do."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(texts, "VARIED_TOKENS", 16)
-        subject = Subject(model, drafter, sd.Sampling(), Block(), PROMPTS, VOCAB, draft_length=3)
+        subject = Subject(
+            model, drafter, sd.Sampling(), Block(), PROMPTS, VOCAB, num_draft_tokens=3
+        )
         return check_variations(subject, drafter, Work(time.perf_counter() + 60))
 
 

@@ -387,7 +387,9 @@ def test_texts_are_the_same_however_it_stops(kind: str, temp: float) -> None:
 
     def text(drafter: Any, length: Any) -> list[int]:
         options = {"rule": "coupled", "seed": 5, "sampler": sd.Sampling(temp=temp)}
-        tokens = sd.speculate(model, PROMPT, drafter, max_tokens=24, draft_length=length, **options)
+        tokens = sd.speculate(
+            model, PROMPT, drafter, max_tokens=24, num_draft_tokens=length, **options
+        )
         return [token.token for token in tokens]
 
     coins, plain = Coins(1), text(None, 0)

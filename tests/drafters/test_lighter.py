@@ -122,7 +122,7 @@ def test_the_flag_makes_another_draft_model_and_the_same_text(folder: Path) -> N
     texts, counts = set(), []
     for flags in ((), ("--draft-layers", "1")):
         model = ("--model", folder, "--draft-model", folder, "--drafter", "model", *flags)
-        text = ("--prompt", TEXT, "--max-tokens", "60", "--draft-length", "4")
+        text = ("--prompt", TEXT, "--max-tokens", "60", "--num-draft-tokens", "4")
         done = run("generate", *model, *text)
         assert done.returncode == 0, done.stderr
         texts.add(text_in(done.stdout))

@@ -201,7 +201,7 @@ def run(target: nn.Module, drafter: Any, **options: Any) -> list[sd.generation.T
 @in_one_test(("target", "draft"), PAIRS)
 def test_greedy_text_is_the_targets_own(target: str, draft: str, length: int | str) -> None:
     """Whatever the draft model's tokens are, and whatever caches the caller has for it."""
-    options = {"tokenizer": tokenizer(target), "draft_length": length}
+    options = {"tokenizer": tokenizer(target), "num_draft_tokens": length}
     expected = [t.token for t in run(model(0), None, **options)]
     small = model(1, vocab_size=len(tokenizer(draft)))
     caches = [*make_prompt_cache(model(0)), *make_prompt_cache(small)]
@@ -245,7 +245,7 @@ def twins() -> tuple[nn.Module, Any, nn.Module, Any]:
 def test_the_target_itself_in_other_tokens_is_accepted_whole() -> None:
     """It writes the very text."""
     target, ours, draft, theirs = twins()
-    options: dict[str, Any] = {"tokenizer": ours, "draft_length": 3, "max_tokens": 60}
+    options: dict[str, Any] = {"tokenizer": ours, "num_draft_tokens": 3, "max_tokens": 60}
     tokens = run(target, sd.ModelDrafter(draft, theirs), **options)
     stats = tokens[-1].stats
     assert stats.drafted > 30
@@ -311,7 +311,7 @@ def test_an_end_token_that_is_ordinary_text_is_read_and_drafted_as_text(pair: An
             ending._tokenizer.eos_token = "\n"
         assert Spelling(ending).spelled[index] == b"\n"
         drafter = sd.ModelDrafter(model(1), other)
-        drafted = run(model(0), drafter, tokenizer=one, max_tokens=8, draft_length=3)
+        drafted = run(model(0), drafter, tokenizer=one, max_tokens=8, num_draft_tokens=3)
         plainly = run(model(0), None, tokenizer=one, max_tokens=8)
         assert [t.token for t in drafted] == [t.token for t in plainly]
 

@@ -78,7 +78,7 @@ def said(
     """Tokens and account of a text; where only tokens are handed over, no tokenizer is known."""
     model, tokenizer = pair
     prompt = tokenizer.encode(PROMPT)
-    options: Any = {"max_tokens": NUM_TOKENS, "drafter": drafter, "draft_length": 4}
+    options: Any = {"max_tokens": NUM_TOKENS, "drafter": drafter, "num_draft_tokens": 4}
     if knows:
         text = sd.generate(model, tokenizer, prompt, **options)
         return list(text.tokens), text.stats
@@ -196,7 +196,7 @@ def test_a_server_remembers_for_each_tokenizer(
     with serving("--model", str(folders[0]), "--no-tuning", *flags) as client:
         for key in order:
             folder = folders[int(key) - 1]
-            reply = complete(client, model=str(folder), extra_body={"draft_length": 4})
+            reply = complete(client, model=str(folder), extra_body={"num_draft_tokens": 4})
             accepted[key].append(reply.usage.speculation["accepted"])
             assert text_of(reply) == plain[int(key) - 1]
     assert all(second > first for first, second in accepted.values())

@@ -134,7 +134,7 @@ BESIDE = [("qwen2", 4, True), ("gemma3_text", 4, False)]
 def test_drafts_are_those_of_the_model_alone(name, length, has_look_up, asked) -> None:
     """Whichever rows came and went, and whatever was drafted and accepted before."""
     asked.clear()
-    batch = Batch(name, before=Sometimes(name) if has_look_up else None, draft_length=length)
+    batch = Batch(name, before=Sometimes(name) if has_look_up else None, num_draft_tokens=length)
     assert batch.texts == dict(enumerate(plain(name)))
     assert len(asked) > 15
     assert batch.accepted > 20
@@ -174,9 +174,11 @@ def test_drafts_are_those_of_the_head_alone(name, kind, monkeypatch) -> None:
             patched.setattr(kinds, "propose", propose)
         patched.setattr(shared_drafts, "MOST_WAITING", 9)  # texts that wait longer are read apart
         for prompt, length in zip(PROMPTS, LENGTHS, strict=True):
-            list(sd.speculate(tiny.build(name), prompt, both, max_tokens=length, draft_length=3))
+            list(
+                sd.speculate(tiny.build(name), prompt, both, max_tokens=length, num_draft_tokens=3)
+            )
         alone = dict(found[0])
-        batch = Batch(name, head=both, draft_length=3)
+        batch = Batch(name, head=both, num_draft_tokens=3)
     assert batch.texts == dict(enumerate(plain(name)))
     assert batch.accepted > 20
     rows = found[1]
@@ -196,7 +198,7 @@ def test_a_head_begins_where_the_prompt_was_not_read_before(monkeypatch: Any) ->
 
     monkeypatch.setattr(SharedHeadSession, "propose", propose)
     head = HeadDrafter(heads.random_head(heads.HEADS["eagle3"], target))
-    batch = BatchGeneration(target, head, Options(draft_length=2))
+    batch = BatchGeneration(target, head, Options(num_draft_tokens=2))
     asked = Request(PROMPTS[3], LENGTHS[3], sd.Sampling())
     for _ in range(2):
         batch.insert(asked)
@@ -215,7 +217,7 @@ def test_all_rows_draft_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         widths.append(len(self.sessions))
 
     monkeypatch.setattr(ModelPasses, "draft", draft)
-    batch = Batch("qwen2", max_rows=4, draft_length=3)
+    batch = Batch("qwen2", max_rows=4, num_draft_tokens=3)
     assert max(widths) == 4
     assert len(widths) < max(map(len, batch.texts.values()))  # one a round, not one a text
 
@@ -223,7 +225,7 @@ def test_all_rows_draft_in_one_pass(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_drawn_texts_are_repeatable_and_a_recurrent_model_drafts_alone() -> None:
     target, model = tiny.build("qwen2"), tiny.build("mamba")
     drafter = sd.ModelDrafter(like(target, "qwen2"))
-    options: dict[str, Any] = {"draft_length": 3, "temp": 1.0, "seed": 5, "max_tokens": 12}
+    options: dict[str, Any] = {"num_draft_tokens": 3, "temp": 1.0, "seed": 5, "max_tokens": 12}
     texts = [
         sd.batch_generate(target, tiny_text.tokenizer(), PROMPTS, drafter=drafter, **options).texts
         for _ in range(2)

@@ -191,7 +191,7 @@ def test_texts_are_the_same_however_it_stops(temp: float) -> None:
     options: Any = {"rule": "coupled", "seed": 5, "sampler": sd.Sampling(temp=temp)}
 
     def text(drafter: Any, length: Any) -> list[int]:
-        how = {"max_tokens": 30, "draft_length": length} | options
+        how = {"max_tokens": 30, "num_draft_tokens": length} | options
         return [token.token for token in sd.speculate(target, PROMPT, drafter, **how)]
 
     expected = text(None, 0)

@@ -293,7 +293,7 @@ def test_text_with_a_tree_of_places_is_plain_text(name: str, length: int | str) 
     model, few = tiny.build(name), dict.fromkeys(range(4), 1e4)
     how: Any = {"logits_processors": make_logits_processors(logit_bias=few), "max_tokens": 60}
     plain, text = (
-        list(sd.speculate(model, [1, 2, 3, 1, 2], one, draft_length=length, **how))
+        list(sd.speculate(model, [1, 2, 3, 1, 2], one, num_draft_tokens=length, **how))
         for one in (None, lab.SuffixTreeDrafter())
     )
     assert [token.token for token in text] == [token.token for token in plain]

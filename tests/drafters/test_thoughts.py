@@ -70,7 +70,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
 def tokens_of(
     pair: tuple[Any, Any], drafter: Any, processors: list[Any], **options: Any
 ) -> list[int]:
-    options = {"max_tokens": 60, "draft_length": 5} | options
+    options = {"max_tokens": 60, "num_draft_tokens": 5} | options
     given = {"drafter": drafter, "logits_processors": processors, **options}
     return [r.token for r in sd.stream_generate(*pair, PROMPT, **given)]
 
@@ -106,7 +106,7 @@ def test_a_grammar_begins_after_the_thought_whatever_is_drafted(
     ]
     for drafter in drafters:
         for length in (2, 5, 8):
-            ours = tokens_of(pair, drafter, processors(), draft_length=length, **how)
+            ours = tokens_of(pair, drafter, processors(), num_draft_tokens=length, **how)
             assert ours == expected, drafter
 
 
@@ -231,5 +231,5 @@ def test_a_budget_gives_one_text_whatever_is_drafted(
             drafters += [OracleDrafter(free, size), OracleTrees(expected, size)]
             drafters += [sd.ModelDrafter(pair[0]), sd.PromptLookupDrafter(min_ngram=1)]
             for drafter in drafters:
-                ours = tokens_of(pair, drafter, processors(), draft_length=6, **how)
+                ours = tokens_of(pair, drafter, processors(), num_draft_tokens=6, **how)
                 assert ours == expected, (most, grammar, drafter)

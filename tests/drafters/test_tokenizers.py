@@ -123,7 +123,7 @@ def widths(target_width: int, draft_width: int) -> tuple[nn.Module, nn.Module]:
 def run(
     model: nn.Module, drafter: Any, prompt: list[int] = PROMPT, **options: Any
 ) -> list[sd.generation.Token]:
-    options = {"max_tokens": NUM_TOKENS, "draft_length": 4} | options
+    options = {"max_tokens": NUM_TOKENS, "num_draft_tokens": 4} | options
     return list(sd.speculate(model, prompt, drafter, **options))
 
 

@@ -205,7 +205,7 @@ class OfFreePasses(Auto):
 def narrow_text(model: Any, drafter: Any, **options: Any) -> list[sd.generation.Token]:
     """A text of 6 tokens only, drafted as if positions were free."""
     options = {
-        "draft_length": OfFreePasses(),
+        "num_draft_tokens": OfFreePasses(),
         "max_tokens": 80,
         "logits_processors": FEW,
     } | options
@@ -238,7 +238,7 @@ def test_text_with_the_default_trees_is_plain_text(name: str) -> None:
     """Of few tokens, so that there is much to look up; a target that takes none is given none."""
     model, trees, shapes = tiny.build(name), default_trees(), Shapes()
     plain = narrow_text(model, None)
-    items = narrow_text(model, trees, draft_length=shapes)
+    items = narrow_text(model, trees, num_draft_tokens=shapes)
     assert spoken(items).deviation(spoken(plain)) < TOLERANCE
     stats = items[-1].stats
     assert stats.drafted > stats.accepted > 20
@@ -252,7 +252,7 @@ def test_ranks_never_ask_whether_trees_are_exact(monkeypatch: pytest.MonkeyPatch
     one = Ranks(mx.distributed.init(), generation_stream)
     monkeypatch.setattr("specdec_mlx.loop.ranks_of", lambda model, stream: one)
     shapes, trees = Shapes(), default_trees()
-    narrow_text(tiny.build("llama"), trees, draft_length=shapes)
+    narrow_text(tiny.build("llama"), trees, num_draft_tokens=shapes)
     assert shapes.num_asked
     assert not shapes.has_forked
 
@@ -264,7 +264,9 @@ def test_a_replay_with_trees_counts_as_a_live_run_does(monkeypatch: pytest.Monke
     has_forked = False
     for task in narrow.tasks():
         shapes = Shapes()
-        items = list(sd.speculate(model, task.prompt, drafter, max_tokens=32, draft_length=shapes))
+        items = list(
+            sd.speculate(model, task.prompt, drafter, max_tokens=32, num_draft_tokens=shapes)
+        )
         has_forked = has_forked or shapes.has_forked
         text = RecordedText(task.id, "", list(task.prompt), [item.token for item in items])
         how: Any = {"max_tokens": 32, "vocab_size": narrow.VOCAB}

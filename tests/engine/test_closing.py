@@ -152,7 +152,7 @@ def test_caches_end_with_the_last_token_that_was_handed_out(kind: str, name: str
         caches = own + (make_prompt_cache(small) if small else [])
         tokens = sd.speculate(
             model, PROMPT, drafter, max_tokens=NUM_TOKENS + 4, prompt_cache=caches,
-            draft_length="auto" if place % 4 == 0 else 4,
+            num_draft_tokens="auto" if place % 4 == 0 else 4,
         )  # fmt: skip
         taken, stats = left_after(place, ("close", "throw", "drop")[place % 3], tokens)
         del tokens
@@ -197,7 +197,9 @@ def test_caches_left_to_another_thread_hold_the_text_or_are_refused_with_the_rea
         drafter = sd.ModelDrafter(small) if place % 2 else sd.SuffixDrafter()
         caches = own + (make_prompt_cache(small) if place % 2 else [])
         left = [
-            sd.speculate(model, PROMPT, drafter, max_tokens=40, prompt_cache=caches, draft_length=4)
+            sd.speculate(
+                model, PROMPT, drafter, max_tokens=40, prompt_cache=caches, num_draft_tokens=4
+            )
         ]
         taken = [next(left[0]).token for _ in range(place)]
 
@@ -223,7 +225,7 @@ def test_caches_left_to_another_thread_hold_the_text_or_are_refused_with_the_rea
 
 @pytest.mark.parametrize("name", cases(("llama", "qwen3_next"), "qwen3_next"))
 def test_caches_of_a_batch_can_be_read_in_another_thread(name: str) -> None:
-    options = Options(draft_length=3)
+    options = Options(num_draft_tokens=3)
     batch = BatchGeneration(target(name), None, options, Schedule(2), returns_caches=True)
     for prompt in (PROMPT, PROMPT[:9]):
         batch.insert(Request(prompt, 5))

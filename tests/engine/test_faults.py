@@ -221,7 +221,7 @@ def one_text(way: str, coins: random.Random) -> None:
     options = {
         "max_tokens": NUM_TOKENS,
         "prompt_cache": caches,
-        "draft_length": coins.choice([1, 3, 8, "auto"]),
+        "num_draft_tokens": coins.choice([1, 3, 8, "auto"]),
         "prefill_step_size": coins.choice([3, 2048]),
         "prompt_progress_callback": Fault.within("callback", lambda done, total: None),
         "probe": coins.random() < 0.7,
@@ -249,7 +249,7 @@ def one_text(way: str, coins: random.Random) -> None:
     if has_draft_caches and place not in ("close", "layer"):
         want = {cache.offset for cache in caches[:own]}
         assert {cache.offset for cache in caches[own:]} <= {*want, len(held)}
-    again = sd.speculate(model, text, one if not before else None, max_tokens=6, draft_length=3)
+    again = sd.speculate(model, text, one if not before else None, max_tokens=6, num_draft_tokens=3)
     assert [item.token for item in again] == plain(name, tuple(text))[:6]
 
 
@@ -281,7 +281,7 @@ def several_texts(coins: random.Random) -> None:
         target(name),
         faulty,
         Options(
-            draft_length=coins.choice([1, 3, "auto"]),
+            num_draft_tokens=coins.choice([1, 3, "auto"]),
             prefill_step_size=coins.choice([3, 2048]),
         ),
         Schedule(coins.choice([2, 3])),

@@ -40,7 +40,7 @@ def read_by_host(model: nn.Module, tokens: Sequence[int] = BEFORE) -> list[Any]:
 
 def run(model: nn.Module, prompt: Sequence[int], drafter: Any, **how: Any) -> tuple[list[int], Any]:
     """The tokens, and the account."""
-    how = {"max_tokens": NUM_TOKENS, "draft_length": 4} | how
+    how = {"max_tokens": NUM_TOKENS, "num_draft_tokens": 4} | how
     tokens = list(sd.speculate(model, prompt, drafter, **how))
     return [token.token for token in tokens], tokens[-1].stats
 

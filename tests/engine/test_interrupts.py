@@ -46,7 +46,7 @@ def test_an_exception_in_the_middle_of_a_rewind_leaves_no_layer_behind(
     text = [token.token for token in sd.speculate(model, PROMPT, max_tokens=40)]
     drafter = scripted.always_wrong(text, vocab_size=128)
     with pytest.raises(KeyboardInterrupt, match="in the middle"):
-        for item in sd.speculate(model, PROMPT, drafter, prompt_cache=caches, draft_length=3):
+        for item in sd.speculate(model, PROMPT, drafter, prompt_cache=caches, num_draft_tokens=3):
             tokens.append(item.token)
     assert {c.offset for c in caches} == {len(PROMPT) + len(tokens)}
 
@@ -74,7 +74,7 @@ def test_caches_that_cannot_be_brought_in_order_are_refused_by_name(
     caches = make_prompt_cache(model)
     monkeypatch.setitem(STRATEGIES, KVCache, Failing(raises=False))
     with pytest.raises(sd.errors.CacheRollbackError, match="gave back 0 of"):
-        list(sd.speculate(model, PROMPT, Stops(), prompt_cache=caches, draft_length=1))
+        list(sd.speculate(model, PROMPT, Stops(), prompt_cache=caches, num_draft_tokens=1))
     monkeypatch.undo()
     with pytest.raises(sd.errors.CacheRollbackError, match=r"KVCache that is not usable.*0 of"):
         list(sd.speculate(model, [9], prompt_cache=[caches[0], *make_prompt_cache(model)]))
@@ -83,7 +83,7 @@ def test_caches_that_cannot_be_brought_in_order_are_refused_by_name(
 
 def test_a_drafter_that_raises_at_the_end_too_is_noted() -> None:
     with pytest.raises(ZeroDivisionError) as caught:
-        list(sd.speculate(tiny.build("llama"), PROMPT, Stops(at_end=True), draft_length=2))
+        list(sd.speculate(tiny.build("llama"), PROMPT, Stops(at_end=True), num_draft_tokens=2))
     assert caught.value.__notes__ == ["ValueError at the end of the generation: in close"]
 
 

@@ -33,7 +33,7 @@ NUM_TOKENS = 24
 
 def emitted(drafter: Any, prompt: Sequence[int] = PROMPT, **kwargs: Any) -> list[int]:
     kwargs.setdefault("max_tokens", NUM_TOKENS)
-    kwargs.setdefault("draft_length", 4)
+    kwargs.setdefault("num_draft_tokens", 4)
     return [t.token for t in sd.speculate(kwargs.pop("model", target()), prompt, drafter, **kwargs)]
 
 
@@ -66,7 +66,7 @@ def test_greedy_text_is_the_targets_own(name: str, bits: int | None) -> None:
     """Any drafter, any K: the tokens are those of `mlx_lm.generate_step`, one by one."""
     model = target(bits=bits)
     for prompt, length in ((PROMPT, 4), ([7], 1), ([1, 2, 3] * 12, "auto")):
-        how: dict[str, Any] = {"model": model, "draft_length": length}
+        how: dict[str, Any] = {"model": model, "num_draft_tokens": length}
         assert emitted(DRAFTERS[name](model), prompt, **how) == plain(NUM_TOKENS, prompt, model)
 
 
@@ -77,7 +77,7 @@ def test_recurrent_caches_feed_again_what_was_kept_and_make_no_extra_pass(name, 
     """
     drafter = scripted.OracleDrafter(plain(model=target(name), num_tokens=40), VOCAB, 0.4)
     for num_tokens in (1, 2, 7, 8, 9, NUM_TOKENS):
-        options = {"max_tokens": num_tokens, "draft_length": 4}
+        options = {"max_tokens": num_tokens, "num_draft_tokens": 4}
         *_, last = sd.speculate(target(name), PROMPT, drafter, **options)
         stats = last.stats
         assert stats.emitted == num_tokens
@@ -89,7 +89,7 @@ def test_recurrent_caches_feed_again_what_was_kept_and_make_no_extra_pass(name, 
 @in_one_test("length", [1, 3, 5])
 def test_an_oracle_yields_k_plus_one_tokens_a_pass(length: int) -> None:
     """And a drafter that is always wrong one; each token's origin says so."""
-    options = {"max_tokens": 1 + 4 * (length + 1), "draft_length": length}
+    options = {"max_tokens": 1 + 4 * (length + 1), "num_draft_tokens": length}
     tokens = list(sd.speculate(target(), PROMPT, oracle(), **options))
     stats = tokens[-1].stats
     assert (stats.target_passes, stats.accepted) == (1 + 4, 4 * length)
@@ -146,7 +146,7 @@ def test_processors_see_what_they_would_see_in_plain_decoding(penalties, length,
 
     drafter = scripted.OracleDrafter(expected, VOCAB, wrong=0.3)
     processors = made if pure else [opaque]
-    got = emitted(drafter, logits_processors=processors, draft_length=length)
+    got = emitted(drafter, logits_processors=processors, num_draft_tokens=length)
     assert got == expected
     if not pure:
         text = [*PROMPT, *expected]
@@ -191,7 +191,7 @@ def test_one_host_synchronisation_a_round(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(passes, "read_all", lambda *a: waits.append("read") or read_all(*a))
     monkeypatch.setattr(passes, "to_list", lambda a: waits.append("to_list"))
     drafter = sd.ModelDrafter(target())
-    *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=20, draft_length=4)
+    *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=20, num_draft_tokens=4)
     assert waits == ["read"] * last.stats.target_passes
 
 
@@ -221,7 +221,7 @@ def test_logits_that_are_not_numbers_are_refused_but_where_they_were_rejected() 
         caches, got = make_prompt_cache(target()), []
         options: dict[str, Any] = {"logits_processors": [fails], "prompt_cache": caches}
         with pytest.raises(sd.errors.LogitsError, match="not finite"):
-            for item in sd.speculate(target(), PROMPT, oracle(), draft_length=4, **options):
+            for item in sd.speculate(target(), PROMPT, oracle(), num_draft_tokens=4, **options):
                 got.append(item.token)
         assert {c.offset for c in caches} == {len(PROMPT) + len(got)}
         assert got == plain()[: len(got)]

@@ -53,7 +53,11 @@ def asked(max_tokens: int, keeps_cache: bool) -> list[int]:
         return [(text[emitted] + 1) % VOCAB] * limit
 
     caches = make_prompt_cache(target()) if keeps_cache else None
-    options: dict[str, Any] = {"max_tokens": max_tokens, "draft_length": 4, "prompt_cache": caches}
+    options: dict[str, Any] = {
+        "max_tokens": max_tokens,
+        "num_draft_tokens": 4,
+        "prompt_cache": caches,
+    }
     tokens = sd.speculate(target(), PROMPT, scripted.ScriptedDrafter(script), **options)
     assert [t.token for t in tokens] == text[:max_tokens]
     return limits
@@ -93,7 +97,7 @@ class OwnTokens:
 
 def test_a_rule_of_the_callers_own_decides() -> None:
     """At every temperature; one that needs no distribution takes any sampler, and others none."""
-    options: dict[str, Any] = {"max_tokens": 10, "draft_length": 2}
+    options: dict[str, Any] = {"max_tokens": 10, "num_draft_tokens": 2}
     sevens = scripted.ScriptedDrafter(lambda emitted, limit: [7] * limit)
     for temp in (0.0, 1.0):
         options |= {"rule": KeepAll(temp), "sampler": sd.Sampling(temp=temp)}
@@ -137,11 +141,15 @@ class KeepingSession:
 
 
 def in_the_loop(drafter: Any) -> None:
-    list(sd.speculate(target(), PROMPT, drafter, draft_length=2, sampler=sd.Sampling(1.0), seed=1))
+    list(
+        sd.speculate(
+            target(), PROMPT, drafter, num_draft_tokens=2, sampler=sd.Sampling(1.0), seed=1
+        )
+    )
 
 
 def in_a_batch(drafter: Any) -> None:
-    how = {"draft_length": 2, "sampler": sd.Sampling(1.0), "max_tokens": 20}
+    how = {"num_draft_tokens": 2, "sampler": sd.Sampling(1.0), "max_tokens": 20}
     list(
         sd.batch_stream_generate(target(), tiny_text.tokenizer(), [PROMPT], drafter=drafter, **how)
     )
@@ -285,7 +293,7 @@ class FromThirdRound(Fixed):
 def test_an_expensive_drafter_is_considered_while_passes_run_ahead() -> None:
     """It cannot be asked in vain, so the policy's word is enough to leave pipelined mode."""
     drafter, policy = scripted.OracleDrafter(plain(20), VOCAB), FromThirdRound(2)
-    *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=12, draft_length=policy)
+    *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=12, num_draft_tokens=policy)
     assert [drafted for drafted, _ in last.stats.rounds] == [0, 0, 0, 0, 2, 2, 1]
     assert last.stats.ahead == 2  # the third and fourth; nothing runs ahead of the first token
 
@@ -304,7 +312,7 @@ def test_passes_run_ahead_where_looking_is_free_and_finds_nothing() -> None:
     text = plain(60)
     for found, least, most in ((0, 45, 55), (30, 15, 25), (60, 0, 0)):
         drafter = Cheap(lambda n, k, found=found: text[n : min(n + k, found)])  # type: ignore[misc]
-        *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=60, draft_length=3)
+        *_, last = sd.speculate(target(), PROMPT, drafter, max_tokens=60, num_draft_tokens=3)
         assert least <= last.stats.ahead <= most, found
 
 
@@ -328,7 +336,7 @@ def test_no_drafter_is_asked_and_no_draft_model_runs_before_the_first_token(
         return call(one, tokens, *args, **kwargs)  # type: ignore[no-any-return]
 
     monkeypatch.setattr(kind, "__call__", noting)
-    options: dict[str, Any] = {"draft_length": length, "sampler": sd.Sampling(temp=temp)}
+    options: dict[str, Any] = {"num_draft_tokens": length, "sampler": sd.Sampling(temp=temp)}
     for num_tokens in (1, 20):
         look_up = Cheap(lambda emitted, limit: [7] * limit if emitted % 2 else [])
         both: dict[str, Any] = {"look-up": look_up, "model": sd.ModelDrafter(draft_model)}

@@ -60,7 +60,7 @@ def text(request: dict[str, Any], drafter: Any, length: Any, rule: Any) -> tuple
     options = dict(request) | {"max_tokens": NUM_TOKENS, "tuning": sd.Tuning()}
     penalty = options.pop("penalty", None)
     options["logits_processors"] = penalty and make_logits_processors(None, penalty)
-    options |= {"drafter": drafter, "draft_length": length, "rule": rule}
+    options |= {"drafter": drafter, "num_draft_tokens": length, "rule": rule}
     items = list(sd.speculate(target(), **options))
     return [item.token for item in items], items[-1].stats
 
@@ -149,11 +149,11 @@ def test_a_seed_without_a_rule_is_one_text_whatever_lengths_a_clock_chooses(name
     """Three runs, each with lengths of its own; as rows of a batch; and without a drafter."""
     drafter, drafted, plain = DRAWING[name](), 0, plain_texts()
     for seed, prompt in enumerate(PROMPTS):
-        how = COMMON | {"seed": seed, "draft_length": AnyLength(seed)}
+        how = COMMON | {"seed": seed, "num_draft_tokens": AnyLength(seed)}
         items = list(sd.speculate(target(), prompt, drafter, **how))
         drafted += items[-1].stats.drafted
         assert tuple(item.token for item in items) == plain[seed], seed
-    batch = BatchGeneration(target(), drafter, Options(draft_length=AnyLength(0)))
+    batch = BatchGeneration(target(), drafter, Options(num_draft_tokens=AnyLength(0)))
     for seed, prompt in enumerate(PROMPTS):
         batch.insert(Request(prompt, NUM_TOKENS, COMMON["sampler"], seed))
     texts: dict[int, tuple[int, ...]] = {}

@@ -163,7 +163,12 @@ def run(
         "sharper model": sd.ModelDrafter(draft(), draft_temp=0.6),
         "n-gram": sd.NGramDrafter(min_order=1),
     }
-    how: Any = {"sampler": sd.Sampling(temp=1.0), "seed": 1, "draft_length": 3, "max_tokens": 40}
+    how: Any = {
+        "sampler": sd.Sampling(temp=1.0),
+        "seed": 1,
+        "num_draft_tokens": 3,
+        "max_tokens": 40,
+    }
     how |= options
     if account is not None:
         how["rule"] = account.counting(how.get("rule", "auto"), is_seeded=True)
@@ -205,7 +210,7 @@ AS_EXPECTED = [("rejection", "sharper model"), ("coupled", "model")]
 def test_what_was_observed_is_what_was_expected(rule, drafter):
     """At the first position and by round: within 4 standard errors on 200 tokens, K = 2."""
     account = Counterfactual()
-    run(account, drafter, rule=rule, max_tokens=200, draft_length=2)
+    run(account, drafter, rule=rule, max_tokens=200, num_draft_tokens=2)
     first = account.positions[0]
     error = np.sqrt(first.observed.mean * (1 - first.observed.mean) / first.reached)
     assert abs(first.observed.mean - first.expected[rule].mean) < 4 * error

@@ -136,7 +136,7 @@ def test_drafts_are_accepted_and_greedy_text_is_the_targets_own(
 ) -> None:
     options = {"max_tokens": 160, "sampler": Sampling(temperature), "seed": 1}
     drafter = ModelDrafter(pair.draft)
-    drafted = speculate(pair.target, prompt, drafter, draft_length=draft_length, **options)
+    drafted = speculate(pair.target, prompt, drafter, num_draft_tokens=draft_length, **options)
     tokens = list(drafted)
     assert temperature > 0 or [token.token for token in tokens] == plain
     if draft_length == 4:
@@ -170,7 +170,7 @@ def test_heads_are_lossless_and_worth_their_passes(
 ) -> None:
     """On a held-out topic: plain text, and more accepted than a head that guesses at random."""
     drafter = lab.head(kind, pair.target)
-    tokens = list(speculate(pair.target, prompt, drafter, draft_length=2, max_tokens=120))
+    tokens = list(speculate(pair.target, prompt, drafter, num_draft_tokens=2, max_tokens=120))
     assert [token.token for token in tokens] == plain[:120]
     assert acceptance(tokens) > LEAST_ACCEPTANCE[kind]
     with pytest.raises(ValueError, match="no head 'dflash': expected mtp, eagle3"):

@@ -354,7 +354,7 @@ def test_a_command_drafts_from_a_memory_and_adds_to_it(model: Path, tmp_path: Pa
     """The same text in fewer passes the second time; what was typed is not in the file."""
     path = tmp_path / "memory"
     asked = ("--model", model, "--prompt", "the cat", "--max-tokens", "40", "--temp", "0")
-    generate = ("generate", *asked, "--draft-length", "4", "--memory", path)
+    generate = ("generate", *asked, "--num-draft-tokens", "4", "--memory", path)
     first, second = run(*generate), run(*generate)
     assert first.returncode == second.returncode == 0, first.stderr
     text = first.stdout.partition("==========")[2].partition("==========")[0]
@@ -377,7 +377,7 @@ def test_each_user_or_key_of_a_server_has_a_memory(whom: str, model: Path) -> No
 
         def passes(key: str, **user: str) -> tuple[int, str]:
             reply = client.with_options(api_key=key).completions.create(
-                extra_body={"draft_length": 4}, **ask, **user
+                extra_body={"num_draft_tokens": 4}, **ask, **user
             )
             account = reply.usage.speculation
             assert account["drafter"] == "auto"

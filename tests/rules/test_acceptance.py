@@ -397,7 +397,7 @@ draft = cache(partial(noisy_copy, "qwen2", 0.2))
 
 def run(rule: Any, sampling: Any = None, **options: Any) -> tuple[list[int], Any]:
     """Tokens of a generation with the noisy copy as the drafter, and its stats."""
-    options = {"seed": 3, "draft_length": 3, "max_tokens": 30} | options
+    options = {"seed": 3, "num_draft_tokens": 3, "max_tokens": 30} | options
     drafter = options.pop("drafter", sd.ModelDrafter(draft()))
     tokens = list(sd.speculate(target(), PROMPT, drafter, sampler=sampling, rule=rule, **options))
     return [t.token for t in tokens], tokens[-1].stats

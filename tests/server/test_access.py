@@ -9,6 +9,7 @@ from contextlib import closing
 from threading import Thread
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
@@ -314,16 +315,16 @@ def test_a_server_that_others_can_reach_warns_at_its_start_without_a_key(
     """In one line. The key is in no line. The socket is a loopback one here."""
     caplog.set_level(logging.DEBUG)
     settings = ServerSettings(host=host, api_key=key, port=0)
-    engine: Any = SimpleNamespace(stop=lambda: None)
+    engine = Mock()
     signals = Signals()
     with closing(bound("127.0.0.1", 0)) as listener:
         thread = Thread(target=listen, args=(engine, settings, listener, signals))
         before, thread.daemon = signals.end, True
         thread.start()
-        until(lambda: signals.end is not before)
+        until(lambda: signals.end is not before or not thread.is_alive())
         signals.end()
         thread.join(60)
     lines = [record.getMessage() for record in caplog.records]
     assert sum("has no key" in line for line in lines) == warns
-    assert any("Listening" in line for line in lines)
+    assert any("Ready" in line for line in lines)
     assert not any(KEY in line for line in lines)

@@ -9,6 +9,7 @@ import socket
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -347,6 +348,8 @@ ERRORS: list[tuple[Exception, int, str]] = [
     (ServerBusyError("Not compiled."), 503, "Not compiled. The machine is busy."),
     (RuntimeError("oh"), 500, "RuntimeError: oh"),
     (ValueError("ours"), 500, "ValueError: ours"),
+    (ValueError(f"in {Path.home()}/x"), 500, "ValueError: in ~/x"),
+    (FileNotFoundError(2, "No", "/a"), 500, "FileNotFoundError: The server's log says why."),
 ]
 
 

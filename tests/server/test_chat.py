@@ -119,7 +119,7 @@ def test_all_fields_reach_the_engine() -> None:
         top_logprobs=20,
         prediction={"type": "content", "content": [{"type": "text", "text": "like this"}]},
         drafter="ngram",
-        draft_length=100,
+        num_draft_tokens=100,
         rule="match",
         user="u",
     )
@@ -152,7 +152,7 @@ def test_all_fields_reach_the_engine() -> None:
         num_logprobs=20,
         prediction="like this",
         drafters=["ngram"],
-        draft_length=fields.LONGEST_DRAFT,
+        num_draft_tokens=fields.LONGEST_DRAFT,
         rule="match",
         user="u",
     )

@@ -21,13 +21,14 @@ from openai.types.responses import Response
 from pydantic import BaseModel
 
 from live import Script, anthropic_at, openai_at, post
+from specdec_mlx.files import json_lines
 from wires import chat_of, events_in, message_of, response_of
 
 SHAPES = Path(os.environ.get("CLIENT_SHAPES", Path(__file__).parent / "shapes"))
 REQUESTS = {
-    f"{file.stem} {number}": json.loads(line)
+    f"{file.stem} {number - 1}": request
     for file in sorted(SHAPES.glob("*.jsonl"))
-    for number, line in enumerate(file.read_text().splitlines())
+    for number, request in json_lines(file)
 }
 USER: list[Any] = [{"role": "user", "content": "Read a and b."}]
 FUNCTION: Any = {

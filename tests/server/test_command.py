@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -20,7 +21,7 @@ import command_line
 import specdec_mlx as sd
 from on_ranks import free_ports
 from selection import cases
-from serving import until
+from serving import chat, serving, until
 from specdec_mlx.server import command
 from specdec_mlx.server.command import Signals, address_of
 from tiny_model_folder import write_model_folder
@@ -211,7 +212,7 @@ WRONG = {
     "--top-p nan": "argument --top-p: nan",
     "--drafter eagle": "Unknown drafter 'eagle'",
     "--rule nothing": "Unknown rule 'nothing'",
-    "--draft-length x": "'x': expected an int >= 0",
+    "--num-draft-tokens x": "'x': expected an int >= 0",
     "--request-models given": "needs --model",
     "--adapter-path nowhere": "no folder with an adapter_config.json",
     "--prefill-step-size 0": "expected an int >= 1",
@@ -265,6 +266,25 @@ def test_help_wrong_flags_and_a_taken_port_are_answered_without_mlx(tmp_path: Pa
 )
 def test_the_address_can_be_copied(host: str, address: str) -> None:
     assert address_of(host, 80) == address
+
+
+def test_the_log_has_the_address_and_a_line_for_each_request(
+    folder: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """And no other line of the server's while requests are served."""
+    caplog.set_level("INFO")
+    with serving("--model", str(folder), "--no-tuning") as client:
+        said = [record.getMessage() for record in caplog.records]
+        assert any(line.startswith(f"Ready: {str(client.base_url).rstrip('/')} (") for line in said)
+        caplog.clear()
+        for _ in range(2):
+            chat(client, max_tokens=5)
+        lines = [r.getMessage() for r in caplog.records if r.name.startswith(("root", "uvicorn"))]
+    first, second = (line.removeprefix(f"{folder}: ") for line in lines)
+    assert re.fullmatch(r"\d+ tokens read, 0 reused, 5 written, [\d.]+ a pass, [\d.]+ s", first)
+    assert re.fullmatch(
+        r"1 tokens read, [1-9]\d* reused, 5 written, [\d.]+ a pass, [\d.]+ s", second
+    )
 
 
 def test_a_port_that_is_taken_is_named_before_the_model_loads() -> None:

@@ -84,7 +84,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def engine(folder: Path) -> Iterator[Engine]:
-    with running(folder, flags=with_flags(draft_length=2)) as engine:
+    with running(folder, flags=with_flags(num_draft_tokens=2)) as engine:
         yield engine
 
 
@@ -200,7 +200,7 @@ def test_a_text_goes_on_without_a_seam_when_others_come(
 def test_texts_of_recurrent_and_windowed_models_go_on_as_rows(name: str, tmp_path: Path) -> None:
     """What was written is read again where caches cannot be shortened, and the text is the same."""
     folder = write_model_folder(tmp_path, name, max_position_embeddings=8192)
-    with running(folder, flags=with_flags(draft_length=2), prefill_step_size=16) as engine:
+    with running(folder, flags=with_flags(num_draft_tokens=2), prefill_step_size=16) as engine:
         client = begin(engine, 0, max_tokens=60)
         for _ in range(20):
             client.next()
@@ -389,7 +389,7 @@ def test_the_prompt_of_several_choices_is_read_once(
             fed.append(ids.shape[1])
         return call(self, ids, *args, **kwargs)
 
-    with running(folder, flags=with_flags(draft_length=2)) as engine:
+    with running(folder, flags=with_flags(num_draft_tokens=2)) as engine:
         monkeypatch.setattr(qwen2.Model, "__call__", counted)
         kind = {"prompt": f"!{TEXT * 8}", "max_tokens": 2, "sampling": {"temp": 1.0}}
         clients = [submit(engine, seed=i, **kind) for i in range(4)]
@@ -414,13 +414,13 @@ def test_texts_are_those_alone_however_they_are_drafted_for(
     """`auto` measures; a draft model has caches for each row; without rows one is served after the
     other, which is said once."""
     kinds = [MIXED[i] for i in ((0, 0, 3, 5) if how in WAYS[:2] else (0, 3))]
-    flags = with_flags() if how == "the automatic length" else with_flags(draft_length=2)
+    flags = with_flags() if how == "the automatic length" else with_flags(num_draft_tokens=2)
     settings: dict[str, Any] = {}
     if how == "a draft model":  # whose rejected drafts may change what a seed draws
         kinds = kinds[:2] * 2
         draft = write_model_folder(folder.parent / "draft", "llama", seed=3)
         choice = DrafterChoice(model=NamedModel(str(draft)))
-        flags = with_flags(draft_length=2, choice=choice)
+        flags = with_flags(num_draft_tokens=2, choice=choice)
     if how == "quantized caches":
         folder = write_model_folder(tmp_path, max_position_embeddings=8192, **WIDE_HEADS)
         settings = {"kv_bits": 8, "kv_group_size": 32, "quantized_kv_start": 0}
@@ -773,7 +773,7 @@ def test_what_is_measured_once_is_measured_before_requests_come(
         counts = []
         for first in ("A", "B"):
             passes[0] = 0
-            ask(engine, prompt=f"{first} cat", drafters=["prompt-lookup"], draft_length=2)
+            ask(engine, prompt=f"{first} cat", drafters=["prompt-lookup"], num_draft_tokens=2)
             settled(engine)
             counts.append(passes[0])
         assert counts[0] <= 26

@@ -116,7 +116,7 @@ def test_sizes_are_bytes() -> None:
         (["--chat-template-args", "[1]"], "JSON object"),
         (["--temp", "-1"], "temp"),
         (["--prompt-cache-bytes", "x"], "500MB"),
-        (["--num-speculative-tokens", "3"], "--draft-length"),
+        (["--num-speculative-tokens", "3"], "--num-draft-tokens"),
     ],
 )
 def test_a_wrong_flag_ends_the_command_in_words(

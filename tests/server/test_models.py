@@ -65,7 +65,7 @@ def test_an_adapter_belongs_to_the_given_model_however_it_is_named(
     settings = {"adapter_path": str(adapter), "any_model_name": True, "flags": with_flags()}
     with running(folder.name, **settings) as engine:  # type: ignore[arg-type]
         listed = engine.models.listed()[0]["id"]
-        assert listed == str(folder)
+        assert listed == folder.name
         for name in ("", "default_model", listed, folder.name, f"./{folder.name}/", *HELPERS):
             assert ask(engine, model=name).text == adapted, name
     with running(folder, flags=with_flags()) as engine:
@@ -120,7 +120,7 @@ def test_a_server_may_be_kept_to_the_models_that_it_was_started_with(
         ):
             with pytest.raises((RequestError, ModelFolderError), match="loads no"):
                 ask(engine, **dict[str, Any](wrong))
-        assert [model["id"] for model in engine.models.listed()] == [str(folder)]
+        assert [model["id"] for model in engine.models.listed()] == [folder.name]
 
 
 AGENTS = ["claude-sonnet-5", "claude-haiku-4-5-20251001", "claude-opus-5[1m]", "sonnet", "gpt-5"]
@@ -157,6 +157,38 @@ def test_agents_names_are_the_given_models_where_the_flag_says_so(
         with pytest.raises(ModelFolderError) as told:
             names.load(TextRequest())
         assert "--any-model-name" not in str(told.value)
+
+
+@pytest.mark.parametrize("any_model_name", [True, False])
+def test_no_error_tells_what_is_on_the_disk(
+    any_model_name: bool, folder: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Nothing there, a file, a folder, a broken model, a place that may not be looked at: one text.
+
+    The log has the reason. By a draft model's name and an adapter's it is the same.
+    """
+    broken = write_model_folder(tmp_path / "broken", "llama", seed=4)
+    for file in broken.glob("*.safetensors"):
+        file.write_bytes(b"none")
+    (tmp_path / "file").write_text("")
+    (tmp_path / "empty").mkdir()
+    names = [str(tmp_path / name) for name in ("nothing", "file", "empty", "broken")]
+    names += ["/root/.ssh", "~", "~root", "~nobody-here", "./nothing", "../nothing"]
+    with running(folder, flags=with_flags(), any_model_name=any_model_name) as engine:
+        for field in "model", "draft_model", "adapter":
+            told = set()
+            for name in names:
+                with pytest.raises((RequestError, ModelFolderError)) as refused:
+                    ask(engine, **{field: name})
+                told.add((type(refused.value), str(refused.value)))
+                if field == "model" and not name.endswith("broken"):  # whose tokenizer is there
+                    with pytest.raises(ModelFolderError) as refused:
+                        engine.num_tokens(TextRequest(model=name, prompt="a"))
+                    told.add((type(refused.value), str(refused.value)))
+            assert len(told) == 1, told
+            assert not any(name in str(told) for name in (str(tmp_path), str(Path.home())))
+        assert "has no config.json" in caplog.text
+        assert ask(engine, model=folder.name).text == plain(folder)
 
 
 def test_the_list_says_how_long_a_text_may_be(folder: Path) -> None:
@@ -200,7 +232,7 @@ def test_a_name_of_no_model_leaves_the_loaded_one_where_it_is(folder: Path, tmp_
         damage(other)
         wrong.append({"model": str(other)})
     draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
-    with running(folder, flags=with_flags(draft_length=3)) as engine:
+    with running(folder, flags=with_flags(num_draft_tokens=3)) as engine:
         expected = ask(engine, draft_model=str(draft)).text
         loaded = engine.models.loaded
         assert loaded is not None
@@ -223,7 +255,7 @@ def test_a_request_may_name_its_draft_model_or_head(folder: Path, tmp_path: Path
     """The text is plain decoding's; another one, and none, come after it."""
     draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
     expected = plain(folder)
-    with running(folder, flags=with_flags(draft_length=3)) as engine:
+    with running(folder, flags=with_flags(num_draft_tokens=3)) as engine:
         for name in (str(draft), "default_model", str(folder), None):
             text = ask(engine, draft_model=name)
             assert text.text == expected
@@ -241,7 +273,7 @@ def test_a_request_may_name_its_draft_model_or_head(folder: Path, tmp_path: Path
 @pytest.fixture(scope="module")
 def with_head() -> Iterator[Engine]:
     choice = DrafterChoice(model=NamedModel(str(lab.head_path("mtp"))))
-    with running(lab.target_path(), flags=with_flags(choice=choice, draft_length=3)) as engine:
+    with running(lab.target_path(), flags=with_flags(choice=choice, num_draft_tokens=3)) as engine:
         yield engine
 
 
@@ -276,7 +308,7 @@ def test_a_draft_model_reads_a_conversation_once(folder: Path, tmp_path: Path) -
     """Its caches are kept beside the target's."""
     draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
     choice = DrafterChoice(model=NamedModel(str(draft)))
-    with running(folder, flags=with_flags(choice=choice, draft_length=2)) as engine:
+    with running(folder, flags=with_flags(choice=choice, num_draft_tokens=2)) as engine:
         first = ask(engine, prompt=PROMPT)
         places = [entry.place for entry in settled(engine).prefixes.entries]
         assert sum(place[0] == "draft model" for place in places if isinstance(place, tuple)) == 1
@@ -292,7 +324,7 @@ def test_a_draft_model_reads_a_conversation_once(folder: Path, tmp_path: Path) -
 @in_one_test("whose", [USER, KEY, "all"])
 def test_a_memory_is_for_all_or_for_one(whose: str, folder: Path) -> None:
     """What was written for one is drafted for the same one, and for another if it is for all."""
-    flags = with_flags(memory=PROCESS, memory_for=whose, draft_length=8)
+    flags = with_flags(memory=PROCESS, memory_for=whose, num_draft_tokens=8)
     prompt = list(range(10, 40))  # nothing in it repeats
     with running(folder, flags=flags) as engine:
 

@@ -116,7 +116,7 @@ def test_a_turn_reads_only_what_is_new_and_says_what_a_fresh_run_says(folder: Pa
     read_in_all = 0
 
     def answer(turns: list[str]) -> Written:
-        text = ask(engine, messages=asked(turns), draft_length=3)
+        text = ask(engine, messages=asked(turns), num_draft_tokens=3)
         prompt = tokenizer.apply_chat_template(asked(turns), add_generation_prompt=True)
         assert text.text == mlx_lm.generate(model, tokenizer, prompt, max_tokens=24)
         assert ended(text).num_prompt == len(prompt)

@@ -321,7 +321,7 @@ def test_thoughts_are_closed_in_rows_of_a_batch_as_alone(
         assert text.ended
         return *said(text), text.ended.num_written, text.ended.num_thought
 
-    with running(folder, flags=with_flags(draft_length=3)) as engine:
+    with running(folder, flags=with_flags(num_draft_tokens=3)) as engine:
         plain = [
             told(ask(engine, **{**kind(i), "drafters": ["none"]})) for i in range(len(LIMITED))
         ]

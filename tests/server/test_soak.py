@@ -94,7 +94,7 @@ def running(folder: Path, *flags: str) -> Iterator[Server]:
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     folder = tmp_path_factory.mktemp("soak") / "model"
     write_model_folder(folder, max_position_embeddings=CONTEXT)
-    with running(folder, "--draft-length", "4", "--no-tuning") as started:
+    with running(folder, "--num-draft-tokens", "4", "--no-tuning") as started:
         yield started
 
 

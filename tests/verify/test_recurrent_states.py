@@ -136,7 +136,7 @@ LOOK_UP = sd.PromptLookupDrafter(min_ngram=1)
 @pytest.mark.parametrize("begin", [9, 0])
 def test_wide_drafts_change_no_expert_of_a_quantized_model(begin: int) -> None:
     """In bfloat16: the text is plain decoding's."""
-    how: dict[str, Any] = {"draft_length": 13, "max_tokens": 60, "prefill_step_size": 1}
+    how: dict[str, Any] = {"num_draft_tokens": 13, "max_tokens": 60, "prefill_step_size": 1}
     items = list(sd.speculate(quantized(), repeated(begin), LOOK_UP, **how))
     assert [item.token for item in items] == plain(repeated(begin), prefill_step_size=1)
     assert items[-1].stats.drafted > 60
@@ -146,7 +146,7 @@ def test_wide_drafts_change_no_expert_of_a_quantized_model(begin: int) -> None:
 def test_drafts_of_several_texts_change_no_expert_of_a_quantized_model() -> None:
     """In bfloat16, with texts of different lengths in a pass: each is plain decoding's."""
     prompts = [repeated(begin)[begin:] for begin in range(4)]
-    batch = BatchGeneration(quantized(), LOOK_UP, Options(draft_length=13), Schedule(3))
+    batch = BatchGeneration(quantized(), LOOK_UP, Options(num_draft_tokens=13), Schedule(3))
     for prompt in prompts:
         batch.insert(Request(prompt, 60))
     texts: list[list[int]] = [[] for _ in prompts]
@@ -197,7 +197,7 @@ def half_right(name: str, **options: Any) -> list[sd.generation.Token]:
     model = built(name)
     vocab_size = model(mx.array([[1]]), cache=make_prompt_cache(model)).shape[-1]
     drafter = OracleDrafter(long_text(name), vocab_size, wrong=0.5)
-    options = {"max_tokens": NUM_WRITTEN, "draft_length": 4, **options}
+    options = {"max_tokens": NUM_WRITTEN, "num_draft_tokens": 4, **options}
     return list(sd.speculate(model, PROMPT, drafter, **options))
 
 
@@ -217,7 +217,7 @@ def test_no_position_is_fed_again_in_a_generation(name: str) -> None:
 def test_other_recurrences_feed_again_what_was_kept(name: str) -> None:
     """As passes too wide for a known one do, and models that were not measured."""
     assert (recurrent_states_of(built(name)) is None) == (name in UNKNOWN)
-    wide, unmeasured = {"draft_length": MOST_POSITIONS}, {"probe": False}
+    wide, unmeasured = {"num_draft_tokens": MOST_POSITIONS}, {"probe": False}
     for options in ({},) if name in UNKNOWN else (wide, unmeasured):
         items = half_right(name, **options)
         assert [item.token for item in items] == long_text(name)

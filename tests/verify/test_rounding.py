@@ -51,7 +51,7 @@ def drafted(model: nn.Module) -> int:
     """Accepted tokens of a drafter that proposes what the target writes."""
     text = [token.token for token in speculate(model, PROMPT, max_tokens=24)]
     oracle = OracleDrafter([*PROMPT, *text], 128)
-    tokens = list(speculate(model, PROMPT, oracle, max_tokens=24, draft_length=4))
+    tokens = list(speculate(model, PROMPT, oracle, max_tokens=24, num_draft_tokens=4))
     return tokens[-1].stats.accepted
 
 

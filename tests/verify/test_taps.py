@@ -161,7 +161,7 @@ def reader(name: str, features: Features = ALL) -> Reader:
 
 
 def speculate(name: str, drafter: sd.Drafter, **options: Any) -> Generator[sd.generation.Token]:
-    options = {"max_tokens": NUM_TOKENS, "draft_length": 4, "prefill_step_size": 5, **options}
+    options = {"max_tokens": NUM_TOKENS, "num_draft_tokens": 4, "prefill_step_size": 5, **options}
     return sd.speculate(built(name), PROMPT, drafter, **options)
 
 

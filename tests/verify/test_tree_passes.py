@@ -56,7 +56,7 @@ def test_greedy_text_with_trees_is_plain_text(name):
     model = tiny.build(name)
     plain = plain_text(model, PROMPT, NUM_TOKENS)
     drafter = OracleTrees(plain.tokens, plain.logprobs.shape[-1])
-    options = {"max_tokens": NUM_TOKENS, "draft_length": len(TREE)}
+    options = {"max_tokens": NUM_TOKENS, "num_draft_tokens": len(TREE)}
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         tokens = list(speculate(model, PROMPT, drafter, **options))
@@ -161,7 +161,7 @@ def test_greedy_text_across_every_boundary_is_plain_text(name, way, num_prompts)
     for prompt in prompts(num_prompts):
         text = plain_text(model, prompt, 80)
         drafter = way(text.tokens, text.logprobs.shape[-1])
-        items = list(speculate(model, prompt, drafter, max_tokens=80, draft_length=len(TREE)))
+        items = list(speculate(model, prompt, drafter, max_tokens=80, num_draft_tokens=len(TREE)))
         assert spoken(items).tokens == text.tokens, prompt
         kept += kept_branches(items)
     assert kept > 3 or way is OracleDrafter or name not in SCALED
@@ -254,7 +254,7 @@ def test_a_seeds_text_is_the_same_with_trees(rule, processed):
     }
     plain = [token.token for token in speculate(model, PROMPT, None, **given)]
     drafter = OracleTrees(plain, VOCAB)
-    tokens = list(speculate(model, PROMPT, drafter, draft_length=len(TREE), **given))
+    tokens = list(speculate(model, PROMPT, drafter, num_draft_tokens=len(TREE), **given))
     assert [token.token for token in tokens] == plain
     assert kept_branches(tokens) > 3
 

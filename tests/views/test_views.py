@@ -74,7 +74,7 @@ def text() -> sd.generation.Text:
     """A generation of an oracle that errs, with every origin in it."""
     model, tokenizer = tiny_text.model(), tiny_text.tokenizer()
     plain = sd.generate(model, tokenizer, [1, 2, 3], drafter=None, max_tokens=40)
-    options: dict[str, Any] = {"max_tokens": 40, "draft_length": 5}
+    options: dict[str, Any] = {"max_tokens": 40, "num_draft_tokens": 5}
     drafter = OracleDrafter(plain.tokens, 32, wrong=0.4)
     text = sd.generate(model, tokenizer, [1, 2, 3], drafter=drafter, **options)
     assert text == plain
@@ -223,7 +223,7 @@ def test_all_counts_follow_from_the_rounds(pairs, too_many):
     ("name", "drafter", "options", "words"),
     [
         ("qwen2", None, {}, "drafter=None"),
-        ("qwen2", sd.NGramDrafter(), {"draft_length": 0}, "not worth it at these costs"),
+        ("qwen2", sd.NGramDrafter(), {"num_draft_tokens": 0}, "not worth it at these costs"),
         ("qwen2", sd.PromptLookupDrafter(8, 8), {}, "the drafter found nothing to propose"),
         ("phi3small", sd.NGramDrafter(), {}, "this model is not exact for several positions"),
     ],

@@ -79,7 +79,7 @@ def written(name: str, prompt: Any = PROMPT, num_tokens: int = NUM_TOKENS, **how
     tokens, options = vision.read_prompt(
         model, processor, prompt, pictures, how.pop("prompt_cache", None)
     )
-    options |= {"tokenizer": None, "draft_length": 4}
+    options |= {"tokenizer": None, "num_draft_tokens": 4}
     out = list(sd.speculate(model, tokens, drafter, max_tokens=num_tokens, **options | how))
     return [token.token for token in out], out[-1].stats
 
@@ -247,7 +247,7 @@ def test_the_model_keeps_what_it_kept(name, kept):
     before = kept_by(model.language_model)
     assert keeps == any(value is not None for value in before.values())
     load.cache_clear()  # so that passes are measured anew
-    assert written(name, drafter=oracle(text, 0.3), draft_length="auto")[0] == text
+    assert written(name, drafter=oracle(text, 0.3), num_draft_tokens="auto")[0] == text
     after = kept_by(model.language_model)
     assert before.keys() == after.keys()
     assert all(after[key] is value for key, value in before.items())
@@ -265,7 +265,7 @@ def test_a_tree_is_right_or_refused(name):
         nodes = [*wrong, *ahead] if len(ahead) > 1 else []
         return Draft(nodes[:5], parents=[-1, -1, 1, 2, 3][: len(nodes[:5])])
 
-    tokens, stats = written(name, drafter=ScriptedDrafter(tree), draft_length=5)
+    tokens, stats = written(name, drafter=ScriptedDrafter(tree), num_draft_tokens=5)
     assert tokens == text
     if name in ("llava", "gemma3"):
         assert stats.accepted > NUM_TOKENS // 2

@@ -82,13 +82,13 @@ class BatchGeneration:
         self.passes = self.make_passes()
         if not self.passes.is_together:
             self.schedule.max_texts = 1
-        elif self.options.draft_length == "auto":
+        elif self.options.num_draft_tokens == "auto":
             self.shared = SharedLength(tuning_for(self.model))
 
     def make_passes(self) -> BatchPasses:
         """The passes over all texts, or over one after the other."""
         with mx.stream(self.options.stream):
-            return make_passes(self.model, self.options.max_kv_size, self.drafter)
+            return make_passes(self.model, self.options, self.drafter)
 
     def insert(self, request: Request) -> int:
         """Add a text; returns the uid that its tokens come with."""
@@ -238,7 +238,7 @@ class BatchGeneration:
         parts = assemble(
             *(self.model, request.prompt, own.drafter, options),
             split_cache(self.model, given, options)[0],
-            length=self.length_of_text(own.draft_length),
+            length=self.length_of_text(own.num_draft_tokens),
             num_read=request.num_read,
             num_said=request.num_said,
             stats=request.stats,
@@ -258,7 +258,7 @@ class BatchGeneration:
         """The draft length of one text: its own, or that of the batch."""
         if own is None and self.shared is not None:
             return RowLength(self.shared.tuning, shared=self.shared)
-        choice = copy.deepcopy(self.options.draft_length if own is None else own)
+        choice = copy.deepcopy(self.options.num_draft_tokens if own is None else own)
         return make_draft_length(choice, tuning_for(self.model))
 
     def _propose(self) -> list[Draft]:

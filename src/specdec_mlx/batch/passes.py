@@ -18,6 +18,7 @@ from specdec_mlx.contracts import Draft, Drafter, PendingPass, ReadsTarget, all_
 from specdec_mlx.exactness.probe import can_hold_rows
 from specdec_mlx.exactness.recurrent_states import in_steps
 from specdec_mlx.models.anatomy import Call, watching
+from specdec_mlx.options import Options
 from specdec_mlx.target import Verifier
 from specdec_mlx.token_ids import to_ids
 
@@ -199,7 +200,7 @@ def reads_caches(drafter: Drafter) -> bool:
 
 
 def make_passes(
-    model: nn.Module, max_kv_size: int | None, drafter: Drafter | None
+    model: nn.Module, options: Options, drafter: Drafter | None
 ) -> BatchPasses:
     """Passes over several texts at once; `OneByOne`, and a warning, where they cannot be rows."""
     readers = [part for part in all_drafters(drafter) if reads_caches(part)]
@@ -207,10 +208,15 @@ def make_passes(
         reason = f"{type(readers[0]).__name__} reads the target's caches, of one text at a time"
     elif not can_hold_rows(model):
         return OneByOne()
-    elif caches := BatchCaches.like(make_prompt_cache(model, max_kv_size=max_kv_size)):
-        return SharedPasses(model, caches)
     else:
-        reason = "caches with max_kv_size cannot be rows; leave it out to write texts together"
+        name = "max_kv_size" if options.kv_bits is None else "kv_bits"
+        new = make_prompt_cache(model, max_kv_size=options.max_kv_size)
+        caches = BatchCaches.like(new) if options.kv_bits is None else None
+        if caches is not None:
+            return SharedPasses(model, caches)
+        reason = (
+            f"caches with {name} cannot be rows; leave it out to write texts together"
+        )
     warnings.warn(
         f"specdec_mlx: {reason}. The texts are written one by one.",
         stacklevel=5,

@@ -27,7 +27,7 @@ class OwnDrafting:
 
     drafter: Drafter | None
     rule: str | AcceptanceRule = "auto"
-    draft_length: int | str | DraftLength | None = None
+    num_draft_tokens: int | str | DraftLength | None = None
 
 
 @dataclass

@@ -73,11 +73,12 @@ def _run(name: str, flags: Sequence[str]) -> int:
 
         run_command(name, flags)
     elif name in commands():
+        if name != "server":  # which imports MLX once its flags are right
+            backends.require_mlx()
         module = module_of(name)
         if hasattr(module, "run"):
             module.run(flags)
             return 0
-        backends.require_mlx()
         return int(module.main(make_parser(name).parse_args(flags)))
     else:
         wrong = f"there is no command {name!r}.{did_you_mean(name, commands())}"

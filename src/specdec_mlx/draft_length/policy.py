@@ -15,7 +15,7 @@ class Fixed:
     """Always up to `length` tokens."""
 
     def __init__(self, length: int) -> None:
-        self.length = whole("draft_length", length, 0, f", or {AUTO!r}")
+        self.length = whole("num_draft_tokens", length, 0, f", or {AUTO!r}")
 
     def limit(self, part: str, cheap: bool) -> int:
         """The fixed length."""
@@ -43,7 +43,7 @@ def make_draft_length(
     if isinstance(choice, str):
         if choice != AUTO:
             raise UnknownNameError(
-                f"draft_length {choice!r}: expected an int >= 0 or {AUTO!r}."
+                f"num_draft_tokens={choice!r}: expected an int >= 0 or {AUTO!r}."
             )
         return Auto(tuning or Tuning())
     if not isinstance(choice, int | type) and hasattr(choice, "limit"):

@@ -81,7 +81,7 @@ class Learned:
 
 @dataclass
 class Tuning:
-    """Learned state of one loaded model, for `draft_length="auto"`, through any number of texts.
+    """What `num_draft_tokens="auto"` has learned for one loaded model, from any number of texts.
 
     costs: (texts in a pass, class of context length) -> costs of passes. drafters: by their keys.
     """

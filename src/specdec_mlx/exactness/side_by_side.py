@@ -170,21 +170,23 @@ class SinglePasses:
 
     def fault(self, off: dict[Place, list[float]]) -> Place | None:
         """The first place where rows are further off than rounding explains."""
+        num_off = {}
         for number in (0, FEW, len(self.rows), 2 * len(self.rows)):
-            off = {
-                place: rows
-                for place, rows in off.items()
-                if self._is_suspect(place, rows, number)
+            num_off = {
+                place: self._num_off(place, rows, number) for place, rows in off.items()
             }
-        return next(iter(off), None)
+            off = {place: rows for place, rows in off.items() if num_off[place]}
+        for place, rows in off.items():
+            # rounding may choose another expert for a row, and experts read no cache
+            if 2 * num_off[place] > len(rows) or place in self.readers:
+                return place
+        return None
 
-    def _is_suspect(self, place: Place, rows: list[float], number: int) -> bool:
-        """True if rows at a place are off further than rounding brings so many single passes."""
+    def _num_off(self, place: Place, rows: list[float], number: int) -> int:
+        """Rows at a place that are off further than rounding brings so many single passes."""
         by_rounding = [off.get(place, 0.0) for off in self._off_by_rounding(number)]
         most = max(LEAST, last_place(self.rows[0][place].dtype), *by_rounding)
-        num_off = sum(row > most for row in rows)
-        # rounding may choose another expert for a row, and experts read no cache
-        return 2 * num_off > len(rows) or (num_off > 0 and place in self.readers)
+        return sum(row > most for row in rows)
 
     def _off_by_rounding(self, number: int) -> list[dict[Place, float]]:
         """How far single passes, in turn, are off if all that modules are handed is moved."""

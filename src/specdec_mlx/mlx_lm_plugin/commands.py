@@ -106,7 +106,7 @@ class Command:
                 "should be learnt. Leave it out."
             )
         drafter = None if flags.waits_for_target else flags.drafter()
-        how = flags.draft_length, flags.rule, None, flags.grammar
+        how = flags.num_draft_tokens, flags.rule, None, flags.grammar
         # some always set MLX's own
         is_seeded = getattr(namespace, "seed", 0) is not None
         self.speculation = Speculation(drafter, *how, is_seeded=is_seeded)

@@ -66,7 +66,7 @@ class Flags:
     """Values of our flags. choice: of --drafter and --draft-model. memory: a file, or "process"."""
 
     choice: DrafterChoice = field(default_factory=default_choice)
-    draft_length: int | str = "auto"
+    num_draft_tokens: int | str = "auto"
     rule: str = "auto"
     stats: bool = False
     grammar: Grammar | None = None
@@ -115,8 +115,9 @@ def learners() -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add our flags, but for those that the parser has already."""
+    """Add our flags. The parser may have `--draft-model`; its `--num-draft-tokens` is replaced."""
     taken = parser._option_string_actions
+    parser.conflict_handler = "resolve"
     drafters = sorted(registered_names(DRAFTER_GROUP, NO_DRAFTER))
     rules = registered_names(RULE_GROUP, *RULES)
     group = parser.add_argument_group("speculative decoding")
@@ -139,10 +140,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
     add_lighter_arguments(group)
     add(
-        "--draft-length",
+        "--num-draft-tokens",
         type=argument(parse_draft_length),
         metavar="K",
-        help=f"Most tokens to draft in a round, or {AUTO} (default)",
+        help=f"Most tokens to draft in a round, or {AUTO}, which drafts what pays (the default)",
     )
     add(
         "--rule",
@@ -155,7 +156,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--no-tuning",
         action="store_true",
-        help="Neither use nor keep what --draft-length auto learned in earlier commands.",
+        help="Neither use nor keep what --num-draft-tokens auto learned in earlier commands.",
     )
     add(
         "--memory",
@@ -206,13 +207,11 @@ def take_flags(namespace: argparse.Namespace) -> Flags:
     check_numbers(namespace)
     check_values(namespace)
     check_files(namespace)
-    length = namespace.draft_length
-    if length is None:
-        length = getattr(namespace, "num_draft_tokens", None)
+    length = namespace.num_draft_tokens
     same = "rule", "stats", "online"
     flags = Flags(
         choice_of(namespace),
-        draft_length="auto" if length is None else length,
+        num_draft_tokens="auto" if length is None else length,
         grammar=getattr(namespace, "grammar", None),
         keeps_tuning=not namespace.no_tuning,
         memory=None if namespace.memory == NO_DRAFTER else namespace.memory,
@@ -228,13 +227,13 @@ RARE = (
     "trust-remote-code extra-eos-token prefill-response xtc-probability xtc-threshold "
     "min-tokens-to-keep ignore-chat-template use-default-chat-template chat-template-config "
     "max-kv-size prefill-step-size quantize-activations kv-bits kv-group-size "
-    "quantized-kv-start pipeline num-draft-tokens draft-layers rule no-tuning online lark"
+    "quantized-kv-start pipeline draft-layers rule no-tuning online lark"
 )
 """Flags of mlx-lm's and ours that most people never need."""
 
 COUNTS = (
     "max-tokens max-kv-size prefill-step-size prompt-tokens generation-tokens num-trials "
-    "batch-size num-draft-tokens"
+    "batch-size"
 )
 """mlx-lm's flags whose numbers it does not check itself."""
 
@@ -243,9 +242,9 @@ def check_numbers(namespace: argparse.Namespace) -> None:
     """Raise ValueError for a number that a generation cannot have; --max-tokens -1 is no limit."""
     for flag in COUNTS.split():
         value = getattr(namespace, flag.replace("-", "_"), None)
-        least, unlimited = int(flag != "num-draft-tokens"), flag == "max-tokens"
-        if value is not None and value < least and not (unlimited and value == -1):
-            expected = f"an int >= {least}{', or -1 for no limit' if unlimited else ''}"
+        unlimited = flag == "max-tokens"
+        if value is not None and value < 1 and not (unlimited and value == -1):
+            expected = f"an int >= 1{', or -1 for no limit' if unlimited else ''}"
             raise ValueError(f"argument --{flag}: {value}: expected {expected}.")
 
 
@@ -310,13 +309,15 @@ def argparse_with_flags(on_flags: OnFlags, *more: AddArguments) -> Any:
                 add(self)
             self.add_help_all(RARE.split())
             theirs = self.get_default("num_draft_tokens")
-            self.set_defaults(num_draft_tokens=None)  # to see whether it was given
+            self.set_defaults(num_draft_tokens=None)
             namespace = super().parse_args(*args, **kwargs)
             try:
                 on_flags(namespace, take_flags(namespace))
             except (ValueError, OSError) as error:
                 self.error(str(error))
-            if namespace.num_draft_tokens is None:
+            if not isinstance(
+                namespace.num_draft_tokens, int
+            ):  # mlx-lm's own loop takes an int
                 namespace.num_draft_tokens = theirs
             return namespace
 

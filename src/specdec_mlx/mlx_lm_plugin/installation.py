@@ -112,13 +112,13 @@ def check_step(name: str) -> None:
 class Speculation:
     """How mlx-lm's calls speculate while this is in force, and the account of the latest one.
 
-    drafter, draft_length, rule, tokenizer: as in `speculate`. grammar: of each text, for which the
-    tokenizer must be known, or None. stats: of the latest generation, None before the first.
+    drafter, num_draft_tokens, rule, tokenizer: as in `speculate`. grammar: of each text, for which
+    the tokenizer must be known, or None. stats: of the latest generation, None before the first.
     is_seeded: MLX's global state, which `mx.random.seed` sets, is taken for the caller's seed.
     """
 
     drafter: Drafter | None
-    draft_length: int | str | DraftLength = "auto"
+    num_draft_tokens: int | str | DraftLength = "auto"
     rule: str | AcceptanceRule = "auto"
     tokenizer: Any = None
     grammar: Grammar | None = None
@@ -131,7 +131,7 @@ class Speculation:
         num_fields: int,
         *,
         prompt: mx.array,
-        draft_length: int | None = None,
+        num_draft_tokens: int | str | DraftLength | None = None,
         logits_processors: Sequence[LogitsProcessor] | None = None,
         **options: Any,
     ) -> Iterator[Any]:
@@ -140,10 +140,11 @@ class Speculation:
         if self.grammar is not None:
             processors.append(GrammarProcessor(self.grammar, self.tokenizer))
         drafter = with_forced(drafter, processors)
+        length = self.num_draft_tokens if num_draft_tokens is None else num_draft_tokens
         tokens = speculate(
             prompt_tokens=prompt,
             drafter=drafter,
-            draft_length=self.draft_length if draft_length is None else draft_length,
+            num_draft_tokens=length,
             rule=self.rule,
             seed=self.new_seed(),
             tokenizer=self.tokenizer,
@@ -161,7 +162,7 @@ class Speculation:
         response = batch_generate(
             **given,
             drafter=self.drafter,
-            draft_length=self.draft_length,
+            num_draft_tokens=self.num_draft_tokens,
             rule=self.rule,
             seed=self.new_seed(),
         )
@@ -244,8 +245,10 @@ def _stepping(original: Any) -> Any:
         if "draft_model" not in options:
             return speculation.steps(speculation.drafter, 2, **options)
         drafter = resolve(None, options.pop("draft_model"))
-        draft_length = options.pop("num_draft_tokens", None)
-        return speculation.steps(drafter, 3, draft_length=draft_length, **options)
+        num_draft_tokens = options.pop("num_draft_tokens", None)
+        return speculation.steps(
+            drafter, 3, num_draft_tokens=num_draft_tokens, **options
+        )
 
     return step
 
@@ -290,7 +293,7 @@ def install(
     Args:
         drafter: a drafter, the name of one with options ("ngram:max_order=3"), or a draft model;
             None for plain decoding.
-        options: draft_length, rule and tokenizer, see `Speculation`.
+        options: num_draft_tokens, rule and tokenizer, see `Speculation`.
 
     Returns:
         The speculation in force, with the account of the latest generation.
@@ -332,7 +335,7 @@ def _say_unseen() -> None:
 def installed(
     drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER,
     *,
-    draft_length: int | str | DraftLength = "auto",
+    num_draft_tokens: int | str | DraftLength = "auto",
     rule: str | AcceptanceRule = "auto",
     tokenizer: Any = None,
 ) -> Iterator[Speculation]:
@@ -340,8 +343,10 @@ def installed(
 
     Blocks may be nested, and overlap in threads: the one entered last counts for new generations.
     """
-    make_draft_length(draft_length)  # to raise now rather than at the first token
+    make_draft_length(num_draft_tokens)  # to raise now rather than at the first token
     make_rule(rule)
     given = (None, drafter) if isinstance(drafter, nn.Module) else (drafter, None)
-    with in_force(Speculation(resolve(*given), draft_length, rule, tokenizer)) as made:
+    with in_force(
+        Speculation(resolve(*given), num_draft_tokens, rule, tokenizer)
+    ) as made:
         yield made

@@ -6,7 +6,6 @@ awaited already.
 
 from __future__ import annotations
 
-import asyncio
 import atexit
 import logging
 import os
@@ -146,6 +145,8 @@ def listen(
     engine: Engine, settings: ServerSettings, listener: socket.socket, signals: Signals
 ) -> None:
     """Answer requests until a signal comes; all replies are ended then."""
+    import asyncio
+
     import uvicorn
 
     from specdec_mlx.server.app import make_app

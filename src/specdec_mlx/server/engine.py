@@ -27,7 +27,7 @@ from mlx_lm.utils import maybe_set_recommended_wired_limit
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.drafters.choosing.registry import first_of, takes_model
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
-from specdec_mlx.errors import CacheRollbackError
+from specdec_mlx.errors import CacheRollbackError, ModelFolderError
 from specdec_mlx.loop import Generation, Token, assemble, speculate
 from specdec_mlx.options import Options
 from specdec_mlx.ranks import SharedDrafting, ranks_of
@@ -166,7 +166,7 @@ class Engine:
             try:
                 maybe_set_recommended_wired_limit()
                 if self.settings.model is not None:
-                    self._warm_up(self.models.load(TextRequest()))
+                    self._warm_up(self._load_given())
                 self._is_ready.set_result(None)
             except BaseException as error:
                 self._is_ready.set_exception(error)
@@ -187,6 +187,13 @@ class Engine:
             # MLX frees the functions that it compiled for a thread once that has ended, and needs
             # Python for it: a process that ends meanwhile aborts. So the thread stays.
             Flag().wait()
+
+    def _load_given(self) -> Loaded:
+        """Load the model that was given at the start; raises the reason, which no client gets."""
+        try:
+            return self.models.load(TextRequest())
+        except ModelFolderError as error:
+            raise error.__cause__ or error from None
 
     def _next(self) -> Ticket | None:
         """The request that has waited the longest, on all ranks; None where the server ends."""
@@ -328,7 +335,7 @@ class Engine:
             sampler=text.sampling,
             seed=text.request.seed,
             rule=text.rule,
-            draft_length=text.draft_length,
+            num_draft_tokens=text.num_draft_tokens,
             logits_processors=text.processors,
             prefill_stops=text.prompt.ends,
             prompt_cache=own,
@@ -401,7 +408,9 @@ class Engine:
         ]
         # compiling is not to be taken for its pace
         tuning = Tuning.for_model(loaded.model)
-        short = replace(options, max_tokens=WARM_TOKENS, draft_length=4, tuning=tuning)
+        short = replace(
+            options, max_tokens=WARM_TOKENS, num_draft_tokens=4, tuning=tuning
+        )
         try:
             _ = self.settings.kv_bits is None and loaded.has_rows
             for drafter in (None, first_of([PromptLookupDrafter(), *heavy])):

@@ -84,7 +84,7 @@ class ServerSettings:
     flags: of speculation. model, adapter_path: None for none, then each request names its own.
     max_tokens: None for as many as fit. prompt_cache_bytes, prompt_cache_limit: of caches in
     memory, and of their files in the folder `prompt_cache`. any_model_name: every name that is no
-    folder and not in the Hugging Face cache is the given model.
+    path, no folder and not in the Hugging Face cache is the given model.
     """
 
     model: str | None = flag(None, "Folder or Hugging Face name of the model.")
@@ -186,9 +186,9 @@ class ServerSettings:
     )
     any_model_name: bool = flag(
         False,
-        "Take every name that is no folder and not in the Hugging Face cache for the given model: "
-        "agents ask for names of their own (default: where --host is a loopback address and "
-        "--model is given)",
+        "Take every name that is no path, no folder and not in the Hugging Face cache for the "
+        "given model: agents ask for names of their own (default: where --host is a loopback "
+        "address and --model is given)",
         REQUESTS,
         action=argparse.BooleanOptionalAction,
         default=None,
@@ -344,9 +344,6 @@ def make_parser() -> Parser:
         groups[group] = groups.get(group) or parser.add_argument_group(group)
         name = f"--{setting.name.replace('_', '-')}"
         groups[group].add_argument(name, **setting.metadata["how"])
-    parser.add_argument(
-        "--num-draft-tokens", type=int, help="mlx-lm's name for --draft-length."
-    )
     groups[REQUESTS].add_argument(
         "--memory-for",
         choices=(EVERYBODY, USER, KEY),

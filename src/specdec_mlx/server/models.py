@@ -66,6 +66,13 @@ ANY_NAME = (
     "model."
 )
 
+NOT_HERE = "this server has no such model that it can load. Its log says why."
+NO_ADAPTER = (
+    "model, adapters: this server cannot load them together. An adapter is a folder with an "
+    "adapter_config.json, as mlx_lm.lora makes one. The log of the server says why."
+)
+PATH_STARTS = "/", ".", "~"  # of names that can only be paths
+
 MLX_FILES = {"config.json", "model.safetensors.index.json", "tokenizer_config.json"}
 """Files of a repository in the Hugging Face cache that is listed, as mlx-lm's server does."""
 
@@ -164,7 +171,8 @@ class Models:
         spells its name.
         """
         name, given = request.model, self.settings.model
-        check_name(name)
+        if not can_be_looked_up(name):
+            raise self._no_model()
         if given is not None and self._is_given(name):
             return (
                 given,
@@ -181,12 +189,13 @@ class Models:
     def _is_given(self, name: str) -> bool:
         """True for a name of the model that was given at the start."""
         given = str(self.settings.model)
-        if name in ("", DEFAULT_MODEL, given):
+        if name in ("", DEFAULT_MODEL, given, public_name(given)):
             return True
         folder = Path(name).expanduser()
         if folder.exists():
             return folder.resolve() == Path(given).expanduser().resolve()
-        return self.settings.any_model_name and not is_in_cache(name)
+        is_free = not name.startswith(PATH_STARTS) and not is_in_cache(name)
+        return self.settings.any_model_name and is_free
 
     def load(self, request: TextRequest) -> Loaded:
         """The model for a request, loaded; the one before is freed once all of it was looked at.
@@ -196,24 +205,39 @@ class Models:
         self.settings.check(request)
         names, loaded = self.names_of(request), self.loaded
         if loaded is None or loaded.names != names:
-            loaded = self._load(*names)
+            with self._private(request):
+                loaded = self._looked_at(*names)
+            self._replace(loaded)
         return loaded
 
     @contextmanager
-    def _explained(self, name: str) -> Iterator[None]:
-        """As `explained`, with the flag for names that agents make up."""
-        try:
-            with explained(name):
-                yield
-        except ModelFolderError as error:
-            if self.settings.model in (None, name):
-                raise
-            raise ModelFolderError(f"{error} {ANY_NAME}") from error
+    def _private(self, request: TextRequest) -> Iterator[None]:
+        """Log the reason why a model cannot be loaded, and tell the client only that it cannot.
 
-    def _load(self, name: str, adapter: str | None) -> Loaded:
+        The reason would tell which files are on this machine.
+        """
+        try:
+            yield
+        except (ValueError, OSError, RuntimeError) as error:
+            is_start = self.loaded is None and self.settings.model is not None
+            if not is_start:  # there the error itself is shown
+                logging.warning("A request's model cannot be loaded: %s", error)
+            if request.adapter is not None:
+                raise RequestError(NO_ADAPTER) from error
+            is_given = self.names_of(request)[0] == self.settings.model
+            raise self._no_model(is_given) from error
+
+    def _no_model(self, is_given: bool = False) -> ModelFolderError:
+        """The error for the name of a model. For a path it is the same, whatever is there."""
+        takes_any = self.settings.any_model_name or self.settings.model is None
+        hint = "" if takes_any or is_given else f" {ANY_NAME}"
+        return ModelFolderError(f"model: {NOT_HERE}{hint}")
+
+    def _looked_at(self, name: str, adapter: str | None) -> Loaded:
+        """A model whose files are all there and can be read; its weights are not read yet."""
         try:
             check_adapter(adapter)
-            with self._explained(name):
+            with explained(name):
                 model, tokenizer, about = self._read(name, adapter)
         except ModelFolderError:
             raise
@@ -226,14 +250,16 @@ class Models:
         files = tuple(state for one in named for state in states_of_files(one))
         tokenizer = self._with_template(tokenizer)
         sampling = self._sampling_of(name)
-        loaded = Loaded(name, adapter, model, tokenizer, about, files, sampling)
+        return Loaded(name, adapter, model, tokenizer, about, files, sampling)
+
+    def _replace(self, loaded: Loaded) -> None:
+        """Free the model that is loaded, and read this one's weights; raises what does not fit."""
         self._check_drafters(loaded)
         self.reset()
-        mx.eval(model.parameters())
+        mx.eval(loaded.model.parameters())
         self.loaded = loaded
         if self.flags.keeps_tuning:
-            loaded.closing.enter_context(kept_tuning(model, name, adapter))
-        return loaded
+            loaded.closing.enter_context(kept_tuning(loaded.model, *loaded.names))
 
     def _sampling_of(self, name: str) -> dict[str, Any]:
         """Arguments of `Sampling` that a model's generation config recommends, also logged."""
@@ -313,7 +339,7 @@ class Models:
         names, loaded = self.names_of(request), self.loaded
         if loaded is not None and loaded.names == names:
             return loaded.tokenizer
-        with self._explained(names[0]):
+        with self._private(request), explained(names[0]):
             return self._tokenizer_of(names[0])
 
     def drafter(
@@ -323,7 +349,8 @@ class Models:
         if request.draft_model not in (None, DEFAULT_MODEL, self.choice.model.name):
             if request.drafters is not None:
                 raise RequestError("Give drafter or draft_model, not both.")
-            check_name(str(request.draft_model))
+            if not can_be_looked_up(request.draft_model):
+                raise ModelFolderError(f"draft_model: {NOT_HERE}")
             return self._own_drafter(str(request.draft_model), loaded), MODEL_DRAFTER
         names = list(self._specs) if request.drafters is None else request.drafters
         names = [name for name in names if name != NO_DRAFTER]
@@ -358,16 +385,20 @@ class Models:
         """
         if loaded.named[0] != name:
             model = NamedModel(name)
-            if not model.is_head:
-                with explained(name):
-                    pass
-            loaded.named = "", None  # it is freed before the next one is there
-            loaded.named = (
-                name,
-                load_head(name, loaded.model, torch_files=False)
-                if model.is_head
-                else model.make(MODEL_DRAFTER),
-            )
+            try:
+                if not model.is_head:
+                    with explained(name):
+                        pass
+                loaded.named = "", None  # it is freed before the next one is there
+                drafter = (
+                    load_head(name, loaded.model, torch_files=False)
+                    if model.is_head
+                    else model.make(MODEL_DRAFTER)
+                )
+            except (ValueError, OSError, RuntimeError) as error:
+                logging.warning("The draft model of a request is not loaded: %s", error)
+                raise ModelFolderError(f"draft_model: {NOT_HERE}") from error
+            loaded.named = name, drafter
         return loaded.named[1]
 
     def reset(self) -> None:
@@ -393,8 +424,7 @@ class Models:
         given = self.settings.model
         names = sorted(filter(self.settings.allows_model, cached_names()))
         if given is not None:
-            folder = Path(given).expanduser()
-            given = str(folder.resolve()) if folder.exists() else given
+            given = public_name(given)
             names = [given, *(name for name in names if name != given)]
         models = [{"id": name, "created": self.created} for name in names]
         if (
@@ -412,12 +442,20 @@ def path_of(name: str) -> str:
     return str(folder) if folder.exists() else name
 
 
-def check_name(name: str) -> None:
-    """Raise RequestError for a name that no file system takes."""
+def public_name(name: str) -> str:
+    """The name under which clients see a model: of a folder the last part, which tells no more."""
+    folder = Path(name).expanduser()
+    return folder.resolve().name if folder.exists() else name
+
+
+def can_be_looked_up(name: str) -> bool:
+    """True for a name that this user can look for, whether a folder has it or not."""
     try:
         Path(name).expanduser().exists()
     except (OSError, RuntimeError) as error:
-        raise RequestError(f"{name!s:.99} names no model: {error!s:.99}") from error
+        logging.warning("%.99s names no model: %s", name, error)
+        return False
+    return True
 
 
 def cached_names() -> Sequence[str]:

@@ -89,7 +89,7 @@ class TextRequest:
         prediction: a text that the answer is expected to resemble.
         echo: give the prompt back before the text.
         drafters: names to try in order; None for the server's own choice.
-        draft_length, rule: None for the server's own.
+        num_draft_tokens, rule: None for the server's own.
         user, key: whose memory is written and read.
     """
 
@@ -114,7 +114,7 @@ class TextRequest:
     prediction: str = ""
     echo: bool = False
     drafters: Sequence[str] | None = None
-    draft_length: int | str | None = None
+    num_draft_tokens: int | str | None = None
     rule: str | None = None
     user: str = ""
     key: str = ""

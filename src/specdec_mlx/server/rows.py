@@ -60,7 +60,7 @@ class BatchRows:
 
     def _insert(self, text: AskedText) -> None:
         caches, num_read = text.begin(self.prefixes)
-        length = None if text.draft_length == "auto" else text.draft_length
+        length = None if text.num_draft_tokens == "auto" else text.num_draft_tokens
         drafting = OwnDrafting(without_readers(text.drafter), text.rule, length)
         uid = self.batch.insert(
             Request(

@@ -176,7 +176,9 @@ class AskedText:
             raise RequestError(words, "context_length_exceeded", num_tokens, most)
         wanted = given(request.max_tokens, settings.max_tokens)
         self.max_tokens = min(given(wanted, room), room)
-        self.draft_length = given(request.draft_length, self.flags.draft_length)
+        self.num_draft_tokens = given(
+            request.num_draft_tokens, self.flags.num_draft_tokens
+        )
         self.rule = given(request.rule, self.flags.rule)
         self.sampling = sampling_for(
             Sampling(**{**loaded.sampling, **request.sampling}), tokenizer, vocab_size

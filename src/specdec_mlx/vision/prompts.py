@@ -15,7 +15,7 @@ from specdec_mlx.arguments import wrong
 from specdec_mlx.errors import PromptError
 from specdec_mlx.generation import SpeculativeResponse, Text, printed
 from specdec_mlx.models.loading import load_model
-from specdec_mlx.options import CacheOptions
+from specdec_mlx.options import Options
 from specdec_mlx.sequence import split_cache
 from specdec_mlx.vision.model import VisionModel, holds_nothing, mlx_vlm
 
@@ -67,7 +67,7 @@ def read_prompt(
         raise wrong("model", model, "one of vision.load(...), or VisionModel(model)")
     images = [images] if isinstance(images, str) else images
     caches = model.make_cache() if prompt_cache is None else prompt_cache
-    is_new = holds_nothing(split_cache(model, caches, CacheOptions())[0])
+    is_new = holds_nothing(split_cache(model, caches, Options())[0])
     config = model.model.config
     ends = getattr(config, "eos_token_id", None)
     tokenizer = TokenizerWrapper(

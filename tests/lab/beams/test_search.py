@@ -172,7 +172,9 @@ def test_drafters_by_name_and_draft_models_leave_the_beams_alone() -> None:
     assert plain.num_passes == plain.num_steps == 40
     for how in ({"drafter": "prompt-lookup"}, {"draft_model": tiny_text.model(seed=5)}):
         for length in (4, "auto", "auto"):
-            found = lab.beam_search(target, tokenizer, prompt, 2, 40, draft_length=length, **how)
+            found = lab.beam_search(
+                target, tokenizer, prompt, 2, 40, num_draft_tokens=length, **how
+            )
             assert [beam.tokens for beam in found.beams] == [beam.tokens for beam in plain.beams]
     learned = guess_length_for(target, 2, "auto")
     assert isinstance(learned, Auto)
@@ -211,6 +213,6 @@ def test_what_cannot_be_searched_is_refused_in_words() -> None:
 
     with pytest.raises(sd.errors.UnreadableError, match="Reader reads the target's states"):
         lab.beam_search(target, tokenizer, [1, 2, 3], drafter=Reader())
-    for wrong in ({"num_beams": 0}, {"max_tokens": 0}, {"draft_length": -1}):
+    for wrong in ({"num_beams": 0}, {"max_tokens": 0}, {"num_draft_tokens": -1}):
         with pytest.raises(ValueError, match=next(iter(wrong))):
             lab.beam_search(target, tokenizer, [1, 2, 3], **wrong)

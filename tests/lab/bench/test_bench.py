@@ -306,7 +306,7 @@ def test_the_command_runs_and_reports(
     """Every flag has its effect; the report and the file say the same, in aligned tables."""
     out = tmp_path / "out.json"
     drafters = ["--drafter", f"{LOOKUP}:max_ngram=3", "--drafter", "none"]
-    lengths = ["--draft-length", "2", "--draft-length", "4", "--max-tokens", "12"]
+    lengths = ["--num-draft-tokens", "2", "--num-draft-tokens", "4", "--max-tokens", "12"]
     which = ["--prompts", prompts_file, "--per-category", "2", "--repeats", "1"]
     assert command(*which, *drafters, *lengths, "--json", str(out)) == 0
     report = capsys.readouterr().out
@@ -345,7 +345,7 @@ def test_a_wrong_loop_is_found_out(
 
     monkeypatch.setattr(LazyPass, "read", lenient)
     out = tmp_path / "out.json"
-    which = ["--prompts", prompts_file, "--drafter", LOOKUP, "--draft-length", "3"]
+    which = ["--prompts", prompts_file, "--drafter", LOOKUP, "--num-draft-tokens", "3"]
     assert command(*which, "--no-cost", "--max-tokens", "24", "--json", str(out)) == 1
     assert ", NOT excused" in capsys.readouterr().out
     record = load_record(out)
@@ -372,7 +372,7 @@ def test_a_draft_model_brings_both_speculations_and_a_trained_head_only_ours(
     head = ["--draft-model", str(head_path("medusa")), *ONE_CHAT]
     cases = ("model:greedy=true", "cascade", "ngram")
     named = [word for name in cases for word in ("--drafter", name)]
-    assert command(*head, *named, "--draft-length", "2") == 0
+    assert command(*head, *named, "--num-draft-tokens", "2") == 0
     report = capsys.readouterr().out
     assert MLX_LM_SPECULATION not in report
     assert all(f"| {name} " in report for name in cases)
@@ -473,7 +473,7 @@ def test_counts_are_those_of_a_live_run(name: str, ends: bool) -> None:
         for task, text in zip(narrow.tasks(), record_of(ends=ends).texts, strict=True):
             sample = time_generation(live, task, settings, 0)
             assert sample.tokens == text.generated
-            model = replayed(text, DRAFTERS[name], int(length) if length.isdecimal() else length)
+            model = replayed(text, DRAFTERS[name], int(length))
             counts = sample.passes, sample.drafted, sample.accepted
             assert (model.passes, model.drafted, model.accepted) == counts
 
@@ -557,7 +557,7 @@ def test_the_commands_score_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     """
     path, scored = tmp_path / "record.json", tmp_path / "scores.json"
     save_record(record_of(), path)
-    named = ["--drafter", "ngram", "--draft-length", "2", "--json", str(scored)]
+    named = ["--drafter", "ngram", "--num-draft-tokens", "2", "--json", str(scored)]
     curves = ["--cost", "linear:0", "--cost", "1,1.5,2", "--draft-cost", "0.1"]
     assert main(["replay", str(path), *named, *curves]) == 0
     report = capsys.readouterr().out
@@ -565,7 +565,7 @@ def test_the_commands_score_a_file(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "kind 0" in report
     assert {s["cost"] for s in json.loads(scored.read_text())} == {"linear:0", "1,1.5,2"}
     picture = tmp_path / "speeds.svg"
-    lengths = ["--draft-length", "2", "--draft-length", "8"]
+    lengths = ["--num-draft-tokens", "2", "--num-draft-tokens", "8"]
     assert main(["replay", str(path), *lengths, "--plot", str(picture)]) == 0
     assert "auto, K = 8" in picture.read_text()
     assert "cost linear:0.24" in capsys.readouterr().out

@@ -103,7 +103,17 @@ def test_the_command_replays_sessions(
     parser = argparse.ArgumentParser()
     replay_command.add_arguments(parser)
     path = written(tmp_path, [CONVERSATION, *EDITS])
-    given = [record, "--sessions", path, "--model", tmp_path, "--draft-length", 2, "--json", scores]
+    given = [
+        record,
+        "--sessions",
+        path,
+        "--model",
+        tmp_path,
+        "--num-draft-tokens",
+        2,
+        "--json",
+        scores,
+    ]
     assert replay_command.main(parser.parse_args([*map(str, given)])) == 0
     report = capsys.readouterr().out
     assert report.count("| drafter") == 2

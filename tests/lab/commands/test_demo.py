@@ -110,7 +110,7 @@ def test_it_says_what_it_does_and_prints_a_table_of_identical_texts(
     On a terminal accepted tokens are underlined; elsewhere every character is one to read.
     """
     monkeypatch.setattr(sys.stdout, "isatty", lambda: is_terminal)
-    few = ("--draft-length", "3")
+    few = ("--num-draft-tokens", "3")
     assert cli.main(["demo", "--model", str(folder), *few, *WITHOUT_HASTE]) == 0
     out, err = capsys.readouterr()
     assert ("\033[4m" in out) == ("accepted drafts underlined" in out) == is_terminal

@@ -107,7 +107,7 @@ def test_greedy_text_is_the_targets_own(kind: str, length: int | str) -> None:
     first = sd.ModelDrafter(pair.draft) if kind == "model" else lab.head(kind, pair.target)
     both = lab.Cascade(first, "prompt-lookup:min_ngram=1", num_first=2)
     expected, tokens = (
-        list(sd.speculate(pair.target, prompt, one, max_tokens=48, draft_length=length))
+        list(sd.speculate(pair.target, prompt, one, max_tokens=48, num_draft_tokens=length))
         for one in (None, both)
     )
     assert [token.token for token in tokens] == [token.token for token in expected]
@@ -136,7 +136,7 @@ def test_the_model_runs_for_the_first_tokens_alone() -> None:
     """
     model = Counting(target("llama"))
     drafter = lab.Cascade(sd.ModelDrafter(model), "prompt-lookup:min_ngram=1", num_first=2)
-    tokens = list(sd.speculate(model.model, PROMPT, drafter, max_tokens=120, draft_length=8))
+    tokens = list(sd.speculate(model.model, PROMPT, drafter, max_tokens=120, num_draft_tokens=8))
     stats = tokens[-1].stats
     assert stats.drafted > 3 * stats.target_passes
     assert model.num_passes <= 2 * stats.target_passes + 1  # one says how wide its logits are

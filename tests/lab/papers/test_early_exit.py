@@ -75,7 +75,7 @@ def fed_to_exits() -> Iterator[list[list[int]]]:
 def written(model: nn.Module, drafter: Any, prompt: list[int] = PROMPT, **options: Any) -> Any:
     """The text, what became of each draft, and tokens of the exit's passes."""
     with fed_to_exits() as fed:
-        options = {"max_tokens": 24, "draft_length": 3} | options
+        options = {"max_tokens": 24, "num_draft_tokens": 3} | options
         tokens = list(sd.speculate(model, prompt, drafter, **options))
     return [t.token for t in tokens], tokens[-1].stats.rounds, fed
 
@@ -130,7 +130,7 @@ def test_a_trained_exit_drafts_trees(temp: float) -> None:
     """Each path in them as a chain would have been."""
     model = tiny.build("qwen2")
     drafter = replace(exit_of(model, 1, 8), branches=2)
-    options = {"sampler": sd.Sampling(temp=temp), "seed": 1, "draft_length": 6}
+    options = {"sampler": sd.Sampling(temp=temp), "seed": 1, "num_draft_tokens": 6}
     assert drafter.model(mx.array([PROMPT]))[0].shape == (len(PROMPT), 128)
     assert first_inexact(drafter.model, 0, on_trees=True) is None
     text = written(model, drafter, **options)[0]
@@ -224,10 +224,10 @@ def test_several_texts_at_once_draft_with_an_exit(window: int | None) -> None:
     """Their caches are rows, so that it reads for itself; so it is with what was trained."""
     model = tiny.build("qwen2")
     drafter = exit_of(model, 1, window)
-    options = {"max_tokens": 8, "draft_length": 2}
+    options = {"max_tokens": 8, "num_draft_tokens": 2}
     alone = [written(model, drafter, PROMPT[i:], **options)[:2] for i in (0, 3)]
     assert alone[0][0] == written(model, None, max_tokens=8)[0]
-    batch = BatchGeneration(model, drafter, Options(draft_length=2))
+    batch = BatchGeneration(model, drafter, Options(num_draft_tokens=2))
     for i in (0, 3):
         batch.insert(Request(PROMPT[i:], 8))
     texts: dict[int, list[Any]] = {}

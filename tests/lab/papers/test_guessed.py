@@ -207,7 +207,7 @@ def test_texts_are_those_with_the_draft_model_alone(name: str, inner: str) -> No
     model, draft = tiny.build(name), tiny.build(name, seed=5)
     some = make_logits_processors(logit_bias=dict.fromkeys(range(4), 1e4))
     for how in ({}, {"sampler": sd.Sampling(temp=0.8), "seed": 3, "rule": "rejection"}):
-        options: Any = {"max_tokens": 28, "draft_length": 5, "logits_processors": some} | how
+        options: Any = {"max_tokens": 28, "num_draft_tokens": 5, "logits_processors": some} | how
         drafters = [
             None,
             sd.ModelDrafter(draft),
@@ -230,7 +230,7 @@ def test_the_draft_model_makes_fewer_passes(temp: float) -> None:
         counting.num_passes = 0
         own = sd.ModelDrafter(counting)
         one = own if drafter is None else lab.GuessedDrafter(counting, drafter=drafter)
-        tokens = list(sd.speculate(narrow.model(), PROMPT, one, draft_length=8, **how))
+        tokens = list(sd.speculate(narrow.model(), PROMPT, one, num_draft_tokens=8, **how))
         passes.append(counting.num_passes / max(1, tokens[-1].stats.drafted))
     assert passes[1] < 0.85 * passes[0]
 

@@ -40,7 +40,7 @@ def target(name: str) -> nn.Module:
 
 
 def text_of(name: str, drafter: Any, **options: Any) -> list[sd.generation.Token]:
-    options = {"max_tokens": 40, "draft_length": 3, **options}
+    options = {"max_tokens": 40, "num_draft_tokens": 3, **options}
     return list(sd.speculate(target(name), PROMPT, drafter, **options))
 
 
@@ -71,7 +71,7 @@ def test_the_text_is_the_targets_own(
     only its first chain is; the second time a table knows what is coming.
     """
     plain, one = text_of(name, None, **options), DRAFTERS[drafter]()
-    texts = [text_of(name, one, draft_length=length, **options) for _ in range(2)]
+    texts = [text_of(name, one, num_draft_tokens=length, **options) for _ in range(2)]
     assert [ids(items) for items in texts] == [ids(plain)] * 2
     first, second = (items[-1].stats for items in texts)
     if length != "auto":
@@ -91,7 +91,7 @@ def test_the_table_is_the_targets_own_opinion(context: int) -> None:
     """
     table = SuccessorTable()
     drafter = sd.RecyclingDrafter(table=table, context=context)
-    text = PROMPT + ids(text_of("qwen2", drafter, draft_length=0))
+    text = PROMPT + ids(text_of("qwen2", drafter, num_draft_tokens=0))
     logits = target("qwen2")(mx.array([text]))[0]
     expected = mx.argsort(-logits, axis=-1)[:, :TOP].tolist()
     ends = range(len(PROMPT) - 1, len(text) - 1)
@@ -166,7 +166,7 @@ def test_n_grams_end_with_what_the_target_says_after_them() -> None:
         def begin(self, prompt: Sequence[int], context: DraftContext) -> LookaheadSession:
             return Watched(self, prompt)
 
-    text_of("llama", Drafter(window=3, ngram=3), max_tokens=16, draft_length=16)
+    text_of("llama", Drafter(window=3, ngram=3), max_tokens=16, num_draft_tokens=16)
     assert len(checked) > 10
 
 

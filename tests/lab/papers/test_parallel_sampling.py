@@ -105,14 +105,19 @@ def test_text_with_its_drafts_is_plain_text(name: str) -> None:
     model, one = target(name), drafter(name)
     plain = plain_text(model, PROMPT, NUM_TOKENS)
     for length in ("auto", 3, 9):
-        items = list(sd.speculate(model, PROMPT, one, max_tokens=NUM_TOKENS, draft_length=length))
+        items = list(
+            sd.speculate(model, PROMPT, one, max_tokens=NUM_TOKENS, num_draft_tokens=length)
+        )
         assert spoken(items).deviation(plain) < TOLERANCE
         rounds = items[-1].stats.rounds
         assert all(accepted for drafted, accepted in rounds if drafted)
     assert sum(drafted > 0 for drafted, _ in rounds) > 5
     options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "seed": 5, "rule": "coupled"}
     texts = [
-        [t.token for t in sd.speculate(model, PROMPT, d, max_tokens=24, draft_length=4, **options)]
+        [
+            t.token
+            for t in sd.speculate(model, PROMPT, d, max_tokens=24, num_draft_tokens=4, **options)
+        ]
         for d in (None, one)
     ]
     assert texts[0] == texts[1]
@@ -126,7 +131,7 @@ def test_a_draft_is_that_of_a_fresh_pass_whatever_was_kept_before(name: str) -> 
     model = target(name)
     plain = plain_text(model, PROMPT, NUM_TOKENS).tokens
     reader = PartlyRight(drafter(name), plain)
-    items = list(sd.speculate(model, PROMPT, reader, max_tokens=NUM_TOKENS, draft_length=4))
+    items = list(sd.speculate(model, PROMPT, reader, max_tokens=NUM_TOKENS, num_draft_tokens=4))
     assert [item.token for item in items] == plain
     stats = items[-1].stats
     assert min(reader.compared, stats.accepted, stats.drafted - stats.accepted) > 5
@@ -148,7 +153,7 @@ class Bursts(Fixed):
 def test_a_pass_that_runs_ahead_is_left_alone(name: str) -> None:
     """Its position on the shared caches is the loop's, whatever the drafter is told meanwhile."""
     model, plain = target(name), plain_text(target(name), PROMPT, NUM_TOKENS)
-    how: dict[str, Any] = {"max_tokens": NUM_TOKENS, "draft_length": Bursts(4)}
+    how: dict[str, Any] = {"max_tokens": NUM_TOKENS, "num_draft_tokens": Bursts(4)}
     items = list(sd.speculate(model, PROMPT, drafter(name), **how))
     assert spoken(items).deviation(plain) < TOLERANCE
     stats = items[-1].stats
@@ -188,7 +193,7 @@ def test_a_draft_costs_one_pass_more(widths: list[int]) -> None:
     the target's own.
     """
     items = list(sd.speculate(target("qwen2"), PROMPT, drafter("qwen2"), max_tokens=21,
-                              draft_length=5))  # fmt: skip
+                              num_draft_tokens=5))  # fmt: skip
     rounds = items[-1].stats.rounds
     expected = [[drafted, drafted + 1] if drafted else [1] for drafted, _ in rounds]
     assert widths[1 : 1 + sum(map(len, expected))] == [w for pair in expected for w in pair]
@@ -221,7 +226,7 @@ def test_earlier_turns_are_those_on_the_targets_caches() -> None:
     caches = make_prompt_cache(model)
     model(mx.array([earlier]), cache=caches)
     items = list(sd.speculate(model, PROMPT, one, max_tokens=24, history=earlier,
-                              draft_length=4, prompt_cache=caches))  # fmt: skip
+                              num_draft_tokens=4, prompt_cache=caches))  # fmt: skip
     assert [item.token for item in items] == plain
     assert all(accepted for drafted, accepted in items[-1].stats.rounds if drafted)
 
@@ -302,7 +307,7 @@ def test_texts_at_a_temperature_end_with_caches_in_order(branches: int) -> None:
     for rule in ("auto", "rejection", "typical"):
         caches = make_prompt_cache(model)
         options: dict[str, Any] = {"sampler": sd.Sampling(temp=1.0), "rule": rule}
-        items = list(sd.speculate(model, PROMPT, one, max_tokens=20, draft_length=6,
+        items = list(sd.speculate(model, PROMPT, one, max_tokens=20, num_draft_tokens=6,
                                   prompt_cache=caches, **options))  # fmt: skip
         text = [item.token for item in items]
         assert caches[0].offset == len(PROMPT) + len(text)
@@ -348,7 +353,7 @@ def test_what_train_saves_is_loaded_and_drafts(tmp_path: Path) -> None:
     assert mx.array_equal(one.head.rows, embeddings(model, 2).rows)
     assert one.describe() == f"{tmp_path}: PaSS; 2 look-ahead embeddings"
     assert one.key != drafter("qwen2").key
-    text = [t.token for t in sd.speculate(model, PROMPT, one, max_tokens=12, draft_length=3)]
+    text = [t.token for t in sd.speculate(model, PROMPT, one, max_tokens=12, num_draft_tokens=3)]
     assert text == plain_text(model, PROMPT, 12).tokens
     assert isinstance(one.begin(PROMPT, DraftContext()), PaSSSession)
 

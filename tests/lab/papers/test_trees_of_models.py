@@ -145,7 +145,7 @@ def test_texts_are_plain_texts(name: str, kind: str) -> None:
     """
     model, tree = tiny.build(name), trees(name)[kind]
     for options in ({}, {"sampler": sd.Sampling(temp=1.0), "seed": 5, "rule": "coupled"}):
-        how: Any = {"max_tokens": 40, "draft_length": 8} | options
+        how: Any = {"max_tokens": 40, "num_draft_tokens": 8} | options
         plain, both = (list(sd.speculate(model, PROMPT, one, **how)) for one in (None, tree))
         assert [t.token for t in both] == [t.token for t in plain]
         if name in ("llama", "gemma3_text") or kind == "a tree in it":
@@ -159,7 +159,7 @@ def test_heads_take_part() -> None:
     alone = lab.TreeOf(head, sd.SuffixDrafter())
     for tree in (lab.TreeOf(head, sd.ModelDrafter(model)), alone):
         for length in (6, "auto"):
-            how: Any = {"max_tokens": 30, "draft_length": length}
+            how: Any = {"max_tokens": 30, "num_draft_tokens": length}
             plain, both = (list(sd.speculate(model, PROMPT, one, **how)) for one in (None, tree))
             assert [t.token for t in both] == [t.token for t in plain]
             assert length == "auto" or tree is alone or both[-1].stats.accepted > 10
@@ -220,7 +220,7 @@ def test_texts_with_drawn_trees_follow_the_targets_law(rule: str) -> None:
     tree, seen, kept = lab.TreeOf(draft, sd.ModelDrafter(model)), np.zeros((6,) * 3), 0
     sampling = sd.Sampling(temp=1.0)
     for seed in range(150):
-        how: Any = {"max_tokens": 5, "seed": seed, "rule": rule, "draft_length": 4}
+        how: Any = {"max_tokens": 5, "seed": seed, "rule": rule, "num_draft_tokens": 4}
         items = list(sd.speculate(model, distribution.PROMPT, tree, sampler=sampling, **how))
         seen[tuple(item.token for item in items[:3])] += 1
         kept += any(item.from_draft and item.row in (2, 4) for item in items)

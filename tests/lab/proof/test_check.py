@@ -512,13 +512,13 @@ def test_flags_reach_the_check(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "Hello."}) + "\n")
     flags = "--drafter ngram:max_order=3 --temp 0.7 --top-p 0.9 --min-p 0.1 --top-k 5 --seed 2"
-    flags += " --rule coupled --draft-length 3 --budget 7"
+    flags += " --rule coupled --num-draft-tokens 3 --budget 7"
     assert cli.main(["check", *f"--model {folder} --prompts {prompts} {flags}".split()]) == 1
     assert check.call_args.kwargs == {
         "drafter": sd.NGramDrafter(max_order=3),
         "sampler": sd.Sampling(0.7, 0.9, 0.1, top_k=5),
         "rule": "coupled",
-        "draft_length": 3,
+        "num_draft_tokens": 3,
         "prompts": ["Hello."],
         "budget": 7.0,
         "seed": 2,
@@ -532,7 +532,7 @@ def test_flags_reach_the_check(
         ("--drafter none", "nothing to check without a drafter"),
         ("--drafter model", "needs --draft-model MODEL"),
         ("--budget 0", "budget=0"),
-        ("--draft-length 0", "draft_length=0"),
+        ("--num-draft-tokens 0", "num_draft_tokens=0"),
         ("--prompts /nowhere", "/nowhere"),
     ],
 )

@@ -102,7 +102,7 @@ def test_until_it_has_learnt_it_drafts_as_the_same_folder_does(options, loaded, 
     own = learning.drafting_as(replace(plain, model=learning.model))
     runs = []
     for drafter in (plain, own):
-        how: Any = {"draft_length": 3, "temp": 1.0, "seed": 3, "max_tokens": 20}
+        how: Any = {"num_draft_tokens": 3, "temp": 1.0, "seed": 3, "max_tokens": 20}
         text = sd.generate(target, tokenizer, TEXT, drafter=drafter, **how)
         runs.append((text.tokens, text.stats.drafted, text.stats.accept_histogram))
     assert runs[0] == runs[1]
@@ -118,7 +118,7 @@ def test_texts_stay_the_targets_while_the_draft_model_learns(temp, loaded, draft
         options["rule"] = "coupled" if temp else "auto"
         before, prompt = weights_of(learning.model), TEXT[seed:]
         text = sd.generate(
-            loaded[0], loaded[1], prompt, drafter=learning, draft_length=3, **options
+            loaded[0], loaded[1], prompt, drafter=learning, num_draft_tokens=3, **options
         )
         plain = sd.generate(loaded[0], loaded[1], prompt, drafter=None, **options)
         assert text.tokens == plain.tokens
@@ -209,7 +209,7 @@ def test_texts_of_a_batch_are_learnt_from_when_all_have_ended(loaded, learning):
     """Rows share the weights: they are what they are alone, and one lesson follows."""
     target, tokenizer = loaded
     prompts, numbers = [TEXT, TEXT[4:], TEXT[9:]], [6, 12, 18]
-    how: Any = {"max_tokens": numbers, "draft_length": 2, "return_token_ids": True}
+    how: Any = {"max_tokens": numbers, "num_draft_tokens": 2, "return_token_ids": True}
     batch = sd.batch_generate(target, tokenizer, prompts, drafter=learning, **how)
     for prompt, number, tokens in zip(prompts, numbers, batch.token_ids, strict=True):
         plain = sd.generate(target, tokenizer, prompt, drafter=None, max_tokens=number)
@@ -323,7 +323,9 @@ def test_a_command_learns_and_saves_at_its_end(folder, draft):
     before = (draft / "model.safetensors").read_bytes()
     flags = ["generate", "--model", folder, "--prompt", TEXT, "--max-tokens", "20"]
     with command_line.in_this_way("as a process"):
-        done = command_line.run(*flags, "--draft-model", draft, "--online", "--draft-length", "3")
+        done = command_line.run(
+            *flags, "--draft-model", draft, "--online", "--num-draft-tokens", "3"
+        )
     assert done.returncode == 0, done.stderr
     assert f"Drafting with {draft}: draft model; learns on" in done.stderr
     plain = command_line.run(*flags, "--drafter", "none")
@@ -340,7 +342,15 @@ def test_a_server_learns_from_one_conversation_to_the_next(folder, draft, monkey
     monkeypatch.setattr("specdec_mlx.mlx_lm_plugin.flags.learners", lambda: lambda model: learner)
     before = weights_of(load_model(draft)[0])
     messages: list[Any] = [{"role": "user", "content": TEXT}]
-    flags = ("--model", str(folder), "--draft-model", str(draft), "--online", "--draft-length", "3")
+    flags = (
+        "--model",
+        str(folder),
+        "--draft-model",
+        str(draft),
+        "--online",
+        "--num-draft-tokens",
+        "3",
+    )
     with serving(*flags, "--temp", "0") as client:
         for _ in range(2):
             own = chat(client, messages, max_tokens=16)

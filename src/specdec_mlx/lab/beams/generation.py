@@ -74,7 +74,7 @@ def beam_search(
     max_tokens: int = 128,
     drafter: Drafter | str | None = DEFAULT_DRAFTER,
     draft_model: nn.Module | Drafter | str | Path | None = None,
-    draft_length: int | str = "auto",
+    num_draft_tokens: int | str = "auto",
     length_penalty: float = 0.0,
     prefill_step_size: int = 2048,
     stream: Any = generation_stream,
@@ -89,7 +89,7 @@ def beam_search(
         drafter: guesses how each beam goes on; None makes a pass for each step.
         num_beams: beams that are kept, and returned.
         max_tokens: most tokens of each.
-        draft_length: most steps to guess, or "auto" for what pays.
+        num_draft_tokens: most steps to guess, or "auto" for what pays.
         length_penalty: beams are ranked by logprob / length ** length_penalty.
 
     Raises:
@@ -107,7 +107,7 @@ def beam_search(
     tokens = check_prompt(encode(tokenizer, prompt), None, chosen)
     vocab_size = vocab_size_of(model)
     check_ids(tokens, vocab_size)
-    length = guess_length_for(model, num_beams, draft_length)
+    length = guess_length_for(model, num_beams, num_draft_tokens)
     context = DraftContext(
         sampling=Sampling(),
         vocab_size=vocab_size,

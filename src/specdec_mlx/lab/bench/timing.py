@@ -157,7 +157,7 @@ def ours(
             sampler=Sampling(temp),
             seed=seed,
             rule=how,
-            draft_length=length,
+            num_draft_tokens=length,
             tuning=tuning or tunings.setdefault(seed, Tuning.for_model(model)),
             tokenizer=tokenizer,
         )

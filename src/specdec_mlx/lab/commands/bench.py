@@ -66,7 +66,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         checked(parse_draft_length),
         "repeatable: every drafter with every length",
     )
-    several("--draft-length", type=length, metavar="N|POLICY", help=f"{lengths} (auto)")
+    several(
+        "--num-draft-tokens", type=length, metavar="N|POLICY", help=f"{lengths} (auto)"
+    )
     rules = (
         "acceptance rule, repeatable: every drafter and length with every rule (auto)"
     )
@@ -96,7 +98,7 @@ def main(
     model, tokenizer = load_target(args.model or demo_model_path())
     is_first = mx.distributed.init().rank() == 0  # it speaks for all ranks
     choice = choice_of(args)
-    lengths, rules = args.draft_length or ("auto",), args.rule or ("auto",)
+    lengths, rules = args.num_draft_tokens or ("auto",), args.rule or ("auto",)
     ends = tokenizer.eos_token_ids
     how = Settings(args.max_tokens, args.repeats, args.seed, ends, args.temp)
     contenders = make_contenders(model, choice, lengths, how, tokenizer, rules)

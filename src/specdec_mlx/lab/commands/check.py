@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--rule", default="auto", metavar="NAME[:KEY=VALUE,...]", help="(%(default)s)")
     length = argument(parse_draft_length)
     add(
-        "--draft-length",
+        "--num-draft-tokens",
         type=length,
         default="auto",
         metavar="N|POLICY",
@@ -79,7 +79,7 @@ def main(args: argparse.Namespace) -> int:
         drafter=choice.resolve(model),
         sampler=sampling,
         rule=args.rule,
-        draft_length=args.draft_length,
+        num_draft_tokens=args.num_draft_tokens,
         prompts=prompts,
         budget=args.budget,
         seed=args.seed,

@@ -1,6 +1,6 @@
 """`specdec-mlx demo`: plain against speculative, on real text.
 
-It shows `draft_length="auto"` where it gains (an edit, a summary, the trained pair) and where
+It shows `num_draft_tokens="auto"` where it gains (an edit, a summary, the trained pair) and where
 nothing can be gained (a chat), beside a fixed length, in turns of a few tokens.
 """
 
@@ -157,7 +157,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "tokens a round, or auto (%(default)s)",
         checked(parse_draft_length),
     )
-    add("--draft-length", type=length, default="auto", metavar="K", help=tokens)
+    add("--num-draft-tokens", type=length, default="auto", metavar="K", help=tokens)
     add(
         "--print-model-path",
         action="store_true",
@@ -175,7 +175,7 @@ def main(args: argparse.Namespace) -> int:
     if args.print_model_path:
         print(path)
         return 0
-    seconds, draft_length = args.seconds, args.draft_length
+    seconds, draft_length = args.seconds, args.num_draft_tokens
     say(
         f"Plain mlx-lm against speculation, the same texts side by side, with {Path(path).name}."
     )
@@ -262,7 +262,7 @@ def live_text(
     responses = stream_generate(
         *(show.model, show.tokenizer, show.live, show.max_tokens),
         drafter=show.drafter,
-        draft_length=parse_draft_length(draft_length),
+        num_draft_tokens=parse_draft_length(draft_length),
     )
     with closing(responses):
         for response in responses:

@@ -46,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--draft-model", metavar="MODEL", help="a model to draft with; it really runs")
     add_lighter_arguments(parser)
     several(
-        "--draft-length",
+        "--num-draft-tokens",
         metavar="N|POLICY",
         help=f"repeatable ({', '.join(DEFAULT_LENGTHS)})",
     )
@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def main(args: argparse.Namespace) -> int:
     """Score, and print a table per cost curve."""
     record, drafters = read_record(args), drafters_of(args)
-    lengths, everything = args.draft_length or DEFAULT_LENGTHS, Scores()
+    lengths, everything = args.num_draft_tokens or DEFAULT_LENGTHS, Scores()
     for cost in costs_of(args, record):
         scores = score_record(
             record, drafters, lengths, cost, draft_cost=args.draft_cost

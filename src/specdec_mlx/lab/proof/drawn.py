@@ -209,7 +209,7 @@ class Texts:
         self.asked = replace(given, drafter=drafter)
         alone = Alone(drafter, given.model, self.draws.add)
         self.drawing: Subject = replace(
-            given, model=self.target, drafter=alone, draft_length=NUM_DRAFT
+            given, model=self.target, drafter=alone, num_draft_tokens=NUM_DRAFT
         )
 
     def draw(self, seed: int) -> None:

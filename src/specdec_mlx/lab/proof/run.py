@@ -48,7 +48,7 @@ def check(
     draft_model: nn.Module | Drafter | str | None = None,
     sampler: Sampler | Sampling | None = None,
     rule: str | AcceptanceRule = "auto",
-    draft_length: int | str = "auto",
+    num_draft_tokens: int | str = "auto",
     prompts: Sequence[str | Sequence[int]] | None = None,
     budget: float = BUDGET,
     seed: int | None = None,
@@ -64,8 +64,8 @@ def check(
         sampler: how the target's tokens are drawn, a `Sampling` or one of mlx-lm's samplers; greedy
             if None.
         rule: as for `speculate`.
-        draft_length: as for `speculate`; where drafters are asked outside of the loop, for which
-            "auto" has no measurements, it stands for 4 tokens.
+        num_draft_tokens: as for `speculate`. Where drafters are asked outside of the loop, "auto"
+            has no measurements and stands for 4 tokens.
         prompts: user messages, or token ids; None takes a few of ours.
         budget: seconds; parts take as many samples as fit. One that had no time is "not run", and
             then the whole is not passed.
@@ -93,9 +93,9 @@ def check(
             "The distribution of this sampler is not known, so there is nothing to compare with. "
             "Give a specdec_mlx.Sampling(...) or a sampler of mlx_lm's make_sampler."
         )
-    if not isinstance(draft_length, str):
-        whole("draft_length", draft_length, 1)
-    make_draft_length(draft_length)
+    if not isinstance(num_draft_tokens, str):
+        whole("num_draft_tokens", num_draft_tokens, 1)
+    make_draft_length(num_draft_tokens)
     subject = Subject(
         model=model,
         drafter=chosen,
@@ -103,7 +103,7 @@ def check(
         rule=make_rule(rule, is_seeded=seed is not None),
         prompts=_encoded(tokenizer, prompts),
         vocab_size=vocab_size_of(model),
-        draft_length=draft_length,
+        num_draft_tokens=num_draft_tokens,
         seed=seed or 0,
         tokenizer=tokenizer,
         end_tokens=getattr(tokenizer, "eos_token_ids", ()),
@@ -120,7 +120,7 @@ def check(
             if k == "temp" or v != getattr(Sampling, k)
         },
         "rule": subject.rule.name,
-        "draft_length": draft_length,
+        "num_draft_tokens": num_draft_tokens,
         "prompts": len(subject.prompts),
         "budget": budget,
         "seed": subject.seed,

@@ -53,7 +53,7 @@ Probs = NDArray[np.float64]  # probabilities [V] of the next token, float64
 class Subject:
     """A target, a drafter or None, a sampling, a rule, and prompts.
 
-    draft_length: of the loop. seed: of all draws.
+    num_draft_tokens: of the loop. seed: of all draws.
     """
 
     model: nn.Module
@@ -62,7 +62,7 @@ class Subject:
     rule: AcceptanceRule
     prompts: Sequence[list[int]]
     vocab_size: int
-    draft_length: int | str = 4
+    num_draft_tokens: int | str = 4
     seed: int = 0
     tokenizer: Any = None
     end_tokens: Collection[int] = ()
@@ -70,7 +70,7 @@ class Subject:
     @property
     def num_asked(self) -> int:
         """Tokens to ask a drafter for outside of the loop, where nothing is automatic."""
-        return 4 if isinstance(self.draft_length, str) else self.draft_length
+        return 4 if isinstance(self.num_draft_tokens, str) else self.num_draft_tokens
 
     def begin(self, prompt: Sequence[int], **options: Any) -> DraftSession:
         """A session outside of the loop; options: further ones of the context."""
@@ -91,7 +91,7 @@ class Subject:
         """So many tokens by the loop, at temperature 0 if no sampler is given."""
         options |= {
             "rule": self.rule,
-            "draft_length": self.draft_length,
+            "num_draft_tokens": self.num_draft_tokens,
             "seed": self.seed,
         }
         options |= {"tokenizer": self.tokenizer, "max_tokens": num_tokens}

@@ -215,7 +215,7 @@ def check_variations(subject: Subject, drafter: HeadDrafter, work: Work) -> Find
 
     The text is the target's own in any case, so the part passes; the verdict says what does better.
     """
-    subject = replace(subject, draft_length=subject.num_asked)
+    subject = replace(subject, num_draft_tokens=subject.num_asked)
     variations = list(drafter.head.variations())
     heads = [drafter.head, *(variation.head for variation in variations)]
     drafted, accepted = np.zeros((2, len(heads)))

@@ -1,11 +1,13 @@
 """Fields that the protocols share: their checks, with words that name the field, and their forms.
 
 Beside OpenAI's there are mlx-lm's (min_p, repetition_penalty, chat_template_kwargs, ...) and ours
-(drafter, draft_length, rule, draft_model, adapters). Below them stands what replies have in common.
+(drafter, num_draft_tokens, rule, draft_model, adapters). Below them stands what replies have in
+common.
 """
 
 from __future__ import annotations
 
+import os
 from abc import abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import replace
@@ -92,7 +94,9 @@ def base(body: Object) -> TextRequest:
         seed=None if seed is None else seed % NUM_SEEDS,
         prediction=_prediction(given.get("prediction")),
         drafters=None if drafters is None else several(drafters),
-        draft_length=_length(given.get("draft_length", given.get("num_draft_tokens"))),
+        num_draft_tokens=_length(
+            given.get("num_draft_tokens", given.get("draft_length"))
+        ),
         rule=_rule(given.get("rule")),
         user=str(given.get("user") or ""),
     )
@@ -248,7 +252,7 @@ def _length(given: Any) -> int | str | None:
         length = parse_draft_length("" if isinstance(given, bool) else str(given))
     except ValueError:
         raise RequestError(
-            f"draft_length must be an int >= 0 (at most {LONGEST_DRAFT} count) or auto, "
+            f"num_draft_tokens must be an int >= 0 (at most {LONGEST_DRAFT} count) or auto, "
             f"not {given!r}"
         ) from None
     return length if isinstance(length, str) else min(length, LONGEST_DRAFT)
@@ -318,11 +322,19 @@ def logprob(written: TokenLogprob) -> Object:
 
 
 def words_of(error: Exception, status: HTTPStatus) -> str:
-    """An error in words for the client, with its kind if it is ours."""
-    is_ours = status == HTTPStatus.INTERNAL_SERVER_ERROR
-    return (f"{type(error).__name__}: {error}" if is_ours else str(error))[
+    """An error in words for the client, with its kind if it is ours.
+
+    The system's errors name files, and other errors may: neither they nor the home folder are told.
+    """
+    words = str(error)
+    if status == HTTPStatus.INTERNAL_SERVER_ERROR:
+        if isinstance(error, OSError):
+            words = "The server's log says why."
+        words = f"{type(error).__name__}: {words}"
+    home = os.path.expanduser("~")
+    return (words if len(home) < 2 else words.replace(home, "~"))[
         :LONGEST_ANSWER
-    ]
+    ]  # not of "/"
 
 
 def server_sent(data: Any, event: str | None = None) -> bytes:

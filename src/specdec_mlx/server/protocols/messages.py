@@ -1,6 +1,6 @@
 """Anthropic's Messages protocol: requests, replies, streams and errors.
 
-The fields are those of https://docs.anthropic.com/en/api/messages; ours (drafter, draft_length,
+The fields are those of https://docs.anthropic.com/en/api/messages; ours (drafter, num_draft_tokens,
 rule, ...) may stand beside them.
 """
 

@@ -1,7 +1,7 @@
 """OpenAI's Responses protocol, without state: every request brings the whole conversation along.
 
 The fields are those of https://platform.openai.com/docs/api-reference/responses; ours (drafter,
-draft_length, rule, ...) may stand beside them.
+num_draft_tokens, rule, ...) may stand beside them.
 """
 
 from __future__ import annotations
