@@ -30,8 +30,8 @@ from specdec_mlx.batch_generation import batch_stream_generate
 from specdec_mlx.draft_length.policy import parse_draft_length
 from specdec_mlx.lab.bench.prompts import Task, encode_chat, read_prompts
 from specdec_mlx.lab.bench.record import describe_machine
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.models.loading import load_model
-from specdec_mlx.views.html import markdown_table
 
 ROWS = (1, 2, 4, 8)
 TURN = 8  # tokens of each text before another contender has its turn

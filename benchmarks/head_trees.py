@@ -33,12 +33,12 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.drafters.model import ModelDrafter
 from specdec_mlx.lab import draft_path, head_path
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import speculate
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.rules import AutoRule
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.views.html import markdown_table
 
 SIZES = (4, 8, 16, "auto")
 TEMPS = (0.0, 0.7, 1.0)

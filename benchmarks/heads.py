@@ -33,12 +33,12 @@ from specdec_mlx.lab import HEADS, draft_path, head_path, target_path
 from specdec_mlx.lab import pair as pair_module
 from specdec_mlx.lab.bench.prompts import Prompt, read_prompts
 from specdec_mlx.lab.bench.record import describe_machine
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.rules import make_rule
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.views.html import markdown_table
 
 Begin = Callable[..., Iterable[Token]]
 

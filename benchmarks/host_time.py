@@ -22,8 +22,8 @@ from mlx_lm.sample_utils import make_logits_processors
 
 from specdec_mlx.contracts import Drafter, LogitsProcessor
 from specdec_mlx.drafters.prompt_lookup import PromptLookupDrafter
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Token, speculate
-from specdec_mlx.views.html import markdown_table
 
 VOCAB_SIZE = 512
 BEST, OTHERS = 20.0, -20.0

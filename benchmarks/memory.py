@@ -21,13 +21,13 @@ from jaxtyping import Int
 from mlx_lm.utils import load_tokenizer
 
 from specdec_mlx.contracts import DraftContext, Drafter
-from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.drafters.default import default_drafter
 from specdec_mlx.drafters.suffix import SuffixDrafter
+from specdec_mlx.lab.proposing import proposing
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.memory import Memory
 from specdec_mlx.memory.index import ContextIndex
 from specdec_mlx.memory.store import join
-from specdec_mlx.views.html import markdown_table
 
 TEXTS, TOKENS = 20, 300
 """Texts that are left out and written, spread over all, and how many tokens of each."""

@@ -37,7 +37,7 @@ import numpy as np
 from transformers import AutoTokenizer
 
 from specdec_mlx import lab, mlx_lm_plugin
-from specdec_mlx.views.html import markdown_table
+from specdec_mlx.lab.tables import markdown_table
 
 HUB_NAME = "mlx-community/Qwen1.5-0.5B-Chat-4bit"
 CHAT_TEMPLATE = (

@@ -34,6 +34,7 @@ from specdec_mlx.lab import draft_path, head_path, target_path
 from specdec_mlx.lab.bench.prompts import read_prompts
 from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.pair import held_out_openings
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.lab.training.online import OnlineDraftModel, OnlineTrainer, learning_on
 from specdec_mlx.lab.training.run import PLAN
 from specdec_mlx.lab.training.trainees import Recipe, draft_model
@@ -41,7 +42,6 @@ from specdec_mlx.loop import speculate
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats.account import SpeculationStats
-from specdec_mlx.views.html import markdown_table
 
 WAYS = ("not learning", "learning")
 EVERY = 100  # tokens of a long text that are counted together

@@ -16,11 +16,11 @@ from specdec_mlx.contracts import (
     session_groups,
     session_parts,
 )
-from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.bench.replay import Modelled, greedy_context, right_path, top_rows
 from specdec_mlx.lab.papers.trees_of_several import candidates_of
+from specdec_mlx.lab.proposing import proposing
 
 LENGTH_ORACLE, TEXT_ORACLE = "length oracle", "text oracle"
 LONGEST_DRAFT = 15  # with the pending token a pass of 16, the widest that is measured

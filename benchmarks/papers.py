@@ -34,6 +34,7 @@ from specdec_mlx.drafters.heads.loading import load_head
 from specdec_mlx.lab import draft_path, head_path, target_path
 from specdec_mlx.lab.pair import split_topics
 from specdec_mlx.lab.papers.lossy import Typical
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.lab.training.features import Batch, live_batch
 from specdec_mlx.lab.training.fitting import LOSSES, update
 from specdec_mlx.lab.training.trainees import Prediction, Trainee, branches_behind
@@ -43,7 +44,6 @@ from specdec_mlx.rules import AutoRule
 from specdec_mlx.sampling import Sampling
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.trees.passes import tree_pass
-from specdec_mlx.views.html import markdown_table
 
 MASK = 255  # a byte that no text of UTF-8 has
 LENGTHS = (1, 2, 4)

@@ -24,12 +24,12 @@ from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.prompts import spread
 from specdec_mlx.lab.bench.record import Record, RecordedText
 from specdec_mlx.lab.bench.replay import Modelled, RecordedTarget, greedy_context
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import Generation
 from specdec_mlx.options import Options
 from specdec_mlx.sequence import SequenceState
 from specdec_mlx.stats.account import SpeculationStats
 from specdec_mlx.target import Verifier
-from specdec_mlx.views.html import markdown_table
 
 Kind = TypeVar("Kind")
 

@@ -27,10 +27,10 @@ from specdec_mlx.lab.bench.prompts import Task, choose, encode_chat, read_prompt
 from specdec_mlx.lab.bench.record import describe_machine
 from specdec_mlx.lab.counterfactual import BY_ROUND, Counterfactual
 from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import speculate
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.sampling import Sampling
-from specdec_mlx.views.html import markdown_table
 
 REFERENCES = ("rejection", "match")
 NOTE = (

@@ -22,8 +22,8 @@ from specdec_mlx.lab.bench.record import Record, RecordedText
 from specdec_mlx.lab.bench.replay import record_of_sessions, right_path, score_record
 from specdec_mlx.lab.bench.summary import ALL
 from specdec_mlx.lab.papers.suffix_trees import SuffixTreeDrafter
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.memory.store import Memory
-from specdec_mlx.views.html import markdown_table
 
 MOST_CONTEXT = 64  # its default depth
 

@@ -26,10 +26,10 @@ from specdec_mlx.lab.bench.cost import CostCurve, parse_cost
 from specdec_mlx.lab.pair import held_out_openings
 from specdec_mlx.lab.papers.trees_of_several import TreeOf
 from specdec_mlx.lab.papers.vertical_cascade import GuessedDrafter
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.loop import speculate
 from specdec_mlx.rules import AutoRule
 from specdec_mlx.sampling import Sampling
-from specdec_mlx.views.html import markdown_table
 
 CHIPS = ("m3-max", "m5-max-70b")
 

@@ -23,7 +23,7 @@ from typing import Any
 
 from specdec_mlx import lab
 from specdec_mlx.lab.bench.summary import ALL
-from specdec_mlx.views.html import markdown_table
+from specdec_mlx.lab.tables import markdown_table
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks.md"
 BEGIN, END = "<!-- tables: benchmarks/tables.py -->", "<!-- end of tables -->"

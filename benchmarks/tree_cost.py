@@ -27,12 +27,12 @@ from specdec_mlx.arguments import argument, positive_int
 from specdec_mlx.caches import Rollback
 from specdec_mlx.contracts import Draft
 from specdec_mlx.lab import target_path
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.models.loading import load_model
 from specdec_mlx.rules import Match
 from specdec_mlx.sampling import Noise, Sampling
 from specdec_mlx.target import NextToken, Verifier
 from specdec_mlx.trees.shape import path_to
-from specdec_mlx.views.html import markdown_table
 
 SIZES = (4, 8, 16)
 CONTEXTS = (128, 1024)

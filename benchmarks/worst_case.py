@@ -39,9 +39,9 @@ from specdec_mlx.lab.bench.timing import (
     run_interleaved,
     time_generation,
 )
+from specdec_mlx.lab.tables import markdown_table
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.models.loading import load_model
-from specdec_mlx.views.html import markdown_table
 
 NO_DRAFTER, ALWAYS_WRONG, RANDOM_WORDS = "no drafter", "always wrong", "random words"
 NEVER_ASKED, PAUSED = "draft model, never asked", "draft model, paused"

@@ -34,8 +34,8 @@ MLX_LM_TYPES = {"GenerationResponse", "GenerationContext", "Response", "Generati
 KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
-    "files": 222,
-    "numeric constants": 177,
+    "files": 206,
+    "numeric constants": 178,
     "protocols": 21,
     "public names": 31,
 }
@@ -53,7 +53,12 @@ CORE = tuple(
 )
 """What one call passes through: who has read it understands the whole."""
 
-TOKENS = {"core": 28_900, "library": 126_350, "lab": 69_500, "server": 40_300}
+TOKENS = {
+    "core": 28_900,
+    "library": 124_000,
+    "lab": 73_000,
+    "server": 41_000,
+}
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
 

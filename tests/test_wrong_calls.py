@@ -511,7 +511,7 @@ def test_options_are_numbers_words_for_values_or_text(text: str, values: list[An
         ("model:layers=2", r"Drafter 'model': .*help\(\w+Drafter\)"),
         ("prompt-lookup:max_ngram=2.5", "max_ngram is 2.5, expected int"),
         ("prompt-lookup:num_draft=x", r"num_draft is 'x', expected int \| None"),
-        ("auto:recycling=3", "recycling is 3, expected bool"),
+        ("trees:recycling=3", "recycling is 3, expected bool"),
         ("ngram:max_order=99", "max_order"),
     ],
 )

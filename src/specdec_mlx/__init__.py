@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from specdec_mlx.drafters.prompt_lookup import (
         PromptLookupDrafter as PromptLookupDrafter,
     )
-    from specdec_mlx.drafters.recycling import RecyclingDrafter as RecyclingDrafter
     from specdec_mlx.drafters.suffix import SuffixDrafter as SuffixDrafter
     from specdec_mlx.generation import generate as generate
     from specdec_mlx.generation import stream_generate as stream_generate
@@ -70,7 +69,6 @@ _PLACES = {
     "ModelDrafter": "drafters.model",
     "NGramDrafter": "drafters.ngram",
     "PromptLookupDrafter": "drafters.prompt_lookup",
-    "RecyclingDrafter": "drafters.recycling",
     "Sampling": "sampling",
     "SuffixDrafter": "drafters.suffix",
     "Tuning": "draft_length.store",

@@ -164,7 +164,7 @@ def test_without_a_seed_generate_takes_the_rule_that_accepts_most(folders: Path)
 
 
 WRONG: dict[str, str] = {
-    "generate --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, guessed-model",
+    "generate --drafter nothing": "Unknown drafter 'nothing'. Known: auto, auto-recycling, ",
     "generate --drafter ngram:nothing=1": "unexpected keyword argument 'nothing'",
     "generate --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
     "generate --drafter model": "--draft-model",
@@ -190,7 +190,7 @@ WRONG: dict[str, str] = {
         for command in ("generate", "probe")
     },
     "bench --drafter prompt-lookup:max_ngram=x": "max_ngram is 'x', expected int",
-    "bench --drafter nothing": "Unknown drafter 'nothing'. Known: auto, cascade, guessed-model",
+    "bench --drafter nothing": "Unknown drafter 'nothing'. Known: auto, auto-recycling, ",
     "bench --drafter model": "it needs --draft-model MODEL",
     "bench --draft-model nowhere/at/all": "There is no folder nowhere/at/all",
     "bench --temp -1": "temp",

@@ -28,7 +28,6 @@ from specdec_mlx.contracts import (
     session_groups,
 )
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.lab.beams.search import Beam, BeamDrafting
 from specdec_mlx.lab.bench.cost import linear_cost
@@ -36,6 +35,7 @@ from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.bench.replay import replay_text
 from specdec_mlx.lab.proof.drafter import DrafterConformance
 from specdec_mlx.lab.proof.subject import Alone
+from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.mlx_lm_plugin.conversation import Wrapper
 from specdec_mlx.token_ids import to_list
 

@@ -18,8 +18,8 @@ from selection import cases, in_one_test
 from serving import complete, serving, text_of
 from specdec_mlx import lab
 from specdec_mlx.drafters.choosing.registry import MODEL_DRAFTER, takes_model
-from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.errors import TokenizerMismatchError
+from specdec_mlx.lab.papers.recycling import SuccessorTable
 from specdec_mlx.memory.kept import fingerprint_of
 from specdec_mlx.mlx_lm_plugin.conversation import keeping_caches
 from specdec_mlx.server.prefixes import Prefixes
@@ -61,7 +61,7 @@ DRAFTERS: dict[str, Callable[[], Any]] = {
     "model without a tokenizer": lambda: sd.ModelDrafter(tiny_text.model(5)),
     "auto with all": lambda: named("trees:memory=process,recycling=true"),
     "a kept table": lambda: lab.TabledNGramDrafter(table=lab.NGramTable()),
-    "kept successors of pairs": lambda: sd.RecyclingDrafter(table=SuccessorTable(), context=2),
+    "kept successors of pairs": lambda: lab.RecyclingDrafter(table=SuccessorTable(), context=2),
     "tree of": lambda: lab.TreeOf(sd.SuffixDrafter(sd.Memory()), sd.NGramDrafter()),
     "best of": lambda: sd.BestOf(sd.SuffixDrafter(sd.Memory()), named(MODEL_DRAFTER)),
     "cascade, remembering": lambda: lab.Cascade(
@@ -114,7 +114,7 @@ def test_what_is_kept_of_the_first_tokenizer_is_not_changed_by_another(order: An
     drafter = sd.FirstOf(
         sd.SuffixDrafter(memory),
         lab.TabledNGramDrafter(table=counts),
-        sd.RecyclingDrafter(table=successors),
+        lab.RecyclingDrafter(table=successors),
     )
 
     def held() -> Any:
@@ -182,7 +182,7 @@ def plain(folders: tuple[Path, Path]) -> list[str]:
     [
         ("1212", ()),
         ("2112", ()),
-        ("2121", ("--drafter", "auto:recycling=true")),
+        ("2121", ("--drafter", "auto-recycling")),
         ("1221", ("--drafter", "suffix:memory=process", "--drafter", "ngram")),
     ],
 )

@@ -20,6 +20,7 @@ from specdec_mlx.draft_length.chances import Chances
 from specdec_mlx.drafters.suffix import SURROUNDINGS, SuffixSession, paths_of, vote, weigh
 from specdec_mlx.lab import check_drafter
 from specdec_mlx.lab.papers.suffix_trees import chains_of, trie
+from specdec_mlx.lab.papers.tree_drafts import texts_of
 from specdec_mlx.memory.index import (
     KNOWN,
     MAX_MATCH,
@@ -29,7 +30,6 @@ from specdec_mlx.memory.index import (
     ContextIndex,
     GrowingIndex,
 )
-from specdec_mlx.trees.drafts import texts_of
 
 CONTEXT = DraftContext()
 EVERYTHING = 10_000

@@ -22,24 +22,25 @@ import tiny
 from benchmarks.recorded_tops import with_tops
 from lossless import PROMPT, TOLERANCE, plain_text, spoken
 from selection import FULL, cases, in_one_test
+from specdec_mlx import lab
 from specdec_mlx.contracts import ROOT, Draft, DraftContext, Evidence, Features, RoundRecord
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.chances import PRIORS, Chances, classes_of
 from specdec_mlx.draft_length.costs import Curve
-from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.draft_length.parts import LENGTHS
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.recycling import SuccessorTable
 from specdec_mlx.errors import UnreadableError
 from specdec_mlx.lab import check_drafter
 from specdec_mlx.lab.bench.cost import linear_cost
 from specdec_mlx.lab.bench.record import RecordedText
 from specdec_mlx.lab.bench.replay import RecordedTarget, replay_text
+from specdec_mlx.lab.papers.recycling import SuccessorTable
+from specdec_mlx.lab.papers.tree_drafts import texts_of
 from specdec_mlx.lab.papers.trees_of_several import TreeOf, default_trees, merged
+from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.loop import RoundClock
 from specdec_mlx.ranks import Ranks
 from specdec_mlx.target import Verifier
-from specdec_mlx.trees.drafts import texts_of
 
 FREE = linear_cost(0.0)
 
@@ -171,7 +172,7 @@ def forking_text() -> RecordedText:
 
 def test_trees_are_verified_where_positions_are_free() -> None:
     """Where a text forks at random, trees need fewer passes than the best chain."""
-    look_ups = (sd.SuffixDrafter(), sd.RecyclingDrafter())
+    look_ups = (sd.SuffixDrafter(), lab.RecyclingDrafter())
     chains, trees = (
         replay_text(forking_text(), kind(*look_ups), Auto(), FREE, max_tokens=150, vocab_size=40)
         for kind in (sd.BestOf, TreeOf)
@@ -280,7 +281,7 @@ def test_a_replay_shows_what_was_recorded_and_nothing_else() -> None:
     """The table of a replay holds the target's guesses under tokens of the text alone."""
     text = RecordedText("t", "c", [1, 2], [3, 4, 3, 5], "", [[3, 9], [4, 8], [3, 7], [5, 6]])
     table = SuccessorTable()
-    drafter = sd.BestOf(sd.RecyclingDrafter(table=table), sd.NGramDrafter())
+    drafter = sd.BestOf(lab.RecyclingDrafter(table=table), sd.NGramDrafter())
     replay_text(text, drafter, Auto(), FREE, max_tokens=4, vocab_size=50)
     known = {place: after.texts for place, after in table.successors.items()}
     assert known == {(2,): [(3,), (9,)], (3,): [(5,), (6,), (4,), (8,)], (4,): [(3,), (7,)]}

@@ -84,7 +84,7 @@ DRAFTERS: dict[str, Callable[[str], Made]] = {
     ),
     "pass before look-up": lambda name: (Cascade(pass_(name)), None),
     "lookahead": lambda name: (lab.LookaheadDrafter(), None),
-    "recycling": lambda name: (sd.RecyclingDrafter(), None),
+    "recycling": lambda name: (lab.RecyclingDrafter(), None),
     "early exit": lambda name: (made := early_exit(target(name), 2), made.model),
     "model": lambda name: (sd.ModelDrafter(near(name)), near(name)),
     "model of trees": lambda name: (sd.ModelDrafter(near(name), branches=2), near(name)),

@@ -275,7 +275,7 @@ def test_draft_caches_belong_to_one_model(kind: str) -> None:
     alone = [*make_prompt_cache(model), *make_prompt_cache(small)]
     expected, _ = run(model, LAST, one, prompt_cache=alone)
     pass_ = PaSSDrafter(model, None, head=LookAhead(model, 2))
-    for beside in (sd.RecyclingDrafter(), pass_):
+    for beside in (lab.RecyclingDrafter(), pass_):
         caches = [*make_prompt_cache(model), *make_prompt_cache(small)]
         assert run(model, LAST, combine(one, beside), prompt_cache=caches)[0] == expected
         assert {cache.offset for cache in caches} == {len(LAST) + NUM_TOKENS}

@@ -74,9 +74,9 @@ def test_one_parameter_in_16_bits_makes_no_model_coarse() -> None:
         assert first_inexact(model, 0) == 0
 
 
-@in_one_test(("device", "most"), [("alike", 6), ("simulated", 9)])
+@in_one_test(("device", "most"), [("alike", 7), ("simulated", 10)])
 def test_the_measurement_before_the_first_draft_is_short(device, most):
-    """A prompt, four single passes and a wide one; a few more where rows are not bitwise alike."""
+    """A prompt, five single passes and a wide one; a few more where rows are not bitwise alike."""
     model = Counting(make("bfloat16", 2, 0, device))
     anatomy_of(model)
     recurrent_states_of(model)

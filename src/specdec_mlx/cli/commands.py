@@ -82,6 +82,8 @@ def _run(name: str, flags: Sequence[str]) -> int:
         return int(module.main(make_parser(name).parse_args(flags)))
     else:
         wrong = f"there is no command {name!r}.{did_you_mean(name, commands())}"
+        if commands().keys() == OWN_COMMANDS.keys():
+            wrong += " Others are not registered here: install specdec-mlx again."
         print(f"{PROGRAM}: {wrong}\nAll commands: {PROGRAM} --help", file=sys.stderr)
         return 2
     return 0

@@ -18,7 +18,6 @@ from specdec_mlx.contracts import (
     DraftSession,
     RoundRecord,
     Session,
-    SessionGroups,
     Target,
     is_cheap,
     key_of,
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
     from specdec_mlx.sequence import SequenceState
 from specdec_mlx.contracts import begin_session
 from specdec_mlx.draft_length.auto import Auto
-from specdec_mlx.draft_length.policy import Fixed
 from specdec_mlx.errors import DraftError
 from specdec_mlx.exactness.features import FeatureFeed
 
@@ -183,29 +181,6 @@ class Selection(ABC):
         if part.is_cheap or draft.logprobs is not None:
             return draft
         return draft.head(self.length.cut(part.key, draft))
-
-
-class SelectionAlone(Selection):
-    """The loop's selection for a combination outside of it, at lengths that are given."""
-
-    def __init__(self, session: Session, key: str) -> None:
-        self.length, self.stream = Fixed(0), mx.default_stream(mx.default_device())
-        self.use(session, key)
-
-    def propose(self, limit: int) -> Draft:
-        """The draft that the loop would verify at this fixed length."""
-        self._most = limit
-        return self.select()[1]
-
-    def _limit(self, part: SessionPart) -> int:
-        return self._most
-
-
-def proposing(session: Session, key: str) -> Callable[[int], Draft]:
-    """The way to a session's drafts outside of the loop; key: of its drafter."""
-    if isinstance(session, SessionGroups):
-        return SelectionAlone(session, key).propose
-    return session.propose
 
 
 OFF = "drafter=None"

@@ -39,14 +39,14 @@ Hand = Callable[[Place, mx.array], mx.array]
 
 LOGITS: Place = (0, 0)
 
-SHAKEN_BY = 10.0
+SHAKEN_BY = 8.0
 """Last places between the most that a number is moved down, and up.
 
 A heuristic: right passes of 123 tiny architectures are off as if moved by 3 at most where they only
 multiply in another order, and by 7 where a model rounds to coarse steps of its own.
 """
 
-LEAST = 2e-3
+LEAST = 4e-3
 """Share of its size that no row counts as off by: angles far along a text are rounded to it."""
 
 FEW = 2

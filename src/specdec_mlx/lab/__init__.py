@@ -35,6 +35,7 @@ if TYPE_CHECKING:
         TabledNGramDrafter as TabledNGramDrafter,
     )
     from specdec_mlx.lab.papers.parallel_sampling import PaSSDrafter as PaSSDrafter
+    from specdec_mlx.lab.papers.recycling import RecyclingDrafter as RecyclingDrafter
     from specdec_mlx.lab.papers.stochastic_ngrams import (
         StochasticNGramDrafter as StochasticNGramDrafter,
     )
@@ -57,6 +58,7 @@ _PLACES = {
     "NGramTable": "papers.ngram_table",
     "PaSSDrafter": "papers.parallel_sampling",
     "Pair": "pair",
+    "RecyclingDrafter": "papers.recycling",
     "StochasticNGramDrafter": "papers.stochastic_ngrams",
     "SuffixTreeDrafter": "papers.suffix_trees",
     "TabledNGramDrafter": "papers.ngram_table",

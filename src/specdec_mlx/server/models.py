@@ -371,7 +371,7 @@ class Models:
         if name not in self._specs and name not in registry.drafter_names():
             known = ", ".join(registry.drafter_names())
             raise UnknownNameError(f"Unknown drafter {name!r}. Known: {known}.")
-        if memory is not None and name in registry.REMEMBERING:
+        if memory is not None and registry.takes(name, "memory"):
             return self.choice.make(spec, memory=memory)
         made = loaded.drafters if self._waits(name) else self._made
         if name not in made:

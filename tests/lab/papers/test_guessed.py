@@ -274,7 +274,7 @@ def test_it_has_a_name_and_a_key() -> None:
     [
         ({"branches": 2}, "writes chains"),
         ({"on_every_rank": True}, "on one rank"),
-        ({"drafter": sd.RecyclingDrafter()}, "reads the target"),
+        ({"drafter": lab.RecyclingDrafter()}, "reads the target"),
         ({"drafter": sd.ModelDrafter(nn.Linear(1, 1), branches=2)}, "drafts trees"),
         ({"drafter": "ngram"}, "propose_after"),
         ({"drafter": sd.BestOf(sd.SuffixDrafter())}, "propose_after"),

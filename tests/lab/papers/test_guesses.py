@@ -27,8 +27,8 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.store import Tuning
-from specdec_mlx.drafters.recycling import BRANCHES, TOP, SuccessorTable
 from specdec_mlx.lab.papers.lookahead import LookaheadSession
+from specdec_mlx.lab.papers.recycling import BRANCHES, TOP, SuccessorTable
 from specdec_mlx.token_ids import to_list
 
 PROMPT = [5, 17, 99, 3]
@@ -52,9 +52,9 @@ LOOKAHEAD = lab.LookaheadDrafter(window=4)
 DRAFTERS: dict[str, Callable[[], Any]] = {
     "lookahead": lambda: LOOKAHEAD,
     "lookahead, with others": lambda: lab.TreeOf(sd.PromptLookupDrafter(min_ngram=1), LOOKAHEAD),
-    "recycling": lambda: sd.RecyclingDrafter(table=SuccessorTable()),
-    "recycling of pairs": lambda: sd.RecyclingDrafter(table=SuccessorTable(), context=2),
-    "auto": lambda: sd.make_drafter("auto:recycling=true"),
+    "recycling": lambda: lab.RecyclingDrafter(table=SuccessorTable()),
+    "recycling of pairs": lambda: lab.RecyclingDrafter(table=SuccessorTable(), context=2),
+    "auto": lambda: sd.make_drafter("auto-recycling"),
     "auto with trees": lambda: sd.make_drafter("trees:recycling=true"),
 }
 
@@ -90,7 +90,7 @@ def test_the_table_is_the_targets_own_opinion(context: int) -> None:
     rows before the prompt's last token are left out.
     """
     table = SuccessorTable()
-    drafter = sd.RecyclingDrafter(table=table, context=context)
+    drafter = lab.RecyclingDrafter(table=table, context=context)
     text = PROMPT + ids(text_of("qwen2", drafter, num_draft_tokens=0))
     logits = target("qwen2")(mx.array([text]))[0]
     expected = mx.argsort(-logits, axis=-1)[:, :TOP].tolist()
@@ -111,7 +111,7 @@ def test_what_was_rejected_is_noted_where_its_context_is_known(context: int) -> 
     assert wrong not in text
     for place in ((PROMPT[-1],), (plain[0],), (PROMPT[-1], plain[0]), (plain[0], wrong)):
         table.note(place, (wrong,))
-    items = text_of("qwen2", sd.RecyclingDrafter(table=table, context=context))
+    items = text_of("qwen2", lab.RecyclingDrafter(table=table, context=context))
     assert items[-1].stats.drafted > items[-1].stats.accepted
     assert ((wrong,) in table.successors) == (context == 1)
     pairs = {place for place in table.successors if len(place) == 2}

@@ -51,6 +51,7 @@ from specdec_mlx.lab.proof import run as run_module
 from specdec_mlx.lab.proof.chi_square import (
     FALSE_ALARM,
     ChiSquare,
+    growth_for,
     noncentral_cdf,
     power,
     survival,
@@ -68,6 +69,7 @@ from specdec_mlx.lab.proof.texts import (
     depends_on_text_alone,
 )
 from specdec_mlx.rules import CoinRule, Rejection, make_rule
+from specdec_mlx.trees.rules import MultiRound, TreeVerdict, walk
 
 V = 12
 PROMPTS = [[3, 1, 2, 3, 1], [7, 7, 4, 7, 7], [5, 9, 8, 2, 5, 9]]  # look-ups find something
@@ -111,7 +113,7 @@ def best_of_everything() -> sd.BestOf:
         sd.PromptLookupDrafter(min_ngram=2),
         model_drafter(),
         sd.SuffixDrafter(min_match=2),
-        sd.RecyclingDrafter(num_draft=2),
+        lab.RecyclingDrafter(num_draft=2),
         lab.StochasticNGramDrafter(min_order=1),
     )
 
@@ -157,6 +159,61 @@ def passes_and_has_drafted(parts: Sequence[Part]) -> None:
     assert not [p for p in parts if not p.passed and (p.name, p.status) != few_drawn]
     (joint,) = (part.numbers for part in parts if part.name == "joint distribution")
     assert 20 < joint["accepted"] < joint["draft_tokens"] - 20
+
+
+def two_models(**options: Any) -> lab.TreeOf:
+    """Drafts that fork at the first token, and go on."""
+    drafters = (sd.ModelDrafter(model(noise), **options) for noise in (0.3, 0.6))
+    return lab.TreeOf(*drafters)
+
+
+TREES = {
+    "rejection": two_models,
+    "block": lambda: model_drafter(branches=2),
+    "match": lambda: two_models(greedy=True),
+    "coupled": two_models,
+}
+
+
+@pytest.mark.parametrize("rule", cases(TREES, "rejection"))
+def test_texts_verify_trees(rule: str) -> None:
+    """Trees of drawn and of certain tokens, verified as trees; what is right passes."""
+    part = joint(subject(TREES[rule](), rule))
+    assert part.passed
+    assert part.numbers["trees"] >= part.numbers["texts"]
+    assert part.numbers["accepted"] > 50
+
+
+def joint(given: Subject) -> Part:
+    (part,) = (p for p in drawn_parts(given).parts if p.name == "joint distribution")
+    return part
+
+
+@dataclass(frozen=True)
+class Keeping(MultiRound, Rejection):
+    """Wrong: right for chains, and of a tree it keeps the first child, or the tokens that `kept`
+    takes of the right coins."""
+
+    always: bool = True
+    name = "wrong on trees"
+
+    def decide_tree(self, target: Any, draft: Any, randomness: Any) -> Any:
+        right = MultiRound().decide_tree(target, draft, randomness)
+        if target.greedy:
+            return right
+        if self.always:
+            return TreeVerdict(right.coins, target.tokens, lambda heads: [0])
+        # a token of the second child is followed by what the first child's row says
+        return TreeVerdict(
+            right.coins, mx.roll(right.after, 1), lambda heads: walk(heads, draft.tree)
+        )
+
+
+@pytest.mark.parametrize("always", cases([True, False], True))
+def test_a_rule_that_is_wrong_on_trees_alone_fails(always: bool) -> None:
+    part = joint(subject(two_models(), Keeping(always)))
+    assert part.status == "failed"
+    assert part.numbers["trees"] > 0
 
 
 # What is wrong is named ---------------------------------------------------------------------------
@@ -512,7 +569,7 @@ def test_flags_reach_the_check(
     prompts = tmp_path / "prompts.jsonl"
     prompts.write_text(json.dumps({"prompt": "Hello."}) + "\n")
     flags = "--drafter ngram:max_order=3 --temp 0.7 --top-p 0.9 --min-p 0.1 --top-k 5 --seed 2"
-    flags += " --rule coupled --num-draft-tokens 3 --budget 7"
+    flags += " --rule coupled --num-draft-tokens 3 --budget 7 --texts 9000"
     assert cli.main(["check", *f"--model {folder} --prompts {prompts} {flags}".split()]) == 1
     assert check.call_args.kwargs == {
         "drafter": sd.NGramDrafter(max_order=3),
@@ -521,6 +578,7 @@ def test_flags_reach_the_check(
         "num_draft_tokens": 3,
         "prompts": ["Hello."],
         "budget": 7.0,
+        "texts": 9000,
         "seed": 2,
         "progress": True,
     }
@@ -558,3 +616,25 @@ def test_without_time_nothing_is_passed() -> None:
     assert "--budget" in report["greedy text"].verdict
     with pytest.raises(ValueError, match="The distribution of this sampler is not known"):
         lab.check(model(), None, drafter="ngram", sampler=lambda x: x, **options)
+
+
+def test_the_power_against_a_small_bias_is_stated_and_bought_with_texts() -> None:
+    """1% of a place's chance that is moved: hardly seen with few texts, and found with as many as
+    the part says.
+    """
+    right = np.array([400.0, 300.0, 200.0, 100.0])
+    wrong = right + np.array([-10.0, 10.0, 0.0, 0.0])
+    growth = growth_for(wrong, right, 0.9)
+    assert power(wrong, right) < 0.01
+    assert power(growth * wrong, growth * right) >= 0.9
+    assert power(0.97 * growth * wrong, 0.97 * growth * right) < 0.9
+    rng = np.random.default_rng(0)
+    draws = rng.multinomial(int(growth * 1000), wrong / 1000, 200)
+    found = [ChiSquare.of(seen, growth * right).p_value < FALSE_ALARM for seen in draws * 1.0]
+    assert 0.8 < np.mean(found) < 1.0
+    given, steps = replace(subject(), prompts=PROMPTS[:1]), list[Place]()
+    check_one_step(given, WORK, steps)
+    numbers = check_joint(given, WORK, steps, Draws(), 30).numbers
+    assert numbers["texts"] == 30
+    assert numbers["power_against_bias"] < 0.1
+    assert numbers["texts_to_find_bias"] > 20 * 30

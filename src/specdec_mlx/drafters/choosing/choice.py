@@ -26,10 +26,10 @@ from specdec_mlx.drafters.choosing.registry import (
     DEFAULT_DRAFTER,
     MODEL_DRAFTER,
     NO_DRAFTER,
-    REMEMBERING,
     drafter_names,
     first_of,
     make_drafter,
+    takes,
     takes_model,
 )
 from specdec_mlx.drafters.first_of import BestOf, FirstOf
@@ -156,7 +156,7 @@ class DrafterChoice:
             return drafter
         name, memory = name_in(one), self.memory if memory is None else memory
         if not takes_model(name):
-            takes_it = memory is not None and name in REMEMBERING
+            takes_it = memory is not None and takes(name, "memory")
             return make_drafter(one, memory=memory) if takes_it else make_drafter(one)
         return (
             self.learner(target, one) if self.learner else self.model.make(one, target)

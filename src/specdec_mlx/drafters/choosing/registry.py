@@ -25,9 +25,6 @@ from specdec_mlx.contracts import Drafter
 from specdec_mlx.drafters.first_of import FirstOf
 from specdec_mlx.errors import UnknownNameError
 
-REMEMBERING = (DEFAULT_DRAFTER, "suffix")
-"""Names of drafters that take `memory=`; the first is the default where a memory is given."""
-
 
 def drafter_names() -> list[str]:
     """Names that `make_drafter` knows, "none" and those of installed packages included."""
@@ -93,15 +90,20 @@ def make_drafter(
     return drafter
 
 
-def takes_model(name: str) -> bool:
-    """True for the name of a drafter with a draft model, or a trained head, as its `model`."""
+def takes(name: str, argument: str) -> bool:
+    """True for the name of a drafter with such an argument: `model`, or `memory`."""
     entry = _entries().get(name)
     try:
         return (
-            entry is not None and "model" in inspect.signature(entry.load()).parameters
+            entry is not None and argument in inspect.signature(entry.load()).parameters
         )
     except Exception:  # somebody's package; who asks for this drafter is told
         return False
+
+
+def takes_model(name: str) -> bool:
+    """True for the name of a drafter with a draft model, or a trained head, as its `model`."""
+    return takes(name, "model")
 
 
 def first_of(

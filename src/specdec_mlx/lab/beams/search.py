@@ -32,17 +32,17 @@ from specdec_mlx.contracts import (
 )
 from specdec_mlx.draft_length.auto import Auto
 from specdec_mlx.draft_length.contract import DraftLength
-from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.draft_length.policy import Fixed, make_draft_length
 from specdec_mlx.draft_length.store import Tuning
 from specdec_mlx.errors import LogitsError, RowsError
 from specdec_mlx.exactness.probe import can_hold_rows
+from specdec_mlx.lab.papers.tree_drafts import texts_of
+from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.models.anatomy import top_tokens
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.sequence import PromptReader
 from specdec_mlx.target import check_draft
 from specdec_mlx.token_ids import read_all
-from specdec_mlx.trees.drafts import texts_of
 
 Tokens = tuple[int, ...]
 

@@ -23,8 +23,8 @@ from specdec_mlx.lab.bench.cost import CostCurve
 from specdec_mlx.lab.bench.prompts import Task, encode_messages, read_lines
 from specdec_mlx.lab.bench.summary import Difference, Result
 from specdec_mlx.lab.bench.timing import Sample
+from specdec_mlx.lab.tables import markdown_table, table_html
 from specdec_mlx.stats.account import Row, Rows
-from specdec_mlx.views.html import markdown_table, table_html
 
 
 @dataclass(frozen=True)

@@ -43,6 +43,7 @@ from specdec_mlx.lab.bench.cost import MEASURED, CostCurve
 from specdec_mlx.lab.bench.record import Record, RecordedText, or_dash, read_sessions
 from specdec_mlx.lab.bench.summary import ALL
 from specdec_mlx.lab.demo_model import demo_model_path
+from specdec_mlx.lab.tables import markdown_table, table_html
 from specdec_mlx.loop import Generation, Round, RoundClock, assemble_around
 from specdec_mlx.models.loading import explained
 from specdec_mlx.options import Options
@@ -52,7 +53,6 @@ from specdec_mlx.stats.account import Row, Rows
 from specdec_mlx.token_ids import to_list
 from specdec_mlx.trees.rules import walk
 from specdec_mlx.trees.shape import depths_of
-from specdec_mlx.views.html import markdown_table, table_html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

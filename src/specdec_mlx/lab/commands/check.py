@@ -58,6 +58,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     how = "parts take as many samples as fit (%(default)g)"
     add("--budget", type=float, default=BUDGET, metavar="SECONDS", help=how)
     add(
+        "--texts",
+        type=int,
+        metavar="N",
+        help="most texts drawn; more find a smaller bias (6000)",
+    )
+    add(
         "--seed", type=int, help="of all draws (0); rule auto is then the one for seeds"
     )
     add("--json", type=new_file, metavar="FILE", help="write the report there too")
@@ -82,6 +88,7 @@ def main(args: argparse.Namespace) -> int:
         num_draft_tokens=args.num_draft_tokens,
         prompts=prompts,
         budget=args.budget,
+        texts=args.texts,
         seed=args.seed,
         progress=is_first,
     )

@@ -35,10 +35,10 @@ from specdec_mlx.contracts import (
     key_of,
 )
 from specdec_mlx.draft_length.contract import ValuesDrafts
-from specdec_mlx.drafters.recycling import SuccessorTable
+from specdec_mlx.lab.papers.recycling import SuccessorTable
 from specdec_mlx.lab.papers.suffix_trees import best_of_chains
+from specdec_mlx.lab.papers.tree_drafts import TokenPath, draft_of, texts_of
 from specdec_mlx.token_ids import to_list
-from specdec_mlx.trees.drafts import TokenPath, draft_of, texts_of
 
 MOST_OF_A_TOKEN = 16  # n-grams that the pool keeps of each first token
 

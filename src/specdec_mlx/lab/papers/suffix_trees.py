@@ -20,7 +20,7 @@ from specdec_mlx.drafters.suffix import (
     evidence_of,
     vote,
 )
-from specdec_mlx.trees.drafts import TokenPath, draft_of
+from specdec_mlx.lab.papers.tree_drafts import TokenPath, draft_of
 
 
 @cache

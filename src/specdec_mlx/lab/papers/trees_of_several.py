@@ -24,16 +24,16 @@ from specdec_mlx.contracts import (
 from specdec_mlx.draft_length.contract import ValuesDrafts
 from specdec_mlx.drafters.first_of import CombinedSession, FirstOf, context_for
 from specdec_mlx.drafters.ngram import NGramDrafter
-from specdec_mlx.drafters.recycling import (
+from specdec_mlx.drafters.suffix import SuffixDrafter, SuffixSession
+from specdec_mlx.lab.papers.recycling import (
     RecyclingDrafter,
     RecyclingSession,
-    SuccessorTable,
+    kept_recyclers,
 )
-from specdec_mlx.drafters.suffix import SuffixDrafter, SuffixSession
 from specdec_mlx.lab.papers.suffix_trees import chains_of
+from specdec_mlx.lab.papers.tree_drafts import draft_of, texts_of
 from specdec_mlx.memory.store import Memory
 from specdec_mlx.token_ids import to_ids, to_list
-from specdec_mlx.trees.drafts import draft_of, texts_of
 from specdec_mlx.trees.shape import depths_of
 
 
@@ -204,9 +204,5 @@ def default_trees(
 
     memory: as `SuffixDrafter` takes it. recycling: with tables kept from generation to generation.
     """
-    recyclers = [RecyclingDrafter()]
-    if recycling:
-        recyclers = [
-            RecyclingDrafter(table=SuccessorTable(), context=width) for width in (2, 1)
-        ]
+    recyclers = kept_recyclers() if recycling else [RecyclingDrafter()]
     return TreeOf(SuffixDrafter(memory), NGramDrafter(), *recyclers)

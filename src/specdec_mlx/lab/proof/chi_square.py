@@ -57,6 +57,21 @@ def power(wrong: Counts, right: Counts) -> float:
     return float(1 - unseen * missed)
 
 
+def growth_for(wrong: Counts, right: Counts, chance: float) -> float:
+    """How many times as many samples are needed to find wrong counts [cells] with this chance.
+
+    The same cells are taken for more samples, which could be sorted into finer ones.
+    """
+    low, high = 0.0, 1.0
+    while high < 1e8 and power(high * wrong, high * right) < chance:
+        low, high = high, 2 * high
+    while high - low > 0.01 * high:
+        middle = (low + high) / 2
+        is_enough = power(middle * wrong, middle * right) >= chance
+        low, high = (low, middle) if is_enough else (middle, high)
+    return high
+
+
 def survival(freedom: int, statistic: float) -> float:
     r"""Chance of a chi-square statistic above this one, $Q(k/2, x/2)$ for k degrees of freedom."""
     return min(1.0, float(_tails(freedom, statistic)[-1]))

@@ -30,9 +30,9 @@ from specdec_mlx.contracts import (
     is_cheap,
     key_of,
 )
-from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.lab.proof.chi_square import RARE_ALARM, ChiSquare
 from specdec_mlx.lab.proof.conformance import Conformance
+from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.sampling import Noise, Sampling
 from specdec_mlx.target import check_distribution, check_draft, check_drafted
 from specdec_mlx.token_ids import to_ids, to_list

@@ -13,6 +13,7 @@ Counts that are expected of a named fault give the chance to find it.
 
 from __future__ import annotations
 
+import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -27,9 +28,17 @@ from specdec_mlx.lab.proof.chi_square import (
     LEAST_EXPECTED,
     ChiSquare,
     Counts,
+    growth_for,
     power,
 )
-from specdec_mlx.lab.proof.one_step import DRAFT_FAULTS, VARIANTS, Variant, lossless
+from specdec_mlx.lab.proof.one_step import (
+    DRAFT_FAULTS,
+    VARIANTS,
+    Masses,
+    Variant,
+    lossless,
+    rejecting,
+)
 from specdec_mlx.lab.proof.report import Finding
 from specdec_mlx.lab.proof.subject import (
     Alone,
@@ -44,6 +53,7 @@ from specdec_mlx.lab.proof.subject import (
 )
 from specdec_mlx.lab.proof.subject import total_variation as distance
 from specdec_mlx.token_ids import to_list
+from specdec_mlx.trees.rules import tree_rule_for
 
 SURE = 0.9  # power from which a fault counts as one that would have been found
 
@@ -53,6 +63,7 @@ NUM_RANKED = 1000  # likeliest tokens that are lined up; the others are in the l
 NUM_TOKENS = 3
 NUM_DRAFT = 2  # so that the bonus token is among the three
 NUM_CONTEXTS = 3
+NUM_IN_TREE = 4  # draft tokens where drafts are trees: levels, and siblings on them
 TEXTS_PER_CONTEXT = 2000
 UNDRAFTED = -1  # draft tokens left to verify in a round that has none
 OTHER = -1  # last token of the cells that texts share
@@ -176,7 +187,7 @@ def check_declared(draws: Draws) -> Finding:
         )
     samples, aim = f"{num_draws} drafted tokens", "the distributions declared for them"
     faults = dict(zip(DRAFT_FAULTS, wrong, strict=True))
-    numbers = {
+    numbers: dict[str, Any] = {
         "draws": num_draws,
         "drawn_in_each_tenth": (seen / max(1, num_draws)).round(4).tolist(),
         "declared_in_each_tenth": (due / max(1, num_draws)).round(4).tolist(),
@@ -201,25 +212,35 @@ class Texts:
     tokens: list[Tokens] = field(default_factory=list)
     drafted: int = 0
     accepted: int = 0
+    trees: int = 0
 
     def __post_init__(self) -> None:
         given, context = self.subject, self.context
         self.target = Remembered(given.model, context)
         drafter = with_remembered_models(given.drafter, context)
         self.asked = replace(given, drafter=drafter)
-        alone = Alone(drafter, given.model, self.draws.add)
+        alone = Alone(drafter, given.model, self.add)
+        session = self.asked.begin(context, prefill_step_size=CHUNK)
+        self.forks = session.propose(NUM_IN_TREE).parents is not None
+        length = NUM_IN_TREE if self.forks else NUM_DRAFT
         self.drawing: Subject = replace(
-            given, model=self.target, drafter=alone, num_draft_tokens=NUM_DRAFT
+            given, model=self.target, drafter=alone, num_draft_tokens=length
         )
+
+    def add(self, draft: Draft, limit: int) -> None:
+        """Note a proposal that up to `limit` tokens were asked for."""
+        self.draws.add(draft, limit)
+        takes_trees = tree_rule_for(self.subject.rule) is not None
+        self.trees += takes_trees and draft.parents is not None
 
     def draw(self, seed: int) -> None:
         """One more text, by the loop."""
         items = replace(self.drawing, seed=seed).text(
             self.context,
             NUM_TOKENS,
+            room=NUM_IN_TREE - NUM_DRAFT if self.forks else 0,
             sampler=self.subject.sampling,
             prefill_step_size=CHUNK,
-            probe=False,
         )
         self.tokens.append(tuple(item.token for item in items))
         self.drafted += items[-1].stats.drafted
@@ -305,16 +326,29 @@ def _draft_length(num_tokens: int) -> int:
     return min(NUM_DRAFT, NUM_TOKENS - num_tokens - 1) or UNDRAFTED
 
 
+def biased(p: Probs, q: Probs) -> Masses:
+    """A fault that moves 1% of the chance from the likeliest token to the next."""
+    moved, (first, second) = p.copy(), np.argsort(-p)[:2]
+    share = min(0.01, p[first])
+    moved[[first, second]] += [-share, share]
+    return rejecting(moved, q, np.minimum(moved, q))
+
+
 def check_joint(
-    subject: Subject, work: Work, steps: Sequence[Place], draws: Draws
+    subject: Subject,
+    work: Work,
+    steps: Sequence[Place],
+    draws: Draws,
+    most_texts: int | None = None,
 ) -> Finding:
     """Draw texts after some places, and hold them to the target's; `draws` takes the drafts."""
+    most = most_texts or TEXTS_PER_CONTEXT * NUM_CONTEXTS
     groups: list[Texts] = []
     count = 0
     first_seed = subject.seed + len(subject.prompts)  # those before drew the contexts
     for step in work.each(_most_telling(steps)):
         groups.append(Texts(subject, step.tokens, draws))
-        for _ in work.each(range(TEXTS_PER_CONTEXT)):
+        for _ in work.each(range(-(-most // NUM_CONTEXTS))):
             groups[-1].draw(first_seed + count)
             count += 1
     if not groups:
@@ -331,13 +365,19 @@ def check_joint(
     )
     faults = dict(zip(VARIANTS, wrong, strict=True))
     seen = np.concatenate([one.seen() for one in cells])
-    numbers = {
+    numbers: dict[str, Any] = {
         "texts": count,
         "tokens_each": NUM_TOKENS,
         "contexts": len(groups),
         "cells": len(right),
         "draft_tokens": sum(group.drafted for group in groups),
         "accepted": sum(group.accepted for group in groups),
+    }
+    off = np.concatenate([one.expected(biased) for one in cells])
+    numbers |= {
+        "trees": sum(group.trees for group in groups),
+        "power_against_bias": power(off, right),
+        "texts_to_find_bias": math.ceil(count * growth_for(off, right, SURE)),
     }
     samples, aim = f"{count} texts of {NUM_TOKENS} tokens", "the target's distribution"
     diagnosis = partial(_diagnosis, cells, seen, faults)

@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, field
 from html import escape
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
+from specdec_mlx.lab.tables import table_html
 from specdec_mlx.stats.account import Row, Rows
-from specdec_mlx.views.html import table_html
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

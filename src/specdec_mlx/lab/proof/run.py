@@ -21,7 +21,8 @@ from specdec_mlx.drafters.heads.drafter import HeadDrafter
 from specdec_mlx.errors import CacheRollbackError, DraftError, LogitsError
 from specdec_mlx.exactness.probe import ProbeReport
 from specdec_mlx.lab.bench.prompts import encode_chat, read_prompts
-from specdec_mlx.lab.proof import drawn, one_step, texts
+from specdec_mlx.lab.proof import drawn, one_step
+from specdec_mlx.lab.proof import texts as texts_of_parts
 from specdec_mlx.lab.proof.report import CheckReport, Finding, Part
 from specdec_mlx.lab.proof.subject import Place, Subject, Work
 from specdec_mlx.models.anatomy import vocab_size_of
@@ -51,6 +52,7 @@ def check(
     num_draft_tokens: int | str = "auto",
     prompts: Sequence[str | Sequence[int]] | None = None,
     budget: float = BUDGET,
+    texts: int | None = None,
     seed: int | None = None,
     progress: bool = True,
 ) -> CheckReport:
@@ -69,6 +71,8 @@ def check(
         prompts: user messages, or token ids; None takes a few of ours.
         budget: seconds; parts take as many samples as fit. One that had no time is "not run", and
             then the whole is not passed.
+        texts: most texts of the joint distribution, None for 6,000; more of them find a smaller
+            bias, if the budget lasts.
         seed: of all draws; one that is given makes rule "auto" the coupled one, as in `generate`.
         progress: show a bar.
 
@@ -96,6 +100,8 @@ def check(
     if not isinstance(num_draft_tokens, str):
         whole("num_draft_tokens", num_draft_tokens, 1)
     make_draft_length(num_draft_tokens)
+    if texts is not None:
+        whole("texts", texts, 1)
     subject = Subject(
         model=model,
         drafter=chosen,
@@ -111,7 +117,7 @@ def check(
     with wired_limit([model, *models_of(subject.drafter)], [generation_stream]):
         ranks = ranks_of(model, generation_stream)
         work = Work(time.perf_counter() + budget, ranks=ranks)
-        parts = run_parts(subject, work, progress)
+        parts = run_parts(subject, work, progress, texts)
     settings = {
         "drafter": type(chosen).__name__,
         **{
@@ -146,26 +152,34 @@ def _encoded(
     return encoded
 
 
-def run_parts(subject: Subject, work: Work, progress: bool) -> list[Part]:
+def run_parts(
+    subject: Subject, work: Work, progress: bool, num_texts: int | None = None
+) -> list[Part]:
     """The parts in order, in the time for all; later ones use what earlier ones have gathered."""
     steps: list[Place] = []
     draws = drawn.Draws()
     probed: list[ProbeReport] = []
     # part -> share of the time that is left when it begins, and what runs
     parts: dict[str, tuple[float, Callable[[Work], Finding]]] = {
-        "widths": (0.5, lambda work: texts.check_widths(subject.model, work, probed)),
+        "widths": (
+            0.5,
+            lambda work: texts_of_parts.check_widths(subject.model, work, probed),
+        ),
         ONE_STEP: (0.2, lambda work: one_step.check_one_step(subject, work, steps)),
-        JOINT: (0.5, lambda work: drawn.check_joint(subject, work, steps, draws)),
+        JOINT: (
+            0.5,
+            lambda work: drawn.check_joint(subject, work, steps, draws, num_texts),
+        ),
         DECLARED: (1.0, lambda work: drawn.check_declared(draws)),
-        "drafter's state": (0.4, partial(texts.check_state, subject)),
+        "drafter's state": (0.4, partial(texts_of_parts.check_state, subject)),
     }
     for part in all_drafters(subject.drafter):
         if isinstance(part, HeadDrafter):
-            variations = partial(texts.check_variations, subject, part)
+            variations = partial(texts_of_parts.check_variations, subject, part)
             parts.setdefault("head's variants", (0.5, variations))
     parts["greedy text"] = (
         1.0,
-        lambda work: texts.check_greedy(subject, work, *probed),
+        lambda work: texts_of_parts.check_greedy(subject, work, *probed),
     )
     done = []
     shown = "{desc}: part {n_fmt} of {total_fmt} |{bar:20}| {elapsed}{postfix}"

@@ -12,6 +12,7 @@ import dataclasses
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from itertools import islice
 from types import SimpleNamespace
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ from mlx_lm.generate import generate_step
 from mlx_lm.models.cache import KVCache, make_prompt_cache
 from numpy.typing import NDArray
 
-from specdec_mlx.caches import Rollback
+from specdec_mlx.caches import STRATEGIES, Rollback, TrimToPath
 from specdec_mlx.contracts import (
     AcceptanceRule,
     Closes,
@@ -35,14 +36,16 @@ from specdec_mlx.contracts import (
     key_of,
     shares_noise,
 )
-from specdec_mlx.draft_length.drafting import proposing
 from specdec_mlx.exactness.features import FeatureFeed
+from specdec_mlx.exactness.probe import places_of
+from specdec_mlx.lab.proposing import proposing
 from specdec_mlx.loop import Token, speculate
 from specdec_mlx.models.anatomy import vocab_size_of
 from specdec_mlx.ranks import Ranks
 from specdec_mlx.sampling import Noise, Sampling
 from specdec_mlx.target import ModelPass, check_drafted
 from specdec_mlx.token_ids import to_ids, to_list
+from specdec_mlx.trees.passes import VIEWS, view_class
 
 Item = TypeVar("Item")
 
@@ -86,16 +89,20 @@ class Subject:
         return Alone(self.drafter, self.model).begin(prompt, context)
 
     def text(
-        self, prompt: Sequence[int], num_tokens: int, **options: Any
+        self, prompt: Sequence[int], num_tokens: int, *, room: int = 0, **options: Any
     ) -> list[Token]:
-        """So many tokens by the loop, at temperature 0 if no sampler is given."""
+        """So many tokens by the loop, at temperature 0 if no sampler is given.
+
+        room: tokens that may be drafted beyond them.
+        """
         options |= {
             "rule": self.rule,
             "num_draft_tokens": self.num_draft_tokens,
             "seed": self.seed,
         }
-        options |= {"tokenizer": self.tokenizer, "max_tokens": num_tokens}
-        return list(speculate(self.model, prompt, self.drafter, **options))
+        options |= {"tokenizer": self.tokenizer, "max_tokens": num_tokens + room}
+        tokens = speculate(self.model, prompt, self.drafter, **options)
+        return list(islice(tokens, num_tokens))
 
 
 @dataclass
@@ -207,6 +214,8 @@ class Remembered(nn.Module):  # type: ignore[misc]
         held = {"context": tuple(context), "caches": caches, "inside": inside}
         # attributes of the module itself would be weights and layers to MLX
         self._held: Any = SimpleNamespace(model=model, known=known, **held)
+        for place in places_of(self):  # each row is looked up by its own path
+            place.exact |= {True: True, False: True}
 
     def make_cache(self) -> list[_TokenCache]:
         """One cache, of tokens."""
@@ -217,6 +226,13 @@ class Remembered(nn.Module):  # type: ignore[misc]
         before, rows = cache[0].offset, ids[:, None, :, None]
         held, _ = cache[0].update_and_fetch(rows, rows)
         fed = to_list(held[0, 0, :, 0])
+        if (layout := getattr(cache[0], "rows", None)) is not None:
+            start, sees = before - layout.num_fed, np.array(layout.sees)
+            paths = [np.flatnonzero(row) + start for row in sees]
+            texts = [[*fed[:start], *(fed[i] for i in path)] for path in paths]
+            # the leaves first: a pass over one brings the rows above it
+            rows_of = [self.after(text) for text in reversed(texts)]
+            return mx.stack(rows_of[::-1])[None]
         self.after(fed)  # one pass for all that are not known
         return mx.stack(
             [self.after(fed[:end]) for end in range(before + 1, len(fed) + 1)]
@@ -244,7 +260,11 @@ class Remembered(nn.Module):  # type: ignore[misc]
 
 
 class _TokenCache(KVCache):  # type: ignore[misc]
-    """Holds tokens in place of keys; a class of its own, so that no trees are drafted on it."""
+    """Holds tokens in place of keys; of a tree, each row is looked up by its own path."""
+
+
+STRATEGIES[_TokenCache] = TrimToPath()
+VIEWS[_TokenCache] = view_class(_TokenCache)
 
 
 def with_remembered_models(part: Any, context: list[int]) -> Any:

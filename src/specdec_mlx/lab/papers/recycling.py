@@ -20,8 +20,12 @@ from specdec_mlx.contracts import (
     Features,
     share_class,
 )
+from specdec_mlx.drafters.first_of import BestOf
+from specdec_mlx.drafters.ngram import NGramDrafter
+from specdec_mlx.drafters.suffix import SuffixDrafter
+from specdec_mlx.lab.papers.tree_drafts import TokenPath
 from specdec_mlx.memory.kept import fingerprint_of
-from specdec_mlx.trees.drafts import TokenPath
+from specdec_mlx.memory.store import Memory
 
 TOP = 8  # successors that are kept of each token, as in the paper
 BRANCHES = 4  # successors of the last token that a tree goes on from
@@ -189,3 +193,16 @@ class RecyclingSession:
             if width <= end <= len(tokens) and likeliest[0] >= 0:
                 context = tuple(tokens[end - width : end])
                 self.table.note(context, *((token,) for token in likeliest))
+
+
+def kept_recyclers() -> list[RecyclingDrafter]:
+    """Drafters by the last two tokens and by the last, with tables kept between generations."""
+    return [RecyclingDrafter(table=SuccessorTable(), context=n) for n in (2, 1)]
+
+
+def with_recycling(memory: Memory | str | None = None) -> BestOf:
+    """The default's look-up, n-grams and Token Recycling compete; see `kept_recyclers`.
+
+    memory: as `SuffixDrafter` takes it; None remembers nothing.
+    """
+    return BestOf(SuffixDrafter(memory), NGramDrafter(), *kept_recyclers())
