@@ -24,7 +24,7 @@ from mlx.utils import tree_flatten, tree_unflatten
 from mlx_lm.models import llama
 
 from specdec_mlx.exactness.probe import first_inexact, probe
-from specdec_mlx.views.html import markdown_table
+from specdec_mlx.lab.tables import markdown_table
 
 Sees = Callable[[mx.array, mx.array, int], mx.array]
 

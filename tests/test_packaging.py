@@ -159,3 +159,18 @@ def test_the_package_is_a_drafter_and_its_own_tests_pass(
 def test_names_that_no_drafter_can_have_are_refused(name: str) -> None:
     with pytest.raises(SystemExit):
         main(["new-drafter", "--", name])
+
+
+def test_importing_the_package_has_no_effect() -> None:
+    """Neither MLX nor a command is imported, and the process keeps its signal handlers."""
+    code = (
+        "import signal, sys\n"
+        "sys.argv = ['specdec-mlx', 'server']\n"
+        "before = set(sys.modules), [signal.getsignal(s) for s in (2, 15)]\n"
+        "import specdec_mlx\n"
+        "new = set(sys.modules) - before[0]\n"
+        "new = {name for name in new if name.startswith(('mlx', 'specdec'))}\n"
+        "print(sorted(new), before[1] == [signal.getsignal(s) for s in (2, 15)])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "['specdec_mlx'] True\n"

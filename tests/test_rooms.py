@@ -35,7 +35,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
     "files": 206,
-    "numeric constants": 178,
+    "numeric constants": 180,
     "protocols": 21,
     "public names": 31,
 }
@@ -55,9 +55,9 @@ CORE = tuple(
 
 TOKENS = {
     "core": 28_900,
-    "library": 124_000,
+    "library": 125_000,
     "lab": 73_000,
-    "server": 41_000,
+    "server": 43_900,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""

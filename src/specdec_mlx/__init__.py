@@ -2,21 +2,12 @@
 
 Errors are in `errors`, results of a generation in `generation`, further drafters, rules and
 statistics in `drafters`, `rules` and `stats`, models that read images in `vision`; `lab` has
-instruments, proofs, training and systems of papers. A module is imported when a name of it is used.
+instruments, proofs, training and systems of papers. Importing this package imports nothing else: a
+module is imported when a name of it is used.
 """
 
-# first, since the imports below take a while, in which a server may be told to end
-from specdec_mlx.cli import signals as _signals
-
-_signals.end_server_in_peace()
-
-from importlib import import_module as _import_module  # noqa: E402
-from typing import TYPE_CHECKING, Any  # noqa: E402
-
-from specdec_mlx.cli import backends as _backends  # noqa: E402
-
-if _signals.command_line() is None:  # the command imports MLX once its flags are right
-    _backends.require_mlx()
+from importlib import import_module as _import_module
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from specdec_mlx import drafters as drafters
@@ -92,16 +83,25 @@ __all__ = [*_PLACES]
 def __getattr__(name: str) -> Any:
     """Import the module of a public name."""
     if name in _ROOMS:
-        return _import_module(f"specdec_mlx.{name}")
+        return _import_from(name)
     if name in _PLACES:
-        value = globals()[name] = getattr(
-            _import_module(f"specdec_mlx.{_PLACES[name]}"), name
-        )
+        value = globals()[name] = getattr(_import_from(_PLACES[name]), name)
         return value
     raise AttributeError(
         f"module 'specdec_mlx' has no attribute {name!r}. Errors are in specdec_mlx.errors; other "
         "drafters, rules, statistics and responses in its drafters, rules, stats and generation."
     )
+
+
+def _import_from(module: str) -> Any:
+    """A module of this package; MissingBackendError, with what to install, where MLX is missing."""
+    try:
+        return _import_module(f"specdec_mlx.{module}")
+    except ImportError:
+        from specdec_mlx.cli.backends import require_mlx
+
+        require_mlx()
+        raise
 
 
 def __dir__() -> list[str]:

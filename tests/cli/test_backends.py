@@ -61,12 +61,19 @@ def test_without_a_backend_it_is_said_which_extra_to_take(tmp_path: Path) -> Non
 
     The command says so on one line, although its own code was not reached.
     """
-    without_mlx = python("-c", "import sys; sys.platform = 'linux'; import specdec_mlx")
+    without_mlx = python(
+        "-c", "import sys; sys.platform = 'linux'; import specdec_mlx; specdec_mlx.generate"
+    )
     pretend_to_install(tmp_path, mlx="0.32.4")
     stub = linux_where_mlx_raises(tmp_path, NO_LIBRARY)
-    for done in (without_mlx, python("-c", "import specdec_mlx", path=[stub])):
+    for done in (
+        without_mlx,
+        python("-c", "import specdec_mlx; specdec_mlx.generate", path=[stub]),
+    ):
         assert done.stderr.splitlines()[-1] == f"specdec_mlx.errors.MissingBackendError: {CHOOSE}"
-    guarded = "try:\n import specdec_mlx\nexcept ImportError as error:\n print(error.name)"
+    guarded = (
+        "try:\n from specdec_mlx import generate\nexcept ImportError as error:\n print(error.name)"
+    )
     assert python("-c", guarded, path=[stub]).stdout == "mlx.core\n"
     script = tmp_path / "specdec-mlx"
     script.write_text("from specdec_mlx.cli.commands import main\nraise SystemExit(main())\n")
@@ -82,13 +89,13 @@ def test_a_backend_that_does_not_load_is_named_with_the_command_that_mends_it(
     """Gone with another that was uninstalled, of another version, or without its driver."""
     pretend_to_install(tmp_path, mlx="0.32.4", mlx_cpu="0.32.2")
     stub = linux_where_mlx_raises(tmp_path, "undefined symbol: fast")
-    done = python("-c", "import specdec_mlx", path=[stub])
+    done = python("-c", "import specdec_mlx; specdec_mlx.generate", path=[stub])
     assert done.stderr.splitlines()[-1].endswith(
         "MLX does not load (undefined symbol: fast) from mlx 0.32.4, mlx-cpu 0.32.2. Mend it: "
         'pip uninstall -y mlx mlx-cpu && pip install "specdec-mlx[cpu]".'
     )
     pretend_to_install(tmp_path, mlx_cuda_13="0.32.4")
-    done = python("-c", "import specdec_mlx", path=[stub])
+    done = python("-c", "import specdec_mlx; specdec_mlx.generate", path=[stub])
     assert done.stderr.splitlines()[-1].endswith(
         'pip uninstall -y mlx mlx-cpu mlx-cuda-13 && pip install "specdec-mlx[cuda13]". '
         "CUDA also needs NVIDIA's driver."

@@ -97,7 +97,7 @@ def engine(served: tuple[StandIn, int]) -> StandIn:
     engine = served[0]
     engine.tickets, engine.answer, engine.is_alive = [], say(Said("Yes."), ENDED), True
     listed = [{"id": name, "created": 86400} for name in ("/folder/one", "two")]
-    engine.models = SimpleNamespace(listed=lambda: listed)
+    engine.models = SimpleNamespace(listed=lambda: listed, can_see=lambda request: False)
     return engine
 
 

@@ -19,6 +19,7 @@ from typing import Any
 import specdec_mlx
 from specdec_mlx.arguments import Parser, did_you_mean, installed, load
 from specdec_mlx.cli import backends
+from specdec_mlx.cli.signals import end_in_peace
 from specdec_mlx.errors import LogitsError, MissingBackendError
 
 OWN_COMMANDS = {
@@ -44,6 +45,8 @@ PROGRAM = "specdec-mlx"
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run a command; returns the exit status, 2 with one line on stderr where it cannot be done."""
     name, *flags = list(sys.argv[1:] if arguments is None else arguments) or ["--help"]
+    if name == "server" and arguments is None:
+        end_in_peace()
     os.environ.setdefault("TRANSFORMERS_NO_ADVISORY_WARNINGS", "1")
     if not sys.stderr.isatty():
         os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")

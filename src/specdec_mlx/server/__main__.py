@@ -2,8 +2,12 @@
 
 import sys
 
-from specdec_mlx.errors import MissingBackendError
-from specdec_mlx.server.command import run
+from specdec_mlx.cli.signals import end_in_peace
+
+end_in_peace()  # before the imports below, which take a while
+
+from specdec_mlx.errors import MissingBackendError  # noqa: E402
+from specdec_mlx.server.command import run  # noqa: E402
 
 try:
     run(sys.argv[1:])

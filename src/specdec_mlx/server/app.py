@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -29,6 +29,7 @@ from specdec_mlx.errors import MissingPackageError, ModelFolderError
 from specdec_mlx.server.access import guarded, keyed, origins_of
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
+from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
@@ -44,6 +45,7 @@ from specdec_mlx.server.requests import (
     Ended,
     Event,
     Failed,
+    Object,
     PromptProgress,
     RequestError,
     UnavailableError,
@@ -51,6 +53,7 @@ from specdec_mlx.server.requests import (
     Written,
 )
 from specdec_mlx.server.status import METRICS_TYPE, Totals
+from specdec_mlx.server.tokens import apply_template, detokenize, tokenize
 from specdec_mlx.server.under_way import Ticket
 
 LONG_READING = 2.0  # seconds after which the log says how far a prompt is read
@@ -62,6 +65,12 @@ WIRES: dict[str, Wire] = {
     "/completions": COMPLETIONS,
     "/messages": MESSAGES,
     "/responses": RESPONSES,
+}
+
+TOKENS = {
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+    "/apply-template": apply_template,
 }
 
 VERSIONS = re.compile(r"^(/v1)+(?=/|$)")
@@ -114,6 +123,10 @@ class Endpoints:
         ]
         routes += [
             Route("/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            *(
+                Route(path, partial(self.read_tokens, answer), methods=["POST"])
+                for path, answer in TOKENS.items()
+            ),
             Route("/", self.page),
             Route("/metrics", self.metrics),
             Route("/health", self.health),
@@ -172,6 +185,17 @@ class Endpoints:
             return refusal(MESSAGES, error)
         return encoded({"input_tokens": number})
 
+    async def read_tokens(
+        self, answer: Callable[[Engine, Object], Object], request: Request
+    ) -> Response:
+        """Tokens of a text, or the text of tokens."""
+        try:
+            raw = await received(request)
+            reply = await run_in_threadpool(lambda: answer(self.engine, read_body(raw)))
+            return encoded(reply)
+        except Exception as error:
+            return refusal(CHAT, error)
+
     async def answer(self, wire: Wire, request: Request) -> Any:
         """The reply to a request for texts."""
         try:
@@ -181,7 +205,7 @@ class Endpoints:
         return Answer(self.engine, self.totals, wire, asked)
 
     async def read(self, wire: Wire, request: Request, more: dict[str, Any]) -> Asked:
-        """Read the body; raises RequestError. A grammar takes a while, which others do not wait."""
+        """Read the body; raises RequestError. Others do not wait for its grammar or pictures."""
         raw = await received(request)
         key = request.headers.get("authorization") or request.headers.get(
             "x-api-key", ""
@@ -191,6 +215,7 @@ class Endpoints:
             asked = wire.read({**self.settings.sampling, **more, **read_body(raw)})
             for one in asked.requests:
                 one.key = key
+                take_pictures(one, self.engine.models.can_see)
             return asked
 
         return await run_in_threadpool(read)

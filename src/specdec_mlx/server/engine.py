@@ -94,7 +94,11 @@ class Engine:
         ticket = Ticket(request, put, self.models.names_of(request))
         self._tickets.add(ticket)
         loaded = self.models.loaded
-        if loaded is not None and loaded.names == ticket.names:
+        if (
+            loaded is not None
+            and loaded.names == ticket.names
+            and (loaded.sight is not None or not request.pictures)
+        ):
             Thread(target=self._prepare, args=(ticket, loaded), daemon=True).start()
         else:
             self._queue(ticket)
@@ -117,8 +121,8 @@ class Engine:
 
     def num_tokens(self, request: TextRequest) -> int:
         """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
-        tokenizer = self.models.tokenizer_for(request)
-        return len(read_prompt(request, tokenizer, self.settings).tokens)
+        tokenizer, sight = self.models.tokenizer_for(request)
+        return len(read_prompt(request, tokenizer, self.settings, sight=sight).tokens)
 
     def stop(self) -> None:
         """End all texts, whatever is done at the moment, and wait for the thread's end.
@@ -259,15 +263,17 @@ class Engine:
     def _next_is_row(self) -> bool:
         """True if the next request is for the loaded model, also by what its name means now.
 
-        To load another model would free the model whose texts are written.
+        To load another model, or this one with what sees pictures, would free the model whose texts
+        are written.
         """
         ticket, loaded = self._first_waiting(), self.models.loaded
         if ticket is None or loaded is None or ticket.names != loaded.names:
             return False
         try:
-            return self.models.names_of(ticket.request) == loaded.names
+            names = self.models.names_of(ticket.request)
         except ValueError:  # its client is told when its turn comes
             return False
+        return names == loaded.names and not ticket.request.pictures
 
     def _write_together(self, text: AskedText) -> None:
         """Write a text, and those that join it, until all have ended."""
@@ -309,8 +315,8 @@ class Engine:
             logging.warning(f"The caches of a text are not kept: {error}")
         else:
             held = generation.target.rollback
-            tokens = text.tokens[: held.position]
-            self.prefixes.insert_cache(text.loaded.place, tokens, held.caches)
+            keys = text.keys[: held.position]
+            self.prefixes.insert_cache(text.loaded.place, keys, held.caches)
         if not text.has_ended and not joined:
             text.ticket.check()
             raise ServerEndingError
@@ -339,6 +345,7 @@ class Engine:
             logits_processors=text.processors,
             prefill_stops=text.prompt.ends,
             prompt_cache=own,
+            input_embeddings=text.embeddings(own),
             prompt_progress_callback=partial(self._was_read, text, own),
         )
         ranks = ranks_of(model, options.stream)
@@ -389,7 +396,7 @@ class Engine:
         joined = self._others_join(text)
         ends = joined or self._is_told_to_end(text)
         if self.settings.kv_bits is None and (ends or text.loaded.is_stateful):
-            held, kept = text.prompt.tokens[:done], copy.deepcopy(caches)
+            held, kept = text.prompt.keys[:done], copy.deepcopy(caches)
             self.prefixes.insert_cache(text.loaded.place, held, kept, has_ended=False)
         text.ticket.check()
         if self._is_ending:
