@@ -102,6 +102,8 @@ WRONG_IMPORTS = [
     ("layers", "exactness.probe", "drafters.model"),
     ("layers", "drafters.ngram", "loop"),
     ("layers", "drafters.model", "lab.pair"),
+    ("layers", "cli.commands", "server.command"),
+    ("layers", "mlx_lm_plugin.flags", "lab.training.learner"),
     ("layers", "server.engine", "lab.bench.run"),
     ("layers", "lab.bench.run", "server.engine"),
     ("circles", "errors", "arguments"),
