@@ -4,8 +4,8 @@
     python -m benchmarks.server_load endings   # exit codes and processor time after a signal
 
 The models are random llamas, written to a temporary folder. `bodies` streams a long text to one
-client, alone and then while another client sends bodies one after the other, and says how many
-pieces came in a second of each. `endings` sends SIGINT and SIGTERM in four states, five times each.
+client, alone and while another client sends bodies one after the other, three times in turn, and
+says how many pieces came in a second of each. `endings` sends SIGINT and SIGTERM in four states, five times each.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import http.client
 import json
+import multiprocessing
 import os
 import resource
 import signal
@@ -25,6 +26,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 import mlx.core as mx
@@ -124,6 +126,7 @@ BODIES: dict[str, Callable[[], bytes]] = {
     "20 MB of small lists": lambda: b'{"messages":[' + b"[]," * (20 * MB // 3) + b"[]]}",
 }
 ENDLESS = "without an end"
+PHASES = 3  # alone and beside bodies, in turn
 
 
 def send(port: int, body: bytes) -> str:
@@ -166,29 +169,23 @@ def bodies(seconds: float, num_positions: int) -> None:
             for name in (*BODIES, ENDLESS):
                 body = BODIES[name]() if name in BODIES else b""
                 ask = (lambda: send(port, body)) if body else (lambda: send_endlessly(port))  # noqa: B023
+                statuses, ratios, spent = list[str](), list[float](), 0.0
                 with streaming(port) as stream:
-                    alone = pace(stream, seconds)
                     rss, most = memory.memory_info().rss, [0]
-                    has_ended, statuses = threading.Event(), list[str]()
-                    threads = [
-                        threading.Thread(target=watch, args=(memory, most, has_ended)),
-                        threading.Thread(target=repeat, args=(ask, statuses, has_ended)),
-                    ]
-                    for thread in threads:
-                        thread.start()
-                    begun = time.monotonic()
-                    beside = pace(stream, seconds)
-                    has_ended.set()
-                    for thread in threads:
-                        thread.join()
-                    each = (time.monotonic() - begun) / len(statuses)
+                    for _ in range(PHASES):
+                        alone = pace(stream, seconds)
+                        with watched(memory, most), sending(ask, statuses):
+                            begun = time.monotonic()
+                            ratios.append(pace(stream, seconds) / alone)
+                        spent += time.monotonic() - begun
+                each, ratio = spent / max(1, len(statuses)), median(ratios)
                 grown = max(0, most[0] - rss)
                 words = f"{grown / MB:.0f} MB"
                 if len(body) >= MB:
                     words += f", {grown / len(body):.2f} of the body"
                 kinds = ", ".join(sorted(set(statuses)))
                 print(
-                    f"| {name} | {kinds} | {each:.2f} | {beside / alone:.2f} | {words} |",
+                    f"| {name} | {kinds} | {each:.2f} | {ratio:.2f} | {words} |",
                     flush=True,
                 )
 
@@ -201,16 +198,48 @@ def pace(stream: socket.socket, seconds: float) -> float:
     return received / spent
 
 
-def watch(process: psutil.Process, most: list[int], has_ended: threading.Event) -> None:
-    """Note the most memory of a process."""
-    while not has_ended.wait(0.01):
-        most[0] = max(most[0], process.memory_info().rss)
+@contextmanager
+def watched(process: psutil.Process, most: list[int]) -> Iterator[None]:
+    """Note the most memory of a process while the block runs."""
+    has_ended = threading.Event()
+
+    def watch() -> None:
+        while not has_ended.wait(0.01):
+            most[0] = max(most[0], process.memory_info().rss)
+
+    thread = threading.Thread(target=watch)
+    thread.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        thread.join()
 
 
-def repeat(ask: Callable[[], str], statuses: list[str], has_ended: threading.Event) -> None:
-    """Send one body after the other; the last one is waited for."""
-    while not statuses or not has_ended.is_set():
-        statuses.append(ask())
+@contextmanager
+def sending(ask: Callable[[], str], statuses: list[str]) -> Iterator[None]:
+    """Send one body after the other while the block runs; the last one is waited for.
+
+    They are sent by a process of their own, so that they do not slow the client of the stream.
+    """
+    context = multiprocessing.get_context("fork")
+    has_ended, replies = context.Event(), context.SimpleQueue()
+
+    def repeat() -> None:
+        is_first = True
+        while is_first or not has_ended.is_set():
+            is_first = False
+            replies.put(ask())
+
+    process = context.Process(target=repeat)
+    process.start()
+    try:
+        yield
+    finally:
+        has_ended.set()
+        process.join()
+        while not replies.empty():
+            statuses.append(replies.get())
 
 
 # Endings

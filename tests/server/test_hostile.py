@@ -57,7 +57,7 @@ def port() -> Iterator[int]:
 def bounds(monkeypatch: pytest.MonkeyPatch) -> None:
     """Small ones, so that the bodies of these tests are small."""
     monkeypatch.setattr(receiving, "MOST_BYTES", 2**16)
-    monkeypatch.setattr(receiving, "MOST_LEFT", 2**18)
+    monkeypatch.setattr(receiving, "LINGER", 0.5)
 
 
 def opened(port: int, path: str, *headers: str) -> socket.socket:

@@ -35,13 +35,10 @@ from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
 from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.protocols.responses import RESPONSES
-from specdec_mlx.server.receiving import (
-    BodyError,
-    closing_after_early_replies,
-    received,
-)
+from specdec_mlx.server.receiving import closing_after_early_replies, received
 from specdec_mlx.server.requests import (
     Asked,
+    BodyError,
     Ended,
     Event,
     Failed,
@@ -57,6 +54,7 @@ from specdec_mlx.server.tokens import apply_template, detokenize, tokenize
 from specdec_mlx.server.under_way import Ticket
 
 LONG_READING = 2.0  # seconds after which the log says how far a prompt is read
+PAUSE = 0.1  # seconds before a body that cannot be read is refused
 RETRY_SECONDS = "5"  # after which a request that was not served may be sent again
 SILENCE = 5.0  # seconds without a byte after which a stream says that it lives
 STREAM = [(b"content-type", b"text/event-stream"), (b"cache-control", b"no-cache")]
@@ -191,7 +189,7 @@ class Endpoints:
             asked = await self.read(MESSAGES, request, {"max_tokens": 1})
             number = await run_in_threadpool(self.engine.num_tokens, asked.requests[0])
         except Exception as error:
-            return refusal(MESSAGES, error)
+            return await refused_in_time(MESSAGES, error)
         return encoded({"input_tokens": number})
 
     async def read_tokens(
@@ -203,14 +201,14 @@ class Endpoints:
             reply = await run_in_threadpool(lambda: answer(self.engine, read_body(raw)))
             return encoded(reply)
         except Exception as error:
-            return refusal(CHAT, error)
+            return await refused_in_time(CHAT, error)
 
     async def answer(self, wire: Wire, request: Request) -> Any:
         """The reply to a request for texts."""
         try:
             asked = await self.read(wire, request, {})
         except Exception as error:
-            return refusal(wire, error)
+            return await refused_in_time(wire, error)
         return Answer(self.engine, self.totals, wire, asked)
 
     async def read(self, wire: Wire, request: Request, more: dict[str, Any]) -> Asked:
@@ -397,6 +395,16 @@ def refusal(wire: Wire, error: Exception) -> Response:
         response.headers["retry-after"] = RETRY_SECONDS
     error.__traceback__ = None  # its frames hold the request, and the error itself
     return response
+
+
+async def refused_in_time(wire: Wire, error: Exception) -> Response:
+    """A refusal; that of a body that cannot be read comes after a pause.
+
+    A client that sends bodies without end or sense in a loop leaves the processor to the texts.
+    """
+    if isinstance(error, BodyError):
+        await asyncio.sleep(PAUSE)
+    return refusal(wire, error)
 
 
 def status_of(error: Exception) -> HTTPStatus:

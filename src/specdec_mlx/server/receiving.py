@@ -10,24 +10,17 @@ from typing import Any
 from starlette.requests import Request
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from specdec_mlx.server.requests import RequestError
+from specdec_mlx.server.requests import BodyError
 
 MOST_BYTES = 2**25  # of a body: as many as Anthropic takes
 PATIENCE = (
     30.0  # seconds that a body may take, and one second more for each `SLOWEST` bytes
 )
 SLOWEST = 2**14
-# After an early reply so many seconds, and bytes, of the body are thrown away before the connection
-# is closed: a client that sends before it reads would lose the reply.
-LINGER, MOST_LEFT = 5.0, 4 * MOST_BYTES
-
-
-class BodyError(RequestError):
-    """A body that is not read to its end. status: of the reply."""
-
-    def __init__(self, words: str, status: HTTPStatus) -> None:
-        super().__init__(words)
-        self.status = status
+# After an early reply the rest of the body is thrown away for so many seconds before the
+# connection is closed, because a client that sends before it reads would lose the reply. So many
+# bytes are read in a second: at full speed an endless body would take the processor from all texts.
+LINGER, LEFT_A_SECOND = 8.0, 2**23
 
 
 def too_large() -> BodyError:
@@ -75,9 +68,9 @@ def closing_after_early_replies(app: ASGIApp) -> ASGIApp:
             return message
 
         async def throw_rest_away() -> None:
-            left = MOST_LEFT
-            while not is_whole and left > 0:
-                left -= len((await read()).get("body", b""))
+            while not is_whole:
+                part = (await read()).get("body", b"")
+                await asyncio.sleep(len(part) / LEFT_A_SECOND)
 
         async def answer(message: Message) -> None:
             if is_whole:

@@ -42,6 +42,14 @@ class RequestError(ValueError):
         self.code, self.num_tokens, self.most = code, num_tokens, most
 
 
+class BodyError(RequestError):
+    """A body that is not read to its end, or is no JSON object. status: of the reply."""
+
+    def __init__(self, words: str, status: HTTPStatus = HTTPStatus.BAD_REQUEST) -> None:
+        super().__init__(words)
+        self.status = status
+
+
 class UnavailableError(RuntimeError):
     """A request that could be served at another time."""
 

@@ -7,7 +7,7 @@ import re
 from itertools import islice
 from typing import Any
 
-from specdec_mlx.server.requests import Object, RequestError
+from specdec_mlx.server.requests import BodyError, Object
 
 DEEPEST = (
     128  # levels of a body: everything that walks it later may call itself as often
@@ -21,7 +21,7 @@ _SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 
 
 def read_body(raw: bytes | bytearray) -> Object:
-    """A body as an object without null fields; raises RequestError.
+    """A body as an object without null fields; raises BodyError.
 
     A number that is whole is an int, as in languages that have no others. A bytearray is emptied,
     so that the body is in memory once.
@@ -29,7 +29,7 @@ def read_body(raw: bytes | bytearray) -> Object:
     if len(raw) > SMALL:
         found = sum(1 for _ in islice(_VALUES.finditer(raw), MOST_VALUES + 1))
         if found > MOST_VALUES:
-            raise RequestError(
+            raise BodyError(
                 f"The body of the request has more than {MOST_VALUES} values. Send fewer."
             )
     has_surrogates = _SURROGATE.search(raw) is not None
@@ -41,9 +41,9 @@ def read_body(raw: bytes | bytearray) -> Object:
         del text
         check_depth(body)
     except (ValueError, RecursionError) as error:
-        raise RequestError(f"The body of the request is no JSON: {error}") from error
+        raise BodyError(f"The body of the request is no JSON: {error}") from error
     if not isinstance(body, dict):
-        raise RequestError(
+        raise BodyError(
             f"The body of the request must be a JSON object, not {type(body).__name__}."
         )
     if has_surrogates:
