@@ -46,7 +46,13 @@ from specdec_mlx.mlx_lm_plugin.generation_config import (
     described,
     recommended_sampling,
 )
-from specdec_mlx.models.loading import explained, folder_of, is_in_cache, load_on_ranks
+from specdec_mlx.models.loading import (
+    check_folder,
+    explained,
+    folder_of,
+    is_in_cache,
+    load_on_ranks,
+)
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
 from specdec_mlx.server.pictures import Sight
 from specdec_mlx.server.prefix_files import stateful
@@ -181,6 +187,9 @@ class Models:
         name, given = request.model, self.settings.model
         if not can_be_looked_up(name):
             raise self._no_model()
+        own = None if self.loaded is None else self.loaded.name
+        if own not in (None, given) and name == public_name(str(own)):
+            return str(own), request.adapter
         if given is not None and self._is_given(name):
             return (
                 given,
@@ -191,7 +200,8 @@ class Models:
         if name in ("", DEFAULT_MODEL):
             raise RequestError("This server was started without --model. Name a model.")
         if not self.settings.allows_model(name):
-            raise ModelFolderError(f"{refused('model', name)} {ANY_NAME}")
+            hint = "" if self.settings.any_model_name else f" {ANY_NAME}"
+            raise ModelFolderError(f"{refused('model', name)}{hint}")
         return name, request.adapter
 
     def _is_given(self, name: str) -> bool:
@@ -505,6 +515,15 @@ class Models:
         gc.collect()
         mx.clear_cache()
 
+    def unload(self) -> None:
+        """Free the model and its draft models; the next request loads them again."""
+        self.reset()
+        for name in filter(takes_model, list(self._made)):
+            del self._made[name]
+        self.choice.model.forget()
+        gc.collect()
+        mx.clear_cache()
+
     def keep(self) -> None:
         """Write what was learned, and the memory, to their files."""
         if (loaded := self.loaded) is not None:
@@ -513,19 +532,35 @@ class Models:
 
     def listed(self) -> list[dict[str, Any]]:
         """The models that a client may name: `id`, `created`, and `context_length` if loaded."""
-        given = self.settings.model
+        given, loaded = self.settings.model, self.loaded
         names = sorted(filter(self.settings.allows_model, cached_names()))
+        own = None if loaded is None else public_name(loaded.name)
+        if own is not None and own not in names:
+            names.insert(0, own)
         if given is not None:
-            given = public_name(given)
-            names = [given, *(name for name in names if name != given)]
-        models = [{"id": name, "created": self.created} for name in names]
-        if (
-            models
-            and (loaded := self.loaded) is not None
-            and loaded.name == self.settings.model
-        ):
-            models[0]["context_length"] = loaded.longest_text
-        return models
+            listed = public_name(given)
+            names = [listed, *(name for name in names if name != listed)]
+        return [self._entry(name, loaded if name == own else None) for name in names]
+
+    def _entry(self, name: str, loaded: Loaded | None) -> dict[str, Any]:
+        about = {} if loaded is None else {"context_length": loaded.longest_text}
+        return {"id": name, "created": self.created, **about}
+
+    def named(self, name: str) -> dict[str, Any]:
+        """The entry, by this name, of the model that a request with it gets.
+
+        Raises RequestError and ModelFolderError for the name of no model that is here.
+        """
+        for entry in self.listed():
+            if entry["id"].strip("/") == name.strip("/"):
+                return entry
+        own = self.names_of(TextRequest(model=name))[0]
+        if own != self.settings.model and not is_in_cache(own):
+            with self._private(TextRequest(model=name)):
+                check_folder(Path(own).expanduser())
+        loaded = self.loaded
+        is_loaded = loaded is not None and loaded.name == own
+        return self._entry(name, loaded if is_loaded else None)
 
 
 def has_mlx_vlm() -> bool:
