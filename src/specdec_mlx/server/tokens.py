@@ -20,15 +20,15 @@ def tokenize(engine: Engine, body: Object) -> Object:
     `max_model_len` is the number of positions, if the model is loaded. Raises RequestError.
     """
     request, tokenizer, most = asked_for(engine, body)
+    bound = most or LONGEST_TEXT
     is_bare = body.get("add_special_tokens") is False and isinstance(
         request.prompt, str
     )
     if is_bare and request.messages is None:
-        check_length(str(request.prompt), tokenizer, most or LONGEST_TEXT)
+        check_length(str(request.prompt), tokenizer, bound)
         tokens = encoded(tokenizer, str(request.prompt))
     else:
-        bound = {} if most is None else {"most": most}
-        tokens = read_prompt(request, tokenizer, engine.settings, **bound).tokens
+        tokens = read_prompt(request, tokenizer, engine.settings, most=bound).tokens
     return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
 
 
