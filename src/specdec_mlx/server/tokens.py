@@ -35,7 +35,7 @@ def tokenize(engine: Engine, body: Object) -> Object:
 def detokenize(engine: Engine, body: Object) -> Object:
     """The text of `tokens`; raises RequestError."""
     tokens = body.get("tokens")
-    tokenizer = engine.models.tokenizer_for(base(body))
+    tokenizer, _ = engine.models.tokenizer_for(base(body))
     num_tokens = len(tokenizer)
     are_ids = isinstance(tokens, list) and all(
         type(token) is int and 0 <= token < num_tokens for token in tokens
@@ -63,6 +63,6 @@ def asked_for(engine: Engine, body: Object) -> tuple[TextRequest, Any, int | Non
         raise RequestError("prompt must be one text.")
     request, models = requests[0], engine.models
     engine.settings.check(request)
-    tokenizer, loaded = models.tokenizer_for(request), models.loaded
+    (tokenizer, _), loaded = models.tokenizer_for(request), models.loaded
     is_loaded = loaded is not None and loaded.names == models.names_of(request)
     return request, tokenizer, loaded.longest_text if loaded and is_loaded else None
