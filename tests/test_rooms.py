@@ -35,7 +35,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
     "files": 206,
-    "numeric constants": 175,
+    "numeric constants": 180,
     "protocols": 21,
     "public names": 31,
 }
@@ -55,7 +55,7 @@ CORE = tuple(
 
 TOKENS = {
     "core": 28_900,
-    "library": 122_600,
+    "library": 125_000,
     "lab": 73_000,
     "server": 44_500,
 }

@@ -9,6 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx_lm
@@ -38,7 +39,7 @@ class Nobody(Engine):
     """An engine that serves no request."""
 
     def __init__(self) -> None:
-        pass
+        self.models: Any = SimpleNamespace(can_see=lambda request: False)
 
     def submit(self, request: TextRequest, put: Any) -> Any:
         put(Failed(RequestError("Nobody is here.")))
