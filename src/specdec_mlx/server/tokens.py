@@ -20,22 +20,22 @@ def tokenize(engine: Engine, body: Object) -> Object:
     `max_model_len` is the number of positions, if the model is loaded. Raises RequestError.
     """
     request, tokenizer, most = asked_for(engine, body)
+    bound = most or LONGEST_TEXT
     is_bare = body.get("add_special_tokens") is False and isinstance(
         request.prompt, str
     )
     if is_bare and request.messages is None:
-        check_length(str(request.prompt), tokenizer, most or LONGEST_TEXT)
+        check_length(str(request.prompt), tokenizer, bound)
         tokens = encoded(tokenizer, str(request.prompt))
     else:
-        bound = {} if most is None else {"most": most}
-        tokens = read_prompt(request, tokenizer, engine.settings, **bound).tokens
+        tokens = read_prompt(request, tokenizer, engine.settings, most=bound).tokens
     return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
 
 
 def detokenize(engine: Engine, body: Object) -> Object:
     """The text of `tokens`; raises RequestError."""
     tokens = body.get("tokens")
-    tokenizer = engine.models.tokenizer_for(base(body))
+    tokenizer, _ = engine.models.tokenizer_for(base(body))
     num_tokens = len(tokenizer)
     are_ids = isinstance(tokens, list) and all(
         type(token) is int and 0 <= token < num_tokens for token in tokens
@@ -63,6 +63,6 @@ def asked_for(engine: Engine, body: Object) -> tuple[TextRequest, Any, int | Non
         raise RequestError("prompt must be one text.")
     request, models = requests[0], engine.models
     engine.settings.check(request)
-    tokenizer, loaded = models.tokenizer_for(request), models.loaded
+    (tokenizer, _), loaded = models.tokenizer_for(request), models.loaded
     is_loaded = loaded is not None and loaded.names == models.names_of(request)
     return request, tokenizer, loaded.longest_text if loaded and is_loaded else None
