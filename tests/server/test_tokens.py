@@ -6,6 +6,7 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 from mlx_lm.utils import load_tokenizer
@@ -13,6 +14,7 @@ from mlx_lm.utils import load_tokenizer
 from engines import ASKED, running, with_flags
 from live import listening, post
 from specdec_mlx.server.app import make_app
+from specdec_mlx.server.tokens import tokenize
 
 TEXT = "the cat in the hat"
 
@@ -37,6 +39,20 @@ def test_tokens_are_the_tokenizers_and_come_back_as_the_text(served: tuple[str, 
         assert reply["max_model_len"] > len(tokens)
     status, text = post(f"{url}/detokenize", {"model": "any", "tokens": tokens})
     assert (status, json.loads(text)) == (200, {"prompt": TEXT})
+
+
+def test_special_tokens_are_left_out_where_a_request_says_so() -> None:
+    """With a tokenizer that puts one before each prompt."""
+    tokenizer = Mock(
+        encode=lambda text, add_special_tokens=True: [0] * add_special_tokens + [7] * len(text),
+        get_vocab=lambda: {"a": 7},
+        bos_token=None,
+        has_chat_template=False,
+    )
+    engine = Mock(models=Mock(loaded=None, tokenizer_for=lambda request: tokenizer))
+    assert tokenize(engine, {"prompt": "abc"})["tokens"] == [0, 7, 7, 7]
+    bare = tokenize(engine, {"prompt": "abc", "add_special_tokens": False})
+    assert bare == {"count": 3, "max_model_len": None, "tokens": [7, 7, 7]}
 
 
 def test_a_chat_is_read_under_its_template(served: tuple[str, Any]) -> None:

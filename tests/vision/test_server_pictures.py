@@ -285,6 +285,11 @@ def test_tokens_of_pictures_are_counted(served: Any) -> None:
     encode = engine.models.loaded.tokenizer.encode
     alone = len(encode(PROTOCOLS["messages"][2].replace(MARK, ""), add_special_tokens=False))
     assert counted == alone + 2 * tiny_vision.ROWS[served[0]]
+    body = {"messages": [user(openai(0), text(LOOK))]}
+    asked = urllib.request.Request(f"http://127.0.0.1:{port}/tokenize", json.dumps(body).encode())
+    with urllib.request.urlopen(asked, timeout=240) as reply:
+        tokens = json.load(reply)["tokens"]
+    assert tokens.count(tiny_vision.IDS[MARK]) == tiny_vision.ROWS[served[0]]
 
 
 def test_a_model_is_loaded_with_what_sees_when_a_picture_comes(

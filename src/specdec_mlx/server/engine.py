@@ -123,7 +123,8 @@ class Engine:
 
     def num_tokens(self, request: TextRequest) -> int:
         """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
-        tokenizer, sight = self.models.tokenizer_for(request)
+        tokenizer = self.models.tokenizer_for(request)
+        sight = self.models.sight_for(request)
         return len(read_prompt(request, tokenizer, self.settings, sight=sight).tokens)
 
     def stop(self) -> None:

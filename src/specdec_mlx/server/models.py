@@ -423,16 +423,21 @@ class Models:
             return drafting
         return [name for name in drafting if not takes_model(name)]
 
-    def tokenizer_for(self, request: TextRequest) -> tuple[Any, Sight | None]:
-        """The tokenizer of the model for a request, which need not be loaded, and its sight.
+    def tokenizer_for(self, request: TextRequest) -> Any:
+        """The tokenizer of the model for a request, which need not be loaded; raises RequestError.
 
-        Raises RequestError. Any thread may ask.
+        Any thread may ask.
         """
         names, loaded = self.names_of(request), self.loaded
         if loaded is not None and loaded.names == names:
-            return loaded.tokenizer, loaded.sight
+            return loaded.tokenizer
         with self._private(request), explained(names[0]):
-            return self._tokenizer_of(names[0]), None
+            return self._tokenizer_of(names[0])
+
+    def sight_for(self, request: TextRequest) -> Sight | None:
+        """How pictures are shown to the model for a request, if the model is loaded so."""
+        names, loaded = self.names_of(request), self.loaded
+        return loaded.sight if loaded is not None and loaded.names == names else None
 
     def drafter(
         self, request: TextRequest, loaded: Loaded

@@ -6,6 +6,7 @@ from typing import Any
 
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.models import LONGEST_TEXT
+from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.prompts import READING, check_length, encoded, read_prompt
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
@@ -20,15 +21,21 @@ def tokenize(engine: Engine, body: Object) -> Object:
     `max_model_len` is the number of positions, if the model is loaded. Raises RequestError.
     """
     request, tokenizer, most = asked_for(engine, body)
+    bound = most or LONGEST_TEXT
     is_bare = body.get("add_special_tokens") is False and isinstance(
         request.prompt, str
     )
     if is_bare and request.messages is None:
-        check_length(str(request.prompt), tokenizer, most or LONGEST_TEXT)
+        check_length(str(request.prompt), tokenizer, bound)
         tokens = encoded(tokenizer, str(request.prompt))
     else:
-        bound = {} if most is None else {"most": most}
-        tokens = read_prompt(request, tokenizer, engine.settings, **bound).tokens
+        tokens = read_prompt(
+            request,
+            tokenizer,
+            engine.settings,
+            most=bound,
+            sight=engine.models.sight_for(request),
+        ).tokens
     return {"count": len(tokens), "max_model_len": most, "tokens": tokens}
 
 
@@ -63,6 +70,7 @@ def asked_for(engine: Engine, body: Object) -> tuple[TextRequest, Any, int | Non
         raise RequestError("prompt must be one text.")
     request, models = requests[0], engine.models
     engine.settings.check(request)
+    take_pictures(request, models.can_see)
     tokenizer, loaded = models.tokenizer_for(request), models.loaded
     is_loaded = loaded is not None and loaded.names == models.names_of(request)
     return request, tokenizer, loaded.longest_text if loaded and is_loaded else None
