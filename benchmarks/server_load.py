@@ -5,7 +5,8 @@
 
 The models are random llamas, written to a temporary folder. `bodies` streams a long text to one
 client, alone and while another client sends bodies one after the other, three times in turn, and
-says how many pieces came in a second of each. `endings` sends SIGINT and SIGTERM in four states, five times each.
+says how many pieces came in a second of each. `endings` sends SIGINT and SIGTERM in four states,
+five times each.
 """
 
 from __future__ import annotations
