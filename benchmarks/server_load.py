@@ -72,7 +72,7 @@ def serving(model: Path, *flags: str) -> Iterator[tuple[int, subprocess.Popen[by
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "specdec_mlx", "server", "--model", str(model)]
+    command = [sys.executable, "-m", "specdec_mlx.server", "--model", str(model)]
     command += ["--port", str(port), "--no-tuning", "--log-level", "ERROR", *flags]
     server = subprocess.Popen(command)
     try:

@@ -32,7 +32,7 @@ import specdec_mlx as sd
 import tiny
 from selection import in_one_test
 from specdec_mlx.cli.commands import main
-from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, installed, uninstall
+from specdec_mlx.mlx_lm_plugin import MlxLmVersionError, install, patched, uninstall
 from specdec_mlx.sampling import read_sampler
 from specdec_mlx.sequence import SHOWS_PROMPT
 from tiny_model_folder import write_model_folder
@@ -84,7 +84,7 @@ def test_a_stock_call_writes_the_same_text_in_fewer_passes(
     monkeypatch.setattr(kind, "__call__", counted)
     expected = stock(pair, max_tokens=80)
     passes = len(widths)
-    with installed(num_draft_tokens=4):
+    with patched(num_draft_tokens=4):
         assert stock(pair, max_tokens=80) == expected  # probes and finds the vocabulary's size
         widths.clear()
         streamed = mlx_lm.stream_generate(*pair, PROMPT, max_tokens=80)
@@ -148,7 +148,7 @@ def test_only_four_names_are_touched_and_restored_exactly(monkeypatch: Any) -> N
 def test_blocks_nest_and_the_inner_one_counts(pair: Pair) -> None:
     """Each block's account is of its own generations; install() counts where no block does."""
     outermost: Any = install(None)
-    with installed("ngram", num_draft_tokens=2) as outer, installed(num_draft_tokens=4) as inner:
+    with patched("ngram", num_draft_tokens=2) as outer, patched(num_draft_tokens=4) as inner:
         stock(pair)
         assert inner.stats is not None
         assert (outer.stats, outermost.stats) == (None, None)
@@ -165,10 +165,10 @@ def test_blocks_may_overlap_in_threads(pair: Pair) -> None:
 
     def work(index: int) -> None:
         for _ in range(3):
-            with installed(num_draft_tokens=index):
+            with patched(num_draft_tokens=index):
                 pass
 
-    with ThreadPoolExecutor(4) as pool, installed(num_draft_tokens=4):
+    with ThreadPoolExecutor(4) as pool, patched(num_draft_tokens=4):
         done = [pool.submit(work, index) for index in range(4)]
         assert stock(pair) == expected
     assert [each.exception() for each in done] == [None] * 4
@@ -216,7 +216,7 @@ def test_a_newer_mlx_lm_is_warned_of_and_refused_only_where_its_functions_differ
     """Once in a process, in calls and commands."""
     monkeypatch.setattr(mlx_lm, "__version__", "0.34.1.dev3")
     for _ in range(2):
-        with installed():
+        with patched():
             assert stock(pair, max_tokens=4)
     assert [r.message[:30] for r in caplog.records] == ["mlx-lm 0.34.1.dev3 is newer th"]
     with pytest.raises(SystemExit, match=r"^0$"):
@@ -265,7 +265,7 @@ def test_draft_model_takes_a_drafter_a_name_or_a_model(given: Any, pair: Pair) -
     """In stock calls, with num_draft_tokens as the draft length."""
     drafter = given or tiny.build("qwen2", seed=7, vocab_size=pair[0].args.vocab_size)
     expected = stock(pair)
-    with installed(None) as speculation:
+    with patched(None) as speculation:
         assert stock(pair, draft_model=drafter, num_draft_tokens=3) == expected
     assert speculation.stats is not None
     assert len(speculation.stats.drafted_at) == 3
@@ -277,7 +277,7 @@ def test_mlxs_own_seed_is_one_text_with_any_draft_of_a_model(pair: Pair) -> None
 
     def text(drafter: Any, length: int = 0, **options: Any) -> str:
         mx.random.seed(7)
-        with installed(drafter, num_draft_tokens=length) as speculation:
+        with patched(drafter, num_draft_tokens=length) as speculation:
             said = stock(pair, sampler=make_sampler(1.0), **options)
         assert speculation.stats is not None
         assert (speculation.stats.drafted > 0) == (length > 0 or len(options) > 0)
@@ -297,7 +297,7 @@ def test_turns_on_one_cache_equal_a_fresh_run_of_the_conversation(
     caches = make_prompt_cache(model)
     said: list[int] = []
     drafting: Any = sd.ModelDrafter(model) if is_model else "prompt-lookup"
-    with installed(drafting, num_draft_tokens=4) as speculation:
+    with patched(drafting, num_draft_tokens=4) as speculation:
         for turn in (tokenizer.encode(text) for text in (PROMPT, "again", "and again")):
             fresh = steps.generate_step.__wrapped__(mx.array(said + turn), model, max_tokens=30)
             expected = [token for token, _ in fresh]
@@ -319,7 +319,7 @@ def test_a_host_that_reads_the_prompt_itself_names_it(pair: Pair) -> None:
     model, tokenizer = pair
     prompt = tokenizer.encode(PROMPT)
     expected, said = stock(pair, prompt), {}
-    with installed("prompt-lookup:min_ngram=1", num_draft_tokens=4) as speculation:
+    with patched("prompt-lookup:min_ngram=1", num_draft_tokens=4) as speculation:
         assert stock(pair, prompt, prompt_cache=make_prompt_cache(model)) == expected
         whole: Any = speculation.stats
         for is_named in (False, True):
@@ -341,7 +341,7 @@ def test_an_accepted_draft_is_marked_whether_or_not_a_draft_model_was_named(pair
     """As many as were accepted; of two streams in turn, each its own."""
     expected = list(mlx_lm.stream_generate(*pair, PROMPT, max_tokens=40))
     assert not any(response.from_draft for response in expected)
-    with installed("prompt-lookup:min_ngram=1", num_draft_tokens=4) as speculation:
+    with patched("prompt-lookup:min_ngram=1", num_draft_tokens=4) as speculation:
         got = list(mlx_lm.stream_generate(*pair, PROMPT, max_tokens=40))
         assert [r.token for r in got] == [r.token for r in expected]
         stats: Any = speculation.stats
@@ -350,7 +350,7 @@ def test_an_accepted_draft_is_marked_whether_or_not_a_draft_model_was_named(pair
         streams = [mlx_lm.stream_generate(*pair, PROMPT, max_tokens=40) for _ in range(2)]
         for one, other, is_marked in zip(*streams, marked, strict=True):
             assert one.from_draft == other.from_draft == is_marked
-        with installed(None):
+        with patched(None):
             plain = list(mlx_lm.stream_generate(*pair, PROMPT, max_tokens=40))
             assert not any(response.from_draft for response in plain)
 
@@ -375,19 +375,19 @@ def test_a_stock_batch_writes_the_same_texts_in_fewer_passes(pair: Pair) -> None
     ]
     for options in given:
         expected = mlx_lm.batch_generate(model, tokenizer, prompts, **options)
-        with installed(num_draft_tokens=4) as speculation:
+        with patched(num_draft_tokens=4) as speculation:
             got = mlx_lm.batch_generate(model, tokenizer, prompts, **options)
         assert got.texts == expected.texts
         assert speculation.stats is not None
         assert sum(stats.accepted for stats in got.speculation) > 0
         assert (got.caches is None) == (expected.caches is None)
     for drafter, options in ((None, {}), ("auto", {"max_kv_size": 64})):
-        with installed(drafter) as speculation:
+        with patched(drafter) as speculation:
             got = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=9, **options)
         assert speculation.stats is None
         expected = mlx_lm.batch_generate(model, tokenizer, prompts, max_tokens=9, **options)
         assert got.texts == expected.texts
-    with installed(), pytest.raises(TypeError, match="missing"):
+    with patched(), pytest.raises(TypeError, match="missing"):
         mlx_lm.batch_generate(model)
 
 
@@ -461,7 +461,7 @@ def test_other_samplers_have_no_known_law() -> None:
 
 def with_plugin(pair: Pair, prompt: Any = PROMPT, **options: Any) -> str:
     """The text with it, which was drafted but for windows that keep their first tokens."""
-    with installed(pair[0], num_draft_tokens=3) as speculation:
+    with patched(pair[0], num_draft_tokens=3) as speculation:
         text = stock(pair, prompt, **options)
         assert speculation.stats.accepted > 0 or "max_kv_size" in options
     return text
@@ -477,7 +477,7 @@ def test_a_processor_has_seen_all_of_the_text(pair: Pair) -> None:
 
     prompt = pair[1].encode(PROMPT)
     options: dict[str, Any] = {"max_tokens": 9, "logits_processors": [processor]}
-    with installed(pair[0], num_draft_tokens=3):
+    with patched(pair[0], num_draft_tokens=3):
         got = [r.token for r in mlx_lm.stream_generate(*pair, prompt, **options)]
     shown = prompt if SHOWS_PROMPT else prompt[-1:]
     assert seen == [shown + got[:n] for n in range(10)]
@@ -495,7 +495,7 @@ def test_input_embeddings_stand_for_the_prompt(pair: Pair) -> None:
     assert with_plugin(pair, ids, **options) == stock(pair)
     assert progress[-1] == (len(ids), len(ids))
     assert len(progress) >= len(ids) / 5
-    with installed(pair[0]):
+    with patched(pair[0]):
         assert stock(pair, mx.array([], mx.uint32), **options) == stock(pair)
         with pytest.raises(ValueError, match="does not support input embeddings"):
             nothing = mx.zeros((2, 64))
@@ -510,7 +510,7 @@ def test_a_prompt_cache_is_reused(window: int | None, pair: Pair, tmp_path: Path
     if window is not None:
         caches = [RotatingKVCache(window) for _ in caches]
     file = str(tmp_path / "cache.safetensors")
-    with installed(pair[0], num_draft_tokens=3):
+    with patched(pair[0], num_draft_tokens=3):
         mlx_lm.generate(*pair, first, max_tokens=1, prompt_cache=caches)
     assert {c.offset for c in caches} == {len(first) + 1}
     assert trim_prompt_cache(caches, 1) == 1

@@ -35,7 +35,7 @@ KNOW_MLX_LM_TYPES = ("generation.py", "mlx_lm_plugin", "cli")
 
 TOTALS = {
     "files": 206,
-    "numeric constants": 173,
+    "numeric constants": 180,
     "protocols": 21,
     "public names": 31,
 }
@@ -55,9 +55,9 @@ CORE = tuple(
 
 TOKENS = {
     "core": 28_900,
-    "library": 122_500,
+    "library": 125_000,
     "lab": 73_000,
-    "server": 41_000,
+    "server": 44_600,
 }
 """At most so many tokens of code in the core, in the library with its core, and in each wing.
 Tokens, since lines can be saved by writing densely and tokens only by saying less."""
@@ -102,6 +102,8 @@ WRONG_IMPORTS = [
     ("layers", "exactness.probe", "drafters.model"),
     ("layers", "drafters.ngram", "loop"),
     ("layers", "drafters.model", "lab.pair"),
+    ("layers", "cli.commands", "server.command"),
+    ("layers", "mlx_lm_plugin.flags", "lab.training.learner"),
     ("layers", "server.engine", "lab.bench.run"),
     ("layers", "lab.bench.run", "server.engine"),
     ("circles", "errors", "arguments"),

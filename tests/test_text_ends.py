@@ -213,7 +213,7 @@ def mlx_lms(**options: Any) -> Any:
 
 
 def installed(**options: Any) -> Any:
-    with sd.installed("prompt-lookup", num_draft_tokens=4, tokenizer=PAIR.tokenizer):
+    with sd.patched("prompt-lookup", num_draft_tokens=4, tokenizer=PAIR.tokenizer):
         yield from mlx_lms(**options)
 
 

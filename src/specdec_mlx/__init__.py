@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from specdec_mlx.loop import speculate as speculate
     from specdec_mlx.memory import Memory as Memory
     from specdec_mlx.mlx_lm_plugin import install as install
-    from specdec_mlx.mlx_lm_plugin import installed as installed
+    from specdec_mlx.mlx_lm_plugin import patched as patched
     from specdec_mlx.mlx_lm_plugin import uninstall as uninstall
     from specdec_mlx.sampling import Sampling as Sampling
     from specdec_mlx.sequence import remember as remember
@@ -67,7 +67,7 @@ _PLACES = {
     "batch_stream_generate": "batch_generation",
     "generate": "generation",
     "install": "mlx_lm_plugin",
-    "installed": "mlx_lm_plugin",
+    "patched": "mlx_lm_plugin",
     "load_head": "drafters.heads.loading",
     "make_drafter": "drafters.choosing.registry",
     "remember": "sequence",

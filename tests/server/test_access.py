@@ -39,7 +39,9 @@ class Engine:
     """A stand-in that answers each request with the content."""
 
     running, waiting, is_alive = 0, 0, True
-    models = SimpleNamespace(listed=lambda: [{"id": "one", "created": 0}])
+    models = SimpleNamespace(
+        listed=lambda: [{"id": "one", "created": 0}], can_see=lambda request: False
+    )
 
     def submit(self, request: Any, put: Any) -> Any:
         put(Said(SECRET))

@@ -97,7 +97,16 @@ def engine(served: tuple[StandIn, int]) -> StandIn:
     engine = served[0]
     engine.tickets, engine.answer, engine.is_alive = [], say(Said("Yes."), ENDED), True
     listed = [{"id": name, "created": 86400} for name in ("/folder/one", "two")]
-    engine.models = SimpleNamespace(listed=lambda: listed)
+
+    def named(name: str) -> dict[str, Any]:
+        for entry in listed:
+            if entry["id"] == name:
+                return entry
+        raise ModelFolderError(f"There is no model {name!r} here.")
+
+    engine.models = SimpleNamespace(
+        listed=lambda: listed, named=named, can_see=lambda request: False
+    )
     return engine
 
 

@@ -14,6 +14,7 @@ from pydantic import BaseModel
 
 from live import Script, openai_at
 from selection import in_one_test
+from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.chat import CHAT
@@ -41,6 +42,7 @@ SCHEMA = {"type": "object", "properties": {"a": {"type": "integer"}}}
 def request_of(**body: Any) -> TextRequest:
     """The one request of a body."""
     (request,) = CHAT.read({"messages": [USER], **body}).requests
+    take_pictures(request, lambda request: False)
     return request
 
 

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import mlx_lm
@@ -18,10 +21,12 @@ from live import listening
 from selection import in_one_test
 from serving import until
 from specdec_mlx.server import app, prompts, receiving
+from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.protocols import body
 from specdec_mlx.server.protocols.body import read_body
-from specdec_mlx.server.requests import RequestError
+from specdec_mlx.server.requests import Asked, Failed, RequestError, TextRequest
+from specdec_mlx.server.under_way import Ticket
 from tiny_model_folder import make_tokenizer, write_model_folder
 
 SECONDS = 20  # after which a test that waits fails
@@ -30,11 +35,21 @@ PATHS = [CHAT, "/v1/completions", "/v1/messages", "/v1/messages/count_tokens", "
 NOWHERE = "/v1/nowhere"
 
 
+class Nobody(Engine):
+    """An engine that serves no request."""
+
+    def __init__(self) -> None:
+        self.models: Any = SimpleNamespace(can_see=lambda request: False)
+
+    def submit(self, request: TextRequest, put: Any) -> Any:
+        put(Failed(RequestError("Nobody is here.")))
+        return Ticket(request, put)
+
+
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
     """A server of an engine that no request gets to."""
-    nobody: Any = None
-    with listening(app.make_app(nobody, ServerSettings()), lifespan="off") as port:
+    with listening(app.make_app(Nobody(), ServerSettings()), lifespan="off") as port:
         yield port
 
 
@@ -210,6 +225,28 @@ def test_a_text_that_cannot_fit_is_refused_before_it_is_tokenized(
             assert told.value.num_tokens > told.value.most == most
             read = sum(len(text) for _, text in tokenized)
             assert read < 1.2 * (most + prompts.PIECE) + 1000
+
+
+def test_a_request_that_is_refused_is_let_go(port: int) -> None:
+    """Its body is not kept by the error, until Python looks for circles."""
+    refs: list[weakref.ref[Asked]] = []
+    init = Asked.__init__
+
+    def noted(self: Asked, *args: Any, **options: Any) -> None:
+        init(self, *args, **options)
+        refs.append(weakref.ref(self))
+
+    gc.disable()
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Asked, "__init__", noted)
+            data = b'{"prompt": "x"}'
+            with opened(port, "/v1/completions", f"Content-Length: {len(data)}") as connection:
+                connection.sendall(data)
+                assert b" 400 " in connection.recv(100)
+        until(lambda: refs[0]() is None, SECONDS)
+    finally:
+        gc.enable()
 
 
 def test_a_text_that_fits_is_never_refused(engine: Any) -> None:

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from anthropic.types import Message
 
+from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.requests import (
     CallArguments,
@@ -34,6 +35,7 @@ def read(messages: Any = USER, **more: Any) -> TextRequest:
     (request,) = MESSAGES.read(
         {"model": "m", "max_tokens": 9, "messages": messages, **more}
     ).requests
+    take_pictures(request, lambda request: False)
     return request
 
 

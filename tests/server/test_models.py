@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -15,6 +16,7 @@ from mlx_lm.tuner.utils import linear_to_lora_layers
 
 from engines import ASKED, PROMPT, ask, running, settled, submit, with_flags
 from selection import FULL, in_one_test
+from serving import until
 from specdec_mlx import lab
 from specdec_mlx.draft_length.store import tuning_path
 from specdec_mlx.drafters.choosing.choice import DrafterChoice, NamedModel
@@ -25,7 +27,7 @@ from specdec_mlx.server import app, models
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import GIVEN, parse_settings
 from specdec_mlx.server.models import Models
-from specdec_mlx.server.requests import RequestError, TextRequest, Written
+from specdec_mlx.server.requests import RequestError, ServerEndingError, TextRequest, Written
 from tiny_model_folder import write_model_folder
 
 HELPERS = ["gpt-4o-mini", "sonnet", "anthropic/claude-haiku", "accounts/a/models/b"]
@@ -157,6 +159,67 @@ def test_agents_names_are_the_given_models_where_the_flag_says_so(
         with pytest.raises(ModelFolderError) as told:
             names.load(TextRequest())
         assert "--any-model-name" not in str(told.value)
+
+
+def test_every_name_that_a_request_may_use_has_an_entry(folder: Path, tmp_path: Path) -> None:
+    """With the length of its texts where it is loaded; no other name has one."""
+    other = write_model_folder(tmp_path / "other", max_position_embeddings=77)
+    with running(folder, flags=with_flags(), any_model_name=True) as engine:
+        length = engine.models.listed()[0]["context_length"]
+        for name in ("local", "default_model", "a/b", "gpt-5", folder.name, str(folder)):
+            entry = engine.models.named(name)
+            assert (entry["id"], entry["context_length"]) == (name, length)
+        assert "context_length" not in engine.models.named(str(other))
+        ask(engine, model=str(other))
+        lengths = {entry["id"]: entry.get("context_length") for entry in engine.models.listed()}
+        assert (lengths[folder.name], lengths["other"]) == (None, 77)
+        for name in ("other", str(other)):
+            assert engine.models.named(name)["context_length"] == 77
+            assert ask(engine, model=name).ended
+        for name in (str(tmp_path), "/nowhere", "a" * 5000):
+            with pytest.raises((RequestError, ModelFolderError)) as told:
+                engine.models.named(name)
+            assert "--any-model-name" not in str(told.value)
+    with running(folder, flags=with_flags()) as engine:
+        for name in ("local", "a/b"):
+            with pytest.raises(ModelFolderError, match="--any-model-name"):
+                engine.models.named(name)
+
+
+def test_models_are_unloaded_and_loaded_again(folder: Path, tmp_path: Path) -> None:
+    """With their draft models and caches; after the texts that are written, and before others."""
+    draft = write_model_folder(tmp_path / "draft", "llama", seed=3)
+    choice = DrafterChoice(model=NamedModel(str(draft)))
+    expected = plain(folder)
+    with running(folder, flags=with_flags(choice=choice, num_draft_tokens=2)) as engine:
+        model = weakref.ref(choice.model.pair[0])
+        for _ in range(2):
+            first, second = submit(engine, max_tokens=60), submit(engine, max_tokens=60)
+            first.until_text()
+            unloaded = engine.unload()
+            third = submit(engine)
+            assert first.wait().ended
+            assert second.wait().ended
+            unloaded.result(60)
+            assert third.wait().text == expected
+            engine.unload().result(60)
+            assert engine.models.loaded is None
+            assert not engine.prefixes.entries
+            assert model() is None
+            assert ask(engine).text == expected
+    with pytest.raises(ServerEndingError):
+        engine.unload()
+
+
+def test_a_model_is_unloaded_after_a_time_without_requests(folder: Path) -> None:
+    """Never by default."""
+    with running(folder, flags=with_flags(), keep_alive=0.1) as engine:
+        for _ in range(2):
+            text = ask(engine).text
+            until(lambda: engine.models.loaded is None)
+        assert text == plain(folder)
+    with running(folder, flags=with_flags()) as engine:
+        assert engine._patience() is None
 
 
 @pytest.mark.parametrize("any_model_name", [True, False])

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
@@ -78,6 +79,7 @@ IMAGES: list[tuple[str, Wire, dict[str, Any]]] = [
 
 def read(wire: Wire, body: dict[str, Any]) -> TextRequest:
     (request,) = wire.read(body).requests
+    take_pictures(request, lambda request: False)
     return request
 
 

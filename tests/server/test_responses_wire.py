@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from openai.types.responses import Response
 
+from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.protocols.responses import RESPONSES
 from specdec_mlx.server.requests import (
     CallArguments,
@@ -49,6 +50,7 @@ SPACE = {
 
 def read(given: Any = "hello", **more: Any) -> TextRequest:
     (request,) = RESPONSES.read({"model": "m", "input": given, **more}).requests
+    take_pictures(request, lambda request: False)
     return request
 
 

@@ -9,7 +9,10 @@ import mlx.core as mx
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from mlx_lm.tokenizer_utils import BPEStreamingDetokenizer, TokenizerWrapper
 from pydantic_core import from_json
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+from transformers import PreTrainedTokenizerFast
 from written_texts import (
     CALL,
     END,
@@ -71,6 +74,37 @@ def test_an_answer_ends_before_its_first_stop_string_in_whatever_tokens_it_comes
     assert whole.ended is not None
     assert (whole.text, whole.ended.reason) == (shown, reason)
     assert (whole.ended.stop is None) == (shown == text)
+
+
+STOPS = ["bé", "abé."], ["é", "bé.c"], ["abéx", "é."], ["b", "ab"], ["c", "é.cd"], ["é.x"]
+
+
+@pytest.mark.parametrize("strings", STOPS)
+def test_the_stop_string_that_begins_first_ends_the_text_in_every_split(strings: list[str]) -> None:
+    """All splits of the text's bytes into tokens, inside of characters too."""
+    text = "abé.cd"
+    spelled = "".join(pre_tokenizers.ByteLevel(False, use_regex=False).pre_tokenize_str(text)[0][0])
+    size = len(spelled)
+    words = {spelled[i:j] for i in range(size) for j in range(i + 1, size + 1)}
+    vocab = {word: i for i, word in enumerate(sorted(words))}
+    own = Tokenizer(models.BPE(vocab, []))
+    own.decoder = decoders.ByteLevel()
+    wrapper = TokenizerWrapper(
+        PreTrainedTokenizerFast(tokenizer_object=own), BPEStreamingDetokenizer, eos_token_ids=[-1]
+    )
+    for bits in range(2 ** (size - 1)):
+        ends = [i + 1 for i in range(size - 1) if bits >> i & 1] + [size]
+        starts = [0, *ends[:-1]]
+        state = TextState(wrapper, TextRequest(prompt="", stop=strings), [], False)
+        whole = Written()
+        for start, end in zip(starts, ends, strict=True):
+            for event in state.add(vocab[spelled[start:end]], None, False):
+                whole.add(event)
+            if state.ended:
+                break
+        for event in state.end(state.ended or "length"):
+            whole.add(event)
+        assert whole.text == before_stop(text, strings), (bits, whole.text)
 
 
 parts = st.lists(

@@ -143,7 +143,8 @@ def write_folder(folder: Path, name: str = "qwen2_5_vl") -> Path:
     pixels = {"min_pixels": 16, "max_pixels": 4096, "patch_size": 2, "merge_size": 2}
     files = {
         "config": config,
-        "tokenizer_config": roles | {"chat_template": TEMPLATE},
+        "tokenizer_config": roles
+        | {"tokenizer_class": "PreTrainedTokenizerFast", "chat_template": TEMPLATE},
         "preprocessor_config": pixels | {"image_processor_type": "Qwen2VLImageProcessor"},
     }
     for file, content in files.items():
@@ -180,7 +181,8 @@ class Processor:
         rows = ROWS[self.name]
         expanded = (text[0] if isinstance(text, list) else text).replace(MARK, MARK * rows)
         ids = mx.array([self.tokenizer.encode(expanded, add_special_tokens=False)])
-        pixels = np.stack([np.array(one, np.float32) / 255 for one in images])
+        sized = [one.resize((SIZE, SIZE)) for one in images]
+        pixels = np.stack([np.array(one, np.float32) / 255 for one in sized])
         inputs = {"input_ids": ids, "attention_mask": mx.ones_like(ids)}
         if self.name.startswith("qwen"):
             return inputs | patches(pixels)

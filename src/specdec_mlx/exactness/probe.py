@@ -11,6 +11,7 @@ import re
 import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, is_dataclass, replace
+from functools import partial
 from typing import Any
 
 import mlx.core as mx
@@ -25,6 +26,12 @@ from specdec_mlx.exactness.recurrent_states import (
     ways_back,
 )
 from specdec_mlx.exactness.rounding import is_rounding
+from specdec_mlx.exactness.side_by_side import (
+    LOGITS,
+    Run,
+    SinglePasses,
+    largest_difference,
+)
 from specdec_mlx.models.anatomy import anatomy_of
 from specdec_mlx.models.loading import PerModel
 from specdec_mlx.trees.passes import (
@@ -40,7 +47,10 @@ WIDTHS = (2, 5, 9)
 
 
 QUICK_WIDTHS = (5,)
-"""Widths measured before the first draft on a model: about 7 passes' worth of time."""
+"""Width measured before the first draft on a model: in 7 passes where they are bitwise the same as
+single ones, else mostly in 8 to 10."""
+
+NUM_TEXTS = 3  # that the probe measures at the start
 
 
 CONTEXT = 12
@@ -69,8 +79,14 @@ TEXT_LENGTHS, TEXT_WIDTHS, TEXTS_KEPT = (3, 7, 1), (5, 1, 3), (2, 1, 3)
 class WidthReport:
     """Passes over `width` positions after `context` others, against single ones.
 
-    max_difference: of a logit; spread: their standard deviation. argmax_flips: positions whose
-    likeliest token differs. bitwise: all equal. exact: rounding explains the difference.
+    Attributes:
+        max_difference: of a logit.
+        spread: standard deviation of the logits.
+        argmax_flips: positions whose likeliest token differs.
+        bitwise: all logits are equal.
+        alike: nearly all modules compute several rows bitwise as they compute each alone.
+        fault: the module where rows arrive that rounding does not explain, or "".
+        rounding: how far rounding alone moves a logit of single passes; 0 where not measured.
     """
 
     width: int
@@ -79,7 +95,14 @@ class WidthReport:
     spread: float
     argmax_flips: int
     bitwise: bool
-    exact: bool
+    alike: bool = True
+    fault: str = ""
+    rounding: float = 0.0
+
+    @property
+    def exact(self) -> bool:
+        """True if rounding explains the difference."""
+        return not self.fault
 
 
 @dataclass(frozen=True)
@@ -97,8 +120,11 @@ class ProbeReport:
 
     @property
     def differences(self) -> list[float]:
-        """The largest difference of a logit in each place where drafts are verified."""
-        return [row.max_difference for row in self.rows if row.exact]
+        """How far rounding moves a logit, in each place where drafts are verified with rounding.
+
+        It is measured on single passes, so that no fault of a wide one adds to it.
+        """
+        return [row.rounding for row in self.rows if row.exact and not row.bitwise]
 
     def __str__(self) -> str:
         """A small table and a verdict."""
@@ -107,9 +133,8 @@ class ProbeReport:
             "context  width  max difference  flips",
         ]
         for row in self.rows:
-            verdict = (
-                "bitwise the same" if row.bitwise else "" if row.exact else "NOT EXACT"
-            )
+            verdict = "bitwise the same" if row.bitwise else ""
+            verdict = verdict if row.exact else f"NOT EXACT at {row.fault}"
             lines.append(
                 f"{row.context:>7}  {row.width:>5}  {row.max_difference:>14.2e}  "
                 f"{row.argmax_flips:>5}  {verdict}"
@@ -129,10 +154,11 @@ def probe(
 ) -> ProbeReport:
     """Compare passes over several positions with single ones, wherever a model may change.
 
-    widths: positions a pass. About 20 passes for each place, and a prefill of the window, if any.
+    widths: positions a pass. Three texts at the model's start and one at each further place, each
+    of about 13 passes, or 40 where they are not bitwise the same, and a prefill of the window.
     """
     places = [p for p in places_of(model) if past_window or p.context <= CONTEXT]
-    rows = [row for place in places for row in _compare(model, place, widths)]
+    rows = [row for place in places for row in _probed(model, place, widths)]
     kinds = [type(cache).__name__ for cache in leaves_of(model)]
     ways = dict(zip(reversed(kinds), reversed(ways_back(model)), strict=True))
     caches = tuple(f"{kind} ({ways[kind]})" for kind in dict.fromkeys(kinds))
@@ -193,22 +219,36 @@ def _is_exact(model: nn.Module, place: ProbePoint, on_trees: bool) -> bool:
         if on_trees:
             report = tree_report(model, place.context, shift=place.shift)
             return report.exact and not chooses_blocks(model)
-        reports = _compare(model, place, QUICK_WIDTHS)
+        report = _quick_report(model, place)
     # positions by row, or those claimed, are more than all models take
     except Exception:
         if not (on_trees or place.shift):
             raise
         return not on_trees
-    if all(report.exact for report in reports):
+    if report.exact:
         return True
-    worst = max(report.max_difference for report in reports)
     _warn(
         model,
         f"{place.name} gives other logits for several positions at once than one by one (by up to "
-        f"{worst:.2g}), so nothing is drafted there. The text is right, as fast as plain decoding. "
+        f"{report.max_difference:.2g}, first at {report.fault}), so nothing is drafted there. The "
+        "text is right, as fast as plain decoding. "
         "Run specdec-mlx probe to see by how much",
     )
     return False
+
+
+def _quick_report(model: nn.Module, place: ProbePoint) -> WidthReport:
+    """Of one text; of more where rows are computed alike, and so a difference may be a fault."""
+    for text in range(_num_texts(place)):
+        (report,) = _compare(model, place, QUICK_WIDTHS, text)
+        if report.bitwise or report.fault or not report.alike:
+            break
+    return report
+
+
+def _num_texts(place: ProbePoint) -> int:
+    """Texts that are tried: one where each has to fill a window, or the caches claim positions."""
+    return 1 if place.start else NUM_TEXTS
 
 
 def _warn(model: nn.Module, what: str) -> None:
@@ -234,7 +274,8 @@ def can_hold_rows(model: nn.Module) -> bool:
     if rows is not None:
         try:
             with in_steps(model, max(TEXT_WIDTHS)):
-                if _texts_report(model, rows).exact:
+                report = _texts_report(model, rows)
+                if is_rounding(model, report.max_difference, report.spread):
                     return True
             reason = "its texts differ from what they are alone"
         except Exception as error:
@@ -267,7 +308,7 @@ def _texts_report(model: nn.Module, rows: BatchCaches) -> WidthReport:
     ]
     logits = rows.feed(model, again)
     last = mx.stack([logits[row, len(text) - 1] for row, text in enumerate(again)])
-    return _report(model, max(TEXT_WIDTHS), max(TEXT_LENGTHS), last, mx.stack(expected))
+    return _of_logits(last, mx.stack(expected), max(TEXT_LENGTHS))
 
 
 def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthReport:
@@ -277,15 +318,27 @@ def tree_report(model: nn.Module, context: int, *, shift: int = 0) -> WidthRepor
     """
     size = len(TREE)
     tokens = _random_tokens(model, context + 1 + size)
-    start = _prefilled(model, tokens[:context], shift)
     ids = tokens[context:]
     paths = [[0, *(node + 1 for node in path_to(i, TREE))] for i in range(-1, size)]
-    alone = [
-        model(ids[mx.array(path)][None], cache=copy.deepcopy(start))[0, -1:]
-        for path in paths
-    ]
-    logits = tree_pass(model, ids, start, TreeLayout.after(1, TREE))
-    return _report(model, size + 1, context, logits, mx.concatenate(alone))
+
+    def alone(start: list[Any]) -> list[Run]:
+        return [
+            partial(_logits, model, ids[mx.array(path)], copy.deepcopy(start))
+            for path in paths
+        ]
+
+    def wide() -> mx.array:
+        caches = copy.deepcopy(passes.start)
+        return tree_pass(model, ids, caches, TreeLayout.after(1, TREE))
+
+    passes = SinglePasses(model, _prefilled(model, tokens[:context], shift), alone)
+    return _report(passes, wide, size + 1, context)
+
+
+def _logits(model: nn.Module, tokens: mx.array, caches: list[Any]) -> mx.array:
+    """Logits [n, V] of a pass over tokens [n]."""
+    logits: mx.array = model(tokens[None], cache=caches)[0]
+    return logits
 
 
 def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
@@ -297,27 +350,59 @@ def _prefilled(model: nn.Module, tokens: mx.array, shift: int = 0) -> list[Any]:
     return caches
 
 
-def _compare(
+def _probed(
     model: nn.Module, place: ProbePoint, widths: Sequence[int]
 ) -> list[WidthReport]:
-    """One report for each width."""
+    """For each width the worst of several texts; a text with a fault is the last."""
+    texts: list[list[WidthReport]] = []
+    for text in range(_num_texts(place)):
+        texts.append(_compare(model, place, widths, text, True))
+        if any(report.fault for report in texts[-1]):
+            break
+    return [
+        replace(
+            max(
+                of_width, key=lambda report: (bool(report.fault), report.max_difference)
+            ),
+            bitwise=all(report.bitwise for report in of_width),
+            rounding=max(report.rounding for report in of_width),
+        )
+        for of_width in zip(*texts, strict=True)
+    ]
+
+
+def _compare(
+    model: nn.Module,
+    place: ProbePoint,
+    widths: Sequence[int],
+    text: int = 0,
+    with_rounding: bool = False,
+) -> list[WidthReport]:
+    """One report for each width, of one text; with how far rounding moves logits, if asked."""
     longest, context, shift = max(widths), place.context, place.shift
-    tokens = _random_tokens(model, context + longest)
-    start = _prefilled(model, tokens[:context], shift)
-    single = copy.deepcopy(start)
-    steps = []
-    for i in range(longest):
-        steps.append(model(tokens[None, context + i, None], cache=single)[0])
-        # passes in one graph may be run in another order on each rank
-        mx.eval(steps[-1])
-    expected = mx.concatenate(steps)
+    tokens = _random_tokens(model, context + longest, text)
+
+    def alone(start: list[Any]) -> list[Run]:
+        caches = copy.deepcopy(start)
+        return [
+            partial(_logits, model, token[None], caches) for token in tokens[context:]
+        ]
+
+    def wide(width: int) -> mx.array:
+        rollback = Rollback(copy.deepcopy(passes.start), states=states)
+        return rollback.forward(model, tokens[context : context + width])
+
+    passes = SinglePasses(model, _prefilled(model, tokens[:context], shift), alone)
     states, reports = recurrent_states_of(model), []
     for width in widths:
-        rollback = Rollback(copy.deepcopy(start), states=states)
-        logits = rollback.forward(model, tokens[context : context + width])
-        report = _report(model, width, context + shift, logits, expected[:width])
-        agrees = not shift or _ropes_agree(model, context + shift, width)
-        reports.append(replace(report, exact=report.exact and agrees))
+        report = _report(passes, partial(wide, width), width, context + shift)
+        if shift and not _ropes_agree(model, context + shift, width):
+            report = replace(report, fault="its rotary embedding")
+        reports.append(report)
+    differ = not all(report.bitwise for report in reports)
+    if with_rounding and differ and not any(report.fault for report in reports):
+        rounding = passes.logit_rounding()
+        reports = [replace(report, rounding=rounding) for report in reports]
     return reports
 
 
@@ -336,30 +421,41 @@ def _ropes_agree(model: nn.Module, start: int, width: int) -> bool:
     return float(mx.stack(differences).max()) < 1e-3 + 4e-7 * start
 
 
-def _report(
-    model: nn.Module, width: int, context: int, logits: mx.array, expected: mx.array
-) -> WidthReport:
+def _report(passes: SinglePasses, wide: Run, width: int, context: int) -> WidthReport:
+    """Compare a wide pass with single ones, and look for a fault if they are not bitwise equal."""
+    report = _of_logits(wide(), passes.joined(width)[LOGITS][0], context)
+    if report.bitwise:
+        return report
+    off = passes.off(wide, width)
+    # where rows are not alike, four modules of about ten in a layer show it, else attention alone
+    num_off = sum(any(rows) for rows in off.values())
+    report = replace(report, alike=5 * num_off < len(off))
+    place = passes.fault(off)
+    names = {id(module): name for name, module in passes.model.named_modules()}
+    fault = "" if place is None else names.get(place[0], "its logits")
+    return replace(report, fault=fault)
+
+
+def _of_logits(logits: mx.array, expected: mx.array, context: int) -> WidthReport:
     """Compare logits [n, V]; those that are not finite do not count."""
     logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
-    finite = mx.isfinite(expected)
-    difference = float(mx.where(finite, mx.abs(logits - expected), 0).max())
-    spread = float(mx.std(mx.where(finite, expected, 0)))
     flips = mx.argmax(logits, axis=-1) != mx.argmax(expected, axis=-1)
     return WidthReport(
-        width=width,
+        width=len(logits),
         context=context,
-        max_difference=difference,
-        spread=spread,
+        max_difference=largest_difference(logits, expected),
+        spread=float(mx.std(mx.where(mx.isfinite(expected), expected, 0))),
         argmax_flips=int(flips.sum()),
         bitwise=bool(mx.array_equal(logits, expected)),
-        exact=is_rounding(model, difference, spread),
     )
 
 
-def _random_tokens(model: nn.Module, num_tokens: int) -> mx.array:
+def _random_tokens(model: nn.Module, num_tokens: int, text: int = 0) -> mx.array:
     """Token ids [n]."""
     vocab_size = anatomy_of(model).vocab_size
-    return mx.random.randint(0, vocab_size, shape=(num_tokens,), key=mx.random.key(0))
+    return mx.random.randint(
+        0, vocab_size, shape=(num_tokens,), key=mx.random.key(text)
+    )
 
 
 def _windows(model: nn.Module) -> list[int]:

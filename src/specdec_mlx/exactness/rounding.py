@@ -7,8 +7,9 @@ from functools import cache
 
 import mlx.core as mx
 import mlx.nn as nn
-from mlx.utils import tree_flatten
+from mlx_lm.models.cache import make_prompt_cache
 
+from specdec_mlx.models.anatomy import Call, watching
 from specdec_mlx.models.loading import PerModel
 
 ROUNDING = {mx.float32: 1e-3, mx.bfloat16: 0.25, mx.float16: 0.05}
@@ -38,10 +39,23 @@ def shortens_products() -> bool:
     return not mx.array_equal(layer(rows), rows)
 
 
+def last_place(dtype: mx.Dtype) -> float:
+    """Distance of 1 from the next number, as products of several rows are computed here."""
+    if dtype == mx.float32 and shortens_products():
+        dtype = mx.float16
+    return mx.finfo(dtype).eps
+
+
 @PerModel
 def rounding_of(model: nn.Module) -> float:
-    """Of the coarsest numbers that a model computes with, whatever type its logits have."""
-    kinds = {array.dtype for _, array in tree_flatten(model.parameters())}
+    """Of the coarsest numbers that a model's modules are handed, whatever type its logits have."""
+    calls: list[Call] = []
+    with watching(
+        [part for part in model.modules() if part is not model], calls.append
+    ):
+        logits = model(mx.zeros((1, 2), mx.int32), cache=make_prompt_cache(model))
+    handed = [logits, *(given for _, given, _ in calls if isinstance(given, mx.array))]
+    kinds = {array.dtype for array in handed if mx.issubdtype(array.dtype, mx.floating)}
     if mx.float32 in kinds and shortens_products():
         kinds |= {mx.float16}
     return max(ROUNDING.get(kind, ROUNDING[mx.float32]) for kind in kinds)

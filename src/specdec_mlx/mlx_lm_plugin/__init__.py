@@ -10,10 +10,10 @@ if TYPE_CHECKING:
     )
     from specdec_mlx.mlx_lm_plugin.installation import Speculation as Speculation
     from specdec_mlx.mlx_lm_plugin.installation import install as install
-    from specdec_mlx.mlx_lm_plugin.installation import installed as installed
+    from specdec_mlx.mlx_lm_plugin.installation import patched as patched
     from specdec_mlx.mlx_lm_plugin.installation import uninstall as uninstall
 
-_INSTALLATION = "MlxLmVersionError", "Speculation", "install", "installed", "uninstall"
+_INSTALLATION = "MlxLmVersionError", "Speculation", "install", "patched", "uninstall"
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""mlx-lm's own calls speculate: `install()`, `uninstall()`, `with installed():`.
+"""mlx-lm's own calls speculate: `install()`, `uninstall()`, `with patched():`.
 
 `generate_step`, `speculative_generate_step` and `batch_generate` of `mlx_lm.generate` are replaced,
 there and in each module that has them by name. `mlx_lm.generate` and `mlx_lm.stream_generate` look
@@ -194,7 +194,7 @@ _by_install: list[Speculation] = []  # that of `install`
 
 @contextmanager
 def in_force(speculation: Speculation) -> Iterator[Speculation]:
-    """Like `installed`, for a speculation that was made before."""
+    """Like `patched`, for a speculation that was made before."""
     with _lock:
         if not _stack:
             _replace()
@@ -303,7 +303,7 @@ def install(
         UnknownNameError: no drafter, draft length or rule has this name.
         ValueError: options that they do not take.
     """
-    block = installed(drafter, **options)
+    block = patched(drafter, **options)
     with _lock:
         speculation = block.__enter__()
         _installed.close()
@@ -332,7 +332,7 @@ def _say_unseen() -> None:
 
 
 @contextmanager
-def installed(
+def patched(
     drafter: Drafter | nn.Module | str | None = DEFAULT_DRAFTER,
     *,
     num_draft_tokens: int | str | DraftLength = "auto",

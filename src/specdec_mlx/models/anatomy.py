@@ -51,8 +51,9 @@ Answer = Callable[[Function, tuple[Any, ...], dict[str, Any]], Any]
 _watchers: ContextVar[tuple[Callable[[Call], object], ...]] = ContextVar(
     "watchers", default=()
 )
-
-
+_handing: ContextVar[Callable[[nn.Module, Any], Any] | None] = ContextVar(
+    "handing", default=None
+)
 _answer: ContextVar[Answer | None] = ContextVar("answer", default=None)
 """Those of the pass that is being built in this thread."""
 
@@ -111,6 +112,14 @@ def watching(
     return _swapped(by_id, _report, _stop_reporting, _watchers, watchers)
 
 
+def handing(
+    modules: Iterable[nn.Module], hand: Callable[[nn.Module, Any], Any]
+) -> AbstractContextManager[None]:
+    """Give these modules what `hand(module, first argument)` returns, in every call in here."""
+    by_id: dict[Any, nn.Module] = {id(module): module for module in modules}
+    return _swapped(by_id, _report, _stop_reporting, _handing, hand)
+
+
 _set = object.__setattr__  # past MLX's setter, which looks for parameters
 
 
@@ -139,6 +148,9 @@ def _reporting(kind: type[nn.Module]) -> type[nn.Module]:
     def reporting(method: Callable[..., Any]) -> Callable[..., Any]:
         @wraps(method)  # other threads read what a module's call takes
         def call(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+            hand = _handing.get()
+            if hand is not None and args:
+                args = hand(self, args[0]), *args[1:]
             output = method(self, *args, **kwargs)
             for watcher in _watchers.get():
                 watcher((self, args[0] if args else None, output))

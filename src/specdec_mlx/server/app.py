@@ -7,7 +7,7 @@ import logging
 import math
 import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import UTC, datetime
 from functools import partial
@@ -29,6 +29,7 @@ from specdec_mlx.errors import MissingPackageError, ModelFolderError
 from specdec_mlx.server.access import guarded, keyed, origins_of
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
+from specdec_mlx.server.pictures import take_pictures
 from specdec_mlx.server.protocols.body import read_body
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
@@ -44,6 +45,7 @@ from specdec_mlx.server.requests import (
     Ended,
     Event,
     Failed,
+    Object,
     PromptProgress,
     RequestError,
     UnavailableError,
@@ -51,6 +53,7 @@ from specdec_mlx.server.requests import (
     Written,
 )
 from specdec_mlx.server.status import METRICS_TYPE, Totals
+from specdec_mlx.server.tokens import apply_template, detokenize, tokenize
 from specdec_mlx.server.under_way import Ticket
 
 LONG_READING = 2.0  # seconds after which the log says how far a prompt is read
@@ -62,6 +65,12 @@ WIRES: dict[str, Wire] = {
     "/completions": COMPLETIONS,
     "/messages": MESSAGES,
     "/responses": RESPONSES,
+}
+
+TOKENS = {
+    "/tokenize": tokenize,
+    "/detokenize": detokenize,
+    "/apply-template": apply_template,
 }
 
 VERSIONS = re.compile(r"^(/v1)+(?=/|$)")
@@ -114,12 +123,17 @@ class Endpoints:
         ]
         routes += [
             Route("/messages/count_tokens", self.count_tokens, methods=["POST"]),
+            *(
+                Route(path, partial(self.read_tokens, answer), methods=["POST"])
+                for path, answer in TOKENS.items()
+            ),
             Route("/", self.page),
             Route("/metrics", self.metrics),
             Route("/health", self.health),
             Route("/api/hello", self.hello),
             Route("/responses", no_socket),
             Route("/models", self.models),
+            Route("/models/unload", self.unload, methods=["POST"]),
             Route("/models/{name:path}", self.models),
         ]
         return Starlette(routes=routes, exception_handlers={404: unknown, 405: unknown})
@@ -152,16 +166,24 @@ class Endpoints:
         form = listing if is_openai else anthropic_listing
         models = [*map(form, await run_in_threadpool(self.engine.models.listed))]
         if (name := request.path_params.get("name")) is not None:
-            for model in models:
-                if model["id"].strip("/") == name.strip("/"):
-                    return encoded(model)
-            error = ModelFolderError(f"There is no model {name!r} in the list.")
-            return refusal(wire_of(request), error)
+            try:
+                model = await run_in_threadpool(self.engine.models.named, name)
+            except Exception as error:
+                return refusal(wire_of(request), error)
+            return encoded(form(model))
         if is_openai:
             return encoded({"object": "list", "data": models})
         ids = [model["id"] for model in models]
         ends = {"first_id": ids[0], "last_id": ids[-1]} if ids else {}
         return encoded({"data": models, "has_more": False, **ends})
+
+    async def unload(self, request: Request) -> Response:
+        """Free the model's memory, once the texts that are written have ended."""
+        try:
+            await asyncio.wrap_future(self.engine.unload())
+        except Exception as error:
+            return refusal(wire_of(request), error)
+        return encoded({"status": "ok"})
 
     async def count_tokens(self, request: Request) -> Response:
         """Tokens of a prompt, in Anthropic's protocol."""
@@ -172,6 +194,17 @@ class Endpoints:
             return refusal(MESSAGES, error)
         return encoded({"input_tokens": number})
 
+    async def read_tokens(
+        self, answer: Callable[[Engine, Object], Object], request: Request
+    ) -> Response:
+        """Tokens of a text, or the text of tokens."""
+        try:
+            raw = await received(request)
+            reply = await run_in_threadpool(lambda: answer(self.engine, read_body(raw)))
+            return encoded(reply)
+        except Exception as error:
+            return refusal(CHAT, error)
+
     async def answer(self, wire: Wire, request: Request) -> Any:
         """The reply to a request for texts."""
         try:
@@ -181,7 +214,7 @@ class Endpoints:
         return Answer(self.engine, self.totals, wire, asked)
 
     async def read(self, wire: Wire, request: Request, more: dict[str, Any]) -> Asked:
-        """Read the body; raises RequestError. A grammar takes a while, which others do not wait."""
+        """Read the body; raises RequestError. Others do not wait for its grammar or pictures."""
         raw = await received(request)
         key = request.headers.get("authorization") or request.headers.get(
             "x-api-key", ""
@@ -191,6 +224,7 @@ class Endpoints:
             asked = wire.read({**self.settings.sampling, **more, **read_body(raw)})
             for one in asked.requests:
                 one.key = key
+                take_pictures(one, self.engine.models.can_see)
             return asked
 
         return await run_in_threadpool(read)
@@ -361,6 +395,7 @@ def refusal(wire: Wire, error: Exception) -> Response:
     response = encoded(wire.error(error, status), status)
     if isinstance(error, UnavailableError):
         response.headers["retry-after"] = RETRY_SECONDS
+    error.__traceback__ = None  # its frames hold the request, and the error itself
     return response
 
 

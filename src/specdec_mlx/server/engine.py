@@ -66,6 +66,8 @@ class Engine:
         self.running = 0
         self._waiting: deque[Ticket] = deque()
         self._tickets = WeakSet[Ticket]()
+        self._unloading: deque[Future[None]] = deque()
+        self._served_at = time.monotonic()  # the last request
         self._has_news, self._has_ended, self._is_ending = Flag(), Flag(), False
         self._has_kept = Flag()
         self._is_ready: Future[None] = Future()
@@ -94,7 +96,11 @@ class Engine:
         ticket = Ticket(request, put, self.models.names_of(request))
         self._tickets.add(ticket)
         loaded = self.models.loaded
-        if loaded is not None and loaded.names == ticket.names:
+        if (
+            loaded is not None
+            and loaded.names == ticket.names
+            and (loaded.sight is not None or not request.pictures)
+        ):
             Thread(target=self._prepare, args=(ticket, loaded), daemon=True).start()
         else:
             self._queue(ticket)
@@ -118,7 +124,8 @@ class Engine:
     def num_tokens(self, request: TextRequest) -> int:
         """Tokens of a request's prompt; raises RequestError. Any thread may ask."""
         tokenizer = self.models.tokenizer_for(request)
-        return len(read_prompt(request, tokenizer, self.settings).tokens)
+        sight = self.models.sight_for(request)
+        return len(read_prompt(request, tokenizer, self.settings, sight=sight).tokens)
 
     def stop(self) -> None:
         """End all texts, whatever is done at the moment, and wait for the thread's end.
@@ -129,6 +136,18 @@ class Engine:
         self._has_news.set()
         if self._thread.is_alive():
             self.join()
+
+    def unload(self) -> Future[None]:
+        """Free the models once the texts under way have ended; done when they are.
+
+        The next request loads its model again. Raises ServerEndingError.
+        """
+        if not self.is_alive:
+            raise ServerEndingError
+        done = Future[None]()
+        self._unloading.append(done)
+        self._has_news.set()
+        return done
 
     def end(self) -> None:
         """End all texts because the process ends: what was learned is kept, and nothing freed.
@@ -177,6 +196,8 @@ class Engine:
             self._is_ending = True
             while self._waiting:
                 self._waiting.popleft().fail(ServerEndingError())
+            while self._unloading:
+                self._unloading.popleft().set_exception(ServerEndingError())
             self.keep()
             self._has_kept.set()
             self.models.reset()
@@ -199,19 +220,48 @@ class Engine:
         """The request that has waited the longest, on all ranks; None where the server ends."""
         while True:
             ticket: Ticket | None = None
+            unloads = False
             if self.ranks.is_first:
                 self._has_news.clear()
-                if not self._waiting and not self._is_ending:
-                    self._has_news.wait(self.ranks.patience)
-                if not self._is_ending and (ticket := self._first_waiting()):
+                if not (self._waiting or self._unloading or self._is_ending):
+                    self._has_news.wait(self._patience())
+                unloads = bool(self._unloading) or self._idle_for() == 0
+                if not (self._is_ending or unloads) and (
+                    ticket := self._first_waiting()
+                ):
                     self._waiting.popleft()
             ends = self._is_ending and self.ranks.is_first
             shared = None if ticket is None else ticket.request
-            request, ends = self.ranks.from_first((shared, ends))
+            request, ends, unloads = self.ranks.from_first((shared, ends, unloads))
             if ends:
                 return None
+            if unloads:
+                self._unload()
             if request is not None:
                 return ticket or Ticket(request, lambda event: None)
+
+    def _idle_for(self) -> float | None:
+        """Seconds until the models are freed because no request came; None: they stay."""
+        keep_alive = self.settings.keep_alive
+        if keep_alive is None or self.models.loaded is None or self._waiting:
+            return None
+        return max(0.0, self._served_at + keep_alive - time.monotonic())
+
+    def _patience(self) -> float | None:
+        """Most seconds to wait for a request; None for as long as it takes."""
+        bounds = self.ranks.patience, self._idle_for()
+        return min((bound for bound in bounds if bound is not None), default=None)
+
+    def _unload(self) -> None:
+        """Free the models and all caches."""
+        logging.info(
+            "The model's memory is given back. The next request loads it again."
+        )
+        self.prefixes.trim_to(0)
+        self.draft_caches.trim_to(0)
+        self.models.unload()
+        while self._unloading:
+            self._unloading.popleft().set_result(None)
 
     def _first_waiting(self) -> Ticket | None:
         """The first request of a client that is still there; it waits on."""
@@ -235,6 +285,7 @@ class Engine:
             text.fail(error)
         finally:
             self.running = 0
+            self._served_at = time.monotonic()
 
     def _prepared(self, ticket: Ticket) -> AskedText | None:
         """The text of a request, before its first token; None if there is nothing to write."""
@@ -259,15 +310,19 @@ class Engine:
     def _next_is_row(self) -> bool:
         """True if the next request is for the loaded model, also by what its name means now.
 
-        To load another model would free the model whose texts are written.
+        To load another model, or this one with what sees pictures, would free the model whose texts
+        are written.
         """
         ticket, loaded = self._first_waiting(), self.models.loaded
-        if ticket is None or loaded is None or ticket.names != loaded.names:
+        if ticket is None or loaded is None or self._unloading:
+            return False
+        if ticket.names != loaded.names:
             return False
         try:
-            return self.models.names_of(ticket.request) == loaded.names
+            names = self.models.names_of(ticket.request)
         except ValueError:  # its client is told when its turn comes
             return False
+        return names == loaded.names and not ticket.request.pictures
 
     def _write_together(self, text: AskedText) -> None:
         """Write a text, and those that join it, until all have ended."""
@@ -309,8 +364,8 @@ class Engine:
             logging.warning(f"The caches of a text are not kept: {error}")
         else:
             held = generation.target.rollback
-            tokens = text.tokens[: held.position]
-            self.prefixes.insert_cache(text.loaded.place, tokens, held.caches)
+            keys = text.keys[: held.position]
+            self.prefixes.insert_cache(text.loaded.place, keys, held.caches)
         if not text.has_ended and not joined:
             text.ticket.check()
             raise ServerEndingError
@@ -339,6 +394,7 @@ class Engine:
             logits_processors=text.processors,
             prefill_stops=text.prompt.ends,
             prompt_cache=own,
+            input_embeddings=text.embeddings(own),
             prompt_progress_callback=partial(self._was_read, text, own),
         )
         ranks = ranks_of(model, options.stream)
@@ -389,7 +445,7 @@ class Engine:
         joined = self._others_join(text)
         ends = joined or self._is_told_to_end(text)
         if self.settings.kv_bits is None and (ends or text.loaded.is_stateful):
-            held, kept = text.prompt.tokens[:done], copy.deepcopy(caches)
+            held, kept = text.prompt.keys[:done], copy.deepcopy(caches)
             self.prefixes.insert_cache(text.loaded.place, held, kept, has_ended=False)
         text.ticket.check()
         if self._is_ending:

@@ -59,6 +59,13 @@ def parse_size(text: str) -> int:
     return int(float(found[1]) * SIZES[found[2].upper()])
 
 
+def parse_seconds(text: str) -> float:
+    """A number of seconds above 0; ValueError for anything else."""
+    if not 0 < (seconds := float(text)) < inf:
+        raise ValueError(f"expected seconds above 0, got {text!r}")
+    return seconds
+
+
 def flag(
     value: Any, words: str, group: str = "", *, is_secret: bool = False, **how: Any
 ) -> Any:
@@ -155,6 +162,13 @@ class ServerSettings:
     kv_group_size: int = flag(64, "Group size of these (default: DEFAULT)")
     quantized_kv_start: int = flag(
         5000, "Position from which caches are quantized (default: DEFAULT)"
+    )
+    keep_alive: float | None = flag(
+        None,
+        "Seconds without a request after which the model's memory is given back; the next request "
+        "loads it again (default: never)",
+        type=argument(parse_seconds),
+        metavar="SECONDS",
     )
     pipeline: bool = flag(False, "Spread layers, not tensors, over the ranks.")
     flags: Flags = field(default_factory=Flags)

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import gc
+import json
 import logging
 import time
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +20,9 @@ import mlx.nn as nn
 import mlx_lm
 from huggingface_hub import scan_cache_dir
 from huggingface_hub.errors import CacheNotFound
-from mlx_lm.utils import hf_repo_to_path, load_tokenizer
+from mlx_lm.utils import hf_repo_to_path, load_config, load_tokenizer
 
+from specdec_mlx import vision
 from specdec_mlx.arguments import name_in
 from specdec_mlx.caches import leaves_of
 from specdec_mlx.contracts import Checks, DraftContext, Drafter, all_drafters
@@ -43,8 +46,15 @@ from specdec_mlx.mlx_lm_plugin.generation_config import (
     described,
     recommended_sampling,
 )
-from specdec_mlx.models.loading import explained, folder_of, is_in_cache, load_on_ranks
+from specdec_mlx.models.loading import (
+    check_folder,
+    explained,
+    folder_of,
+    is_in_cache,
+    load_on_ranks,
+)
 from specdec_mlx.server.flags import DEFAULT_MODEL, ServerSettings, refused
+from specdec_mlx.server.pictures import Sight
 from specdec_mlx.server.prefix_files import stateful
 from specdec_mlx.server.requests import RequestError, TextRequest
 
@@ -82,6 +92,7 @@ class Loaded:
     """A model that is loaded. files: what was read, with sizes and times.
 
     sampling: arguments of `Sampling` that its generation config recommends.
+    sight: how pictures are shown to it; None for a model that was loaded without what sees.
     drafters: those that were made for it, by their names. named: of the draft model that a request
     named last. closing: what is due at its end.
     """
@@ -95,6 +106,7 @@ class Loaded:
     sampling: dict[str, Any] = field(default_factory=dict)
     drafters: dict[str, Drafter | None] = field(default_factory=dict)
     named: tuple[str, Drafter | None] = ("", None)
+    sight: Sight | None = None
     closing: ExitStack = field(default_factory=ExitStack)
 
     @property
@@ -105,7 +117,7 @@ class Loaded:
     @property
     def place(self) -> tuple[Any, ...]:
         """Key of its caches: no other model, and no other content of its files, has it."""
-        return *self.names, self.files
+        return *self.names, self.files, self.sight is not None
 
     @cached_property
     def has_rows(self) -> bool:
@@ -155,6 +167,8 @@ class Models:
         self._specs = {name_in(str(spec)): str(spec) for spec in self.choice.ordered}
         self._made: dict[str, Drafter | None] = {}
         self._tokenizer_of = lru_cache(1)(self._load_tokenizer)
+        # vision models that could not be loaded with what sees
+        self._blind = set[str]()
         self._memory_of = lru_cache(MOST_MEMORIES)(lambda who: Memory())
         for name in self._specs:
             if not self._waits(name):
@@ -173,6 +187,9 @@ class Models:
         name, given = request.model, self.settings.model
         if not can_be_looked_up(name):
             raise self._no_model()
+        own = None if self.loaded is None else self.loaded.name
+        if own not in (None, given) and name == public_name(str(own)):
+            return str(own), request.adapter
         if given is not None and self._is_given(name):
             return (
                 given,
@@ -183,7 +200,8 @@ class Models:
         if name in ("", DEFAULT_MODEL):
             raise RequestError("This server was started without --model. Name a model.")
         if not self.settings.allows_model(name):
-            raise ModelFolderError(f"{refused('model', name)} {ANY_NAME}")
+            hint = "" if self.settings.any_model_name else f" {ANY_NAME}"
+            raise ModelFolderError(f"{refused('model', name)}{hint}")
         return name, request.adapter
 
     def _is_given(self, name: str) -> bool:
@@ -204,9 +222,22 @@ class Models:
         """
         self.settings.check(request)
         names, loaded = self.names_of(request), self.loaded
+        has_pictures = bool(request.pictures) and self._may_see(*names)
+        if has_pictures and (
+            loaded is None or loaded.names != names or loaded.sight is None
+        ):
+            logging.info(f"{names[0]} is loaded by mlx-vlm: a request has pictures.")
+            try:
+                loaded = self._looked_at(*names, self._read_seeing)
+            except (RequestError, ModelFolderError) as error:
+                # as where a conversion left out what sees
+                self._blind.add(names[0])
+                logging.warning(f"{names[0]} is shown no pictures: {error}")
+            else:
+                self._replace(loaded)
         if loaded is None or loaded.names != names:
             with self._private(request):
-                loaded = self._looked_at(*names)
+                loaded = self._looked_at(*names, self._read)
             self._replace(loaded)
         return loaded
 
@@ -233,12 +264,31 @@ class Models:
         hint = "" if takes_any or is_given else f" {ANY_NAME}"
         return ModelFolderError(f"model: {NOT_HERE}{hint}")
 
-    def _looked_at(self, name: str, adapter: str | None) -> Loaded:
+    def can_see(self, request: TextRequest) -> bool:
+        """True if the model for a request may be shown pictures; raises RequestError for none.
+
+        Any thread may ask.
+        """
+        return self._may_see(*self.names_of(request))
+
+    def _may_see(self, name: str, adapter: str | None) -> bool:
+        """True for a vision model that mlx-vlm may read, with these settings."""
+        may_see = (
+            adapter is None
+            and self.settings.kv_bits is None
+            and name not in self._blind
+        )
+        may_see = may_see and mx.distributed.init().size() == 1
+        return may_see and has_mlx_vlm() and is_vision_model(name)
+
+    def _looked_at(
+        self, name: str, adapter: str | None, read: Callable[[str, str | None], Any]
+    ) -> Loaded:
         """A model whose files are all there and can be read; its weights are not read yet."""
         try:
             check_adapter(adapter)
             with explained(name):
-                model, tokenizer, about = self._read(name, adapter)
+                model, tokenizer, about, sight = read(name, adapter)
         except ModelFolderError:
             raise
         except (ValueError, OSError) as error:
@@ -250,7 +300,9 @@ class Models:
         files = tuple(state for one in named for state in states_of_files(one))
         tokenizer = self._with_template(tokenizer)
         sampling = self._sampling_of(name)
-        return Loaded(name, adapter, model, tokenizer, about, files, sampling)
+        return Loaded(
+            name, adapter, model, tokenizer, about, files, sampling, sight=sight
+        )
 
     def _replace(self, loaded: Loaded) -> None:
         """Free the model that is loaded, and read this one's weights; raises what does not fit."""
@@ -289,6 +341,36 @@ class Models:
         )
 
     def _read(self, name: str, adapter: str | None) -> Any:
+        """Model, tokenizer, configuration, and the sight of a model that is shown pictures.
+
+        A vision model is loaded without what sees until a request has a picture: its texts then are
+        written sooner, and together. One that mlx-lm does not know is loaded with it at once.
+        """
+        try:
+            read = self._read_text(name, adapter)
+        except ValueError:
+            if not self._may_see(name, adapter):
+                raise
+            return self._read_seeing(name, adapter)
+        if is_vision_model(name) and not has_mlx_vlm():
+            logging.info(
+                f"{name} is a vision model. Pictures are named, and not shown to it, until mlx-vlm "
+                "is installed: pip install 'specdec-mlx[vision]'"
+            )
+        return *read, None
+
+    def _read_seeing(self, name: str, adapter: str | None) -> Any:
+        """As `_read`, by mlx-vlm; raises what mlx-vlm raises."""
+        trusts = self.settings.trust_remote_code
+        model, processor = vision.load(name, lazy=True, trust_remote_code=trusts)
+        about = load_config(folder_of(name))
+        config = self._tokenizer_config
+        if isinstance(template := getattr(processor, "chat_template", None), str):
+            config = {"chat_template": template, **config}
+        tokenizer = load_tokenizer(path_of(name), config, about.get("eos_token_id"))
+        return model, tokenizer, about, Sight(model, processor, tokenizer)
+
+    def _read_text(self, name: str, adapter: str | None) -> Any:
         """Model, tokenizer and configuration; spread over all ranks, if there are several.
 
         On one rank the weights are looked at, and read when they are evaluated.
@@ -329,7 +411,17 @@ class Models:
 
     def defaults(self, loaded: Loaded) -> list[tuple[str, Drafter | None]]:
         """The drafters of a request that names none, by their names."""
-        return [(name, self._make(name, loaded)) for name in self._specs]
+        return [
+            (name, self._make(name, loaded))
+            for name in self._fitting(self._specs, loaded)
+        ]
+
+    def _fitting(self, names: Iterable[str], loaded: Loaded) -> list[str]:
+        """Names of drafters that draft for a model: no draft model sees what it sees."""
+        drafting = [name for name in names if name != NO_DRAFTER]
+        if loaded.sight is None:
+            return drafting
+        return [name for name in drafting if not takes_model(name)]
 
     def tokenizer_for(self, request: TextRequest) -> Any:
         """The tokenizer of the model for a request, which need not be loaded; raises RequestError.
@@ -342,18 +434,28 @@ class Models:
         with self._private(request), explained(names[0]):
             return self._tokenizer_of(names[0])
 
+    def sight_for(self, request: TextRequest) -> Sight | None:
+        """How pictures are shown to the model for a request, if the model is loaded so."""
+        names, loaded = self.names_of(request), self.loaded
+        return loaded.sight if loaded is not None and loaded.names == names else None
+
     def drafter(
         self, request: TextRequest, loaded: Loaded
     ) -> tuple[Drafter | None, str]:
         """Who drafts for a request, and its name; raises ValueError and MissingPackageError."""
-        if request.draft_model not in (None, DEFAULT_MODEL, self.choice.model.name):
+        sees = loaded.sight is not None
+        if not sees and request.draft_model not in (
+            None,
+            DEFAULT_MODEL,
+            self.choice.model.name,
+        ):
             if request.drafters is not None:
                 raise RequestError("Give drafter or draft_model, not both.")
             if not can_be_looked_up(request.draft_model):
                 raise ModelFolderError(f"draft_model: {NOT_HERE}")
             return self._own_drafter(str(request.draft_model), loaded), MODEL_DRAFTER
         names = list(self._specs) if request.drafters is None else request.drafters
-        names = [name for name in names if name != NO_DRAFTER]
+        names = self._fitting(names, loaded)
         who = {USER: request.user, KEY: request.key}.get(self.flags.memory_for, "")
         # one for all, or nobody is named
         memory = self._memory_of(who) if who else None
@@ -413,6 +515,15 @@ class Models:
         gc.collect()
         mx.clear_cache()
 
+    def unload(self) -> None:
+        """Free the model and its draft models; the next request loads them again."""
+        self.reset()
+        for name in filter(takes_model, list(self._made)):
+            del self._made[name]
+        self.choice.model.forget()
+        gc.collect()
+        mx.clear_cache()
+
     def keep(self) -> None:
         """Write what was learned, and the memory, to their files."""
         if (loaded := self.loaded) is not None:
@@ -421,19 +532,52 @@ class Models:
 
     def listed(self) -> list[dict[str, Any]]:
         """The models that a client may name: `id`, `created`, and `context_length` if loaded."""
-        given = self.settings.model
+        given, loaded = self.settings.model, self.loaded
         names = sorted(filter(self.settings.allows_model, cached_names()))
+        own = None if loaded is None else public_name(loaded.name)
+        if own is not None and own not in names:
+            names.insert(0, own)
         if given is not None:
-            given = public_name(given)
-            names = [given, *(name for name in names if name != given)]
-        models = [{"id": name, "created": self.created} for name in names]
-        if (
-            models
-            and (loaded := self.loaded) is not None
-            and loaded.name == self.settings.model
-        ):
-            models[0]["context_length"] = loaded.longest_text
-        return models
+            listed = public_name(given)
+            names = [listed, *(name for name in names if name != listed)]
+        return [self._entry(name, loaded if name == own else None) for name in names]
+
+    def _entry(self, name: str, loaded: Loaded | None) -> dict[str, Any]:
+        about = {} if loaded is None else {"context_length": loaded.longest_text}
+        return {"id": name, "created": self.created, **about}
+
+    def named(self, name: str) -> dict[str, Any]:
+        """The entry, by this name, of the model that a request with it gets.
+
+        Raises RequestError and ModelFolderError for the name of no model that is here.
+        """
+        for entry in self.listed():
+            if entry["id"].strip("/") == name.strip("/"):
+                return entry
+        own = self.names_of(TextRequest(model=name))[0]
+        if own != self.settings.model and not is_in_cache(own):
+            with self._private(TextRequest(model=name)):
+                check_folder(Path(own).expanduser())
+        loaded = self.loaded
+        is_loaded = loaded is not None and loaded.name == own
+        return self._entry(name, loaded if is_loaded else None)
+
+
+def has_mlx_vlm() -> bool:
+    """True if mlx-vlm is installed."""
+    return find_spec("mlx_vlm") is not None
+
+
+def is_vision_model(name: str) -> bool:
+    """True for a vision model, in a folder or the Hugging Face cache, by its configuration.
+
+    False for a model that brings code of its own: mlx-vlm runs that code without asking.
+    """
+    try:
+        config = json.loads((folder_of(name) / "config.json").read_text("utf-8"))
+        return "vision_config" in config and "model_file" not in config
+    except (OSError, ValueError, TypeError):  # loading says what is wrong
+        return False
 
 
 def path_of(name: str) -> str:

@@ -158,7 +158,8 @@ def prefixes_for(
 
     def files_of(place: Any) -> PrefixFiles | None:
         model = loaded()
-        is_loaded = model is not None and model.place == place
+        # files do not tell where pictures are
+        is_loaded = model is not None and model.place == place and model.sight is None
         return opened(place) if has_files and is_loaded else None
 
     has_draft_caches = settings.flags.choice.model.name is not None

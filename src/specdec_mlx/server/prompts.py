@@ -6,7 +6,7 @@ import copy
 import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import takewhile
 from operator import eq
@@ -19,6 +19,7 @@ from specdec_mlx.models.loading import PerModel
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.forced import has_grammar, reads_calls, tools_for
 from specdec_mlx.server.models import LONGEST_TEXT
+from specdec_mlx.server.pictures import SeenPrompt, Sight, named_only
 from specdec_mlx.server.protocols.turns import with_folded_system
 from specdec_mlx.server.requests import Object, RequestError, TextRequest
 
@@ -40,13 +41,19 @@ class ReadPrompt:
 
     ends: ascending positions that later prompts are likely to share. in_thought: what is written
     next is a thought. thought: the marks of the thought that the text may begin with; None for
-    none.
+    none. seen: the prompt with its pictures, if it has any.
     """
 
     tokens: list[int]
     ends: Sequence[int] = ()
     in_thought: bool = False
     thought: Thought | None = None
+    seen: SeenPrompt | None = None
+
+    @property
+    def keys(self) -> list[int]:
+        """What the prompt's caches are kept by, [n]: its tokens, and the pictures among them."""
+        return self.tokens if self.seen is None else self.seen.keys
 
 
 READING = Lock()
@@ -91,6 +98,12 @@ def encoded(tokenizer: Any, text: str) -> list[int]:
         return list(tokenizer.encode(text, add_special_tokens=False))
 
 
+def with_special(tokenizer: Any, prompt: str | list[int]) -> list[int]:
+    """Token ids of a text that lacks its special tokens; any thread may ask."""
+    with READING:
+        return encode(tokenizer, prompt)
+
+
 def read_prompt(
     request: TextRequest,
     tokenizer: Any,
@@ -98,26 +111,28 @@ def read_prompt(
     *,
     most: int = LONGEST_TEXT,
     finds_ends: bool = False,
+    sight: Sight | None = None,
 ) -> ReadPrompt:
     """The prompt of a request; raises RequestError, also for what its template raises.
 
     most: tokens that the model has positions for; a prompt with far more is not read to its end.
-    finds_ends: for caches that go back to some positions only.
+    finds_ends: for caches that go back to some positions only. sight: of a model that has it.
     """
     try:
         messages = [
             as_template_takes_it(each, tokenizer) for each in request.messages or ()
         ]
         if request.messages is not None and tokenizer.has_chat_template:
-            prompt = _of_chat(request, messages, tokenizer, settings, most, finds_ends)
+            prompt = _of_chat(
+                request, messages, tokenizer, settings, most, finds_ends, sight
+            )
+        elif request.messages is not None:
+            text = _without_template(request, messages)
+            prompt = _read(text, request, tokenizer, most, sight, with_special)
         else:
-            text = request.prompt
-            if request.messages is not None:
-                text = _without_template(request, messages)
-            if isinstance(text, str):
-                check_length(text, tokenizer, most)
-            with READING:
-                prompt = ReadPrompt(encode(tokenizer, text))
+            if isinstance(request.prompt, str):
+                check_length(request.prompt, tokenizer, most)
+            prompt = ReadPrompt(with_special(tokenizer, request.prompt))
     except RequestError:
         raise
     except Exception as error:  # a template is a program
@@ -134,20 +149,24 @@ def _of_chat(
     settings: ServerSettings,
     most: int,
     finds_ends: bool,
+    sight: Sight | None,
 ) -> ReadPrompt:
     # with a grammar nothing is thought unless the server or the request asks for thoughts
     names: Object = {"enable_thinking": False} if has_grammar(request) else {}
     names |= {**settings.chat_template_args, **request.template}
     if tools := tools_for(request):
         names["tools"] = tools
-    rendered = partial(tokenizer.apply_chat_template, tokenize=False, **names)
-    going_on = (
-        "continue_final_message" if request.continues else "add_generation_prompt"
-    )
-    text, messages = _accepted(partial(rendered, **{going_on: True}), messages)
-    check_length(text, tokenizer, most)
-    tokens = encoded(tokenizer, text)
-    ends = list[int]()
+    template = partial(tokenizer.apply_chat_template, tokenize=False, **names)
+
+    def rendered(messages: list[Object], **how: Any) -> str:
+        taken = messages if sight is None else sight.contents(messages)
+        return str(template(taken, **how))
+
+    way_on = "continue_final_message" if request.continues else "add_generation_prompt"
+    how: Object = {way_on: True}
+    text, messages = _accepted(partial(rendered, **how), messages)
+    prompt = _read(text, request, tokenizer, most, sight)
+    tokens, ends = prompt.tokens, list[int]()
     if finds_ends:
         system = [*takewhile(lambda message: message["role"] == "system", messages)]
         if 0 < len(system) < len(messages):
@@ -163,12 +182,33 @@ def _of_chat(
     may_think = request.continues or bool(
         names.get("enable_thinking") or names.get("thinking")
     )
+    prompt = replace(prompt, ends=ends)
     if has_grammar(request) and not (may_think and tokenizer.has_thinking):
-        return ReadPrompt(tokens, ends)
+        return prompt
     thought = None
     if tokenizer.has_thinking and (in_thought or not request.continues):
         thought = thought_of(request, tokenizer, in_thought)
-    return ReadPrompt(tokens, ends, in_thought, thought)
+    return replace(prompt, in_thought=in_thought, thought=thought)
+
+
+def _read(
+    text: str,
+    request: TextRequest,
+    tokenizer: Any,
+    most: int,
+    sight: Sight | None,
+    encode: Callable[[Any, str], list[int]] = encoded,
+) -> ReadPrompt:
+    """A rendered prompt, read: with its pictures if the model sees them, else with their names."""
+    if sight is None:
+        text, digests = named_only(text), list[str]()
+    else:
+        text, digests = sight.placed(text)
+    check_length(text, tokenizer, most)
+    if sight is not None and digests:
+        seen = sight.read(text, digests, request.pictures)
+        return ReadPrompt(seen.tokens, seen=seen)
+    return ReadPrompt(encode(tokenizer, text))
 
 
 def _accepted(

@@ -71,6 +71,7 @@ class TextRequest:
         adapter: folder of an adapter; None is the one that belongs to the model's name.
         draft_model: name or folder; None is the server's own.
         messages: a chat, as chat templates take it; None for a `prompt`.
+        pictures: files of the pictures in the messages, by the SHA-256 of their bytes.
         prompt: text or token ids to continue.
         tools: OpenAI's form, {"type": "function", "function": {...}}.
         tool_choice: "auto", "none", "required", or the name of the one tool to call.
@@ -97,6 +98,7 @@ class TextRequest:
     adapter: str | None = None
     draft_model: str | None = None
     messages: list[Object] | None = None
+    pictures: dict[str, bytes] = field(default_factory=dict)
     prompt: str | list[int] = ""
     tools: list[Object] = field(default_factory=list)
     tool_choice: str = AUTO

@@ -46,6 +46,7 @@ from specdec_mlx.server.requests import (
 )
 from specdec_mlx.server.text.state import TextState
 from specdec_mlx.stats.account import SpeculationStats
+from specdec_mlx.vision.prompts import embed
 
 T = TypeVar("T")
 
@@ -137,7 +138,12 @@ def prepare(request: TextRequest, loaded: Loaded, settings: ServerSettings) -> P
     """
     tokenizer, most = loaded.tokenizer, loaded.longest_text
     prompt = read_prompt(
-        request, tokenizer, settings, most=most, finds_ends=loaded.is_stateful
+        request,
+        tokenizer,
+        settings,
+        most=most,
+        finds_ends=loaded.is_stateful,
+        sight=loaded.sight,
     )
     check_length(request.prediction, tokenizer, most, "prediction")
     prediction = encoded(tokenizer, request.prediction)
@@ -216,6 +222,11 @@ class AskedText:
         """Prompt and text so far."""
         return [*self.prompt.tokens, *self.written]
 
+    @property
+    def keys(self) -> list[int]:
+        """What caches of prompt and text so far are kept by."""
+        return [*self.prompt.keys, *self.written]
+
     @cached_property
     def may_end_early(self) -> bool:
         """True if it may end at another token than the end token."""
@@ -225,14 +236,29 @@ class AskedText:
             or has_grammar(self.request)
         )
 
+    def embeddings(self, caches: list[Any]) -> mx.array | None:
+        """What a vision model reads in the place of the prompt's tokens, [n, D]; else None.
+
+        Of a prompt without pictures too, whose caches may come from a prompt that had some.
+        """
+        if self.loaded.sight is None:
+            return None
+        seen = self.prompt.seen
+        inputs = (
+            {"input_ids": mx.array([self.prompt.tokens])}
+            if seen is None
+            else seen.inputs
+        )
+        return embed(self.loaded.model, caches, inputs)
+
     def begin(self, prefixes: Prefixes) -> tuple[list[Any] | None, int]:
         """The caches that are kept of the text, or None, and how much of it they hold.
 
         The client is told, the first time, how much of its prompt need not be read.
         """
-        tokens = self.tokens
-        caches, rest = prefixes.fetch_nearest_cache(self.loaded.place, tokens)
-        num_read = len(tokens) - len(rest)
+        keys = self.keys
+        caches, rest = prefixes.fetch_nearest_cache(self.loaded.place, keys)
+        num_read = len(keys) - len(rest)
         if not self.is_begun:
             self.is_begun, self.num_cached = True, num_read
             self.show_progress(num_read)

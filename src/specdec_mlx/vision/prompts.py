@@ -85,18 +85,32 @@ def read_prompt(
             "prompt_cache holds text, and images come with the first prompt. Give the whole "
             "conversation without prompt_cache."
         )
-    tokens = inputs["input_ids"]
-    positions = model.positions_of(caches, may_be_read=True)
     if is_new:
-        seen = [inputs.pop(name, None) for name in ("input_ids", "pixel_values")]
-        mask = inputs.pop("attention_mask", None)
-        with model.keeping(positions):
-            made = model.model.get_input_embeddings(*seen, mask=mask, **inputs)
-        inputs |= {k: v for k, v in made.to_dict().items() if v is not None}
-        options["input_embeddings"] = inputs.pop("inputs_embeds")[0]
-        positions.reading = inputs
-        check_reading(model, tokens, inputs)
-    return tokens[0].tolist(), options
+        options["input_embeddings"] = embed(model, caches, inputs)
+    else:
+        model.positions_of(caches, may_be_read=True)
+    return inputs["input_ids"][0].tolist(), options
+
+
+def embed(model: VisionModel, caches: list[Any], inputs: dict[str, Any]) -> mx.array:
+    """Embeddings [n, D] of a whole prompt, from `encode`; the caches keep where its images are.
+
+    Caches that hold the prompt's beginning already, images included, may go on from there. Raises
+    PromptError for images that cannot be read here.
+    """
+    reading = dict(inputs)
+    tokens, pixels, mask = (
+        reading.pop(name, None)
+        for name in ("input_ids", "pixel_values", "attention_mask")
+    )
+    positions = model.positions_of(caches, may_be_read=True)
+    with model.keeping(positions):
+        made = model.model.get_input_embeddings(tokens, pixels, mask=mask, **reading)
+    reading |= {k: v for k, v in made.to_dict().items() if v is not None}
+    embeddings: mx.array = reading.pop("inputs_embeds")[0]
+    positions.reading = reading
+    check_reading(model, tokens, reading)
+    return embeddings
 
 
 def encode(

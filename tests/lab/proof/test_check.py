@@ -312,9 +312,9 @@ def test_a_draft_cache_out_of_step_changes_no_text_and_is_named() -> None:
 
 
 def test_a_greedy_text_that_is_not_the_targets_is_a_fault_unless_the_probe_excuses_it() -> None:
-    """A lenient rule keeps near misses; logits that move by 100 with the width explain them."""
+    """A lenient rule keeps near misses; logits that rounding moves by 100 explain them."""
     given = subject(None, Lenient(0.01), sampling=GREEDY)
-    row = replace(probe(model()).rows[0], max_difference=100.0, exact=True)
+    row = replace(probe(model()).rows[0], bitwise=False, rounding=100.0)
     part, excused = (check_greedy(given, WORK, p) for p in (None, ProbeReport((), None, (row,))))
     assert part.status == "failed"
     assert "no rounding explains that" in part.verdict

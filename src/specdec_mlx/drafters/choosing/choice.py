@@ -84,6 +84,11 @@ class NamedModel:
             mx.eval(model.parameters())
         return model, tokenizer
 
+    def forget(self) -> None:
+        """Free a model that was loaded by its name; it is loaded again when it is asked for."""
+        if isinstance(self.name, str | Path):
+            self.__dict__.pop("pair", None)
+
     def make(self, spec: str, target: nn.Module | None = None) -> Drafter | None:
         """The drafter of a name that stands for this model, for a target, which a head needs.
 

@@ -14,6 +14,7 @@ from http import HTTPStatus
 from importlib.resources import files
 from typing import Any
 
+from specdec_mlx.server.pictures import mark, unseen
 from specdec_mlx.server.protocols import fields
 from specdec_mlx.server.protocols.body import without_surrogates
 from specdec_mlx.server.protocols.turns import (
@@ -28,7 +29,6 @@ from specdec_mlx.server.protocols.turns import (
     parts_in,
     role_in,
     tool_choice,
-    unseen,
 )
 from specdec_mlx.server.requests import (
     AUTO,
@@ -83,7 +83,7 @@ def _text(block: Object) -> str:
                 return title + str(source.get("data"))
             if source.get("type") == "content":
                 return title + _joined(source.get("content"), kind)
-            return unseen(f"{kind} {title}".strip())
+            return mark(block) if kind == "image" else unseen(f"{kind} {title}".strip())
         case "search_result":
             found = _joined(block.get("content"), kind)
             return f"{block.get('title')}\n{block.get('source')}\n{found}"

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from specdec_mlx.server.pictures import KINDS, mark, unseen
 from specdec_mlx.server.requests import AUTO, NONE, REQUIRED, Object, RequestError
 
 BETWEEN = "\n\n"  # between two texts of one turn
@@ -54,9 +55,11 @@ def parts_in(content: Any, where: str) -> list[Object]:
 
 
 def as_text(part: Object) -> str:
-    """A part of a content as text, whatever it is."""
+    """A part of a content as text, whatever it is; a picture is the mark of its place."""
     text = part.get("text", part.get("refusal"))
-    return text if isinstance(text, str) else unseen(part["type"])
+    if isinstance(text, str):
+        return text
+    return mark(part) if part["type"] in KINDS else unseen(part["type"])
 
 
 def joined(content: Any, where: str, to_text: Callable[[Object], str] = as_text) -> str:
@@ -74,12 +77,6 @@ def as_result(given: Any) -> Any:
 
 def _is_part(given: Any) -> bool:
     return isinstance(given, str) or (isinstance(given, dict) and "type" in given)
-
-
-def unseen(what: Any) -> str:
-    """A text in the place of what is none, as an image, with a line in the log."""
-    logging.info("Not shown: a part of type %s. The models here read texts only.", what)
-    return f"[{what}: not shown to this model]"
 
 
 def leave_out(what: str, kind: Any) -> None:

@@ -1,0 +1,216 @@
+"""A wide pass beside the single passes that it stands for, module by module.
+
+Logits alone cannot tell a fault from rounding: each layer magnifies the rounding of the layers
+before it. So every module of the wide pass is handed the rows that it was handed in the single
+passes, and the rows that had arrived there are compared. No difference travels further than to the
+next module, and a fault in one layer shows as clearly in a model of 80 layers as in one of two.
+
+The yardstick comes from single passes alone: they are run again with all that their modules are
+handed moved by a few last places, and no right wide pass is further off than they are.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import count
+from typing import Any
+
+import mlx.core as mx
+import mlx.nn as nn
+from mlx_lm.models.cache import make_prompt_cache
+
+from specdec_mlx.exactness.rounding import last_place
+from specdec_mlx.models.anatomy import handing
+
+Run = Callable[[], mx.array]
+"""Runs one pass; logits [n, V]."""
+
+Place = tuple[int, int]
+"""Where rows arrive: a module's id, and the number of its call in the pass."""
+
+States = dict[Place, mx.array]
+"""The rows [1, n, D] that arrived at each place of a pass."""
+
+Hand = Callable[[Place, mx.array], mx.array]
+"""Decides what a module is handed instead of the rows that arrived at its place."""
+
+LOGITS: Place = (0, 0)
+
+SHAKEN_BY = 8.0
+"""Last places between the most that a number is moved down, and up.
+
+A heuristic: right passes of 123 tiny architectures are off as if moved by 3 at most where they only
+multiply in another order, and by 7 where a model rounds to coarse steps of its own.
+"""
+
+LEAST = 4e-3
+"""Share of its size that no row counts as off by: angles far along a text are rounded to it."""
+
+FEW = 2
+"""Single passes that are run again where a row is off by more; after that all are, twice."""
+
+MASKED = 1e8  # numbers this large, and infinite ones, mask a token and are not compared
+
+
+def arrivals(model: nn.Module, run: Run, hand: Hand | None = None) -> States:
+    """Run a pass and keep the rows that arrive at its modules, and its logits."""
+    num_calls, arrived = Counter[int](), States()
+
+    def seen(module: nn.Module, states: Any) -> Any:
+        place = id(module), num_calls[id(module)]
+        num_calls[id(module)] += 1
+        is_rows = isinstance(states, mx.array) and states.ndim == 3 and len(states) == 1
+        if not (is_rows and mx.issubdtype(states.dtype, mx.floating)):
+            return states
+        arrived[place] = states
+        return states if hand is None else hand(place, states)
+
+    with handing([part for part in model.modules() if part is not model], seen):
+        logits = run()
+    arrived[LOGITS] = logits[None]
+    mx.eval(arrived)
+    # others are no rows of positions
+    num_rows = logits.shape[0]
+    return {place: s for place, s in arrived.items() if s.shape[1] == num_rows}
+
+
+def instead(given: States) -> Hand:
+    """Hand modules these rows where there are as many of them."""
+
+    def hand(place: Place, states: mx.array) -> mx.array:
+        other = given.get(place, states)
+        return other.astype(states.dtype) if other.shape == states.shape else states
+
+    return hand
+
+
+def shaken(given: States, size: float, key: int) -> Hand:
+    """Move what is handed at random, each number by up to half of so many last places."""
+    hand, keys = instead(given), count(key << 20)
+
+    def shake(place: Place, states: mx.array) -> mx.array:
+        states = hand(place, states)
+        key = mx.random.key(next(keys))
+        noise = mx.random.uniform(-0.5, 0.5, states.shape, key=key)
+        moved = states * (1 + size * last_place(states.dtype) * noise)
+        return moved.astype(states.dtype)
+
+    return shake
+
+
+def deviations(arrived: States, expected: States) -> dict[Place, list[float]]:
+    """How far each row is off, relative to its size, at the places that both have."""
+    off = {
+        place: _relative(arrived[place][0], rows[0])
+        for place, rows in expected.items()
+        if place in arrived and arrived[place].shape == rows.shape
+    }
+    mx.eval(off)
+    return {place: rows.tolist() for place, rows in off.items()}  # type: ignore[misc]
+
+
+def _relative(rows: mx.array, expected: mx.array) -> mx.array:
+    """[n]: root mean square of the difference of rows [n, D], by that of the expected rows."""
+    rows, expected = rows.astype(mx.float32), expected.astype(mx.float32)
+    counts = mx.abs(expected) < MASKED
+    difference = mx.where(counts, rows - expected, 0).square().mean(axis=-1)
+    size = mx.where(counts, expected, 0).square().mean(axis=-1)
+    off = mx.sqrt(difference / mx.maximum(size, 1e-30))
+    return mx.where(mx.isnan(off), mx.inf, off)
+
+
+def largest_difference(logits: mx.array, expected: mx.array) -> float:
+    """Of two arrays of logits; those that mask a token do not count."""
+    logits, expected = logits.astype(mx.float32), expected.astype(mx.float32)
+    counts = mx.abs(expected) < MASKED
+    return float(mx.where(counts, mx.abs(logits - expected), 0).max())
+
+
+@dataclass
+class SinglePasses:
+    """Single passes that wide ones are compared with.
+
+    Attributes:
+        start: caches that they begin with.
+        alone: makes the passes from caches, which it copies; the last row of each counts.
+    """
+
+    model: nn.Module
+    start: list[Any]
+    alone: Callable[[list[Any]], Sequence[Run]]
+    _off: list[dict[Place, float]] = field(default_factory=list, init=False)
+
+    @cached_property
+    def rows(self) -> list[States]:
+        """The rows that arrived in each pass."""
+        return [arrivals(self.model, run) for run in self.alone(self.start)]
+
+    @cached_property
+    def _runs_again(self) -> Sequence[Run]:
+        return [*self.alone(self.start), *self.alone(self.start)]
+
+    def joined(self, number: int) -> States:
+        """The rows of the first passes, as one wide pass has them."""
+        first, *others = self.rows[:number]
+        return {
+            place: mx.concatenate(
+                [row[place][:, -1:] for row in (first, *others)], axis=1
+            )
+            for place in first
+            if all(place in row for row in others)
+        }
+
+    def off(self, wide: Run, width: int) -> dict[Place, list[float]]:
+        """How far the rows of a wide pass are off that is handed those of the first passes."""
+        expected = self.joined(width)
+        return deviations(arrivals(self.model, wide, instead(expected)), expected)
+
+    def fault(self, off: dict[Place, list[float]]) -> Place | None:
+        """The first place where rows are further off than rounding explains."""
+        num_off = {}
+        for number in (0, FEW, len(self.rows), 2 * len(self.rows)):
+            num_off = {
+                place: self._num_off(place, rows, number) for place, rows in off.items()
+            }
+            off = {place: rows for place, rows in off.items() if num_off[place]}
+        for place, rows in off.items():
+            # rounding may choose another expert for a row, and experts read no cache
+            if 2 * num_off[place] > len(rows) or place in self.readers:
+                return place
+        return None
+
+    def _num_off(self, place: Place, rows: list[float], number: int) -> int:
+        """Rows at a place that are off further than rounding brings so many single passes."""
+        by_rounding = [off.get(place, 0.0) for off in self._off_by_rounding(number)]
+        most = max(LEAST, last_place(self.rows[0][place].dtype), *by_rounding)
+        return sum(row > most for row in rows)
+
+    def _off_by_rounding(self, number: int) -> list[dict[Place, float]]:
+        """How far single passes, in turn, are off if all that modules are handed is moved."""
+        for key in range(len(self._off), number):
+            row = self.rows[key % len(self.rows)]
+            hand = shaken(row, SHAKEN_BY, key)
+            moved = arrivals(self.model, self._runs_again[key], hand)
+            off = deviations(moved, row).items()
+            self._off.append({place: rows[-1] for place, rows in off})
+        return self._off[:number]
+
+    @cached_property
+    def readers(self) -> set[Place]:
+        """Places where other rows arrive if the caches are empty: masks and states decide there."""
+        run, *_ = self.alone(make_prompt_cache(self.model))
+        row = self.rows[0]
+        off = deviations(arrivals(self.model, run, instead(row)), row).items()
+        least = {place: SHAKEN_BY * last_place(row[place].dtype) for place in row}
+        return {place for place, rows in off if rows[-1] > least[place]}
+
+    def logit_rounding(self) -> float:
+        """How far a logit moves where all that modules are handed moves within its last place."""
+        differences = []
+        for key, run in enumerate(self.alone(self.start)):
+            moved = arrivals(self.model, run, shaken({}, 1.0, key))[LOGITS]
+            differences.append(largest_difference(moved, self.rows[key][LOGITS]))
+        return max(differences)
