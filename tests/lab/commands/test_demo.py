@@ -98,8 +98,9 @@ def test_a_text_that_differs_in_any_repeat_is_different_or_parts_at_a_tie(
 @in_one_test("max_tokens", [8, 40])
 def test_the_clock_cuts_the_live_text_after_twenty_tokens(max_tokens: int) -> None:
     """A shorter text shows no draft at work; this one's time is over before it begins."""
-    slow = replace(show(tiny.build("llama")), tokenizer=tiny_text.tokenizer(), max_tokens=max_tokens)
-    responses = list(demo.live_text(slow, "2", until=-1))
+    text = replace(show(tiny.build("llama")), max_tokens=max_tokens)
+    text = replace(text, tokenizer=tiny_text.tokenizer())
+    responses = list(demo.live_text(text, "2", until=-1))
     assert responses[-1].generation_tokens == min(20, max_tokens)
 
 
