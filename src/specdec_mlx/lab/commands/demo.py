@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import copy
+import math
 import os
 import statistics
 import sys
@@ -46,6 +47,7 @@ from specdec_mlx.lab.bench.record import describe_dtype, describe_machine
 from specdec_mlx.lab.bench.summary import ALL, Result, find_differences, summarise
 from specdec_mlx.lab.bench.timing import (
     PLAIN,
+    TURN_TOKENS,
     Contender,
     Emitted,
     Run,
@@ -90,7 +92,10 @@ LIVE_PROMPT = f"Rename radius to size in this code and show all of it:\n```pytho
 
 PAIR, PAIR_TOPIC, PAIR_TOKENS = "lab pair", "power", 192  # of one letter each
 
-LEAST_TURNS = 4  # of a text whose speed can be told: its first token, and 24 more
+LIVE_TOKENS, LEAST_TOKENS, SHORT_TOKENS = 20, 40, 100
+"""Tokens that the live text has before the clock may cut it; tokens that a row of the table needs;
+tokens below which a row explains why "auto" is slower than plain decoding."""
+
 CONTRAST = "4"  # a fixed draft length, as in most programs
 
 LIVE_SHARE, PAIR_SHARE = 0.12, 0.1
@@ -130,6 +135,11 @@ class TimedText:
     speed: float | None
     verdict: str
 
+    @property
+    def is_timed(self) -> bool:
+        """Whether the text is long enough for its speed to be shown."""
+        return self.speed is not None and self.first.tokens >= LEAST_TOKENS
+
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `specdec-mlx demo`."""
@@ -139,7 +149,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--seconds",
         type=count,
         default=45,
-        help="most that the generation may take; texts are cut to fit (%(default)s)",
+        help=f"time for the generation; texts are cut to fit, after {LEAST_TOKENS} tokens "
+        "at the earliest (%(default)s)",
     )
     add(
         "--max-tokens",
@@ -183,8 +194,11 @@ def main(args: argparse.Namespace) -> int:
     say_what_multiplies(preloaded)
     shows = [prompts_of(model, tokenizer, args.max_tokens)]
     shows += [] if args.model else [pair_that_ships()]
-    texts = ", ".join(task.id for show in shows for task in show.tasks)
-    say(f"Next, in about {seconds:.0f} s, or cut: a text live, then {texts}, by turns.")
+    texts = [task.id for show in shows for task in show.tasks]
+    say(
+        f"Next, in about {seconds:.0f} s, or more on a slow machine: a text live, then "
+        f"{', '.join(texts)}, by turns."
+    )
     began, rows = time.perf_counter(), list[TimedText]()
     with wired_limit([show.model for show in shows], [generation_stream]):
         for i, show in enumerate(shows):
@@ -198,7 +212,8 @@ def main(args: argparse.Namespace) -> int:
             compared = (compare(show.model, task, samples) for task in show.tasks)
             rows[:0] = chain.from_iterable(compared)
             paces = [s.seconds_per_token for s in samples if s.drafter == PLAIN]
-    print(f"{format_table(rows)}\n\n{legend(rows, model, paces)}", flush=True)
+    notes = legend(rows, texts, model, paces)
+    print(f"{format_table(rows)}\n\n{notes}", flush=True)
     return int(any(row.verdict == DIFFERENT for row in rows))
 
 
@@ -258,7 +273,7 @@ def say_what_multiplies(preloaded: dict[str, str]) -> None:
 def live_text(
     show: Show, draft_length: str, until: float
 ) -> Iterator[SpeculativeResponse]:
-    """A text that is not compared, until it or its time is over."""
+    """A text that is not compared, until it ends, or its time does after `LIVE_TOKENS`."""
     responses = stream_generate(
         *(show.model, show.tokenizer, show.live, show.max_tokens),
         drafter=show.drafter,
@@ -267,7 +282,8 @@ def live_text(
     with closing(responses):
         for response in responses:
             yield response
-            if time.perf_counter() > until:
+            is_long_enough = response.generation_tokens >= LIVE_TOKENS
+            if is_long_enough and time.perf_counter() > until:
                 return
 
 
@@ -306,9 +322,10 @@ def play(show: Show, draft_length: str, until: float, repeats: int) -> list[Samp
 
 
 def turns_until(end: float) -> Callable[[], bool]:
-    """True, asked before each turn, for the first ones and then until `end`."""
+    """True, asked before each turn, until there are `LEAST_TOKENS`, and then until `end`."""
     turns = count()
-    return lambda: next(turns) < LEAST_TURNS or time.perf_counter() < end
+    least = 1 + math.ceil(LEAST_TOKENS / TURN_TOKENS)  # the first turn is one token
+    return lambda: next(turns) < least or time.perf_counter() < end
 
 
 def after_live(show: Show, draft_length: str) -> Contender:
@@ -352,17 +369,14 @@ def compare(model: nn.Module, task: Task, samples: Sequence[Sample]) -> list[Tim
 
 
 def format_table(rows: Sequence[TimedText]) -> str:
-    """The comparison as text, one line a row."""
+    """The comparison as text, one line for each row that is long enough."""
     head = (
         f"{'text':<10}{'drafter':<15}{'K':<6}{'tokens':>6}  {'speed':<18}{'tokens a pass':>13}"
         f"{'accepted':>13}  text"
     )
     lines = [head, "-" * len(head)]
-    for row in rows:
-        run = row.first
-        speed = (
-            "too short to time" if row.speed is None else f"{row.speed:.2f} times plain"
-        )
+    for row in (row for row in rows if row.is_timed):
+        run, speed = row.first, f"{row.speed:.2f} times plain"
         lines.append(
             f"{row.text:<10}{run.drafter:<15}{run.draft_length:<6}{run.tokens:>6}  "
             f"{speed:<18}{run.tokens_per_pass:>13.2f}"
@@ -371,8 +385,44 @@ def format_table(rows: Sequence[TimedText]) -> str:
     return "\n".join(lines)
 
 
+def remarks(rows: Sequence[TimedText], texts: Sequence[str]) -> list[str]:
+    """Why a text has no row, and why "auto" is below plain decoding in a short row."""
+    begun = {row.text for row in rows}
+    lines = [
+        f"{text} is left out: the time was over before its turn. Use a larger --seconds."
+        for text in texts
+        if text not in begun
+    ]
+    for row in rows:
+        run = row.first
+        if not row.is_timed:
+            lines.append(
+                f"{row.text} is left out ({row.verdict}): it has {run.tokens} tokens, and a speed "
+                f"takes {LEAST_TOKENS}, from more than one pass."
+            )
+        elif (
+            run.draft_length == "auto"
+            and run.tokens < SHORT_TOKENS
+            and round(row.speed or 0, 2) < 1
+        ):
+            cause = (
+                f"It drafted {run.drafted} tokens to learn whether drafts pay, which takes time, "
+                f"and {run.accepted} were accepted."
+                if run.drafted
+                else "It found no draft that it expected to pay."
+            )
+            lines.append(
+                f"{row.text}: auto is below plain. {cause} A speed over {run.tokens} tokens also "
+                "varies from run to run."
+            )
+    return list(dict.fromkeys(lines))
+
+
 def legend(
-    rows: Sequence[TimedText], model: nn.Module, paces: Sequence[float | None]
+    rows: Sequence[TimedText],
+    texts: Sequence[str],
+    model: nn.Module,
+    paces: Sequence[float | None],
 ) -> str:
     """The outcome, how to read the table, and the machine. paces: of plain decoding, s a token."""
     timed = [pace for pace in paces if pace]
@@ -382,6 +432,7 @@ def legend(
     blas = f"{machine['blas']}, " if mx.default_device() == mx.cpu else ""
     lines = [
         f"{num_same} of {len(rows)} texts are plain mlx-lm's, token by token.",
+        *remarks(rows, texts),
         "speed: tokens a second from the first token to the last, over those of plain mlx-lm"
         f"{step}, which took turns with it; the median of all repeats that there was time for.",
         "K: draft length, most tokens drafted for a pass; auto, the default, drafts where it pays.",
