@@ -30,12 +30,16 @@ from specdec_mlx.server.access import guarded, keyed, origins_of
 from specdec_mlx.server.engine import Engine
 from specdec_mlx.server.flags import ServerSettings
 from specdec_mlx.server.pictures import take_pictures
-from specdec_mlx.server.protocols.body import read_body
+from specdec_mlx.server.protocols.body import SMALL, read_body
 from specdec_mlx.server.protocols.chat import CHAT
 from specdec_mlx.server.protocols.completions import COMPLETIONS
 from specdec_mlx.server.protocols.messages import MESSAGES
 from specdec_mlx.server.protocols.responses import RESPONSES
-from specdec_mlx.server.receiving import closing_after_early_replies, received
+from specdec_mlx.server.receiving import (
+    LEFT_A_SECOND,
+    closing_after_early_replies,
+    received,
+)
 from specdec_mlx.server.requests import (
     Asked,
     BodyError,
@@ -112,6 +116,7 @@ class Endpoints:
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine, self.settings, self.totals = engine, settings, Totals()
+        self.large_body = asyncio.Lock()
 
     def app(self) -> Starlette:
         """The routes."""
@@ -225,7 +230,18 @@ class Endpoints:
                 take_pictures(one, self.engine.models.can_see)
             return asked
 
-        return await run_in_threadpool(read)
+        if (size := len(raw)) <= SMALL:
+            return await run_in_threadpool(read)
+        async with (
+            self.large_body
+        ):  # one at a time, so that no two are taken apart in memory
+            try:
+                return await run_in_threadpool(read)
+            except Exception:
+                await asyncio.sleep(
+                    size / LEFT_A_SECOND
+                )  # so that many take no more than one
+                raise
 
 
 class Inbox:
